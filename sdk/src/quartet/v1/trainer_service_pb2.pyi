@@ -1,0 +1,363 @@
+from quartet.v1 import rollout_pb2 as _rollout_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class LossKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LOSS_KIND_UNSPECIFIED: _ClassVar[LossKind]
+    LOSS_KIND_POLICY_GRADIENT: _ClassVar[LossKind]
+    LOSS_KIND_CROSS_ENTROPY: _ClassVar[LossKind]
+
+class RatioTreatment(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RATIO_TREATMENT_UNSPECIFIED: _ClassVar[RatioTreatment]
+    RATIO_TREATMENT_CISPO: _ClassVar[RatioTreatment]
+    RATIO_TREATMENT_PPO: _ClassVar[RatioTreatment]
+    RATIO_TREATMENT_DPPO: _ClassVar[RatioTreatment]
+    RATIO_TREATMENT_NONE: _ClassVar[RatioTreatment]
+
+class Schedule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SCHEDULE_UNSPECIFIED: _ClassVar[Schedule]
+    SCHEDULE_CONSTANT: _ClassVar[Schedule]
+    SCHEDULE_LINEAR: _ClassVar[Schedule]
+    SCHEDULE_COSINE: _ClassVar[Schedule]
+LOSS_KIND_UNSPECIFIED: LossKind
+LOSS_KIND_POLICY_GRADIENT: LossKind
+LOSS_KIND_CROSS_ENTROPY: LossKind
+RATIO_TREATMENT_UNSPECIFIED: RatioTreatment
+RATIO_TREATMENT_CISPO: RatioTreatment
+RATIO_TREATMENT_PPO: RatioTreatment
+RATIO_TREATMENT_DPPO: RatioTreatment
+RATIO_TREATMENT_NONE: RatioTreatment
+SCHEDULE_UNSPECIFIED: Schedule
+SCHEDULE_CONSTANT: Schedule
+SCHEDULE_LINEAR: Schedule
+SCHEDULE_COSINE: Schedule
+
+class LossSpec(_message.Message):
+    __slots__ = ("kind", "ratio", "clip_low", "clip_high", "temperature")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    RATIO_FIELD_NUMBER: _ClassVar[int]
+    CLIP_LOW_FIELD_NUMBER: _ClassVar[int]
+    CLIP_HIGH_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    kind: LossKind
+    ratio: RatioTreatment
+    clip_low: float
+    clip_high: float
+    temperature: float
+    def __init__(self, kind: _Optional[_Union[LossKind, str]] = ..., ratio: _Optional[_Union[RatioTreatment, str]] = ..., clip_low: _Optional[float] = ..., clip_high: _Optional[float] = ..., temperature: _Optional[float] = ...) -> None: ...
+
+class TrainingSample(_message.Message):
+    __slots__ = ("sample", "advantages", "reference_logprobs")
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    ADVANTAGES_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    sample: _rollout_pb2.Sample
+    advantages: _containers.RepeatedScalarFieldContainer[float]
+    reference_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, sample: _Optional[_Union[_rollout_pb2.Sample, _Mapping]] = ..., advantages: _Optional[_Iterable[float]] = ..., reference_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class ForwardBackwardStart(_message.Message):
+    __slots__ = ("run_id", "seq_id", "loss", "normalizer", "verify_logprobs")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZER_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    seq_id: int
+    loss: LossSpec
+    normalizer: float
+    verify_logprobs: bool
+    def __init__(self, run_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., loss: _Optional[_Union[LossSpec, _Mapping]] = ..., normalizer: _Optional[float] = ..., verify_logprobs: _Optional[bool] = ...) -> None: ...
+
+class SampleBatch(_message.Message):
+    __slots__ = ("samples",)
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    samples: _containers.RepeatedCompositeFieldContainer[TrainingSample]
+    def __init__(self, samples: _Optional[_Iterable[_Union[TrainingSample, _Mapping]]] = ...) -> None: ...
+
+class StreamCommit(_message.Message):
+    __slots__ = ("sample_count", "token_count")
+    SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    sample_count: int
+    token_count: int
+    def __init__(self, sample_count: _Optional[int] = ..., token_count: _Optional[int] = ...) -> None: ...
+
+class ForwardBackwardRequest(_message.Message):
+    __slots__ = ("start", "batch", "commit")
+    START_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    start: ForwardBackwardStart
+    batch: SampleBatch
+    commit: StreamCommit
+    def __init__(self, start: _Optional[_Union[ForwardBackwardStart, _Mapping]] = ..., batch: _Optional[_Union[SampleBatch, _Mapping]] = ..., commit: _Optional[_Union[StreamCommit, _Mapping]] = ...) -> None: ...
+
+class ForwardBackwardResponse(_message.Message):
+    __slots__ = ("loss", "loss_tokens", "tokens", "diagnostics", "verification", "compute_ms")
+    class DiagnosticsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DIAGNOSTICS_FIELD_NUMBER: _ClassVar[int]
+    VERIFICATION_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
+    loss: float
+    loss_tokens: int
+    tokens: int
+    diagnostics: _containers.ScalarMap[str, float]
+    verification: LogprobVerification
+    compute_ms: int
+    def __init__(self, loss: _Optional[float] = ..., loss_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., diagnostics: _Optional[_Mapping[str, float]] = ..., verification: _Optional[_Union[LogprobVerification, _Mapping]] = ..., compute_ms: _Optional[int] = ...) -> None: ...
+
+class LogprobVerification(_message.Message):
+    __slots__ = ("max_difference", "mean_difference", "tokens_compared", "tokens_skipped")
+    MAX_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    MEAN_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_COMPARED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    max_difference: float
+    mean_difference: float
+    tokens_compared: int
+    tokens_skipped: int
+    def __init__(self, max_difference: _Optional[float] = ..., mean_difference: _Optional[float] = ..., tokens_compared: _Optional[int] = ..., tokens_skipped: _Optional[int] = ...) -> None: ...
+
+class OptimStepRequest(_message.Message):
+    __slots__ = ("run_id", "seq_id", "learning_rate")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    seq_id: int
+    learning_rate: float
+    def __init__(self, run_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., learning_rate: _Optional[float] = ...) -> None: ...
+
+class OptimStepResponse(_message.Message):
+    __slots__ = ("grad_norm", "learning_rate", "policy_version")
+    GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    grad_norm: float
+    learning_rate: float
+    policy_version: int
+    def __init__(self, grad_norm: _Optional[float] = ..., learning_rate: _Optional[float] = ..., policy_version: _Optional[int] = ...) -> None: ...
+
+class ForwardStart(_message.Message):
+    __slots__ = ("run_id", "policy_version", "temperature")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    policy_version: int
+    temperature: float
+    def __init__(self, run_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., temperature: _Optional[float] = ...) -> None: ...
+
+class ForwardRequest(_message.Message):
+    __slots__ = ("start", "batch", "commit")
+    START_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    start: ForwardStart
+    batch: SampleBatch
+    commit: StreamCommit
+    def __init__(self, start: _Optional[_Union[ForwardStart, _Mapping]] = ..., batch: _Optional[_Union[SampleBatch, _Mapping]] = ..., commit: _Optional[_Union[StreamCommit, _Mapping]] = ...) -> None: ...
+
+class ForwardResponse(_message.Message):
+    __slots__ = ("logprobs",)
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class LoraSpec(_message.Message):
+    __slots__ = ("rank", "alpha", "dropout", "target_modules")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ALPHA_FIELD_NUMBER: _ClassVar[int]
+    DROPOUT_FIELD_NUMBER: _ClassVar[int]
+    TARGET_MODULES_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    alpha: float
+    dropout: float
+    target_modules: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, rank: _Optional[int] = ..., alpha: _Optional[float] = ..., dropout: _Optional[float] = ..., target_modules: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class OptimizerSpec(_message.Message):
+    __slots__ = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm", "schedule", "warmup_steps", "total_steps")
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    BETA1_FIELD_NUMBER: _ClassVar[int]
+    BETA2_FIELD_NUMBER: _ClassVar[int]
+    EPS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    MAX_GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
+    WARMUP_STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    max_grad_norm: float
+    schedule: Schedule
+    warmup_steps: int
+    total_steps: int
+    def __init__(self, learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., max_grad_norm: _Optional[float] = ..., schedule: _Optional[_Union[Schedule, str]] = ..., warmup_steps: _Optional[int] = ..., total_steps: _Optional[int] = ...) -> None: ...
+
+class RunSpec(_message.Message):
+    __slots__ = ("base_model", "lora", "optimizer", "seed", "compute_dtype", "served_dtype", "from_scratch", "retain_versions", "microbatch_tokens")
+    BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
+    LORA_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SERVED_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    FROM_SCRATCH_FIELD_NUMBER: _ClassVar[int]
+    RETAIN_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    MICROBATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    base_model: str
+    lora: LoraSpec
+    optimizer: OptimizerSpec
+    seed: int
+    compute_dtype: str
+    served_dtype: str
+    from_scratch: bool
+    retain_versions: int
+    microbatch_tokens: int
+    def __init__(self, base_model: _Optional[str] = ..., lora: _Optional[_Union[LoraSpec, _Mapping]] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., seed: _Optional[int] = ..., compute_dtype: _Optional[str] = ..., served_dtype: _Optional[str] = ..., from_scratch: _Optional[bool] = ..., retain_versions: _Optional[int] = ..., microbatch_tokens: _Optional[int] = ...) -> None: ...
+
+class CreateRunRequest(_message.Message):
+    __slots__ = ("run_id", "spec")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    spec: RunSpec
+    def __init__(self, run_id: _Optional[str] = ..., spec: _Optional[_Union[RunSpec, _Mapping]] = ...) -> None: ...
+
+class CreateRunResponse(_message.Message):
+    __slots__ = ("run",)
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    run: RunState
+    def __init__(self, run: _Optional[_Union[RunState, _Mapping]] = ...) -> None: ...
+
+class RunState(_message.Message):
+    __slots__ = ("run_id", "applied_seq_id", "policy_version", "trainable_parameters", "parameters", "published_version")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    APPLIED_SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TRAINABLE_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    applied_seq_id: int
+    policy_version: int
+    trainable_parameters: int
+    parameters: int
+    published_version: int
+    def __init__(self, run_id: _Optional[str] = ..., applied_seq_id: _Optional[int] = ..., policy_version: _Optional[int] = ..., trainable_parameters: _Optional[int] = ..., parameters: _Optional[int] = ..., published_version: _Optional[int] = ...) -> None: ...
+
+class GetRunRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class GetRunResponse(_message.Message):
+    __slots__ = ("run",)
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    run: RunState
+    def __init__(self, run: _Optional[_Union[RunState, _Mapping]] = ...) -> None: ...
+
+class SaveStateRequest(_message.Message):
+    __slots__ = ("run_id", "seq_id", "name", "export_model")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    EXPORT_MODEL_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    seq_id: int
+    name: str
+    export_model: bool
+    def __init__(self, run_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., name: _Optional[str] = ..., export_model: _Optional[bool] = ...) -> None: ...
+
+class SaveStateResponse(_message.Message):
+    __slots__ = ("state",)
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    state: SavedState
+    def __init__(self, state: _Optional[_Union[SavedState, _Mapping]] = ...) -> None: ...
+
+class SavedState(_message.Message):
+    __slots__ = ("name", "seq_id", "policy_version", "size_bytes", "path", "model_path")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    seq_id: int
+    policy_version: int
+    size_bytes: int
+    path: str
+    model_path: str
+    def __init__(self, name: _Optional[str] = ..., seq_id: _Optional[int] = ..., policy_version: _Optional[int] = ..., size_bytes: _Optional[int] = ..., path: _Optional[str] = ..., model_path: _Optional[str] = ...) -> None: ...
+
+class LoadStateRequest(_message.Message):
+    __slots__ = ("run_id", "seq_id", "name")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    seq_id: int
+    name: str
+    def __init__(self, run_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
+
+class LoadStateResponse(_message.Message):
+    __slots__ = ("run",)
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    run: RunState
+    def __init__(self, run: _Optional[_Union[RunState, _Mapping]] = ...) -> None: ...
+
+class ListStatesRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class ListStatesResponse(_message.Message):
+    __slots__ = ("states",)
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    states: _containers.RepeatedCompositeFieldContainer[SavedState]
+    def __init__(self, states: _Optional[_Iterable[_Union[SavedState, _Mapping]]] = ...) -> None: ...
+
+class PublishWeightsRequest(_message.Message):
+    __slots__ = ("run_id", "seq_id")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    seq_id: int
+    def __init__(self, run_id: _Optional[str] = ..., seq_id: _Optional[int] = ...) -> None: ...
+
+class PublishWeightsResponse(_message.Message):
+    __slots__ = ("version", "digest", "payload_bytes")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    digest: bytes
+    payload_bytes: int
+    def __init__(self, version: _Optional[int] = ..., digest: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
