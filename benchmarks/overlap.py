@@ -1,0 +1,58 @@
+"""Overlap of generation and training: the same run with and without one step of asynchrony.
+
+Runs the main job for a fixed number of steps with max_off_policy_steps = 1 and = 0, in turn (A B A B ...), on one tiny model,
+and compares the wall time from the first to the last trained step. Bar: the alternating run takes >= 1.2 times as long.
+
+    python benchmarks/overlap.py [--steps 20] [--pairs 3] [--model DIR] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from figures import Figure, arguments, report
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+QUARTET = [sys.executable, "-m", "quartet.cli"]
+
+
+def step_seconds(model: Path, output: Path, steps: int, off_policy: int) -> dict[str, float]:
+    """Seconds per step over the run (the first step, which always waits for its rollouts, left out), and their parts."""
+    command = [*QUARTET, "rl", "@", "configs/reverse-text.toml", "--model", str(model), "--output-dir", str(output)]
+    command += ["--max-steps", str(steps), "--max-off-policy-steps", str(off_policy), "--eval.num-examples", "0"]
+    subprocess.run(command, check=True, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "time/step_s" in row][1:]
+    return {key: statistics.fmean(row[key] for row in rows) for key in rows[0] if key.startswith("time/")}
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--model", type=Path)
+    options = parser.parse_args()
+    ratios, overlapped, alternating = [], [], []
+    with tempfile.TemporaryDirectory(prefix="quartet-overlap-") as folder:
+        root = Path(folder)
+        model = options.model or root / "model"
+        if options.model is None:
+            subprocess.run([*QUARTET, "model", "tiny", str(model)], check=True, cwd=REPOSITORY)
+        for pair in range(options.pairs):
+            overlapped.append(step_seconds(model, root / f"async{pair}", options.steps, 1))
+            alternating.append(step_seconds(model, root / f"sync{pair}", options.steps, 0))
+            ratios.append(alternating[-1]["time/step_s"] / overlapped[-1]["time/step_s"])
+    figures = [Figure("alternating / overlapped, wall per step (median)", statistics.median(ratios), "x", ">= 1.2")]
+    for name, runs in (("overlapped", overlapped), ("alternating", alternating)):
+        for key in sorted(runs[0]):
+            figures.append(Figure(f"{name}: {key}", statistics.median(run[key] for run in runs), "s"))
+    report(figures, options.json, steps=options.steps, pairs=options.pairs, ratios=ratios)
+
+
+if __name__ == "__main__":
+    main()
