@@ -1,0 +1,221 @@
+"""What a run is: the TOML dialect of `quartet rl @ run.toml` and of SubmitRun.
+
+1. A RunConfig that validates can be run: every bound that one service would trip over later is checked here.
+2. Every refusal is one sentence: key, value, what would be right.
+3. The deployment tables ([trainer], [orchestrator], [inference], [envhost]) are carried, not read: the local launcher hands them to
+   the services, which know their own keys.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Annotated, Any, Literal, Self
+
+import pydantic
+from pydantic import Field
+
+from quartet.config import Config, ConfigError
+from quartet.config.load import validate
+
+#: More staleness than this means that the trainer keeps more than two dozen copies of the model.
+MAX_OFF_POLICY_STEPS = 24
+#: SamplingParams.stop takes no more.
+MAX_STOP_STRINGS = 16
+
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+class SamplingConfig(Config):
+    """How rollouts are sampled; what is absent is the engine's default."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, le=10)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: Positive | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    stop: tuple[str, ...] = Field((), max_length=MAX_STOP_STRINGS)
+    seed: int | None = Field(None, ge=0, lt=2**64)
+
+    @pydantic.field_validator("temperature")
+    @classmethod
+    def _samples(cls, temperature: float) -> float:
+        # Also false for NaN.
+        if not temperature > 0:
+            raise ValueError(
+                "a greedy group has no spread to learn from; set it above 0 (eval.temperature may be 0)"
+            )
+        return temperature
+
+    @pydantic.field_validator("stop")
+    @classmethod
+    def _stops_on_text(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in stop:
+            raise ValueError("an empty stop string ends every rollout at once; remove it")
+        return stop
+
+
+class EnvConfig(Config):
+    """One environment and its share of the rollouts."""
+
+    id: str = Field(min_length=1)
+    args: dict[str, Any] = {}
+    weight: Positive = 1.0
+    timeout_seconds: Positive = 600.0
+    max_retries: int = Field(2, ge=0, le=100)
+
+
+class AlgorithmConfig(Config):
+    """Credit and loss, as values."""
+
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "max_rl", "none"] = "grpo"
+    loss: Literal["cispo", "ppo", "none"] = "cispo"
+    clip_low: NonNegative | None = None
+    clip_high: Positive | None = None
+
+    @pydantic.field_validator("clip_low", "clip_high")
+    @classmethod
+    def _clip_is_used(cls, value: float | None, info: pydantic.ValidationInfo) -> float | None:
+        loss = info.data.get("loss")
+        if value is None or loss is None:
+            return value
+        if loss == "none":
+            raise ValueError(
+                'loss = "none" does not clip; remove it, or set algorithm.loss to "cispo" or "ppo"'
+            )
+        if info.field_name == "clip_low":
+            if loss == "cispo":
+                raise ValueError('loss = "cispo" has only clip_high, the cap of the ratio; remove clip_low')
+            if value >= 1:
+                raise ValueError("the ratio is clipped to 1 - clip_low at least; set it below 1")
+        return value
+
+
+class EvalConfig(Config):
+    """Evaluations at a pinned version; num_examples = 0 switches them off."""
+
+    num_examples: int = Field(64, ge=0)
+    rollouts_per_example: int = Field(1, ge=1)
+    before: bool = True
+    after: bool = True
+    temperature: float | None = Field(None, ge=0, le=10)
+    interval: int = Field(0, ge=0)
+
+
+class CheckpointConfig(Config):
+    """When the trainer saves its state, and how many states it keeps."""
+
+    interval: int = Field(10, ge=1)
+    keep_last: int = Field(2, ge=1)
+
+
+class ChecksConfig(Config):
+    """What a run verifies about itself."""
+
+    verify_logprobs: bool = False
+
+
+class RunConfig(Config):
+    """A run."""
+
+    model: str = Field(min_length=1)
+    max_steps: int = Field(100, ge=0)
+    rollouts_per_example: int = Field(8, ge=1)
+    batch_size: int = Field(128, ge=1)
+    seed: int = Field(0, ge=0, lt=2**63)
+    learning_rate: NonNegative = 1e-6
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    max_grad_norm: NonNegative = 1.0
+    weight_decay: NonNegative = 0.0
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    max_off_policy_steps: int = Field(1, ge=0, le=MAX_OFF_POLICY_STEPS)
+    max_concurrent: int = Field(1024, ge=1)
+    microbatch_tokens: int = Field(0, ge=0)
+    sampling: SamplingConfig = SamplingConfig()
+    env: tuple[EnvConfig, ...]
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    eval: EvalConfig = EvalConfig()
+    ckpt: CheckpointConfig = CheckpointConfig()
+    checks: ChecksConfig = ChecksConfig()
+    trainer: dict[str, Any] = {}
+    orchestrator: dict[str, Any] = {}
+    inference: dict[str, Any] = {}
+    envhost: dict[str, Any] = {}
+
+    @property
+    def groups_per_batch(self) -> int:
+        """Groups of rollouts_per_example rollouts that one optimizer step trains on."""
+        return self.batch_size // self.rollouts_per_example
+
+    @pydantic.field_validator("batch_size")
+    @classmethod
+    def _whole_groups(cls, batch_size: int, info: pydantic.ValidationInfo) -> int:
+        group = info.data.get("rollouts_per_example", 1)
+        if batch_size % group:
+            below = batch_size // group * group
+            choices = f"{below} or {below + group}" if below else f"{group}"
+            raise ValueError(
+                f"rollouts_per_example = {group} does not divide it; set batch_size to {choices}"
+            )
+        return batch_size
+
+    @pydantic.field_validator("warmup_steps")
+    @classmethod
+    def _warmup_ends(cls, warmup_steps: int, info: pydantic.ValidationInfo) -> int:
+        if warmup_steps > info.data.get("max_steps", warmup_steps):
+            raise ValueError(f"the run ends before, at max_steps = {info.data['max_steps']}; set it to less")
+        return warmup_steps
+
+    @pydantic.field_validator("max_concurrent")
+    @classmethod
+    def _group_fits(cls, max_concurrent: int, info: pydantic.ValidationInfo) -> int:
+        group = info.data.get("rollouts_per_example", 1)
+        if max_concurrent < group:
+            raise ValueError(
+                f"a group has rollouts_per_example = {group} rollouts; set it to at least {group}"
+            )
+        return max_concurrent
+
+    @pydantic.field_validator("env", mode="before")
+    @classmethod
+    def _is_an_array(cls, env: Any) -> Any:
+        if isinstance(env, dict):
+            raise ValueError("environments are a list of tables; write [[env]] with two brackets")
+        return env
+
+    @pydantic.field_validator("env")
+    @classmethod
+    def _distinct(cls, env: tuple[EnvConfig, ...]) -> tuple[EnvConfig, ...]:
+        if not env:
+            raise ValueError('a run needs an environment; add a table [[env]] with id = "..."')
+        ids = [one.id for one in env]
+        twice = sorted({one for one in ids if ids.count(one) > 1})
+        if twice:
+            raise ValueError(
+                f"env.id = {twice[0]!r} is given twice; keep one [[env]] of it and set its weight"
+            )
+        return env
+
+    @pydantic.model_validator(mode="after")
+    def _evaluates_something(self) -> Self:
+        if self.eval.interval and not self.eval.num_examples:
+            raise ValueError(
+                f"eval.interval = {self.eval.interval} has nothing to evaluate; set eval.num_examples above 0, "
+                "or eval.interval to 0"
+            )
+        return self
+
+
+def parse_run(toml_text: str) -> RunConfig:
+    """Read a run's TOML. Raises ConfigError with one sentence: key, value, remedy."""
+    try:
+        tables = tomllib.loads(toml_text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"the run is not valid TOML: {error}") from None
+    return validate(RunConfig, tables)

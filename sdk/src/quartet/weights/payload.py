@@ -1,0 +1,102 @@
+"""Payloads: the bytes that lead to a version, as a list of views, never as one copy.
+
+1. Equal tensors give equal payload bytes, so a fetch can resume at any offset of any server that holds
+   the version.
+2. Chunks end at multiples of CHUNK_BYTES, wherever a fetch begins.
+3. `decode_payload` returns views of the buffer, and only when every name, shape, dtype and digest of the
+   manifest was found in it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+import xxhash
+
+from quartet.v1 import weights_pb2 as pb
+from quartet.weights.layout import header_of, parse_header
+from quartet.weights.manifest import mismatch, verify_tensor
+from quartet.weights.tensor import Tensor
+
+#: The flat optimum of the transport: smaller chunks cost CPU per message, larger ones leave the cache.
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """One payload: its parts in order, where each begins, its size and its digest."""
+
+    parts: tuple[memoryview, ...]
+    begins: tuple[int, ...]
+    size: int
+    digest: bytes
+
+    def slices(self, begin: int, end: int) -> list[memoryview]:
+        """The bytes begin..end as views of the parts."""
+        views = []
+        index = max(0, bisect_right(self.begins, begin) - 1)
+        while begin < end:
+            at = begin - self.begins[index]
+            view = self.parts[index][at : at + end - begin]
+            if view:
+                views.append(view)
+            begin += len(view)
+            index += 1
+        return views
+
+    def end(self) -> pb.WeightEnd:
+        """The frame that closes it."""
+        return pb.WeightEnd(payload_bytes=self.size, payload_digest=self.digest)
+
+
+def full_payload(tensors: Mapping[str, Tensor]) -> Payload:
+    """The safetensors file of these tensors, without a copy. Hashes every byte: not for the event loop."""
+    header, order, size = header_of({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
+    # Read-only, so that no reader of the payload can change the publisher's weights.
+    parts = [memoryview(header), *(memoryview(tensors[name].data).toreadonly() for name in order)]
+    parts = [part for part in parts if part]
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(part)
+    begins = accumulate((len(part) for part in parts[:-1]), initial=0)
+    return Payload(tuple(parts), tuple(begins), size, bytes(state.digest()))
+
+
+def chunk_spans(size: int, offset: int) -> Iterator[tuple[int, int]]:
+    """The spans begin..end of the chunks from `offset` on."""
+    while offset < size:
+        end = min(size, (offset // CHUNK_BYTES + 1) * CHUNK_BYTES)
+        yield offset, end
+        offset = end
+
+
+def chunks(payload: Payload, offset: int = 0) -> Iterator[pb.WeightChunk]:
+    """The chunks from `offset` on, made one by one."""
+    for begin, end in chunk_spans(payload.size, offset):
+        data = b"".join(payload.slices(begin, end))
+        yield pb.WeightChunk(offset=begin, data=data, checksum=xxhash.xxh3_64_intdigest(data))
+
+
+def decode_payload(buffer: memoryview | bytes | bytearray, manifest: pb.WeightManifest) -> dict[str, Tensor]:
+    """Find and verify every tensor of the manifest in a full payload; CHECKSUM_MISMATCH otherwise."""
+    view = memoryview(buffer).cast("B")
+    if len(view) != manifest.payload_bytes:
+        raise mismatch("payload size")
+    try:
+        extents = parse_header(view)
+    except (ValueError, RecursionError) as error:
+        raise mismatch(f"payload header ({error})") from error
+    if extents.keys() != {info.name for info in manifest.tensors}:
+        raise mismatch("set of tensor names")
+    tensors = {}
+    for info in manifest.tensors:
+        extent = extents[info.name]
+        if (extent.dtype, extent.shape) != (info.dtype, tuple(info.shape)):
+            raise mismatch(f"dtype or shape of tensor {info.name}")
+        data = view[extent.begin : extent.end]
+        verify_tensor(info, data)
+        tensors[info.name] = Tensor(info.dtype, tuple(info.shape), data)
+    return tensors

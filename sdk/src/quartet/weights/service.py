@@ -1,0 +1,83 @@
+"""WeightService over a WeightStore: the trainer serves what it published, an inference replica what it holds.
+
+1. Read-only: no request changes the store; Push is not served.
+2. Every payload is a full one: a caller that names a base gets a manifest without base_version.
+3. A Fetch keeps its version alive until its stream ends, evicted or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import grpc
+
+from quartet.errors import QuartetError, unimplemented
+from quartet.kit.stream import with_heartbeats
+from quartet.v1 import weights_pb2 as pb
+from quartet.v1 import weights_pb2_grpc as rpc
+from quartet.weights.payload import chunks
+from quartet.weights.store import WeightStore
+
+
+class WeightServicer(rpc.WeightServiceServicer):
+    """Watch, GetManifest and Fetch."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
+
+    async def Watch(
+        self, request: pb.WatchRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.WatchResponse]:
+        """Announce the newest version, then each newer one; several at once count as one."""
+
+        def heartbeat() -> pb.WatchResponse:
+            latest = self._store.latest(request.run_id)
+            alive = pb.WatchHeartbeat(latest_version=latest.number) if latest else pb.WatchHeartbeat()
+            return pb.WatchResponse(heartbeat=alive)
+
+        async def announcements() -> AsyncIterator[pb.WatchResponse]:
+            held = request.held_version if request.HasField("held_version") else None
+            held_run = request.run_id
+            while True:
+                newest = await self._store.wait_newer(request.run_id, held, held_run)
+                held, held_run = newest.number, newest.run_id
+                yield pb.WatchResponse(announced=newest.announced())
+
+        async for response in with_heartbeats(announcements(), heartbeat):
+            yield response
+
+    async def GetManifest(
+        self, request: pb.GetManifestRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetManifestResponse:
+        """Describe a version and its full payload."""
+        version = request.version if request.HasField("version") else None
+        return pb.GetManifestResponse(manifest=self._store.get(request.run_id, version).manifest)
+
+    async def Fetch(
+        self, request: pb.FetchRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.FetchResponse]:
+        """Stream the payload from an offset; at the very end of it, only WeightEnd."""
+        payload = self._store.get(request.run_id, request.version).payload
+        if request.HasField("base_version"):
+            raise QuartetError(
+                "VERSION_UNKNOWN",
+                f"no payload relative to version {request.base_version} is held; fetch without base_version",
+                version=request.base_version,
+                latest=request.version,
+            )
+        if request.offset > payload.size:
+            raise QuartetError(
+                "OFFSET_OUT_OF_RANGE",
+                f"offset {request.offset} lies past the {payload.size} bytes of the payload; begin at 0",
+                offset=request.offset,
+                size=payload.size,
+            )
+        for chunk in chunks(payload, request.offset):
+            yield pb.FetchResponse(chunk=chunk)
+        yield pb.FetchResponse(end=payload.end())
+
+    async def Push(
+        self, request_iterator: AsyncIterator[pb.PushRequest], context: grpc.aio.ServicerContext
+    ) -> pb.PushResponse:
+        """Not served by this build."""
+        raise unimplemented("WeightService.Push")
