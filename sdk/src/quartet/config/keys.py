@@ -1,0 +1,89 @@
+"""What keys a configuration model has, read from its annotations: the ground for overrides, help and suggestions."""
+
+from __future__ import annotations
+
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import pydantic
+from pydantic_core import PydanticUndefined
+
+
+def annotation_at(model: type[pydantic.BaseModel], path: tuple[str, ...]) -> Any:
+    """The annotation of a dotted key, or None where the model has no such key (or it lies in a free table)."""
+    annotation: Any = model
+    for part in path:
+        owner = _model_in(annotation)
+        if owner is None or part not in owner.model_fields:
+            return None
+        annotation = owner.model_fields[part].annotation
+    return annotation
+
+
+def model_at(model: type[pydantic.BaseModel], path: tuple[str | int, ...]) -> type[pydantic.BaseModel] | None:
+    """The model that owns the keys below a path, looking through lists and optionals."""
+    owner: type[pydantic.BaseModel] | None = model
+    for part in path:
+        if isinstance(part, int):
+            continue
+        if owner is None or part not in owner.model_fields:
+            return None
+        owner = _model_in(owner.model_fields[part].annotation)
+    return owner
+
+
+def known_keys(model: type[pydantic.BaseModel], prefix: str = "") -> dict[str, str]:
+    """Every dotted key, with its default as text ("" where it is required)."""
+    keys: dict[str, str] = {}
+    for name, info in model.model_fields.items():
+        inner = _model_in(info.annotation)
+        if inner is not None:
+            keys.update(known_keys(inner, f"{prefix}{name}."))
+        else:
+            default = info.get_default(call_default_factory=True, validated_data={})
+            keys[prefix + name] = "" if default is PydanticUndefined else repr(default)
+    return keys
+
+
+def is_flag(annotation: Any) -> bool:
+    """Whether `--key` alone means true."""
+    return bool in _alternatives(annotation)
+
+
+def accepts_text(annotation: Any) -> bool:
+    """Whether the key takes text and nothing that TOML would write otherwise."""
+    alternatives = [one for one in _alternatives(annotation) if one is not type(None)]
+    return bool(alternatives) and all(
+        one in (str, Path) or (isinstance(one, _Choice) and one.text) for one in alternatives
+    )
+
+
+class _Choice:
+    """A Literal's values."""
+
+    def __init__(self, values: tuple[Any, ...]) -> None:
+        self.text = all(isinstance(value, str) for value in values)
+
+
+def _alternatives(annotation: Any) -> list[Any]:
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return _alternatives(typing.get_args(annotation)[0])
+    if origin in (typing.Union, types.UnionType):
+        return [one for arg in typing.get_args(annotation) for one in _alternatives(arg)]
+    if origin is typing.Literal:
+        return [_Choice(typing.get_args(annotation))]
+    return [annotation]
+
+
+def _model_in(annotation: Any) -> type[pydantic.BaseModel] | None:
+    for one in _alternatives(annotation):
+        if isinstance(one, type) and issubclass(one, pydantic.BaseModel):
+            return one
+        if typing.get_origin(one) in (list, tuple):
+            inner = _model_in(typing.get_args(one)[0])
+            if inner is not None:
+                return inner
+    return None

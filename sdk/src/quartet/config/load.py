@@ -1,0 +1,191 @@
+"""Reads a configuration from an argument list: `@ a.toml @ b.toml --a.b value --flag --no-other --dry-run`.
+
+1. Files and overrides are merged left to right, tables key by key, everything else (lists too) replaced whole.
+2. An override's value is TOML (`3`, `true`, `["a"]`), or plain text where it is none or where the key takes text.
+3. `max-steps` and `max_steps` are the same key.
+4. Whatever is wrong becomes one ConfigError sentence: where, key, value, what would be right.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import pydantic
+
+from quartet.config.explain import explain
+from quartet.config.keys import accepts_text, annotation_at, is_flag, known_keys
+from quartet.config.model import Config, ConfigError
+
+C = TypeVar("C", bound=Config)
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[C]):
+    """What an argument list asked for."""
+
+    config: C
+    dry_run: bool = False
+
+
+@dataclass
+class _Draft:
+    """The merged tables so far, and which argument each key came from."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[tuple[str, ...], str] = field(default_factory=dict)
+    dry_run: bool = False
+
+
+def load(model: type[C], argv: list[str]) -> Loaded[C]:
+    """Parse and validate an argument list. Raises ConfigError."""
+    draft = _Draft()
+    rest = list(argv)
+    while rest:
+        token = rest.pop(0)
+        if token == "@":
+            if not rest:
+                raise ConfigError("'@' is followed by nothing; write the path of a TOML file after it")
+            _merge_file(draft, rest.pop(0))
+        elif token.startswith("@"):
+            _merge_file(draft, token[1:])
+        elif token == "--dry-run":
+            draft.dry_run = True
+        elif token.startswith("--") and len(token) > 2:
+            _merge_option(draft, model, token, rest)
+        else:
+            raise ConfigError(f"argument {token!r} is not understood; write '@ file.toml' or '--key value'")
+    return Loaded(config=validate(model, draft.values, draft.origins), dry_run=draft.dry_run)
+
+
+def validate(
+    model: type[C], values: dict[str, Any], origins: dict[tuple[str, ...], str] | None = None
+) -> C:
+    """Validate tables that are already merged. Raises ConfigError."""
+    try:
+        return model.model_validate(values)
+    except pydantic.ValidationError as error:
+        raise ConfigError(explain(model, error, origins or {})) from None
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Read one TOML file. Raises ConfigError with the path, and the line where the file is malformed."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"config file {str(path)!r} does not exist; check the path after '@'") from None
+    except IsADirectoryError:
+        raise ConfigError(f"config file {str(path)!r} is a directory; name a TOML file in it") from None
+    except OSError as error:
+        raise ConfigError(f"config file {str(path)!r} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config file {str(path)!r} is not UTF-8 at byte {error.start}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"config file {str(path)!r} is not valid TOML: {error}") from None
+
+
+def usage(model: type[Config]) -> str:
+    """Every key with its default, for `--help`."""
+    lines = ["usage: [@ file.toml ...] [--key value ...] [--dry-run]", ""]
+    lines += [f"  --{key}" + (f" = {default}" if default else "") for key, default in known_keys(model).items()]
+    return "\n".join(lines)
+
+
+def _merge_file(draft: _Draft, path: str) -> None:
+    _merge(draft, draft.values, read_toml(path), (), path)
+
+
+def _merge(
+    draft: _Draft, into: dict[str, Any], table: dict[str, Any], prefix: tuple[str, ...], origin: str
+) -> None:
+    for key, value in table.items():
+        name = _existing(into, key)
+        path = (*prefix, name)
+        if isinstance(value, dict) and isinstance(into.get(name), dict):
+            _merge(draft, into[name], value, path, origin)
+        elif isinstance(value, dict):
+            into[name] = {}
+            draft.origins[path] = origin
+            _merge(draft, into[name], value, path, origin)
+        else:
+            into[name] = value
+            draft.origins[path] = origin
+
+
+def _existing(table: dict[str, Any], key: str) -> str:
+    """The spelling under which a table already has this key, so that `a-b` overrides `a_b`."""
+    return next((name for name in table if name.replace("-", "_") == key.replace("-", "_")), key)
+
+
+def _merge_option(draft: _Draft, model: type[Config], token: str, rest: list[str]) -> None:
+    name, equals, inline = token[2:].partition("=")
+    path = tuple(name.replace("-", "_").split("."))
+    if not all(path):
+        raise ConfigError(f"option {token!r} has an empty key; write '--table.key value'")
+    value: Any
+    if equals:
+        value = _parse(model, path, inline)
+    elif (negated := _negated(model, path)) is not None:
+        path, value = negated, False
+    elif is_flag(annotation_at(model, path)) and (not rest or rest[0] not in ("true", "false")):
+        value = True
+    elif rest and not _is_argument(rest[0]):
+        value = _parse(model, path, rest.pop(0))
+    else:
+        raise ConfigError(f"option '--{name}' has no value; write '--{name} VALUE' or '--{name}=VALUE'")
+    _assign(draft, path, value, f"--{name}")
+
+
+def _is_argument(token: str) -> bool:
+    return token.startswith(("--", "@"))
+
+
+def _negated(model: type[Config], path: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The boolean that `--no-a.b` or `--a.no-b` switches off; a key of exactly that name wins."""
+    if annotation_at(model, path) is not None:
+        return None
+    candidates = [(path[0].removeprefix("no_"), *path[1:]), (*path[:-1], path[-1].removeprefix("no_"))]
+    for candidate in candidates:
+        if candidate != path and is_flag(annotation_at(model, candidate)):
+            return candidate
+    return None
+
+
+def _parse(model: type[Config], path: tuple[str, ...], text: str) -> Any:
+    quoted = text[:1] in ("'", '"')
+    if accepts_text(annotation_at(model, path)) and not quoted:
+        return text
+    try:
+        document = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return document["value"] if len(document) == 1 else text
+
+
+def _assign(draft: _Draft, path: tuple[str, ...], value: Any, origin: str) -> None:
+    node: Any = draft.values
+    for depth, part in enumerate(path[:-1]):
+        if isinstance(node, list):
+            node = node[_index(node, part, origin)]
+        else:
+            node = node.setdefault(_existing(node, part), {})
+        if not isinstance(node, (dict, list)):
+            outer = ".".join(path[: depth + 1])
+            raise ConfigError(f"{origin} cannot be set: {outer} is {node!r}, not a table")
+    if isinstance(node, list):
+        node[_index(node, path[-1], origin)] = value
+        return
+    name = _existing(node, path[-1])
+    if isinstance(value, dict) and isinstance(node.get(name), dict):
+        _merge(draft, node[name], value, path, origin)
+    else:
+        node[name] = value
+        draft.origins[path] = origin
+
+
+def _index(node: list[Any], part: str, origin: str) -> int:
+    if not part.isdecimal() or int(part) >= len(node):
+        raise ConfigError(f"{origin} cannot be set: {part!r} is not an index of a list of {len(node)}")
+    return int(part)

@@ -1,0 +1,47 @@
+"""The body of every service's `__main__`: exit 0 for a finished or dry run, 2 with one sentence for a bad configuration."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+from quartet.config.load import load, usage
+from quartet.config.model import Config, ConfigError
+
+C = TypeVar("C", bound=Config)
+
+EXIT_CONFIG = 2
+
+
+def main(model: type[C], run: Callable[[C], None], argv: list[str] | None = None) -> int:
+    """Load the configuration, then print it (`--dry-run`) or run. Returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        if "--help" in arguments or "-h" in arguments:
+            print(usage(model))
+            return 0
+        loaded = load(model, arguments)
+        if loaded.dry_run:
+            print(loaded.config.model_dump_json(indent=2))
+            return 0
+        run(loaded.config)
+    except ConfigError as error:
+        return _refuse(error)
+    except BaseExceptionGroup as group:
+        # A task group inside run() wraps what its children raise.
+        refused, rest = group.split(ConfigError)
+        if refused is None or rest is not None:
+            raise
+        return _refuse(_first(refused))
+    return 0
+
+
+def _refuse(error: BaseException) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return EXIT_CONFIG
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    inner = group.exceptions[0]
+    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner

@@ -1,0 +1,35 @@
+"""The base of every configuration model.
+
+1. Unknown keys are refused, values are frozen, and `max-steps` means `max_steps` wherever a key is written.
+2. A configuration that cannot be used is a `ConfigError`, whose text is one sentence for the person who wrote it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pydantic
+
+
+class ConfigError(Exception):
+    """A configuration, or what it asks of this machine, cannot be used. str() is one sentence: key, value, remedy."""
+
+
+class Config(pydantic.BaseModel):
+    """Base model: strict about keys, immutable, defaults validated too."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _accept_kebab_case(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {_field_name(cls, key): value for key, value in data.items()}
+
+
+def _field_name(model: type[pydantic.BaseModel], key: Any) -> Any:
+    if not isinstance(key, str):
+        return key
+    snake = key.replace("-", "_")
+    return snake if snake in model.model_fields else key
