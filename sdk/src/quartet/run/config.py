@@ -2,8 +2,8 @@
 
 1. A RunConfig that validates can be run: every bound that one service would trip over later is checked here.
 2. Every refusal is one sentence: key, value, what would be right.
-3. The deployment tables ([trainer], [orchestrator], [inference], [envhost]) are carried, not read: the local launcher hands them to
-   the services, which know their own keys.
+3. The deployment tables ([trainer], [orchestrator], [inference], [envhost]) are carried, not read: the local
+   launcher hands them to the services, which know their own keys.
 """
 
 from __future__ import annotations
@@ -22,30 +22,37 @@ MAX_OFF_POLICY_STEPS = 24
 #: SamplingParams.stop takes no more.
 MAX_STOP_STRINGS = 16
 
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
+# Strict: TOML has numbers, so "8" and true are mistakes, not numbers. Counts travel as uint32.
+Count = Annotated[int, Field(ge=0, lt=2**32, strict=True)]
+PositiveCount = Annotated[int, Field(ge=1, lt=2**32, strict=True)]
+Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+Fraction = Annotated[float, Field(ge=0, le=1, strict=True)]
+Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
+Penalty = Annotated[float, Field(ge=-2, le=2, strict=True)]
+Text = Annotated[str, Field(min_length=1)]
+Table = Annotated[dict[str, Any], Field(default_factory=dict)]
 
 
 class SamplingConfig(Config):
     """How rollouts are sampled; what is absent is the engine's default."""
 
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, le=10)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0)
-    min_p: float | None = Field(None, ge=0, le=1)
+    max_tokens: PositiveCount | None = None
+    temperature: Annotated[float, Field(allow_inf_nan=False, strict=True)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
+    top_k: Count | None = None
+    min_p: Fraction | None = None
     repetition_penalty: Positive | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    stop: tuple[str, ...] = Field((), max_length=MAX_STOP_STRINGS)
-    seed: int | None = Field(None, ge=0, lt=2**64)
+    stop: Annotated[tuple[str, ...], Field(max_length=MAX_STOP_STRINGS)] = ()
+    seed: Seed | None = None
 
     @pydantic.field_validator("temperature")
     @classmethod
     def _samples(cls, temperature: float) -> float:
-        # Also false for NaN.
-        if not temperature > 0:
+        if temperature <= 0:
             raise ValueError(
                 "a greedy group has no spread to learn from; set it above 0 (eval.temperature may be 0)"
             )
@@ -62,11 +69,11 @@ class SamplingConfig(Config):
 class EnvConfig(Config):
     """One environment and its share of the rollouts."""
 
-    id: str = Field(min_length=1)
-    args: dict[str, Any] = {}
+    id: Text
+    args: Table
     weight: Positive = 1.0
     timeout_seconds: Positive = 600.0
-    max_retries: int = Field(2, ge=0, le=100)
+    max_retries: Annotated[int, Field(ge=0, le=100, strict=True)] = 2
 
 
 class AlgorithmConfig(Config):
@@ -84,9 +91,7 @@ class AlgorithmConfig(Config):
         if value is None or loss is None:
             return value
         if loss == "none":
-            raise ValueError(
-                'loss = "none" does not clip; remove it, or set algorithm.loss to "cispo" or "ppo"'
-            )
+            raise ValueError('loss = "none" does not clip; remove it, or choose "cispo" or "ppo"')
         if info.field_name == "clip_low":
             if loss == "cispo":
                 raise ValueError('loss = "cispo" has only clip_high, the cap of the ratio; remove clip_low')
@@ -98,19 +103,19 @@ class AlgorithmConfig(Config):
 class EvalConfig(Config):
     """Evaluations at a pinned version; num_examples = 0 switches them off."""
 
-    num_examples: int = Field(64, ge=0)
-    rollouts_per_example: int = Field(1, ge=1)
+    num_examples: Count = 64
+    rollouts_per_example: PositiveCount = 1
     before: bool = True
     after: bool = True
-    temperature: float | None = Field(None, ge=0, le=10)
-    interval: int = Field(0, ge=0)
+    temperature: NonNegative | None = None
+    interval: Count = 0
 
 
 class CheckpointConfig(Config):
     """When the trainer saves its state, and how many states it keeps."""
 
-    interval: int = Field(10, ge=1)
-    keep_last: int = Field(2, ge=1)
+    interval: PositiveCount = 10
+    keep_last: PositiveCount = 2
 
 
 class ChecksConfig(Config):
@@ -122,31 +127,32 @@ class ChecksConfig(Config):
 class RunConfig(Config):
     """A run."""
 
-    model: str = Field(min_length=1)
-    max_steps: int = Field(100, ge=0)
-    rollouts_per_example: int = Field(8, ge=1)
-    batch_size: int = Field(128, ge=1)
-    seed: int = Field(0, ge=0, lt=2**63)
+    model: Text
+    max_steps: Count = 100
+    rollouts_per_example: PositiveCount = 8
+    batch_size: PositiveCount = 128
+    seed: Seed = 0
     learning_rate: NonNegative = 1e-6
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: Count = 0
     max_grad_norm: NonNegative = 1.0
     weight_decay: NonNegative = 0.0
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
-    adam_beta2: float = Field(0.999, ge=0, lt=1)
-    max_off_policy_steps: int = Field(1, ge=0, le=MAX_OFF_POLICY_STEPS)
-    max_concurrent: int = Field(1024, ge=1)
-    microbatch_tokens: int = Field(0, ge=0)
+    adam_beta1: Decay = 0.9
+    adam_beta2: Decay = 0.999
+    max_off_policy_steps: Annotated[int, Field(ge=0, le=MAX_OFF_POLICY_STEPS, strict=True)] = 1
+    max_concurrent: PositiveCount = 1024
+    microbatch_tokens: Count = 0
     sampling: SamplingConfig = SamplingConfig()
-    env: tuple[EnvConfig, ...]
+    # The default is refused by _distinct, which knows better than "required" what to write.
+    env: tuple[EnvConfig, ...] = ()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     eval: EvalConfig = EvalConfig()
     ckpt: CheckpointConfig = CheckpointConfig()
     checks: ChecksConfig = ChecksConfig()
-    trainer: dict[str, Any] = {}
-    orchestrator: dict[str, Any] = {}
-    inference: dict[str, Any] = {}
-    envhost: dict[str, Any] = {}
+    trainer: Table
+    orchestrator: Table
+    inference: Table
+    envhost: Table
 
     @property
     def groups_per_batch(self) -> int:
@@ -160,9 +166,7 @@ class RunConfig(Config):
         if batch_size % group:
             below = batch_size // group * group
             choices = f"{below} or {below + group}" if below else f"{group}"
-            raise ValueError(
-                f"rollouts_per_example = {group} does not divide it; set batch_size to {choices}"
-            )
+            raise ValueError(f"rollouts_per_example = {group} does not divide it; set it to {choices}")
         return batch_size
 
     @pydantic.field_validator("warmup_steps")
@@ -177,9 +181,7 @@ class RunConfig(Config):
     def _group_fits(cls, max_concurrent: int, info: pydantic.ValidationInfo) -> int:
         group = info.data.get("rollouts_per_example", 1)
         if max_concurrent < group:
-            raise ValueError(
-                f"a group has rollouts_per_example = {group} rollouts; set it to at least {group}"
-            )
+            raise ValueError(f"a group has rollouts_per_example = {group} rollouts; set at least {group}")
         return max_concurrent
 
     @pydantic.field_validator("env", mode="before")
@@ -197,17 +199,15 @@ class RunConfig(Config):
         ids = [one.id for one in env]
         twice = sorted({one for one in ids if ids.count(one) > 1})
         if twice:
-            raise ValueError(
-                f"env.id = {twice[0]!r} is given twice; keep one [[env]] of it and set its weight"
-            )
+            raise ValueError(f"env.id = {twice[0]!r} is given twice; keep one and set its weight")
         return env
 
     @pydantic.model_validator(mode="after")
     def _evaluates_something(self) -> Self:
         if self.eval.interval and not self.eval.num_examples:
             raise ValueError(
-                f"eval.interval = {self.eval.interval} has nothing to evaluate; set eval.num_examples above 0, "
-                "or eval.interval to 0"
+                f"eval.interval = {self.eval.interval} has nothing to evaluate; set eval.num_examples "
+                "above 0, or eval.interval to 0"
             )
         return self
 
