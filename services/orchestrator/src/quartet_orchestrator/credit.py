@@ -1,0 +1,96 @@
+"""Credit: from the rewards of a batch's groups to one advantage per rollout.
+
+r is a reward, m and s are mean and population standard deviation over its group of n, M and S over the batch.
+
+  grpo          (r - m) / (s + EPSILON)       GRPO, arXiv 2402.03300 eq. 3
+  dr_grpo       r - m                         Dr. GRPO, arXiv 2503.20783: no division by s, and a constant normaliser
+  rloo          r - mean of the others        RLOO, arXiv 2402.14740: = (r - m) * n / (n - 1)
+  reinforce_pp  a = r - m, then a / (S_a + EPSILON) over the batch    REINFORCE++ with group baseline, arXiv 2501.03262
+  max_rl        (r - m) / m where m > 0, else 0    MaxRL: maximum-likelihood weighting of binary rewards
+  none          r                             REINFORCE without a baseline
+
+1. Failures are not here: a caller passes rewards of rollouts that succeeded, only.
+2. All advantages are finite; a group of equal rewards gets zeros (except `none`).
+3. The normaliser is the number of covered tokens (token mean), for dr_grpo the constant rollouts * max_tokens.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+
+# Keeps a group of nearly equal rewards from exploding; as in TRL and verl.
+EPSILON = 1e-4
+
+Groups = Sequence[Sequence[float]]
+
+
+def advantages(kind: str, groups: Groups) -> list[list[float]]:
+    assert groups and all(len(group) > 0 for group in groups)
+    assert all(math.isfinite(reward) for group in groups for reward in group)
+    return CREDIT[kind](groups)
+
+
+def normalizer(kind: str, *, covered_tokens: int, rollouts: int, max_tokens: int | None) -> float:
+    """What the batch's summed loss is divided by."""
+    assert covered_tokens > 0 and rollouts > 0
+    if kind == "dr_grpo":
+        assert max_tokens is not None, "checked when the run was submitted"
+        return float(rollouts * max_tokens)
+    return float(covered_tokens)
+
+
+def _centred(group: Sequence[float]) -> list[float]:
+    mean = fmean(group)
+    # Exactly zero where all rewards are equal, whatever rounding did to the mean.
+    return [0.0] * len(group) if min(group) == max(group) else [reward - mean for reward in group]
+
+
+def _deviation(centred: Sequence[float]) -> float:
+    return math.sqrt(fmean([a * a for a in centred]))
+
+
+def _grpo(groups: Groups) -> list[list[float]]:
+    centred = [_centred(group) for group in groups]
+    return [[a / (_deviation(group) + EPSILON) for a in group] for group in centred]
+
+
+def _dr_grpo(groups: Groups) -> list[list[float]]:
+    return [_centred(group) for group in groups]
+
+
+def _rloo(groups: Groups) -> list[list[float]]:
+    # Nobody else in the group: no baseline, no signal.
+    return [[a * len(g) / (len(g) - 1) if len(g) > 1 else 0.0 for a in _centred(g)] for g in groups]
+
+
+def _reinforce_pp(groups: Groups) -> list[list[float]]:
+    centred = [_centred(group) for group in groups]
+    scale = _deviation([a for group in centred for a in group]) + EPSILON
+    return [[a / scale for a in group] for group in centred]
+
+
+def _max_rl(groups: Groups) -> list[list[float]]:
+    def weighted(group: Sequence[float]) -> list[float]:
+        mean = fmean(group)
+        # A mean this small carries no success to weight by; dividing would only amplify rounding.
+        return [a / mean for a in _centred(group)] if mean > EPSILON else [0.0] * len(group)
+
+    return [weighted(group) for group in groups]
+
+
+def _none(groups: Groups) -> list[list[float]]:
+    return [list(group) for group in groups]
+
+
+CREDIT: Mapping[str, Callable[[Groups], list[list[float]]]] = {
+    "grpo": _grpo,
+    "dr_grpo": _dr_grpo,
+    "rloo": _rloo,
+    "reinforce_pp": _reinforce_pp,
+    "max_rl": _max_rl,
+    "none": _none,
+}
