@@ -8,7 +8,7 @@
   after the last step          SaveState(export)        always, instead of the plain one
 
 1. The list follows from max_steps, interval and keep_last alone, so both sides agree on every number after any restart.
-2. Numbers are contiguous from 1.
+2. Numbers are contiguous from 1. With max_steps 0 the list is PublishWeights, SaveState(export).
 3. Saved states take `keep_last` names in turn: a state replaces the oldest one, atomically, on the trainer's side.
 
 Pure.
@@ -16,6 +16,7 @@ Pure.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from enum import Enum
 
@@ -43,32 +44,29 @@ CALLS_PER_STEP = 3
 
 class CallPlan:
     def __init__(self, *, max_steps: int, save_interval: int, keep_last: int) -> None:
-        assert max_steps > 0 and save_interval >= 0 and keep_last > 0
+        assert max_steps >= 0 and save_interval > 0 and keep_last > 0
         self._max_steps = max_steps
         self._interval = save_interval
         self._keep_last = keep_last
 
     def first_of(self, batch: int) -> int:
         """seq_id of the batch's ForwardBackward."""
-        saves = batch // self._interval if self._interval else 0
-        return 2 + CALLS_PER_STEP * batch + saves
+        return 2 + CALLS_PER_STEP * batch + batch // self._interval
 
     def published_by(self, batch: int) -> int:
         """seq_id of the PublishWeights after the batch; batch -1 is the start."""
         return self.first_of(batch) + 2 if batch >= 0 else 1
 
     def last_of(self, batch: int) -> int:
-        """The last call that belongs to the batch."""
+        """The last call that belongs to the batch; batch -1 is the start."""
         return self.published_by(batch) + (1 if self._saves(batch) else 0)
 
     def call(self, seq_id: int) -> Call:
         assert 1 <= seq_id <= self.last_of(self._max_steps - 1), seq_id
         if seq_id == 1:
             return Call(1, CallKind.PUBLISH, -1)
-        batch = (seq_id - 2) // CALLS_PER_STEP
-        while self.first_of(batch) > seq_id:  # saves shift later steps; at most one in CALLS_PER_STEP + 1
-            batch -= 1
-        offset = seq_id - self.first_of(batch)
+        batch = bisect_right(range(self._max_steps), seq_id, key=self.first_of) - 1
+        offset = seq_id - self.first_of(batch) if batch >= 0 else CALLS_PER_STEP
         if offset < CALLS_PER_STEP:
             kinds = (CallKind.FORWARD_BACKWARD, CallKind.OPTIM_STEP, CallKind.PUBLISH)
             return Call(seq_id, kinds[offset], batch)
@@ -76,8 +74,8 @@ class CallPlan:
         return Call(seq_id, CallKind.SAVE, batch, self._state_name(batch), export)
 
     def _saves(self, batch: int) -> bool:
-        due = self._interval > 0 and (batch + 1) % self._interval == 0
-        return batch >= 0 and (due or batch + 1 == self._max_steps)
+        due = batch >= 0 and (batch + 1) % self._interval == 0
+        return due or batch + 1 == self._max_steps
 
     def _state_name(self, batch: int) -> str:
         if batch + 1 == self._max_steps:

@@ -31,7 +31,7 @@ class Pace:
     def __init__(
         self, *, max_off_policy_steps: int, groups_per_batch: int, max_steps: int, published: int = 0
     ) -> None:
-        assert max_off_policy_steps >= 0 and groups_per_batch > 0 and max_steps > 0 and published >= 0
+        assert max_off_policy_steps >= 0 and groups_per_batch > 0 and max_steps >= 0 and published >= 0
         self.max_off_policy_steps = max_off_policy_steps
         self.groups_per_batch = groups_per_batch
         self.max_steps = max_steps

@@ -1,0 +1,193 @@
+"""The journal of one run: numbered records, and an index that finds them without scanning.
+
+1. Records are numbered 1, 2, 3, ...; those that are events of WatchRun have a second number, likewise without gaps.
+2. `append` gives the numbers and the time. What was appended is on disk (see segments.py for how firmly).
+3. The index (SQLite, WAL) is a cache: on opening it is brought up to the segments' end, or rebuilt where it disagrees.
+4. One process holds a journal at a time (a lock on the folder).
+
+docs/journal.md describes the format and what is synced when.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from quartet.v1 import journal_pb2 as jpb
+from quartet_orchestrator.segments import SEGMENT_BYTES, Frame, JournalCorrupt, Segments
+
+# The kinds of record that WatchRun shows.
+EVENTS = frozenset({"rollout", "step", "eval_rollout", "eval", "phase", "note"})
+ROLLOUTS = frozenset({"rollout", "eval_rollout"})
+
+# Raised when the tables change: an index of another layout is rebuilt.
+INDEX_LAYOUT = 1
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS records (
+  number INTEGER PRIMARY KEY, segment INTEGER NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL,
+  kind TEXT NOT NULL, grp INTEGER, step INTEGER, event INTEGER);
+CREATE INDEX IF NOT EXISTS by_group ON records (kind, grp, number);
+CREATE INDEX IF NOT EXISTS by_step ON records (kind, step, number);
+CREATE UNIQUE INDEX IF NOT EXISTS by_event ON records (event) WHERE event IS NOT NULL;
+"""
+
+
+class Journal:
+    def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise BlockingIOError(f"{folder} is held by another orchestrator; stop it first") from None
+        self._segments = Segments(folder, segment_bytes)
+        self.torn_bytes = self._segments.torn_bytes
+        self._index = self._open_index()
+        self.last_number, self.last_event = self._catch_up()
+
+    def append(self, record: jpb.JournalRecord) -> jpb.JournalRecord:
+        """Numbers, dates and writes the record."""
+        kind = record.WhichOneof("kind")
+        assert kind is not None
+        record.number = self.last_number + 1
+        record.event = self.last_event + 1 if kind in EVENTS else 0
+        record.at_ms = time.time_ns() // 1_000_000
+        frame = self._segments.append(record.SerializeToString())
+        self._enter(record, frame)
+        self.last_number = record.number
+        self.last_event = record.event or self.last_event
+        return record
+
+    def select(
+        self, kind: str, *, group: int | None = None, step: int | None = None
+    ) -> list[jpb.JournalRecord]:
+        """The records of a kind, in order; of one group or one step (evaluations: steps applied before)."""
+        where, values = "kind = ?", [kind]
+        rows = self._index.execute(
+            f"SELECT segment, offset, length FROM records WHERE {where}"
+            + (" AND grp = ?" if group is not None else "")
+            + (" AND step = ?" if step is not None else "")
+            + " ORDER BY number",
+            [*values, *(v for v in (group, step) if v is not None)],
+        ).fetchall()
+        return [self._read(Frame(*row)) for row in rows]
+
+    def without_rollouts(self) -> Iterator[jpb.JournalRecord]:
+        """Everything but rollouts, in order: what a run's state is folded from."""
+        rows = self._index.execute(
+            "SELECT segment, offset, length FROM records WHERE kind NOT IN ('rollout', 'eval_rollout') ORDER BY number"
+        ).fetchall()
+        return (self._read(Frame(*row)) for row in rows)
+
+    def events(self, after: int, limit: int, *, rollouts: bool) -> list[jpb.JournalRecord]:
+        """The next events after one, at most so many."""
+        rows = self._index.execute(
+            "SELECT segment, offset, length FROM records WHERE event > ?"
+            + ("" if rollouts else " AND kind NOT IN ('rollout', 'eval_rollout')")
+            + " ORDER BY event LIMIT ?",
+            (after, limit),
+        ).fetchall()
+        return [self._read(Frame(*row)) for row in rows]
+
+    def sync(self) -> None:
+        """Everything appended so far survives a power cut. May be called from a thread."""
+        self._segments.sync()
+
+    def close(self) -> None:
+        self._index.close()
+        self._segments.close()
+        os.close(self._lock)
+
+    def _read(self, frame: Frame) -> jpb.JournalRecord:
+        return jpb.JournalRecord.FromString(self._segments.read(frame))
+
+    def _open_index(self) -> sqlite3.Connection:
+        path = self._folder / "index.sqlite"
+        try:
+            index = _connect(path)
+            layout = index.execute("PRAGMA user_version").fetchone()[0]
+            if layout not in (0, INDEX_LAYOUT):
+                raise sqlite3.DatabaseError(f"index layout {layout}")
+            index.executescript(_SCHEMA)
+        except sqlite3.DatabaseError:
+            # A cache that cannot be read is thrown away and built again from the segments.
+            for name in ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm"):
+                (self._folder / name).unlink(missing_ok=True)
+            index = _connect(path)
+            index.executescript(_SCHEMA)
+        index.execute(f"PRAGMA user_version = {INDEX_LAYOUT}")
+        return index
+
+    def _catch_up(self) -> tuple[int, int]:
+        """Indexes what the segments have beyond the index. Returns the last number and the last event."""
+        segment, offset, number, event = 1, 0, 0, 0
+        row = self._index.execute(
+            "SELECT number, segment, offset, length FROM records ORDER BY number DESC LIMIT 1"
+        ).fetchone()
+        if row is not None:
+            frame = Frame(*row[1:])
+            if self._agrees(row[0], frame):
+                number = row[0]
+                segment, offset = self._segments.after(frame)
+                event = self._index.execute("SELECT coalesce(max(event), 0) FROM records").fetchone()[0]
+            else:
+                self._index.execute("DELETE FROM records")
+        self._index.execute("BEGIN")
+        for frame, payload in self._segments.scan(segment, offset):
+            record = jpb.JournalRecord.FromString(payload)
+            if record.number != number + 1 or (record.event and record.event != event + 1):
+                self._index.execute("ROLLBACK")
+                raise JournalCorrupt(f"{self._folder}: record {record.number} follows record {number}")
+            self._enter(record, frame)
+            number, event = record.number, record.event or event
+        self._index.execute("COMMIT")
+        return number, event
+
+    def _agrees(self, number: int, frame: Frame) -> bool:
+        try:
+            return self._segments.holds(frame) and self._read(frame).number == number
+        except JournalCorrupt:
+            return False
+
+    def _enter(self, record: jpb.JournalRecord, frame: Frame) -> None:
+        kind = record.WhichOneof("kind")
+        assert kind is not None
+        group, step = _keys(record, kind)
+        self._index.execute(
+            "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (record.number, frame.segment, frame.offset, frame.length, kind, group, step, record.event or None),
+        )
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    index = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    index.execute("PRAGMA journal_mode = WAL")
+    # The segments are the truth; an index that lost its end in a power cut catches up.
+    index.execute("PRAGMA synchronous = OFF")
+    return index
+
+
+def _keys(record: jpb.JournalRecord, kind: str) -> tuple[int | None, int | None]:
+    """What the index finds the record by: its group and its step, where it has them."""
+    if kind == "rollout":
+        return record.rollout.group, record.rollout.step
+    if kind == "eval_rollout":
+        return record.eval_rollout.rollout.group, record.eval_rollout.at_step
+    if kind == "dispatched":
+        return record.dispatched.group, record.dispatched.batch + 1
+    if kind == "discarded":
+        return record.discarded.group, None
+    if kind == "batch":
+        return None, record.batch.batch + 1
+    if kind == "step":
+        return None, record.step.step
+    if kind == "eval":
+        return None, record.eval.step
+    return None, None

@@ -1,0 +1,155 @@
+"""Segments: append-only files of checksummed frames. What survives a crash is a prefix of what was appended.
+
+Frame: length (u32 LE) | xxh3-64 of length and payload (u64 LE) | payload.
+
+1. `append` returns after the frame was handed to the operating system: it survives SIGKILL. It survives a power cut after `sync`.
+2. On opening, the last segment is read whole; from its first bad frame on it is cut off and the bytes are counted (a torn tail).
+3. An older segment is sealed (synced before its successor exists); a bad frame in it, or in anything read later, is
+   `JournalCorrupt`, never skipped.
+4. A segment is closed when it reaches SEGMENT_BYTES, a frame holds at most MAX_PAYLOAD_BYTES.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+# Reading one segment whole on opening takes well under a second; a long run has tens of files, not thousands.
+SEGMENT_BYTES = 64 << 20
+# A rollout arrives in one 4 MiB message; the record around it is small.
+MAX_PAYLOAD_BYTES = 8 << 20
+
+_HEAD = struct.Struct("<IQ")
+
+
+class JournalCorrupt(Exception):
+    """A sealed frame does not have the bytes that were written. The disk lied; nothing was changed."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where a payload lies."""
+
+    segment: int
+    offset: int
+    length: int
+
+
+class Segments:
+    def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._folder = folder
+        self._segment_bytes = segment_bytes
+        folder.mkdir(parents=True, exist_ok=True)
+        numbers = sorted(int(path.stem) for path in folder.glob("*.seg"))
+        if numbers != list(range(1, len(numbers) + 1)):
+            raise JournalCorrupt(f"{folder} has segments {numbers}; one is missing")
+        self.torn_bytes = 0
+        self._last = numbers[-1] if numbers else 0
+        if self._last:
+            self._end = self._cut_torn_tail()
+            self._file = os.open(self._path(self._last), os.O_WRONLY | os.O_APPEND)
+        else:
+            self._start_segment()
+
+    def append(self, payload: bytes) -> Frame:
+        assert 0 < len(payload) <= MAX_PAYLOAD_BYTES, len(payload)
+        if self._end >= self._segment_bytes:
+            os.fsync(self._file)
+            os.close(self._file)
+            self._start_segment()
+        frame = Frame(self._last, self._end, len(payload))
+        data = _encode(payload)
+        written = os.write(self._file, data)
+        if written != len(data):
+            # A full disk. What was written is a torn tail; take it back so that the next frame is whole.
+            os.ftruncate(self._file, self._end)
+            raise OSError(f"wrote {written} of {len(data)} bytes to {self._path(self._last)}; is the disk full?")
+        self._end += len(data)
+        return frame
+
+    def read(self, frame: Frame) -> bytes:
+        with self._path(frame.segment).open("rb") as file:
+            file.seek(frame.offset)
+            data = file.read(_HEAD.size + frame.length)
+        payload = _decode(data, 0)
+        if payload is None or len(payload) != frame.length:
+            raise JournalCorrupt(f"{self._path(frame.segment)} has a bad frame at byte {frame.offset}")
+        return payload
+
+    def scan(self, segment: int = 1, offset: int = 0) -> Iterator[tuple[Frame, bytes]]:
+        """All frames from there on, in order."""
+        for number in range(segment, self._last + 1):
+            data = self._path(number).read_bytes()
+            while offset < len(data):
+                payload = _decode(data, offset)
+                if payload is None:
+                    raise JournalCorrupt(f"{self._path(number)} has a bad frame at byte {offset}")
+                yield Frame(number, offset, len(payload)), payload
+                offset += _HEAD.size + len(payload)
+            offset = 0
+
+    def holds(self, frame: Frame) -> bool:
+        """Whether the frame lies inside what is on disk."""
+        if not 1 <= frame.segment <= self._last:
+            return False
+        end = self._end if frame.segment == self._last else self._path(frame.segment).stat().st_size
+        return frame.offset + _HEAD.size + frame.length <= end
+
+    def after(self, frame: Frame) -> tuple[int, int]:
+        return frame.segment, frame.offset + _HEAD.size + frame.length
+
+    def sync(self) -> None:
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:06d}.seg"
+
+    def _start_segment(self) -> None:
+        self._last += 1
+        self._end = 0
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
+        self._file = os.open(self._path(self._last), flags, 0o644)
+        folder = os.open(self._folder, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the file's name survives a power cut, too
+        finally:
+            os.close(folder)
+
+    def _cut_torn_tail(self) -> int:
+        data = self._path(self._last).read_bytes()
+        end = 0
+        while end < len(data):
+            payload = _decode(data, end)
+            if payload is None:
+                break
+            end += _HEAD.size + len(payload)
+        if end < len(data):
+            self.torn_bytes = len(data) - end
+            os.truncate(self._path(self._last), end)
+        return end
+
+
+def _encode(payload: bytes) -> bytes:
+    length = struct.pack("<I", len(payload))
+    return _HEAD.pack(len(payload), xxhash.xxh3_64_intdigest(length + payload)) + payload
+
+
+def _decode(data: bytes, offset: int) -> bytes | None:
+    """The payload of the frame at the offset, or None where there is no whole, true frame."""
+    if offset + _HEAD.size > len(data):
+        return None
+    length, digest = _HEAD.unpack_from(data, offset)
+    if not 0 < length <= MAX_PAYLOAD_BYTES:
+        return None
+    payload = data[offset + _HEAD.size : offset + _HEAD.size + length]
+    if len(payload) != length or xxhash.xxh3_64_intdigest(data[offset : offset + 4] + payload) != digest:
+        return None
+    return payload
