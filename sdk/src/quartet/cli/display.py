@@ -1,0 +1,88 @@
+"""What a person sees of a run: a live screen on a terminal, one line for each step elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Protocol, TextIO
+
+from quartet.cli.progress import Progress, phase_name
+from quartet.local.supervisor import Status
+from quartet.v1.orchestrator_service_pb2 import WatchRunResponse
+
+
+class Display(Protocol):
+    """Shows a run."""
+
+    def event(self, event: WatchRunResponse, progress: Progress) -> None:
+        """An event was taken."""
+
+    def tick(self, progress: Progress, services: Sequence[Status]) -> None:
+        """Time passed."""
+
+    def say(self, line: str) -> None:
+        """Show one line of news."""
+
+    def close(self) -> None:
+        """The run ended."""
+
+
+def step_line(progress: Progress) -> str:
+    """The last step in one line."""
+    metrics, ledger = progress.metrics, progress.ledger
+    parts = [f"step {progress.step}/{progress.run.max_steps}"]
+    for name, label, form in (
+        ("train/reward", "reward", ".3f"),
+        ("train/loss", "loss", "+.4f"),
+        ("rollout/max_staleness", "staleness", ".0f"),
+        ("rollout/mean_length", "length", ".1f"),
+        ("train/logprob_difference_max", "|dlogp|", ".1e"),
+    ):
+        if name in metrics:
+            parts.append(f"{label} {metrics[name]:{form}}")
+    parts.append(f"{progress.tokens_per_second:.0f} tok/s")
+    discarded = sum(ledger.discarded.values())
+    parts.append(f"trained {ledger.trained} of {ledger.dispatched}, discarded {discarded}")
+    return "  ".join(parts)
+
+
+def event_line(event: WatchRunResponse, progress: Progress) -> str:
+    """One line about an event; empty where it says nothing to a person."""
+    match event.WhichOneof("kind"):
+        case "step":
+            return step_line(progress)
+        case "eval":
+            metrics = event.eval.metrics
+            return f"evaluation after {event.eval.step} steps: reward {metrics.get('eval/reward', 0.0):.3f}"
+        case "phase":
+            error = event.phase.run.error
+            return f"run {event.phase.run.run_id}: {phase_name(event.phase.run.phase)}" + (
+                f": {error}" if error else ""
+            )
+        case "note":
+            return f"note: {event.note.message}"
+    return ""
+
+
+class Plain:
+    """One line for each event and each change of a service."""
+
+    def __init__(self, out: TextIO = sys.stdout) -> None:
+        self._out = out
+        self._restarts: dict[str, int] = {}
+
+    def event(self, event: WatchRunResponse, progress: Progress) -> None:
+        if line := event_line(event, progress):
+            self.say(line)
+
+    def tick(self, progress: Progress, services: Sequence[Status]) -> None:
+        for status in services:
+            if status.restarts > self._restarts.get(status.name, 0):
+                self._restarts[status.name] = status.restarts
+                self.say(f"{status.name} died and is started again (restart {status.restarts})")
+
+    def say(self, line: str) -> None:
+        print(line, file=self._out, flush=True)
+
+    def close(self) -> None:
+        """Nothing to put away."""

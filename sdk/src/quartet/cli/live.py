@@ -1,0 +1,117 @@
+"""The live screen of a run: reward curve, figures, services and a few completions."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from quartet.cli.display import event_line
+from quartet.cli.progress import Progress, phase_name
+from quartet.local.supervisor import State, Status
+from quartet.v1.orchestrator_service_pb2 import WatchRunResponse
+
+CURVE_ROWS = 8
+CURVE_COLUMNS = 64
+EIGHTHS = " ▁▂▃▄▅▆▇█"
+REFRESH_PER_SECOND = 4
+STATE_STYLE = {State.UP: "green", State.STARTING: "yellow", State.BACKOFF: "yellow", State.FAILED: "red bold"}
+
+
+def reward_curve(values: Sequence[float], rows: int = CURVE_ROWS, columns: int = CURVE_COLUMNS) -> list[str]:
+    """The values as columns of block letters on a scale from 0 to the larger of 1 and the largest value."""
+    if not values:
+        return []
+    top = max(1.0, *values)
+    shown = list(values)
+    if len(shown) > columns:  # average neighbours rather than cut the beginning off
+        edges = [round(i * len(values) / columns) for i in range(columns + 1)]
+        shown = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    heights = [round(max(0.0, value) / top * rows * 8) for value in shown]
+    lines = []
+    for row in range(rows - 1, -1, -1):
+        label = f"{top * (row + 1) / rows:5.2f} "
+        lines.append(label + "".join(EIGHTHS[min(8, max(0, height - row * 8))] for height in heights))
+    return lines
+
+
+def services_table(services: Sequence[Status]) -> Table:
+    """State, address and restarts of each service."""
+    table = Table(box=None, padding=(0, 1), show_header=False)
+    for status in services:
+        style = STATE_STYLE.get(status.state, "dim")
+        restarts = f"{status.restarts} restarts" if status.restarts else ""
+        table.add_row(status.name, Text(status.state.value, style), status.address, Text(restarts, "yellow"))
+    return table
+
+
+def figures_table(progress: Progress) -> Table:
+    """The figures of the last step."""
+    metrics, ledger = progress.metrics, progress.ledger
+    table = Table(box=None, padding=(0, 1), show_header=False)
+    table.add_row("phase", phase_name(progress.run.phase))
+    table.add_row("step", f"{progress.step} of {progress.run.max_steps}")
+    for name, label, form in (
+        ("train/reward", "reward", ".3f"),
+        ("train/loss", "loss", "+.5f"),
+        ("train/entropy", "entropy", ".3f"),
+        ("rollout/max_staleness", "staleness, versions", ".0f"),
+        ("rollout/mean_length", "tokens per rollout", ".1f"),
+        ("train/logprob_difference_max", "max |Δ log-prob|", ".1e"),
+        ("time/step_s", "seconds per step", ".2f"),
+    ):
+        if name in metrics:
+            table.add_row(label, f"{metrics[name]:{form}}")
+    table.add_row("tokens per second", f"{progress.tokens_per_second:,.0f}")
+    table.add_row(
+        "ledger",
+        f"{ledger.dispatched} = {ledger.trained} trained + {sum(ledger.discarded.values())} discarded"
+        f" + {ledger.in_flight} in flight",
+    )
+    return table
+
+
+class LiveScreen:
+    """The screen. Lines of news scroll above it."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._live = Live(
+            console=console, refresh_per_second=REFRESH_PER_SECOND, transient=False, redirect_stderr=True
+        )
+        self._news: deque[str] = deque(maxlen=4)
+        self._live.start()
+
+    def event(self, event: WatchRunResponse, progress: Progress) -> None:
+        if event.WhichOneof("kind") in ("eval", "phase", "note") and (line := event_line(event, progress)):
+            self.say(line)
+
+    def tick(self, progress: Progress, services: Sequence[Status]) -> None:
+        self._live.update(self.render(progress, services))
+
+    def render(self, progress: Progress, services: Sequence[Status]) -> Group:
+        """Everything on the screen."""
+        curve = reward_curve([value for _, value in progress.rewards])
+        top = Table.grid(padding=(0, 2))
+        top.add_row(figures_table(progress), services_table(services))
+        samples = [
+            Text.assemble((f"{one.reward:5.2f} ", "bold"), one.prompt[-40:], (" → ", "dim"), one.answer[:80])
+            for one in progress.completions
+        ]
+        parts = [
+            Panel(top, title=f"quartet · {progress.run.run_id}", title_align="left"),
+            Panel(Text("\n".join(curve) or "no step yet"), title="reward", title_align="left"),
+            Panel(Group(*samples), title="completions", title_align="left"),
+            Text("\n".join(self._news), "dim"),
+        ]
+        return Group(*parts)
+
+    def say(self, line: str) -> None:
+        self._news.append(line)
+
+    def close(self) -> None:
+        self._live.stop()

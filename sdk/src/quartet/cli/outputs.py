@@ -1,0 +1,156 @@
+"""The output folder of a run.
+
+    metrics.jsonl            one line for each step and evaluation
+    rollouts/step_NNNN.jsonl one line for each rollout of a step; rollouts/eval_NNNN.jsonl for evaluations after NNNN steps
+    checkpoint/              the trained model, a Hugging Face folder
+    reward.png summary.json  written at the end
+    run.json                 which run this folder belongs to
+    config/ logs/ data/      configs, logs and state of the services
+
+1. Every line carries the number of its event, and is written whole before the next event is taken. Opened again, the folder
+   cuts off a torn last line and says after which event to go on: no line is lost and none is written twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from quartet.cli.progress import Progress, ledger_dict
+from quartet.v1.orchestrator_service_pb2 import RolloutEvent, WatchRunResponse
+from quartet.v1.rollout_pb2 import FailureKind
+
+Row = dict[str, Any]
+
+
+class Outputs:
+    """Writes the folder. `progress` holds what the folder already tells."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open the folder, new or begun."""
+        self.folder = folder
+        self.metrics_file = folder / "metrics.jsonl"
+        self.rollouts = folder / "rollouts"
+        self.rollouts.mkdir(parents=True, exist_ok=True)
+        self.progress = Progress()
+        self._recover()
+
+    def _recover(self) -> None:
+        last = 0
+        for row in recover_lines(self.metrics_file):
+            last = max(last, int(row["event"]))
+            metrics = {k: v for k, v in row.items() if isinstance(v, float) and "/" in k}
+            if "eval/reward" in row:
+                self.progress.add_eval(int(row["step"]), metrics)
+            else:
+                self.progress.add_step(int(row["step"]), metrics)
+        for file in self.rollouts.glob("*.jsonl"):
+            last = max([last, *(int(row["event"]) for row in recover_lines(file))])
+        self.progress.last_event = last
+
+    def record(self, event: WatchRunResponse) -> bool:
+        """Take one event into the progress and the files. Whether it was new."""
+        if not self.progress.apply(event):
+            return False
+        head = {"event": event.event, "time": event.at_ms / 1000}
+        match event.WhichOneof("kind"):
+            case "step":
+                ledger = {f"ledger/{k}": v for k, v in ledger_dict(event.step.ledger).items()}
+                append_line(
+                    self.metrics_file, {**head, "step": event.step.step, **dict(event.step.metrics), **ledger}
+                )
+            case "eval":
+                row = {**head, "step": event.eval.step, "policy_version": event.eval.policy_version}
+                append_line(self.metrics_file, row | dict(event.eval.metrics))
+            case "rollout":
+                self._rollout(head, event.rollout)
+        return True
+
+    def _rollout(self, head: Row, event: RolloutEvent) -> None:
+        if event.HasField("step"):
+            name = f"step_{event.step:04d}.jsonl"
+        else:
+            name = f"eval_{self.progress.step:04d}.jsonl"
+        append_line(self.rollouts / name, head | rollout_row(event))
+
+    def take_checkpoint(self, model_path: Path) -> Path:
+        """Put the exported model into the folder, atomically. Links where the file system can, because models are large."""
+        target = self.folder / "checkpoint"
+        staged = self.folder / f"checkpoint.{os.getpid()}.partial"
+        shutil.rmtree(staged, ignore_errors=True)
+        shutil.copytree(model_path, staged, copy_function=link_or_copy)
+        if target.exists():
+            shutil.rmtree(target)
+        staged.rename(target)
+        return target
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """A hard link (an exported model is never changed in place), or a copy across file systems."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def rollout_row(event: RolloutEvent) -> Row:
+    """A rollout as JSON."""
+    rollout = event.rollout
+    spans = [span.policy_version for sample in rollout.samples for span in sample.spans]
+    row: Row = {
+        "step": event.step if event.HasField("step") else None,
+        "env": event.env_id,
+        "task": event.task_index,
+        "group": event.group,
+        "member": rollout.member,
+        "reward": rollout.reward,
+        "rewards": dict(rollout.rewards),
+        "metrics": dict(rollout.metrics),
+        "stop_condition": rollout.stop_condition,
+        "truncated": rollout.truncated,
+        "turns": rollout.num_turns,
+        "prompt_tokens": rollout.usage.prompt_tokens,
+        "completion_tokens": rollout.usage.completion_tokens,
+        "policy_versions": sorted(set(spans)),
+        "total_ms": rollout.timing.total_ms,
+    }
+    if rollout.messages:
+        row["messages"] = [{"role": m.role, "content": m.content} for m in rollout.messages]
+    if rollout.HasField("failure"):
+        kind = FailureKind.Name(rollout.failure.kind).removeprefix("FAILURE_KIND_")
+        row["failure"] = {"kind": kind, "message": rollout.failure.message}
+        row["reward"] = None  # a failure is not a reward
+    return row
+
+
+def append_line(file: Path, row: Row) -> None:
+    """Append one line, handed to the system whole."""
+    with file.open("ab", buffering=0) as out:
+        out.write(json.dumps(row).encode() + b"\n")
+
+
+def recover_lines(file: Path) -> list[Row]:
+    """The whole lines of a file; a torn last one is cut off."""
+    if not file.exists():
+        return []
+    content = file.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with file.open("r+b") as out:
+            out.truncate(whole)
+    return [json.loads(line) for line in content[:whole].splitlines()]
+
+
+def write_json(file: Path, content: Row) -> None:
+    """Write a file atomically."""
+    staged = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    try:
+        staged.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        staged.replace(file)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            staged.unlink()

@@ -1,0 +1,130 @@
+"""What is known of a run from its events: the one state behind the display, the figure and the summary.
+
+1. Pure: events go in, no clock, file or network is touched.
+2. Applying an event whose number is not newer than the last one changes nothing, so a replayed stream does no harm.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from quartet.v1.orchestrator_service_pb2 import (
+    RUN_PHASE_COMPLETED,
+    RUN_PHASE_FAILED,
+    RUN_PHASE_STOPPED,
+    Ledger,
+    RolloutEvent,
+    Run,
+    RunPhase,
+    WatchRunResponse,
+)
+
+ENDED = frozenset({RUN_PHASE_COMPLETED, RUN_PHASE_FAILED, RUN_PHASE_STOPPED})
+RATE_WINDOW_MS = 10_000  # long enough to hold several steps of the demo, short enough to show a stall
+KEPT_SAMPLES = 3
+KEPT_NOTES = 5
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A sampled completion, for a person to look at."""
+
+    step: int | None
+    prompt: str
+    answer: str
+    reward: float
+
+
+def phase_name(phase: int) -> str:
+    """ "RUN_PHASE_TRAINING" as a person says it."""
+    return RunPhase.Name(phase).removeprefix("RUN_PHASE_").lower()  # type: ignore[arg-type]
+
+
+def ledger_dict(ledger: Ledger) -> dict[str, object]:
+    """The ledger as JSON."""
+    return {
+        "dispatched": ledger.dispatched,
+        "trained": ledger.trained,
+        "discarded": dict(ledger.discarded),
+        "in_flight": ledger.in_flight,
+    }
+
+
+def completion_of(event: RolloutEvent) -> Completion | None:
+    """The last prompt and answer of a rollout that carries its messages."""
+    rollout = event.rollout
+    answers = [m.content for m in rollout.messages if m.role == "assistant"]
+    prompts = [m.content for m in rollout.messages if m.role == "user"]
+    if not answers or rollout.HasField("failure"):
+        return None
+    step = event.step if event.HasField("step") else None
+    return Completion(step, prompts[-1] if prompts else "", answers[-1], rollout.reward)
+
+
+@dataclass
+class Progress:
+    """The state of a run."""
+
+    run: Run = field(default_factory=Run)
+    last_event: int = 0
+    step: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
+    rewards: list[tuple[int, float]] = field(default_factory=list)
+    evals: list[tuple[int, float]] = field(default_factory=list)
+    completions: deque[Completion] = field(default_factory=lambda: deque(maxlen=KEPT_SAMPLES))
+    notes: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_NOTES))
+    _tokens: deque[tuple[int, int]] = field(default_factory=deque)
+
+    def apply(self, event: WatchRunResponse) -> bool:
+        """Take one event. Whether it was new."""
+        if event.event == 0 or event.event <= self.last_event:
+            return False
+        self.last_event = event.event
+        match event.WhichOneof("kind"):
+            case "phase":
+                self.run = event.phase.run
+                self.ledger = event.phase.run.ledger
+            case "step":
+                self.add_step(event.step.step, dict(event.step.metrics))
+                self.ledger = event.step.ledger
+            case "eval":
+                self.add_eval(event.eval.step, dict(event.eval.metrics))
+            case "rollout":
+                self._rollout(event.at_ms, event.rollout)
+            case "note":
+                self.notes.append(event.note.message)
+        return True
+
+    def add_step(self, step: int, metrics: dict[str, float]) -> None:
+        """A step was applied."""
+        self.step, self.metrics = step, metrics
+        if "train/reward" in metrics:
+            self.rewards.append((step, metrics["train/reward"]))
+
+    def add_eval(self, step: int, metrics: dict[str, float]) -> None:
+        """An evaluation ended."""
+        if "eval/reward" in metrics:
+            self.evals.append((step, metrics["eval/reward"]))
+
+    def _rollout(self, at_ms: int, event: RolloutEvent) -> None:
+        self._tokens.append((at_ms, event.rollout.usage.completion_tokens))
+        while self._tokens[0][0] < at_ms - RATE_WINDOW_MS:
+            self._tokens.popleft()
+        completion = completion_of(event)
+        if completion is not None:
+            self.completions.append(completion)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Sampled tokens per second over the last seconds."""
+        if len(self._tokens) < 2:
+            return 0.0
+        span_ms = self._tokens[-1][0] - self._tokens[0][0]
+        return 1000.0 * sum(count for _, count in self._tokens) / span_ms if span_ms > 0 else 0.0
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run is completed, failed or stopped."""
+        return self.run.phase in ENDED

@@ -1,0 +1,118 @@
+"""Config, tokenizer and chat template of the small model, as the files of a Hugging Face model folder.
+
+1. transformers loads the folder as Qwen3ForCausalLM and PreTrainedTokenizerFast; nothing here imports transformers.
+2. Any text encodes and decodes to itself: the alphabet is the 256 bytes, without merges. Tags and fixed phrases of the example
+   environments are added tokens, so that their prompts stay near 22 tokens.
+3. `render` is what the chat template renders, without a template engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIAL = (END_OF_TEXT, IM_START, IM_END)
+REVERSE_PROMPT = "Reverse the text character-by-character. Put your answer in <reversed_text> tags."
+OPEN_TAG, CLOSE_TAG = "<reversed_text>", "</reversed_text>"
+TAGS = (
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
+    OPEN_TAG, CLOSE_TAG, "<answer>", "</answer>", "<guess>", "</guess>",
+    "<alphabetical_sorted>", "</alphabetical_sorted>",
+    "<combined_alphabetical_sorted>", "</combined_alphabetical_sorted>",
+    "// new name!", '{"name": "python", "arguments": {"code": "', '"}}',
+)  # fmt: skip
+PHRASES = (
+    "system", "user", "assistant", "tool",
+    REVERSE_PROMPT,
+    "Sort these names in alphabetical order by FIRST name: ",
+    "Now sort ALL of these names alphabetically by FIRST name: ",
+    "Use exactly this format:", "Name1", "Name2", "Name3",
+    "Use the python tool.", "Guess the number.", "higher", "lower", "correct",
+)  # fmt: skip
+VOCAB_MULTIPLE = 32  # rows of the embedding are padded to whole vector registers
+MAX_POSITIONS = 2048
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{'<|im_start|>assistant\\n'}}{% endif %}"
+)
+
+
+def render(messages: Sequence[Mapping[str, str]]) -> str:
+    """The conversation as the chat template writes it, up to where the assistant begins."""
+    turns = "".join(f"{IM_START}{m['role']}\n{m['content']}{IM_END}\n" for m in messages)
+    return f"{turns}{IM_START}assistant\n"
+
+
+def build_tokenizer() -> Any:
+    """The tokenizer, as a `tokenizers.Tokenizer`."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in TAGS + PHRASES])
+    return tokenizer
+
+
+def model_config(tokenizer: Any) -> dict[str, object]:
+    """config.json: 0.63 million parameters."""
+    vocabulary = tokenizer.get_vocab_size(with_added_tokens=True)
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": -(-vocabulary // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "rope_theta": 10000.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "max_position_embeddings": MAX_POSITIONS,
+        "max_window_layers": 3,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.token_to_id(IM_END),
+        "pad_token_id": tokenizer.token_to_id(END_OF_TEXT),
+        "dtype": "float32",
+    }
+
+
+def write_model_files(folder: Path) -> None:
+    """Everything of the model but its weights."""
+    tokenizer = build_tokenizer()
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = model_config(tokenizer)
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": MAX_POSITIONS,
+        "eos_token": IM_END,
+        "pad_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+    }
+    generation = {key: config[key] for key in ("eos_token_id", "pad_token_id")} | {"do_sample": True}
+    special = {"eos_token": IM_END, "pad_token": END_OF_TEXT}
+    for name, content in (
+        ("config.json", config),
+        ("tokenizer_config.json", tokenizer_config),
+        ("special_tokens_map.json", special),
+        ("generation_config.json", generation),
+    ):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")

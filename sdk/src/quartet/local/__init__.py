@@ -1,0 +1,1 @@
+"""Running the four services as processes of one machine: ports, generated configs, supervision."""

@@ -1,0 +1,119 @@
+"""One service as a child process: its command, its log, its port file.
+
+1. The child dies with this process (see tether.py) and leads a process group of its own, so that a Ctrl-C in the terminal
+   reaches only the launcher, which then ends the services in order.
+2. Everything it prints goes to its log file, appended over restarts.
+3. It counts as bound once it has written its port file, which is removed before each start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TETHER = str(Path(__file__).with_name("tether.py"))
+POLL_SECONDS = 0.05
+LOG_TAIL_BYTES = 4096  # enough for the last traceback
+
+# One thread for each process: four services share the cores, and spinning OpenMP teams of two processes on two cores were
+# measured to cost 3 to 20 times the CPU time. A user's own setting wins.
+CHILD_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """What to run. `address` is where it will listen."""
+
+    name: str
+    command: Sequence[str]
+    address: str
+    log_file: Path
+    port_file: Path
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of a service."""
+    return {**CHILD_ENVIRONMENT, **os.environ}
+
+
+class Child:
+    """A started process. Made by `Child.start`."""
+
+    def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process) -> None:
+        self.spec = spec
+        self._process = process
+
+    @classmethod
+    async def start(cls, spec: ChildSpec) -> Child:
+        """Start it. Must run on the main thread: the kernel ties the child's life to the thread that forked it."""
+        spec.port_file.unlink(missing_ok=True)
+        spec.log_file.parent.mkdir(parents=True, exist_ok=True)
+        with spec.log_file.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-I", "-S", TETHER, str(os.getpid()), *spec.command,
+                stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=child_environment(), process_group=0,
+            )  # fmt: skip
+        return cls(spec, process)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def bound(self) -> bool:
+        """Whether it listens."""
+        return self.spec.port_file.exists()
+
+    async def wait(self) -> int:
+        """Its exit code; negative for a signal."""
+        return await self._process.wait()
+
+    async def wait_bound(self, timeout_s: float) -> bool:
+        """Whether it listens within the time; False when it ended or the time passed."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while not self.bound:
+            if self._process.returncode is not None or asyncio.get_running_loop().time() > deadline:
+                return False
+            await asyncio.sleep(POLL_SECONDS)
+        return True
+
+    async def stop(self, drain_s: float) -> int:
+        """SIGTERM, so long to drain, then SIGKILL of the whole group."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            return await asyncio.wait_for(self._process.wait(), drain_s)
+        except TimeoutError:
+            return await self.kill()
+
+    async def kill(self) -> int:
+        """SIGKILL to the process and whatever it started."""
+        self.kill_group()
+        return await self._process.wait()
+
+    def kill_group(self) -> None:
+        """SIGKILL to the group, which outlives its leader where the leader left children."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def log_tail(log_file: Path) -> str:
+    """The end of a log, for an error message."""
+    if not log_file.exists():
+        return ""
+    with log_file.open("rb") as log:
+        log.seek(0, os.SEEK_END)
+        log.seek(max(0, log.tell() - LOG_TAIL_BYTES))
+        return log.read().decode(errors="replace").strip()

@@ -1,0 +1,101 @@
+"""The deployment of one local run: four configs that point at each other, written to files, checked before anything starts.
+
+1. What the user wrote in [trainer], [orchestrator], [inference] and [envhost] wins over what the launcher would say, except for
+   the port 0, which becomes a free port, and the port file.
+2. `check` runs every service's own `--dry-run` on exactly the files it will be started with: whatever a service would refuse is
+   refused here, in its own sentence, before any service runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quartet.config import ConfigError
+from quartet.local.child import ChildSpec, child_environment
+from quartet.local.ports import PortInUse, resolve
+from quartet.local.toml_text import dumps
+
+SERVICES = ("trainer", "inference", "envhost", "orchestrator")
+ANY_PORT = "127.0.0.1:0"
+CHECK_SECONDS = 60.0  # a dry run imports pydantic and grpc only; more means a broken installation
+
+Table = dict[str, Any]
+
+
+def wire(model: str, data: Path, tables: Mapping[str, Table]) -> dict[str, Table]:
+    """The complete config table of each service named in `tables`, every address in it final."""
+    names = list(tables)
+    servers = [dict(tables[name].get("server", {})) for name in names]
+    try:
+        addresses = dict(
+            zip(names, resolve([str(one.get("address", ANY_PORT)) for one in servers]), strict=True)
+        )
+    except (PortInUse, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    known: dict[str, Table] = {
+        "trainer": {"data_dir": str(data / "trainer")},
+        "inference": {"model": model, "weights_address": addresses.get("trainer")},
+        "envhost": {"inference_addresses": [addresses.get("inference", "")]},
+        "orchestrator": {
+            "trainer_address": addresses.get("trainer"),
+            "envhost_addresses": [addresses.get("envhost", "")],
+            "inference_addresses": [addresses.get("inference", "")],
+            "data_dir": str(data / "orchestrator"),
+        },
+    }
+    wired: dict[str, Table] = {}
+    for name, server in zip(names, servers, strict=True):
+        server |= {"address": addresses[name], "port_file": str(data / f"{name}.port")}
+        wired[name] = {**known[name], **tables[name], "server": server}
+    return wired
+
+
+def write(wired: Mapping[str, Table], root: Path) -> list[ChildSpec]:
+    """Write the config files under root/config and say how each service is started."""
+    folder = root / "config"
+    folder.mkdir(parents=True, exist_ok=True)
+    specs = []
+    for name, table in wired.items():
+        config_file = folder / f"{name}.toml"
+        config_file.write_text(dumps(table), encoding="utf-8")
+        port_file = Path(table["server"]["port_file"])
+        port_file.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", f"quartet_{name}", "@", str(config_file)]
+        log_file = root / "logs" / f"{name}.log"
+        specs.append(ChildSpec(name, command, table["server"]["address"], log_file, port_file))
+    return specs
+
+
+async def check(specs: Sequence[ChildSpec]) -> None:
+    """Dry-run every service at once. Raises ConfigError with the first refusal."""
+    refusals = await asyncio.gather(*(_refusal(spec) for spec in specs))
+    for spec, refusal in zip(specs, refusals, strict=True):
+        if refusal:
+            raise ConfigError(f"[{spec.name}] {refusal}")
+
+
+async def _refusal(spec: ChildSpec) -> str:
+    """What the service says against its config; empty where it accepts it."""
+    process = await asyncio.create_subprocess_exec(
+        *spec.command, "--dry-run",
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+        env=child_environment(),
+    )  # fmt: skip
+    try:
+        _, stderr = await asyncio.wait_for(process.communicate(), CHECK_SECONDS)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        return f"did not check its config within {CHECK_SECONDS:.0f} s: {' '.join(spec.command)}"
+    if process.returncode == 0:
+        return ""
+    lines = stderr.decode(errors="replace").strip().splitlines()
+    last = lines[-1] if lines else f"exit code {process.returncode}"
+    module = spec.command[2]
+    if f"No module named {module}" in last:
+        return f"{module} is not installed for {sys.executable}; pip install the service {spec.name} there"
+    return last.removeprefix("error: ")

@@ -1,0 +1,175 @@
+"""The supervisor: keeps the services of one run alive until the run ends.
+
+1. A service that dies is started again with the same command on the same address, after a delay that doubles from
+   FIRST_DELAY_SECONDS to MAX_DELAY_SECONDS and starts over once the service has lived STABLE_SECONDS.
+2. A service that never bound, or that died MAX_RESTARTS_IN_A_ROW times without living that long, is FAILED; `failed` is then
+   set with the service and the end of its log, and it is not started again.
+3. `stop` ends all services at once, in bounded time, and their process groups with them.
+
+States: STARTING -> UP -> BACKOFF -> STARTING; STARTING | BACKOFF -> FAILED; any -> STOPPED.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from quartet.local.child import Child, ChildSpec, log_tail
+
+FIRST_DELAY_SECONDS = 0.1
+MAX_DELAY_SECONDS = 5.0
+STABLE_SECONDS = 20.0
+MAX_RESTARTS_IN_A_ROW = 10
+BIND_SECONDS = 120.0  # a cold import of torch from a slow disk takes up to a minute
+
+
+class State(Enum):
+    """Where a service stands."""
+
+    STARTING = "starting"
+    UP = "up"
+    BACKOFF = "restarting"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class ServiceFailed(RuntimeError):
+    """A service could not be kept alive."""
+
+
+@dataclass
+class Status:
+    """What a person sees of a service."""
+
+    name: str
+    address: str
+    state: State = State.STARTING
+    restarts: int = 0
+    pid: int | None = None
+
+
+def next_delay(deaths_in_a_row: int) -> float:
+    """Seconds to wait before the restart after so many deaths, the first being 1."""
+    return float(min(MAX_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2 ** min(deaths_in_a_row - 1, 16)))
+
+
+class Keeper:
+    """Keeps one service alive."""
+
+    def __init__(self, spec: ChildSpec, bind_seconds: float) -> None:
+        self.spec = spec
+        self.status = Status(spec.name, spec.address)
+        self.child: Child | None = None
+        self.bound_once = asyncio.Event()
+        self._bind_seconds = bind_seconds
+
+    async def keep(self) -> None:
+        """Start and restart until the service is given up, which raises ServiceFailed."""
+        deaths = 0
+        while True:
+            started = asyncio.get_running_loop().time()
+            code = await self._live()
+            lived = asyncio.get_running_loop().time() - started
+            deaths = 1 if lived >= STABLE_SECONDS else deaths + 1
+            if not self.bound_once.is_set() or deaths > MAX_RESTARTS_IN_A_ROW:
+                raise self._given_up(code)
+            self.status.state = State.BACKOFF
+            self.status.restarts += 1
+            await asyncio.sleep(next_delay(deaths))
+
+    async def _live(self) -> int:
+        """One life: start, bind, die."""
+        self.status.state = State.STARTING
+        self.child = await Child.start(self.spec)
+        self.status.pid = self.child.pid
+        if not await self.child.wait_bound(self._bind_seconds):
+            return await self.child.kill()
+        self.status.state = State.UP
+        self.bound_once.set()
+        code = await self.child.wait()
+        self.child.kill_group()  # workers that it left behind
+        return code
+
+    def _given_up(self, code: int) -> ServiceFailed:
+        self.status.state = State.FAILED
+        tail = log_tail(self.spec.log_file)
+        what = f"died {MAX_RESTARTS_IN_A_ROW} times in a row" if self.bound_once.is_set() else "did not start"
+        return ServiceFailed(
+            f"{self.spec.name} {what} (exit code {code}); the end of {self.spec.log_file}:\n{tail}"
+        )
+
+
+class Supervisor:
+    """All services of a run. Use as an async context manager."""
+
+    def __init__(self, specs: Sequence[ChildSpec], *, bind_seconds: float = BIND_SECONDS) -> None:
+        self._keepers = [Keeper(spec, bind_seconds) for spec in specs]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def statuses(self) -> list[Status]:
+        """One for each service, in the order given."""
+        return [keeper.status for keeper in self._keepers]
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """Restarts by service."""
+        return {status.name: status.restarts for status in self.statuses}
+
+    def start(self) -> None:
+        """Start all services at once."""
+        self._tasks = [asyncio.create_task(keeper.keep(), name=keeper.spec.name) for keeper in self._keepers]
+
+    async def wait_bound(self) -> None:
+        """Until every service listens. Raises ServiceFailed."""
+        bound = asyncio.gather(*(keeper.bound_once.wait() for keeper in self._keepers))
+        failed = asyncio.create_task(self.wait_failed())
+        try:
+            done, _ = await asyncio.wait({bound, failed}, return_when=asyncio.FIRST_COMPLETED)
+            if failed in done:
+                failed.result()
+        finally:
+            for waiter in (bound, failed):
+                waiter.cancel()
+                with contextlib.suppress(asyncio.CancelledError, ServiceFailed):
+                    await waiter
+
+    async def wait_failed(self) -> None:
+        """For ever, or until a service is given up: raises ServiceFailed."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+
+    async def stop(self, drain_s: float) -> None:
+        """SIGTERM to all, so long to drain, SIGKILL to what is left."""
+        await self._end_keeping()
+        children = [keeper.child for keeper in self._keepers if keeper.child is not None]
+        await asyncio.gather(*(child.stop(drain_s) for child in children))
+        self._stopped(children)
+
+    async def kill(self) -> None:
+        """SIGKILL to all."""
+        await self._end_keeping()
+        children = [keeper.child for keeper in self._keepers if keeper.child is not None]
+        await asyncio.gather(*(child.kill() for child in children))
+        self._stopped(children)
+
+    def kill_now(self) -> None:
+        """SIGKILL to all without waiting, from a signal handler."""
+        for keeper in self._keepers:
+            if keeper.child is not None:
+                keeper.child.kill_group()
+
+    async def _end_keeping(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _stopped(self, children: Sequence[Child]) -> None:
+        for child in children:
+            child.kill_group()
+        for status in self.statuses:
+            status.state = State.STOPPED if status.state is not State.FAILED else State.FAILED

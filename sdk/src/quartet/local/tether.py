@@ -1,0 +1,29 @@
+"""Ties a child to its parent, then becomes the program: `python tether.py PARENT_PID PROGRAM ARGUMENT...`.
+
+1. The program is killed by the kernel when the process that started it dies, however it dies (Linux: PR_SET_PDEATHSIG).
+2. It keeps the pid that the parent got, because it replaces this script by exec.
+
+A script of its own and not a `preexec_fn`: running Python between fork and exec is unsafe in a process with threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(parent: int, program: list[str]) -> None:
+    """Arm the signal, check that the parent did not die before that, exec."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit(1)
+    os.execvp(program[0], program)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])
