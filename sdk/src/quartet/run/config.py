@@ -211,6 +211,19 @@ class RunConfig(Config):
             )
         return self
 
+    @pydantic.model_validator(mode="after")
+    def _can_verify(self) -> Self:
+        # The sampler's log-probabilities are those after penalties; the trainer's forward knows no penalties.
+        penalties = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        for key, neutral in penalties.items():
+            value = getattr(self.sampling, key)
+            if self.checks.verify_logprobs and value not in (None, neutral):
+                raise ValueError(
+                    f"sampling.{key} = {value} makes log-probabilities that the trainer cannot verify; "
+                    "remove it, or set checks.verify_logprobs to false"
+                )
+        return self
+
 
 def parse_run(toml_text: str) -> RunConfig:
     """Read a run's TOML. Raises ConfigError with one sentence: key, value, remedy."""

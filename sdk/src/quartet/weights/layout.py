@@ -37,6 +37,8 @@ class Extent:
 
 def header_of(specs: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, list[str], int]:
     """The prefix and header, the order in which the tensors follow, and the size of the whole payload."""
+    if "__metadata__" in specs:
+        raise ValueError("no tensor can be named __metadata__: safetensors uses that name itself")
     order = sorted(specs, key=lambda name: (-DTYPE_BYTES[specs[name][0]], name))
     entries: dict[str, object] = {"__metadata__": METADATA}
     at = 0

@@ -1,0 +1,132 @@
+"""RunConfig: defaults, and one sentence with key, value and remedy for everything that cannot run."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+from quartet.config import ConfigError
+from quartet.run.config import RunConfig, parse_run
+
+ENV = '[[env]]\nid = "reverse-text"\n'
+
+
+def test_the_smallest_run_has_the_documented_defaults() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run = parse_run('model = "m"\n' + ENV)
+    assert (run.rollouts_per_example, run.seed, run.learning_rate, run.max_grad_norm) == (8, 0, 1e-6, 1.0)
+    assert (run.lr_scheduler, run.warmup_steps, run.weight_decay) == ("constant", 0, 0.0)
+    assert (run.adam_beta1, run.adam_beta2, run.max_off_policy_steps) == (0.9, 0.999, 1)
+    assert (run.max_concurrent, run.microbatch_tokens, run.sampling.temperature) == (1024, 0, 1.0)
+    assert (run.env[0].weight, run.env[0].timeout_seconds, run.env[0].max_retries) == (1.0, 600.0, 2)
+    assert (run.algorithm.advantage, run.algorithm.loss) == ("grpo", "cispo")
+    assert (run.eval.num_examples, run.eval.before, run.eval.after, run.eval.interval) == (64, True, True, 0)
+    assert (run.ckpt.interval, run.ckpt.keep_last, run.checks.verify_logprobs) == (10, 2, False)
+    assert run.groups_per_batch * run.rollouts_per_example == run.batch_size
+
+
+def test_a_whole_run_in_the_dialect_of_the_design() -> None:
+    run = parse_run(
+        """
+        model = "Qwen/Qwen3-4B-Instruct-2507"
+        max-steps = 500
+        batch_size = 256
+        learning_rate = 1e-5
+        [sampling]
+        max_tokens = 512
+        stop = ["</answer>"]
+        [[env]]
+        id = "primeintellect/wiki-search"
+        args = { max_turns = 5 }
+        weight = 0.5
+        [[env]]
+        id = "reverse-text"
+        [algorithm]
+        loss = "ppo"
+        clip_low = 0.2
+        clip_high = 0.28
+        [trainer]
+        device = "cpu"
+        server.address = "127.0.0.1:0"
+        """
+    )
+    assert (run.max_steps, run.groups_per_batch, run.sampling.stop) == (500, 32, ("</answer>",))
+    assert run.env[0].args == {"max_turns": 5} and run.env[1].weight == 1
+    assert run.trainer == {"device": "cpu", "server": {"address": "127.0.0.1:0"}}
+    assert RunConfig.model_validate(run.model_dump()) == run
+
+
+def test_defaults_are_not_shared_between_runs() -> None:
+    one, other = parse_run('model = "m"\n' + ENV), parse_run('model = "m"\n' + ENV)
+    one.trainer["device"] = "cpu"
+    assert other.trainer == {}
+
+
+@pytest.mark.parametrize(
+    ("lines", "table", "sentence"),
+    [
+        ("batch_size = 100", "", "rollouts_per_example = 8 does not divide it; set it to 96 or 104"),
+        ("batch_size = 4", "", "set it to 8"),
+        ("bacth_size = 8", "", "unknown key 'bacth_size'; did you mean 'batch_size'?"),
+        ("max_steps = true", "", "max_steps = true is refused: should be a whole number"),
+        ('max_steps = "8"', "", "max_steps = '8' is refused: should be a whole number"),
+        ("max_steps = -1", "", "max_steps = -1 is refused"),
+        ("learning_rate = nan", "", "learning_rate = nan is refused"),
+        ("learning_rate = -1.0", "", "learning_rate = -1.0 is refused"),
+        ("adam_beta2 = 1.0", "", "adam_beta2 = 1.0 is refused"),
+        ("warmup_steps = 101", "", "warmup_steps = 101 is refused: the run ends before, at max_steps = 100"),
+        ("max_concurrent = 7", "", "max_concurrent = 7 is refused: a group has rollouts_per_example = 8"),
+        ("max_off_policy_steps = 25", "", "max_off_policy_steps = 25 is refused: should be less"),
+        ('lr_scheduler = "step"', "", "lr_scheduler = 'step' is refused: should be 'constant'"),
+        ("", "weight = 0", "env.0.weight = 0 is refused: should be greater than 0"),
+        ("", "wieght = 1", "unknown key 'env.0.wieght'; did you mean 'env.0.weight'?"),
+        ("", ENV, "env.id = 'reverse-text' is given twice; keep one"),
+        ("", "timeout_seconds = 0", "env.0.timeout_seconds = 0 is refused"),
+        ("", "[sampling]\ntemperature = 0", "sampling.temperature = 0 is refused: a greedy group"),
+        ("", "[sampling]\ntemperature = nan", "sampling.temperature = nan is refused: should be a finite"),
+        ("", "[sampling]\ntop_p = 0", "sampling.top_p = 0 is refused: should be greater than 0"),
+        ("", "[sampling]\ntop_p = 1.1", "sampling.top_p = 1.1 is refused"),
+        ("", "[sampling]\nmin_p = -0.1", "sampling.min_p = -0.1 is refused"),
+        ("", "[sampling]\nfrequency_penalty = 3", "sampling.frequency_penalty = 3 is refused"),
+        ("", "[sampling]\nmax_tokens = 0", "sampling.max_tokens = 0 is refused"),
+        ("", '[sampling]\nstop = [""]', "an empty stop string ends every rollout at once; remove it"),
+        ("", f"[sampling]\nstop = {['x'] * 17}", "at most 16 items"),
+        ("", '[algorithm]\nadvantage = "gae"', "algorithm.advantage = 'gae' is refused: should be 'grpo'"),
+        ("", "[algorithm]\nclip_low = 0.2", 'loss = "cispo" has only clip_high'),
+        ("", '[algorithm]\nloss = "none"\nclip_high = 2', 'loss = "none" does not clip'),
+        ("", '[algorithm]\nloss = "ppo"\nclip_low = 1.5', "set it below 1"),
+        ("", "[eval]\ninterval = 5\nnum_examples = 0", "eval.interval = 5 has nothing to evaluate"),
+        ("", "[ckpt]\ninterval = 0", "ckpt.interval = 0 is refused"),
+        ("", "[checks]\nverify_logprobs = true\n[sampling]\nrepetition_penalty = 1.1",
+         "sampling.repetition_penalty = 1.1 makes log-probabilities that the trainer cannot verify"),
+        ("trainer = 3", "", "trainer = 3 is refused: should be a table"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_in_one_sentence(lines: str, table: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_run(f'model = "m"\n{lines}\n{ENV}{table}')
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('model = "m"', "a run needs an environment; add a table [[env]]"),
+        ('model = "m"\n[env]\nid = "x"', "write [[env]] with two brackets"),
+        (ENV, "required key 'model' is not set"),
+        ("model =", "the run is not valid TOML"),
+        ('model = ""\n' + ENV, "model = '' is refused"),
+    ],
+)
+def test_a_run_without_its_essentials_says_what_to_add(text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_run(text)
+    assert sentence in str(caught.value)
+
+
+def test_a_run_is_frozen() -> None:
+    run = parse_run('model = "m"\n' + ENV)
+    with pytest.raises(ValueError, match="frozen"):
+        run.max_steps = 3  # type: ignore[misc]

@@ -1,0 +1,334 @@
+"""Fetch and watch over real gRPC on loopback, with a publisher that tears, damages and lies on cue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing
+
+import grpc
+import numpy as np
+import pytest
+from quartet.errors import QuartetError
+from quartet.kit.channel import connect
+from quartet.kit.health import Health
+from quartet.kit.server import ServerConfig, Service, start
+from quartet.v1 import weights_pb2 as pb
+from quartet.v1 import weights_pb2_grpc as rpc
+from quartet.weights import fetch
+from quartet.weights.fetch import Fetched, fetch_version, watch
+from quartet.weights.payload import CHUNK_BYTES
+from quartet.weights.service import WeightServicer
+from quartet.weights.store import WeightStore
+from quartet.weights.tensor import Tensor
+
+#: What a fault does to the frames of one stream.
+Fault = Callable[[Iterator[pb.FetchResponse]], Iterator[pb.FetchResponse]]
+
+
+class FaultyWeights(WeightServicer):
+    """The real servicer; stream i passes through faults[i], later streams are clean. Keeps the offsets asked for."""
+
+    def __init__(self, store: WeightStore) -> None:
+        super().__init__(store)
+        self.faults: list[Fault] = []
+        self.offsets: list[int] = []
+
+    async def Fetch(
+        self, request: pb.FetchRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.FetchResponse]:
+        self.offsets.append(request.offset)
+        frames = [frame async for frame in super().Fetch(request, context)]
+        fault: Fault = self.faults.pop(0) if self.faults else iter
+        for frame in fault(iter(frames)):
+            yield frame
+
+
+def model(seed: int = 0) -> dict[str, Tensor]:
+    rng = np.random.default_rng(seed)
+    shapes = {
+        "embed": (700, 512),
+        "layer.0": (512, 512),
+        "layer.1": (512, 512),
+        "norm": (512,),
+        "odd": (3, 7),
+    }
+    return {name: Tensor("F32", shape, rng.random(shape, np.float32).data) for name, shape in shapes.items()}
+
+
+class Plane:
+    """A publisher and a channel to it."""
+
+    def __init__(self, store: WeightStore, servicer: FaultyWeights, channel: grpc.aio.Channel) -> None:
+        self.store, self.servicer, self.channel = store, servicer, channel
+
+    async def fetch(self, run_id: str = "r", version: int | None = 1) -> Fetched:
+        return await fetch_version(self.channel, run_id, version)
+
+
+@pytest.fixture
+async def plane(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Plane]:
+    monkeypatch.setattr(fetch, "BACKOFF_SECONDS", (0.001, 0.01))
+    store = WeightStore(keep=2)
+    servicer = FaultyWeights(store)
+    service = Service("quartet.v1.WeightService", rpc.add_WeightServiceServicer_to_server, servicer)
+    server = await start([service], ServerConfig(), Health())
+    channel = connect(server.address, bulk=True)
+    yield Plane(store, servicer, channel)
+    await channel.close()
+    await server.stop(0)
+
+
+def torn_after(chunks: int) -> Fault:
+    def fault(frames: Iterator[pb.FetchResponse]) -> Iterator[pb.FetchResponse]:
+        for _ in range(chunks):
+            yield next(frames)
+        raise QuartetError("NOT_READY", "the publisher goes away")
+
+    return fault
+
+
+def without_end(frames: Iterator[pb.FetchResponse]) -> Iterator[pb.FetchResponse]:
+    return (frame for frame in frames if frame.WhichOneof("frame") == "chunk")
+
+
+def damaged(*indices: int) -> Fault:
+    def fault(frames: Iterator[pb.FetchResponse]) -> Iterator[pb.FetchResponse]:
+        for index, frame in enumerate(frames):
+            if index in indices:
+                data = bytearray(frame.chunk.data)
+                data[len(data) // 2] ^= 1
+                frame.chunk.data = bytes(data)
+            yield frame
+
+    return fault
+
+
+def rewritten(change: Callable[[pb.FetchResponse], None]) -> Fault:
+    def fault(frames: Iterator[pb.FetchResponse]) -> Iterator[pb.FetchResponse]:
+        for frame in frames:
+            change(frame)
+            yield frame
+
+    return fault
+
+
+def same(fetched: Fetched, tensors: dict[str, Tensor]) -> bool:
+    return fetched.tensors == tensors
+
+
+async def test_a_version_arrives_bit_equal(plane: Plane) -> None:
+    manifest = plane.store.publish("r", 1, model())
+    fetched = await plane.fetch()
+    assert fetched.manifest == manifest and same(fetched, model())
+    assert len(fetched.payload) == manifest.payload_bytes > 3 * CHUNK_BYTES
+    assert plane.servicer.offsets == [0]
+    assert all(
+        isinstance(one.data, memoryview) and one.data.obj is fetched.payload.obj
+        for one in fetched.tensors.values()
+    )
+
+
+async def test_the_newest_version_of_the_run_opened_last_needs_no_names(plane: Plane) -> None:
+    plane.store.publish("r", 1, model(1))
+    plane.store.publish("r", 2, model(2))
+    fetched = await plane.fetch("", None)
+    assert (fetched.manifest.run_id, fetched.manifest.version) == ("r", 2) and same(fetched, model(2))
+
+
+async def test_a_model_without_tensors_arrives(plane: Plane) -> None:
+    plane.store.publish("r", 1, {})
+    assert (await plane.fetch()).tensors == {}
+
+
+async def test_a_torn_stream_goes_on_at_the_first_missing_byte(plane: Plane) -> None:
+    plane.store.publish("r", 1, model())
+    plane.servicer.faults = [torn_after(2), torn_after(1), without_end]
+    fetched = await plane.fetch()
+    assert same(fetched, model())
+    assert plane.servicer.offsets == [0, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES, len(fetched.payload)]
+
+
+async def test_only_damaged_chunks_are_fetched_again(plane: Plane) -> None:
+    plane.store.publish("r", 1, model())
+    plane.servicer.faults = [damaged(0, 2), damaged(0)]
+    assert same(await plane.fetch(), model())
+    assert plane.servicer.offsets == [0, 0, 0, 2 * CHUNK_BYTES]
+
+
+async def test_a_chunk_that_stays_damaged_ends_the_fetch(plane: Plane) -> None:
+    plane.store.publish("r", 1, model())
+    plane.servicer.faults = [damaged(1), *[damaged(0)] * 100]
+    with pytest.raises(QuartetError, match="CHECKSUM_MISMATCH: chunk at 1048576"):
+        await plane.fetch()
+    assert plane.servicer.offsets == [0] + [CHUNK_BYTES] * fetch.MAX_REFETCHES
+
+
+async def test_tears_without_progress_are_bounded(plane: Plane) -> None:
+    plane.store.publish("r", 1, model())
+    plane.servicer.faults = [torn_after(0)] * 100
+    with pytest.raises(QuartetError, match="NOT_READY"):
+        await plane.fetch()
+    assert len(plane.servicer.offsets) == fetch.MAX_BARREN_TRIES
+
+
+def _end(size: int, digest: bytes = b"") -> Fault:
+    def change(frame: pb.FetchResponse) -> None:
+        if frame.WhichOneof("frame") == "end":
+            frame.end.payload_bytes += size
+            frame.end.payload_digest = digest or frame.end.payload_digest
+
+    return rewritten(change)
+
+
+def _early_end(frames: Iterator[pb.FetchResponse]) -> Iterator[pb.FetchResponse]:
+    kept = list(frames)
+    return iter([kept[0], kept[-1]])
+
+
+def _skipping(frames: Iterator[pb.FetchResponse]) -> Iterator[pb.FetchResponse]:
+    kept = list(frames)
+    return iter(kept[:1] + kept[2:])
+
+
+def _twice(frames: Iterator[pb.FetchResponse]) -> Iterator[pb.FetchResponse]:
+    kept = list(frames)
+    return iter(kept[:1] + kept)
+
+
+def _no_data(frames: Iterator[pb.FetchResponse]) -> Iterator[pb.FetchResponse]:
+    return iter([pb.FetchResponse(chunk=pb.WeightChunk())] * 3)
+
+
+def _no_frame(frames: Iterator[pb.FetchResponse]) -> Iterator[pb.FetchResponse]:
+    return iter([pb.FetchResponse()] * 3)
+
+
+def _beyond_the_end(frames: Iterator[pb.FetchResponse]) -> Iterator[pb.FetchResponse]:
+    for frame in frames:
+        if frame.WhichOneof("frame") == "chunk" and len(frame.chunk.data) < CHUNK_BYTES:
+            frame.chunk.data += b"x"
+        yield frame
+
+
+@pytest.mark.parametrize(
+    "lie", [_end(1), _end(-1), _early_end, _skipping, _twice, _no_data, _no_frame, _beyond_the_end]
+)
+async def test_a_stream_that_lies_is_never_accepted_and_mended_by_the_next(plane: Plane, lie: Fault) -> None:
+    plane.store.publish("r", 1, model())
+    plane.servicer.faults = [lie]
+    assert same(await plane.fetch(), model())
+    plane.servicer.faults = [lie] * 100
+    with pytest.raises(QuartetError, match="CHECKSUM_MISMATCH"):
+        await plane.fetch()
+
+
+async def test_a_wrong_digest_of_the_whole_is_never_accepted(plane: Plane) -> None:
+    plane.store.publish("r", 1, model())
+    plane.servicer.faults = [_end(0, bytes(16))]
+    with pytest.raises(QuartetError, match="CHECKSUM_MISMATCH"):
+        await plane.fetch()
+
+
+async def test_weights_changed_under_the_publisher_are_never_accepted(plane: Plane) -> None:
+    array = np.zeros(100, np.float32)
+    plane.store.publish("r", 1, {"w": Tensor("F32", (100,), array.data)})
+    array[7] = 1.0
+    with pytest.raises(QuartetError, match="CHECKSUM_MISMATCH: tensor w"):
+        await plane.fetch()
+
+
+async def test_an_eviction_between_two_streams_is_told(plane: Plane) -> None:
+    plane.store.publish("r", 1, model())
+
+    def evicting(frames: Iterator[pb.FetchResponse]) -> Iterator[pb.FetchResponse]:
+        yield next(frames)
+        plane.store.publish("r", 2, model(2))
+        plane.store.publish("r", 3, model(3))
+        raise QuartetError("NOT_READY", "the publisher goes away")
+
+    plane.servicer.faults = [evicting]
+    with pytest.raises(QuartetError) as caught:
+        await plane.fetch()
+    assert caught.value.reason == "VERSION_UNKNOWN" and caught.value.metadata["latest"] == "3"
+
+
+async def test_unknown_runs_versions_bases_and_offsets_have_typed_errors(plane: Plane) -> None:
+    manifest = plane.store.publish("r", 1, model())
+    for run_id, version, reason in (("x", 1, "RUN_UNKNOWN"), ("r", 2, "VERSION_UNKNOWN")):
+        with pytest.raises(QuartetError, match=reason):
+            await plane.fetch(run_id, version)
+    stub = rpc.WeightServiceStub(plane.channel)  # type: ignore[no-untyped-call]
+    past = pb.FetchRequest(run_id="r", version=1, offset=manifest.payload_bytes + 1)
+    relative = pb.FetchRequest(run_id="r", version=1, base_version=0)
+    for request, reason in ((past, "OFFSET_OUT_OF_RANGE"), (relative, "VERSION_UNKNOWN")):
+        with pytest.raises(QuartetError, match=reason):
+            async for _ in fetch.call.stream(stub.Fetch(request), idle_timeout_s=5):
+                pass
+    answer = await stub.GetManifest(pb.GetManifestRequest(run_id="r", base_version=0), timeout=5)
+    assert answer.manifest == manifest and not answer.manifest.HasField("base_version")
+
+
+async def test_push_is_not_implemented(plane: Plane) -> None:
+    stub = rpc.WeightServiceStub(plane.channel)  # type: ignore[no-untyped-call]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Push(iter([pb.PushRequest()]), timeout=5)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_watch_tells_the_newest_and_only_newer_ones(plane: Plane) -> None:
+    for version in (1, 2):
+        plane.store.publish("r", version, model(version))
+    async with aclosing(watch(plane.channel, "r", 0)) as news:
+        first = await asyncio.wait_for(anext(news), 5)
+        assert (first.version, first.digest) == (2, plane.store.get("r", 2).manifest.digest)
+        plane.store.publish("r", 1, model(1))
+        plane.store.publish("r", 3, model(3))
+        assert (await asyncio.wait_for(anext(news), 5)).version == 3
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(anext(news), 0.1)
+
+
+async def test_watch_waits_for_a_run_that_is_not_there_yet(plane: Plane) -> None:
+    async with aclosing(watch(plane.channel, "r", None)) as news:
+        waiting = asyncio.ensure_future(anext(news))
+        await asyncio.sleep(0.05)
+        plane.store.publish("r", 0, model())
+        assert (await asyncio.wait_for(waiting, 5)).version == 0
+
+
+async def test_watch_of_no_name_follows_the_run_opened_last(plane: Plane) -> None:
+    async with aclosing(watch(plane.channel, "", None)) as news:
+        for run_id, version in (("a", 7), ("b", 0), ("b", 1)):
+            plane.store.publish(run_id, version, model(version))
+            told = await asyncio.wait_for(anext(news), 5)
+            assert (told.run_id, told.version) == (run_id, version)
+
+
+async def test_watch_survives_the_restart_of_its_publisher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "BACKOFF_SECONDS", (0.01, 0.05))
+
+    async def publisher(address: str, version: int):  # type: ignore[no-untyped-def]
+        store = WeightStore(keep=1)
+        store.publish("r", version, model(version))
+        service = Service(
+            "quartet.v1.WeightService", rpc.add_WeightServiceServicer_to_server, WeightServicer(store)
+        )
+        return await start([service], ServerConfig(address=address), Health())
+
+    server = await publisher("127.0.0.1:0", 1)
+    channel = connect(server.address, bulk=True)
+    for run_id in ("r", ""):
+        async with aclosing(watch(channel, run_id, None)) as news:
+            assert (await asyncio.wait_for(anext(news), 5)).version == 1
+            for version in (1, 2):
+                waiting = asyncio.ensure_future(anext(news)) if version == 1 else waiting
+                await server.stop(0)
+                server = await publisher(server.address, version)
+                await asyncio.sleep(0.3)
+                assert waiting.done() == (version == 2)
+            assert waiting.result().version == 2
+        await server.stop(0)
+        server = await publisher(server.address, 1)
+    await channel.close()
+    await server.stop(0)

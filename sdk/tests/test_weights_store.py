@@ -1,0 +1,146 @@
+"""WeightStore: bounded, immutable, newest first, safe from threads."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from quartet.errors import QuartetError
+from quartet.weights.payload import chunks
+from quartet.weights.store import MAX_RUNS, WeightStore
+from quartet.weights.tensor import Tensor
+
+
+def weights(value: int) -> dict[str, Tensor]:
+    return {"w": Tensor("U8", (4,), bytes([value] * 4))}
+
+
+def test_only_the_versions_published_last_are_kept() -> None:
+    store = WeightStore(keep=2)
+    for version in range(5):
+        store.publish("r", version, weights(version))
+    assert store.get("r", 4).number == 4 and store.get("r", 3).number == 3
+    with pytest.raises(QuartetError) as caught:
+        store.get("r", 2)
+    assert caught.value.reason == "VERSION_UNKNOWN"
+    assert caught.value.metadata == {"version": "2", "latest": "4"}
+
+
+def test_a_version_in_use_outlives_its_eviction_and_is_freed_after_it() -> None:
+    store = WeightStore(keep=1)
+    array = np.full(4, 1, np.uint8)
+    freed = weakref.ref(array)
+    store.publish("r", 1, {"w": Tensor("U8", (4,), array.data)})
+    del array
+    reading = store.get("r", 1)
+    store.publish("r", 2, weights(2))
+    gc.collect()
+    assert freed() is not None
+    assert next(chunks(reading.payload)).data.endswith(b"\1\1\1\1")
+    del reading
+    gc.collect()
+    assert freed() is None
+
+
+def test_publishing_again_changes_nothing_and_other_weights_are_refused() -> None:
+    store = WeightStore(keep=2)
+    first = store.publish("r", 1, weights(1))
+    held = store.get("r", 1)
+    assert store.publish("r", 1, weights(1)) == first
+    assert store.get("r", 1) is held
+    with pytest.raises(QuartetError, match="SEQUENCE_CONFLICT"):
+        store.publish("r", 1, weights(9))
+    assert store.get("r", 1) is held
+
+
+def test_a_lower_version_can_be_published_and_fetched_but_is_not_the_latest() -> None:
+    store = WeightStore(keep=2)
+    for version in (5, 6, 3):
+        store.publish("r", version, weights(version))
+    assert store.get("r", 3).number == 3
+    latest = store.latest("r")
+    assert latest is not None and latest.number == 6
+
+
+def test_latest_without_a_name_is_the_run_opened_last() -> None:
+    store = WeightStore(keep=2)
+    assert store.latest() is None
+    store.publish("a", 3, weights(1))
+    store.publish("b", 0, weights(2))
+    store.publish("a", 4, weights(3))
+    assert store.get("").run_id == "b"
+    store.open_run("a")
+    assert store.get("").run_id == "a" and store.get("").number == 4
+    store.open_run("c")
+    assert store.latest() is None
+    store.close_run("c")
+    store.close_run("c")
+    assert store.get("").run_id == "a"
+
+
+def test_unknown_runs_and_empty_runs_have_typed_errors() -> None:
+    store = WeightStore(keep=1)
+    for ask in (lambda: store.latest("x"), lambda: store.get("x", 0)):
+        with pytest.raises(QuartetError, match="RUN_UNKNOWN"):
+            ask()
+    store.open_run("x")
+    assert store.latest("x") is None
+    for version in (None, 0):
+        with pytest.raises(QuartetError, match="VERSION_UNKNOWN"):
+            store.get("x", version)
+    with pytest.raises(QuartetError, match="INVALID_REQUEST"):
+        store.publish("", 0, weights(0))
+    with pytest.raises(ValueError, match="at least one"):
+        WeightStore(keep=0)
+
+
+def test_the_number_of_runs_is_bounded() -> None:
+    store = WeightStore(keep=1)
+    for run in range(MAX_RUNS):
+        store.open_run(f"r{run}")
+    store.open_run("r0")
+    with pytest.raises(QuartetError, match="OVERLOADED"):
+        store.publish("one more", 0, weights(0))
+    store.close_run("r1")
+    store.publish("one more", 0, weights(0))
+
+
+async def test_waiters_get_the_newest_of_several_versions_published_from_a_thread() -> None:
+    store = WeightStore(keep=2)
+    store.open_run("r")
+    waiting = asyncio.create_task(store.wait_newer("r", None))
+    await asyncio.sleep(0)
+
+    def publish() -> None:
+        for version in range(4):
+            store.publish("r", version, weights(version))
+
+    publishing = asyncio.to_thread(publish)
+    first, _ = await asyncio.gather(waiting, publishing)
+    assert (await store.wait_newer("r", first.number - 1)).number == 3
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(store.wait_newer("r", 3), 0.02)
+    assert not store._waiters
+
+
+async def test_a_waiter_that_follows_any_run_hears_of_another_run_with_a_lower_number() -> None:
+    store = WeightStore(keep=2)
+    store.publish("a", 7, weights(7))
+    waiting = asyncio.create_task(store.wait_newer("", 7))
+    await asyncio.sleep(0)
+    store.publish("b", 0, weights(0))
+    newest = await asyncio.wait_for(waiting, 5)
+    assert (newest.run_id, newest.number) == ("b", 0)
+
+
+async def test_closing_a_run_ends_its_waiters() -> None:
+    store = WeightStore(keep=1)
+    store.publish("a", 1, weights(1))
+    waiting = asyncio.create_task(store.wait_newer("a", 1))
+    await asyncio.sleep(0)
+    store.close_run("a")
+    with pytest.raises(QuartetError, match="RUN_UNKNOWN"):
+        await asyncio.wait_for(waiting, 5)
