@@ -38,7 +38,9 @@ class Figure:
 
 def arguments(description: str) -> argparse.ArgumentParser:
     """A parser that knows `--json FILE`."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser
 
@@ -53,4 +55,6 @@ def report(figures: Sequence[Figure], json_file: Path | None, **context: object)
         rows = [{**asdict(figure), "ok": figure.ok} for figure in figures]
         machine = {"machine": platform.machine(), "python": platform.python_version()}
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps({"figures": rows, "context": {**machine, **context}}, indent=1) + "\n")
+        json_file.write_text(
+            json.dumps({"figures": rows, "context": {**machine, **context}}, indent=1) + "\n"
+        )

@@ -23,8 +23,24 @@ QUARTET = [sys.executable, "-m", "quartet.cli"]
 
 def step_seconds(model: Path, output: Path, steps: int, off_policy: int) -> dict[str, float]:
     """Seconds per step over the run (the first step, which always waits for its rollouts, left out), and their parts."""
-    command = [*QUARTET, "rl", "@", "configs/reverse-text.toml", "--model", str(model), "--output-dir", str(output)]
-    command += ["--max-steps", str(steps), "--max-off-policy-steps", str(off_policy), "--eval.num-examples", "0"]
+    command = [
+        *QUARTET,
+        "rl",
+        "@",
+        "configs/reverse-text.toml",
+        "--model",
+        str(model),
+        "--output-dir",
+        str(output),
+    ]
+    command += [
+        "--max-steps",
+        str(steps),
+        "--max-off-policy-steps",
+        str(off_policy),
+        "--eval.num-examples",
+        "0",
+    ]
     subprocess.run(command, check=True, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "time/step_s" in row][1:]
@@ -47,7 +63,9 @@ def main() -> None:
             overlapped.append(step_seconds(model, root / f"async{pair}", options.steps, 1))
             alternating.append(step_seconds(model, root / f"sync{pair}", options.steps, 0))
             ratios.append(alternating[-1]["time/step_s"] / overlapped[-1]["time/step_s"])
-    figures = [Figure("alternating / overlapped, wall per step (median)", statistics.median(ratios), "x", ">= 1.2")]
+    figures = [
+        Figure("alternating / overlapped, wall per step (median)", statistics.median(ratios), "x", ">= 1.2")
+    ]
     for name, runs in (("overlapped", overlapped), ("alternating", alternating)):
         for key in sorted(runs[0]):
             figures.append(Figure(f"{name}: {key}", statistics.median(run[key] for run in runs), "s"))

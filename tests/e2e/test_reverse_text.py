@@ -22,7 +22,16 @@ RUN_SECONDS = 280
 def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Output folder of one short run."""
     output = tmp_path_factory.mktemp("e2e") / "run"
-    command = [*QUARTET, "rl", "@", "configs/reverse-text.toml", "--model", str(tiny_model), "--max-steps", str(STEPS)]
+    command = [
+        *QUARTET,
+        "rl",
+        "@",
+        "configs/reverse-text.toml",
+        "--model",
+        str(tiny_model),
+        "--max-steps",
+        str(STEPS),
+    ]
     command += ["--output-dir", str(output), "--eval.num-examples", "64"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=RUN_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -75,13 +84,14 @@ def test_checkpoint_loads_in_transformers(finished: Path, tiny_model: Path) -> N
 
     trained = AutoModelForCausalLM.from_pretrained(finished / "checkpoint")
     base = AutoModelForCausalLM.from_pretrained(tiny_model)
-    moved = sum(
-        not torch.equal(a, b) for a, b in zip(trained.parameters(), base.parameters(), strict=True)
-    )
+    moved = sum(not torch.equal(a, b) for a, b in zip(trained.parameters(), base.parameters(), strict=True))
     assert moved == len(list(base.parameters())), "every tensor was trained"
     tokenizer = AutoTokenizer.from_pretrained(finished / "checkpoint")
     prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "abc"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        [{"role": "user", "content": "abc"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
     )
     out = trained.generate(**prompt, max_new_tokens=8, do_sample=False)
     assert out.shape[1] > prompt["input_ids"].shape[1]

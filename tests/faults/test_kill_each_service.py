@@ -68,7 +68,16 @@ def test_invariant_9_kill_each_service_once(tiny_model: Path, tmp_path: Path) ->
     chance = random.Random(seed)
     order = chance.sample(SERVICES, len(SERVICES))
     output = tmp_path / "run"
-    command = [*QUARTET, "rl", "@", "configs/reverse-text.toml", "--model", str(tiny_model), "--max-steps", str(STEPS)]
+    command = [
+        *QUARTET,
+        "rl",
+        "@",
+        "configs/reverse-text.toml",
+        "--model",
+        str(tiny_model),
+        "--max-steps",
+        str(STEPS),
+    ]
     command += ["--output-dir", str(output), "--eval.num-examples", "32"]
     log = (tmp_path / "launcher.log").open("w+")
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT, text=True)
@@ -83,7 +92,9 @@ def test_invariant_9_kill_each_service_once(tiny_model: Path, tmp_path: Path) ->
             assert before < STEPS - 1, "the run ended before every service was killed; raise STEPS"
             os.kill(pid, signal.SIGKILL)
             # One step may have been finished and on its way at the kill, so recovery is the second one after it.
-            recoveries[service] = wait_for_steps(process, output, min(before + 2, STEPS), NEXT_STEP_SECONDS * LOADED * 2)
+            recoveries[service] = wait_for_steps(
+                process, output, min(before + 2, STEPS), NEXT_STEP_SECONDS * LOADED * 2
+            )
         assert process.wait(timeout=RUN_SECONDS) == 0
     finally:
         if process.poll() is None:

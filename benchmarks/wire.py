@@ -1,0 +1,211 @@
+"""What a trained token costs on the wire, every byte counted.
+
+1. The two hops of a trajectory (envhost -> orchestrator, orchestrator -> trainer) over real gRPC with the canonical channel, through a
+   proxy that counts TCP bytes, for groups of 16 rollouts with 151,000-word vocabularies (three bytes per id, the worst usual case).
+   Bar: at most 9 bytes per token of the trained sequences at 512 tokens and more; short rollouts are shown beside it.
+2. `--run`: the main job itself, its four processes joined through such proxies: bytes of each hop per token of the trained sequences.
+   Its rollouts have about 32 tokens, so fixed costs (names, metrics, HTTP/2) weigh more than in any real job.
+
+    python benchmarks/wire.py [--run] [--model DIR] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import grpc
+from counting_proxy import CountingProxy
+from figures import Figure, arguments, report
+from quartet.kit.channel import connect
+from quartet.v1 import envhost_service_pb2 as envhost
+from quartet.v1 import envhost_service_pb2_grpc as envhost_grpc
+from quartet.v1 import rollout_pb2 as rollout
+from quartet.v1 import trainer_service_pb2 as trainer
+from quartet.v1 import trainer_service_pb2_grpc as trainer_grpc
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+VOCABULARY = 151_000
+GROUP = 16
+GROUPS = 8
+MESSAGE_BYTES = 1 << 20  # samples are sent on in messages of about this size
+START_SECONDS = 120.0
+
+
+def a_rollout(chance: random.Random, member: int, tokens: int) -> rollout.Rollout:
+    """A rollout of so many tokens, a quarter of them prompt, the rest sampled by two versions."""
+    prompt = tokens // 4
+    sampled = tokens - prompt
+    half = sampled // 2
+    sample = rollout.Sample(
+        token_ids=[chance.randrange(VOCABULARY) for _ in range(tokens)],
+        spans=[
+            rollout.PolicySpan(start=prompt, length=half, policy_version=41),
+            rollout.PolicySpan(start=prompt + half, length=sampled - half, policy_version=42),
+        ],
+        logprobs=[-chance.expovariate(1.0) for _ in range(sampled)],
+    )
+    return rollout.Rollout(
+        member=member,
+        samples=[sample],
+        reward=0.5,
+        rewards={"lcs_reward": 0.5},
+        metrics={"exact_match": 0.0},
+        stop_condition="agent_completed",
+        num_turns=1,
+        timing=rollout.RolloutTiming(total_ms=1234, model_ms=1200, scoring_ms=3),
+    )
+
+
+class EnvHost(envhost_grpc.EnvHostServiceServicer):
+    """Hands out prepared rollouts: only the wire is measured here."""
+
+    def __init__(self, groups: Sequence[Sequence[rollout.Rollout]]) -> None:
+        self.groups = groups
+
+    async def RunRollouts(
+        self, request: envhost.RunRolloutsRequest, context: object
+    ) -> AsyncIterator[envhost.RunRolloutsResponse]:
+        for one in self.groups[request.task_index]:
+            yield envhost.RunRolloutsResponse(rollout=one)
+
+
+class Trainer(trainer_grpc.TrainerServiceServicer):
+    """Takes batches and forgets them."""
+
+    async def ForwardBackward(
+        self, request_iterator: AsyncIterator[trainer.ForwardBackwardRequest], context: object
+    ) -> trainer.ForwardBackwardResponse:
+        async for _ in request_iterator:
+            pass
+        return trainer.ForwardBackwardResponse()
+
+
+def batch_messages(rollouts: Sequence[rollout.Rollout]) -> list[trainer.ForwardBackwardRequest]:
+    """A batch as the orchestrator sends it."""
+    messages = [trainer.ForwardBackwardRequest(start=trainer.ForwardBackwardStart(run_id="r", seq_id=1))]
+    batch, size = trainer.SampleBatch(), 0
+    for one in rollouts:
+        for sample in one.samples:
+            batch.samples.append(trainer.TrainingSample(sample=sample, advantages=[0.25]))
+            size += sample.ByteSize()
+        if size > MESSAGE_BYTES:
+            messages.append(trainer.ForwardBackwardRequest(batch=batch))
+            batch, size = trainer.SampleBatch(), 0
+    messages.append(trainer.ForwardBackwardRequest(batch=batch))
+    messages.append(trainer.ForwardBackwardRequest(commit=trainer.StreamCommit(sample_count=len(rollouts))))
+    return messages
+
+
+async def two_hops(tokens: int, seed: int) -> tuple[float, float]:
+    """Bytes per token from envhost to orchestrator and from orchestrator to trainer."""
+    chance = random.Random(seed)
+    groups = [[a_rollout(chance, member, tokens) for member in range(GROUP)] for _ in range(GROUPS)]
+    server = grpc.aio.server()
+    envhost_grpc.add_EnvHostServiceServicer_to_server(EnvHost(groups), server)
+    trainer_grpc.add_TrainerServiceServicer_to_server(Trainer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    total = GROUPS * GROUP * tokens
+    first, second = [await CountingProxy(f"127.0.0.1:{port}").start() for _ in range(2)]
+    async with connect(first.address) as channel:
+        stub = envhost_grpc.EnvHostServiceStub(channel)
+        for index in range(GROUPS):
+            request = envhost.RunRolloutsRequest(run_id="r", task_index=index, members=range(GROUP))
+            received = [response.rollout async for response in stub.RunRollouts(request)]
+            assert received == groups[index]
+    async with connect(second.address) as channel:
+        messages = batch_messages([one for group in groups for one in group])
+        await trainer_grpc.TrainerServiceStub(channel).ForwardBackward(iter(messages), timeout=60)
+    await server.stop(None)
+    return first.total_bytes / total, second.total_bytes / total
+
+
+async def start(name: str, folder: Path, *arguments: str) -> tuple[asyncio.subprocess.Process, str]:
+    """One service as a process, and its address."""
+    port_file = folder / f"{name}.port"
+    command = [sys.executable, "-m", f"quartet_{name}", "--server.port-file", str(port_file), *arguments]
+    log = (folder / f"{name}.log").open("w")
+    process = await asyncio.create_subprocess_exec(*command, cwd=REPOSITORY, stdout=log, stderr=log)
+    async with asyncio.timeout(START_SECONDS):
+        while not port_file.exists():
+            assert process.returncode is None, f"{name} ended: see {folder / name}.log"
+            await asyncio.sleep(0.05)
+    return process, port_file.read_text().strip()
+
+
+async def main_job(model: Path, folder: Path) -> list[Figure]:
+    """The main job for ten steps, every hop through a counting proxy."""
+    processes = []
+    try:
+        process, address = await start("trainer", folder, "--state-dir", str(folder / "trainer"))
+        processes.append(process)
+        to_trainer, weights = [await CountingProxy(address).start() for _ in range(2)]
+        process, address = await start(
+            "inference", folder, "--model", str(model), "--weights-address", weights.address
+        )
+        processes.append(process)
+        to_inference = await CountingProxy(address).start()
+        envs = ["--python", str(REPOSITORY / ".venv-envs/bin/python")]
+        process, address = await start(
+            "envhost", folder, "--inference-addresses", json.dumps([to_inference.address]), *envs
+        )
+        processes.append(process)
+        to_envhost = await CountingProxy(address).start()
+        process, address = await start(
+            "orchestrator", folder, "--trainer-address", to_trainer.address, "--data-dir", str(folder / "orchestrator"),
+            "--envhost-addresses", json.dumps([to_envhost.address]),
+        )  # fmt: skip
+        processes.append(process)
+        submit = [sys.executable, "-m", "quartet.cli", "submit", "@", "configs/reverse-text.toml", "--follow"]
+        submit += [
+            "--orchestrator",
+            address,
+            "--model",
+            str(model),
+            "--max-steps",
+            "10",
+            "--eval.num-examples",
+            "0",
+        ]
+        submitted = await asyncio.create_subprocess_exec(*submit, cwd=REPOSITORY)
+        assert await submitted.wait() == 0
+        tokens = trained_tokens(folder / "inference.log") or 10 * 128 * 32
+    finally:
+        for process in reversed(processes):
+            process.terminate()
+            await process.wait()
+    hops = {
+        "inference <-> envhost": to_inference,
+        "envhost <-> orchestrator": to_envhost,
+        "orchestrator <-> trainer": to_trainer,
+    }
+    figures = [
+        Figure(f"main job, {name}", proxy.total_bytes / tokens, "bytes/token") for name, proxy in hops.items()
+    ]
+    return [
+        *figures,
+        Figure("main job, trainer <-> inference (weights)", weights.total_bytes / 10, "bytes/step"),
+    ]
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--run", action="store_true", help="also measure the main job")
+    parser.add_argument("--model", type=Path)
+    options = parser.parse_args()
+    figures = []
+    for tokens in (32, 128, 512, 4096):
+        first, second = asyncio.run(two_hops(tokens, seed=tokens))
+        bar = "<= 9" if tokens >= 512 else ""
+        figures.append(Figure(f"{tokens} tokens: envhost -> orchestrator", first, "bytes/token", bar))
+        figures.append(Figure(f"{tokens} tokens: orchestrator -> trainer", second, "bytes/token", bar))
+    report(figures, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""What the deployment tests share: the rendered overlays, the compose file with its anchors merged."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+OVERLAYS = ("cpu", "gpu")
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the checkout."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def compose(repository: Path) -> dict[str, Any]:
+    """compose.yaml as a compose engine reads it: anchors resolved, merge keys merged."""
+    return yaml.safe_load((repository / "compose.yaml").read_text())
+
+
+@pytest.fixture(scope="session", params=OVERLAYS)
+def rendered(request: pytest.FixtureRequest, repository: Path) -> str:
+    """One overlay as `kubectl kustomize` renders it, offline."""
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("kubectl is not installed: the Kubernetes overlays are not rendered and not checked here")
+    command = [kubectl, "kustomize", str(repository / "k8s" / "overlays" / request.param)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def objects(rendered: str) -> list[dict[str, Any]]:
+    """The objects of the overlay."""
+    return [one for one in yaml.safe_load_all(rendered) if one]

@@ -1,0 +1,93 @@
+"""compose.yaml: valid against the specification, hardened, and complete: every file, volume and network it names exists."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+SERVICES = {"trainer", "inference", "envhost", "orchestrator"}
+JOBS = {"model", "run"}
+Compose = dict[str, Any]
+
+
+def default_profile(compose: Compose) -> set[str]:
+    """What a plain `docker compose up` starts."""
+    return {name for name, one in compose["services"].items() if not one.get("profiles")}
+
+
+def test_it_follows_the_specification(repository: Path) -> None:
+    tool = str(Path(sys.executable).parent / "check-jsonschema")
+    command = [tool, "--builtin-schema", "vendor.compose-spec", str(repository / "compose.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_default_profile_is_the_whole_job(compose: Compose) -> None:
+    assert default_profile(compose) == SERVICES | JOBS
+
+
+def test_every_container_is_hardened(compose: Compose) -> None:
+    for name, one in compose["services"].items():
+        assert one["user"] == "10001:10001", name
+        assert one["read_only"] is True and one["cap_drop"] == ["ALL"], name
+        assert "no-new-privileges:true" in one["security_opt"], name
+        assert "memory" in one["deploy"]["resources"]["limits"], name
+        assert "container_name" not in one and "ports" not in one and not one.get("privileged"), name
+
+
+def test_every_service_is_probed_for_progress(compose: Compose) -> None:
+    for name in SERVICES:
+        test = compose["services"][name]["healthcheck"]["test"]
+        assert test[:4] == ["CMD", "python", "-m", "quartet.kit.probe"], name
+        assert test[-2:] == ["--service", "liveness"], name
+
+
+def test_names_and_files_exist(compose: Compose, repository: Path) -> None:
+    for config in compose["configs"].values():
+        assert (repository / config["file"]).is_file()
+    for name, one in compose["services"].items():
+        build = one["build"]
+        dockerfile = repository / build["context"] / build["dockerfile"]
+        assert dockerfile.is_file(), name
+        if "target" in build:
+            assert f" AS {build['target']}\n" in dockerfile.read_text(), name
+        for config in one.get("configs", []):
+            assert config["source"] in compose["configs"], name
+            assert config["target"] in one["command"], name
+        for volume in one.get("volumes", []):
+            source = volume.split(":")[0]
+            assert source in compose["volumes"] or (repository / source).exists(), (name, volume)
+        assert set(one["networks"]) <= set(compose["networks"]), name
+
+
+def test_what_is_waited_for_can_come(compose: Compose) -> None:
+    """A dependency exists, and has a health check where health is waited for."""
+    for name, one in compose["services"].items():
+        for other, condition in one.get("depends_on", {}).items():
+            waited = compose["services"][other]
+            if condition["condition"] == "service_healthy":
+                assert "healthcheck" in waited, (name, other)
+            else:
+                assert other in JOBS, (name, other)
+
+
+def test_the_gpu_profile_answers_under_the_same_names(compose: Compose) -> None:
+    for tier in ("trainer", "inference"):
+        one = compose["services"][f"{tier}-gpu"]
+        assert one["profiles"] == ["gpu"]
+        assert one["networks"]["circle"]["aliases"] == [tier]
+        assert one["image"] == compose["services"][tier]["image"]
+        (device,) = one["deploy"]["resources"]["reservations"]["devices"]
+        assert device["capabilities"] == ["gpu"]
+
+
+def test_one_writer_of_each_data_volume(compose: Compose) -> None:
+    """The models are written by the one-shot job alone; everyone else mounts them read-only."""
+    writers: dict[str, list[str]] = {}
+    for name in default_profile(compose):
+        for volume in compose["services"][name].get("volumes", []):
+            if not volume.endswith(":ro"):
+                writers.setdefault(volume.split(":")[0], []).append(name)
+    assert writers == {"models": ["model"], "trainer": ["trainer"], "orchestrator": ["orchestrator"]}

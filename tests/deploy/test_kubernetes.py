@@ -1,0 +1,187 @@
+"""The rendered overlays: valid against the schemas, hardened, and wired to each other without a dangling name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+SCHEMAS = "1.32"  # the newest release that both kubectl here and the bundled schemas know
+SERVICES = {"trainer", "inference", "envhost", "orchestrator"}
+EDGES = {
+    ("client", "orchestrator"),
+    ("orchestrator", "trainer"),
+    ("orchestrator", "envhost"),
+    ("orchestrator", "inference"),
+    ("envhost", "inference"),
+    ("inference", "trainer"),
+}
+COMPONENT = "app.kubernetes.io/component"
+
+Object = dict[str, Any]
+
+
+def of_kind(objects: list[Object], *kinds: str) -> list[Object]:
+    """The objects of these kinds."""
+    return [one for one in objects if one["kind"] in kinds]
+
+
+def pods(objects: list[Object]) -> dict[str, Object]:
+    """Pod templates by the name of their workload."""
+    return {
+        one["metadata"]["name"]: one["spec"]["template"]
+        for one in of_kind(objects, "StatefulSet", "Deployment", "Job")
+    }
+
+
+def containers(objects: list[Object]) -> list[tuple[str, Object]]:
+    """Every container, init containers included, with the name of its workload."""
+    found = []
+    for name, template in pods(objects).items():
+        spec = template["spec"]
+        found += [(name, one) for one in [*spec.get("initContainers", []), *spec["containers"]]]
+    return found
+
+
+def selects(labels: dict[str, str], template: Object) -> bool:
+    """Whether a selector of these labels matches pods of the template."""
+    return labels.items() <= template["metadata"]["labels"].items()
+
+
+def test_every_object_is_valid_strictly(rendered: str, tmp_path: Path) -> None:
+    file = tmp_path / "rendered.yaml"
+    file.write_text(rendered)
+    command = [str(Path(sys.executable).parent / "kubernetes-validate"), "--strict", "-k", SCHEMAS, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("passed") + done.stderr.count("passed") >= len(SERVICES)
+
+
+def test_the_four_services_are_there_once(objects: list[Object]) -> None:
+    names = [one["metadata"]["name"] for one in of_kind(objects, "StatefulSet", "Deployment")]
+    assert sorted(names) == sorted(SERVICES)
+
+
+def test_everything_lives_in_the_namespace(objects: list[Object]) -> None:
+    for one in objects:
+        if one["kind"] != "Namespace":
+            assert one["metadata"].get("namespace") == "quartet", one["metadata"]
+
+
+def test_every_pod_is_hardened(objects: list[Object]) -> None:
+    for name, template in pods(objects).items():
+        security = template["spec"]["securityContext"]
+        assert security["runAsNonRoot"] is True and security["runAsUser"] == 10001, name
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        assert template["spec"]["automountServiceAccountToken"] is False, name
+    for name, container in containers(objects):
+        security = container["securityContext"]
+        assert security["readOnlyRootFilesystem"] is True, name
+        assert security["allowPrivilegeEscalation"] is False, name
+        assert security["capabilities"] == {"drop": ["ALL"]}, name
+
+
+def test_every_container_says_what_it_needs(objects: list[Object]) -> None:
+    for name, container in containers(objects):
+        assert {"cpu", "memory"} <= container["resources"]["requests"].keys(), name
+        assert "memory" in container["resources"]["limits"], name
+
+
+def test_every_service_is_probed_for_progress(objects: list[Object]) -> None:
+    for name, template in pods(objects).items():
+        if name not in SERVICES:
+            continue
+        (container,) = template["spec"]["containers"]
+        ports = {one["containerPort"] for one in container["ports"]}
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            assert container[probe]["grpc"]["port"] in ports, (name, probe)
+        assert container["livenessProbe"]["grpc"]["service"] == "liveness", name
+        assert container["startupProbe"]["grpc"]["service"] == "liveness", name
+
+
+def test_every_selector_matches_exactly_its_workload(objects: list[Object]) -> None:
+    templates = pods(objects)
+    for service in of_kind(objects, "Service"):
+        matched = [name for name, one in templates.items() if selects(service["spec"]["selector"], one)]
+        assert matched == [service["metadata"]["name"]]
+    for budget in of_kind(objects, "PodDisruptionBudget"):
+        labels = budget["spec"]["selector"]["matchLabels"]
+        assert [name for name, one in templates.items() if selects(labels, one)] == [
+            budget["metadata"]["name"]
+        ]
+    for workload in of_kind(objects, "StatefulSet", "Deployment"):
+        assert selects(workload["spec"]["selector"]["matchLabels"], workload["spec"]["template"])
+
+
+def test_every_service_port_is_a_port_of_its_pods(objects: list[Object]) -> None:
+    templates = pods(objects)
+    for service in of_kind(objects, "Service"):
+        (container,) = templates[service["metadata"]["name"]]["spec"]["containers"]
+        ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+        for port in service["spec"]["ports"]:
+            assert ports[port["targetPort"]] == port["port"]
+
+
+def test_stateful_sets_have_a_headless_service(objects: list[Object]) -> None:
+    services = {one["metadata"]["name"]: one for one in of_kind(objects, "Service")}
+    for one in of_kind(objects, "StatefulSet"):
+        assert services[one["spec"]["serviceName"]]["spec"]["clusterIP"] == "None"
+
+
+def test_every_mount_has_its_volume_and_every_claim_exists(objects: list[Object]) -> None:
+    claims = {one["metadata"]["name"] for one in of_kind(objects, "PersistentVolumeClaim")}
+    maps = {one["metadata"]["name"] for one in of_kind(objects, "ConfigMap")}
+    templated = {
+        one["metadata"]["name"]: {
+            claim["metadata"]["name"] for claim in one["spec"].get("volumeClaimTemplates", [])
+        }
+        for one in of_kind(objects, "StatefulSet")
+    }
+    for name, template in pods(objects).items():
+        volumes = template["spec"]["volumes"]
+        have = {one["name"] for one in volumes} | templated.get(name, set())
+        for container in template["spec"]["containers"]:
+            assert {mount["name"] for mount in container["volumeMounts"]} == have, name
+        for one in volumes:
+            if "persistentVolumeClaim" in one:
+                assert one["persistentVolumeClaim"]["claimName"] in claims
+            if "configMap" in one:
+                assert one["configMap"]["name"] in maps
+
+
+def test_writers_are_alone_and_keep_their_data(objects: list[Object]) -> None:
+    writers = {one["metadata"]["name"]: one["spec"] for one in of_kind(objects, "StatefulSet")}
+    for name in ("trainer", "orchestrator"):
+        assert writers[name]["replicas"] == 1
+        assert writers[name]["volumeClaimTemplates"], name
+
+
+def test_nothing_is_allowed_by_default(objects: list[Object]) -> None:
+    policies = {one["metadata"]["name"]: one["spec"] for one in of_kind(objects, "NetworkPolicy")}
+    assert policies["default-deny"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+
+
+def test_the_open_edges_are_those_of_the_circle(objects: list[Object]) -> None:
+    """Both ends of an edge must open it; a policy that opens one end only, or another edge, fails here."""
+    ingress, egress = set(), set()
+    for policy in of_kind(objects, "NetworkPolicy"):
+        here = policy["spec"]["podSelector"].get("matchLabels", {}).get(COMPONENT)
+        for rule in policy["spec"].get("ingress", []):
+            for peer in rule["from"]:
+                if "podSelector" in peer:
+                    ingress.add((peer["podSelector"]["matchLabels"][COMPONENT], here))
+        for rule in policy["spec"].get("egress", []):
+            for peer in rule["to"]:
+                if "podSelector" in peer:
+                    egress.add((here, peer["podSelector"]["matchLabels"][COMPONENT]))
+    assert ingress == EDGES
+    assert egress == EDGES
+
+
+def test_ports_of_network_policies_exist(objects: list[Object]) -> None:
+    names = {port["name"] for _, one in containers(objects) for port in one.get("ports", [])}
+    for policy in of_kind(objects, "NetworkPolicy"):
+        for rule in [*policy["spec"].get("ingress", []), *policy["spec"].get("egress", [])]:
+            for port in rule["ports"]:
+                assert port["port"] in names or port["port"] == 53, policy["metadata"]["name"]
