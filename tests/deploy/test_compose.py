@@ -1,4 +1,4 @@
-"""compose.yaml: valid against the specification, hardened, and complete: every file, volume and network it names exists."""
+"""compose.yaml: valid against the specification, hardened, and naming nothing that does not exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Dockerfiles: one shape, non-root, exec form, no registry host, and only the files that the image is about."""
+"""The Dockerfiles: one shape, non-root, exec form, no registry host, only the files the image is about."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rendered overlays: valid against the schemas, hardened, and wired to each other without a dangling name."""
+"""The rendered overlays: valid against the schemas, hardened, wired to each other without a loose end."""
 
 from __future__ import annotations
 
