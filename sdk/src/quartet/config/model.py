@@ -14,6 +14,11 @@ import pydantic
 class ConfigError(Exception):
     """A configuration, or what it asks of this machine, cannot be used. str() is one sentence: key, value, remedy."""
 
+    def __init__(self, sentence: str, *, key: str = "", value: str = "", remedy: str = "") -> None:
+        """The sentence, and its parts where they are known (for the metadata of INVALID_CONFIG)."""
+        super().__init__(sentence)
+        self.key, self.value, self.remedy = key, value, remedy
+
 
 class Config(pydantic.BaseModel):
     """Base model: strict about keys, immutable, defaults validated too."""

@@ -1,0 +1,86 @@
+"""Calls with deadlines, typed errors, and retries within a budget.
+
+1. Whatever goes wrong is a QuartetError (or asyncio's own cancellation).
+2. `unary` tries again only after NOT_READY and OVERLOADED, only within its budget, and never beyond `timeout_s`, which
+   bounds all attempts and the waiting between them together. Every RPC of the contract is safe to repeat.
+3. `stream` never waits longer than `idle_timeout_s` for the next message, and cancels its call when it is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final
+
+import grpc
+import pydantic
+
+from quartet.config import Config
+from quartet.errors import QuartetError, from_rpc
+from quartet.kit import context as request_context
+
+RETRYABLE: Final = frozenset({"NOT_READY", "OVERLOADED"})
+
+
+class RetryBudget(Config):
+    """How often and how soon to try again: full jitter below an exponentially growing ceiling."""
+
+    max_attempts: int = pydantic.Field(default=5, ge=1, le=1000)
+    initial_backoff_s: float = pydantic.Field(default=0.1, gt=0)
+    max_backoff_s: float = pydantic.Field(default=5.0, gt=0)
+
+    def delay_s(self, attempt: int, error: QuartetError) -> float:
+        """How long to wait after failed attempt number `attempt` (1, 2, ...); at least what the peer asked for."""
+        ceiling = min(self.max_backoff_s, self.initial_backoff_s * 2 ** min(attempt - 1, 30))
+        asked_s = (error.retry_after_ms or 0) / 1000
+        # Jitter on top of what was asked for, or everybody who was refused comes back at once.
+        return min(asked_s, self.max_backoff_s) + random.uniform(0, ceiling)
+
+
+async def unary(
+    method: Callable[..., Any],
+    request: Any,
+    *,
+    timeout_s: float,
+    budget: RetryBudget | None = None,
+    wait_for_ready: bool = False,
+) -> Any:
+    """Call a unary (or client-streaming, with a repeatable request) method of a stub. Raises QuartetError."""
+    deadline = time.monotonic() + (request_context.bounded(timeout_s) or 0.0)
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            return await method(
+                request, timeout=max(0.001, deadline - time.monotonic()), wait_for_ready=wait_for_ready
+            )
+        except grpc.RpcError as error:
+            failure = from_rpc(error)
+        if failure.reason not in RETRYABLE or budget is None or attempt >= budget.max_attempts:
+            raise failure
+        delay_s = budget.delay_s(attempt, failure)
+        if time.monotonic() + delay_s >= deadline:
+            raise failure  # the last failure says more than the deadline would
+        await asyncio.sleep(delay_s)
+
+
+async def stream(call: Any, *, idle_timeout_s: float) -> AsyncIterator[Any]:
+    """The responses of a streaming call. Raises QuartetError; DEADLINE when the peer falls silent."""
+    try:
+        while True:
+            try:
+                async with asyncio.timeout(idle_timeout_s):
+                    response = await call.read()
+            except TimeoutError:
+                raise QuartetError(
+                    "DEADLINE", f"the stream was silent for {idle_timeout_s:g} s", waited_for="next message"
+                ) from None
+            except grpc.RpcError as error:
+                raise from_rpc(error) from None
+            if response is grpc.aio.EOF:
+                return
+            yield response
+    finally:
+        call.cancel()

@@ -1,0 +1,93 @@
+"""Channels to other services, with the canonical options, and with id, deadline and token on every call.
+
+1. Two channels per peer where payloads are fetched: `bulk=True` has a connection of its own.
+2. Every call carries x-request-id (the one of the request being handled, else a new one) and the token, if there is one.
+3. A call never outlives the RPC in whose handling it is made, and a unary call always has a deadline.
+4. A channel belongs to the event loop it is made on.
+
+The calls are wrapped rather than intercepted: the interceptors of grpc.aio copy every message of a stream through a queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import grpc
+
+from quartet.kit import context as request_context
+from quartet.kit.options import client_options
+from quartet.kit.security import ClientSecurity, TokenFile, check_client, client_credentials
+
+# For a unary call whose caller gave no timeout: nothing waits for ever.
+DEFAULT_UNARY_SECONDS: Final = 60.0
+
+PLAINTEXT_ON_LOOPBACK: Final = ClientSecurity()
+
+
+def connect(
+    address: str, *, security: ClientSecurity = PLAINTEXT_ON_LOOPBACK, bulk: bool = False
+) -> grpc.aio.Channel:
+    """A channel to "host:port". Connects lazily. Raises ConfigError where plaintext would leave this machine."""
+    check_client(address, security)
+    options = client_options(bulk=bulk, server_name=security.server_name)
+    if security.encrypted:
+        inner = grpc.aio.secure_channel(address, client_credentials(security), options=options)
+    else:
+        inner = grpc.aio.insecure_channel(address, options=options)
+    return _Channel(inner, TokenFile(security.token_file) if security.token_file else None)
+
+
+class _Channel(grpc.aio.Channel):  # type: ignore[misc]
+    """A channel whose calls carry the context. Everything else is the wrapped channel's."""
+
+    def __init__(self, inner: grpc.aio.Channel, token: TokenFile | None) -> None:
+        self._inner = inner
+        self._token = token
+
+    async def __aenter__(self) -> _Channel:
+        await self._inner.__aenter__()
+        return self
+
+    async def __aexit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
+        await self._inner.__aexit__(exc_type, exc, traceback)
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._inner.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._inner.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._inner.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._inner.channel_ready()
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrap(self._inner.unary_unary(*args, **kwargs), DEFAULT_UNARY_SECONDS)
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrap(self._inner.unary_stream(*args, **kwargs), None)
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrap(self._inner.stream_unary(*args, **kwargs), None)
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrap(self._inner.stream_stream(*args, **kwargs), None)
+
+    def _wrap(self, method: Callable[..., Any], default_s: float | None) -> Callable[..., Any]:
+        def call(*args: Any, timeout: float | None = None, metadata: Any = None, **kwargs: Any) -> Any:
+            bounded = request_context.bounded(default_s if timeout is None else timeout)
+            return method(*args, timeout=bounded, metadata=self._metadata(metadata), **kwargs)
+
+        return call
+
+    def _metadata(self, given: Any) -> tuple[tuple[str, Any], ...]:
+        pairs = tuple(given or ())
+        keys = {key for key, _value in pairs}
+        if request_context.REQUEST_ID_KEY not in keys:
+            pairs += ((request_context.REQUEST_ID_KEY, request_context.request_id()),)
+        if self._token is not None and "authorization" not in keys:
+            pairs += (("authorization", f"Bearer {self._token.read()}"),)
+        return pairs

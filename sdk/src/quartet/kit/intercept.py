@@ -1,0 +1,240 @@
+"""The one server interceptor. Around every RPC, of all four kinds, in this order:
+
+1. request id and deadline into the context (quartet.kit.context);
+2. metrics;
+3. bearer token, and the bound on RPCs under way: refused before a byte of the request is parsed;
+4. the handler, with requests parsed and responses serialised inside, so that malformed and oversize messages are errors of
+   the contract like any other: QuartetError becomes a Status with one ErrorInfo; any other exception becomes INTERNAL, says
+   nothing but the request id, and is logged with its traceback.
+
+Handlers are `async def` (unary response) or async generators (streamed response), and read streamed requests by iterating.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+import structlog
+from google.protobuf import message
+from grpc_status import rpc_status
+
+from quartet.config import ConfigError
+from quartet.errors import QuartetError, from_rpc, to_status
+from quartet.kit import context as request_context
+from quartet.kit.metrics import Observation, observe
+from quartet.kit.options import MAX_MESSAGE_BYTES
+from quartet.kit.security import TokenFile
+
+# Probes carry no token, and a full service is not a dead one.
+_OPEN_PREFIX: Final = "/grpc.health.v1.Health/"
+_OWN_PREFIX: Final = "/quartet."
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class _Rpc:
+    """What is known of an RPC before its handler runs."""
+
+    path: str
+    request_id: str | None
+    known: bool = True
+
+    @property
+    def service(self) -> str:
+        return self.path.split("/")[1] if self.known else "unknown"
+
+    @property
+    def method(self) -> str:
+        return self.path.rpartition("/")[2] if self.known else "unknown"
+
+
+class ServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Wraps every handler of a server."""
+
+    def __init__(self, token: TokenFile | None, max_concurrent_rpcs: int) -> None:
+        """Demand `token` if there is one; admit at most `max_concurrent_rpcs` at a time."""
+        self._token = token
+        self._limit = max_concurrent_rpcs
+        self._under_way = 0
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        """Replace the handler by a guarded one."""
+        metadata = dict(details.invocation_metadata or ())
+        offered_id = metadata.get(request_context.REQUEST_ID_KEY)
+        handler = await continuation(details)
+        rpc = _Rpc(details.method, offered_id, known=handler is not None)
+        refusal = self._refusal(details.method, metadata)
+        if refusal is None and handler is None:
+            refusal = QuartetError(
+                "NOT_IMPLEMENTED", f"there is no method {details.method} here", rpc=details.method
+            )
+        if refusal is not None:
+            return self._refuse(rpc, refusal)
+        return self._wrap(rpc, handler)
+
+    def _refusal(self, path: str, metadata: dict[str, Any]) -> QuartetError | None:
+        if self._token is None or path.startswith(_OPEN_PREFIX):
+            return None
+        scheme, _, offered = str(metadata.get("authorization", "")).partition(" ")
+        if scheme.lower() == "bearer" and self._token.accepts(offered):
+            return None
+        return QuartetError("UNAUTHENTICATED", "the bearer token is missing or wrong")
+
+    def _refuse(self, rpc: _Rpc, refusal: QuartetError) -> Any:
+        async def refuse(_requests: Any, context: Any) -> None:
+            async with self._guard(rpc, context):
+                raise refusal
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+    def _wrap(self, rpc: _Rpc, handler: Any) -> Any:
+        if handler.response_streaming:
+            inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
+            if not inspect.isasyncgenfunction(inner):
+                # Writes through the context (reflection in some releases): parsing stays with gRPC.
+                return self._wrap_writer(rpc, handler, inner)
+            wrapped = self._wrap_generator(rpc, handler, inner)
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+        else:
+            inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
+            wrapped = self._wrap_coroutine(rpc, handler, inner)
+            make = (
+                grpc.stream_unary_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_unary_rpc_method_handler
+            )
+        return make(wrapped)
+
+    def _wrap_coroutine(self, rpc: _Rpc, handler: Any, inner: Any) -> Any:
+        async def answer(raw: Any, context: Any) -> Any:
+            async with self._guard(rpc, context):
+                return _serialise(rpc, handler, await inner(_parse(rpc, handler, raw), context))
+
+        return answer
+
+    def _wrap_generator(self, rpc: _Rpc, handler: Any, inner: Any) -> Any:
+        async def answer(raw: Any, context: Any) -> AsyncIterator[Any]:
+            async with self._guard(rpc, context):
+                async with contextlib.aclosing(inner(_parse(rpc, handler, raw), context)) as responses:
+                    async for response in responses:
+                        yield _serialise(rpc, handler, response)
+
+        return answer
+
+    def _wrap_writer(self, rpc: _Rpc, handler: Any, inner: Any) -> Any:
+        async def answer(requests: Any, context: Any) -> None:
+            async with self._guard(rpc, context):
+                await inner(requests, context)
+
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.request_streaming
+            else grpc.unary_stream_rpc_method_handler
+        )
+        return make(answer, handler.request_deserializer, handler.response_serializer)
+
+    @contextlib.asynccontextmanager
+    async def _guard(self, rpc: _Rpc, context: Any) -> AsyncIterator[None]:
+        request_id, scope = request_context.enter(rpc.request_id, context.time_remaining())
+        counted = rpc.path.startswith(_OWN_PREFIX)
+        with observe(rpc.service, rpc.method) as seen:
+            self._under_way += counted
+            try:
+                if counted and self._under_way > self._limit:
+                    raise QuartetError(
+                        "OVERLOADED", f"{self._limit} RPCs are under way here", limit=self._limit
+                    )
+                yield
+            except grpc.aio.AbortError:
+                seen.code = _code_name(context.code())
+                raise
+            except Exception as error:
+                typed = _typed(error, rpc, request_id)
+                seen.code = typed.code.name
+                await context.abort_with_status(rpc_status.to_status(to_status(typed)))
+            except BaseException:  # cancelled by the caller, or the stream was closed early
+                seen.code = "CANCELLED"
+                raise
+            finally:
+                self._under_way -= counted
+                scope.close()
+                _note(rpc, seen)
+
+
+def _note(rpc: _Rpc, seen: Observation) -> None:
+    if rpc.path.startswith(_OWN_PREFIX):
+        log.debug("rpc handled", rpc=rpc.path, code=seen.code)
+
+
+def _typed(error: Exception, rpc: _Rpc, request_id: str) -> QuartetError:
+    match error:
+        case QuartetError():
+            log.info("rpc refused", rpc=rpc.path, reason=error.reason, message=error.message, **_safe(error))
+            return error
+        case ConfigError():
+            log.info("rpc refused", rpc=rpc.path, reason="INVALID_CONFIG", message=str(error))
+            return QuartetError(
+                "INVALID_CONFIG", str(error), key=error.key, value=error.value, remedy=error.remedy
+            )
+        case grpc.RpcError():
+            typed = from_rpc(error)
+            log.warning("rpc failed downstream", rpc=rpc.path, reason=typed.reason, message=typed.message)
+            return typed
+    log.error("rpc crashed", rpc=rpc.path, exc_info=error)
+    return QuartetError(
+        "INTERNAL", "internal fault; the service's log has it under this request_id", request_id=request_id
+    )
+
+
+def _safe(error: QuartetError) -> dict[str, Any]:
+    return {"metadata": error.metadata} if error.metadata else {}
+
+
+def _parse(rpc: _Rpc, handler: Any, raw: Any) -> Any:
+    parse_one = handler.request_deserializer
+    if not handler.request_streaming:
+        return _parse_one(rpc, parse_one, raw)
+
+    async def requests() -> AsyncIterator[Any]:
+        async for piece in raw:
+            yield _parse_one(rpc, parse_one, piece)
+
+    return requests()
+
+
+def _parse_one(rpc: _Rpc, parse: Any, raw: Any) -> Any:
+    if parse is None:
+        return raw
+    try:
+        return parse(raw)
+    except message.DecodeError:
+        raise QuartetError(
+            "INVALID_REQUEST",
+            f"{rpc.method} was sent {len(raw)} bytes that are not its request message",
+            field="request",
+            value=f"{len(raw)} bytes",
+            remedy="send the request message of the contract this service was built with",
+        ) from None
+
+
+def _serialise(rpc: _Rpc, handler: Any, response: Any) -> Any:
+    raw = response if handler.response_serializer is None else handler.response_serializer(response)
+    if len(raw) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"{rpc.path} made a response of {len(raw)} bytes; the limit is {MAX_MESSAGE_BYTES}")
+    return raw
+
+
+def _code_name(code: Any) -> str:
+    return code.name if isinstance(code, grpc.StatusCode) else "UNKNOWN"

@@ -1,0 +1,52 @@
+"""Logs: one JSON object per line on stderr, with the service's name and the id of the request being handled.
+
+Third-party loggers go through the same line format. Get a logger with `structlog.get_logger()`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, Final
+
+import structlog
+
+LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+
+# Libraries that speak at info level for every request.
+_NOISY: Final = ("httpx", "urllib3", "filelock", "asyncio")
+
+
+def configure(service: str, level: str = "info") -> None:
+    """Set up logging of this process. Called once, before the first line is logged."""
+    threshold = LEVELS[level]
+
+    def name_service(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        event["service"] = service
+        return event
+
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        name_service,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+        structlog.processors.format_exc_info,
+    ]
+    render = structlog.processors.JSONRenderer(default=str)
+    structlog.configure(
+        processors=[*shared, render],
+        wrapper_class=structlog.make_filtering_bound_logger(threshold),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, render],
+        )
+    )
+    logging.basicConfig(level=threshold, handlers=[handler], force=True)
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(max(threshold, logging.WARNING))

@@ -1,0 +1,64 @@
+"""Prometheus metrics of RPCs and of the event loop.
+
+1. Labels are service, method and code, all from closed sets: a caller cannot make new time series.
+2. The endpoint has a port of its own and serves nothing but metrics.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import prometheus_client
+
+from quartet.config import ConfigError
+
+STARTED: Final = prometheus_client.Counter("quartet_rpc_started", "RPCs begun.", ["service", "method"])
+HANDLED: Final = prometheus_client.Counter("quartet_rpc_handled", "RPCs ended.", ["service", "method", "code"])
+IN_FLIGHT: Final = prometheus_client.Gauge("quartet_rpc_in_flight", "RPCs under way.", ["service", "method"])
+SECONDS: Final = prometheus_client.Histogram(
+    "quartet_rpc_seconds",
+    "Time an RPC took, streams included.",
+    ["service", "method"],
+    buckets=(0.001, 0.005, 0.025, 0.1, 0.5, 2, 10, 60, 300, 1800),
+)
+LOOP_LAG: Final = prometheus_client.Gauge("quartet_loop_lag_seconds", "How late the event loop last ran a timer.")
+
+
+class Observation:
+    """The outcome of one RPC, filled in by whoever finds it out."""
+
+    def __init__(self) -> None:
+        """Assume success until told otherwise."""
+        self.code = "OK"
+
+
+@contextmanager
+def observe(service: str, method: str) -> Iterator[Observation]:
+    """Count one RPC from here to the end of the block."""
+    seen = Observation()
+    STARTED.labels(service, method).inc()
+    IN_FLIGHT.labels(service, method).inc()
+    began = time.monotonic()
+    try:
+        yield seen
+    finally:
+        IN_FLIGHT.labels(service, method).dec()
+        SECONDS.labels(service, method).observe(time.monotonic() - began)
+        HANDLED.labels(service, method, seen.code).inc()
+
+
+def start_metrics(address: str) -> int:
+    """Serve the metrics on "host:port" from a thread of their own; returns the port. Raises ConfigError."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        raise ConfigError(f"server.metrics_address = {address!r} is refused: should be 'host:port'")
+    try:
+        server, _thread = prometheus_client.start_http_server(int(port), host.strip("[]") or "127.0.0.1")
+    except OSError as error:
+        raise ConfigError(
+            f"server.metrics_address = {address!r} cannot be bound: {error.strerror}; choose another port"
+        ) from None
+    return int(server.server_port)

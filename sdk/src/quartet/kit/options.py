@@ -1,0 +1,62 @@
+"""The one list of gRPC channel and server options. Nothing else in Quartet sets any.
+
+1. No message is larger than MAX_MESSAGE_BYTES in either direction; what may grow is streamed.
+2. A frozen or vanished peer is found within about 30 s on an open call. The HTTP/2 ping timeout is what finds a frozen one:
+   the keepalive timeout alone waits for gRPC's default of 60 s.
+3. Two servers never share a port, and no proxy stands between two services.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+Options = tuple[tuple[str, int | str], ...]
+
+# A bound against memory exhaustion, and what one event loop parses without stalling the others.
+MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
+
+KEEPALIVE_TIME_MS: Final = 20_000
+KEEPALIVE_TIMEOUT_MS: Final = 10_000
+# Servers accept pings this often; the default of 300 s would answer our keepalives with GOAWAY too_many_pings.
+MIN_PING_INTERVAL_MS: Final = 10_000
+# The default of 120 s would leave a restarted service unseen for two minutes.
+MAX_RECONNECT_BACKOFF_MS: Final = 5_000
+MIN_RECONNECT_BACKOFF_MS: Final = 200
+
+_BOTH: Final[Options] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+
+def client_options(*, bulk: bool = False, server_name: str = "") -> Options:
+    """Options of a channel. `bulk` keeps its connection apart, so that a payload never queues before a cancel."""
+    options: Options = (
+        *_BOTH,
+        ("grpc.keepalive_permit_without_calls", 0),
+        ("grpc.initial_reconnect_backoff_ms", MIN_RECONNECT_BACKOFF_MS),
+        ("grpc.min_reconnect_backoff_ms", MIN_RECONNECT_BACKOFF_MS),
+        ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS),
+        ("grpc.enable_http_proxy", 0),
+        # Retries are the caller's (quartet.kit.call): gRPC's own abort the process on client streams.
+        ("grpc.enable_retries", 0),
+    )
+    if bulk:
+        options += (("grpc.use_local_subchannel_pool", 1),)
+    if server_name:
+        options += (("grpc.ssl_target_name_override", server_name),)
+    return options
+
+
+def server_options() -> Options:
+    """Options of a server."""
+    return (
+        *_BOTH,
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
+        ("grpc.so_reuseport", 0),
+    )

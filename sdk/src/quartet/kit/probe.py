@@ -1,0 +1,65 @@
+"""Asks a service for its health: `python -m quartet.kit.probe --address H:P [--service S]`; exit 0 when SERVING, else 1.
+
+Services: "" (ready, the default), "liveness", or a full service name. Made for container health checks and scripts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from quartet.config import ConfigError
+from quartet.kit.options import client_options
+from quartet.kit.security import ClientSecurity, client_credentials
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Probe once and say the outcome in one line."""
+    parser = argparse.ArgumentParser(prog="python -m quartet.kit.probe", description="Ask a service for its health.")
+    parser.add_argument("--address", required=True, help="host:port")
+    parser.add_argument("--service", default="", help='"" (ready), "liveness", or a full service name')
+    parser.add_argument("--timeout", type=float, default=3.0, help="seconds (default 3)")
+    parser.add_argument("--ca-file", type=Path, help="use TLS and trust this CA")
+    parser.add_argument("--cert-file", type=Path, help="client certificate")
+    parser.add_argument("--key-file", type=Path, help="its key")
+    parser.add_argument("--server-name", default="", help="name in the server's certificate, if not the host")
+    asked = parser.parse_args(argv)
+    try:
+        security = ClientSecurity(
+            ca_file=asked.ca_file,
+            cert_file=asked.cert_file,
+            key_file=asked.key_file,
+            server_name=asked.server_name,
+        )
+        status = _check(asked.address, asked.service, asked.timeout, security)
+    except (ConfigError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(status)
+    return 0 if status == "SERVING" else 1
+
+
+def _check(address: str, service: str, timeout_s: float, security: ClientSecurity) -> str:
+    options = client_options(server_name=security.server_name)
+    # A health question holds no secret, so plaintext is fine wherever the server accepts it.
+    channel = (
+        grpc.secure_channel(address, client_credentials(security), options)
+        if security.encrypted
+        else grpc.insecure_channel(address, options)
+    )
+    with channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service=service), timeout=timeout_s
+            )
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}"
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

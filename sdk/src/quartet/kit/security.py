@@ -1,0 +1,198 @@
+"""Who may talk to whom: TLS, client certificates and bearer tokens.
+
+1. A server off loopback needs TLS, and a client certificate or a token from every caller. A client off loopback needs TLS.
+   The one way around it is written out in the configuration: `insecure_ok_off_loopback = true`, for networks that are
+   private by other means (a compose network, a mesh).
+2. Tokens and server certificates are files, re-read when they change, so that rotating a secret needs no restart.
+3. A secret is never logged and never part of an error.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+import threading
+from pathlib import Path
+from typing import Self
+
+import grpc
+import pydantic
+
+from quartet.config import Config, ConfigError
+
+# A file that holds more is not a token.
+MAX_TOKEN_BYTES = 4096
+
+
+class ServerTls(Config):
+    """Certificates of a server. `client_ca_file` makes client certificates mandatory (mutual TLS)."""
+
+    cert_file: Path
+    key_file: Path
+    client_ca_file: Path | None = None
+
+
+class ClientSecurity(Config):
+    """How a client proves who it is and whom it trusts. The default is plaintext, which only loopback accepts."""
+
+    tls: bool = False
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    token_file: Path | None = None
+    server_name: str = ""
+    insecure_ok_off_loopback: bool = False
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("cert_file and key_file go together: set both or neither")
+        if not self.encrypted and (self.cert_file is not None or self.server_name):
+            raise ValueError("cert_file, key_file and server_name need TLS: set ca_file, or tls = true")
+        return self
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether the channel uses TLS: asked for, or implied by a CA."""
+        return self.tls or self.ca_file is not None
+
+
+class TokenFile:
+    """A token in a file. Re-read whenever the file changes; safe from any thread."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the token once, so that a missing file fails at the start. Raises ConfigError."""
+        self._path = path
+        self._lock = threading.Lock()
+        self._stamp: tuple[int, int, int] | None = None
+        self._token = ""
+        self.read()
+
+    def read(self) -> str:
+        """The current token."""
+        with self._lock:
+            try:
+                stat = os.stat(self._path)
+                # Secrets are replaced by renaming, so the inode counts as well as time and size.
+                stamp = (stat.st_mtime_ns, stat.st_ino, stat.st_size)
+                if stamp != self._stamp:
+                    self._token, self._stamp = self._load(), stamp
+            except OSError as error:
+                if self._stamp is None:
+                    raise ConfigError(
+                        f"token_file {str(self._path)!r} cannot be read: {error.strerror}"
+                    ) from None
+                # In the middle of a rotation the file may be away: the last token stays good.
+            return self._token
+
+    def accepts(self, offered: str) -> bool:
+        """Whether a caller's token is the right one, in constant time."""
+        return hmac.compare_digest(offered.encode(), self.read().encode())
+
+    def _load(self) -> str:
+        raw = self._path.read_bytes()
+        try:
+            token = raw.decode("ascii").strip()
+        except UnicodeDecodeError:
+            token = ""
+        if not token or len(raw) > MAX_TOKEN_BYTES or not token.isprintable():
+            if self._stamp is not None:
+                return self._token  # A half-written rotation does not lock everybody out.
+            raise ConfigError(
+                f"token_file {str(self._path)!r} holds no token; it should be one line of printable ASCII"
+            )
+        return token
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address ("host:port", "[v6]:port", "unix:...", "dns:///...") stays on this machine."""
+    if address.startswith(("unix:", "unix-abstract:")):
+        return True
+    target = address.rpartition("/")[2] if address.startswith("dns:") else address
+    target = target.removeprefix("dns:").removeprefix("ipv4:").removeprefix("ipv6:")
+    host = target.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_server(address: str, tls: ServerTls | None, token: TokenFile | None, *, insecure_ok: bool) -> None:
+    """Refuse to bind where strangers could reach an open door. Raises ConfigError."""
+    if insecure_ok or is_loopback(address):
+        return
+    if tls is None:
+        raise ConfigError(
+            f"server.address = {address!r} is off loopback and plaintext; set server.tls.cert_file and "
+            "server.tls.key_file, or server.insecure_ok_off_loopback = true on a private network"
+        )
+    if token is None and tls.client_ca_file is None:
+        raise ConfigError(
+            f"server.address = {address!r} is off loopback and lets everybody in; set server.tls.client_ca_file "
+            "or server.token_file, or server.insecure_ok_off_loopback = true on a private network"
+        )
+
+
+def check_client(address: str, security: ClientSecurity) -> None:
+    """Refuse to send prompts, weights and tokens in plaintext off this machine. Raises ConfigError."""
+    if security.encrypted or security.insecure_ok_off_loopback or is_loopback(address):
+        return
+    raise ConfigError(
+        f"address {address!r} is off loopback and the channel is plaintext; set ca_file (or tls = true), "
+        "or insecure_ok_off_loopback = true on a private network"
+    )
+
+
+def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
+    """TLS credentials that follow their files. Raises ConfigError where they cannot be read at the start."""
+    watched = [tls.cert_file, tls.key_file] + ([tls.client_ca_file] if tls.client_ca_file else [])
+    current = (_stamps(watched), _certificates(tls))
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        # Called by gRPC on every handshake, one at a time; None keeps the certificates in use.
+        nonlocal current
+        try:
+            stamps = _stamps(watched)
+            if stamps == current[0]:
+                return None
+            current = (stamps, _certificates(tls))
+        except (OSError, ConfigError):
+            return None
+        return current[1]
+
+    return grpc.dynamic_ssl_server_credentials(
+        current[1], fetch, require_client_authentication=tls.client_ca_file is not None
+    )
+
+
+def client_credentials(security: ClientSecurity) -> grpc.ChannelCredentials:
+    """TLS credentials of a channel. Raises ConfigError where a file cannot be read."""
+    return grpc.ssl_channel_credentials(
+        root_certificates=_pem(security.ca_file) if security.ca_file else None,
+        private_key=_pem(security.key_file) if security.key_file else None,
+        certificate_chain=_pem(security.cert_file) if security.cert_file else None,
+    )
+
+
+def _certificates(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(_pem(tls.key_file), _pem(tls.cert_file))],
+        root_certificates=_pem(tls.client_ca_file) if tls.client_ca_file else None,
+    )
+
+
+def _pem(path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"TLS file {str(path)!r} cannot be read: {error.strerror}") from None
+    if b"-----BEGIN" not in content:
+        raise ConfigError(f"TLS file {str(path)!r} is not PEM; convert it with openssl")
+    return content
+
+
+def _stamps(paths: list[Path]) -> tuple[tuple[int, int], ...]:
+    return tuple((stat.st_mtime_ns, stat.st_ino) for stat in map(os.stat, paths))

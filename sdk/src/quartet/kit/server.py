@@ -1,0 +1,220 @@
+"""Runs a service: bind, health, reflection, interceptor, metrics; then drain in order.
+
+1. `serve` returns after SIGTERM or SIGINT, so that the process exits with 0. Order: health says NOT_SERVING and
+   `health.draining` is set -> `drain_delay_seconds` for load balancers to notice -> `on_drain` (at most `flush_seconds`) ->
+   RPCs in flight get `drain_seconds`, new ones are refused with UNAVAILABLE -> closed. A second signal skips the waiting.
+2. A port in use, an unreadable certificate, an open door off loopback: one ConfigError sentence, before anything is served.
+3. The address is published in `port_file` only once the port accepts connections, and atomically.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pydantic
+import structlog
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from quartet.config import Config, ConfigError
+from quartet.kit.health import Health, HealthServicer
+from quartet.kit.intercept import ServerInterceptor
+from quartet.kit.memory import tune_allocator
+from quartet.kit.metrics import start_metrics
+from quartet.kit.options import server_options
+from quartet.kit.security import ServerTls, TokenFile, check_server, server_credentials
+
+HEALTH_SERVICE = "grpc.health.v1.Health"
+
+log = structlog.get_logger()
+
+
+class ServerConfig(Config):
+    """Where and how a service listens. The `server` table of every service's configuration."""
+
+    address: str = pydantic.Field(default="127.0.0.1:0", pattern=r"^(.+:\d{1,5}|unix:.+)$")
+    metrics_address: str = ""
+    tls: ServerTls | None = None
+    token_file: Path | None = None
+    insecure_ok_off_loopback: bool = False
+    drain_seconds: float = pydantic.Field(default=5.0, ge=0, le=3600)
+    drain_delay_seconds: float = pydantic.Field(default=0.0, ge=0, le=60)
+    flush_seconds: float = pydantic.Field(default=60.0, ge=0, le=3600)
+    port_file: Path | None = None
+    reflection: bool = True
+    max_concurrent_rpcs: int = pydantic.Field(default=4096, ge=1)
+
+
+class BindError(ConfigError):
+    """The address cannot be listened on."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """One gRPC service of a process: its full name, its generated add function, its servicer."""
+
+    name: str
+    add: Callable[[Any, Any], None]
+    servicer: object
+
+
+class RunningServer:
+    """A server that accepts calls."""
+
+    def __init__(self, server: grpc.aio.Server, address: str, watchdog: asyncio.Task[None]) -> None:
+        """Take over a started server."""
+        self._server = server
+        self._watchdog = watchdog
+        self.address = address
+
+    async def stop(self, grace: float | None = None) -> None:
+        """Refuse new RPCs, give those in flight `grace` seconds, close. Can be called again with less grace."""
+        await self._server.stop(grace)
+        self._watchdog.cancel()
+        await asyncio.gather(self._watchdog, return_exceptions=True)
+
+
+async def start(services: Sequence[Service], config: ServerConfig, health: Health) -> RunningServer:
+    """Bind and serve until `stop`. Raises ConfigError."""
+    token = TokenFile(config.token_file) if config.token_file else None
+    check_server(config.address, config.tls, token, insecure_ok=config.insecure_ok_off_loopback)
+    server = grpc.aio.server(
+        interceptors=[ServerInterceptor(token, config.max_concurrent_rpcs)], options=server_options()
+    )
+    names = [service.name for service in services]
+    health.register(names)
+    for service in services:
+        service.add(service.servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(health), server)
+    if config.reflection:
+        reflection.enable_server_reflection((*names, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
+    address = _bind(server, config)
+    if config.metrics_address:
+        start_metrics(config.metrics_address)
+    await server.start()
+    watchdog = asyncio.create_task(health.watchdog(), name="health-watchdog")
+    if config.port_file:
+        _publish(config.port_file, address)
+    log.info("serving", address=address, services=names)
+    return RunningServer(server, address, watchdog)
+
+
+async def serve(
+    services: Sequence[Service],
+    config: ServerConfig,
+    health: Health,
+    *,
+    on_drain: Callable[[], Awaitable[None]] | None = None,
+    started: asyncio.Event | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT, then drain. Raises ConfigError where it cannot begin."""
+    tune_allocator()
+    with _signals() as (asked, hurry):
+        running = await start(services, config, health)
+        if started is not None:
+            started.set()
+        await asked.wait()
+        log.info("draining", address=running.address)
+        health.drain()
+        await _unless(hurry, asyncio.sleep(config.drain_delay_seconds))
+        if on_drain is not None:
+            await _flush(on_drain, config.flush_seconds)
+        await _unless(hurry, running.stop(config.drain_seconds))
+        await running.stop(0)
+        log.info("stopped", address=running.address)
+
+
+@contextlib.contextmanager
+def _signals() -> Any:
+    """Events for the first and the second SIGTERM or SIGINT."""
+    loop = asyncio.get_running_loop()
+    asked, hurry = asyncio.Event(), asyncio.Event()
+
+    def notice() -> None:
+        (hurry if asked.is_set() else asked).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, notice)
+    try:
+        yield asked, hurry
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+async def _unless(hurry: asyncio.Event, work: Any) -> None:
+    """Wait for `work`, but no longer once `hurry` is set."""
+    tasks = {asyncio.ensure_future(work), asyncio.ensure_future(hurry.wait())}
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+async def _flush(on_drain: Callable[[], Awaitable[None]], limit_s: float) -> None:
+    try:
+        async with asyncio.timeout(limit_s):
+            await on_drain()
+    except TimeoutError:
+        log.error("flush took too long and was cut off", limit_s=limit_s)
+    except Exception:  # noqa: BLE001  The server must still be closed in order; the log keeps the cause.
+        log.exception("flush failed")
+
+
+def _bind(server: grpc.aio.Server, config: ServerConfig) -> str:
+    address = config.address
+    if not address.startswith("unix:"):
+        _check_free(address)
+    try:
+        if config.tls is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, server_credentials(config.tls))
+    except RuntimeError as error:
+        raise BindError(f"server.address = {address!r} cannot be bound: {error}") from None
+    if address.startswith("unix:"):
+        return address
+    return f"{address.rpartition(':')[0]}:{port}"
+
+
+def _check_free(address: str) -> None:
+    """Bind and let go, only for a better message than gRPC's: it does not say why it failed."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    try:
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (socket.gaierror, OverflowError) as error:
+        raise BindError(f"server.address = {address!r} is no address of this machine: {error}") from None
+    with socket.socket(found[0], socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(found[4])
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                remedy = "the port is in use; stop the process that has it, or choose another (0 lets the system choose)"
+            else:
+                remedy = str(error.strerror)
+            raise BindError(f"server.address = {address!r} cannot be bound: {remedy}") from None
+        except OverflowError:
+            raise BindError(f"server.address = {address!r} cannot be bound: ports end at 65535") from None
+
+
+def _publish(path: Path, address: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(f"{address}\n", encoding="ascii")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ConfigError(f"server.port_file = {str(path)!r} cannot be written: {error.strerror}") from None

@@ -1,0 +1,57 @@
+"""Heartbeats on server streams, so that a silent peer is a dead one.
+
+1. While the source has nothing to say, a heartbeat is sent every `interval_s`; its items pass unchanged and in order.
+2. The source is never run ahead: the next item is asked for only when the one before was taken.
+3. When the stream is left, by whatever way, the source is cancelled and closed before the generator ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import AsyncIterator, Callable
+from typing import Final, TypeVar
+
+T = TypeVar("T")
+
+HEARTBEAT_SECONDS: Final = 5.0
+# A reader gives up after three missed heartbeats.
+IDLE_TIMEOUT_SECONDS: Final = 3 * HEARTBEAT_SECONDS
+
+
+async def with_heartbeats(
+    source: AsyncIterator[T], make_heartbeat: Callable[[], T], interval_s: float = HEARTBEAT_SECONDS
+) -> AsyncIterator[T]:
+    """The items of `source`, and a heartbeat whenever none came for `interval_s`."""
+    loop = asyncio.get_running_loop()
+    # One context for all steps of the source, so that what it sets in contextvars stays set for it.
+    context = contextvars.copy_context()
+    pending: asyncio.Task[T] | None = None
+    try:
+        while True:
+            pending = loop.create_task(_next(source), context=context)
+            while not (await asyncio.wait({pending}, timeout=interval_s))[0]:
+                yield make_heartbeat()
+            try:
+                item = pending.result()
+            except _Exhausted:
+                return
+            yield item
+    finally:
+        if pending is not None and not pending.done():
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
+        close = getattr(source, "aclose", None)
+        if close is not None:
+            await close()
+
+
+class _Exhausted(Exception):
+    """The source has ended: a task cannot carry StopAsyncIteration."""
+
+
+async def _next(source: AsyncIterator[T]) -> T:
+    try:
+        return await anext(source)
+    except StopAsyncIteration:
+        raise _Exhausted from None
