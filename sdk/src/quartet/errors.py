@@ -1,10 +1,12 @@
 """The closed list of what can go wrong, as one exception type that survives the wire.
 
-1. Every reason is the name of a `quartet.v1.ErrorReason` without its prefix, and has exactly one gRPC code (`CODES`).
-2. `to_status` and `from_rpc` are inverses: an error raised in a servicer arrives at the caller equal in reason, message,
-   metadata and retry delay, as a `google.rpc.Status` with exactly one `ErrorInfo` of domain "quartet".
-3. What does not come from a Quartet servicer (a dead peer, a proxy, a message over the limit) is mapped into the same list,
-   so callers handle one exception type.
+1. Every reason is the name of a `quartet.v1.ErrorReason` without its prefix, and has exactly one gRPC code
+   (`CODES`).
+2. `to_status` and `from_rpc` are inverses: an error raised in a servicer arrives at the caller equal in
+   reason, message, metadata and retry delay, as a `google.rpc.Status` with exactly one `ErrorInfo` of
+   domain "quartet".
+3. What does not come from a Quartet servicer (a dead peer, a proxy, a message over the limit) is mapped
+   into the same list, so callers handle one exception type.
 4. Text is clipped so that the status always fits into gRPC's 8 KiB of trailers.
 """
 
@@ -52,7 +54,8 @@ CODES: Final[dict[str, grpc.StatusCode]] = {
 # What an error without ErrorInfo means: it was made by gRPC itself or by something between the two services.
 _BARE_CODES: Final[dict[grpc.StatusCode, str]] = {
     grpc.StatusCode.UNAVAILABLE: "NOT_READY",
-    grpc.StatusCode.CANCELLED: "NOT_READY",  # the peer cancelled; our own cancellation is asyncio.CancelledError
+    # The peer cancelled; our own cancellation is asyncio.CancelledError.
+    grpc.StatusCode.CANCELLED: "NOT_READY",
     grpc.StatusCode.DEADLINE_EXCEEDED: "DEADLINE",
     grpc.StatusCode.RESOURCE_EXHAUSTED: "OVERLOADED",
     grpc.StatusCode.UNIMPLEMENTED: "NOT_IMPLEMENTED",
@@ -63,7 +66,10 @@ DEFAULT_RETRY_AFTER_MS: Final = 1000
 
 
 class QuartetError(Exception):
-    """An error of the contract. `reason` is an ErrorReason without prefix; metadata names the offending values."""
+    """An error of the contract.
+
+    `reason` is an ErrorReason without prefix; metadata names the offending values.
+    """
 
     def __init__(
         self, reason: str, message: str, *, retry_after_ms: int | None = None, **metadata: object
@@ -149,9 +155,7 @@ def _from_trailers(trailers: Any) -> QuartetError | None:
     return _rebuild(reason, status.message, retry_after_ms, metadata)
 
 
-def _rebuild(
-    reason: str, text: str, retry_after_ms: int | None, metadata: dict[str, str]
-) -> QuartetError:
+def _rebuild(reason: str, text: str, retry_after_ms: int | None, metadata: dict[str, str]) -> QuartetError:
     error = QuartetError(reason, text, retry_after_ms=retry_after_ms)
     error.metadata = dict(metadata)
     return error

@@ -1,6 +1,7 @@
 """Configuration: frozen pydantic models read from TOML files and the command line.
 
-`Config` is the base of every model, `load` reads one from an argument list, `main` is the body of every `__main__`.
+`Config` is the base of every model, `load` reads one from an argument list, `main` is the body of every
+`__main__`.
 """
 
 from quartet.config.load import Loaded, load

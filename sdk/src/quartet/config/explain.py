@@ -53,7 +53,7 @@ def _sentence(
     value = _shown(problem["input"])
     expected = _EXPECTED.get(problem["type"])
     if expected is None:
-        text = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        text = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Input ")
         expected_text = text[:1].lower() + text[1:]
     else:
         expected_text = f"should be {expected}"

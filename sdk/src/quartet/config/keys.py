@@ -1,4 +1,6 @@
-"""What keys a configuration model has, read from its annotations: the ground for overrides, help and suggestions."""
+"""What keys a configuration model has, read from its annotations: the ground for overrides, help and
+suggestions.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from pydantic_core import PydanticUndefined
 
 
 def annotation_at(model: type[pydantic.BaseModel], path: tuple[str, ...]) -> Any:
-    """The annotation of a dotted key, or None where the model has no such key (or it lies in a free table)."""
+    """The annotation of a dotted key, or None where the model has no such key (free tables included)."""
     annotation: Any = model
     for part in path:
         owner = _model_in(annotation)

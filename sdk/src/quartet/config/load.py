@@ -1,7 +1,9 @@
 """Reads a configuration from an argument list: `@ a.toml @ b.toml --a.b value --flag --no-other --dry-run`.
 
-1. Files and overrides are merged left to right, tables key by key, everything else (lists too) replaced whole.
-2. An override's value is TOML (`3`, `true`, `["a"]`), or plain text where it is none or where the key takes text.
+1. Files and overrides are merged left to right, tables key by key, everything else (lists too) replaced
+   whole.
+2. An override's value is TOML (`3`, `true`, `["a"]`), or plain text where it is none or where the key takes
+   text.
 3. `max-steps` and `max_steps` are the same key.
 4. Whatever is wrong becomes one ConfigError sentence: where, key, value, what would be right.
 """
@@ -60,9 +62,7 @@ def load(model: type[C], argv: list[str]) -> Loaded[C]:
     return Loaded(config=validate(model, draft.values, draft.origins), dry_run=draft.dry_run)
 
 
-def validate(
-    model: type[C], values: dict[str, Any], origins: dict[tuple[str, ...], str] | None = None
-) -> C:
+def validate(model: type[C], values: dict[str, Any], origins: dict[tuple[str, ...], str] | None = None) -> C:
     """Validate tables that are already merged. Raises ConfigError."""
     try:
         return model.model_validate(values)
@@ -89,7 +89,9 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 def usage(model: type[Config]) -> str:
     """Every key with its default, for `--help`."""
     lines = ["usage: [@ file.toml ...] [--key value ...] [--dry-run]", ""]
-    lines += [f"  --{key}" + (f" = {default}" if default else "") for key, default in known_keys(model).items()]
+    lines += [
+        f"  --{key}" + (f" = {default}" if default else "") for key, default in known_keys(model).items()
+    ]
     return "\n".join(lines)
 
 

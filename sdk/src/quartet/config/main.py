@@ -1,4 +1,6 @@
-"""The body of every service's `__main__`: exit 0 for a finished or dry run, 2 with one sentence for a bad configuration."""
+"""The body of every service's `__main__`: exit 0 for a finished or dry run, 2 with one sentence for a bad
+configuration.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The base of every configuration model.
 
 1. Unknown keys are refused, values are frozen, and `max-steps` means `max_steps` wherever a key is written.
-2. A configuration that cannot be used is a `ConfigError`, whose text is one sentence for the person who wrote it.
+2. A configuration that cannot be used is a `ConfigError`, whose text is one sentence for the person who
+   wrote it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import pydantic
 
 
 class ConfigError(Exception):
-    """A configuration, or what it asks of this machine, cannot be used. str() is one sentence: key, value, remedy."""
+    """A configuration, or what it asks of this machine, cannot be used.
+
+    Str() is one sentence: key, value, remedy.
+    """
 
     def __init__(self, sentence: str, *, key: str = "", value: str = "", remedy: str = "") -> None:
         """The sentence, and its parts where they are known (for the metadata of INVALID_CONFIG)."""

@@ -1,9 +1,11 @@
 """Calls with deadlines, typed errors, and retries within a budget.
 
 1. Whatever goes wrong is a QuartetError (or asyncio's own cancellation).
-2. `unary` tries again only after NOT_READY and OVERLOADED, only within its budget, and never beyond `timeout_s`, which
-   bounds all attempts and the waiting between them together. Every RPC of the contract is safe to repeat.
-3. `stream` never waits longer than `idle_timeout_s` for the next message, and cancels its call when it is left.
+2. `unary` tries again only after NOT_READY and OVERLOADED, only within its budget, and never beyond
+   `timeout_s`, which bounds all attempts and the waiting between them together. Every RPC of the contract
+   is safe to repeat.
+3. `stream` never waits longer than `idle_timeout_s` for the next message, and cancels its call when it is
+   left.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ class RetryBudget(Config):
     max_backoff_s: float = pydantic.Field(default=5.0, gt=0)
 
     def delay_s(self, attempt: int, error: QuartetError) -> float:
-        """How long to wait after failed attempt number `attempt` (1, 2, ...); at least what the peer asked for."""
+        """How long to wait after failed attempt number `attempt` (1, 2, ...).
+
+        At least what the peer asked for.
+        """
         ceiling = min(self.max_backoff_s, self.initial_backoff_s * 2 ** min(attempt - 1, 30))
         asked_s = (error.retry_after_ms or 0) / 1000
         # Jitter on top of what was asked for, or everybody who was refused comes back at once.

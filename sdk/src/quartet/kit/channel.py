@@ -1,11 +1,13 @@
 """Channels to other services, with the canonical options, and with id, deadline and token on every call.
 
 1. Two channels per peer where payloads are fetched: `bulk=True` has a connection of its own.
-2. Every call carries x-request-id (the one of the request being handled, else a new one) and the token, if there is one.
+2. Every call carries x-request-id (the one of the request being handled, else a new one) and the token, if
+   there is one.
 3. A call never outlives the RPC in whose handling it is made, and a unary call always has a deadline.
 4. A channel belongs to the event loop it is made on.
 
-The calls are wrapped rather than intercepted: the interceptors of grpc.aio copy every message of a stream through a queue.
+The calls are wrapped rather than intercepted: the interceptors of grpc.aio copy every message of a stream
+through a queue.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from quartet.kit import context as request_context
 from quartet.kit.options import client_options
 from quartet.kit.security import ClientSecurity, TokenFile, check_client, client_credentials
 
+__all__ = ["ClientSecurity", "connect"]
+
 # For a unary call whose caller gave no timeout: nothing waits for ever.
 DEFAULT_UNARY_SECONDS: Final = 60.0
 
@@ -28,7 +32,10 @@ PLAINTEXT_ON_LOOPBACK: Final = ClientSecurity()
 def connect(
     address: str, *, security: ClientSecurity = PLAINTEXT_ON_LOOPBACK, bulk: bool = False
 ) -> grpc.aio.Channel:
-    """A channel to "host:port". Connects lazily. Raises ConfigError where plaintext would leave this machine."""
+    """A channel to "host:port".
+
+    Connects lazily. Raises ConfigError where plaintext would leave this machine.
+    """
     check_client(address, security)
     options = client_options(bulk=bulk, server_name=security.server_name)
     if security.encrypted:

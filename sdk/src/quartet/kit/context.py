@@ -1,7 +1,8 @@
 """What travels with a request through one process: its id and its deadline.
 
-1. A server puts both here when an RPC begins; a channel made by `quartet.kit.channel` adds both to every call made while
-   the RPC is handled. So one id names the work in all four logs, and nobody works for a caller who has given up.
+1. A server puts both here when an RPC begins; a channel made by `quartet.kit.channel` adds both to every
+   call made while the RPC is handled. So one id names the work in all four logs, and nobody works for a
+   caller who has given up.
 2. The deadline binds only while its RPC is handled: a task that outlives the RPC is not cut short by it.
 3. Work that shall outlive its RPC from the start is begun with `background`, which inherits neither.
 """
@@ -79,7 +80,7 @@ def remaining_s() -> float | None:
 
 
 def bounded(timeout_s: float | None) -> float | None:
-    """The timeout of an outgoing call: our own, or what our caller left us less a margin, whichever is less."""
+    """The timeout of an outgoing call: our own, or what our caller left us less a margin."""
     remaining = remaining_s()
     if remaining is None:
         return timeout_s

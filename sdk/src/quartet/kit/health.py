@@ -2,8 +2,9 @@
 
 1. Keys: each service by its full name; "" is ready when all of them are; "liveness" is about the process.
 2. A service is NOT_SERVING until `set_ready`, and all of them are while the process drains.
-3. "liveness" fails while the event loop runs timers too late, or while work is under way that makes no progress. It does not
-   fail because a service is not ready: restarting a process that loads weights does not make it load them faster.
+3. "liveness" fails while the event loop runs timers too late, or while work is under way that makes no
+   progress. It does not fail because a service is not ready: restarting a process that loads weights does
+   not make it load them faster.
 4. `progress` and the setters may be called from any thread.
 """
 
@@ -109,7 +110,7 @@ class Health:
         self._why_not[service_name] = why
 
 
-class HealthServicer(health_pb2_grpc.HealthServicer):
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """grpc.health.v1 over a Health."""
 
     def __init__(self, health: Health) -> None:

@@ -3,11 +3,12 @@
 1. request id and deadline into the context (quartet.kit.context);
 2. metrics;
 3. bearer token, and the bound on RPCs under way: refused before a byte of the request is parsed;
-4. the handler, with requests parsed and responses serialised inside, so that malformed and oversize messages are errors of
-   the contract like any other: QuartetError becomes a Status with one ErrorInfo; any other exception becomes INTERNAL, says
-   nothing but the request id, and is logged with its traceback.
+4. the handler, with requests parsed and responses serialised inside, so that malformed and oversize
+   messages are errors of the contract like any other: QuartetError becomes a Status with one ErrorInfo; any
+   other exception becomes INTERNAL, says nothing but the request id, and is logged with its traceback.
 
-Handlers are `async def` (unary response) or async generators (streamed response), and read streamed requests by iterating.
+Handlers are `async def` (unary response) or async generators (streamed response), and read streamed
+requests by iterating.
 """
 
 from __future__ import annotations
@@ -126,10 +127,12 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     def _wrap_generator(self, rpc: _Rpc, handler: Any, inner: Any) -> Any:
         async def answer(raw: Any, context: Any) -> AsyncIterator[Any]:
-            async with self._guard(rpc, context):
-                async with contextlib.aclosing(inner(_parse(rpc, handler, raw), context)) as responses:
-                    async for response in responses:
-                        yield _serialise(rpc, handler, response)
+            async with (
+                self._guard(rpc, context),
+                contextlib.aclosing(inner(_parse(rpc, handler, raw), context)) as responses,
+            ):
+                async for response in responses:
+                    yield _serialise(rpc, handler, response)
 
         return answer
 
@@ -160,7 +163,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             except grpc.aio.AbortError:
                 seen.code = _code_name(context.code())
                 raise
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  The boundary of the process: all of it is mapped.
                 typed = _typed(error, rpc, request_id)
                 seen.code = typed.code.name
                 await context.abort_with_status(rpc_status.to_status(to_status(typed)))

@@ -21,7 +21,9 @@ def configure(service: str, level: str = "info") -> None:
     """Set up logging of this process. Called once, before the first line is logged."""
     threshold = LEVELS[level]
 
-    def name_service(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    def name_service(
+        _logger: Any, _method: str, event: structlog.typing.EventDict
+    ) -> structlog.typing.EventDict:
         event["service"] = service
         return event
 

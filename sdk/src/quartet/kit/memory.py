@@ -1,7 +1,7 @@
 """Tunes glibc's allocator for streams of 1 MiB messages.
 
-By default every such message is mapped and unmapped again: half a million page faults per GiB, three times the CPU. Keeping
-freed memory costs 10 to 30 MB of resident size per process.
+By default every such message is mapped and unmapped again: half a million page faults per GiB, three times
+the CPU. Keeping freed memory costs 10 to 30 MB of resident size per process.
 """
 
 from __future__ import annotations

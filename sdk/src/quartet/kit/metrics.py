@@ -16,7 +16,9 @@ import prometheus_client
 from quartet.config import ConfigError
 
 STARTED: Final = prometheus_client.Counter("quartet_rpc_started", "RPCs begun.", ["service", "method"])
-HANDLED: Final = prometheus_client.Counter("quartet_rpc_handled", "RPCs ended.", ["service", "method", "code"])
+HANDLED: Final = prometheus_client.Counter(
+    "quartet_rpc_handled", "RPCs ended.", ["service", "method", "code"]
+)
 IN_FLIGHT: Final = prometheus_client.Gauge("quartet_rpc_in_flight", "RPCs under way.", ["service", "method"])
 SECONDS: Final = prometheus_client.Histogram(
     "quartet_rpc_seconds",
@@ -24,7 +26,9 @@ SECONDS: Final = prometheus_client.Histogram(
     ["service", "method"],
     buckets=(0.001, 0.005, 0.025, 0.1, 0.5, 2, 10, 60, 300, 1800),
 )
-LOOP_LAG: Final = prometheus_client.Gauge("quartet_loop_lag_seconds", "How late the event loop last ran a timer.")
+LOOP_LAG: Final = prometheus_client.Gauge(
+    "quartet_loop_lag_seconds", "How late the event loop last ran a timer."
+)
 
 
 class Observation:

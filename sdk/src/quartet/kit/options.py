@@ -1,8 +1,8 @@
 """The one list of gRPC channel and server options. Nothing else in Quartet sets any.
 
 1. No message is larger than MAX_MESSAGE_BYTES in either direction; what may grow is streamed.
-2. A frozen or vanished peer is found within about 30 s on an open call. The HTTP/2 ping timeout is what finds a frozen one:
-   the keepalive timeout alone waits for gRPC's default of 60 s.
+2. A frozen or vanished peer is found within about 30 s on an open call. The HTTP/2 ping timeout is what
+   finds a frozen one: the keepalive timeout alone waits for gRPC's default of 60 s.
 3. Two servers never share a port, and no proxy stands between two services.
 """
 
@@ -17,7 +17,8 @@ MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 
 KEEPALIVE_TIME_MS: Final = 20_000
 KEEPALIVE_TIMEOUT_MS: Final = 10_000
-# Servers accept pings this often; the default of 300 s would answer our keepalives with GOAWAY too_many_pings.
+# Servers accept pings this often; the default of 300 s would answer our keepalives with GOAWAY
+# too_many_pings.
 MIN_PING_INTERVAL_MS: Final = 10_000
 # The default of 120 s would leave a restarted service unseen for two minutes.
 MAX_RECONNECT_BACKOFF_MS: Final = 5_000
@@ -34,7 +35,10 @@ _BOTH: Final[Options] = (
 
 
 def client_options(*, bulk: bool = False, server_name: str = "") -> Options:
-    """Options of a channel. `bulk` keeps its connection apart, so that a payload never queues before a cancel."""
+    """Options of a channel.
+
+    `bulk` keeps its connection apart, so that a payload never queues before a cancel.
+    """
     options: Options = (
         *_BOTH,
         ("grpc.keepalive_permit_without_calls", 0),

@@ -1,6 +1,8 @@
-"""Asks a service for its health: `python -m quartet.kit.probe --address H:P [--service S]`; exit 0 when SERVING, else 1.
+"""Asks a service for its health: `python -m quartet.kit.probe --address H:P [--service S]`; exit 0 when
+SERVING, else 1.
 
-Services: "" (ready, the default), "liveness", or a full service name. Made for container health checks and scripts.
+Services: "" (ready, the default), "liveness", or a full service name. Made for container health checks and
+scripts.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from quartet.kit.security import ClientSecurity, client_credentials
 
 def main(argv: list[str] | None = None) -> int:
     """Probe once and say the outcome in one line."""
-    parser = argparse.ArgumentParser(prog="python -m quartet.kit.probe", description="Ask a service for its health.")
+    parser = argparse.ArgumentParser(
+        prog="python -m quartet.kit.probe", description="Ask a service for its health."
+    )
     parser.add_argument("--address", required=True, help="host:port")
     parser.add_argument("--service", default="", help='"" (ready), "liveness", or a full service name')
     parser.add_argument("--timeout", type=float, default=3.0, help="seconds (default 3)")

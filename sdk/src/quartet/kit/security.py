@@ -1,9 +1,10 @@
 """Who may talk to whom: TLS, client certificates and bearer tokens.
 
-1. A server off loopback needs TLS, and a client certificate or a token from every caller. A client off loopback needs TLS.
-   The one way around it is written out in the configuration: `insecure_ok_off_loopback = true`, for networks that are
-   private by other means (a compose network, a mesh).
-2. Tokens and server certificates are files, re-read when they change, so that rotating a secret needs no restart.
+1. A server off loopback needs TLS, and a client certificate or a token from every caller. A client off
+   loopback needs TLS. The one way around it is written out in the configuration: `insecure_ok_off_loopback
+   = true`, for networks that are private by other means (a compose network, a mesh).
+2. Tokens and server certificates are files, re-read when they change, so that rotating a secret needs no
+   restart.
 3. A secret is never logged and never part of an error.
 """
 
@@ -34,7 +35,10 @@ class ServerTls(Config):
 
 
 class ClientSecurity(Config):
-    """How a client proves who it is and whom it trusts. The default is plaintext, which only loopback accepts."""
+    """How a client proves who it is and whom it trusts.
+
+    The default is plaintext, which only loopback accepts.
+    """
 
     tls: bool = False
     ca_file: Path | None = None
@@ -131,8 +135,8 @@ def check_server(address: str, tls: ServerTls | None, token: TokenFile | None, *
         )
     if token is None and tls.client_ca_file is None:
         raise ConfigError(
-            f"server.address = {address!r} is off loopback and lets everybody in; set server.tls.client_ca_file "
-            "or server.token_file, or server.insecure_ok_off_loopback = true on a private network"
+            f"server.address = {address!r} is off loopback and lets everybody in; set "
+            "server.tls.client_ca_file or server.token_file, or server.insecure_ok_off_loopback = true on a private network"
         )
 
 

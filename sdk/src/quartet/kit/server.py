@@ -1,9 +1,11 @@
 """Runs a service: bind, health, reflection, interceptor, metrics; then drain in order.
 
-1. `serve` returns after SIGTERM or SIGINT, so that the process exits with 0. Order: health says NOT_SERVING and
-   `health.draining` is set -> `drain_delay_seconds` for load balancers to notice -> `on_drain` (at most `flush_seconds`) ->
-   RPCs in flight get `drain_seconds`, new ones are refused with UNAVAILABLE -> closed. A second signal skips the waiting.
-2. A port in use, an unreadable certificate, an open door off loopback: one ConfigError sentence, before anything is served.
+1. `serve` returns after SIGTERM or SIGINT, so that the process exits with 0. Order: health says NOT_SERVING
+   and `health.draining` is set -> `drain_delay_seconds` for load balancers to notice -> `on_drain` (at most
+   `flush_seconds`) -> RPCs in flight get `drain_seconds`, new ones are refused with UNAVAILABLE -> closed.
+   A second signal skips the waiting.
+2. A port in use, an unreadable certificate, an open door off loopback: one ConfigError sentence, before
+   anything is served.
 3. The address is published in `port_file` only once the port accepts connections, and atomically.
 """
 
@@ -78,7 +80,10 @@ class RunningServer:
         self.address = address
 
     async def stop(self, grace: float | None = None) -> None:
-        """Refuse new RPCs, give those in flight `grace` seconds, close. Can be called again with less grace."""
+        """Refuse new RPCs, give those in flight `grace` seconds, close.
+
+        Can be called again with less grace.
+        """
         await self._server.stop(grace)
         self._watchdog.cancel()
         await asyncio.gather(self._watchdog, return_exceptions=True)
@@ -169,7 +174,7 @@ async def _flush(on_drain: Callable[[], Awaitable[None]], limit_s: float) -> Non
             await on_drain()
     except TimeoutError:
         log.error("flush took too long and was cut off", limit_s=limit_s)
-    except Exception:  # noqa: BLE001  The server must still be closed in order; the log keeps the cause.
+    except Exception:
         log.exception("flush failed")
 
 
@@ -203,7 +208,9 @@ def _check_free(address: str) -> None:
             probe.bind(found[4])
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                remedy = "the port is in use; stop the process that has it, or choose another (0 lets the system choose)"
+                remedy = (
+                    "the port is in use; stop the process that has it, or choose another (0: any free one)"
+                )
             else:
                 remedy = str(error.strerror)
             raise BindError(f"server.address = {address!r} cannot be bound: {remedy}") from None

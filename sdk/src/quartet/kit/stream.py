@@ -1,6 +1,7 @@
 """Heartbeats on server streams, so that a silent peer is a dead one.
 
-1. While the source has nothing to say, a heartbeat is sent every `interval_s`; its items pass unchanged and in order.
+1. While the source has nothing to say, a heartbeat is sent every `interval_s`; its items pass unchanged and
+   in order.
 2. The source is never run ahead: the next item is asked for only when the one before was taken.
 3. When the stream is left, by whatever way, the source is cancelled and closed before the generator ends.
 """
