@@ -1,0 +1,202 @@
+"""Each image's build stage, replayed without a container engine: every service installs and imports alone.
+
+1. The instructions are the Dockerfile's own: what it COPYs is copied, what it RUNs is run, in an empty folder.
+   A file that the Dockerfile forgets is missing here too.
+2. In the result the service imports whole, every module of it, and the other services cannot be imported.
+3. Orchestrator, envhost and SDK come without torch, the SDK and the orchestrator without verifiers.
+4. `--dry-run` of the deployed configuration works there, with nothing but that service installed.
+
+The images with torch take third-party packages from this interpreter instead of installing a second copy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+SERVICES = ("trainer", "inference", "orchestrator", "envhost")
+INSTALL_SECONDS = 600  # a cold package cache on a slow line
+# As .dockerignore has it: never sent to the builder.
+IGNORED = shutil.ignore_patterns("tests", "__pycache__", "*.egg-info", "build", "Dockerfile")
+
+IMPORT_ALL = """
+import importlib, json, pkgutil, sys
+package = importlib.import_module(sys.argv[1])
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    if not module.name.endswith(".__main__"):
+        importlib.import_module(module.name)
+print(json.dumps(sorted({name.split(".")[0] for name in sys.modules})))
+"""
+FIND = """
+import importlib.util, json, sys
+print(json.dumps([name for name in sys.argv[1:] if importlib.util.find_spec(name)]))
+"""
+
+
+@dataclass(frozen=True)
+class Image:
+    """A replayed build stage."""
+
+    name: str
+    python: Path
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """The image's interpreter, isolated from this checkout and from this process's environment."""
+        environment = {"PATH": f"{self.python.parent}:/usr/bin:/bin", "HOME": str(self.python.parent)}
+        command = [str(self.python), *arguments]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=120, env=environment, cwd=self.python.parent
+        )
+
+    def found(self, *modules: str) -> list[str]:
+        """Which of these modules the image has."""
+        done = self.run("-I", "-c", FIND, *modules)
+        assert done.returncode == 0, done.stderr
+        return list(json.loads(done.stdout))
+
+
+def build_stage(dockerfile: Path, stage: str) -> list[tuple[str, str]]:
+    """The instructions of one stage."""
+    lines = [
+        line for line in dockerfile.read_text().splitlines() if line.strip() and not line.startswith("#")
+    ]
+    instructions = [
+        (word, rest.strip())
+        for word, _, rest in (
+            line.partition(" ") for line in "\n".join(lines).replace("\\\n", " ").splitlines()
+        )
+    ]
+    start = next(
+        i for i, (word, rest) in enumerate(instructions) if word == "FROM" and rest.endswith(f" AS {stage}")
+    )
+    end = next(
+        (i for i, (word, _) in enumerate(instructions) if word == "FROM" and i > start), len(instructions)
+    )
+    return instructions[start + 1 : end]
+
+
+def replay(dockerfile: Path, stage: str, root: Path, third_party: Path | None) -> Path:
+    """Do what the stage says below `root`, and return the interpreter that it made."""
+    build, venv = root / "build", root / "venv"
+    build.mkdir(parents=True)
+    environment = {
+        **{
+            key: value
+            for key, value in os.environ.items()
+            if key.startswith(("PIP_", "HOME", "LANG", "SSL_"))
+        },
+        "PATH": f"{venv}/bin:{Path(sys.executable).parent}:/usr/bin:/bin",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }
+    for word, rest in build_stage(dockerfile, stage):
+        if word == "ARG":
+            name, _, default = rest.partition("=")
+            environment[name] = default
+        elif word == "COPY":
+            source, target = rest.split()
+            shutil.copytree(REPOSITORY / source, build / target, ignore=IGNORED)
+        elif word == "RUN":
+            command = re.sub(r"--mount=\S+\s*", "", rest).replace("/venv", str(venv))
+            done = subprocess.run(
+                ["sh", "-ec", command],
+                cwd=build,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=INSTALL_SECONDS,
+            )
+            assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+            if third_party is not None and "-m venv" in command:
+                (site,) = venv.glob("lib/python*/site-packages")
+                (site / "third_party.pth").write_text(f"{third_party}\n")
+    return venv / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def third_party(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """This interpreter's packages without Quartet's own, for images that would install torch anew."""
+    folder = tmp_path_factory.mktemp("third-party")
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        ours = entry.name.startswith(("quartet", "__editable__", "_quartet"))
+        if not ours and entry.suffix != ".pth" and not entry.name.startswith(("pip", "_virtualenv")):
+            (folder / entry.name).symlink_to(entry)
+    return folder
+
+
+@pytest.fixture(scope="module", params=SERVICES)
+def image(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Image:
+    """A service's image."""
+    name = request.param
+    dockerfile = REPOSITORY / "services" / name / "Dockerfile"
+    seeded = request.getfixturevalue("third_party") if "TORCH_REQUIREMENT" in dockerfile.read_text() else None
+    return Image(name, replay(dockerfile, "build", tmp_path_factory.mktemp(name), seeded))
+
+
+@pytest.fixture(scope="module")
+def command_image(tmp_path_factory: pytest.TempPathFactory) -> Image:
+    """The image of the `quartet` command."""
+    folder = tmp_path_factory.mktemp("command")
+    return Image("sdk", replay(REPOSITORY / "sdk/Dockerfile", "build-command", folder, None))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * INSTALL_SECONDS)
+def test_a_service_imports_whole_and_alone(image: Image) -> None:
+    done = image.run("-I", "-c", IMPORT_ALL, f"quartet_{image.name}")
+    assert done.returncode == 0, done.stderr
+    loaded = set(json.loads(done.stdout))
+    assert f"quartet_{image.name}" in loaded and "quartet" in loaded
+    assert image.found(*[f"quartet_{name}" for name in SERVICES]) == [f"quartet_{image.name}"]
+
+
+@pytest.mark.slow
+def test_torch_is_where_the_model_is(image: Image) -> None:
+    has_model = image.name in ("trainer", "inference")
+    assert image.found("torch") == (["torch"] if has_model else [])
+
+
+@pytest.mark.slow
+def test_verifiers_is_where_the_environments_are(image: Image) -> None:
+    expected = ["verifiers", "reverse_text"] if image.name == "envhost" else []
+    assert image.found("verifiers", "reverse_text") == expected
+
+
+@pytest.mark.slow
+def test_the_deployed_configuration_is_read_without_torch(image: Image, tmp_path: Path) -> None:
+    config = REPOSITORY / "k8s" / "base" / "config" / f"{image.name}.toml"
+    arguments = ["-X", "importtime", "-m", f"quartet_{image.name}", "@", str(config), "--dry-run"]
+    if image.name == "inference":
+        (tmp_path / "config.json").write_text("{}")
+        arguments += ["--model", str(tmp_path)]
+    done = image.run(*arguments)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout)["server"]["address"] == "0.0.0.0:50051"
+    assert not re.search(r"\|\s+(torch|transformers|verifiers)$", done.stderr, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * INSTALL_SECONDS)
+def test_the_command_needs_no_service_and_no_torch(command_image: Image) -> None:
+    done = command_image.run("-I", "-c", IMPORT_ALL, "quartet")
+    assert done.returncode == 0, done.stderr
+    assert command_image.found("torch", "verifiers", *[f"quartet_{name}" for name in SERVICES]) == []
+    shown = command_image.run("-m", "quartet.cli", "--help")
+    assert shown.returncode == 0 and "submit" in shown.stdout, shown.stdout + shown.stderr
+
+
+def test_the_replay_misses_what_the_dockerfile_forgets(tmp_path: Path) -> None:
+    """The replay itself: an installation of something that was not copied fails."""
+    dockerfile = tmp_path / "Dockerfile"
+    dockerfile.write_text("FROM scratch AS build\nCOPY configs ./configs\nRUN test -d ./sdk\n")
+    with pytest.raises(AssertionError, match="test -d"):
+        replay(dockerfile, "build", tmp_path / "root", None)

@@ -1,0 +1,101 @@
+"""Rules of the source tree that no type checker knows.
+
+1. No service imports another; the SDK imports no service.
+2. SDK, orchestrator and envhost never import torch, not even inside a function.
+3. Only an environment's worker imports verifiers.
+4. A module's name says its concept.
+5. Every file and folder that a document names exists.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+SERVICES = ("trainer", "inference", "orchestrator", "envhost")
+PACKAGES = {"sdk": REPOSITORY / "sdk/src/quartet"} | {
+    name: REPOSITORY / f"services/{name}/src/quartet_{name}" for name in SERVICES
+}
+TORCH_STACK = {"torch", "transformers", "safetensors", "accelerate"}
+TORCH_FREE = ("sdk", "orchestrator", "envhost")
+VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "stuff", "manager"}
+# What a document names in backticks or links to, as far as it looks like a path of this repository.
+FOLDERS = "sdk|services|environments|configs|k8s|tests|benchmarks|docs|protos"
+PATH = re.compile(rf"(?:`|\]\()((?:{FOLDERS})/[\w./-]+|Makefile|README\.md|compose\.yaml|\.ci/run)(?:`|\))")
+# Documents write "x" for any name.
+PLACEHOLDER = re.compile(r"/x[._]")
+
+
+def imports_of(path: Path) -> Iterator[tuple[str, int]]:
+    """Top-level names of the packages that a file imports anywhere in it, with the line."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name.split(".")[0], node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module.split(".")[0], node.lineno
+
+
+def offences(package: str, banned: set[str]) -> list[str]:
+    """Where a package imports what it must not."""
+    files = sorted(PACKAGES[package].rglob("*.py"))
+    assert files, package
+    return [
+        f"{path.relative_to(REPOSITORY)}:{line} imports {name}"
+        for path in files
+        for name, line in imports_of(path)
+        if name in banned
+    ]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_package_imports_a_service_but_itself(package: str) -> None:
+    assert offences(package, {f"quartet_{name}" for name in SERVICES if name != package}) == []
+
+
+@pytest.mark.parametrize("package", TORCH_FREE)
+def test_torch_free_packages_import_no_torch(package: str) -> None:
+    assert offences(package, TORCH_STACK) == []
+
+
+@pytest.mark.parametrize("package", [name for name in PACKAGES if name != "envhost"])
+def test_only_the_environment_host_knows_verifiers(package: str) -> None:
+    assert offences(package, {"verifiers"}) == []
+
+
+def test_an_import_inside_a_function_is_seen(tmp_path: Path) -> None:
+    """The walker itself: a lazy import is an import."""
+    file = tmp_path / "lazy.py"
+    file.write_text("def f():\n    from torch.nn import Linear\n    import os, verifiers.v1 as v\n")
+    assert {name for name, _ in imports_of(file)} == {"torch", "os", "verifiers"}
+
+
+def test_names_say_the_concept() -> None:
+    roots = [*PACKAGES.values(), REPOSITORY / "tests", REPOSITORY / "benchmarks", REPOSITORY / "environments"]
+    vague = [
+        str(path.relative_to(REPOSITORY))
+        for root in roots
+        for path in root.rglob("*")
+        if (path.suffix == ".py" or path.is_dir()) and path.stem in VAGUE_NAMES
+    ]
+    assert vague == []
+
+
+def test_documents_name_only_what_exists() -> None:
+    documents = [
+        *REPOSITORY.glob("*.md"),
+        *REPOSITORY.glob("docs/**/*.md"),
+        *REPOSITORY.glob("tests/**/*.md"),
+    ]
+    assert documents
+    missing = [
+        f"{document.relative_to(REPOSITORY)}: {name}"
+        for document in documents
+        for name in PATH.findall(document.read_text())
+        if not PLACEHOLDER.search(name) and not (REPOSITORY / name.rstrip("/.")).exists()
+    ]
+    assert missing == []
