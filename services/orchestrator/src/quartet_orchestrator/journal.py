@@ -14,7 +14,7 @@ import fcntl
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from quartet.v1 import journal_pb2 as jpb
@@ -68,14 +68,13 @@ class Journal:
     def select(
         self, kind: str, *, group: int | None = None, step: int | None = None
     ) -> list[jpb.JournalRecord]:
-        """The records of a kind, in order; of one group or one step (evaluations: steps applied before)."""
-        where, values = "kind = ?", [kind]
+        """The records of a kind, in order; of one group (calls: one seq_id) or one step (evaluations: steps applied before)."""
         rows = self._index.execute(
-            f"SELECT segment, offset, length FROM records WHERE {where}"
+            "SELECT segment, offset, length FROM records WHERE kind = ?"
             + (" AND grp = ?" if group is not None else "")
             + (" AND step = ?" if step is not None else "")
             + " ORDER BY number",
-            [*values, *(v for v in (group, step) if v is not None)],
+            [kind, *(value for value in (group, step) if value is not None)],
         ).fetchall()
         return [self._read(Frame(*row)) for row in rows]
 
@@ -96,9 +95,9 @@ class Journal:
         ).fetchall()
         return [self._read(Frame(*row)) for row in rows]
 
-    def sync(self) -> None:
-        """Everything appended so far survives a power cut. May be called from a thread."""
-        self._segments.sync()
+    def syncer(self) -> Callable[[], None]:
+        """What makes everything appended so far survive a power cut; call it once, in a thread."""
+        return self._segments.syncer()
 
     def close(self) -> None:
         self._index.close()
@@ -184,6 +183,8 @@ def _keys(record: jpb.JournalRecord, kind: str) -> tuple[int | None, int | None]
         return record.dispatched.group, record.dispatched.batch + 1
     if kind == "discarded":
         return record.discarded.group, None
+    if kind == "call":
+        return record.call.seq_id, None
     if kind == "batch":
         return None, record.batch.batch + 1
     if kind == "step":

@@ -2,7 +2,7 @@
 
 Frame: length (u32 LE) | xxh3-64 of length and payload (u64 LE) | payload.
 
-1. `append` returns after the frame was handed to the operating system: it survives SIGKILL. It survives a power cut after `sync`.
+1. `append` returns after the frame was handed to the operating system: it survives SIGKILL. It survives a power cut after `syncer()()`.
 2. On opening, the last segment is read whole; from its first bad frame on it is cut off and the bytes are counted (a torn tail).
 3. An older segment is sealed (synced before its successor exists); a bad frame in it, or in anything read later, is
    `JournalCorrupt`, never skipped.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,8 +103,20 @@ class Segments:
     def after(self, frame: Frame) -> tuple[int, int]:
         return frame.segment, frame.offset + _HEAD.size + frame.length
 
-    def sync(self) -> None:
-        os.fsync(self._file)
+    def syncer(self) -> Callable[[], None]:
+        """What makes everything appended so far survive a power cut; meant for a thread, called exactly once.
+
+        It owns its own descriptor, because appending may meanwhile go on to the next segment.
+        """
+        file = os.dup(self._file)
+
+        def sync() -> None:
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
+
+        return sync
 
     def close(self) -> None:
         os.close(self._file)

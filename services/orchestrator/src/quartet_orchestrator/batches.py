@@ -1,0 +1,47 @@
+"""Batches: from groups of rollouts to the frames that the trainer's ForwardBackward takes.
+
+1. The same records give the same frames, bit for bit, so a batch that is sent again after a restart is the same batch.
+2. Samples are forwarded as the environment host gave them: whole messages are copied, tokens are never touched one by one.
+3. A frame stays below FRAME_BYTES plus one sample, so below the 4 MiB limit of messages.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from quartet.v1 import trainer_service_pb2 as tpb
+from quartet.v1.rollout_pb2 import Rollout
+
+# A frame is sent when it has grown this large; small enough that sending and packing overlap.
+FRAME_BYTES = 1 << 20
+# Length prefix and tag of a sample inside a frame, rounded up.
+SAMPLE_OVERHEAD_BYTES = 8
+
+
+def covered_tokens(rollouts: Sequence[Rollout]) -> int:
+    return sum(len(sample.logprobs) for rollout in rollouts for sample in rollout.samples)
+
+
+def frames(
+    start: tpb.ForwardBackwardStart, rollouts: Sequence[Rollout], advantages: Sequence[float]
+) -> Iterator[tpb.ForwardBackwardRequest]:
+    """Start, samples, commit. Every sample of a rollout gets the rollout's advantage."""
+    assert len(rollouts) == len(advantages)
+    yield tpb.ForwardBackwardRequest(start=start)
+    batch, size, samples, tokens = tpb.SampleBatch(), 0, 0, 0
+    for rollout, advantage in zip(rollouts, advantages, strict=True):
+        for sample in rollout.samples:
+            credited = tpb.TrainingSample(sample=sample, advantages=[advantage])
+            grown = credited.ByteSize() + SAMPLE_OVERHEAD_BYTES
+            if size and size + grown > FRAME_BYTES:
+                yield tpb.ForwardBackwardRequest(batch=batch)
+                batch, size = tpb.SampleBatch(), 0
+            batch.samples.append(credited)
+            size += grown
+            samples += 1
+            tokens += len(sample.token_ids)
+    if size:
+        yield tpb.ForwardBackwardRequest(batch=batch)
+    yield tpb.ForwardBackwardRequest(commit=tpb.StreamCommit(sample_count=samples, token_count=tokens))

@@ -1,0 +1,90 @@
+"""The environment hosts as the orchestrator reaches them.
+
+1. A group goes to the host with the least under way for its size; one that failed rests for a moment and is asked last.
+2. `run` yields each wanted member exactly once or raises; a stream that ends early, repeats or invents a member is an error.
+3. Nothing waits for ever: a stream without any frame for IDLE_TIMEOUT_SECONDS is given up, and so is one that beats on beyond its time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from quartet.errors import QuartetError
+from quartet.kit.call import stream, unary
+from quartet.kit.channel import ClientSecurity, connect
+from quartet.kit.stream import IDLE_TIMEOUT_SECONDS
+from quartet.v1 import envhost_service_pb2 as epb
+from quartet.v1.envhost_service_pb2_grpc import EnvHostServiceStub
+from quartet.v1.rollout_pb2 import Rollout
+
+# Loading an environment may start a worker and its interpreter.
+DESCRIBE_S = 180.0
+# How long a host that failed is asked last.
+REST_S = 2.0
+# Queueing at the host, on top of what its rollouts may take by themselves.
+QUEUE_S = 600.0
+
+
+@dataclass
+class _Host:
+    address: str
+    channel: grpc.aio.Channel
+    stub: EnvHostServiceStub
+    under_way: int = 0
+    rests_until: float = 0.0
+
+
+class EnvHosts:
+    def __init__(self, addresses: Sequence[str], security: ClientSecurity) -> None:
+        assert addresses
+        self._hosts = []
+        for address in addresses:
+            channel = connect(address, security=security)
+            self._hosts.append(_Host(address, channel, EnvHostServiceStub(channel)))
+
+    async def describe(self, environment: epb.EnvironmentRef) -> epb.EnvironmentInfo:
+        host = self._choose()
+        request = epb.DescribeEnvironmentRequest(environment=environment)
+        response: epb.DescribeEnvironmentResponse = await unary(
+            host.stub.DescribeEnvironment, request, timeout_s=DESCRIBE_S
+        )
+        return response.environment
+
+    async def run(self, request: epb.RunRolloutsRequest) -> AsyncIterator[Rollout]:
+        """Each member as it ends, well or not."""
+        wanted = set(request.members)
+        host = self._choose()
+        host.under_way += len(wanted)
+        # Twice what its attempts may take, because a host's rollouts share its workers.
+        limit_s = 2 * (request.max_retries + 1) * request.timeout_ms / 1000 + QUEUE_S
+        call = host.stub.RunRollouts(request, timeout=limit_s)
+        try:
+            async for frame in stream(call, idle_timeout_s=IDLE_TIMEOUT_SECONDS):
+                if frame.WhichOneof("frame") != "rollout":
+                    continue
+                member = frame.rollout.member
+                if member not in wanted:
+                    raise QuartetError("INTERNAL", f"{host.address} sent member {member} of {request.request_id} unasked")
+                wanted.discard(member)
+                host.under_way -= 1
+                yield frame.rollout
+            if wanted:
+                raise QuartetError("NOT_READY", f"{host.address} ended a stream with {len(wanted)} rollouts missing")
+        except QuartetError:
+            host.rests_until = time.monotonic() + REST_S
+            raise
+        finally:
+            host.under_way -= len(wanted)
+            call.cancel()
+
+    async def close(self) -> None:
+        for host in self._hosts:
+            await host.channel.close()
+
+    def _choose(self) -> _Host:
+        now = time.monotonic()
+        return min(self._hosts, key=lambda host: (host.rests_until > now, host.under_way))

@@ -1,0 +1,114 @@
+"""Metrics of a step and of an evaluation, from what was sampled and what the trainer answered.
+
+Names follow what Weights & Biases users of RL trainers know: "train/reward", "rollout/mean_length", ... A value that was not
+measured is absent, never 0.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+
+from quartet.v1 import trainer_service_pb2 as tpb
+from quartet.v1.rollout_pb2 import Rollout
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A rollout of a batch, with the environment it came from."""
+
+    env_id: str
+    rollout: Rollout
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    step_s: float
+    wait_rollouts_s: float
+    train_s: float
+
+
+def of_step(
+    batch: int,
+    scored: Sequence[Scored],
+    trained: tpb.ForwardBackwardResponse,
+    stepped: tpb.OptimStepResponse,
+    times: StepTimes,
+    failed_rollouts: int,
+) -> dict[str, float]:
+    sampled = sum(s.rollout.usage.completion_tokens for s in scored)
+    values = {
+        "train/loss": trained.loss,
+        "train/tokens": float(trained.tokens),
+        "train/loss_tokens": float(trained.loss_tokens),
+        "train/learning_rate": stepped.learning_rate,
+        "train/grad_norm": stepped.grad_norm,
+        "rollout/failed": float(failed_rollouts),
+        "time/step_s": times.step_s,
+        "time/wait_rollouts_s": times.wait_rollouts_s,
+        "time/train_s": times.train_s,
+    }
+    if times.step_s > 0:
+        values["tokens_per_second"] = sampled / times.step_s
+    for name, diagnostic in (("train/kl_divergence", "mismatch_kl"), ("train/entropy", "entropy")):
+        if diagnostic in trained.diagnostics:
+            values[name] = trained.diagnostics[diagnostic]
+    if trained.HasField("verification") and trained.verification.tokens_compared:
+        values["train/logprob_difference_max"] = trained.verification.max_difference
+        values["train/logprob_difference_mean"] = trained.verification.mean_difference
+    values |= _rewards("train", scored) | _shape(scored) | _staleness(batch, scored)
+    return values
+
+
+def of_evaluation(scored: Sequence[Scored], asked: int) -> dict[str, float]:
+    """`asked` counts the rollouts that were wanted; those that failed are missing from `scored`."""
+    values = {"eval/coverage": len(scored) / asked, "eval/rollouts": float(len(scored))}
+    if scored:
+        values |= _rewards("eval", scored)
+        values["eval/mean_length"] = fmean([s.rollout.usage.completion_tokens for s in scored])
+    return values
+
+
+def _rewards(prefix: str, scored: Sequence[Scored]) -> dict[str, float]:
+    rewards = [s.rollout.reward for s in scored]
+    values = {f"{prefix}/reward": fmean(rewards), f"{prefix}/reward_std": pstdev(rewards)}
+    env = "env" if prefix == "train" else prefix
+    for env_id in sorted({s.env_id for s in scored}):
+        values[f"{env}/{env_id}/reward"] = fmean([s.rollout.reward for s in scored if s.env_id == env_id])
+    if prefix == "train":
+        values |= {f"rewards/{name}": value for name, value in _means([s.rollout.rewards for s in scored]).items()}
+        values |= {f"metrics/{name}": value for name, value in _means([s.rollout.metrics for s in scored]).items()}
+    return values
+
+
+def _means(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of each name over the tables that have it."""
+    names = sorted({name for table in tables for name in table})
+    return {name: fmean([table[name] for table in tables if name in table]) for name in names}
+
+
+def _shape(scored: Sequence[Scored]) -> dict[str, float]:
+    return {
+        "rollout/mean_length": fmean([s.rollout.usage.completion_tokens for s in scored]),
+        "rollout/generation_time": fmean([s.rollout.timing.model_ms / 1000 for s in scored]),
+        "rollout/truncated_fraction": fmean([float(s.rollout.truncated) for s in scored]),
+        "rollout/turns": fmean([s.rollout.num_turns for s in scored]),
+        "rollout/prefix_breaks": float(sum(s.rollout.prefix_breaks for s in scored)),
+    }
+
+
+def _staleness(batch: int, scored: Sequence[Scored]) -> dict[str, float]:
+    spans = [
+        (span.length, batch - span.policy_version)
+        for s in scored
+        for sample in s.rollout.samples
+        for span in sample.spans
+    ]
+    tokens = sum(length for length, _ in spans)
+    return {
+        "staleness/max": float(max(lag for _, lag in spans)),
+        "staleness/mean": sum(length * lag for length, lag in spans) / tokens,
+    }

@@ -1,0 +1,96 @@
+"""Outages: a service that is away is waited for, and somebody is told.
+
+1. Errors that mean "not now" (AWAY) are tried again with full-jitter backoff for as long as the service is away, but at most
+   `patience_s` after it last answered anybody: then `RunInterrupted`. Everything else is the caller's.
+2. A person reads one note when a service has been away for NOTE_AFTER_S, and one when it is back.
+3. The answer to anybody ends the outage for everybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
+
+from quartet.errors import QuartetError
+
+T = TypeVar("T")
+
+AWAY = frozenset({"NOT_READY", "OVERLOADED", "DEADLINE", "ENVIRONMENT_UNAVAILABLE"})
+# A restart on the same machine takes about this long: not worth a note.
+NOTE_AFTER_S = 2.0
+FIRST_BACKOFF_S = 0.1
+# A service that comes back is used again within this time.
+MAX_BACKOFF_S = 5.0
+
+
+class RunInterrupted(Exception):
+    """The run cannot go on now, but nothing is lost: it stops and can be resumed. str() is one sentence."""
+
+
+class RunFailed(Exception):
+    """The run cannot go on, and trying again does not mend it. str() is one sentence."""
+
+
+class Note(Protocol):
+    def __call__(self, message: str, *, warning: bool = False) -> None: ...
+
+
+def backoff_s(attempt: int) -> float:
+    return random.uniform(0.5, 1.0) * min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(attempt, 16))
+
+
+class Outage:
+    """One service's availability, as all of a run's calls to it see it."""
+
+    def __init__(
+        self, service: str, patience_s: float, note: Note, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.service = service
+        self._patience_s = patience_s
+        self._note = note
+        self._clock = clock
+        self._away_since: float | None = None
+        self._noted = False
+        # How often anybody got an answer.
+        self.answers = 0
+
+    def answered(self) -> None:
+        self.answers += 1
+        if self._away_since is not None and self._noted:
+            self._note(f"{self.service} is back after {self._clock() - self._away_since:.0f} s")
+        self._away_since, self._noted = None, False
+
+    def failed(self, message: str) -> None:
+        """Somebody got no answer. Raises RunInterrupted when that has lasted too long."""
+        now = self._clock()
+        if self._away_since is None:
+            self._away_since = now
+        away_s = now - self._away_since
+        if away_s > self._patience_s:
+            raise RunInterrupted(
+                f"{self.service} has been away for {away_s:.0f} s (patience_seconds = {self._patience_s:g}): "
+                f"{message}; start it again, then resume the run"
+            )
+        if away_s >= NOTE_AFTER_S and not self._noted:
+            self._noted = True
+            self._note(f"{self.service} is away, waiting for it: {message}", warning=True)
+
+    async def through(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """The attempt's result; tried again while the service is away."""
+        tries = 0
+        while True:
+            try:
+                result = await attempt()
+            except QuartetError as error:
+                if error.reason not in AWAY:
+                    raise
+                self.failed(error.message)
+                # An overloaded service says when it wants to be asked again.
+                await asyncio.sleep(max(backoff_s(tries), (error.retry_after_ms or 0) / 1000))
+                tries += 1
+            else:
+                self.answered()
+                return result

@@ -1,0 +1,159 @@
+"""Rollouts: keeps every admitted place of every batch under way until it holds a complete group.
+
+1. A group is written down before it is sent out, each of its rollouts before it is looked at.
+2. After a restart a group goes out again with its missing members only.
+3. A group with a member that failed for good, or with a token outside the staleness bound, is discarded whole, with the reason,
+   and a fresh group takes its place. (Training on the survivors would favour what fails seldom, e.g. short answers.)
+4. MAX_FAILED_GROUPS discarded groups in a row, with no complete one between them, end the run: the environment is broken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from quartet.run.config import RunConfig
+from quartet.v1 import envhost_service_pb2 as epb
+from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet.v1 import rollout_pb2 as rpb
+from quartet_orchestrator.book import Book
+from quartet_orchestrator.outage import RunFailed
+from quartet_orchestrator.pace import Pace, Place
+from quartet_orchestrator.prompts import Prompts
+from quartet_orchestrator.requests import rollouts_request
+from quartet_orchestrator.sampling import Sampling
+from quartet_orchestrator.state import Group
+
+# Ten tasks in a row that fail for good are not bad luck.
+MAX_FAILED_GROUPS = 10
+
+
+class Rollouts:
+    def __init__(self, book: Book, config: RunConfig, pace: Pace, prompts: Prompts, sampling: Sampling) -> None:
+        self._book = book
+        self._config = config
+        self._pace = pace
+        self._prompts = prompts
+        self._sampling = sampling
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._wake = asyncio.Event()
+        self._failed_in_a_row = 0
+
+    async def flow(self) -> None:
+        """Sends groups out wherever the pace admits one, until it is cancelled."""
+        try:
+            self._take_up()
+            while True:
+                while (place := self._pace.take()) is not None:
+                    self._start(self._new_group(place))
+                await self._wake.wait()
+                self._wake.clear()
+                for task in [task for task in self._tasks if task.done()]:
+                    self._tasks.discard(task)
+                    task.result()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._tasks.clear()
+
+    def published(self, version: int) -> None:
+        """A version is out; more places may be admitted."""
+        self._pace.publish(version)
+        self._wake.set()
+
+    async def batch(self, batch: int) -> list[Group]:
+        """The batch's groups, once all of them are complete."""
+        while True:
+            groups = self._book.state.batch_groups(batch)
+            if len(groups) == self._config.groups_per_batch and not any(group.missing for group in groups):
+                return groups
+            await self._book.changed()
+
+    def _take_up(self) -> None:
+        """What an earlier process left: places that are held, groups that miss members."""
+        groups = sorted(self._book.state.groups.values(), key=lambda group: group.number)
+        self._pace.restore(group.place for group in groups)
+        closed = self._book.state.batches
+        for group in groups:
+            if group.place.batch in closed:
+                continue
+            done = self._book.rollouts(group.number)
+            reason = next(filter(None, (self._violation(group, rollout) for rollout in done)), None)
+            if reason is not None:
+                self._discard(group, reason)
+            elif group.missing:
+                self._start(group)
+
+    def _new_group(self, place: Place) -> Group:
+        number = self._book.state.next_group
+        choice = self._prompts.choose(number)
+        self._book.write(
+            dispatched={
+                "group": number,
+                "batch": place.batch,
+                "place": place.index,
+                "environment": choice.environment,
+                "task_index": choice.task_index,
+                "members": self._config.rollouts_per_example,
+            }
+        )
+        return self._book.state.groups[number]
+
+    def _start(self, group: Group) -> None:
+        task = asyncio.create_task(self._complete(group), name=f"group-{group.number}")
+        self._tasks.add(task)
+        task.add_done_callback(lambda _: self._wake.set())
+
+    async def _complete(self, group: Group) -> None:
+        request = rollouts_request(
+            self._book.state.run_id,
+            self._config,
+            f"group-{group.number}",
+            self._config.env[group.environment],
+            epb.SPLIT_TRAIN,
+            group.task_index,
+        )
+        request.min_policy_version = self._pace.min_policy_version(group.place.batch)
+        failed = await self._sampling.complete(
+            request, group.missing, lambda rollout: self._ended(group, rollout), all_or_nothing=True
+        )
+        if group.number not in self._book.state.groups:
+            return  # discarded when its rollout was looked at
+        if failed:
+            failure = next(iter(failed.values()))
+            kind = rpb.FailureKind.Name(failure.kind).removeprefix("FAILURE_KIND_")
+            self._discard(group, f"failed:{kind}", failure.message)
+        else:
+            self._failed_in_a_row = 0
+
+    def _ended(self, group: Group, rollout: rpb.Rollout) -> bool:
+        env_id = self._config.env[group.environment].id
+        self._book.write(
+            rollout=pb.RolloutEvent(
+                group=group.number,
+                env_id=env_id,
+                task_index=group.task_index,
+                step=group.place.batch + 1,
+                rollout=rollout,
+            )
+        )
+        reason = self._violation(group, rollout)
+        if reason is not None:
+            self._discard(group, reason)
+        return reason is None
+
+    def _violation(self, group: Group, rollout: rpb.Rollout) -> str | None:
+        if rollout.HasField("failure"):
+            return None
+        versions = (span.policy_version for sample in rollout.samples for span in sample.spans)
+        return self._pace.violation(group.place.batch, versions)
+
+    def _discard(self, group: Group, reason: str, message: str = "") -> None:
+        self._book.write(discarded={"group": group.number, "reason": reason})
+        self._pace.give_back(group.place)
+        self._wake.set()
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row >= MAX_FAILED_GROUPS:
+            env_id = self._config.env[group.environment].id
+            why = f"{reason}: {message}" if message else reason
+            raise RunFailed(f"{MAX_FAILED_GROUPS} groups in a row failed, the last in environment {env_id!r} with {why}")

@@ -1,0 +1,139 @@
+"""Sampling: gets the members of one group from the environment hosts, whatever happens on the way.
+
+1. Every member ends as a rollout that succeeded or as a failure that further attempts do not mend.
+2. A member is tried MEMBER_ATTEMPTS times (each with the host's own retries inside). A host that is away costs no attempt,
+   nor does a model that answers nobody: those are outages (outage.py), waited out within the run's patience.
+3. At most `max_concurrent` rollouts are under way at once, over training and evaluations together.
+4. What comes back is checked before anybody sees it: a reward that is no number, or a success without a sampled token, is a
+   failure. A failure never has a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import aclosing
+
+from quartet.errors import QuartetError
+from quartet.v1 import envhost_service_pb2 as epb
+from quartet.v1 import rollout_pb2 as rpb
+from quartet_orchestrator.batches import covered_tokens
+from quartet_orchestrator.envhosts import EnvHosts
+from quartet_orchestrator.outage import AWAY, Outage, RunFailed, backoff_s
+from quartet_orchestrator.permits import Permits
+
+# Each attempt already contains max_retries of the host; a member that fails this often fails.
+MEMBER_ATTEMPTS = 3
+# A host's fault may be a passing one; more than this in a row for one group is not.
+MAX_INTERNAL_ERRORS = 3
+
+Failures = dict[int, rpb.RolloutFailure]
+
+
+class Sampling:
+    def __init__(self, hosts: EnvHosts, permits: Permits, host_outage: Outage, model_outage: Outage) -> None:
+        self._hosts = hosts
+        self._permits = permits
+        self._host_outage = host_outage
+        self._model_outage = model_outage
+
+    async def complete(
+        self,
+        request: epb.RunRolloutsRequest,
+        members: Iterable[int],
+        ended: Callable[[rpb.Rollout], bool],
+        *,
+        all_or_nothing: bool,
+    ) -> Failures:
+        """Runs the members; returns those that failed for good.
+
+        `ended` is told of every attempt's rollout and says whether to go on. With all_or_nothing one member that failed for good
+        ends the others, too.
+        """
+        missing, failed = set(members), Failures()
+        charged: Counter[int] = Counter()
+        tries = internal_errors = 0
+        while missing:
+            try:
+                goes_on = await self._attempt(request, missing, failed, charged, ended, all_or_nothing)
+                self._host_outage.answered()
+                if not goes_on:
+                    return failed
+            except QuartetError as error:
+                if error.reason == "INTERNAL" and internal_errors < MAX_INTERNAL_ERRORS:
+                    internal_errors += 1
+                elif error.reason in AWAY:
+                    self._host_outage.failed(error.message)
+                else:
+                    raise RunFailed(f"environment {request.environment.id!r}: {error.message}") from error
+            if missing:
+                await asyncio.sleep(backoff_s(tries))
+                tries += 1
+        return failed
+
+    async def _attempt(
+        self,
+        request: epb.RunRolloutsRequest,
+        missing: set[int],
+        failed: Failures,
+        charged: Counter[int],
+        ended: Callable[[rpb.Rollout], bool],
+        all_or_nothing: bool,
+    ) -> bool:
+        """One stream for all missing members. Returns whether to go on."""
+        asked = epb.RunRolloutsRequest()
+        asked.CopyFrom(request)
+        asked.request_id = f"{request.request_id}/{uuid.uuid4().hex[:12]}"
+        asked.members.extend(sorted(missing))
+        held = len(missing)
+        await self._permits.take(held)
+        try:
+            model_answers = self._model_outage.answers
+            async with aclosing(self._hosts.run(asked)) as rollouts:
+                async for rollout in rollouts:
+                    self._permits.give_back(1)
+                    held -= 1
+                    checked(rollout)
+                    if not rollout.HasField("failure"):
+                        self._model_outage.answered()
+                        missing.discard(rollout.member)
+                    if not ended(rollout):
+                        return False
+                    if rollout.HasField("failure") and self._for_good(rollout, charged, model_answers):
+                        missing.discard(rollout.member)
+                        failed[rollout.member] = rollout.failure
+                        if all_or_nothing:
+                            return False
+        finally:
+            if held:
+                self._permits.give_back(held)
+        return True
+
+    def _for_good(self, rollout: rpb.Rollout, charged: Counter[int], model_answers: int) -> bool:
+        failure = rollout.failure
+        if not failure.retryable:
+            return True
+        nobody_was_answered = self._model_outage.answers == model_answers
+        if failure.kind == rpb.FAILURE_KIND_MODEL and nobody_was_answered:
+            self._model_outage.failed(failure.message)
+            return False
+        charged[rollout.member] += 1
+        return charged[rollout.member] >= MEMBER_ATTEMPTS
+
+
+def checked(rollout: rpb.Rollout) -> None:
+    """Turns a success that cannot be one into the failure that it is."""
+    if rollout.HasField("failure"):
+        return
+    if not math.isfinite(rollout.reward):
+        rollout.failure.kind = rpb.FAILURE_KIND_SCORER
+        rollout.failure.message = f"the reward is {rollout.reward}"
+        rollout.failure.retryable = True
+        rollout.reward = 0.0
+    elif covered_tokens([rollout]) == 0:
+        rollout.failure.kind = rpb.FAILURE_KIND_MODEL
+        rollout.failure.message = "no token was sampled"
+        rollout.failure.retryable = True

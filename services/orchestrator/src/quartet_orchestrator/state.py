@@ -1,0 +1,173 @@
+"""The state of a run: the fold of its journal's records, and nothing else.
+
+1. `apply` is the only way to change it; the same records give the same state, before and after a restart.
+2. Rollouts themselves stay in the journal; the state knows only which members of an open group are done.
+3. Phases change along TRANSITIONS; another change is our bug and fails loudly.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quartet.v1 import journal_pb2 as jpb
+from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet.v1.envhost_service_pb2 import EnvironmentInfo
+from quartet_orchestrator.batches import covered_tokens
+from quartet_orchestrator.ledger import Ledger
+from quartet_orchestrator.pace import Place
+
+PENDING, EVALUATING, TRAINING = pb.RUN_PHASE_PENDING, pb.RUN_PHASE_EVALUATING, pb.RUN_PHASE_TRAINING
+STOPPING, STOPPED = pb.RUN_PHASE_STOPPING, pb.RUN_PHASE_STOPPED
+COMPLETED, FAILED = pb.RUN_PHASE_COMPLETED, pb.RUN_PHASE_FAILED
+
+TRANSITIONS: dict[pb.RunPhase, frozenset[pb.RunPhase]] = {
+    pb.RUN_PHASE_UNSPECIFIED: frozenset({PENDING}),
+    PENDING: frozenset({EVALUATING, TRAINING, COMPLETED, STOPPING, FAILED}),
+    EVALUATING: frozenset({TRAINING, COMPLETED, STOPPING, FAILED}),
+    TRAINING: frozenset({EVALUATING, COMPLETED, STOPPING, FAILED}),
+    STOPPING: frozenset({STOPPED, COMPLETED, FAILED}),
+    STOPPED: frozenset({PENDING}),
+    COMPLETED: frozenset(),
+    FAILED: frozenset(),
+}
+# In these a run does nothing until somebody asks.
+RESTING = frozenset({STOPPED, COMPLETED, FAILED})
+
+
+@dataclass
+class Group:
+    """A group that is neither trained nor discarded."""
+
+    number: int
+    place: Place
+    environment: int
+    task_index: int
+    members: int
+    done: set[int] = field(default_factory=set)
+    # Tokens that the loss will cover, of the members that are done.
+    covered_tokens: int = 0
+
+    @property
+    def missing(self) -> list[int]:
+        return [member for member in range(self.members) if member not in self.done]
+
+
+@dataclass
+class RunState:
+    run_id: str = ""
+    config_toml: str = ""
+    submitted_at_ms: int = 0
+    environments: list[EnvironmentInfo] = field(default_factory=list)
+    phase: pb.RunPhase = pb.RUN_PHASE_UNSPECIFIED
+    error: str = ""
+    model_path: str = ""
+    # Steps applied, which is also the batch to train next.
+    step: int = 0
+    max_steps: int = 0
+    next_group: int = 0
+    groups: dict[int, Group] = field(default_factory=dict)
+    # Closed and not yet applied.
+    batches: dict[int, jpb.BatchClosed] = field(default_factory=dict)
+    # The last call whose answer is written down.
+    applied_seq_id: int = 0
+    # Mean reward of each evaluation by the steps applied before it; None where nothing could be measured.
+    evaluations: dict[int, float | None] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
+    max_staleness: int = 0
+    max_logprob_difference: float | None = None
+    # Failed attempts since the last step.
+    failed_rollouts: int = 0
+    last_step_at_ms: int = 0
+
+    def apply(self, record: jpb.JournalRecord) -> None:
+        match record.WhichOneof("kind"):
+            case "submitted":
+                self.run_id = record.submitted.run_id
+                self.config_toml = record.submitted.config_toml
+                self.environments = list(record.submitted.environments)
+                self.submitted_at_ms = record.at_ms
+            case "dispatched":
+                self._dispatched(record.dispatched)
+            case "rollout":
+                self._rollout(record.rollout)
+            case "discarded":
+                group = self.groups.pop(record.discarded.group)
+                self.ledger.discard(group.members, record.discarded.reason)
+            case "batch":
+                self.batches[record.batch.batch] = record.batch
+            case "call":
+                assert record.call.seq_id == self.applied_seq_id + 1, record.call.seq_id
+                self.applied_seq_id = record.call.seq_id
+                self.model_path = record.call.save.state.model_path or self.model_path
+            case "step":
+                self._step(record.step, record.at_ms)
+            case "eval":
+                metrics = record.eval.metrics
+                self.evaluations[record.eval.step] = metrics.get("eval/reward")
+            case "phase":
+                run = record.phase.run
+                assert run.phase in TRANSITIONS[self.phase], f"{self.phase} -> {run.phase}"
+                self.phase, self.error, self.max_steps = run.phase, run.error, run.max_steps
+
+    def batch_groups(self, batch: int) -> list[Group]:
+        """The batch's open groups in order of their places."""
+        mine = (group for group in self.groups.values() if group.place.batch == batch)
+        return sorted(mine, key=lambda group: group.place)
+
+    def to_proto(self, last_event: int) -> pb.Run:
+        run = pb.Run(
+            run_id=self.run_id,
+            phase=self.phase,
+            step=self.step,
+            max_steps=self.max_steps,
+            ledger=self.ledger.to_proto(),
+            max_off_policy_steps_seen=self.max_staleness,
+            max_logprob_difference=self.max_logprob_difference,
+            error=self.error,
+            config_toml=self.config_toml,
+            submitted_at_ms=self.submitted_at_ms,
+            model_path=self.model_path,
+            last_event=last_event,
+            reward_before=self.evaluations.get(0),
+        )
+        # A run of no steps has one evaluation, which is both.
+        after = self.evaluations.get(self.max_steps) if self.step == self.max_steps else None
+        if after is not None:
+            run.reward_after = after
+        return run
+
+    def _dispatched(self, group: jpb.GroupDispatched) -> None:
+        assert group.group == self.next_group, group.group
+        self.next_group += 1
+        self.ledger.dispatch(group.members)
+        place = Place(group.batch, group.place)
+        self.groups[group.group] = Group(
+            group.group, place, group.environment, group.task_index, group.members
+        )
+
+    def _rollout(self, event: pb.RolloutEvent) -> None:
+        group = self.groups.get(event.group)
+        if group is None:
+            return  # it ended after its group had been given up
+        rollout = event.rollout
+        if rollout.HasField("failure"):
+            self.failed_rollouts += 1
+        else:
+            assert rollout.member in group.missing, f"group {group.number} member {rollout.member} twice"
+            group.done.add(rollout.member)
+            group.covered_tokens += covered_tokens([rollout])
+
+    def _step(self, event: pb.StepEvent, at_ms: int) -> None:
+        assert event.step == self.step + 1, event.step
+        batch = self.batches.pop(self.step)
+        for number in batch.groups:
+            self.ledger.train(self.groups.pop(number).members)
+        self.step = event.step
+        self.failed_rollouts = 0
+        self.last_step_at_ms = at_ms
+        self.max_staleness = max(self.max_staleness, int(event.metrics.get("staleness/max", 0)))
+        difference = event.metrics.get("train/logprob_difference_max")
+        if difference is not None:
+            self.max_logprob_difference = max(difference, self.max_logprob_difference or 0.0)

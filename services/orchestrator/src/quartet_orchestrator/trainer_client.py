@@ -1,0 +1,66 @@
+"""The trainer as the orchestrator reaches it: one method per RPC, each with its deadline. Raises QuartetError."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from quartet.kit.call import unary
+from quartet.kit.channel import ClientSecurity, connect
+from quartet.v1 import trainer_service_pb2 as tpb
+from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
+
+# Reading a run's state computes nothing.
+READ_S = 10.0
+# Loading a large model, or its saved state, from a slow disk.
+CREATE_S = 1800.0
+# The largest batch on the slowest machine; a trainer that is frozen is noticed by its connection long before.
+COMPUTE_S = 3600.0
+
+
+class TrainerClient:
+    def __init__(self, address: str, security: ClientSecurity) -> None:
+        self._channel = connect(address, security=security)
+        self._stub = TrainerServiceStub(self._channel)
+
+    async def create(self, run_id: str, spec: tpb.RunSpec) -> tpb.RunState:
+        request = tpb.CreateRunRequest(run_id=run_id, spec=spec)
+        response: tpb.CreateRunResponse = await unary(self._stub.CreateRun, request, timeout_s=CREATE_S)
+        return response.run
+
+    async def get(self, run_id: str) -> tpb.RunState:
+        response: tpb.GetRunResponse = await unary(
+            self._stub.GetRun, tpb.GetRunRequest(run_id=run_id), timeout_s=READ_S
+        )
+        return response.run
+
+    async def forward_backward(self, frames: Iterable[tpb.ForwardBackwardRequest]) -> tpb.ForwardBackwardResponse:
+        response: tpb.ForwardBackwardResponse = await unary(
+            self._stub.ForwardBackward, iter(frames), timeout_s=COMPUTE_S
+        )
+        return response
+
+    async def optim_step(self, run_id: str, seq_id: int) -> tpb.OptimStepResponse:
+        request = tpb.OptimStepRequest(run_id=run_id, seq_id=seq_id)
+        response: tpb.OptimStepResponse = await unary(self._stub.OptimStep, request, timeout_s=COMPUTE_S)
+        return response
+
+    async def publish(self, run_id: str, seq_id: int) -> tpb.PublishWeightsResponse:
+        request = tpb.PublishWeightsRequest(run_id=run_id, seq_id=seq_id)
+        response: tpb.PublishWeightsResponse = await unary(
+            self._stub.PublishWeights, request, timeout_s=COMPUTE_S
+        )
+        return response
+
+    async def save(self, run_id: str, seq_id: int, name: str, export_model: bool) -> tpb.SaveStateResponse:
+        request = tpb.SaveStateRequest(run_id=run_id, seq_id=seq_id, name=name, export_model=export_model)
+        response: tpb.SaveStateResponse = await unary(self._stub.SaveState, request, timeout_s=COMPUTE_S)
+        return response
+
+    async def states(self, run_id: str) -> list[tpb.SavedState]:
+        response: tpb.ListStatesResponse = await unary(
+            self._stub.ListStates, tpb.ListStatesRequest(run_id=run_id), timeout_s=READ_S
+        )
+        return list(response.states)
+
+    async def close(self) -> None:
+        await self._channel.close()

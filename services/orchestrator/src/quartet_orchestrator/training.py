@@ -1,0 +1,228 @@
+"""Training: walks the run's list of calls (calls.py) and writes every answer down.
+
+1. Calls go out one at a time, in order; a call goes out only after the batch it needs is in the journal, on disk.
+2. A call whose answer is not written down is sent again under its own seq_id: the trainer applies it once at most.
+3. A trainer that lost the run (RUN_UNKNOWN) or part of it (SEQUENCE_GAP) gets CreateRun, says where it stands, and is sent
+   the calls after that again, their batches read back from the journal. Answers already written down are not written twice.
+4. A trainer that is further than this journal ever asked was driven by somebody else: RunFailed, nothing is sent.
+5. While nothing is asked of it the trainer is looked at every GUARD_S, because the weights it serves are needed then, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+from quartet.errors import QuartetError
+from quartet.run.config import RunConfig
+from quartet.v1 import trainer_service_pb2 as tpb
+from quartet_orchestrator import batches, credit
+from quartet_orchestrator.book import Book
+from quartet_orchestrator.calls import Call, CallKind, CallPlan
+from quartet_orchestrator.outage import Outage, RunFailed
+from quartet_orchestrator.trainer_client import TrainerClient
+
+# How often an idle trainer is asked whether it still has the run.
+GUARD_S = 2.0
+# A trainer that loses the run this often without applying one call in between will not keep it.
+MAX_RESTORES = 10
+# A fault of the trainer may be a passing one (memory); more than this is not.
+MAX_INTERNAL_ERRORS = 3
+
+SCHEDULES = {"constant": tpb.SCHEDULE_CONSTANT, "linear": tpb.SCHEDULE_LINEAR, "cosine": tpb.SCHEDULE_COSINE}
+RATIOS = {
+    "cispo": tpb.RATIO_TREATMENT_CISPO,
+    "ppo": tpb.RATIO_TREATMENT_PPO,
+    "none": tpb.RATIO_TREATMENT_NONE,
+}
+
+Answer = (
+    tpb.ForwardBackwardResponse | tpb.OptimStepResponse | tpb.PublishWeightsResponse | tpb.SaveStateResponse
+)
+
+
+def run_spec(config: RunConfig) -> tpb.RunSpec:
+    return tpb.RunSpec(
+        base_model=config.model,
+        optimizer=tpb.OptimizerSpec(
+            learning_rate=config.learning_rate,
+            beta1=config.adam_beta1,
+            beta2=config.adam_beta2,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+            schedule=SCHEDULES[config.lr_scheduler],
+            warmup_steps=config.warmup_steps,
+            total_steps=config.max_steps,
+        ),
+        seed=config.seed,
+        # The versions that a batch's tokens may come from, and one to spare.
+        retain_versions=config.max_off_policy_steps + 2 if config.checks.verify_logprobs else 0,
+        microbatch_tokens=config.microbatch_tokens,
+    )
+
+
+def loss_spec(config: RunConfig) -> tpb.LossSpec:
+    return tpb.LossSpec(
+        kind=tpb.LOSS_KIND_POLICY_GRADIENT,
+        ratio=RATIOS[config.algorithm.loss],
+        clip_low=config.algorithm.clip_low,
+        clip_high=config.algorithm.clip_high,
+        temperature=config.sampling.temperature,
+    )
+
+
+class Training:
+    def __init__(self, book: Book, config: RunConfig, client: TrainerClient, outage: Outage) -> None:
+        self._book = book
+        self._config = config
+        self._client = client
+        self._outage = outage
+        self._plan = CallPlan(
+            max_steps=config.max_steps, save_interval=config.ckpt.interval, keep_last=config.ckpt.keep_last
+        )
+        self._one_at_a_time = asyncio.Lock()
+        # The next call to send; behind the book's applied_seq_id while a trainer is brought up again.
+        self._next = 0
+        self._restores = 0
+
+    async def open(self) -> None:
+        """Creates or finds the run on the trainer and brings it to where the book stands; version 0 is published."""
+        async with self._one_at_a_time:
+            await self._restore()
+            await self._through(max(self._plan.published_by(-1), self._book.state.applied_seq_id))
+
+    async def train(self, batch: int) -> None:
+        """Trains a closed batch and publishes the version that comes out of it."""
+        async with self._one_at_a_time:
+            await self._through(self._plan.published_by(batch))
+
+    async def save(self, batch: int) -> None:
+        """Saves the state after a batch where the plan says so; after the last one, exports the model."""
+        async with self._one_at_a_time:
+            await self._through(self._plan.last_of(batch))
+
+    @asynccontextmanager
+    async def guarded(self) -> AsyncIterator[asyncio.Task[None]]:
+        """Meanwhile a trainer that lost the run is brought up again without being asked to train."""
+        guard = asyncio.create_task(self._guard(), name="trainer-guard")
+        try:
+            yield guard
+        finally:
+            guard.cancel()
+            await asyncio.gather(guard, return_exceptions=True)
+
+    async def _guard(self) -> None:
+        while True:
+            await asyncio.sleep(GUARD_S)
+            async with self._one_at_a_time:
+                try:
+                    await self._outage.through(lambda: self._client.get(self._book.state.run_id))
+                except QuartetError as error:
+                    if error.reason != "RUN_UNKNOWN":
+                        raise
+                    await self._restore()
+                    await self._through(self._book.state.applied_seq_id)
+
+    async def _restore(self) -> None:
+        run_id, spec = self._book.state.run_id, run_spec(self._config)
+        self._restores += 1
+        if self._restores > MAX_RESTORES:
+            raise RunFailed(f"the trainer lost run {run_id!r} {MAX_RESTORES} times without progress; see its log")
+        there = await self._outage.through(lambda: self._client.create(run_id, spec))
+        written = self._book.state.applied_seq_id
+        if there.applied_seq_id > written + 1:
+            raise RunFailed(
+                f"the trainer's run {run_id!r} stands at call {there.applied_seq_id}, but this orchestrator asked for "
+                f"{written + 1} at most; choose another run_id, or empty the trainer's data folder"
+            )
+        if there.applied_seq_id < written:
+            self._book.note(
+                f"the trainer stands at version {there.policy_version}; replaying calls "
+                f"{there.applied_seq_id + 1} to {written} from the journal"
+            )
+        self._next = min(there.applied_seq_id, written) + 1
+
+    async def _through(self, last: int) -> None:
+        internal_errors = 0
+        while self._next <= last:
+            call = self._plan.call(self._next)
+            try:
+                answer = await self._outage.through(lambda call=call: self._send(call))
+            except QuartetError as error:
+                if error.reason == "INTERNAL" and internal_errors < MAX_INTERNAL_ERRORS:
+                    internal_errors += 1
+                elif error.reason not in ("RUN_UNKNOWN", "SEQUENCE_GAP"):
+                    raise RunFailed(f"{call.kind.value} of step {call.batch + 1}: {error.message}") from error
+                await self._restore()
+                continue
+            self._check_finite(call, answer)
+            if call.seq_id > self._book.state.applied_seq_id:
+                self._write(call, answer)
+            self._next = call.seq_id + 1
+            self._restores = 0
+
+    async def _send(self, call: Call) -> Answer:
+        run_id = self._book.state.run_id
+        match call.kind:
+            case CallKind.FORWARD_BACKWARD:
+                await self._book.settled()
+                frames = await asyncio.to_thread(self._frames, call)
+                return await self._client.forward_backward(frames)
+            case CallKind.OPTIM_STEP:
+                return await self._client.optim_step(run_id, call.seq_id)
+            case CallKind.PUBLISH:
+                return await self._client.publish(run_id, call.seq_id)
+            case CallKind.SAVE:
+                return await self._save(run_id, call)
+
+    async def _save(self, run_id: str, call: Call) -> tpb.SaveStateResponse:
+        try:
+            return await self._client.save(run_id, call.seq_id, call.state_name, call.export_model)
+        except QuartetError as error:
+            if error.reason != "SEQUENCE_CONFLICT":
+                raise
+            # The trainer died between saving and answering, and came back from this very state.
+            for state in await self._client.states(run_id):
+                if state.seq_id == call.seq_id and state.name == call.state_name:
+                    return tpb.SaveStateResponse(state=state)
+            raise
+
+    def _frames(self, call: Call) -> Iterator[tpb.ForwardBackwardRequest]:
+        closed = self._book.closed_batch(call.batch)
+        groups = [self._book.rollouts(group) for group in closed.groups]
+        rewards = [[rollout.reward for rollout in group] for group in groups]
+        start = tpb.ForwardBackwardStart(
+            run_id=self._book.state.run_id,
+            seq_id=call.seq_id,
+            loss=loss_spec(self._config),
+            normalizer=closed.normalizer,
+            verify_logprobs=self._config.checks.verify_logprobs,
+        )
+        credited = credit.advantages(self._config.algorithm.advantage, rewards)
+        rollouts = [rollout for group in groups for rollout in group]
+        return batches.frames(start, rollouts, [value for group in credited for value in group])
+
+    def _write(self, call: Call, answer: Answer) -> None:
+        field = {
+            CallKind.FORWARD_BACKWARD: "forward_backward",
+            CallKind.OPTIM_STEP: "optim_step",
+            CallKind.PUBLISH: "publish",
+            CallKind.SAVE: "save",
+        }[call.kind]
+        self._book.write(call={"seq_id": call.seq_id, field: answer})
+
+    def _check_finite(self, call: Call, answer: Answer) -> None:
+        """A step that is not a number ends the run before the next call makes it part of the weights."""
+        values: dict[str, float] = {}
+        if isinstance(answer, tpb.ForwardBackwardResponse):
+            values = {"loss": answer.loss}
+        elif isinstance(answer, tpb.OptimStepResponse):
+            values = {"gradient norm": answer.grad_norm}
+        for name, value in values.items():
+            if not math.isfinite(value):
+                raise RunFailed(
+                    f"step {call.batch + 1}: the {name} is {value}; lower learning_rate or max_grad_norm, "
+                    "and resume from a saved state as a new run"
+                )
