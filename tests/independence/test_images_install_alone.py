@@ -1,6 +1,6 @@
 """Each image's build stage, replayed without a container engine: every service installs and imports alone.
 
-1. The instructions are the Dockerfile's own: what it COPYs is copied, what it RUNs is run, in an empty folder.
+1. The instructions are the Dockerfile's own: what it COPYs is copied, what it RUNs is run, in an empty place.
    A file that the Dockerfile forgets is missing here too.
 2. In the result the service imports whole, every module of it, and the other services cannot be imported.
 3. Orchestrator, envhost and SDK come without torch, the SDK and the orchestrator without verifiers.

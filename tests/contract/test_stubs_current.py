@@ -1,0 +1,38 @@
+"""The committed stubs are what the protos generate, and every RPC of the contract is specified."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+PROTOS = REPOSITORY / "protos"
+STUBS = REPOSITORY / "sdk/src"
+BUF = str(Path(sys.executable).parent / "buf")
+
+
+def generated(folder: Path) -> dict[str, bytes]:
+    """The stubs below a folder, by their path."""
+    found = [*folder.glob("quartet/v1/*_pb2*.py"), *folder.glob("quartet/v1/*_pb2.pyi")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+def test_stubs_are_current(tmp_path: Path) -> None:
+    files = sorted(str(path) for path in PROTOS.glob("quartet/v1/*.proto"))
+    out = [f"--{kind}={tmp_path}" for kind in ("python_out", "pyi_out", "grpc_python_out")]
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTOS}", *out, *files]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    fresh, committed = generated(tmp_path), generated(STUBS)
+    assert sorted(fresh) == sorted(committed), "run `make protos`"
+    stale = [name for name in fresh if fresh[name] != committed[name]]
+    assert stale == [], "run `make protos`"
+
+
+@pytest.mark.parametrize("command", [["lint", str(PROTOS)], ["format", "-d", "--exit-code", str(PROTOS)]])
+def test_the_protos_are_clean(command: list[str]) -> None:
+    done = subprocess.run([BUF, *command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
