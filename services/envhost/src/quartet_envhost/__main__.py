@@ -1,0 +1,37 @@
+"""`python -m quartet_envhost [@ file.toml ...] [--key value ...] [--dry-run]`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from quartet.config import main
+from quartet.kit.health import Health
+from quartet.kit.logs import configure
+from quartet.kit.server import Service, serve
+from quartet.v1.envhost_service_pb2_grpc import add_EnvHostServiceServicer_to_server
+from quartet_envhost.config import EnvHostConfig
+from quartet_envhost.host import EnvironmentHost
+from quartet_envhost.service import SERVICE_NAME, EnvHostServicer
+
+
+async def _serve(config: EnvHostConfig) -> None:
+    health = Health()
+    host = EnvironmentHost(config, progress=health.progress)
+    service = Service(SERVICE_NAME, add_EnvHostServiceServicer_to_server, EnvHostServicer(host))
+    # Workers start when an environment is first asked for, so the front is ready as soon as it is bound.
+    health.set_ready(SERVICE_NAME)
+    try:
+        await serve([service], config.server, health, on_drain=host.drain)
+    finally:
+        await host.close()
+
+
+def run(config: EnvHostConfig) -> None:
+    """Serve until a signal ends it."""
+    configure("envhost", config.log_level)
+    asyncio.run(_serve(config))
+
+
+if __name__ == "__main__":
+    sys.exit(main(EnvHostConfig, run))

@@ -1,0 +1,100 @@
+"""Configuration of the environment host.
+
+1. Every interpreter named here exists and is executable before anything starts (`--dry-run` checks the same).
+2. With an empty `environments` table every environment that the default interpreter has installed is hosted; with entries,
+   those and no others.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+from pydantic import Field, field_validator
+
+from quartet.config import Config
+from quartet.kit.channel import ClientSecurity
+from quartet.kit.server import ServerConfig
+
+
+class EnvironmentConfig(Config):
+    """Where one environment runs."""
+
+    # Interpreter that has verifiers, quartet-envhost and the environment installed; empty: the host's default.
+    python: str = ""
+    # Worker processes; 0: the host's default. One saturates one core.
+    workers: int = Field(0, ge=0, le=256)
+    # Rollouts under way in one worker at once; 0: the host's default.
+    rollouts_per_worker: int = Field(0, ge=0, le=4096)
+    # Variables added to the worker's environment, such as the key of a judge.
+    env: dict[str, str] = Field(default_factory=dict)
+
+    @field_validator("python")
+    @classmethod
+    def _python_exists(cls, value: str) -> str:
+        return checked_interpreter(value) if value else value
+
+
+class EnvHostConfig(Config):
+    """The host's own settings; `[environments."id"]` tables override the defaults for one environment."""
+
+    server: ServerConfig = ServerConfig()
+    # Where the policy is served; several replicas are used by affinity of the group.
+    inference_addresses: list[str] = Field(min_length=1, max_length=1024)
+    inference_security: ClientSecurity = ClientSecurity()
+    # Default interpreter of environments.
+    python: str = sys.executable
+    workers: int = Field(1, ge=1, le=256)
+    rollouts_per_worker: int = Field(256, ge=1, le=4096)
+    environments: dict[str, EnvironmentConfig] = Field(default_factory=dict)
+    # Rollouts accepted and not yet finished, over all environments; more are refused as OVERLOADED.
+    max_in_flight: int = Field(4096, ge=1, le=1_000_000)
+    # Distinct (id, args) pairs that may have workers at once; an idle one makes room for a new one.
+    max_loaded: int = Field(16, ge=1, le=1024)
+    # Limit of one rollout with its scoring where the request sets none.
+    timeout_seconds: float = Field(600.0, gt=0)
+    # Time an environment has to import and load its data.
+    load_timeout_seconds: float = Field(300.0, gt=0)
+    # A worker whose event loop is silent for so long is stopped, and its rollouts fail as HOST.
+    stall_seconds: float = Field(60.0, gt=0)
+    # Time after a rollout's deadline in which its worker must have ended it; then the worker is stopped.
+    deadline_grace_seconds: float = Field(5.0, gt=0)
+    log_level: str = "info"
+
+    @field_validator("python")
+    @classmethod
+    def _python_exists(cls, value: str) -> str:
+        return checked_interpreter(value)
+
+    def environment(self, env_id: str) -> EnvironmentConfig | None:
+        """The settings of an environment with every default filled in; None where it is not hosted here."""
+        wanted = canonical_id(env_id)
+        found = next((one for name, one in self.environments.items() if canonical_id(name) == wanted), None)
+        if found is None:
+            if self.environments:
+                return None
+            found = EnvironmentConfig()
+        return EnvironmentConfig.model_construct(
+            python=found.python or self.python,
+            workers=found.workers or self.workers,
+            rollouts_per_worker=found.rollouts_per_worker or self.rollouts_per_worker,
+            env=found.env,
+        )
+
+
+def canonical_id(env_id: str) -> str:
+    """The name under which Verifiers imports "owner/my-env@1.0": my_env."""
+    return env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+
+
+def checked_interpreter(value: str) -> str:
+    """The interpreter's absolute path, symlinks kept (a virtual environment is found through them)."""
+    expanded = os.path.expanduser(value)
+    found = shutil.which(expanded)
+    if found is None:
+        why = "is not executable" if os.path.exists(expanded) else "does not exist"
+        raise ValueError(
+            f"interpreter {value!r} {why}; name a Python that has verifiers 0.4 and quartet-envhost installed"
+        )
+    return os.path.abspath(found)

@@ -1,0 +1,35 @@
+"""Typed failures of rollouts. A failure is never a reward, and says whether trying again may help."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from quartet.v1 import rollout_pb2
+
+MODEL: Final = rollout_pb2.FAILURE_KIND_MODEL
+ENVIRONMENT: Final = rollout_pb2.FAILURE_KIND_ENVIRONMENT
+SCORER: Final = rollout_pb2.FAILURE_KIND_SCORER
+TOOL: Final = rollout_pb2.FAILURE_KIND_TOOL
+TIMEOUT: Final = rollout_pb2.FAILURE_KIND_TIMEOUT
+HOST: Final = rollout_pb2.FAILURE_KIND_HOST
+CANCELLED: Final = rollout_pb2.FAILURE_KIND_CANCELLED
+
+# One line in a journal and a log; tracebacks stay in the worker's log.
+MAX_MESSAGE_CHARS: Final = 500
+
+
+def failure(
+    kind: rollout_pb2.FailureKind.ValueType, message: str, *, retryable: bool
+) -> rollout_pb2.RolloutFailure:
+    """A failure with its message on one bounded line."""
+    line = " ".join(message.split())
+    if len(line) > MAX_MESSAGE_CHARS:
+        line = line[: MAX_MESSAGE_CHARS - 1] + "…"
+    return rollout_pb2.RolloutFailure(kind=kind, message=line, retryable=retryable)
+
+
+def failed(
+    member: int, kind: rollout_pb2.FailureKind.ValueType, message: str, *, retryable: bool
+) -> rollout_pb2.Rollout:
+    """A rollout that has nothing but its failure."""
+    return rollout_pb2.Rollout(member=member, failure=failure(kind, message, retryable=retryable))

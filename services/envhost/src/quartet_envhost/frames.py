@@ -1,0 +1,60 @@
+"""The private line between the front and one worker: length-prefixed frames over a socket pair.
+
+1. A frame is `<length u32><kind u8><call id u64><payload>`, little-endian; the payload is a message of the contract, or JSON
+   where the contract has none (OPEN, ERROR).
+2. The worker's stdout and stderr are never part of the line: environments print.
+3. No payload is larger than MAX_PAYLOAD_BYTES; a larger one is a fault of the writer and never sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import struct
+from typing import Final
+
+# The contract's message limit; a frame carries at most one message.
+MAX_PAYLOAD_BYTES: Final = 4 * 1024 * 1024
+HEADER: Final = struct.Struct("<IBQ")
+
+
+class Kind(enum.IntEnum):
+    """What a frame says."""
+
+    # Worker to front, first: the process lives and can speak.
+    HELLO = 1
+    # Front to worker: JSON settings; answered by OK with an EnvironmentInfo once the environment is loaded.
+    OPEN = 2
+    # Front to worker: GetTasksRequest; answered by OK with a GetTasksResponse.
+    TASKS = 3
+    # Front to worker: RunRolloutsRequest with one member; answered by OK with a Rollout.
+    RUN = 4
+    # Front to worker: end the call of this id; it is answered all the same.
+    CANCEL = 5
+    # Worker to front: the answer of a call.
+    OK = 6
+    # Worker to front: JSON {reason, message, metadata} instead of an answer.
+    ERROR = 7
+    # Worker to front, every second: the event loop runs.
+    HEARTBEAT = 8
+
+
+Frame = tuple[Kind, int, bytes]
+
+
+def encode(kind: Kind, call_id: int, payload: bytes = b"") -> bytes:
+    """One frame as bytes."""
+    assert len(payload) <= MAX_PAYLOAD_BYTES, f"frame of {len(payload)} bytes"
+    return HEADER.pack(len(payload), kind, call_id) + payload
+
+
+async def read_frame(reader: asyncio.StreamReader) -> Frame | None:
+    """The next frame, or None at the end of the line. A malformed header is a ValueError: the peer is broken."""
+    try:
+        length, kind, call_id = HEADER.unpack(await reader.readexactly(HEADER.size))
+        if length > MAX_PAYLOAD_BYTES:
+            raise ValueError(f"frame of {length} bytes is over {MAX_PAYLOAD_BYTES}")
+        payload = await reader.readexactly(length) if length else b""
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    return Kind(kind), call_id, payload

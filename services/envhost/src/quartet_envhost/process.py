@@ -1,0 +1,179 @@
+"""One worker process as the front sees it.
+
+1. Every call ends: with its answer, or with WorkerDied when the process ends or is stopped.
+2. The process and what it started die with `kill`; it dies by itself when the front dies.
+3. Silence is seen: `silent_seconds` counts from the last frame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+from quartet.errors import QuartetError
+from quartet_envhost.frames import Kind, encode, read_frame
+
+# A worker that was asked to end by closing its line has so long before it is killed: its own grace and the teardown.
+STOP_GRACE_S: Final = 8.0
+
+
+class WorkerDied(Exception):
+    """The process ended, or was stopped, before it answered. str() says how."""
+
+
+class WorkerProcess:
+    """A running worker. Made by `spawn`."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        """Take over a process and its line."""
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[bytes]] = {}
+        self._last_frame = time.monotonic()
+        self._stopped_because = ""
+        self.spoke = asyncio.Event()
+        self._listener = asyncio.create_task(self._listen())
+
+    @classmethod
+    async def spawn(cls, python: str, env: Mapping[str, str]) -> WorkerProcess:
+        """Start a worker on an interpreter."""
+        ours, theirs = socket.socketpair()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                python,
+                "-m",
+                "quartet_envhost.worker",
+                f"--fd={theirs.fileno()}",
+                f"--parent={os.getpid()}",
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=sys.stderr.fileno(),
+                env={**os.environ, **env},
+                pass_fds=(theirs.fileno(),),
+                # A group of its own, so that a terminal's Ctrl-C reaches only the front, and kill reaches all of it.
+                start_new_session=True,
+            )
+        except OSError as error:
+            ours.close()
+            raise WorkerDied(f"interpreter {python} does not start: {error.strerror}") from error
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        reader, writer = await asyncio.open_connection(sock=ours)
+        return cls(process, reader, writer)
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def load(self) -> int:
+        """Calls that are not answered."""
+        return len(self._waiting)
+
+    @property
+    def alive(self) -> bool:
+        """Whether calls can be made."""
+        return not self._listener.done() and not self._stopped_because
+
+    @property
+    def silent_seconds(self) -> float:
+        """Time since the worker last said anything."""
+        return time.monotonic() - self._last_frame
+
+    async def open(self, settings: dict[str, Any]) -> bytes:
+        """Load the environment. Raises QuartetError where it is refused."""
+        return await self.call(Kind.OPEN, json.dumps(settings).encode())
+
+    async def call(self, kind: Kind, payload: bytes) -> bytes:
+        """The answer of one call. Raises QuartetError or WorkerDied; cancelling it cancels the call in the worker."""
+        if not self.alive:
+            raise WorkerDied(self._stopped_because or "the worker has ended")
+        call_id = next(self._ids)
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._waiting[call_id] = future
+        try:
+            self._writer.write(encode(kind, call_id, payload))
+            return await future
+        except asyncio.CancelledError:
+            if self.alive:
+                self._writer.write(encode(Kind.CANCEL, call_id))
+            raise
+        finally:
+            self._waiting.pop(call_id, None)
+
+    def kill(self, why: str) -> None:
+        """Stop the process at once; its calls end with WorkerDied(why)."""
+        self._stopped_because = self._stopped_because or why
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def wait(self) -> str:
+        """Wait for the end; how it ended."""
+        await asyncio.wait([self._listener])
+        return self._how_it_ended()
+
+    async def stop(self) -> None:
+        """End the worker by closing its line, or by force after the grace."""
+        self._stopped_because = self._stopped_because or "the host is stopping"
+        self._writer.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_GRACE_S):
+                await self._process.wait()
+        self.kill("the host is stopping")
+        await self._process.wait()
+        await asyncio.wait([self._listener])
+
+    async def _listen(self) -> None:
+        try:
+            while (frame := await read_frame(self._reader)) is not None:
+                self._take(*frame)
+        except ValueError as error:  # A frame that no worker of ours writes.
+            self.kill(f"the worker broke its line: {error}")
+        # The line is closed: nothing useful can come from this process any more.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
+        died = WorkerDied(self._how_it_ended())
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(died)
+        self._writer.close()
+
+    def _take(self, kind: Kind, call_id: int, payload: bytes) -> None:
+        self._last_frame = time.monotonic()
+        self.spoke.set()
+        future = self._waiting.get(call_id)
+        if future is None or future.done():  # A heartbeat, or the answer of a call that was cancelled.
+            return
+        if kind is Kind.OK:
+            future.set_result(payload)
+        elif kind is Kind.ERROR:
+            content = json.loads(payload)
+            future.set_exception(
+                QuartetError(content["reason"], content["message"], **content["metadata"])
+            )
+
+    def _how_it_ended(self) -> str:
+        if self._stopped_because:
+            return self._stopped_because
+        code = self._process.returncode
+        if code is not None and code < 0:
+            return f"worker {self.pid} was killed by {signal.Signals(-code).name}"
+        return f"worker {self.pid} exited with code {code}"

@@ -1,0 +1,109 @@
+"""EnvHostService over gRPC: checks requests, hands them to the host, frames its answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Final
+
+import grpc
+
+from quartet.errors import QuartetError, unimplemented
+from quartet.kit.stream import with_heartbeats
+from quartet.v1 import common_pb2, envhost_service_pb2, envhost_service_pb2_grpc
+from quartet_envhost.host import EnvironmentHost
+
+SERVICE_NAME: Final = "quartet.v1.EnvHostService"
+# The contract's limit of GetTasks.
+MAX_TASKS: Final = 4096
+# A group is tens of members; more than this is a mistake.
+MAX_MEMBERS: Final = 1024
+# More tries than this would hide an environment that is broken.
+MAX_RETRIES: Final = 16
+
+
+class EnvHostServicer(envhost_service_pb2_grpc.EnvHostServiceServicer):
+    """Serves one EnvironmentHost."""
+
+    def __init__(self, host: EnvironmentHost) -> None:
+        """Serve a host."""
+        self._host = host
+
+    async def ListEnvironments(  # noqa: N802
+        self, request: envhost_service_pb2.ListEnvironmentsRequest, context: grpc.aio.ServicerContext
+    ) -> envhost_service_pb2.ListEnvironmentsResponse:
+        """List what is hosted."""
+        return envhost_service_pb2.ListEnvironmentsResponse(environments=self._host.hosted())
+
+    async def DescribeEnvironment(  # noqa: N802
+        self, request: envhost_service_pb2.DescribeEnvironmentRequest, context: grpc.aio.ServicerContext
+    ) -> envhost_service_pb2.DescribeEnvironmentResponse:
+        """Load and describe an environment."""
+        _check_ref(request.environment)
+        info = await self._host.describe(request.environment)
+        return envhost_service_pb2.DescribeEnvironmentResponse(environment=info)
+
+    async def GetTasks(  # noqa: N802
+        self, request: envhost_service_pb2.GetTasksRequest, context: grpc.aio.ServicerContext
+    ) -> envhost_service_pb2.GetTasksResponse:
+        """List examples."""
+        _check_ref(request.environment)
+        if not 1 <= request.count <= MAX_TASKS:
+            raise _invalid("count", request.count, f"ask for 1 to {MAX_TASKS} tasks at a time")
+        return await self._host.tasks(request)
+
+    async def RunRollouts(  # noqa: N802
+        self, request: envhost_service_pb2.RunRolloutsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[envhost_service_pb2.RunRolloutsResponse]:
+        """Run the members of a group."""
+        _check_run(request)
+
+        def heartbeat() -> envhost_service_pb2.RunRolloutsResponse:
+            in_flight = self._host.unfinished(request.request_id)
+            return envhost_service_pb2.RunRolloutsResponse(heartbeat=common_pb2.Heartbeat(in_flight=in_flight))
+
+        async for frame in with_heartbeats(self._frames(request), heartbeat):
+            yield frame
+
+    async def _frames(
+        self, request: envhost_service_pb2.RunRolloutsRequest
+    ) -> AsyncIterator[envhost_service_pb2.RunRolloutsResponse]:
+        async for rollout in self._host.run(request):
+            yield envhost_service_pb2.RunRolloutsResponse(rollout=rollout)
+
+    async def Interact(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[envhost_service_pb2.InteractRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> AsyncIterator[envhost_service_pb2.InteractResponse]:
+        """Not served by this build."""
+        raise unimplemented("EnvHostService.Interact")
+        yield  # Makes this a stream, as the contract has it.
+
+    async def Cancel(  # noqa: N802
+        self, request: envhost_service_pb2.CancelRequest, context: grpc.aio.ServicerContext
+    ) -> envhost_service_pb2.CancelResponse:
+        """End rollouts."""
+        count = self._host.cancel(request.run_id, list(request.request_ids))
+        return envhost_service_pb2.CancelResponse(cancelled=count)
+
+
+def _check_ref(ref: envhost_service_pb2.EnvironmentRef) -> None:
+    if not ref.id:
+        raise _invalid("environment.id", "", 'name an environment, such as "reverse-text"')
+
+
+def _check_run(request: envhost_service_pb2.RunRolloutsRequest) -> None:
+    _check_ref(request.environment)
+    if not request.request_id:
+        raise _invalid("request_id", "", "give every attempt an id of its own")
+    if not 1 <= len(request.members) <= MAX_MEMBERS:
+        raise _invalid("members", len(request.members), f"name 1 to {MAX_MEMBERS} members")
+    if len(set(request.members)) != len(request.members):
+        raise _invalid("members", list(request.members), "name each member once")
+    if request.max_retries > MAX_RETRIES:
+        raise _invalid("max_retries", request.max_retries, f"at most {MAX_RETRIES}")
+
+
+def _invalid(field: str, value: object, remedy: str) -> QuartetError:
+    text = f"{field} = {value} is refused; {remedy}"
+    return QuartetError("INVALID_REQUEST", text, field=field, value=value, remedy=remedy)

@@ -1,0 +1,1 @@
+"""The adapter to the v1 API of Verifiers (0.4). Imported by workers only; the front never imports it."""

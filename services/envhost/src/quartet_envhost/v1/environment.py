@@ -1,0 +1,257 @@
+"""One loaded environment: its tasks, its description, its rollouts.
+
+1. `args` may name fields of the taskset ("num_train", "split") and of the environment ("agent", "timeout"); anything else is
+   refused with the nearest known name.
+2. Roles that do not say where and how they run get the in-process harness on the local machine.
+3. Training examples are the taskset as configured. Evaluation examples are the taskset with its `split` set to "eval", "test" or
+   "validation", whichever it knows; a taskset without splits evaluates on its training examples.
+4. Equal (id, args) give equal tasks in equal order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib.metadata
+import itertools
+import json
+import time
+import typing
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Final
+
+import pydantic
+import verifiers
+import verifiers.v1 as vf
+from verifiers.v1.configs.agent import AgentConfig
+from verifiers.v1.utils.loaders import (
+    default_harness_id,
+    env_config_type,
+    load_environment,
+    load_taskset,
+    resolve_env_config,
+    taskset_config_type,
+)
+
+from quartet.errors import QuartetError
+from quartet.v1 import envhost_service_pb2, rollout_pb2
+from quartet_envhost.v1.harness import HARNESS_ID
+from quartet_envhost.v1.interception import POLICY_CONFIG, HostInterception, current_policy
+from quartet_envhost.v1.outcome import rollout_of
+from quartet_envhost.v1.policy import Inference, RolloutPolicy, sampling_config
+
+_EVAL_SPLITS: Final = ("eval", "test", "validation")
+# What the model is called inside Verifiers; which weights answer is the request's matter.
+MODEL_NAME: Final = "policy"
+# A longer list is asked for in parts; it would not fit into a message with its data.
+MAX_TASKS: Final = 4096
+
+
+class HostedEnvironment:
+    """An environment with its tasks, ready to run."""
+
+    def __init__(self, env_id: str, args: dict[str, Any]) -> None:
+        """Import, configure and load. Raises QuartetError(INVALID_CONFIG, ENVIRONMENT_UNKNOWN)."""
+        self._id = env_id
+        self._env = load_environment(environment_config(env_id, args))
+        self._tasks = {
+            envhost_service_pb2.SPLIT_TRAIN: _Tasks(self._env.taskset),
+            envhost_service_pb2.SPLIT_EVAL: _Tasks(_eval_taskset(self._env.taskset)),
+        }
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Hold what all rollouts share: tool servers, the interception, what the environment starts.
+
+        The steps of `Env.serving()` with our interception (verifiers 0.4.0).
+        """
+        async with self._env.shared_tools() as shared, HostInterception() as interception:
+            self._env._shared_tools, self._env._interception = shared, interception
+            try:
+                await self._env.start()
+                yield
+            finally:
+                await self._env.stop()
+                self._env._shared_tools, self._env._interception = {}, None
+
+    def describe(self) -> envhost_service_pb2.EnvironmentInfo:
+        """The description, with sizes."""
+        info = envhost_service_pb2.EnvironmentInfo(
+            id=self._id,
+            version=_distribution_version(self._id),
+            api="v1",
+            verifiers_version=verifiers.__version__,
+            infinite=not self._env.taskset.bounded,
+        )
+        train = self._split(envhost_service_pb2.SPLIT_TRAIN)
+        if not info.infinite:
+            info.train_size = train.size()
+            info.eval_size = self._split(envhost_service_pb2.SPLIT_EVAL).size()
+        first = train.get(0)
+        if first is not None:
+            info.rewards.extend(sorted(fn.__name__ for fn in first.hooks("reward")))
+            info.rewards.extend(judge.reward_name for judge in first.plugged_judges())
+            info.metrics.extend(sorted(fn.__name__ for fn in first.hooks("metric")))
+        return info
+
+    def tasks(self, request: envhost_service_pb2.GetTasksRequest) -> envhost_service_pb2.GetTasksResponse:
+        """The examples asked for, in stable order."""
+        response = envhost_service_pb2.GetTasksResponse()
+        split = self._split(request.split)
+        for index in range(request.start, request.start + min(request.count, MAX_TASKS)):
+            task = split.get(index)
+            if task is None:
+                break
+            data = task.data.model_dump_json(exclude_none=True) if request.include_data else ""
+            response.tasks.add(index=index, key=task.key, data_json=data)
+        return response
+
+    async def run(
+        self,
+        inference: Inference,
+        request: envhost_service_pb2.RunRolloutsRequest,
+        timeout_s: float,
+    ) -> rollout_pb2.Rollout:
+        """Run the one member of the request. Raises QuartetError(RESOURCE_UNKNOWN) for a task that is not there."""
+        task = self._split(request.split).get(request.task_index)
+        if task is None:
+            raise QuartetError(
+                "RESOURCE_UNKNOWN",
+                f"{self._id} has no task {request.task_index}",
+                name=f"task {request.task_index}",
+            )
+        member = request.members[0]
+        started = time.monotonic()
+        policy = RolloutPolicy(inference, request, started + timeout_s)
+        context = vf.ModelContext(
+            model=MODEL_NAME, client=POLICY_CONFIG, sampling=sampling_config(request.sampling)
+        )
+        token = current_policy.set(policy)
+        try:
+            (slot,) = self._env.slots(task)
+            episode = await self._env.run_slot(slot, context)
+        finally:
+            current_policy.reset(token)
+        return rollout_of(
+            episode,
+            policy,
+            member,
+            total_seconds=time.monotonic() - started,
+            with_messages=member < request.messages_of_members,
+        )
+
+    def _split(self, split: int) -> _Tasks:
+        return self._tasks[split or envhost_service_pb2.SPLIT_TRAIN]  # type: ignore[index]
+
+
+class _Tasks:
+    """A split as a list that grows as far as it is read; infinite tasksets are never read to the end."""
+
+    def __init__(self, taskset: Any) -> None:
+        self._source: Iterator[Any] = iter(taskset)
+        self._read: list[Any] = []
+
+    def get(self, index: int) -> Any | None:
+        missing = index + 1 - len(self._read)
+        if missing > 0:
+            self._read.extend(itertools.islice(self._source, missing))
+        return self._read[index] if index < len(self._read) else None
+
+    def size(self) -> int:
+        self._read.extend(self._source)
+        return len(self._read)
+
+
+def environment_config(env_id: str, args: dict[str, Any]) -> Any:
+    """The environment's validated configuration."""
+    try:
+        taskset_fields = set(taskset_config_type(env_id).model_fields) - {"id"}
+        config_type = env_config_type(env_id)
+    except ModuleNotFoundError as error:
+        raise _not_found(env_id, error) from error
+    env_fields = set(config_type.model_fields) - {"id", "taskset"}
+    raw: dict[str, Any] = {"taskset": {"id": env_id}}
+    for name, value in args.items():
+        if name in taskset_fields:
+            raw["taskset"][name] = value
+        elif name in env_fields:
+            raw[name] = value
+        else:
+            raise _unknown_argument(env_id, name, taskset_fields | env_fields)
+    ships_harness = default_harness_id(env_id) != "bash"
+    for name, info in config_type.model_fields.items():
+        if isinstance(info.default, AgentConfig):
+            raw[name] = _placed(info.default, raw.get(name, {}), ships_harness)
+    try:
+        return resolve_env_config(raw)
+    except pydantic.ValidationError as error:
+        raise _refused(env_id, error) from error
+
+
+def _placed(default: Any, given: Any, ships_harness: bool) -> Any:
+    """A role's settings with harness and runtime filled in where neither the author nor the caller chose them."""
+    if not isinstance(given, dict):
+        return given
+    placed = dict(given)
+    if default.harness is None and "harness" not in given and not ships_harness:
+        placed["harness"] = {"id": HARNESS_ID}
+    if "runtime" not in given and default.runtime == AgentConfig.model_fields["runtime"].default:
+        placed["runtime"] = {"type": "subprocess"}
+    return placed
+
+
+def _eval_taskset(taskset: Any) -> Any:
+    field = type(taskset.config).model_fields.get("split")
+    if field is None:
+        return taskset
+    known = typing.get_args(field.annotation)
+    split = next((one for one in _EVAL_SPLITS if one in known), "test" if not known else None)
+    if split is None:
+        return taskset
+    return load_taskset(taskset.config.model_copy(update={"split": split}))
+
+
+def _distribution_version(env_id: str) -> str:
+    name = env_id.rsplit("/", 1)[-1].split("@", 1)[0]
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _not_found(env_id: str, error: ModuleNotFoundError) -> QuartetError:
+    name = env_id.rsplit("/", 1)[-1].split("@", 1)[0]
+    module = name.replace("-", "_").lower()
+    cause = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
+    if cause.name and cause.name != module:
+        text = f"environment {env_id!r} needs the package {cause.name!r}; install it into the interpreter"
+    else:
+        text = f"environment {env_id!r} is not installed; install the package {name!r} into the interpreter"
+    return QuartetError("ENVIRONMENT_UNKNOWN", text, env_id=env_id)
+
+
+def _unknown_argument(env_id: str, name: str, known: set[str]) -> QuartetError:
+    close = difflib.get_close_matches(name, known, n=1)
+    remedy = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(sorted(known))}"
+    return QuartetError(
+        "INVALID_CONFIG",
+        f"environment {env_id!r} takes no argument {name!r}; {remedy}",
+        key=f"args.{name}",
+        value="",
+        remedy=remedy,
+    )
+
+
+def _refused(env_id: str, error: pydantic.ValidationError) -> QuartetError:
+    first = error.errors(include_url=False)[0]
+    path = [str(part) for part in first["loc"] if part != "taskset"]
+    value = json.dumps(first["input"], default=str)
+    return QuartetError(
+        "INVALID_CONFIG",
+        f"environment {env_id!r} refuses args.{'.'.join(path)} = {value}: {first['msg']}",
+        key=f"args.{'.'.join(path)}",
+        value=value,
+        remedy=first["msg"],
+    )
+
+

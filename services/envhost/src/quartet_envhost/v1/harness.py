@@ -1,0 +1,121 @@
+"""A chat loop that runs inside the worker: no program, no sandbox, no process per rollout.
+
+Verifiers allows it ("the interception is the contract, not the process"): every model call goes through the rollout's session, which
+knows limits, stops and errors; the loop only carries messages and tool calls.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import AsyncExitStack
+from typing import Any, Final
+
+import verifiers.v1 as vf
+from pydantic_core import from_json
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+from verifiers.v1.types import UserMessage
+
+from quartet_envhost.v1.interception import HostInterception, local_server
+
+# Verifiers finds harnesses as top-level modules by id; this one is registered under it.
+HARNESS_ID: Final = "quartet_in_process"
+# A model that never stops calling tools would otherwise hold its slot until the deadline.
+MAX_MODEL_CALLS: Final = 512
+PROMPT_TOO_LONG: Final = "prompt_too_long"
+
+
+class InProcessHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
+    """Chat completions with MCP tools until the model answers without a tool call."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: Any,
+        trace: Any,
+        runtime: Any,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: Any,
+    ) -> vf.ProgramResult:
+        """Run one segment of the conversation."""
+        system, prompt = self.resolve_prompt(data)
+        messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            prompt = [UserMessage(content=prompt)]
+        messages += [message_to_wire(message) for message in prompt or []]
+        server = local_server(endpoint)
+        if not mcp_urls:
+            return await self._converse(server, ctx, trace, secret, messages, None)
+        async with AsyncExitStack() as stack:
+            spec = {"mcpServers": {name: self._server_spec(url) for name, url in mcp_urls.items()}}
+            tools = await connect_mcp(spec, stack)
+            return await self._converse(server, ctx, trace, secret, messages, tools)
+
+    def _server_spec(self, url: str) -> dict[str, Any]:
+        return {"url": url, "timeout": self.config.tool_timeout}
+
+    async def _converse(
+        self,
+        server: HostInterception,
+        ctx: Any,
+        trace: Any,
+        secret: str,
+        messages: list[dict[str, Any]],
+        tools: tuple[list[dict[str, Any]], dict[str, tuple[str, str]], dict[str, Any]] | None,
+    ) -> vf.ProgramResult:
+        offered = [t for t in tools[0] if not self._disabled(t)] if tools else []
+        for _ in range(MAX_MODEL_CALLS):
+            body = {"model": ctx.model, "messages": messages, **({"tools": offered} if offered else {})}
+            status, raw = await server.post(secret, body)
+            if status != 200:
+                text = raw.decode(errors="replace")
+                if "PROMPT_TOO_LONG" in text and trace.num_turns:
+                    # The context is used up: the rollout ends here, truncated, and is scored as it stands.
+                    trace.stop(PROMPT_TOO_LONG)
+                    return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+                # A limit, a stop or a failure; the session knows which, and the rollout asks it.
+                return vf.ProgramResult(exit_code=1, stdout="", stderr=text)
+            message = from_json(raw)["choices"][0]["message"]
+            messages.append({key: value for key, value in message.items() if value is not None})
+            calls = message.get("tool_calls")
+            if not calls or tools is None:
+                break
+            for call in calls:
+                messages.append(await _run_tool(call, tools))
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+    def _disabled(self, tool: dict[str, Any]) -> bool:
+        return tool["function"]["name"] in (self.config.disabled_tools or ())
+
+
+async def _run_tool(
+    call: dict[str, Any], tools: tuple[list[dict[str, Any]], dict[str, tuple[str, str]], dict[str, Any]]
+) -> dict[str, Any]:
+    """The tool's answer as a message. What the model did wrong is told to the model; it is not a failure."""
+    _, dispatch, servers = tools
+    name = call["function"]["name"]
+    try:
+        arguments = json.loads(call["function"]["arguments"] or "{}")
+    except json.JSONDecodeError as error:
+        content: Any = f"error: arguments are not JSON: {error}"
+    else:
+        if name not in dispatch:
+            content = f"error: no tool {name!r}; the tools are {', '.join(dispatch)}"
+        elif not isinstance(arguments, dict):
+            content = "error: arguments must be a JSON object"
+        else:
+            content = await call_mcp(servers, dispatch, name, arguments)
+    return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
+
+
+__all__ = ["InProcessHarness"]
+
+sys.modules.setdefault(HARNESS_ID, sys.modules[__name__])

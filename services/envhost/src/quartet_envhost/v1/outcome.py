@@ -1,0 +1,130 @@
+"""An Episode of Verifiers as a Rollout of the contract: a result or a typed failure, never both.
+
+1. A reward exists only where every scorer answered with a finite number; anything else is a failure.
+2. Only turns that Verifiers committed to a trainable trace become samples; an answer that a hook replaced is not trained on.
+3. Where an episode has several trainable traces, rewards and metrics are their means and all of them give samples.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from quartet.v1 import rollout_pb2
+from quartet_envhost import failures
+from quartet_envhost.v1.harness import PROMPT_TOO_LONG
+from quartet_envhost.v1.policy import RolloutPolicy, Turn, wire_messages
+from quartet_envhost.v1.samples import merge_turns
+
+_TOOL_ERRORS = {"ToolsetError", "SandboxError"}
+_HOST_ERRORS = {"InterceptionError", "TunnelError"}
+
+
+def rollout_of(
+    episode: Any, policy: RolloutPolicy, member: int, *, total_seconds: float, with_messages: bool
+) -> rollout_pb2.Rollout:
+    """The rollout that an episode was."""
+    rollout = rollout_pb2.Rollout(member=member)
+    traces = [trace for trace in episode.traces if trace.agent.trainable]
+    for trace in traces:
+        samples, breaks = merge_turns(_committed(trace, policy.turns.get(trace.id, [])))
+        rollout.samples.extend(samples)
+        rollout.prefix_breaks += breaks
+        rollout.num_turns += trace.num_turns
+        rollout.truncated |= trace.is_truncated or trace.stop_condition == PROMPT_TOO_LONG
+        if with_messages:
+            rollout.messages.extend(wire_messages(trace.messages))
+    if traces:
+        rollout.stop_condition = traces[-1].stop_condition or "completed"
+        _record_scores(rollout, traces)
+    _record_usage(rollout, policy)
+    rollout.timing.total_ms = round(total_seconds * 1000)
+    rollout.timing.model_ms = round(policy.model_seconds * 1000)
+    rollout.timing.scoring_ms = round(1000 * sum(t.timing.scoring.duration for t in episode.traces))
+    found = _failure(episode, traces)
+    if found is not None:
+        rollout.failure.CopyFrom(found)
+    return rollout
+
+
+def _committed(trace: Any, turns: Sequence[Turn]) -> Iterable[Turn]:
+    """The turns that the trace holds, in its order: matched by the tokens from the root to each sampled node."""
+    by_tokens: dict[bytes, list[Turn]] = {}
+    for turn in turns:
+        by_tokens.setdefault(_key(turn.prompt_ids + turn.token_ids), []).append(turn)
+    # Tokens from the root to each node; a node comes after its parent.
+    paths: list[list[int]] = []
+    for node in trace.nodes:
+        above = paths[node.parent] if node.parent is not None else []
+        paths.append(above + node.token_ids)
+        if node.sampled:
+            found = by_tokens.get(_key(paths[-1]))
+            if found:
+                yield found.pop(0)
+
+
+def _key(tokens: list[int]) -> bytes:
+    return array("Q", tokens).tobytes()
+
+
+def _record_scores(rollout: rollout_pb2.Rollout, traces: Sequence[Any]) -> None:
+    share = 1.0 / len(traces)
+    for trace in traces:
+        rollout.reward += trace.reward * share
+        for name, reward in trace.rewards.items():
+            if reward is not None:
+                rollout.rewards[name] += reward.score * share
+        for name, value in trace.metrics.items():
+            if value is not None:
+                rollout.metrics[name] += value * share
+
+
+def _record_usage(rollout: rollout_pb2.Rollout, policy: RolloutPolicy) -> None:
+    for turns in policy.turns.values():
+        for turn in turns:
+            rollout.usage.prompt_tokens += len(turn.prompt_ids)
+            rollout.usage.completion_tokens += len(turn.token_ids)
+            rollout.usage.cached_tokens += turn.cached_tokens
+
+
+def _failure(episode: Any, traces: Sequence[Any]) -> rollout_pb2.RolloutFailure | None:
+    if episode.is_timeout:
+        return failures.failure(failures.TIMEOUT, _text(episode.errors[-1]), retryable=False)
+    if not episode.ok:
+        return _of_errors(episode)
+    if not traces:
+        return failures.failure(failures.ENVIRONMENT, "the episode has no trainable trace", retryable=False)
+    for trace in traces:
+        if trace.stop_condition in ("scoring_timeout", "finalize_timeout", "setup_timeout"):
+            return failures.failure(failures.TIMEOUT, f"the task's own {trace.stop_condition}", retryable=False)
+        missing = [name for name, reward in trace.rewards.items() if reward is None]
+        if missing:
+            return failures.failure(failures.SCORER, f"no value from {', '.join(missing)}", retryable=False)
+        wrong = [name for name, reward in trace.rewards.items() if not math.isfinite(reward.value)]
+        if wrong:
+            return failures.failure(failures.SCORER, f"not a finite number: {', '.join(wrong)}", retryable=False)
+    return None
+
+
+def _of_errors(episode: Any) -> rollout_pb2.RolloutFailure:
+    """The failure behind an episode that is not ok: the last error of the first trace that broke, else the episode's."""
+    broken = next((trace for trace in episode.traces if not trace.ok and trace.errors), None)
+    error = broken.errors[-1] if broken is not None else (episode.errors[-1] if episode.errors else None)
+    if error is None:
+        return failures.failure(failures.ENVIRONMENT, "the episode failed without an error", retryable=False)
+    if error.type == "ProviderError":
+        status = error.status_code or 502
+        return failures.failure(failures.MODEL, _text(error), retryable=status >= 500 or status == 429)
+    if error.type in _TOOL_ERRORS:
+        return failures.failure(failures.TOOL, _text(error), retryable=True)
+    if error.type in _HOST_ERRORS:
+        return failures.failure(failures.HOST, _text(error), retryable=True)
+    scoring = broken is not None and broken.timing.scoring.start > 0
+    kind = failures.SCORER if scoring else failures.ENVIRONMENT
+    return failures.failure(kind, _text(error), retryable=False)
+
+
+def _text(error: Any) -> str:
+    return f"{error.type}: {error.message}"

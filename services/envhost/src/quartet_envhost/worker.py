@@ -1,0 +1,237 @@
+"""A worker: one process that runs rollouts of one environment, spoken to over the socket it was given.
+
+1. It ends with the front: the kernel kills it when the front dies, and the end of the socket ends it too.
+2. Every RUN is answered exactly once, also when it is cancelled, times out or breaks. The deadline is over rollout and scoring.
+3. What the environment prints goes to stderr; the socket carries frames alone.
+4. A heartbeat leaves every second while the event loop runs, so a wedged loop shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+from google.protobuf.message import DecodeError, Message
+
+from quartet.errors import QuartetError
+from quartet.kit.channel import ClientSecurity
+from quartet.v1 import envhost_service_pb2, rollout_pb2
+from quartet_envhost import failures
+from quartet_envhost.frames import Kind, encode, read_frame
+
+HEARTBEAT_S: Final = 1.0
+# The contract's 4 MiB less what the stream frame around a rollout and its transport may add.
+MAX_ROLLOUT_BYTES: Final = 4 * 1024 * 1024 - 64 * 1024
+# Cancelled rollouts get this long to clean up before the process ends.
+CLOSE_GRACE_S: Final = 5.0
+_PR_SET_PDEATHSIG: Final = 1
+VERIFIERS: Final = "0.4."
+
+
+class Worker:
+    """The loop between the socket and the environment."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Speak over an open socket."""
+        self._reader = reader
+        self._writer = writer
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._environment: Any = None
+        self._inference: Any = None
+        self._info = b""
+
+    async def run(self) -> None:
+        """Serve until the front closes the line."""
+        self._send(Kind.HELLO, 0)
+        frame = await read_frame(self._reader)
+        if frame is None:
+            return
+        _, call_id, payload = frame
+        settings = json.loads(payload)
+        try:
+            self._load(settings)
+        except QuartetError as error:
+            self._refuse(call_id, error)
+            await self._writer.drain()
+            return
+        async with self._environment.serving():
+            beat = asyncio.create_task(self._beat())
+            self._send(Kind.OK, call_id, self._info)
+            _freeze_heap()
+            try:
+                while (frame := await read_frame(self._reader)) is not None:
+                    self._take(*frame)
+            finally:
+                beat.cancel()
+                await self._end_calls()
+                await self._inference.close()
+
+    def _load(self, settings: dict[str, Any]) -> None:
+        _require_verifiers()
+        from quartet_envhost.v1.environment import HostedEnvironment
+        from quartet_envhost.v1.policy import Inference
+
+        env_id = settings["id"]
+        try:
+            self._environment = HostedEnvironment(env_id, settings["args"])
+            # Reads the data too, so that what is wrong with it shows now.
+            self._info = self._environment.describe().SerializeToString()
+        except QuartetError:
+            raise
+        # The environment's own code: whatever it raises is a refusal to load, reported as such.
+        except Exception as error:
+            logging.getLogger(__name__).exception("environment %s does not load", env_id)
+            text = f"environment {env_id!r} does not load: {type(error).__name__}: {error}"
+            raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=env_id) from error
+        security = ClientSecurity.model_validate(settings["security"])
+        self._inference = Inference(settings["inference_addresses"], security)
+
+    def _take(self, kind: Kind, call_id: int, payload: bytes) -> None:
+        if kind is Kind.CANCEL:
+            if call_id in self._calls:
+                self._calls[call_id].cancel()
+            return
+        work = {Kind.TASKS: self._tasks, Kind.RUN: self._run}[kind]
+        task = asyncio.create_task(self._answer(call_id, work, payload))
+        self._calls[call_id] = task
+        task.add_done_callback(lambda _: self._calls.pop(call_id, None))
+
+    async def _answer(self, call_id: int, work: Callable[[bytes], Any], payload: bytes) -> None:
+        try:
+            answer: Message = await work(payload)
+        except QuartetError as error:
+            self._refuse(call_id, error)
+        except DecodeError as error:
+            self._refuse(call_id, QuartetError("INVALID_REQUEST", str(error), field="payload"))
+        else:
+            self._send(Kind.OK, call_id, answer.SerializeToString())
+
+    async def _tasks(self, payload: bytes) -> Message:
+        request = envhost_service_pb2.GetTasksRequest.FromString(payload)
+        response: envhost_service_pb2.GetTasksResponse = self._environment.tasks(request)
+        if response.ByteSize() > MAX_ROLLOUT_BYTES:
+            raise QuartetError(
+                "INVALID_REQUEST",
+                f"{len(response.tasks)} tasks do not fit into 4 MiB; ask for fewer at a time",
+                field="count",
+                value=request.count,
+            )
+        return response
+
+    async def _run(self, payload: bytes) -> Message:
+        request = envhost_service_pb2.RunRolloutsRequest.FromString(payload)
+        member = request.members[0]
+        timeout_s = request.timeout_ms / 1000
+        try:
+            async with asyncio.timeout(timeout_s):
+                rollout: rollout_pb2.Rollout = await self._environment.run(
+                    self._inference, request, timeout_s
+                )
+        except TimeoutError:
+            text = f"not done with its scoring after {timeout_s:g} s"
+            return failures.failed(member, failures.TIMEOUT, text, retryable=False)
+        except asyncio.CancelledError:
+            # Cancelled by the front, which no longer waits; answered so that every call ends.
+            return failures.failed(member, failures.CANCELLED, "cancelled", retryable=False)
+        except QuartetError:
+            raise
+        # Verifiers records what environments raise; what still escapes broke around them.
+        except Exception as error:
+            logging.getLogger(__name__).exception("rollout of task %d broke", request.task_index)
+            text = f"{type(error).__name__}: {error}"
+            return failures.failed(member, failures.ENVIRONMENT, text, retryable=False)
+        return bounded(rollout)
+
+    def _send(self, kind: Kind, call_id: int, payload: bytes = b"") -> None:
+        self._writer.write(encode(kind, call_id, payload))
+
+    def _refuse(self, call_id: int, error: QuartetError) -> None:
+        content = {"reason": error.reason, "message": error.message, "metadata": error.metadata}
+        self._send(Kind.ERROR, call_id, json.dumps(content).encode())
+
+    async def _beat(self) -> None:
+        while True:
+            self._send(Kind.HEARTBEAT, 0)
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def _end_calls(self) -> None:
+        calls = list(self._calls.values())
+        for call in calls:
+            call.cancel()
+        if calls:
+            await asyncio.wait(calls, timeout=CLOSE_GRACE_S)
+
+
+def bounded(rollout: rollout_pb2.Rollout) -> rollout_pb2.Rollout:
+    """The rollout if it fits into a message, else without its messages, else a failure that says so."""
+    if rollout.ByteSize() <= MAX_ROLLOUT_BYTES:
+        return rollout
+    del rollout.messages[:]
+    size = rollout.ByteSize()
+    if size <= MAX_ROLLOUT_BYTES:
+        return rollout
+    text = f"the rollout has {size} bytes, more than a message may have ({MAX_ROLLOUT_BYTES})"
+    return failures.failed(rollout.member, failures.HOST, text, retryable=False)
+
+
+def _require_verifiers() -> None:
+    try:
+        import verifiers
+    except ImportError as error:
+        text = f"interpreter {sys.executable} has no verifiers; install 'quartet-envhost[verifiers]' into it"
+        raise QuartetError("INVALID_CONFIG", text, key="python", value=sys.executable) from error
+    if not verifiers.__version__.startswith(VERIFIERS):
+        text = f"interpreter {sys.executable} has verifiers {verifiers.__version__}; this worker needs {VERIFIERS}x"
+        raise QuartetError("INVALID_CONFIG", text, key="python", value=sys.executable)
+
+
+def _freeze_heap() -> None:
+    """Take what was loaded out of garbage collection: walking it again and again costs a tenth of the rollouts' CPU."""
+    gc.collect()
+    gc.freeze()
+
+
+def _die_with_parent(parent: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # The front died before the line above.
+        os._exit(1)
+
+
+async def _serve(fd: int) -> None:
+    line = socket.socket(fileno=fd)
+    line.setblocking(False)
+    reader, writer = await asyncio.open_connection(sock=line)
+    # Environments may install handlers of their own; the front alone decides when a worker ends.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)
+    try:
+        await Worker(reader, writer).run()
+    finally:
+        with contextlib.suppress(ConnectionError):
+            writer.close()
+            await writer.wait_closed()
+
+
+def main() -> None:
+    """Run the worker on the socket and for the parent that the arguments name."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    arguments = parser.parse_args()
+    _die_with_parent(arguments.parent)
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    asyncio.run(_serve(arguments.fd))
+
+
+if __name__ == "__main__":
+    main()
