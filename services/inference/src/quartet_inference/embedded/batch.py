@@ -1,0 +1,187 @@
+"""The running batch: rows join and leave between decode steps.
+
+1. Row i of the KV cache belongs to `rows[i]`; there are no holes.
+2. Equal prompts that join together are computed once; later ones and longer ones take what the prefix cache
+   has.
+3. Where the KV budget does not hold all rows at their next length, the row that joined last leaves and is
+   handed back: it loses its keys and values, never a token.
+4. `step` samples one token for every row. Weights do not change inside any method.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quartet_inference.embedded.forward import Forward
+from quartet_inference.embedded.kv_cache import KvCache
+from quartet_inference.embedded.prefill import PREFILL_TOKENS, prefill
+from quartet_inference.embedded.prefix_cache import Prefix, PrefixCache
+from quartet_inference.embedded.sampler import Sampler
+from quartet_inference.embedded.sequence import RunningSequence
+
+#: Steps that must fit before a row may join, so that it does not join and leave again all the time.
+JOIN_SLACK = 64
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One sampled token; a non-finite log-probability means that the weights are broken."""
+
+    row: RunningSequence
+    token: int
+    logprob: float
+
+    @property
+    def sound(self) -> bool:
+        """Whether it came from a distribution."""
+        return math.isfinite(self.logprob)
+
+
+class Batch:
+    """The rows that decode together."""
+
+    def __init__(self, forward: Forward, cache: KvCache, prefixes: PrefixCache) -> None:
+        self._forward = forward
+        self._cache = cache
+        self._prefixes = prefixes
+        self._epoch = 0
+        self._ids = torch.zeros(cache.max_rows, dtype=torch.long)
+        self._positions = torch.zeros(cache.max_rows, dtype=torch.long)  # of the token in _ids
+        self._sampler: Sampler | None = None
+        self.rows: list[RunningSequence] = []
+
+    def room_for(self, waiting: Sequence[RunningSequence]) -> int:
+        """How many of these, in order, can join now."""
+        longest = max((len(row.tokens) for row in self.rows), default=0)
+        count, new_tokens = 0, 0
+        for sequence in waiting:
+            longest = max(longest, len(sequence.tokens))
+            length = min(longest + JOIN_SLACK, self._cache.max_length)
+            new_tokens += len(sequence.tokens)
+            if not self._cache.fits(len(self.rows) + count + 1, length):
+                break
+            if count and new_tokens > PREFILL_TOKENS:  # the others have waited for one pass, not for all
+                break
+            count += 1
+        return count
+
+    def join(self, joiners: Sequence[RunningSequence]) -> list[Drawn]:
+        """Compute the prompts of new rows and sample the first token of each."""
+        groups: dict[tuple[int, ...], list[RunningSequence]] = {}
+        for sequence in joiners:
+            groups.setdefault(tuple(sequence.tokens), []).append(sequence)
+        prompts = sorted(groups, key=len)
+        longest = max(len(row.tokens) for row in [*self.rows, *joiners])
+        self._cache.reserve(len(self.rows) + len(joiners), min(longest + 1, self._cache.max_length))
+        first = len(self.rows)
+        leaders_end = first + len(prompts)
+        logits = self._compute(first, prompts, groups)
+        followers: list[RunningSequence] = []
+        order = list(range(len(prompts)))
+        for number, prompt in enumerate(prompts):
+            others = groups[prompt][1:]
+            if others:
+                at = leaders_end + len(followers)
+                self._cache.copy_row(first + number, list(range(at, at + len(others))), len(prompt))
+                followers.extend(others)
+                order.extend([number] * len(others))
+                for other in others:
+                    other.cached_tokens = len(prompt) if other.cached_tokens is None else other.cached_tokens
+        new = [groups[prompt][0] for prompt in prompts] + followers
+        for sequence in new:
+            sequence.kv_epoch = self._epoch
+        self.rows.extend(new)
+        self._sampler = None
+        drawn = self._draw(new, Sampler(new), logits[order])
+        self._ids[first : len(self.rows)] = torch.tensor([item.token for item in drawn])
+        self._positions[first : len(self.rows)] = torch.tensor([len(sequence.tokens) for sequence in new])
+        return drawn
+
+    def _compute(
+        self, first: int, prompts: list[tuple[int, ...]], groups: dict[tuple[int, ...], list[RunningSequence]]
+    ) -> Tensor:
+        """Fill the leaders' rows; the logits after each prompt."""
+        found = [self._prefixes.find(prompt) for prompt in prompts]
+        # Prompts that are known whole go first, so that those to be computed are neighbours.
+        known = [i for i, prompt in enumerate(prompts) if found[i][1] == len(prompt)]
+        order = known + [i for i in range(len(prompts)) if i not in set(known)]
+        prompts[:] = [prompts[i] for i in order]
+        found = [found[i] for i in order]
+        for number, (prefix, shared) in enumerate(found):
+            if prefix is not None:
+                self._cache.write_row(first + number, prefix.kv, shared)
+            leader = groups[prompts[number]][0]
+            leader.cached_tokens = shared if leader.cached_tokens is None else leader.cached_tokens
+        known_logits = [
+            prefix.logits for prefix, _ in found[: len(known)] if prefix and prefix.logits is not None
+        ]
+        if len(known) == len(prompts):
+            return torch.stack(known_logits)
+        starts = [shared for _, shared in found[len(known) :]]
+        computed = prefill(self._forward, first + len(known), prompts[len(known) :], starts)
+        for number in range(len(known), len(prompts)):
+            kv = self._cache.read_row(first + number, len(prompts[number]))
+            self._prefixes.add(Prefix(prompts[number], kv, computed[number - len(known)].clone()))
+        return torch.cat([torch.stack(known_logits), computed]) if known_logits else computed
+
+    def make_room(self) -> list[RunningSequence]:
+        """Rows that must leave so that the rest can take a step."""
+        leaving = []
+        while not self._cache.fits(len(self.rows), max(len(row.tokens) for row in self.rows)):
+            leaving.append(self.rows[-1])
+            self.remove(self.rows[-1])
+        return leaving
+
+    def step(self) -> list[Drawn]:
+        """One token for every row. The caller has made room."""
+        count = len(self.rows)
+        context = max(len(row.tokens) for row in self.rows)
+        self._cache.reserve(count, context)
+        logits = self._forward(0, self._ids[:count, None], self._positions[:count, None], context, None)
+        if self._sampler is None:
+            self._sampler = Sampler(list(self.rows))
+        return self._draw(self.rows, self._sampler, logits, to_rows=True)
+
+    def _draw(
+        self, rows: Sequence[RunningSequence], sampler: Sampler, logits: Tensor, to_rows: bool = False
+    ) -> list[Drawn]:
+        tokens, logprobs = sampler.draw(logits)
+        if to_rows:
+            self._ids[: len(rows)] = tokens
+            self._positions[: len(rows)] += 1
+        return [Drawn(*item) for item in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)]
+
+    def remove(self, sequence: RunningSequence, keep_prefix: bool = False, clean: bool = False) -> None:
+        """Take a row out; its place goes to the last row."""
+        hole, last = self.rows.index(sequence), len(self.rows) - 1
+        held = len(sequence.tokens) - 1
+        if keep_prefix and sequence.kv_epoch == self._epoch:
+            tokens = tuple(sequence.tokens[:held])
+            self._prefixes.add(Prefix(tokens, self._cache.read_row(hole, held), None))
+        if clean:
+            self._cache.clean_row(hole)
+        self._cache.fill_hole(hole, last, len(self.rows[last].tokens))
+        self._ids[hole], self._positions[hole] = self._ids[last], self._positions[last]
+        self.rows[hole] = self.rows[last]
+        self.rows.pop()
+        self._sampler = None
+
+    def weights_changed(self, apply: Callable[[], None], recompute: bool) -> None:
+        """Change the weights by `apply`.
+
+        Then no prefix is known, and running rows are recomputed where asked.
+        """
+        self._epoch += 1
+        self._prefixes.clear()
+        apply()
+        if recompute and self.rows:
+            sequences = [row.tokens[:-1] for row in self.rows]
+            self._cache.reserve(len(self.rows), max(len(tokens) for tokens in sequences) + 1)
+            prefill(self._forward, 0, sequences, [0] * len(sequences))
+            for row in self.rows:
+                row.kv_epoch = self._epoch

@@ -1,0 +1,366 @@
+"""The embedded engine: one thread that decodes, and the event loop's side of it.
+
+1. Everything about rows, keys and weights happens in the decoding thread; the event loop only posts commands,
+   which run between two decode steps, and receives events.
+2. At most `max_waiting` completions wait; more are refused with OVERLOADED. A stream's buffer is bounded by
+   its own max_tokens.
+3. A request whose iterator is closed has left the batch before the next step.
+4. Weights change in a command, hence between two steps; requests pinned to something else fail there, before
+   another token.
+5. A fault in a step fails the requests in it with INTERNAL; the thread goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import structlog
+import torch
+from quartet.errors import QuartetError
+from quartet.weights.tensor import Tensor
+from torch import nn
+
+from quartet_inference.embedded import forward, model
+from quartet_inference.embedded.batch import Batch, Drawn
+from quartet_inference.embedded.kv_cache import KvCache
+from quartet_inference.embedded.prefix_cache import PrefixCache
+from quartet_inference.embedded.sampler import mix
+from quartet_inference.embedded.sequence import FLUSH_TOKENS, Detokenize, RunningSequence, StopWatch
+from quartet_inference.engine import EngineInfo, Event, Finish, Request, ServedWeights
+
+T = TypeVar("T")
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of an engine."""
+
+    max_model_len: int
+    max_num_seqs: int = 128
+    max_waiting: int = 4096
+    kv_cache_bytes: int = 1 << 30
+    prefix_cache_bytes: int = 128 << 20
+    recompute_on_update: bool = True
+
+
+@dataclass(eq=False)
+class _Ticket:
+    """One request: where its events go, and which of its completions still run."""
+
+    request: Request
+    loop: asyncio.AbstractEventLoop
+    events: asyncio.Queue[Event | QuartetError] = field(default_factory=asyncio.Queue)
+    sequences: list[RunningSequence] = field(default_factory=list)
+
+
+class EmbeddedEngine:
+    """Continuous batching over a transformers model; implements `quartet_inference.engine.Engine`."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        limits: Limits,
+        end_tokens: frozenset[int],
+        detokenize: Detokenize,
+        served: ServedWeights | None,
+        on_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Take over a loaded model. `served` names the weights it has; None.
+
+        Unverified, nothing is generated yet.
+        """
+        config: Any = network.config
+        forward.check_supported(config, limits.max_model_len)
+        self._weights = model.ModelWeights(network)
+        cache = KvCache(
+            model.kv_shape(network), limits.max_num_seqs, limits.max_model_len, limits.kv_cache_bytes
+        )
+        self._batch = Batch(forward.choose(network, cache), cache, PrefixCache(limits.prefix_cache_bytes))
+        self._limits = limits
+        self._end_tokens = end_tokens
+        self._detokenize = detokenize
+        self._on_step = on_step
+        self._base_digest = self._weights.digest()
+        vocabulary = int(config.vocab_size)
+        dtype = str(next(network.parameters()).dtype).removeprefix("torch.")
+        self._info = EngineInfo(
+            "embedded", dtype, limits.max_model_len, limits.max_num_seqs, vocabulary,
+            tuple(sorted(end_tokens)), served, 0, 0, 0, 0, 0, 0.0, False,
+        )  # fmt: skip
+        self._random = np.random.default_rng()
+        self._waiting: deque[RunningSequence] = deque()
+        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[_Ticket, Event | QuartetError]]] = {}
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._admitted = 0  # completions accepted and not yet in the batch; guarded by _wake
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
+        self._thread.start()
+
+    # ---- the event loop's side
+
+    async def generate(self, request: Request) -> AsyncIterator[Event]:
+        """Complete a prompt."""
+        ticket = _Ticket(request, asyncio.get_running_loop())
+        with self._wake:
+            if self._closing:
+                raise _not_ready()
+            if self._admitted + request.n > self._limits.max_waiting:
+                raise QuartetError(
+                    "OVERLOADED", f"{self._admitted} completions wait already", retry_after_ms=500
+                )
+            self._admitted += request.n
+        self._post(lambda: self._enqueue(ticket))
+        unfinished = request.n
+        try:
+            while unfinished:
+                event = await ticket.events.get()
+                if isinstance(event, QuartetError):
+                    raise event
+                unfinished -= isinstance(event, Finish)
+                yield event
+        finally:
+            self._post(lambda: self._drop(ticket))
+
+    async def pause(self) -> int:
+        """Decode no further after the current step."""
+        return await self._call(lambda: self._set_paused(True))
+
+    async def resume(self) -> int:
+        """Go on."""
+        return await self._call(lambda: self._set_paused(False))
+
+    async def stage(self, tensors: Mapping[str, Tensor]) -> model.StagedWeights:
+        """Check a version against the model."""
+        return await asyncio.to_thread(self._weights.stage, tensors)
+
+    async def swap(self, staged: model.StagedWeights | None, weights: ServedWeights) -> None:
+        """Serve staged weights, or the ones held, under a name."""
+        await self._call(lambda: self._swap(staged, weights))
+
+    def base_digest(self) -> bytes:
+        """Digest of the weights at the start."""
+        return self._base_digest
+
+    def info(self) -> EngineInfo:
+        """A snapshot."""
+        return self._info
+
+    async def close(self) -> None:
+        """Stop the thread; what still runs fails with NOT_READY."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    async def _call(self, command: Callable[[], T]) -> T:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def settle(result: T | None, error: BaseException | None) -> None:
+            if answer.done():
+                return
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(result)  # type: ignore[arg-type]
+
+        def run() -> None:
+            try:
+                result = command()
+            except Exception as error:  # noqa: BLE001 - it belongs to the caller
+                loop.call_soon_threadsafe(settle, None, error)
+            else:
+                loop.call_soon_threadsafe(settle, result, None)
+
+        with self._wake:
+            if self._closing:
+                raise _not_ready()
+            self._commands.append(run)
+            self._wake.notify()
+        return await answer
+
+    # ---- the decoding thread's side
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while self._await_work():
+                self._cycle()
+        for ticket in {row.ticket: None for row in [*self._batch.rows, *self._waiting]}:
+            self._fail(ticket, _not_ready())
+        self._deliver()
+
+    def _await_work(self) -> bool:
+        """Run the commands; wait until there is something to decode. False: the engine closes."""
+        while True:
+            with self._wake:
+                idle = self._info.paused or not (self._batch.rows or self._waiting)
+                while idle and not self._commands and not self._closing:
+                    self._wake.wait()
+                commands, self._commands = self._commands, deque()
+            for command in commands:
+                command()
+            if commands:
+                self._note()
+                self._deliver()
+            if self._closing:
+                return False
+            if not self._info.paused and (self._batch.rows or self._waiting):
+                return True
+
+    def _cycle(self) -> None:
+        """Let requests join, then take one step."""
+        joiners: list[RunningSequence] = []
+        try:
+            joiners = [self._waiting.popleft() for _ in range(self._batch.room_for(self._waiting))]
+            if joiners:
+                with self._wake:
+                    self._admitted -= len(joiners)
+                self._accept(self._batch.join(joiners))
+            if self._batch.rows:
+                for row in self._batch.make_room():
+                    self._waiting.appendleft(row)
+                    with self._wake:
+                        self._admitted += 1
+                self._accept(self._batch.step())
+        except Exception:
+            log.exception("decode step failed")
+            failed = {row.ticket: None for row in [*self._batch.rows, *joiners]}
+            for ticket in failed:
+                self._fail(ticket, QuartetError("INTERNAL", "the decode step failed"))
+        self._note(steps=self._info.steps + 1)
+        self._deliver()
+        self._on_step()
+
+    def _accept(self, drawn: list[Drawn]) -> None:
+        assert self._info.served is not None
+        version = self._info.served.version
+        ended = []
+        for item in drawn:
+            row = item.row
+            if not item.sound:
+                ended.append(item)
+                continue
+            finish = row.accept(item.token, item.logprob, version)
+            if finish is not None:
+                self._send(row.ticket, row.tell())
+                self._send(row.ticket, finish)
+                ended.append(item)
+            elif row.untold >= FLUSH_TOKENS:
+                self._send(row.ticket, row.tell())
+        for item in ended:
+            if item.sound:
+                self._batch.remove(item.row, keep_prefix=item.row.request.keep_prefix)
+            elif item.row in self._batch.rows:
+                self._batch.remove(item.row, clean=True)
+                self._fail(item.row.ticket, QuartetError("INTERNAL", "the weights give non-finite logits"))
+        self._note(tokens_sampled=self._info.tokens_sampled + len(drawn))
+
+    def _enqueue(self, ticket: _Ticket) -> None:
+        request = ticket.request
+        refusal = self._refusal(request)
+        if refusal is not None:
+            with self._wake:
+                self._admitted -= request.n
+            self._send(ticket, refusal)
+            return
+        seed = request.sampling.seed
+        base = int(self._random.integers(2**63)) if seed is None else seed
+        seeds = mix(
+            np.uint64(base % 2**64) + np.arange(request.n, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)
+        )
+        for index in range(request.n):
+            stops = request.sampling.stop
+            watch = StopWatch(stops, self._detokenize) if stops else None
+            ticket.sequences.append(
+                RunningSequence(request, index, int(seeds[index]), self._end_tokens, watch, ticket)
+            )
+        self._waiting.extend(ticket.sequences)
+
+    def _refusal(self, request: Request) -> QuartetError | None:
+        served = self._info.served
+        if served is None:
+            return QuartetError("NOT_READY", "no verified weights are served yet")
+        if request.run_id not in ("", served.run_id):
+            return QuartetError(
+                "RUN_NOT_SERVED",
+                f"run {served.run_id or '(base model)'} is served",
+                have=served.run_id,
+                want=request.run_id,
+            )
+        exact = request.exact_version
+        if served.version < request.min_version or exact not in (None, served.version):
+            want = request.min_version if exact is None else exact
+            return QuartetError(
+                "VERSION_UNAVAILABLE", f"version {served.version} is served", have=served.version, want=want
+            )
+        return None
+
+    def _swap(self, staged: model.StagedWeights | None, weights: ServedWeights) -> None:
+        began = time.perf_counter()
+        self._info = replace(self._info, served=weights)
+        for ticket in {row.ticket: None for row in [*self._batch.rows, *self._waiting]}:
+            refusal = self._refusal(ticket.request)
+            if refusal is not None:
+                self._fail(ticket, refusal)
+        if staged is None:
+            return
+        self._batch.weights_changed(lambda: self._weights.apply(staged), self._limits.recompute_on_update)
+        pause_ms = (time.perf_counter() - began) * 1000
+        updates = self._info.updates_applied + 1
+        self._info = replace(self._info, updates_applied=updates, last_update_pause_ms=pause_ms)
+
+    def _set_paused(self, paused: bool) -> int:
+        self._info = replace(self._info, paused=paused)
+        return len(self._batch.rows) + len(self._waiting)
+
+    def _drop(self, ticket: _Ticket) -> None:
+        """Take what is left of a request out of the batch and the queue."""
+        for sequence in ticket.sequences:
+            if sequence in self._batch.rows:
+                self._batch.remove(sequence)
+            elif sequence in self._waiting:
+                self._waiting.remove(sequence)
+                with self._wake:
+                    self._admitted -= 1
+        ticket.sequences.clear()
+
+    def _fail(self, ticket: _Ticket, error: QuartetError) -> None:
+        self._drop(ticket)
+        self._send(ticket, error)
+
+    def _send(self, ticket: _Ticket, event: Event | QuartetError) -> None:
+        self._outbox.setdefault(ticket.loop, []).append((ticket, event))
+
+    def _deliver(self) -> None:
+        """Hand the events of a step to their loops, one wake-up for each loop."""
+        for loop, events in self._outbox.items():
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_receive, events)
+        self._outbox = {}
+
+    def _note(self, **changes: int) -> None:
+        running, waiting = len(self._batch.rows), len(self._waiting)
+        self._info = replace(self._info, running=running, waiting=waiting, **changes)  # type: ignore[arg-type]
+
+
+def _receive(events: list[tuple[_Ticket, Event | QuartetError]]) -> None:
+    for ticket, event in events:
+        ticket.events.put_nowait(event)
+
+
+def _not_ready() -> QuartetError:
+    return QuartetError("NOT_READY", "the engine is stopping")

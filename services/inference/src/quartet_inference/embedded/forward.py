@@ -1,0 +1,250 @@
+"""The forward pass of the embedded engine: a transformers model over the rows of the KV cache.
+
+1. `forward(rows, ids_BT, positions_BT, context)` writes keys and values of the given tokens at the given
+   positions of a range of neighbouring rows, attends causally over positions below `context`, and returns the
+   logits at one chosen token of each row.
+2. `LeanForward` and `HubForward` agree to float32 rounding. Lean runs the decoder family named in LEAN_MODELS
+   with fused projections and grouped attention, HubForward runs any other causal decoder through its own
+   transformers code.
+3. Fused projections are the storage of the module's own parameters, which become views: copying new weights
+   into the parameters is all that a weight update has to do.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from quartet_inference.embedded.kv_cache import KvCache
+
+# Pre-norm decoders with a gated SiLU MLP and rotary positions: what LeanForward computes.
+LEAN_MODELS = frozenset({"llama", "qwen2", "qwen3"})
+# Rotary variants whose table depends on the length of the batch at hand: rows would change each other's
+# logits.
+DYNAMIC_ROPE = frozenset({"dynamic", "longrope"})
+
+
+class Forward(Protocol):
+    """How the engine runs the model."""
+
+    def __call__(
+        self, first_row: int, ids_BT: Tensor, positions_BT: Tensor, context: int, last_B: Tensor | None
+    ) -> Tensor:
+        """Logits [B, V] in float32 at token index last_B of each row (None: at the last)."""
+
+
+def check_supported(config: Any, max_model_len: int) -> None:
+    """Refuse, naming the reason, a model whose attention the engine would get wrong."""
+    rope = config.rope_parameters or {}
+    if rope.get("rope_type", "default") in DYNAMIC_ROPE:
+        raise ValueError(
+            f"rope_type {rope['rope_type']!r} depends on the batch; use engine vllm for this model"
+        )
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    window = getattr(config, "sliding_window", None) or max_model_len
+    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(
+            f"layers of type {', '.join(unknown)} have no plain KV cache; use engine vllm for this model"
+        )
+    if window < max_model_len and (config.model_type == "mistral" or "sliding_attention" in layer_types):
+        raise ValueError(
+            f"the model attends over a window of {window}: set max_model_len to at most that, "
+            "or use engine vllm"
+        )
+
+
+def choose(model: nn.Module, cache: KvCache) -> Forward:
+    """The lean forward where it applies, else the model's own."""
+    config: Any = model.config
+    if (
+        config.model_type in LEAN_MODELS
+        and config.hidden_act == "silu"
+        and next(model.parameters()).dtype == torch.float32
+    ):
+        return LeanForward(model, cache)
+    return HubForward(model, cache)
+
+
+def causal_mask(positions_BT: Tensor, context: int) -> Tensor:
+    """True where a token may look: [B, 1, T, context]."""
+    return torch.arange(context, device=positions_BT.device) <= positions_BT[:, None, :, None]
+
+
+class HubForward:
+    """Any causal decoder of transformers."""
+
+    def __init__(self, model: nn.Module, cache: KvCache) -> None:
+        self._model = model
+        self._cache = cache
+
+    def __call__(
+        self, first_row: int, ids_BT: Tensor, positions_BT: Tensor, context: int, last_B: Tensor | None
+    ) -> Tensor:
+        rows, tokens = ids_BT.shape
+        if last_B is None:
+            last_B = torch.full((rows,), tokens - 1)
+        wanted, where_B = torch.unique(last_B, return_inverse=True)
+        out = self._model(
+            input_ids=ids_BT,
+            attention_mask=causal_mask(positions_BT, context),
+            position_ids=positions_BT,
+            past_key_values=_RowsCache(self._cache, first_row, positions_BT, context),
+            use_cache=True,
+            logits_to_keep=wanted,
+        )
+        logits: Tensor = out.logits[torch.arange(rows), where_B]
+        return logits.float()
+
+
+class _RowsCache(Cache):
+    """A range of cache rows in the shape that transformers' attention expects."""
+
+    def __init__(self, cache: KvCache, first_row: int, positions_BT: Tensor, context: int) -> None:
+        super().__init__(layers=[])
+        self._rows = cache.data[:, first_row : first_row + positions_BT.shape[0], :, :context]
+        self._index = positions_BT[:, None, :, None].expand(
+            -1, cache.shape.kv_heads, -1, cache.shape.head_dim
+        )
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = self._rows[2 * layer_idx], self._rows[2 * layer_idx + 1]
+        keys.scatter_(2, self._index, key_states)
+        values.scatter_(2, self._index, value_states)
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+class LeanForward:
+    """Llama, Qwen2 and Qwen3 in float32 with few, large operations."""
+
+    def __init__(self, model: nn.Module, cache: KvCache) -> None:
+        base: Any = model.get_submodule("model")
+        config: Any = model.config
+        self._cache = cache
+        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._head_dim = cache.shape.head_dim
+        self._eps = config.rms_norm_eps
+        self._embed: Tensor = base.embed_tokens.weight
+        self._final_norm: Tensor = base.norm.weight
+        self._head: Any = model.get_submodule("lm_head")
+        self._layers = [_LeanLayer(layer, self._heads, self._kv_heads) for layer in base.layers]
+        positions = torch.arange(cache.max_length)[None]
+        cos, sin = base.rotary_emb(torch.zeros(1), positions)
+        half = self._head_dim // 2
+        self._cos = cos[0]
+        self._sin = torch.cat(
+            [-sin[0, :, :half], sin[0, :, half:]], -1
+        )  # the sign of rotate_half lives in the table
+
+    def __call__(
+        self, first_row: int, ids_BT: Tensor, positions_BT: Tensor, context: int, last_B: Tensor | None
+    ) -> Tensor:
+        rows, tokens = ids_BT.shape
+        cache = self._cache
+        flat_positions = positions_BT.reshape(-1)
+        x = F.embedding(ids_BT.reshape(-1), self._embed)
+        cos, sin = self._cos[flat_positions][:, None], self._sin[flat_positions][:, None]
+        mask = torch.zeros(1).new_zeros(rows, 1, tokens, context)
+        mask.masked_fill_(~causal_mask(positions_BT, context), float("-inf"))
+        head_offsets = torch.arange(first_row, first_row + rows)[:, None] * self._kv_heads + torch.arange(
+            self._kv_heads
+        )
+        index = (head_offsets[:, None, :] * cache.length + positions_BT[:, :, None]).reshape(-1)
+        for number, layer in enumerate(self._layers):
+            x = self._layer(number, layer, x, cos, sin, mask, index, first_row, context)
+        if tokens > 1:
+            last = torch.full((rows,), tokens - 1) if last_B is None else last_B
+            x = x[torch.arange(rows) * tokens + last]
+        return F.linear(
+            F.rms_norm(x, x.shape[-1:], self._final_norm, self._eps), self._head.weight, self._head.bias
+        )
+
+    def _layer(
+        self,
+        number: int,
+        layer: _LeanLayer,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor,
+        index: Tensor,
+        first_row: int,
+        context: int,
+    ) -> Tensor:
+        heads, kv_heads, dim = self._heads, self._kv_heads, self._head_dim
+        rows, _, tokens, _ = mask.shape
+        qkv = F.linear(F.rms_norm(x, x.shape[-1:], layer.norm_1, self._eps), layer.qkv, layer.qkv_bias)
+        qkv = qkv.view(-1, heads + 2 * kv_heads, dim)
+        qk = qkv[:, : heads + kv_heads]
+        if layer.qk_norms is not None:
+            qk = torch.cat(
+                [
+                    F.rms_norm(part, (dim,), w, self._eps)
+                    for part, w in zip((qk[:, :heads], qk[:, heads:]), layer.qk_norms, strict=True)
+                ],
+                1,
+            )
+        turned = torch.cat([qk[..., dim // 2 :], qk[..., : dim // 2]], -1)
+        qk = torch.addcmul(qk * cos, turned, sin)
+        cache_rows = self._cache.data
+        for side, new in ((0, qk[:, heads:]), (1, qkv[:, heads + kv_heads :])):
+            cache_rows[2 * number + side].view(-1, dim).index_copy_(0, index, new.reshape(-1, dim))
+        keys = cache_rows[2 * number, first_row : first_row + rows, :, :context]
+        values = cache_rows[2 * number + 1, first_row : first_row + rows, :, :context]
+        group = heads // kv_heads
+        q = qk[:, :heads].view(rows, tokens, kv_heads, group, dim)
+        if tokens == 1:  # the heads of a group become the query rows of their shared key head
+            # Two batched products: on a CPU faster than its fused attention, which is made for long queries.
+            folded = q.reshape(rows * kv_heads, group, dim)
+            bias = mask.expand(rows, kv_heads, 1, context).reshape(rows * kv_heads, 1, context)
+            scores = torch.baddbmm(bias, folded, keys.flatten(0, 1).transpose(1, 2), alpha=dim**-0.5)
+            out = torch.bmm(torch.softmax(scores, -1), values.flatten(0, 1)).view(rows, heads * dim)
+        else:
+            q = q.permute(0, 2, 3, 1, 4).reshape(rows, heads, tokens, dim)
+            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=group > 1)
+            out = out.transpose(1, 2).reshape(rows * tokens, heads * dim)
+        x = x + F.linear(out, layer.out, layer.out_bias)
+        gate, up = F.linear(
+            F.rms_norm(x, x.shape[-1:], layer.norm_2, self._eps), layer.gate_up, layer.gate_up_bias
+        ).chunk(2, -1)
+        return x + F.linear(F.silu(gate).mul_(up), layer.down, layer.down_bias)
+
+
+class _LeanLayer:
+    """One layer's weights, projections fused."""
+
+    def __init__(self, layer: Any, heads: int, kv_heads: int) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.norm_1: Tensor = layer.input_layernorm.weight
+        self.norm_2: Tensor = layer.post_attention_layernorm.weight
+        self.qkv, self.qkv_bias = _fuse([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.gate_up, self.gate_up_bias = _fuse([mlp.gate_proj, mlp.up_proj])
+        self.out: Tensor = attention.o_proj.weight
+        self.out_bias: Tensor | None = attention.o_proj.bias
+        self.down: Tensor = mlp.down_proj.weight
+        self.down_bias: Tensor | None = mlp.down_proj.bias
+        names = dict(attention.named_children())
+        self.qk_norms = (names["q_norm"].weight, names["k_norm"].weight) if "q_norm" in names else None
+
+
+def _fuse(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """One matrix out of several; the modules' own parameters become views of its rows."""
+    weight = torch.cat([linear.weight.data for linear in linears])
+    bias = None if linears[0].bias is None else torch.cat([linear.bias.data for linear in linears])
+    start = 0
+    for linear in linears:
+        end = start + linear.out_features
+        linear.weight.data = weight[start:end]
+        if bias is not None:
+            linear.bias.data = bias[start:end]
+        start = end
+    return weight, bias

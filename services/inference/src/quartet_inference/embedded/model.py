@@ -1,0 +1,128 @@
+"""The transformers model of the embedded engine, and its weights by name.
+
+1. Weights have the names of the Hugging Face model's `named_parameters()`: a tied parameter once, under its
+   first name.
+2. `stage` accepts a version only if its names, shapes and dtypes are exactly the model's; nothing is changed
+   by it.
+3. `apply` copies into the parameters in place; whatever views them sees the new weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from quartet.config import ConfigError
+from quartet.errors import QuartetError
+from quartet.weights.manifest import build_manifest
+from quartet.weights.tensor import Tensor
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from quartet_inference.embedded.kv_cache import KvShape
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+#: How many differences an error names.
+NAMED_DIFFERENCES = 3
+
+
+def load(folder: Path, dtype: str) -> nn.Module:
+    """The causal LM of a local folder."""
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=DTYPES[dtype], attn_implementation="sdpa", local_files_only=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model = {str(folder)!r} cannot be loaded: {error}") from error
+    model.eval()
+    model.requires_grad_(False)
+    return model
+
+
+def kv_shape(model: nn.Module) -> KvShape:
+    """What the model keeps per token."""
+    config: Any = model.config
+    heads = config.num_attention_heads
+    return KvShape(
+        layers=config.num_hidden_layers,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        dtype=next(model.parameters()).dtype,
+    )
+
+
+@dataclass(frozen=True)
+class StagedWeights:
+    """Checked tensors, ready to be copied. They may be views of the payload they came in."""
+
+    tensors: dict[str, torch.Tensor]
+
+
+class ModelWeights:
+    """The parameters of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = dict(model.named_parameters())
+        dtypes = {parameter.dtype for parameter in self._parameters.values()}
+        assert len(dtypes) == 1, "the engine loads a model in one dtype"
+        self._dtype = dtypes.pop()
+
+    def digest(self) -> bytes:
+        """WeightManifest.digest of what is held now. Hashes every byte."""
+        tensors = {
+            name: Tensor(
+                SAFETENSORS_NAMES[self._dtype],
+                tuple(parameter.shape),
+                memoryview(parameter.contiguous().view(torch.uint8).reshape(-1).numpy().data),
+            )
+            for name, parameter in self._parameters.items()
+        }
+        return bytes(build_manifest("", 0, tensors).digest)
+
+    def stage(self, tensors: Mapping[str, Tensor]) -> StagedWeights:
+        """Check a version against the model. Errors: INVALID_REQUEST."""
+        missing = sorted(self._parameters.keys() - tensors.keys())
+        unknown = sorted(tensors.keys() - self._parameters.keys())
+        if missing or unknown:
+            raise _refused(
+                f"the version lacks {len(missing)} tensors of the model "
+                f"({', '.join(missing[:NAMED_DIFFERENCES])}) "
+                f"and has {len(unknown)} unknown ones ({', '.join(unknown[:NAMED_DIFFERENCES])})",
+                (missing + unknown)[0],
+            )
+        staged = {}
+        for name, parameter in self._parameters.items():
+            tensor = tensors[name]
+            have, want = (
+                (tensor.dtype, tensor.shape),
+                (SAFETENSORS_NAMES[self._dtype], tuple(parameter.shape)),
+            )
+            if have != want:
+                raise _refused(
+                    f"tensor {name} is {have[0]} {list(have[1])}, the model has {want[0]} {list(want[1])}",
+                    name,
+                )
+            raw = torch.from_numpy(np.frombuffer(tensor.data, dtype=np.uint8))
+            staged[name] = raw.view(self._dtype).view(parameter.shape)
+        return StagedWeights(staged)
+
+    def apply(self, staged: StagedWeights) -> None:
+        """Copy staged weights into the model."""
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(staged.tensors[name])
+
+
+def _refused(message: str, tensor: str) -> QuartetError:
+    return QuartetError(
+        "INVALID_REQUEST",
+        f"{message}; serve the folder that the run was created from",
+        field="tensors",
+        value=tensor,
+        remedy="serve the folder that the run was created from",
+    )

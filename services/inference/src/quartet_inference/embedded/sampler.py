@@ -1,0 +1,112 @@
+"""Drawing tokens for all rows at once.
+
+1. The log-probability reported is that of the distribution after penalties and temperature and before top-k,
+   top-p and min-p; for greedy rows it is taken at temperature 1.
+2. A draw inverts the cumulative distribution at a number that depends only on the row's seed and on how many
+   tokens it has sampled: equal seeds, weights and prompts give equal tokens, whoever else is in the batch.
+3. Penalties, then temperature, then min-p, then top-k, then top-p over what top-k left: vLLM's order and
+   meaning.
+4. Rows that need none of this pay for none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quartet_inference.embedded.sequence import RunningSequence
+
+U64 = npt.NDArray[np.uint64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def mix(value: U64) -> U64:
+    """splitmix64's finaliser: 64 well-mixed bits of 64 bits."""
+    value = (value ^ (value >> np.uint64(30))) * _MIX_1
+    value = (value ^ (value >> np.uint64(27))) * _MIX_2
+    mixed: U64 = value ^ (value >> np.uint64(31))
+    return mixed
+
+
+def uniforms(seeds: U64, counts: U64) -> npt.NDArray[np.float64]:
+    """One number in [0, 1 - 2**-52] for each (seed, count)."""
+    bits = mix(mix(seeds) + (counts + np.uint64(1)) * _GOLDEN)
+    return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
+
+
+class Sampler:
+    """The parameters of a fixed list of rows, arranged for the step; made anew when rows join or leave."""
+
+    def __init__(self, rows: Sequence[RunningSequence]) -> None:
+        sampling = [row.sampling for row in rows]
+        self._rows = rows
+        self._seeds = np.array([row.seed for row in rows], dtype=np.uint64)
+        temperatures = [s.temperature if s.temperature > 0 else 1.0 for s in sampling]
+        self._temperatures = (
+            torch.tensor(temperatures)[:, None] if any(t != 1.0 for t in temperatures) else None
+        )
+        greedy = [s.temperature == 0 for s in sampling]
+        self._greedy = torch.tensor(greedy) if any(greedy) else None
+        self._penalised = [i for i, s in enumerate(sampling) if s.penalises]
+        self._truncated = [i for i, s in enumerate(sampling) if s.truncates and s.temperature > 0]
+        if self._penalised:
+            chosen = [sampling[i] for i in self._penalised]
+            self._repetition = torch.tensor([s.repetition_penalty for s in chosen])[:, None]
+            self._presence = torch.tensor([s.presence_penalty for s in chosen])[:, None]
+            self._frequency = torch.tensor([s.frequency_penalty for s in chosen])[:, None]
+        if self._truncated:
+            chosen = [sampling[i] for i in self._truncated]
+            self._top_k = torch.tensor([s.top_k for s in chosen])[:, None]
+            self._top_p = torch.tensor([s.top_p for s in chosen], dtype=torch.float64)[:, None]
+            self._min_p = torch.tensor([s.min_p for s in chosen])[:, None]
+
+    def draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Token and log-probability of each row, from float32 logits [rows, vocabulary]."""
+        if self._penalised:
+            logits = logits.clone()
+            logits[self._penalised] = self._penalise(logits[self._penalised])
+        scaled = logits if self._temperatures is None else logits / self._temperatures
+        logprobs = torch.log_softmax(scaled, -1)
+        kept = logprobs
+        if self._truncated:
+            kept = logprobs.clone()
+            kept[self._truncated] = self._truncate(logprobs[self._truncated])
+        counts = np.fromiter((len(row.out) for row in self._rows), dtype=np.uint64, count=len(self._rows))
+        # Float64: with a large vocabulary the float32 sum would drop the tail.
+        cumulative = torch.cumsum(kept.exp(), -1, dtype=torch.float64)
+        targets = torch.from_numpy(uniforms(self._seeds, counts))[:, None] * cumulative[:, -1:]
+        tokens = torch.searchsorted(cumulative, targets, right=True)
+        # Only NaN in the logits leads past the end; the row is failed by its non-finite log-probability.
+        tokens.clamp_(max=logits.shape[-1] - 1)
+        if self._greedy is not None:
+            tokens = torch.where(self._greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
+        return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
+
+    def _penalise(self, logits: Tensor) -> Tensor:
+        rows = [self._rows[i] for i in self._penalised]
+        counts = torch.stack([row.token_counts(logits.shape[-1]) for row in rows])
+        seen = torch.stack([row.prompt_tokens_seen(logits.shape[-1]) for row in rows]) | (counts > 0)
+        repeated = torch.where(logits > 0, logits / self._repetition, logits * self._repetition)
+        logits = torch.where(seen, repeated, logits)
+        return logits - self._frequency * counts - self._presence * (counts > 0)
+
+    def _truncate(self, logprobs: Tensor) -> Tensor:
+        """Excluded tokens become -inf; the rest is renormalised by the draw."""
+        best = logprobs.amax(-1, keepdim=True)
+        kept = logprobs.masked_fill(logprobs < best + self._min_p.log(), -torch.inf)
+        ordered, order = kept.sort(stable=True, dim=-1, descending=True)
+        ranks = torch.arange(ordered.shape[-1])
+        ordered = ordered.masked_fill((self._top_k > 0) & (ranks >= self._top_k), -torch.inf)
+        mass = ordered.exp().to(torch.float64)
+        mass /= mass.sum(-1, keepdim=True)
+        before = mass.cumsum(-1) - mass  # the most likely token has nothing before it and always stays
+        excluded = (before >= self._top_p) & (self._top_p < 1.0)
+        ordered = ordered.masked_fill(excluded & (ranks > 0), -torch.inf)
+        return torch.empty_like(kept).scatter_(-1, order, ordered)

@@ -1,0 +1,171 @@
+"""What an engine is to the service.
+
+A stream of tokens for each request, and weights that change between two steps.
+
+1. `generate` yields Delta and Finish events; when its iterator is closed, the slots of the request are free
+   within one step.
+2. Every token carries the version of the weights that sampled it; an engine stamps no version that `swap` has
+   not given it.
+3. `stage` may take long and disturbs nobody; `swap` is short, happens between two steps, and drops no
+   request.
+4. A request that is pinned to a run or version fails when the weights leave it; no token of it is sampled by
+   others.
+5. No gRPC, chat template or weight plane in here. Faults are QuartetError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from quartet.weights.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class ServedWeights:
+    """Which weights are in the engine."""
+
+    run_id: str
+    version: int
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; the defaults change nothing. Checked by whoever makes it."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    seed: int | None = None
+    ignore_eos: bool = False
+
+    @property
+    def truncates(self) -> bool:
+        """Whether improbable tokens are excluded."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to be completed n times."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    n: int = 1
+    run_id: str = ""  # empty: any run
+    min_version: int = 0
+    exact_version: int | None = None
+    keep_prefix: bool = False  # a later prompt will probably extend what is sampled
+
+
+@dataclass(frozen=True)
+class Span:
+    """Neighbouring tokens of one completion that one version sampled."""
+
+    start: int
+    length: int
+    version: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """The next tokens of one completion."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[float]
+    spans: list[Span]
+
+
+class Reason(Enum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The end of one completion."""
+
+    index: int
+    reason: Reason
+    stop_match: str  # the stop string or the stop token's text; empty for the model's end tokens
+    cached_tokens: int
+
+
+Event = Delta | Finish
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What an engine says of itself."""
+
+    name: str
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    vocab_size: int
+    end_token_ids: tuple[int, ...]
+    served: ServedWeights | None
+    running: int
+    waiting: int
+    tokens_sampled: int
+    steps: int
+    updates_applied: int
+    last_update_pause_ms: float
+    paused: bool
+
+
+class Engine(Protocol):
+    """One model, many requests."""
+
+    def generate(self, request: Request) -> AsyncIterator[Event]:
+        """Complete a prompt. Errors: OVERLOADED, RUN_NOT_SERVED, VERSION_UNAVAILABLE, NOT_READY, INTERNAL."""
+        ...
+
+    async def pause(self) -> int:
+        """Decode no further after the current step; the number of requests that wait. Idempotent."""
+        ...
+
+    async def resume(self) -> int:
+        """Go on; the number of requests that go on. Idempotent."""
+        ...
+
+    async def stage(self, tensors: Mapping[str, Tensor]) -> Any:
+        """Check names, shapes and dtypes, all of them, and prepare the tensors for `swap`. Errors.
+
+        INVALID_REQUEST.
+        """
+        ...
+
+    async def swap(self, staged: Any, weights: ServedWeights) -> None:
+        """Serve staged weights, or, where staged is None, the ones already held, under a name."""
+        ...
+
+    def base_digest(self) -> bytes:
+        """WeightManifest.digest of the weights that the engine was started with."""
+        ...
+
+    def info(self) -> EngineInfo:
+        """A snapshot."""
+        ...
+
+    async def close(self) -> None:
+        """Stop; what still runs fails with NOT_READY."""
+        ...
