@@ -22,8 +22,8 @@ DOMAIN: Final = "quartet"
 STATUS_KEY: Final = "grpc-status-details-bin"
 
 # Trailers share 8 KiB; the message travels twice (grpc-message and the status), percent- and base64-encoded.
-MAX_MESSAGE_CHARS: Final = 600
-MAX_VALUE_CHARS: Final = 200
+MAX_MESSAGE_BYTES: Final = 600
+MAX_VALUE_BYTES: Final = 200
 MAX_METADATA_KEYS: Final = 10
 
 CODES: Final[dict[str, grpc.StatusCode]] = {
@@ -78,8 +78,8 @@ class QuartetError(Exception):
         assert reason in CODES, f"{reason!r} is not an ErrorReason"
         assert len(metadata) <= MAX_METADATA_KEYS, "too many metadata keys for the trailers"
         self.reason = reason
-        self.message = _clip(message, MAX_MESSAGE_CHARS)
-        self.metadata = {key: _clip(_text(value), MAX_VALUE_CHARS) for key, value in metadata.items()}
+        self.message = _clip(message, MAX_MESSAGE_BYTES)
+        self.metadata = {key: _clip(_text(value), MAX_VALUE_BYTES) for key, value in metadata.items()}
         if reason == "OVERLOADED" and retry_after_ms is None:
             retry_after_ms = DEFAULT_RETRY_AFTER_MS
         self.retry_after_ms = retry_after_ms
@@ -175,5 +175,8 @@ def _text(value: object) -> str:
     return str(value)
 
 
-def _clip(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+def _clip(text: str, limit_bytes: int) -> str:
+    raw = text.encode("utf-8", "replace")
+    if len(raw) <= limit_bytes:
+        return raw.decode()
+    return raw[: limit_bytes - 3].decode("utf-8", "ignore") + "…"

@@ -4,8 +4,8 @@
 `__main__`.
 """
 
-from quartet.config.load import Loaded, load
+from quartet.config.load import Loaded, load, validate
 from quartet.config.main import main
 from quartet.config.model import Config, ConfigError
 
-__all__ = ["Config", "ConfigError", "Loaded", "load", "main"]
+__all__ = ["Config", "ConfigError", "Loaded", "load", "main", "validate"]

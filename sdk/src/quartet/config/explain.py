@@ -8,6 +8,7 @@ from typing import Any
 import pydantic
 
 from quartet.config.keys import known_keys, model_at
+from quartet.config.model import ConfigError
 
 # What is right, in words, for the error types whose pydantic text speaks of Python.
 _EXPECTED = {
@@ -19,6 +20,7 @@ _EXPECTED = {
     "bool_type": "true or false",
     "bool_parsing": "true or false",
     "string_type": 'text in quotes, such as "name"',
+    "tuple_type": 'a list, such as ["a", "b"]',
     "list_type": 'a list, such as ["a", "b"]',
     "dict_type": "a table",
     "model_type": "a table",
@@ -29,37 +31,46 @@ _EXPECTED = {
 
 def explain(
     model: type[pydantic.BaseModel], error: pydantic.ValidationError, origins: dict[tuple[str, ...], str]
-) -> str:
-    """One sentence about the first thing that is wrong, and how many more there are."""
+) -> ConfigError:
+    """One sentence about the first thing that is wrong, and how many more there are; with its parts."""
     problems = error.errors(include_url=False)
     # Unknown keys first: a misspelt key often explains a missing one.
     problems.sort(key=lambda one: one["type"] != "extra_forbidden")
-    sentence = _sentence(model, dict(problems[0]), origins)
+    refusal = _refusal(model, dict(problems[0]), origins)
     more = len(problems) - 1
-    return f"{sentence} (and {more} more)" if more else sentence
+    if not more:
+        return refusal
+    return ConfigError(
+        f"{refusal} (and {more} more)", key=refusal.key, value=refusal.value, remedy=refusal.remedy
+    )
 
 
-def _sentence(
+def _refusal(
     model: type[pydantic.BaseModel], problem: dict[str, Any], origins: dict[tuple[str, ...], str]
-) -> str:
+) -> ConfigError:
     loc = _without_union_tags(model, problem["loc"])
     key = ".".join(str(part) for part in loc)
     where = _origin(loc, origins)
+    value = _shown(problem["input"])
     match problem["type"]:
         case "extra_forbidden":
-            return f"unknown key {key!r}{where}; {_nearest(model, loc)}"
+            remedy = _nearest(model, loc)
+            return ConfigError(f"unknown key {key!r}{where}; {remedy}", key=key, value=value, remedy=remedy)
         case "missing":
-            return f"required key {key!r} is not set; set it in a file or with '--{key} VALUE'"
-    value = _shown(problem["input"])
-    expected = _EXPECTED.get(problem["type"])
-    if expected is None:
-        text = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Input ")
-        expected_text = text[:1].lower() + text[1:]
-    else:
-        expected_text = f"should be {expected}"
+            remedy = f"set it in a file or with '--{key} VALUE'"
+            return ConfigError(f"required key {key!r} is not set; {remedy}", key=key, remedy=remedy)
+    remedy = _remedy(problem)
     if not key:
-        return expected_text + where
-    return f"{key} = {value}{where} is refused: {expected_text}"
+        return ConfigError(remedy + where, remedy=remedy)
+    return ConfigError(f"{key} = {value}{where} is refused: {remedy}", key=key, value=value, remedy=remedy)
+
+
+def _remedy(problem: dict[str, Any]) -> str:
+    expected = _EXPECTED.get(problem["type"])
+    if expected is not None:
+        return f"should be {expected}"
+    text = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    return text[:1].lower() + text[1:]
 
 
 def _without_union_tags(model: type[pydantic.BaseModel], loc: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -79,13 +90,11 @@ _TAGS = {"str", "int", "float", "bool", "none", "path"}
 
 
 def _origin(loc: tuple[Any, ...], origins: dict[tuple[str, ...], str]) -> str:
-    names = tuple(str(part) for part in loc)
+    names = tuple(str(part).replace("-", "_") for part in loc)
     for end in range(len(names), 0, -1):
-        for path, origin in origins.items():
-            if tuple(part.replace("-", "_") for part in path) == tuple(
-                part.replace("-", "_") for part in names[:end]
-            ):
-                return "" if origin.startswith("--") else f" (in {origin})"
+        origin = origins.get(names[:end])
+        if origin is not None:
+            return "" if origin.startswith("--") else f" (in {origin})"
     return ""
 
 

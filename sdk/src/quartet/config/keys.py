@@ -1,5 +1,6 @@
-"""What keys a configuration model has, read from its annotations: the ground for overrides, help and
-suggestions.
+"""What keys a configuration model has, read from its annotations.
+
+The ground for command-line overrides, for help and for suggestions.
 """
 
 from __future__ import annotations
@@ -51,15 +52,13 @@ def known_keys(model: type[pydantic.BaseModel], prefix: str = "") -> dict[str, s
 
 def is_flag(annotation: Any) -> bool:
     """Whether `--key` alone means true."""
-    return bool in _alternatives(annotation)
+    return bool in alternatives(annotation)
 
 
 def accepts_text(annotation: Any) -> bool:
     """Whether the key takes text and nothing that TOML would write otherwise."""
-    alternatives = [one for one in _alternatives(annotation) if one is not type(None)]
-    return bool(alternatives) and all(
-        one in (str, Path) or (isinstance(one, _Choice) and one.text) for one in alternatives
-    )
+    kinds = [one for one in alternatives(annotation) if one is not type(None)]
+    return bool(kinds) and all(one in (str, Path) or (isinstance(one, _Choice) and one.text) for one in kinds)
 
 
 class _Choice:
@@ -69,19 +68,20 @@ class _Choice:
         self.text = all(isinstance(value, str) for value in values)
 
 
-def _alternatives(annotation: Any) -> list[Any]:
+def alternatives(annotation: Any) -> list[Any]:
+    """The members of a union, optionals and annotations taken apart; Literals as one opaque member."""
     origin = typing.get_origin(annotation)
     if origin is typing.Annotated:
-        return _alternatives(typing.get_args(annotation)[0])
+        return alternatives(typing.get_args(annotation)[0])
     if origin in (typing.Union, types.UnionType):
-        return [one for arg in typing.get_args(annotation) for one in _alternatives(arg)]
+        return [one for arg in typing.get_args(annotation) for one in alternatives(arg)]
     if origin is typing.Literal:
         return [_Choice(typing.get_args(annotation))]
     return [annotation]
 
 
 def _model_in(annotation: Any) -> type[pydantic.BaseModel] | None:
-    for one in _alternatives(annotation):
+    for one in alternatives(annotation):
         if isinstance(one, type) and issubclass(one, pydantic.BaseModel):
             return one
         if typing.get_origin(one) in (list, tuple):

@@ -67,7 +67,7 @@ def validate(model: type[C], values: dict[str, Any], origins: dict[tuple[str, ..
     try:
         return model.model_validate(values)
     except pydantic.ValidationError as error:
-        raise ConfigError(explain(model, error, origins or {})) from None
+        raise explain(model, error, origins or {}) from None
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -84,6 +84,8 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"config file {str(path)!r} is not UTF-8 at byte {error.start}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"config file {str(path)!r} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"config file {str(path)!r} is nested too deeply to be a configuration") from None
 
 
 def usage(model: type[Config]) -> str:
@@ -109,11 +111,15 @@ def _merge(
             _merge(draft, into[name], value, path, origin)
         elif isinstance(value, dict):
             into[name] = {}
-            draft.origins[path] = origin
+            draft.origins[_snake(path)] = origin
             _merge(draft, into[name], value, path, origin)
         else:
             into[name] = value
-            draft.origins[path] = origin
+            draft.origins[_snake(path)] = origin
+
+
+def _snake(path: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(part.replace("-", "_") for part in path)
 
 
 def _existing(table: dict[str, Any], key: str) -> str:
@@ -123,7 +129,7 @@ def _existing(table: dict[str, Any], key: str) -> str:
 
 def _merge_option(draft: _Draft, model: type[Config], token: str, rest: list[str]) -> None:
     name, equals, inline = token[2:].partition("=")
-    path = tuple(name.replace("-", "_").split("."))
+    path = _snake(tuple(name.split(".")))
     if not all(path):
         raise ConfigError(f"option {token!r} has an empty key; write '--table.key value'")
     value: Any
@@ -184,7 +190,7 @@ def _assign(draft: _Draft, path: tuple[str, ...], value: Any, origin: str) -> No
         _merge(draft, node[name], value, path, origin)
     else:
         node[name] = value
-        draft.origins[path] = origin
+        draft.origins[_snake(path)] = origin
 
 
 def _index(node: list[Any], part: str, origin: str) -> int:

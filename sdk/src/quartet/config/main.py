@@ -1,5 +1,6 @@
-"""The body of every service's `__main__`: exit 0 for a finished or dry run, 2 with one sentence for a bad
-configuration.
+"""The body of every service's `__main__`.
+
+Exit code 0 for a finished or a dry run; 2, with one sentence on stderr, for a configuration that is refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The base of every configuration model.
 
 1. Unknown keys are refused, values are frozen, and `max-steps` means `max_steps` wherever a key is written.
-2. A configuration that cannot be used is a `ConfigError`, whose text is one sentence for the person who
+2. TOML has types, so nothing is coerced across them: `true` is not 1 and `"3"` is not 3.
+3. A configuration that cannot be used is a `ConfigError`, whose text is one sentence for the person who
    wrote it.
 """
 
@@ -11,12 +12,11 @@ from typing import Any
 
 import pydantic
 
+from quartet.config.keys import alternatives
+
 
 class ConfigError(Exception):
-    """A configuration, or what it asks of this machine, cannot be used.
-
-    Str() is one sentence: key, value, remedy.
-    """
+    """A configuration, or what it asks of this machine, cannot be used. Its text is one sentence."""
 
     def __init__(self, sentence: str, *, key: str = "", value: str = "", remedy: str = "") -> None:
         """The sentence, and its parts where they are known (for the metadata of INVALID_CONFIG)."""
@@ -35,6 +35,18 @@ class Config(pydantic.BaseModel):
         if not isinstance(data, dict):
             return data
         return {_field_name(cls, key): value for key, value in data.items()}
+
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _refuse_coercion(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        if not isinstance(value, (bool, str)):
+            return value
+        kinds = set(alternatives(cls.model_fields[str(info.field_name)].annotation))
+        mistaken = bool(kinds & {int, float}) and type(value) not in kinds
+        # Anything besides scalars in the annotation may take text of its own (Literal, Path, enums).
+        if mistaken and kinds <= {int, float, bool, type(None)}:
+            raise ValueError("should be a whole number" if float not in kinds else "should be a number")
+        return value
 
 
 def _field_name(model: type[pydantic.BaseModel], key: Any) -> Any:

@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 import prometheus_client
 
@@ -54,15 +55,31 @@ def observe(service: str, method: str) -> Iterator[Observation]:
         HANDLED.labels(service, method, seen.code).inc()
 
 
-def start_metrics(address: str) -> int:
-    """Serve the metrics on "host:port" from a thread of their own; returns the port. Raises ConfigError."""
+class MetricsServer:
+    """The endpoint that Prometheus scrapes, in a thread of its own."""
+
+    def __init__(self, server: Any, thread: threading.Thread) -> None:
+        """Take over a running HTTP server."""
+        self._server = server
+        self._thread = thread
+        self.port = int(server.server_port)
+
+    def close(self) -> None:
+        """Give the port back."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def start_metrics(address: str) -> MetricsServer:
+    """Serve the metrics on "host:port". Raises ConfigError."""
     host, _, port = address.rpartition(":")
-    if not port.isdecimal():
+    if not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"server.metrics_address = {address!r} is refused: should be 'host:port'")
     try:
-        server, _thread = prometheus_client.start_http_server(int(port), host.strip("[]") or "127.0.0.1")
+        server, thread = prometheus_client.start_http_server(int(port), host.strip("[]") or "127.0.0.1")
     except OSError as error:
         raise ConfigError(
             f"server.metrics_address = {address!r} cannot be bound: {error.strerror}; choose another port"
         ) from None
-    return int(server.server_port)
+    return MetricsServer(server, thread)

@@ -136,7 +136,8 @@ def check_server(address: str, tls: ServerTls | None, token: TokenFile | None, *
     if token is None and tls.client_ca_file is None:
         raise ConfigError(
             f"server.address = {address!r} is off loopback and lets everybody in; set "
-            "server.tls.client_ca_file or server.token_file, or server.insecure_ok_off_loopback = true on a private network"
+            "server.tls.client_ca_file or server.token_file, or "
+            "server.insecure_ok_off_loopback = true on a private network"
         )
 
 

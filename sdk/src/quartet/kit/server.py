@@ -32,7 +32,7 @@ from quartet.config import Config, ConfigError
 from quartet.kit.health import Health, HealthServicer
 from quartet.kit.intercept import ServerInterceptor
 from quartet.kit.memory import tune_allocator
-from quartet.kit.metrics import start_metrics
+from quartet.kit.metrics import MetricsServer, start_metrics
 from quartet.kit.options import server_options
 from quartet.kit.security import ServerTls, TokenFile, check_server, server_credentials
 
@@ -73,10 +73,17 @@ class Service:
 class RunningServer:
     """A server that accepts calls."""
 
-    def __init__(self, server: grpc.aio.Server, address: str, watchdog: asyncio.Task[None]) -> None:
+    def __init__(
+        self,
+        server: grpc.aio.Server,
+        address: str,
+        watchdog: asyncio.Task[None],
+        metrics: MetricsServer | None,
+    ) -> None:
         """Take over a started server."""
         self._server = server
         self._watchdog = watchdog
+        self._metrics = metrics
         self.address = address
 
     async def stop(self, grace: float | None = None) -> None:
@@ -87,6 +94,9 @@ class RunningServer:
         await self._server.stop(grace)
         self._watchdog.cancel()
         await asyncio.gather(self._watchdog, return_exceptions=True)
+        if self._metrics is not None:
+            metrics, self._metrics = self._metrics, None
+            await asyncio.to_thread(metrics.close)
 
 
 async def start(services: Sequence[Service], config: ServerConfig, health: Health) -> RunningServer:
@@ -104,14 +114,13 @@ async def start(services: Sequence[Service], config: ServerConfig, health: Healt
     if config.reflection:
         reflection.enable_server_reflection((*names, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
     address = _bind(server, config)
-    if config.metrics_address:
-        start_metrics(config.metrics_address)
+    metrics = start_metrics(config.metrics_address) if config.metrics_address else None
     await server.start()
     watchdog = asyncio.create_task(health.watchdog(), name="health-watchdog")
     if config.port_file:
         _publish(config.port_file, address)
     log.info("serving", address=address, services=names)
-    return RunningServer(server, address, watchdog)
+    return RunningServer(server, address, watchdog, metrics)
 
 
 async def serve(

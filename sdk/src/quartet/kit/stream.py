@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import AsyncIterator, Callable
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
+
+from quartet.errors import QuartetError
 
 T = TypeVar("T")
 
@@ -21,27 +23,41 @@ IDLE_TIMEOUT_SECONDS: Final = 3 * HEARTBEAT_SECONDS
 
 
 async def with_heartbeats(
-    source: AsyncIterator[T], make_heartbeat: Callable[[], T], interval_s: float = HEARTBEAT_SECONDS
+    source: AsyncIterator[T],
+    make_heartbeat: Callable[[], T],
+    interval_s: float = HEARTBEAT_SECONDS,
+    *,
+    until: asyncio.Event | None = None,
 ) -> AsyncIterator[T]:
-    """The items of `source`, and a heartbeat whenever none came for `interval_s`."""
+    """The items of `source`, and a heartbeat whenever none came for `interval_s`.
+
+    `until` (usually `health.draining`) ends a stream that has nothing to lose, such as a watch: NOT_READY.
+    """
     loop = asyncio.get_running_loop()
     # One context for all steps of the source, so that what it sets in contextvars stays set for it.
     context = contextvars.copy_context()
+    ended = None if until is None else loop.create_task(until.wait())
     pending: asyncio.Task[T] | None = None
     try:
         while True:
             pending = loop.create_task(_next(source), context=context)
-            while not (await asyncio.wait({pending}, timeout=interval_s))[0]:
-                yield make_heartbeat()
+            waited: set[asyncio.Task[Any]] = {pending} if ended is None else {pending, ended}
+            while not pending.done():
+                await asyncio.wait(waited, timeout=interval_s, return_when=asyncio.FIRST_COMPLETED)
+                if not pending.done():
+                    if ended is not None and ended.done():
+                        raise QuartetError("NOT_READY", "the service is draining; call again elsewhere")
+                    yield make_heartbeat()
             try:
                 item = pending.result()
             except _Exhausted:
                 return
             yield item
     finally:
-        if pending is not None and not pending.done():
-            pending.cancel()
-            await asyncio.gather(pending, return_exceptions=True)
+        left: list[asyncio.Task[Any]] = [task for task in (pending, ended) if task is not None]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
         close = getattr(source, "aclose", None)
         if close is not None:
             await close()
