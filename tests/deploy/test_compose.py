@@ -59,7 +59,11 @@ def test_names_and_files_exist(compose: Compose, repository: Path) -> None:
         for volume in one.get("volumes", []):
             source = volume.split(":")[0]
             assert source in compose["volumes"] or (repository / source).exists(), (name, volume)
-        assert set(one["networks"]) <= set(compose["networks"]), name
+        if "networks" in one:
+            assert set(one["networks"]) <= set(compose["networks"]), name
+        else:
+            mode = one["network_mode"]
+            assert mode == "none" or mode.removeprefix("service:") in compose["services"], name
 
 
 def test_what_is_waited_for_can_come(compose: Compose) -> None:
@@ -81,6 +85,13 @@ def test_the_gpu_profile_answers_under_the_same_names(compose: Compose) -> None:
         assert one["image"] == compose["services"][tier]["image"]
         (device,) = one["deploy"]["resources"]["reservations"]["devices"]
         assert device["capabilities"] == ["gpu"]
+
+
+def test_the_network_is_private(compose: Compose) -> None:
+    """The services speak plaintext here: nobody else may reach them, and none publishes a port."""
+    assert compose["networks"] == {"circle": {"internal": True}}
+    for name in SERVICES:
+        assert "network_mode" not in compose["services"][name], name
 
 
 def test_one_writer_of_each_data_volume(compose: Compose) -> None:

@@ -1,0 +1,133 @@
+"""Every deployed TOML is read by its service, and the addresses in it are the deployment's own names.
+
+The services themselves say whether a file is good: `python -m quartet_<name> @ file.toml --dry-run`. Paths
+that exist only in a container are replaced by folders that exist here.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+SERVICES = ("trainer", "inference", "envhost", "orchestrator")
+FOLDERS = ("base", "overlays/gpu")
+PORT = 50051
+
+
+def addresses(value: Any) -> Iterator[str]:
+    """Everything in a configuration that looks like the address of another service."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            if key != "server":
+                yield from addresses(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from addresses(one)
+    elif isinstance(value, str) and value.endswith(f":{PORT}"):
+        yield value
+
+
+def dry_run(service: str, *arguments: str) -> dict[str, Any]:
+    """The configuration as the service understands it."""
+    command = [sys.executable, "-m", f"quartet_{service}", *arguments, "--dry-run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder that looks like a model."""
+    from quartet.cli.tiny.files import write_model_files
+
+    write_model_files(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_deployed_file_is_accepted(repository: Path, model: Path, folder: str, service: str) -> None:
+    file = repository / "k8s" / folder / "config" / f"{service}.toml"
+    replaced = ("--model", str(model)) if service == "inference" else ()
+    resolved = dry_run(service, "@", str(file), *replaced)
+    assert resolved["server"]["address"] == f"0.0.0.0:{PORT}"
+    for key in tomllib.loads(file.read_text()):
+        assert key in resolved
+
+
+def test_a_wrong_key_in_a_deployed_file_would_be_noticed(repository: Path, tmp_path: Path) -> None:
+    file = tmp_path / "trainer.toml"
+    file.write_text("adress = 1\n" + (repository / "k8s/base/config/trainer.toml").read_text())
+    with pytest.raises(AssertionError, match="adress"):
+        dry_run("trainer", "@", str(file))
+
+
+def test_gpu_services_of_compose_read_their_arguments(
+    compose: dict[str, Any], repository: Path, model: Path
+) -> None:
+    for tier in ("trainer", "inference"):
+        file = repository / "k8s/base/config" / f"{tier}.toml"
+        arguments = compose["services"][f"{tier}-gpu"]["command"]
+        own = [str(file) if one == f"/etc/quartet/{tier}.toml" else one for one in arguments]
+        replaced = ("--model", str(model)) if tier == "inference" else ()
+        assert dry_run(tier, *own, *replaced)["device"] == "cuda"
+
+
+def test_compose_knows_every_address(compose: dict[str, Any], repository: Path) -> None:
+    for config in compose["configs"].values():
+        for address in addresses(tomllib.loads((repository / config["file"]).read_text())):
+            assert address.rpartition(":")[0] in compose["services"], address
+
+
+def test_kubernetes_knows_every_address(objects: list[dict[str, Any]]) -> None:
+    """A service's name, or that of one of its pods, as many as there are."""
+    services = {one["metadata"]["name"] for one in objects if one["kind"] == "Service"}
+    replicas = {
+        one["metadata"]["name"]: one["spec"]["replicas"] for one in objects if one["kind"] == "StatefulSet"
+    }
+    named: dict[str, set[str]] = {}
+    for one in objects:
+        if one["kind"] != "ConfigMap":
+            continue
+        (content,) = one["data"].values()
+        for address in addresses(tomllib.loads(content)):
+            pod, _, service = address.rpartition(":")[0].rpartition(".")
+            assert service in services, address
+            if pod:
+                named.setdefault(service, set()).add(pod)
+    for service, pods in named.items():
+        assert pods == {f"{service}-{i}" for i in range(replicas[service])}
+
+
+def test_a_config_map_holds_what_its_pods_read(objects: list[dict[str, Any]]) -> None:
+    maps = {one["metadata"]["name"]: one["data"] for one in objects if one["kind"] == "ConfigMap"}
+    for one in objects:
+        if one["kind"] not in ("StatefulSet", "Deployment"):
+            continue
+        spec = one["spec"]["template"]["spec"]
+        (volume,) = [volume for volume in spec["volumes"] if "configMap" in volume]
+        (container,) = spec["containers"]
+        mount = next(
+            mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == volume["name"]
+        )
+        files = {f"{mount}/{name}" for name in maps[volume["configMap"]["name"]]}
+        assert set(container["args"]) - {"@"} == files
+
+
+def test_yaml_files_are_loaded_as_their_authors_meant(repository: Path) -> None:
+    """No duplicate keys, which YAML loaders accept in silence and yamllint finds."""
+    tool = str(Path(sys.executable).parent / "yamllint")
+    targets = [str(repository / name) for name in ("compose.yaml", "k8s")]
+    done = subprocess.run(
+        [tool, "-s", "-c", str(repository / ".yamllint"), *targets], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    assert yaml.safe_load((repository / "compose.yaml").read_text())["name"] == "quartet"
