@@ -1,0 +1,238 @@
+"""Reading configurations (quartet.config): merging, overrides, and what refusals say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+import pytest
+from quartet.config import Config, ConfigError, load, main
+
+Toml = Callable[[str, str], str]
+
+
+class Inner(Config):
+    drain_seconds: float = 5.0
+    reflection: bool = True
+    port_file: Path | None = None
+
+
+class Env(Config):
+    id: str
+    weight: float = 1.0
+    args: dict[str, Any] = pydantic.Field(default_factory=dict)
+
+
+class Outer(Config):
+    max_steps: int
+    name: str = "run"
+    mode: Literal["a", "b"] = "a"
+    offline: bool | None = None
+    stop: list[str] = pydantic.Field(default_factory=list)
+    env: list[Env] = pydantic.Field(default_factory=list)
+    server: Inner = Inner()
+    trainer: dict[str, Any] = pydantic.Field(default_factory=dict)
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Toml:
+    def write(name: str, text: str) -> str:
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def _read(*argv: str) -> Outer:
+    return load(Outer, list(argv)).config
+
+
+def _refusal(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(Outer, list(argv))
+    text = str(caught.value)
+    assert "\n" not in text, "one sentence, one line"
+    return text
+
+
+def test_files_merge_left_to_right_and_lists_are_replaced(toml: Toml) -> None:
+    one = toml("a.toml", 'max_steps = 1\nstop = ["x", "y"]\n[server]\ndrain_seconds = 1\nreflection = false')
+    two = toml("b.toml", 'max_steps = 2\nstop = ["z"]\n[server]\ndrain_seconds = 2')
+    config = _read("@", one, "@", two)
+    assert (config.max_steps, config.stop) == (2, ["z"])
+    assert (config.server.drain_seconds, config.server.reflection) == (2.0, False)
+
+
+def test_overrides_and_files_apply_in_the_order_written(toml: Toml) -> None:
+    one = toml("a.toml", "max_steps = 1")
+    assert _read("--max-steps", "9", "@", one).max_steps == 1
+    assert _read(f"@{one}", "--max-steps", "9").max_steps == 9
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--server.drain_seconds", "2.5"],
+        ["--server.drain-seconds", "2.5"],
+        ["--server.drain-seconds=2.5"],
+        ["--server", "{drain-seconds = 2.5}"],
+    ],
+)
+def test_spellings_of_one_override(argv: list[str]) -> None:
+    assert _read("--max_steps=1", *argv).server.drain_seconds == 2.5
+
+
+def test_kebab_and_snake_are_one_key_across_files(toml: Toml) -> None:
+    one = toml("a.toml", "max-steps = 1\n[server]\ndrain-seconds = 1")
+    two = toml("b.toml", "max_steps = 2\n[server]\ndrain_seconds = 2")
+    config = _read("@", one, "@", two)
+    assert (config.max_steps, config.server.drain_seconds) == (2, 2.0)
+
+
+def test_values_are_toml_or_text() -> None:
+    config = _read("--max-steps", "3", "--name", "12", "--stop", '["a", "b"]', "--trainer.a-b.c", "[1, 2.5]")
+    assert (config.name, config.stop, config.trainer) == ("12", ["a", "b"], {"a_b": {"c": [1, 2.5]}})
+    assert _read("--max-steps=1", '--name="quoted"').name == "quoted"
+    assert _read("--max-steps=1", "--trainer.path", "a/b c").trainer == {"path": "a/b c"}
+    assert _read("--max-steps=1", "--trainer.x=1\ny = 2").trainer == {"x": "1\ny = 2"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--no-server.reflection"], False),
+        (["--server.no-reflection"], False),
+        (["--server.reflection"], True),
+        (["--server.reflection", "false"], False),
+        (["--server.reflection=true"], True),
+        (["--server.reflection", "--name", "x"], True),
+    ],
+)
+def test_flags(argv: list[str], expected: bool) -> None:
+    assert _read("--max-steps=1", *argv).server.reflection is expected
+
+
+def test_an_element_of_a_list_can_be_overridden(toml: Toml) -> None:
+    one = toml("a.toml", 'max_steps = 1\n[[env]]\nid = "x"\n[[env]]\nid = "y"')
+    config = _read("@", one, "--env.1.weight", "0.5", "--env.0.args.max-turns", "5")
+    assert [env.weight for env in config.env] == [1.0, 0.5]
+    assert config.env[0].args == {"max_turns": 5}
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--max-stps", "3"], ["unknown key 'max_stps'", "did you mean 'max_steps'"]),
+        (["--max-steps=1", "--server.refection=true"], ["'server.refection'", "'server.reflection'"]),
+        (["--max-steps=1", "--drain-seconds=3"], ["'drain_seconds'", "'server.drain_seconds'"]),
+        (["--max-steps=1", "--zzz=3"], ["unknown key 'zzz'", "known keys here: max_steps"]),
+        ([], ["'max_steps' is not set", "--max_steps VALUE"]),
+        (["--max-steps", "many"], ["max_steps = 'many'", "a whole number"]),
+        (["--max-steps=true"], ["max_steps = true", "a whole number"]),
+        (["--max-steps=1.5"], ["max_steps = 1.5", "a whole number"]),
+        (["--max-steps=1", "--mode", "c"], ["mode = 'c'", "'a' or 'b'"]),
+        (["--max-steps=1", "--stop", "x"], ["stop = 'x'", 'a list, such as ["a", "b"]']),
+        (["--max-steps=1", "--server", "3"], ["server = 3", "a table"]),
+        (["--max-steps=1", "--server.drain-seconds", '"3"'], ["server.drain_seconds = '3'", "a number"]),
+        (["--max-steps"], ["'--max-steps' has no value"]),
+        (["--max-steps", "--name"], ["'--max-steps' has no value"]),
+        (["@"], ["'@' is followed by nothing"]),
+        (["@", "/nowhere/x.toml"], ["'/nowhere/x.toml' does not exist"]),
+        (["@", "/"], ["is a directory"]),
+        (["max_steps=3"], ["argument 'max_steps=3' is not understood"]),
+        (["--a..b=3"], ["empty key"]),
+        (["--max-steps=1", "--max-steps.x=3"], ["max_steps is 1, not a table"]),
+        (
+            ["--max-steps=1", "--env", '[{id = "x"}]', "--env.3.weight=1"],
+            ["'3' is not an index"],
+        ),
+        (["--max-steps=1", "--env", '[{id = "x", wait = 1}]'], ["'env.0.wait'"]),
+    ],
+)
+def test_refusals_name_key_value_and_remedy(argv: list[str], parts: list[str]) -> None:
+    text = _refusal(*argv)
+    for part in parts:
+        assert part in text
+
+
+def test_bad_toml_names_file_and_line(toml: Toml) -> None:
+    path = toml("a.toml", "max_steps = 1\nname = \n")
+    text = _refusal("@", path)
+    assert path in text and "line 2" in text
+
+
+def test_absurd_files_are_refused_not_crashed_on(toml: Toml, tmp_path: Path) -> None:
+    assert "nested too deeply" in _refusal("@", toml("deep.toml", "a = " + "[" * 100_000))
+    binary = tmp_path / "b.toml"
+    binary.write_bytes(b"a = \xff")
+    assert "not UTF-8" in _refusal("@", str(binary))
+
+
+def test_refusals_say_which_file_a_value_came_from(toml: Toml) -> None:
+    one, two = toml("a.toml", "max_steps = 1\nname = 3"), toml("b.toml", "max_steps = 2")
+    text = _refusal("@", one, "@", two)
+    assert f"(in {one})" in text and "name = 3" in text
+
+
+def test_the_parts_of_a_refusal_are_there_for_invalid_config() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(Outer, ["--max-steps=x"])
+    assert (caught.value.key, caught.value.value) == ("max_steps", "'x'")
+    assert caught.value.remedy == "should be a whole number"
+
+
+def test_configs_are_frozen() -> None:
+    with pytest.raises(pydantic.ValidationError):
+        _read("--max-steps=1").max_steps = 2  # type: ignore[misc]
+
+
+def test_main_runs_and_returns_zero() -> None:
+    seen: list[int] = []
+    assert main(Outer, lambda config: seen.append(config.max_steps), ["--max-steps=4"]) == 0
+    assert seen == [4]
+
+
+def test_main_dry_run_prints_json_and_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(_config: Outer) -> None:
+        raise AssertionError("ran")
+
+    assert main(Outer, run, ["--dry-run", "--max-steps=4"]) == 0
+    assert json.loads(capsys.readouterr().out)["max_steps"] == 4
+
+
+def test_main_refuses_with_one_line_and_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(Outer, lambda _config: None, ["--max-steps=x", "--dry-run"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: max_steps = 'x'") and captured.err.count("\n") == 1
+
+
+def test_main_finds_a_refusal_inside_a_task_group(capsys: pytest.CaptureFixture[str]) -> None:
+    async def refuse() -> None:
+        raise ConfigError("the port is in use")
+
+    async def work() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(refuse())
+
+    assert main(Outer, lambda _config: asyncio.run(work()), ["--max-steps=1"]) == 2
+    assert capsys.readouterr().err == "error: the port is in use\n"
+
+
+def test_main_does_not_hide_other_errors() -> None:
+    def run(_config: Outer) -> None:
+        raise KeyError("bug")
+
+    with pytest.raises(KeyError):
+        main(Outer, run, ["--max-steps=1"])
+
+
+def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(Outer, lambda _config: None, ["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--max_steps" in out and "--server.drain_seconds = 5.0" in out
