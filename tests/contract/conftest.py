@@ -153,7 +153,7 @@ def deployed(
         running["orchestrator"] = start(
             "orchestrator",
             folder,
-            *("--state_dir", str(folder / "orchestrator"), "--trainer_address", weights),
+            *("--data_dir", str(folder / "orchestrator"), "--trainer_address", weights),
             *("--envhost_addresses", f'["{running["envhost"].address}"]', "--inference_addresses", policy),
         )
         yield running

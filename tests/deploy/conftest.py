@@ -11,7 +11,15 @@ import pytest
 import yaml
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-OVERLAYS = ("cpu", "gpu")
+OVERLAYS = ("cpu", "gpu", "tls")
+# An overlay as docs/deploy.md tells an operator to write it.
+TLS_OVERLAY = """
+apiVersion: kustomize.config.k8s.io/v1beta1
+kind: Kustomization
+namespace: quartet
+resources: [../../base]
+components: [../../components/tls]
+"""
 
 
 @pytest.fixture(scope="session")
@@ -27,12 +35,19 @@ def compose(repository: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session", params=OVERLAYS)
-def rendered(request: pytest.FixtureRequest, repository: Path) -> str:
+def rendered(
+    request: pytest.FixtureRequest, repository: Path, tmp_path_factory: pytest.TempPathFactory
+) -> str:
     """One overlay as `kubectl kustomize` renders it, offline."""
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip("kubectl is not installed: the Kubernetes overlays are not rendered and not checked here")
-    command = [kubectl, "kustomize", str(repository / "k8s" / "overlays" / request.param)]
+    k8s = repository / "k8s"
+    if request.param == "tls":
+        k8s = shutil.copytree(k8s, tmp_path_factory.mktemp("tls") / "k8s")
+        (k8s / "overlays" / "tls").mkdir()
+        (k8s / "overlays" / "tls" / "kustomization.yaml").write_text(TLS_OVERLAY)
+    command = [kubectl, "kustomize", str(k8s / "overlays" / request.param)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -63,6 +63,21 @@ def test_a_deployed_file_is_accepted(repository: Path, model: Path, folder: str,
         assert key in resolved
 
 
+@pytest.mark.parametrize("service", SERVICES)
+def test_tls_laid_over_the_base_closes_every_hop(repository: Path, model: Path, service: str) -> None:
+    """No plaintext is left: the server asks for client certificates, every client brings one."""
+    files = [
+        repository / "k8s" / place / f"{service}.toml" for place in ("base/config", "components/tls/config")
+    ]
+    replaced = ("--model", str(model)) if service == "inference" else ()
+    resolved = dry_run(service, "@", str(files[0]), "@", str(files[1]), *replaced)
+    assert resolved["server"]["tls"]["client_ca_file"] and not resolved["server"]["insecure_ok_off_loopback"]
+    clients = [value for key, value in resolved.items() if key.endswith("security")]
+    assert clients or service == "trainer"
+    for client in clients:
+        assert client["ca_file"] and client["cert_file"] and not client["insecure_ok_off_loopback"]
+
+
 def test_a_wrong_key_in_a_deployed_file_would_be_noticed(repository: Path, tmp_path: Path) -> None:
     file = tmp_path / "trainer.toml"
     file.write_text("adress = 1\n" + (repository / "k8s/base/config/trainer.toml").read_text())
@@ -113,12 +128,16 @@ def test_a_config_map_holds_what_its_pods_read(objects: list[dict[str, Any]]) ->
         if one["kind"] not in ("StatefulSet", "Deployment"):
             continue
         spec = one["spec"]["template"]["spec"]
-        (volume,) = [volume for volume in spec["volumes"] if "configMap" in volume]
+        sources = {
+            volume["name"]: volume["configMap"]["name"] for volume in spec["volumes"] if "configMap" in volume
+        }
         (container,) = spec["containers"]
-        mount = next(
-            mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == volume["name"]
-        )
-        files = {f"{mount}/{name}" for name in maps[volume["configMap"]["name"]]}
+        files = {
+            f"{mount['mountPath']}/{name}"
+            for mount in container["volumeMounts"]
+            if mount["name"] in sources
+            for name in maps[sources[mount["name"]]]
+        }
         assert set(container["args"]) - {"@"} == files
 
 

@@ -44,6 +44,17 @@ def containers(objects: list[Object]) -> list[tuple[str, Object]]:
     return found
 
 
+def probed(probe: Object) -> tuple[int, str]:
+    """Port and health key that a probe asks for, by the kubelet or by our own command."""
+    if "grpc" in probe:
+        return probe["grpc"]["port"], probe["grpc"].get("service", "")
+    command = probe["exec"]["command"]
+    assert command[:3] == ["python", "-m", "quartet.kit.probe"]
+    options = dict(zip(command[3::2], command[4::2], strict=True))
+    assert "--ca-file" in options, "only TLS needs a command"
+    return int(options["--address"].rpartition(":")[2]), options["--service"]
+
+
 def selects(labels: dict[str, str], template: Object) -> bool:
     """Whether a selector of these labels matches pods of the template."""
     return labels.items() <= template["metadata"]["labels"].items()
@@ -94,10 +105,9 @@ def test_every_service_is_probed_for_progress(objects: list[Object]) -> None:
             continue
         (container,) = template["spec"]["containers"]
         ports = {one["containerPort"] for one in container["ports"]}
-        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-            assert container[probe]["grpc"]["port"] in ports, (name, probe)
-        assert container["livenessProbe"]["grpc"]["service"] == "liveness", name
-        assert container["startupProbe"]["grpc"]["service"] == "liveness", name
+        for kind, asked in (("startup", "liveness"), ("liveness", "liveness"), ("readiness", "")):
+            port, service = probed(container[f"{kind}Probe"])
+            assert port in ports and service == asked, (name, kind)
 
 
 def test_every_selector_matches_exactly_its_workload(objects: list[Object]) -> None:
