@@ -1,0 +1,26 @@
+"""`python -m quartet_trainer [@ file.toml ...] [--key value ...] [--dry-run]`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+from quartet.config import main
+from quartet.kit import logs
+from quartet_trainer.config import TrainerConfig
+
+
+def run(config: TrainerConfig) -> None:
+    """Serve. torch is imported here and not before, so that a dry run stays quick and torch-free."""
+    logs.configure("trainer")
+    # Read by OpenMP and cuBLAS once, when torch is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    from quartet_trainer.assembly import run_trainer
+
+    asyncio.run(run_trainer(config))
+
+
+if __name__ == "__main__":
+    sys.exit(main(TrainerConfig, run))

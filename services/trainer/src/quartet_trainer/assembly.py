@@ -1,0 +1,90 @@
+"""Puts the trainer's parts together from its configuration: the services of one process, and how they end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import structlog
+import torch
+import transformers
+
+from quartet.config import ConfigError
+from quartet.kit.health import Health
+from quartet.kit.server import Service, serve
+from quartet.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
+from quartet.v1.weights_pb2_grpc import add_WeightServiceServicer_to_server
+from quartet.weights.service import WeightServicer
+from quartet.weights.store import WeightStore
+from quartet_trainer.config import TrainerConfig
+from quartet_trainer.roster import Roster, state_root
+from quartet_trainer.run import Machine, Run
+from quartet_trainer.service import TrainerServicer
+from quartet_trainer.spec import RunSpec
+from quartet_trainer.states import StateStore
+from quartet_trainer.worker import Worker
+
+TRAINER = "quartet.v1.TrainerService"
+WEIGHTS = "quartet.v1.WeightService"
+
+#: A worker that has a job and finishes no micro-batch for this long is stuck; loading a large model from a slow disk is not.
+STUCK_SECONDS = 900.0
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """A trainer that is ready to be served."""
+
+    services: tuple[Service, ...]
+    worker: Worker
+    health: Health
+
+
+def assemble(config: TrainerConfig) -> Trainer:
+    """Build the trainer; needs a running event loop. Errors: ConfigError."""
+    # Loading is quick and logged by us; progress bars have no place in a service's log.
+    transformers.utils.logging.disable_progress_bar()
+    health = Health()
+    worker = Worker(config.threads, config.deterministic)
+    store = WeightStore(config.published_versions)
+    machine = Machine(_device(config.device), config.microbatch_tokens, config.row_tokens, config.hub)
+
+    def make_run(run_id: str, spec: RunSpec) -> Run:
+        run = Run(run_id, spec, machine, store, health.progress)
+        store.open_run(run_id)
+        log.info("run_opened", run_id=run_id, base_model=spec.base_model, device=str(machine.device))
+        return run
+
+    try:
+        states = StateStore(state_root(config.state_dir), config.keep_last)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    roster = Roster(make_run, states, worker, config.max_runs)
+    health.watch_progress(STUCK_SECONDS, lambda: worker.busy)
+    services = (
+        Service(TRAINER, add_TrainerServiceServicer_to_server, TrainerServicer(roster, worker)),
+        Service(WEIGHTS, add_WeightServiceServicer_to_server, WeightServicer(store)),
+    )
+    for service in services:
+        health.set_ready(service.name)
+    return Trainer(services, worker, health)
+
+
+async def run_trainer(config: TrainerConfig) -> None:
+    """Serve until told to stop; then finish the job under way."""
+    trainer = assemble(config)
+    try:
+        await serve(trainer.services, config.server, trainer.health)
+    finally:
+        await trainer.worker.close()
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            'device = "cuda", but torch finds no CUDA device; set device = "cpu" or mend the driver'
+        )
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)

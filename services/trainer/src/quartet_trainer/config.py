@@ -1,0 +1,37 @@
+"""Configuration of the trainer service. Read without importing torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from quartet.config import Config
+from quartet.kit.server import ServerConfig
+
+
+class TrainerConfig(Config):
+    """Where the trainer listens, computes and saves."""
+
+    server: ServerConfig = ServerConfig()
+    #: Folder of saved states; each run has a folder of its own in it.
+    state_dir: Path = Path("outputs/trainer")
+    #: Newest saved states of a run that are kept; older ones are removed after each save.
+    keep_last: int = Field(default=2, ge=1, le=1000)
+    #: "auto" takes CUDA where there is a device.
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    #: Threads of torch. On a machine shared with other processes more than one costs more than it gives.
+    threads: int = Field(default=1, ge=1, le=256)
+    #: Tokens of a micro-batch where the run does not say.
+    microbatch_tokens: int = Field(default=8192, ge=1)
+    #: Samples that share a prompt are put into one row up to this length; attention costs its square.
+    row_tokens: int = Field(default=256, ge=1, le=65536)
+    #: Published versions of a run that stay fetchable.
+    published_versions: int = Field(default=4, ge=1, le=64)
+    #: Runs held in memory at once.
+    max_runs: int = Field(default=4, ge=1, le=64)
+    #: Equal calls give equal bits. On CUDA this chooses slower kernels.
+    deterministic: bool = True
+    #: Allow base models to be fetched from the Hugging Face hub.
+    hub: bool = True

@@ -1,0 +1,113 @@
+"""Client streams of samples: start, batches, commit, assembled whole before anything acts on them.
+
+1. A stream that ends without its commit is STREAM_TORN. A grpc.aio server sees a killed client as a clean end of stream, so the
+   commit is the only sign that all has come.
+2. A commit whose counts disagree with what arrived is STREAM_TORN.
+3. What is buffered is bounded, per call and over all calls.
+4. The digest covers the start and every sample, not how they were cut into messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import xxhash
+
+from quartet.errors import QuartetError
+from quartet_trainer.sample import Sample
+from quartet_trainer.wire import training_sample
+
+StartT = TypeVar("StartT")
+
+#: Bytes of samples of one call, as serialised: about 25 million tokens with their log-probabilities.
+MAX_CALL_BYTES = 256 * 2**20
+#: The same over all calls under way; arrays in memory are about four times the serialised size.
+MAX_BUFFERED_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(Generic[StartT]):
+    """A committed stream."""
+
+    start: StartT
+    samples: Sequence[Sample]
+    digest: bytes
+
+
+class Intake:
+    """Collects client streams within one bound."""
+
+    def __init__(self) -> None:
+        self._buffered = 0
+
+    async def collect(self, frames: AsyncIterator[Any]) -> Batch[Any]:
+        """Read one stream to its end. Errors: STREAM_TORN, INVALID_REQUEST, OVERLOADED."""
+        held = 0
+        try:
+            start = await _start(frames)
+            digest = xxhash.xxh3_128(start.SerializeToString(deterministic=True))
+            samples: list[Sample] = []
+            commit = None
+            async for frame in frames:
+                kind = frame.WhichOneof("frame")
+                if commit is not None or kind not in ("batch", "commit"):
+                    raise _order(f"a frame {kind!r} after {'the commit' if commit else 'the start'}")
+                if kind == "commit":
+                    commit = frame.commit
+                    continue
+                size = frame.ByteSize()
+                held += size
+                self._admit(size, held)
+                for sample in frame.batch.samples:
+                    digest.update(sample.SerializeToString(deterministic=True))
+                    samples.append(training_sample(len(samples), sample))
+            if commit is None:
+                raise _torn(f"the stream ended after {len(samples)} samples without its commit")
+            _agree("sample_count", commit.sample_count, len(samples))
+            _agree("token_count", commit.token_count, sum(len(sample.tokens_T) for sample in samples))
+            return Batch(start, samples, bytes(digest.digest()))
+        finally:
+            self._buffered -= held
+
+    def _admit(self, size: int, held: int) -> None:
+        self._buffered += size
+        if held > MAX_CALL_BYTES:
+            raise QuartetError(
+                "INVALID_REQUEST",
+                f"a call carries at most {MAX_CALL_BYTES} bytes of samples; send the batch as several ForwardBackward calls",
+                field="batch",
+                value=held,
+                remedy="split the batch; gradients accumulate until OptimStep",
+            )
+        if self._buffered > MAX_BUFFERED_BYTES:
+            raise QuartetError(
+                "OVERLOADED", f"calls under way hold {MAX_BUFFERED_BYTES} bytes of samples already"
+            )
+
+
+async def _start(frames: AsyncIterator[Any]) -> Any:
+    async for frame in frames:
+        if frame.WhichOneof("frame") != "start":
+            raise _order(f"the first frame is {frame.WhichOneof('frame')!r}, not the start")
+        return frame.start
+    raise _torn("the stream ended before its start")
+
+
+def _agree(what: str, committed: int, arrived: int) -> None:
+    if committed != arrived:
+        raise _torn(f"the commit says {what} {committed}, {arrived} arrived")
+
+
+def _torn(what: str) -> QuartetError:
+    return QuartetError("STREAM_TORN", f"{what}; nothing was applied, send it again")
+
+
+def _order(what: str) -> QuartetError:
+    return QuartetError(
+        "INVALID_REQUEST",
+        f"{what}; send start, batches, commit",
+        field="frame",
+        remedy="send start, batches, commit",
+    )

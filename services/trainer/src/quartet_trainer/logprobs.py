@@ -1,0 +1,89 @@
+"""Log-probabilities of covered tokens: one forward pass of a micro-batch.
+
+1. Only covered positions go through the output layer, in chunks whose logits are bounded; a pass of more than one chunk recomputes
+   the logits in its backward pass instead of keeping them.
+2. Whatever the compute dtype, logits become float32 before the softmax.
+3. Log-probabilities are taken at the temperature that the samples were drawn at.
+
+Shapes: R rows, L columns, K covered positions, V vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from quartet_trainer.packing import PROMPT, MicroBatch
+
+#: Logits held at once, float32: 256 MiB.
+LOGIT_CHUNK_ELEMENTS = 2**26
+
+
+class PolicyForward(nn.Module):
+    """A causal language model as a function from a micro-batch to log-probabilities and entropies."""
+
+    def __init__(self, model: Any, device: torch.device, autocast_dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.model = model
+        self._device = device
+        self._autocast_dtype = autocast_dtype
+
+    def forward(
+        self, batch: MicroBatch, temperature: float, full_precision: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """(log-probability of each covered token, entropy in nats there, without gradient)."""
+        enabled = self._autocast_dtype is not None and not full_precision
+        with torch.autocast(self._device.type, dtype=self._autocast_dtype, enabled=enabled):
+            hidden_KH = self._hidden(batch)
+            return self._read_out(hidden_KH, self._tensor(batch.targets_K), temperature)
+
+    def _hidden(self, batch: MicroBatch) -> Tensor:
+        mask = attention_mask(self._tensor(batch.segments_RL)) if batch.needs_mask else None
+        output = self.model.base_model(
+            input_ids=self._tensor(batch.token_ids_RL),
+            position_ids=self._tensor(batch.position_ids_RL),
+            attention_mask=mask,
+            use_cache=False,
+        )
+        hidden_RLH = cast(Tensor, output.last_hidden_state)
+        return hidden_RLH.flatten(0, 1).index_select(0, self._tensor(batch.predictors_K))
+
+    def _read_out(self, hidden_KH: Tensor, targets_K: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        head = self.model.get_output_embeddings()
+        chunk = max(1, LOGIT_CHUNK_ELEMENTS // head.out_features)
+        if len(hidden_KH) <= chunk:
+            return token_logprobs(head, hidden_KH, targets_K, temperature)
+        parts = [
+            checkpoint(token_logprobs, head, hidden, targets, temperature, use_reentrant=False)
+            for hidden, targets in zip(hidden_KH.split(chunk), targets_K.split(chunk), strict=True)
+        ]
+        return torch.cat([logp for logp, _ in parts]), torch.cat([entropy for _, entropy in parts])
+
+    def _tensor(self, array: Any) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def token_logprobs(
+    head: nn.Module, hidden_KH: Tensor, targets_K: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """log p of each target and the entropy of each distribution, at the temperature."""
+    logits_KV = head(hidden_KH).float()
+    if temperature != 1.0:
+        logits_KV = logits_KV / temperature
+    logp_KV = torch.log_softmax(logits_KV, dim=-1)
+    with torch.no_grad():
+        entropy_K = -(logp_KV.exp() * logp_KV).sum(-1)
+    return logp_KV.gather(1, targets_K[:, None]).squeeze(1), entropy_K
+
+
+def attention_mask(segments_RL: Tensor) -> Tensor:
+    """Boolean (R, 1, L, L): a position sees itself, what came before it in its segment, and the shared prompt before it."""
+    width = segments_RL.shape[1]
+    causal_LL = torch.ones(width, width, dtype=torch.bool, device=segments_RL.device).tril()
+    query_RL1, key_R1L = segments_RL[:, :, None], segments_RL[:, None, :]
+    # Padding comes last and is a segment of its own: nothing reads it, and no row of the mask is empty.
+    allowed_RLL = causal_LL & ((query_RL1 == key_R1L) | (key_R1L == PROMPT))
+    return allowed_RLL[:, None]

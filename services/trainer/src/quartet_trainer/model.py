@@ -1,0 +1,177 @@
+"""Base models: found, loaded or initialised in float32, probed, and exported as Hugging Face folders.
+
+1. A model that loads is whole: a missing weight is refused, never silently initialised.
+2. A model that loads is one that packing and logprobs.py compute rightly: a probe compares both with the model's own forward pass.
+3. Random initialisation depends on config.json and seed only, and leaves the process's random state alone.
+4. An exported folder loads with `from_pretrained` and nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from quartet.errors import QuartetError
+from quartet_trainer.logprobs import PolicyForward
+from quartet_trainer.packing import pack
+from quartet_trainer.publish import TORCH_DTYPES
+from quartet_trainer.sample import Sample, make_sample
+
+#: What a folder needs besides weights so that tokenizer and sampling defaults travel with the model.
+COMPANION_PATTERNS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "generation_config.json",
+)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+#: Float32 sums in another order differ by less on a small model; a wrong mask differs by more than one.
+PROBE_TOLERANCE = 1e-2
+
+
+def resolve_folder(base_model: str, allow_hub: bool) -> Path:
+    """The folder of a base model, fetched from the hub where the name is a hub id. Errors: INVALID_CONFIG."""
+    folder = Path(base_model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise _refused(
+                base_model, f"the folder {folder} has no config.json", "name a Hugging Face model folder"
+            )
+        return folder
+    looks_local = not _HUB_ID.fullmatch(base_model) or Path(folder.parts[0]).exists()
+    if looks_local or not allow_hub:
+        raise _refused(
+            base_model, f"there is no folder {folder.absolute()}", "create it or correct base_model"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    patterns = ["config.json", "*.safetensors", "*.safetensors.index.json", *COMPANION_PATTERNS]
+    try:
+        return Path(snapshot_download(base_model, allow_patterns=patterns))
+    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise _refused(
+            base_model,
+            f"{base_model} is neither a folder here nor a model that the hub gave ({type(error).__name__})",
+            "name a local folder, or check the id, the network and the hub's access rules",
+        ) from error
+
+
+def load_model(folder: Path, base_model: str, *, from_scratch: bool, seed: int, device: torch.device) -> Any:
+    """A float32 model in eval mode on the device. Errors: INVALID_CONFIG."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        if from_scratch:
+            model = _initialise(config, seed)
+        else:
+            model = _load_weights(folder, base_model)
+    except (OSError, ValueError, KeyError) as error:
+        text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        remedy = "name a folder with config.json and model.safetensors, or set from_scratch"
+        raise _refused(base_model, f"{folder} cannot be loaded: {text}", remedy) from error
+    # eval: no dropout, so that trainer and sampler compute the same function.
+    model = model.eval().to(device)
+    model.config.use_cache = False
+    _check_attention(model.config, base_model)
+    return model
+
+
+def _initialise(config: Any, seed: int) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _load_weights(folder: Path, base_model: str) -> Any:
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, output_loading_info=True
+    )
+    wrong = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if wrong:
+        raise _refused(
+            base_model,
+            f"the weights in {folder} lack {len(wrong)} tensors, the first is {wrong[0]}",
+            "use a complete checkpoint, or from_scratch",
+        )
+    return model
+
+
+def _check_attention(config: Any, base_model: str) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise _refused(
+            base_model,
+            f"its layers use {', '.join(sorted(kinds))}; this trainer packs for full attention only",
+            "use a model with full attention in every layer",
+        )
+
+
+def probe(policy: PolicyForward, vocab_size: int, base_model: str) -> None:
+    """Refuse a model for which packed log-probabilities are not the model's own. Errors: INVALID_CONFIG."""
+    prompt = [(7 * i + 3) % vocab_size for i in range(10)]
+    tails = ([(5 * i + 1) % vocab_size for i in range(3)], [(11 * i + 2) % vocab_size for i in range(4)])
+    samples = [make_sample(i, prompt + tail, [(10, len(tail), 0)], [], []) for i, tail in enumerate(tails)]
+    (batch,) = pack(samples, [0, 1], budget_tokens=64, row_tokens=64)
+    with torch.no_grad():
+        packed, _ = policy(batch, 1.0, full_precision=True)
+        alone = torch.cat([_plain_logprobs(policy.model, sample) for sample in samples])
+    difference = float((packed - alone).abs().max())
+    if not difference <= PROBE_TOLERANCE:
+        raise _refused(
+            base_model,
+            f"packed and plain log-probabilities of {type(policy.model).__name__} differ by {difference:.3g}",
+            "use an architecture with plain causal attention and an unscaled output layer",
+        )
+
+
+def _plain_logprobs(model: Any, sample: Sample) -> torch.Tensor:
+    tokens = torch.from_numpy(sample.tokens_T).to(model.device)
+    logits = model(input_ids=tokens[None]).logits[0].float()
+    covered = torch.from_numpy(sample.covered_K).to(model.device)
+    logp = torch.log_softmax(logits, -1)
+    return logp[covered - 1, tokens[covered]]
+
+
+def parameter_counts(model: Any) -> tuple[int, int]:
+    """(trainable, all), tied ones once."""
+    sizes = [(parameter.requires_grad, parameter.numel()) for parameter in model.parameters()]
+    return sum(size for trainable, size in sizes if trainable), sum(size for _, size in sizes)
+
+
+def max_positions(model: Any) -> int:
+    """Longest sequence that the model's positions allow."""
+    return int(getattr(model.config, "max_position_embeddings", None) or np.iinfo(np.int64).max)
+
+
+def export_folder(model: Any, source: Path, target: Path, served_dtype: str) -> None:
+    """Write a Hugging Face folder into `target`, which must not exist. Not atomic: the caller renames."""
+    dtype = TORCH_DTYPES[served_dtype]
+    target.mkdir(parents=True)
+    for pattern in COMPANION_PATTERNS:
+        for file in source.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, target / file.name)
+    state = {name: tensor.detach().to("cpu", dtype) for name, tensor in model.state_dict().items()}
+    # save_pretrained writes the dtype of the live model into config.json; it is the exported one that must stand there.
+    held, held_cache = model.config.dtype, model.config.use_cache
+    model.config.dtype, model.config.use_cache = dtype, True
+    try:
+        model.save_pretrained(target, state_dict=state)
+    finally:
+        model.config.dtype, model.config.use_cache = held, held_cache
+
+
+def _refused(base_model: str, what: str, remedy: str) -> QuartetError:
+    return QuartetError(
+        "INVALID_CONFIG", f"base_model: {what}; {remedy}", key="base_model", value=base_model, remedy=remedy
+    )

@@ -1,0 +1,144 @@
+"""Packing: ragged samples become rectangular micro-batches, with no attention across samples.
+
+1. Samples with an equal prompt (the members of a group) share it: a row is the prompt once, then their tails, each tail seeing the
+   prompt and itself only, at the positions it would have alone. Log-probabilities and gradients equal those of separate rows.
+2. Every covered position of every sample is predicted exactly once.
+3. Rows are sorted by length, so padding is small; a micro-batch has at most `budget_tokens` tokens, padding included, unless one
+   row alone has more.
+4. Pure and deterministic: equal samples give equal micro-batches.
+
+Measured on one thread of a 2-core CPU: a 0.63 M model, 16 prompts of 22 tokens x 8 tails of 11, forward and backward: 0.28 CPU s as
+128 padded rows, 2.0 s as one row of 4,224 tokens under a block-diagonal mask, 0.125 s as 16 rows that share their prompt.
+
+Shapes: R rows, L padded length, K covered positions of the micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quartet_trainer.sample import Ints, Sample
+
+#: A shorter common prompt saves less than the longer row costs.
+MIN_SHARED_TOKENS = 8
+#: Segment numbers: the shared prompt of a row is 0, tails count from 1.
+PROMPT = 0
+PADDING = -1
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One forward pass."""
+
+    token_ids_RL: Ints
+    position_ids_RL: Ints
+    segments_RL: Ints
+    # Whether some row holds several segments, so that a causal mask alone is not enough.
+    needs_mask: bool
+    # Flat index (row * L + column) of the position whose output predicts each covered token, and that token.
+    predictors_K: Ints
+    targets_K: Ints
+    # The samples in it, in order; their covered positions follow each other in the K axis.
+    members: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens computed, padding included."""
+        return int(self.token_ids_RL.size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    prompt_length: int  # 0: one sample alone
+    members: tuple[int, ...]
+    length: int
+
+
+def pack(
+    samples: Sequence[Sample], members: Sequence[int], budget_tokens: int, row_tokens: int
+) -> list[MicroBatch]:
+    """Pack the samples numbered in `members`; those that cover nothing need no forward pass and are left out."""
+    rows = sorted(_rows(samples, members, row_tokens), key=lambda row: row.length)
+    batches: list[MicroBatch] = []
+    pending: list[_Row] = []
+    for row in rows:
+        if pending and (len(pending) + 1) * row.length > budget_tokens:
+            batches.append(_lay_out(samples, pending))
+            pending = []
+        pending.append(row)
+    if pending:
+        batches.append(_lay_out(samples, pending))
+    return batches
+
+
+def _rows(samples: Sequence[Sample], members: Sequence[int], row_tokens: int) -> list[_Row]:
+    by_prompt: dict[bytes, list[int]] = {}
+    rows: list[_Row] = []
+    for member in members:
+        sample = samples[member]
+        if not sample.is_covered:
+            continue
+        if sample.prompt_length < MIN_SHARED_TOKENS:
+            rows.append(_Row(0, (member,), sample.input_length))
+            continue
+        prompt = sample.tokens_T[: sample.prompt_length].tobytes()
+        by_prompt.setdefault(prompt, []).append(member)
+    for group in by_prompt.values():
+        rows.extend(_shared_rows(samples, group, row_tokens))
+    return rows
+
+
+def _shared_rows(samples: Sequence[Sample], group: Sequence[int], row_tokens: int) -> list[_Row]:
+    prompt_length = samples[group[0]].prompt_length
+    rows: list[_Row] = []
+    held: list[int] = []
+    length = prompt_length
+    for member in group:
+        tail = samples[member].input_length - prompt_length
+        if held and length + tail > row_tokens:
+            rows.append(_Row(prompt_length, tuple(held), length))
+            held, length = [], prompt_length
+        held.append(member)
+        length += tail
+    rows.append(_Row(prompt_length, tuple(held), length))
+    return [row if len(row.members) > 1 else _Row(0, row.members, row.length) for row in rows]
+
+
+def _lay_out(samples: Sequence[Sample], rows: Sequence[_Row]) -> MicroBatch:
+    width = max(1, max(row.length for row in rows))
+    token_ids_RL = np.zeros((len(rows), width), dtype=np.int64)
+    # Padding stays at position 0: a valid position whose output nobody reads.
+    position_ids_RL = np.zeros_like(token_ids_RL)
+    segments_RL = np.full_like(token_ids_RL, PADDING)
+    predictors: list[Ints] = []
+    for number, row in enumerate(rows):
+        shared = row.prompt_length
+        if shared:
+            token_ids_RL[number, :shared] = samples[row.members[0]].tokens_T[:shared]
+            position_ids_RL[number, :shared] = np.arange(shared)
+            segments_RL[number, :shared] = PROMPT
+        column = shared
+        for segment, member in enumerate(row.members, start=1):
+            sample = samples[member]
+            tail = sample.tokens_T[shared : sample.input_length]
+            where = slice(column, column + len(tail))
+            token_ids_RL[number, where] = tail
+            position_ids_RL[number, where] = np.arange(shared, sample.input_length)
+            segments_RL[number, where] = segment
+            before = sample.covered_K - 1
+            predictors.append(number * width + np.where(before < shared, before, before - shared + column))
+            column += len(tail)
+    members = tuple(member for row in rows for member in row.members)
+    targets = [samples[member].tokens_T[samples[member].covered_K] for member in members]
+    return MicroBatch(
+        token_ids_RL,
+        position_ids_RL,
+        segments_RL,
+        any(row.prompt_length > 0 for row in rows),
+        np.concatenate(predictors),
+        np.concatenate(targets),
+        members,
+    )

@@ -1,0 +1,42 @@
+"""The served weights: a copy of the masters in the served dtype, and the same memory as tensors of the weight plane.
+
+1. Names are those of the Hugging Face checkpoint; tied weights appear once.
+2. The cast is round-to-nearest-even, the same that a checkpoint saved in that dtype would hold.
+3. A snapshot shares no memory with the model: later steps cannot change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from quartet.weights.tensor import Tensor
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_WIRE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+
+Snapshot = Mapping[str, torch.Tensor]
+
+
+def snapshot(model: Any, served_dtype: str) -> Snapshot:
+    """Copy every parameter, cast, to the CPU."""
+    dtype = TORCH_DTYPES[served_dtype]
+    return {
+        name: parameter.detach().to("cpu", dtype, copy=True).contiguous()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def wire_tensors(weights: Snapshot) -> dict[str, Tensor]:
+    """The snapshot as bytes, without copying."""
+    return {
+        name: Tensor(
+            _WIRE_NAMES[tensor.dtype],
+            tuple(tensor.shape),
+            # numpy knows no bfloat16; bytes are all that is needed.
+            memoryview(tensor.reshape(-1).view(torch.uint8).numpy()),
+        )
+        for name, tensor in weights.items()
+    }

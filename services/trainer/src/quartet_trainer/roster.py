@@ -1,0 +1,166 @@
+"""The runs of this process: created, restored, found, and every call of a run applied in its order on the worker.
+
+1. A run exists here after CreateRun, with its newest sound state restored where one was saved; creating it again with an equal spec
+   changes nothing.
+2. Readers see the run as it stood after its last finished call; they never wait for the worker.
+3. A run whose state was saved under another spec is not opened: RUN_CONFLICT, naming the field.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import structlog
+
+from quartet.errors import QuartetError
+from quartet_trainer.sequence import Sequence
+from quartet_trainer.spec import RunSpec, check_name, difference
+from quartet_trainer.states import Content, StateInfo, StateStore
+from quartet_trainer.worker import Worker
+
+if TYPE_CHECKING:
+    from quartet_trainer.run import Run, RunStatus
+
+T = TypeVar("T")
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class Entry:
+    """A run, its sequence, and its status as readers see it."""
+
+    run: Run
+    sequence: Sequence
+    status: RunStatus
+    states: list[StateInfo] = field(default_factory=list)
+
+
+class Roster:
+    """Runs by run_id."""
+
+    def __init__(
+        self, make_run: Callable[[str, RunSpec], Run], states: StateStore, worker: Worker, max_runs: int
+    ) -> None:
+        self._make_run, self._states, self._worker, self._max_runs = make_run, states, worker, max_runs
+        self._entries: dict[str, Entry] = {}
+        # Creating loads a model: one at a time, and a repeated call waits for the first.
+        self._creating = asyncio.Lock()
+
+    def get(self, run_id: str) -> Entry:
+        """A run that exists here. Errors: RUN_UNKNOWN."""
+        entry = self._entries.get(run_id)
+        if entry is None:
+            raise QuartetError(
+                "RUN_UNKNOWN",
+                f"run {run_id!r} is not open here; call CreateRun, which also restores it",
+                run_id=run_id,
+            )
+        return entry
+
+    async def create(self, run_id: str, spec: RunSpec) -> Entry:
+        """Open a run. Idempotent. Errors: INVALID_REQUEST, INVALID_CONFIG, RUN_CONFLICT, OVERLOADED."""
+        check_name("run_id", run_id)
+        async with self._creating:
+            entry = self._entries.get(run_id)
+            if entry is not None:
+                _same_spec(run_id, entry.run.spec, spec, "this trainer")
+                return entry
+            if len(self._entries) >= self._max_runs:
+                raise QuartetError(
+                    "OVERLOADED",
+                    f"{self._max_runs} runs are open (max_runs); restart the trainer to forget them",
+                )
+            entry = await self._worker.run(lambda: self._open(run_id, spec))
+            self._entries[run_id] = entry
+            return entry
+
+    async def apply(
+        self,
+        run_id: str,
+        seq_id: int,
+        digest: bytes,
+        job: Callable[[Entry], T],
+        moves_to: Callable[[T], int] | None = None,
+    ) -> T:
+        """Apply a job as a run's call seq_id. Errors: those of Sequence.apply and of the job."""
+        entry = self.get(run_id)
+
+        def job_then_status() -> T:
+            result = job(entry)
+            entry.status = entry.run.status
+            return result
+
+        work: Callable[[], Awaitable[T]] = lambda: self._worker.run(job_then_status)  # noqa: E731
+        return await entry.sequence.apply(seq_id, digest, work, moves_to)
+
+    # -- states: jobs for the worker ----------------------------------------------------------------------------------------
+
+    def save(self, entry: Entry, name: str, seq_id: int, export_model: bool) -> StateInfo:
+        """Save a run as it stands after call seq_id, which is this one."""
+        run = entry.run
+        info = self._states.save(
+            run.run_id,
+            name,
+            seq_id,
+            run.status.policy_version,
+            run.content(seq_id),
+            run.export if export_model else None,
+        )
+        entry.states = self._states.list(run.run_id)
+        log.info("state_saved", run_id=run.run_id, state=name, seq_id=seq_id, path=str(info.path))
+        return info
+
+    def load(self, entry: Entry, name: str) -> int:
+        """Return a run to a state; the seq_id at which it then stands. Errors: RESOURCE_UNKNOWN, CHECKSUM_MISMATCH."""
+        info = self._states.find(entry.run.run_id, name)
+        content = self._states.read(info)
+        self._states.touch(entry.run.run_id, info)
+        entry.run.restore(content)
+        entry.states = self._states.list(entry.run.run_id)
+        return int(content.meta["applied_seq_id"])
+
+    def _open(self, run_id: str, spec: RunSpec) -> Entry:
+        found = self._states.newest_sound(run_id)
+        if found is not None:
+            held = RunSpec.model_validate(found[1].meta["spec"])
+            _same_spec(run_id, held, spec, str(found[0].path))
+        run = self._make_run(run_id, spec)
+        applied = 0
+        if found is not None:
+            applied = self._restore(run, *found)
+        return Entry(run, Sequence(applied), run.status, self._states.list(run_id))
+
+    def _restore(self, run: Run, info: StateInfo, content: Content) -> int:
+        run.restore(content)
+        applied = int(content.meta["applied_seq_id"])
+        log.info("run_restored", run_id=run.run_id, state=info.name, applied_seq_id=applied)
+        return applied
+
+
+def _same_spec(run_id: str, held: RunSpec, wanted: RunSpec, where: str) -> None:
+    differs = difference(held, wanted)
+    if differs is not None:
+        key, ours, theirs = differs
+        raise QuartetError(
+            "RUN_CONFLICT",
+            f"run {run_id} exists in {where} with {key} = {ours!r}, not {theirs!r}; use another run_id or the same spec",
+            run_id=run_id,
+            field=key,
+            held=ours,
+            wanted=theirs,
+        )
+
+
+def state_root(configured: Path) -> Path:
+    """The folder of all states, created. Errors: ValueError in one sentence."""
+    root = configured.expanduser()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"state_dir = {str(configured)!r} cannot be created: {error.strerror}") from error
+    return root

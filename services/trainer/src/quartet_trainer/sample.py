@@ -1,0 +1,116 @@
+"""One sequence to train on or to score, checked, as arrays. No torch, no proto.
+
+1. A Sample that exists is well formed: every covered position has a token before it, all arrays agree, all numbers are finite.
+2. Whoever sent a malformed one learns which sample, which field, which value.
+
+Shapes: T tokens, K covered positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from quartet.errors import QuartetError
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Tokens, the positions that the loss covers, and what belongs to each of these."""
+
+    tokens_T: Ints
+    covered_K: Ints
+    versions_K: Ints
+    # The sampler's; None where it sent none.
+    logprobs_K: Floats | None
+    # One value for each covered position; None where none were sent.
+    advantages_K: Floats | None
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether any position is covered."""
+        return len(self.covered_K) > 0
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first covered position."""
+        return int(self.covered_K[0])
+
+    @property
+    def input_length(self) -> int:
+        """Tokens that a forward pass must read: those before the last covered position."""
+        return int(self.covered_K[-1])
+
+
+def make_sample(
+    index: int,
+    token_ids: Sequence[int],
+    spans: Sequence[tuple[int, int, int]],
+    logprobs: Sequence[float],
+    advantages: Sequence[float],
+) -> Sample:
+    """Check one sample; spans are (start, length, policy_version). Errors: INVALID_REQUEST."""
+    tokens_T = np.array(token_ids, dtype=np.int64)
+    if not len(tokens_T):
+        raise _refused(index, "token_ids", "empty", "send at least one token")
+    end = 0
+    for start, length, _ in spans:
+        if start < end or length < 1 or start + length > len(tokens_T):
+            value = f"[{start}, {start + length}) of {len(tokens_T)} tokens"
+            raise _refused(index, "spans", value, "spans are ascending, disjoint and inside the tokens")
+        if start == 0:
+            raise _refused(index, "spans", "position 0", "the first token has no prediction; cover from 1 on")
+        end = start + length
+    covered = [np.arange(start, start + length) for start, length, _ in spans]
+    versions = [np.full(length, version, dtype=np.int64) for _, length, version in spans]
+    none = np.empty(0, dtype=np.int64)
+    covered_K = np.concatenate(covered) if covered else none
+    versions_K = np.concatenate(versions) if versions else none
+    count = len(covered_K)
+    return Sample(
+        tokens_T,
+        covered_K,
+        versions_K,
+        _per_position(index, "logprobs", logprobs, (0, count), count),
+        _per_position(index, "advantages", advantages, (0, 1, count), count),
+    )
+
+
+def check_against_model(samples: Sequence[Sample], vocab_size: int, max_tokens: int) -> None:
+    """Refuse tokens that the model does not have and sequences longer than its positions. Errors: INVALID_REQUEST."""
+    for index, sample in enumerate(samples):
+        highest = int(sample.tokens_T.max())
+        if highest >= vocab_size:
+            raise _refused(index, "token_ids", str(highest), f"the vocabulary has {vocab_size} tokens")
+        if len(sample.tokens_T) > max_tokens:
+            value = f"{len(sample.tokens_T)} tokens"
+            raise _refused(index, "token_ids", value, f"the model has {max_tokens} positions")
+
+
+def _per_position(
+    index: int, field: str, values: Sequence[float], allowed: tuple[int, ...], count: int
+) -> Floats | None:
+    if len(values) not in allowed:
+        raise _refused(index, field, f"{len(values)} values", f"{count} positions are covered")
+    if not values:
+        return None
+    array = np.array(values, dtype=np.float32)
+    if not np.isfinite(array).all():
+        raise _refused(index, field, str(array[~np.isfinite(array)][0]), "every value must be finite")
+    return array if len(array) == count else np.full(count, array[0], dtype=np.float32)
+
+
+def _refused(index: int, field: str, value: str, remedy: str) -> QuartetError:
+    return QuartetError(
+        "INVALID_REQUEST",
+        f"sample {index}: {field} is {value}; {remedy}",
+        field=f"samples[{index}].{field}",
+        value=value,
+        remedy=remedy,
+    )

@@ -1,0 +1,188 @@
+"""TrainerService: protobuf in, protobuf out. What the calls do is in run.py, their order in sequence.py, their life in roster.py."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import xxhash
+
+from quartet.errors import QuartetError
+from quartet.v1 import trainer_service_pb2 as pb
+from quartet.v1 import trainer_service_pb2_grpc as rpc
+from quartet_trainer.intake import Intake
+from quartet_trainer.roster import Entry, Roster
+from quartet_trainer.sample import Floats
+from quartet_trainer.spec import check_name
+from quartet_trainer.states import StateInfo
+from quartet_trainer.wire import loss_spec, run_spec
+from quartet_trainer.worker import Worker
+
+
+class TrainerServicer(rpc.TrainerServiceServicer):  # type: ignore[misc]
+    """The trainer's RPCs over a roster of runs."""
+
+    def __init__(self, roster: Roster, worker: Worker) -> None:
+        self._roster, self._worker, self._intake = roster, worker, Intake()
+
+    async def CreateRun(
+        self, request: pb.CreateRunRequest, context: grpc.aio.ServicerContext
+    ) -> pb.CreateRunResponse:
+        """Open or restore a run."""
+        entry = await self._roster.create(request.run_id, run_spec(request.spec))
+        return pb.CreateRunResponse(run=_run_state(request.run_id, entry))
+
+    async def GetRun(self, request: pb.GetRunRequest, context: grpc.aio.ServicerContext) -> pb.GetRunResponse:
+        """A run as it stands."""
+        return pb.GetRunResponse(run=_run_state(request.run_id, self._roster.get(request.run_id)))
+
+    async def ForwardBackward(
+        self, request_iterator: AsyncIterator[pb.ForwardBackwardRequest], context: grpc.aio.ServicerContext
+    ) -> pb.ForwardBackwardResponse:
+        """Accumulate the gradients of a batch."""
+        batch = await self._intake.collect(request_iterator)
+        start: pb.ForwardBackwardStart = batch.start
+        loss = loss_spec(start.loss)
+        if not (math.isfinite(start.normalizer) and start.normalizer > 0):
+            raise _refused(
+                "normalizer", start.normalizer, "give a number above 0, such as the covered tokens"
+            )
+
+        def job(entry: Entry) -> pb.ForwardBackwardResponse:
+            began = time.monotonic()
+            done = entry.run.forward_backward(batch.samples, loss, start.normalizer, start.verify_logprobs)
+            response = pb.ForwardBackwardResponse(
+                loss=done.loss,
+                loss_tokens=done.loss_tokens,
+                tokens=done.tokens,
+                diagnostics=done.diagnostics,
+                compute_ms=round(1000 * (time.monotonic() - began)),
+            )
+            if done.verification is not None:
+                response.verification.max_difference = done.verification.max_difference
+                response.verification.mean_difference = done.verification.mean_difference
+                response.verification.tokens_compared = done.verification.tokens_compared
+                response.verification.tokens_skipped = done.verification.tokens_skipped
+            return response
+
+        digest = b"ForwardBackward" + batch.digest
+        return await self._roster.apply(start.run_id, start.seq_id, digest, job)
+
+    async def OptimStep(
+        self, request: pb.OptimStepRequest, context: grpc.aio.ServicerContext
+    ) -> pb.OptimStepResponse:
+        """Apply the accumulated gradients."""
+        rate = request.learning_rate if request.HasField("learning_rate") else None
+        if rate is not None and not (math.isfinite(rate) and rate >= 0):
+            raise _refused("learning_rate", rate, "give a finite number, 0 or more, or leave it out")
+
+        def job(entry: Entry) -> pb.OptimStepResponse:
+            done = entry.run.optim_step(rate)
+            return pb.OptimStepResponse(
+                grad_norm=done.grad_norm, learning_rate=done.learning_rate, policy_version=done.policy_version
+            )
+
+        return await self._roster.apply(request.run_id, request.seq_id, _digest(request), job)
+
+    async def Forward(
+        self, request_iterator: AsyncIterator[pb.ForwardRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.ForwardResponse]:
+        """Log-probabilities of samples."""
+        batch = await self._intake.collect(request_iterator)
+        start: pb.ForwardStart = batch.start
+        version = start.policy_version if start.HasField("policy_version") else None
+        temperature = start.temperature if start.HasField("temperature") else 1.0
+        if not (math.isfinite(temperature) and temperature > 0):
+            raise _refused("temperature", temperature, "give a number above 0")
+        entry = self._roster.get(start.run_id)
+        scored: list[Floats] = await self._worker.run(
+            lambda: entry.run.forward(batch.samples, version, temperature)
+        )
+        for logprobs_K in scored:
+            yield pb.ForwardResponse(logprobs=logprobs_K)
+
+    async def SaveState(
+        self, request: pb.SaveStateRequest, context: grpc.aio.ServicerContext
+    ) -> pb.SaveStateResponse:
+        """Save the run, or export its model too."""
+        check_name("name", request.name)
+
+        def job(entry: Entry) -> pb.SaveStateResponse:
+            info = self._roster.save(entry, request.name, request.seq_id, request.export_model)
+            return pb.SaveStateResponse(state=_saved(info))
+
+        return await self._roster.apply(request.run_id, request.seq_id, _digest(request), job)
+
+    async def LoadState(
+        self, request: pb.LoadStateRequest, context: grpc.aio.ServicerContext
+    ) -> pb.LoadStateResponse:
+        """Return to a saved state."""
+        check_name("name", request.name)
+        entry = self._roster.get(request.run_id)
+        await self._roster.apply(
+            request.run_id,
+            request.seq_id,
+            _digest(request),
+            lambda entry: self._roster.load(entry, request.name),
+            moves_to=lambda applied: applied,
+        )
+        return pb.LoadStateResponse(run=_run_state(request.run_id, entry))
+
+    async def ListStates(
+        self, request: pb.ListStatesRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ListStatesResponse:
+        """Complete states, oldest first."""
+        return pb.ListStatesResponse(
+            states=[_saved(info) for info in self._roster.get(request.run_id).states]
+        )
+
+    async def PublishWeights(
+        self, request: pb.PublishWeightsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.PublishWeightsResponse:
+        """Make the current weights a version."""
+
+        def job(entry: Entry) -> pb.PublishWeightsResponse:
+            manifest = entry.run.publish()
+            return pb.PublishWeightsResponse(
+                version=manifest.version, digest=manifest.digest, payload_bytes=manifest.payload_bytes
+            )
+
+        return await self._roster.apply(request.run_id, request.seq_id, _digest(request), job)
+
+
+def _run_state(run_id: str, entry: Entry) -> pb.RunState:
+    state = pb.RunState(
+        run_id=run_id,
+        applied_seq_id=entry.sequence.applied,
+        policy_version=entry.status.policy_version,
+        trainable_parameters=entry.status.trainable_parameters,
+        parameters=entry.status.parameters,
+    )
+    if entry.status.published_version is not None:
+        state.published_version = entry.status.published_version
+    return state
+
+
+def _saved(info: StateInfo) -> pb.SavedState:
+    return pb.SavedState(
+        name=info.name,
+        seq_id=info.seq_id,
+        policy_version=info.policy_version,
+        size_bytes=info.size_bytes,
+        path=str(info.path),
+        model_path=str(info.model_path) if info.model_path else "",
+    )
+
+
+def _digest(request: Any) -> bytes:
+    body = request.SerializeToString(deterministic=True)
+    return request.DESCRIPTOR.name.encode() + xxhash.xxh3_128_digest(body)
+
+
+def _refused(field: str, value: object, remedy: str) -> QuartetError:
+    return QuartetError(
+        "INVALID_REQUEST", f"{field} = {value} is refused: {remedy}", field=field, value=value, remedy=remedy
+    )

@@ -1,0 +1,259 @@
+"""Saved states on disk: whole or not there, and known to be unharmed before they are used.
+
+1. A state is a folder `<root>/<run_id>/<name>@<seq_id>`. It is written beside its place, flushed, completed with COMPLETE.json (sizes and
+   digests of every file) and only then renamed into place: a kill at any moment leaves it whole or absent.
+2. A state is read only after every digest was checked; `newest_sound` skips what is harmed, saying so in the log.
+3. Tensors are safetensors, the rest is JSON. Nothing is pickled.
+4. Of each run the `keep_last` newest states are kept. Newest means saved or loaded last: a state that a run returned to is the
+   one it restarts from.
+5. An equal name is replaced: the older state of that name goes after the newer one is in place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from quartet.errors import QuartetError
+
+MARK = "COMPLETE.json"
+#: Outside the digests, because returning to a state changes it.
+ORDER = "ORDER"
+META = "run.json"
+MODEL_FOLDER = "model"
+#: No state's folder begins with "@", because no name is empty.
+_TEMPORARY = "@writing-"
+_DISCARDED = "@discarded-"
+_READ_BYTES = 1 << 20
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class StateInfo:
+    """A complete state; its digests are checked when it is read."""
+
+    name: str
+    seq_id: int
+    policy_version: int
+    size_bytes: int
+    path: Path
+    model_path: Path | None
+    order: int
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a state holds: JSON, and tensors by file stem and name."""
+
+    meta: dict[str, Any]
+    tensors: Mapping[str, Mapping[str, torch.Tensor]]
+
+
+class StateStore:
+    """The saved states of all runs below one root. One process at a time, one thread at a time."""
+
+    def __init__(self, root: Path, keep_last: int) -> None:
+        self._root = root.absolute()
+        self._keep_last = keep_last
+
+    def save(
+        self,
+        run_id: str,
+        name: str,
+        seq_id: int,
+        policy_version: int,
+        content: Content,
+        export: Callable[[Path], None] | None = None,
+    ) -> StateInfo:
+        """Write a state; `export` fills its model folder, which must not exist yet."""
+        folder = self._root / run_id
+        folder.mkdir(parents=True, exist_ok=True)
+        self._sweep(folder)
+        writing = folder / f"{_TEMPORARY}{name}@{seq_id}"
+        try:
+            writing.mkdir()
+            for stem, tensors in content.tensors.items():
+                plain = {key: tensor.detach().to("cpu").contiguous() for key, tensor in tensors.items()}
+                save_file(plain, writing / f"{stem}.safetensors")
+            (writing / META).write_text(json.dumps(content.meta, indent=1, sort_keys=True), encoding="utf-8")
+            if export is not None:
+                export(writing / MODEL_FOLDER)
+            self._complete(writing, name, seq_id, policy_version)
+            (writing / ORDER).write_text(str(self._next_order(run_id)), encoding="ascii")
+            _flush_tree(writing)
+            self._put(writing, folder / f"{name}@{seq_id}")
+        except BaseException:
+            shutil.rmtree(writing, ignore_errors=True)
+            raise
+        self._prune(run_id, keep=name, seq_id=seq_id)
+        found = _read_info(folder / f"{name}@{seq_id}")
+        assert found is not None, "written just now"
+        return found
+
+    def list(self, run_id: str) -> list[StateInfo]:
+        """Complete states, oldest first."""
+        folder = self._root / run_id
+        if not folder.is_dir():
+            return []
+        found = [_read_info(path) for path in folder.iterdir() if not path.name.startswith("@")]
+        return sorted((info for info in found if info is not None), key=lambda info: info.order)
+
+    def find(self, run_id: str, name: str) -> StateInfo:
+        """The state of a name. Errors: RESOURCE_UNKNOWN."""
+        states = self.list(run_id)
+        match = next((info for info in reversed(states) if info.name == name), None)
+        if match is None:
+            held = ", ".join(info.name for info in states) or "none"
+            raise QuartetError(
+                "RESOURCE_UNKNOWN", f"run {run_id} has no complete state {name!r}; it has: {held}", name=name
+            )
+        return match
+
+    def read(self, info: StateInfo) -> Content:
+        """The content, after every digest agreed. Errors: CHECKSUM_MISMATCH."""
+        mark = _read_mark(info.path)
+        if mark is None:
+            raise _harmed(info, MARK)
+        for relative, entry in mark["files"].items():
+            file = info.path / relative
+            if not file.is_file() or _digest(file) != entry["xxh3_128"]:
+                raise _harmed(info, relative)
+        try:
+            meta = json.loads((info.path / META).read_text(encoding="utf-8"))
+            tensors = {file.stem: load_file(file) for file in sorted(info.path.glob("*.safetensors"))}
+        except (ValueError, SafetensorError) as error:
+            raise _harmed(info, str(error)) from error
+        return Content(meta, tensors)
+
+    def newest_sound(self, run_id: str) -> tuple[StateInfo, Content] | None:
+        """The newest state that is unharmed; harmed ones are logged and passed over."""
+        for info in reversed(self.list(run_id)):
+            try:
+                return info, self.read(info)
+            except QuartetError as error:
+                log.error(
+                    "state_harmed", run_id=run_id, state=info.name, path=str(info.path), error=str(error)
+                )
+        return None
+
+    def touch(self, run_id: str, info: StateInfo) -> None:
+        """Make a state the newest: the run returned to it."""
+        staged = info.path / f"{ORDER}.new"
+        staged.write_text(str(self._next_order(run_id)), encoding="ascii")
+        _flush(staged)
+        staged.replace(info.path / ORDER)
+        _flush(info.path)
+
+    def _next_order(self, run_id: str) -> int:
+        return max((info.order for info in self.list(run_id)), default=0) + 1
+
+    def _complete(self, folder: Path, name: str, seq_id: int, policy_version: int) -> None:
+        files = {}
+        for file in sorted(folder.rglob("*")):
+            if file.is_file():
+                relative = file.relative_to(folder).as_posix()
+                files[relative] = {"bytes": file.stat().st_size, "xxh3_128": _digest(file)}
+        body = {"name": name, "seq_id": seq_id, "policy_version": policy_version, "files": files}
+        mark = {"digest": _digest_of(body), **body}
+        (folder / MARK).write_text(json.dumps(mark, indent=1), encoding="utf-8")
+
+    def _put(self, writing: Path, target: Path) -> None:
+        if target.exists():
+            # Written before under this seq_id, by a process that died before it could say so, or on a way since abandoned.
+            target.rename(target.with_name(_DISCARDED + target.name))
+        writing.rename(target)
+        _flush(target.parent)
+        self._sweep(target.parent)
+
+    def _prune(self, run_id: str, keep: str, seq_id: int) -> None:
+        states = self.list(run_id)
+        replaced = [info for info in states if info.name == keep and info.seq_id != seq_id]
+        rest = [info for info in states if info not in replaced]
+        for info in replaced + rest[: -self._keep_last]:
+            # Out of the list first, then deleted: a kill in between leaves no half state under a state's name.
+            discarded = info.path.with_name(_DISCARDED + info.path.name)
+            info.path.rename(discarded)
+            shutil.rmtree(discarded)
+
+    def _sweep(self, folder: Path) -> None:
+        """Remove what a killed process left behind."""
+        for path in folder.iterdir():
+            if path.name.startswith((_TEMPORARY, _DISCARDED)):
+                shutil.rmtree(path)
+
+
+def _read_mark(path: Path) -> dict[str, Any] | None:
+    try:
+        mark = json.loads((path / MARK).read_text(encoding="utf-8"))
+        digest = mark.pop("digest")
+    except (OSError, ValueError, KeyError, AttributeError):
+        return None
+    return mark if digest == _digest_of(mark) else None
+
+
+def _read_info(path: Path) -> StateInfo | None:
+    mark = _read_mark(path)
+    if mark is None:
+        log.error("state_incomplete", path=str(path))
+        return None
+    try:
+        order = int((path / ORDER).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        order = 0
+    model = path / MODEL_FOLDER
+    size = sum(entry["bytes"] for entry in mark["files"].values())
+    return StateInfo(
+        mark["name"],
+        mark["seq_id"],
+        mark["policy_version"],
+        size,
+        path,
+        model if model.is_dir() else None,
+        order,
+    )
+
+
+def _digest_of(body: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
+
+
+def _digest(file: Path) -> str:
+    state = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while piece := stream.read(_READ_BYTES):
+            state.update(piece)
+    return str(state.hexdigest())
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _flush_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        _flush(path)
+    _flush(folder)
+
+
+def _harmed(info: StateInfo, what: str) -> QuartetError:
+    return QuartetError(
+        "CHECKSUM_MISMATCH",
+        f"state {info.name} is harmed: {what} disagrees with its digest; nothing was loaded",
+        what=f"{info.path}/{what}",
+    )
