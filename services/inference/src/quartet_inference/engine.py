@@ -105,7 +105,8 @@ class Finish:
 
     index: int
     reason: Reason
-    stop_match: str  # the stop string or the stop token's text; empty for the model's end tokens
+    stop_string: str  # the stop string that ended it, or empty
+    stop_token: int | None  # the stop token that ended it; the model's end tokens count as none
     cached_tokens: int
 
 

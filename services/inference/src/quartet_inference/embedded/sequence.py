@@ -89,16 +89,16 @@ class RunningSequence:
         if self._counts is not None:
             self._counts[token] += 1
         if token in self.end_tokens and not self.sampling.ignore_eos:
-            return self._finish(Reason.STOP, "")
+            return self._finish(Reason.STOP)
         if token in self.sampling.stop_token_ids:
-            return self._finish(Reason.STOP, f"token {token}")
+            return self._finish(Reason.STOP, token=token)
         match = self.watch.feed(token) if self.watch is not None else None
         if match is not None:
             return self._finish(Reason.STOP, match)
-        return self._finish(Reason.LENGTH, "") if len(self.out) >= self.sampling.max_tokens else None
+        return self._finish(Reason.LENGTH) if len(self.out) >= self.sampling.max_tokens else None
 
-    def _finish(self, reason: Reason, match: str) -> Finish:
-        return Finish(self.index, reason, match, self.cached_tokens or 0)
+    def _finish(self, reason: Reason, match: str = "", token: int | None = None) -> Finish:
+        return Finish(self.index, reason, match, token, self.cached_tokens or 0)
 
     @property
     def untold(self) -> int:

@@ -1,0 +1,27 @@
+"""`python -m quartet_inference [@ file.toml ...] [--key value ...] [--dry-run]`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+from quartet.config import main
+from quartet.kit import logs
+
+from quartet_inference.config import InferenceConfig
+
+
+def _run(config: InferenceConfig) -> None:
+    logs.configure("inference", config.log_level)
+    # Before torch is loaded: its thread pool spins at barriers and starves the neighbours. The hub is
+    # never asked.
+    os.environ["OMP_NUM_THREADS"] = str(config.embedded.threads)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from quartet_inference.app import run
+
+    asyncio.run(run(config))
+
+
+if __name__ == "__main__":
+    sys.exit(main(InferenceConfig, _run))

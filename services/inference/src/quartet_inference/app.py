@@ -1,0 +1,112 @@
+"""Puts the service together: model, engine, follower, servers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import torch
+from quartet.config import ConfigError
+from quartet.kit.channel import connect
+from quartet.kit.health import Health
+from quartet.kit.server import Service, serve
+from quartet.v1 import inference_service_pb2_grpc, weights_pb2_grpc
+
+from quartet_inference.chat import Chat
+from quartet_inference.config import InferenceConfig
+from quartet_inference.embedded import model
+from quartet_inference.embedded.engine import EmbeddedEngine, Limits
+from quartet_inference.engine import Engine, ServedWeights
+from quartet_inference.service import InferenceServicer, UnservedWeights
+from quartet_inference.updates import Follower, ServedNews
+
+INFERENCE = "quartet.v1.InferenceService"
+WEIGHTS = "quartet.v1.WeightService"
+
+
+def build_engine(config: InferenceConfig, chat: Chat, health: Health) -> EmbeddedEngine:
+    """Load the model; without a weights address its own weights are version 0 of no run."""
+    settings = config.embedded
+    torch.set_num_threads(settings.threads)
+    network = model.load(config.model, settings.dtype)
+    made_for = int(getattr(network.config, "max_position_embeddings"))  # noqa: B009 - nn.Module types it as a tensor
+    limits = Limits(
+        max_model_len=config.max_model_len or made_for,
+        max_num_seqs=settings.max_num_seqs,
+        max_waiting=settings.max_waiting,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        prefix_cache_bytes=settings.prefix_cache_bytes,
+        recompute_on_update=settings.kv_on_update == "recompute",
+    )
+    if limits.max_model_len > made_for:
+        raise ConfigError(
+            f"max_model_len = {limits.max_model_len} is refused: "
+            f"the model was made for {made_for}; choose at most that"
+        )
+    digest = b"" if config.weights_address else model.ModelWeights(network).digest()
+    served = None if config.weights_address else ServedWeights("", 0, digest)
+    try:
+        return EmbeddedEngine(network, limits, chat.end_tokens, chat.text, served, health.progress)
+    except ValueError as error:
+        raise ConfigError(f"model = {str(config.model)!r} cannot be served: {error}") from error
+
+
+@asynccontextmanager
+async def services(config: InferenceConfig, health: Health) -> AsyncIterator[list[Service]]:
+    """The services of a running replica; left, its engine and follower are ended."""
+    chat = await asyncio.to_thread(Chat, config.model)
+    engine = await asyncio.to_thread(build_engine, config, chat, health)
+    health.watch_progress(
+        config.stall_seconds, lambda: engine.info().running > 0 and not engine.info().paused
+    )
+    news = ServedNews(engine)
+    servicer = InferenceServicer(engine, chat, news, str(config.model), config.version_wait_seconds)
+    try:
+        async with _following(config, engine, news, health):
+            yield [
+                Service(
+                    INFERENCE, inference_service_pb2_grpc.add_InferenceServiceServicer_to_server, servicer
+                ),
+                Service(WEIGHTS, weights_pb2_grpc.add_WeightServiceServicer_to_server, UnservedWeights()),
+            ]
+    finally:
+        await engine.close()
+
+
+@asynccontextmanager
+async def _following(
+    config: InferenceConfig, engine: Engine, news: ServedNews, health: Health
+) -> AsyncIterator[None]:
+    def ready() -> None:
+        news.tell()
+        health.set_ready(INFERENCE)
+        health.set_ready(WEIGHTS)
+
+    def refused(why: str) -> None:
+        if engine.info().served is None:
+            health.set_not_ready(INFERENCE, why)
+
+    if not config.weights_address:
+        ready()
+        yield
+        return
+    health.set_not_ready(INFERENCE, f"no verified weights from {config.weights_address} yet")
+    health.set_not_ready(WEIGHTS, "no weights yet")
+    async with connect(config.weights_address, security=config.weights_security, bulk=True) as channel:
+        follower = Follower(engine, channel, config.run_id, ready, refused)
+        task = asyncio.create_task(follower.run(), name="follow-weights")
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+async def run(config: InferenceConfig) -> None:
+    """Serve until a signal."""
+    health = Health()
+    async with services(config, health) as running:
+        await serve(running, config.server, health)

@@ -1,0 +1,69 @@
+"""From SamplingParams to what the engine accepts: defaults, bounds, and the reason why a value is refused."""
+
+from __future__ import annotations
+
+import math
+
+from quartet.errors import QuartetError
+from quartet.v1 import common_pb2
+
+from quartet_inference.engine import Sampling
+
+#: SamplingParams.stop says 16; a longer string than this would make every token look at too much text.
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKENS = 256
+#: Below this, float32 logits overflow when they are divided; 0 is greedy.
+MIN_TEMPERATURE = 0.01
+MAX_TEMPERATURE = 100.0
+
+
+def resolve(params: common_pb2.SamplingParams, room: int, vocab_size: int) -> Sampling:
+    """Check the parameters of a request that has room for `room` tokens. Errors: INVALID_REQUEST."""
+
+    def number(field: str, default: float, low: float, high: float, above: bool = False) -> float:
+        value = float(getattr(params, field)) if params.HasField(field) else default
+        if not math.isfinite(value) or not low <= value <= high or (above and value == low):
+            raise refused(field, value, f"choose a number {'above' if above else 'from'} {low:g} to {high:g}")
+        return value
+
+    temperature = number("temperature", 1.0, 0.0, MAX_TEMPERATURE)
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise refused(
+            "temperature", temperature, f"choose 0 for greedy sampling or at least {MIN_TEMPERATURE}"
+        )
+    if params.HasField("max_tokens") and params.max_tokens == 0:
+        raise refused("max_tokens", 0, "ask for at least one token")
+    if len(params.stop) > MAX_STOPS or any(not 0 < len(stop) <= MAX_STOP_CHARS for stop in params.stop):
+        raise refused(
+            "stop", list(params.stop), f"give at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters"
+        )
+    if len(params.stop_token_ids) > MAX_STOP_TOKENS or any(
+        token >= vocab_size for token in params.stop_token_ids
+    ):
+        raise refused(
+            "stop_token_ids",
+            list(params.stop_token_ids),
+            f"give at most {MAX_STOP_TOKENS} tokens below the vocabulary's size, {vocab_size}",
+        )
+    return Sampling(
+        max_tokens=min(params.max_tokens, room) if params.HasField("max_tokens") else room,
+        temperature=temperature,
+        top_p=number("top_p", 1.0, 0.0, 1.0, above=True),
+        top_k=min(params.top_k, vocab_size),
+        min_p=number("min_p", 0.0, 0.0, 1.0),
+        repetition_penalty=number("repetition_penalty", 1.0, 0.0, 100.0, above=True),
+        presence_penalty=number("presence_penalty", 0.0, -2.0, 2.0),
+        frequency_penalty=number("frequency_penalty", 0.0, -2.0, 2.0),
+        stop=tuple(params.stop),
+        stop_token_ids=frozenset(params.stop_token_ids),
+        seed=params.seed if params.HasField("seed") else None,
+        ignore_eos=params.ignore_eos,
+    )
+
+
+def refused(field: str, value: object, remedy: str) -> QuartetError:
+    """INVALID_REQUEST of one field."""
+    return QuartetError(
+        "INVALID_REQUEST", f"{field} = {value} is refused; {remedy}", field=field, value=value, remedy=remedy
+    )
