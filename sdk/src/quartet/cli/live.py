@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -31,7 +32,7 @@ def reward_curve(values: Sequence[float], rows: int = CURVE_ROWS, columns: int =
     shown = list(values)
     if len(shown) > columns:  # average neighbours rather than cut the beginning off
         edges = [round(i * len(values) / columns) for i in range(columns + 1)]
-        shown = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+        shown = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     heights = [round(max(0.0, value) / top * rows * 8) for value in shown]
     lines = []
     for row in range(rows - 1, -1, -1):
@@ -102,13 +103,12 @@ class LiveScreen:
             Text.assemble((f"{one.reward:5.2f} ", "bold"), one.prompt[-40:], (" → ", "dim"), one.answer[:80])
             for one in progress.completions
         ]
-        parts = [
+        return Group(
             Panel(top, title=f"quartet · {progress.run.run_id}", title_align="left"),
             Panel(Text("\n".join(curve) or "no step yet"), title="reward", title_align="left"),
             Panel(Group(*samples), title="completions", title_align="left"),
             Text("\n".join(self._news), "dim"),
-        ]
-        return Group(*parts)
+        )
 
     def say(self, line: str) -> None:
         self._news.append(line)

@@ -1,14 +1,15 @@
 """The output folder of a run.
 
     metrics.jsonl            one line for each step and evaluation
-    rollouts/step_NNNN.jsonl one line for each rollout of a step; rollouts/eval_NNNN.jsonl for evaluations after NNNN steps
-    checkpoint/              the trained model, a Hugging Face folder
+    rollouts/step_NNNN.jsonl one line for each rollout of a step; rollouts/eval_NNNN.jsonl for evaluations
+    after NNNN steps checkpoint/              the trained model, a Hugging Face folder
     reward.png summary.json  written at the end
     run.json                 which run this folder belongs to
     config/ logs/ data/      configs, logs and state of the services
 
-1. Every line carries the number of its event, and is written whole before the next event is taken. Opened again, the folder
-   cuts off a torn last line and says after which event to go on: no line is lost and none is written twice.
+1. Every line carries the number of its event, and is written whole before the next event is taken. Opened
+   again, the folder cuts off a torn last line and says after which event to go on: no line is lost and none
+   is written twice.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Outputs:
         append_line(self.rollouts / name, head | rollout_row(event))
 
     def take_checkpoint(self, model_path: Path) -> Path:
-        """Put the exported model into the folder, atomically. Links where the file system can, because models are large."""
+        """Put the exported model into the folder, whole. Linked where possible: models are large."""
         target = self.folder / "checkpoint"
         staged = self.folder / f"checkpoint.{os.getpid()}.partial"
         shutil.rmtree(staged, ignore_errors=True)

@@ -1,7 +1,8 @@
 """What is known of a run from its events: the one state behind the display, the figure and the summary.
 
 1. Pure: events go in, no clock, file or network is touched.
-2. Applying an event whose number is not newer than the last one changes nothing, so a replayed stream does no harm.
+2. Applying an event whose number is not newer than the last one changes nothing, so a replayed stream does
+   no harm.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Completion:
 
 def phase_name(phase: int) -> str:
     """ "RUN_PHASE_TRAINING" as a person says it."""
-    return RunPhase.Name(phase).removeprefix("RUN_PHASE_").lower()  # type: ignore[arg-type]
+    return RunPhase.Name(phase).removeprefix("RUN_PHASE_").lower()
 
 
 def ledger_dict(ledger: Ledger) -> dict[str, object]:

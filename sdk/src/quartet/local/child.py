@@ -1,7 +1,7 @@
 """One service as a child process: its command, its log, its port file.
 
-1. The child dies with this process (see tether.py) and leads a process group of its own, so that a Ctrl-C in the terminal
-   reaches only the launcher, which then ends the services in order.
+1. The child dies with this process (see tether.py) and leads a process group of its own, so that a Ctrl-C
+   in the terminal reaches only the launcher, which then ends the services in order.
 2. Everything it prints goes to its log file, appended over restarts.
 3. It counts as bound once it has written its port file, which is removed before each start.
 """
@@ -21,8 +21,8 @@ TETHER = str(Path(__file__).with_name("tether.py"))
 POLL_SECONDS = 0.05
 LOG_TAIL_BYTES = 4096  # enough for the last traceback
 
-# One thread for each process: four services share the cores, and spinning OpenMP teams of two processes on two cores were
-# measured to cost 3 to 20 times the CPU time. A user's own setting wins.
+# One thread for each process: four services share the cores, and spinning OpenMP teams of two processes on
+# two cores were measured to cost 3 to 20 times the CPU time. A user's own setting wins.
 CHILD_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -57,13 +57,14 @@ class Child:
 
     @classmethod
     async def start(cls, spec: ChildSpec) -> Child:
-        """Start it. Must run on the main thread: the kernel ties the child's life to the thread that forked it."""
+        """Start it. On the main thread: the kernel ties the child's life to the thread that forked it."""
         spec.port_file.unlink(missing_ok=True)
         spec.log_file.parent.mkdir(parents=True, exist_ok=True)
         with spec.log_file.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-I", "-S", TETHER, str(os.getpid()), *spec.command,
-                stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=child_environment(), process_group=0,
+                stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=child_environment(),
+                process_group=0,
             )  # fmt: skip
         return cls(spec, process)
 

@@ -1,9 +1,10 @@
-"""The deployment of one local run: four configs that point at each other, written to files, checked before anything starts.
+"""The deployment of one local run: four configs that point at each other, written to files, checked before
+anything starts.
 
-1. What the user wrote in [trainer], [orchestrator], [inference] and [envhost] wins over what the launcher would say, except for
-   the port 0, which becomes a free port, and the port file.
-2. `check` runs every service's own `--dry-run` on exactly the files it will be started with: whatever a service would refuse is
-   refused here, in its own sentence, before any service runs.
+1. What the user wrote in [trainer], [orchestrator], [inference] and [envhost] wins over what the launcher
+   would say, except for the port 0, which becomes a free port, and the port file.
+2. `check` runs every service's own `--dry-run` on exactly the files it will be started with: whatever a
+   service would refuse is refused here, in its own sentence, before any service runs.
 """
 
 from __future__ import annotations

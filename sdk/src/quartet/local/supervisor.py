@@ -1,9 +1,10 @@
 """The supervisor: keeps the services of one run alive until the run ends.
 
-1. A service that dies is started again with the same command on the same address, after a delay that doubles from
-   FIRST_DELAY_SECONDS to MAX_DELAY_SECONDS and starts over once the service has lived STABLE_SECONDS.
-2. A service that never bound, or that died MAX_RESTARTS_IN_A_ROW times without living that long, is FAILED; `failed` is then
-   set with the service and the end of its log, and it is not started again.
+1. A service that dies is started again with the same command on the same address, after a delay that
+   doubles from FIRST_DELAY_SECONDS to MAX_DELAY_SECONDS and starts over once the service has lived
+   STABLE_SECONDS.
+2. A service that never bound, or that died MAX_RESTARTS_IN_A_ROW times without living that long, is FAILED:
+   `wait_failed` raises with the end of its log, and it is not started again.
 3. `stop` ends all services at once, in bounded time, and their process groups with them.
 
 States: STARTING -> UP -> BACKOFF -> STARTING; STARTING | BACKOFF -> FAILED; any -> STOPPED.
@@ -12,7 +13,6 @@ States: STARTING -> UP -> BACKOFF -> STARTING; STARTING | BACKOFF -> FAILED; any
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -125,17 +125,20 @@ class Supervisor:
 
     async def wait_bound(self) -> None:
         """Until every service listens. Raises ServiceFailed."""
-        bound = asyncio.gather(*(keeper.bound_once.wait() for keeper in self._keepers))
+        bound = asyncio.create_task(self._all_bound())
         failed = asyncio.create_task(self.wait_failed())
         try:
             done, _ = await asyncio.wait({bound, failed}, return_when=asyncio.FIRST_COMPLETED)
             if failed in done:
                 failed.result()
         finally:
-            for waiter in (bound, failed):
-                waiter.cancel()
-                with contextlib.suppress(asyncio.CancelledError, ServiceFailed):
-                    await waiter
+            bound.cancel()
+            failed.cancel()
+            await asyncio.gather(bound, failed, return_exceptions=True)
+
+    async def _all_bound(self) -> None:
+        for keeper in self._keepers:
+            await keeper.bound_once.wait()
 
     async def wait_failed(self) -> None:
         """For ever, or until a service is given up: raises ServiceFailed."""

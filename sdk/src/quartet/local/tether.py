@@ -1,9 +1,11 @@
 """Ties a child to its parent, then becomes the program: `python tether.py PARENT_PID PROGRAM ARGUMENT...`.
 
-1. The program is killed by the kernel when the process that started it dies, however it dies (Linux: PR_SET_PDEATHSIG).
+1. The program is killed by the kernel when the process that started it dies, however it dies (Linux:
+   PR_SET_PDEATHSIG).
 2. It keeps the pid that the parent got, because it replaces this script by exec.
 
-A script of its own and not a `preexec_fn`: running Python between fork and exec is unsafe in a process with threads.
+A script of its own and not a `preexec_fn`: running Python between fork and exec is unsafe in a process with
+threads.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """TOML as text: what the launcher writes for the services to read (the standard library only reads it).
 
-1. `tomllib.loads(dumps(table)) == table` for every table of strings, booleans, integers, floats, lists and tables.
+1. `tomllib.loads(dumps(table)) == table` for every table of strings, booleans, integers, floats, lists and
+   tables.
 2. `None` is left out, because TOML has no null; any other type is a TypeError.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 _BARE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
@@ -53,7 +54,7 @@ def _inline(value: object) -> str:
         case Mapping():
             pairs = [f"{_key(str(k))} = {_inline(v)}" for k, v in value.items() if v is not None]
             return "{ " + ", ".join(pairs) + " }" if pairs else "{}"
-        case Sequence():
+        case list() | tuple():
             return "[" + ", ".join(_inline(item) for item in value) + "]"
         case _:
             raise TypeError(f"TOML has no {type(value).__name__}: {value!r}")

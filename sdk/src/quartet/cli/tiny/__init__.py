@@ -1,1 +1,1 @@
-"""`quartet model tiny`: a small Qwen3 model, made on this machine by training it through the trainer service."""
+"""`quartet model tiny`: a small Qwen3 model, made here by training it through the trainer service."""

@@ -1,8 +1,9 @@
 """Demonstrations of reversing text, for supervised training, and the reward that measures the result.
 
 1. `Reversals` is a deterministic stream of examples: equal seeds give equal demonstrations.
-2. `reward` agrees with the reverse-text environment: the likeness of the answer to the reversed text, and 0 for anything but one
-   answer in its tags followed by the end of the turn. (Without the clean end, a policy under training learns to append junk.)
+2. `reward` agrees with the reverse-text environment: the likeness of the answer to the reversed text, and 0
+   for anything but one answer in its tags followed by the end of the turn. (Without the clean end, a policy
+   under training learns to append junk.)
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Example:
 
 
 class Reversals:
-    """Random texts of 4 to 8 lower-case letters, and answers to them of which a share is the unreversed text."""
+    """Random texts of 4 to 8 lower-case letters, with answers of which a share is the unreversed text."""
 
     def __init__(self, seed: int, echo_share: float = 0.0) -> None:
         self._random = random.Random(seed)

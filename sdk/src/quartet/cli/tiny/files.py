@@ -1,8 +1,9 @@
 """Config, tokenizer and chat template of the small model, as the files of a Hugging Face model folder.
 
-1. transformers loads the folder as Qwen3ForCausalLM and PreTrainedTokenizerFast; nothing here imports transformers.
-2. Any text encodes and decodes to itself: the alphabet is the 256 bytes, without merges. Tags and fixed phrases of the example
-   environments are added tokens, so that their prompts stay near 22 tokens.
+1. transformers loads the folder as Qwen3ForCausalLM and PreTrainedTokenizerFast; nothing here imports
+   transformers.
+2. Any text encodes and decodes to itself: the alphabet is the 256 bytes, without merges. Tags and fixed
+   phrases of the example environments are added tokens, so that their prompts stay near 22 tokens.
 3. `render` is what the chat template renders, without a template engine.
 """
 
@@ -36,7 +37,8 @@ VOCAB_MULTIPLE = 32  # rows of the embedding are padded to whole vector register
 MAX_POSITIONS = 2048
 
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"
+    "{% for m in messages %}"
+    "{{'<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{'<|im_start|>assistant\\n'}}{% endif %}"
 )
 

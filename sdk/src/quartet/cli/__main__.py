@@ -1,0 +1,116 @@
+"""The `quartet` command: `quartet rl`, `quartet model tiny`, and clients of a running orchestrator.
+
+Exit codes: 0 done, 1 failed, 2 refused (a wrong argument or configuration, in one sentence), 130 stopped by
+Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from quartet.config import ConfigError
+from quartet.errors import QuartetError
+
+EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
+
+DESCRIPTION = """\
+Quartet trains language models with reinforcement learning on Verifiers environments.
+
+  quartet model tiny models/tiny              make a small model (under a minute on a CPU)
+  quartet rl @ configs/reverse-text.toml      train it: four services on this machine
+  quartet runs --orchestrator HOST:PORT       see what a deployed orchestrator runs
+"""
+
+RL_DESCRIPTION = """\
+Start trainer, inference, envhost and orchestrator on this machine, run one run, and end them again.
+
+  quartet rl @ run.toml [@ more.toml ...] [--key value ...]
+
+Every key of the run can be set on the command line (--max-steps 20, --sampling.temperature 0.8), also those
+of the services (--inference.max-num-seqs 64). Writes metrics.jsonl, rollouts/, checkpoint/, reward.png,
+summary.json, logs/ to the output folder.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="quartet", description=DESCRIPTION, formatter_class=raw, allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, help_text: str, description: str | None = None) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name,
+            help=help_text,
+            description=description or help_text,
+            formatter_class=raw,
+            allow_abbrev=False,
+        )
+
+    from quartet.cli import clients, rl
+    from quartet.cli.tiny import command as tiny
+
+    rl.add_arguments(add("rl", "reinforcement learning on this machine", RL_DESCRIPTION))
+    model = add("model", "make a model")
+    models = model.add_subparsers(dest="model_command", required=True, metavar="KIND")
+    tiny.add_arguments(
+        models.add_parser(
+            "tiny", help="a small Qwen3 with its tokenizer, trained here", description=tiny.__doc__,
+            formatter_class=raw, allow_abbrev=False,
+        )
+    )  # fmt: skip
+    for name, text, takes_run in (
+        ("submit", "hand a run (@ run.toml --key value) to an orchestrator", False),
+        ("watch", "follow a run", True),
+        ("runs", "list the runs of an orchestrator", False),
+        ("stop", "stop a run after the step under way", True),
+        ("resume", "go on with a stopped run", True),
+    ):
+        client = add(name, text)
+        clients.add_arguments(client, takes_run=takes_run)
+        if name == "submit":
+            client.add_argument("--run-id", help="name of the run (default: run-<time>)")
+            client.add_argument("--dry-run", action="store_true", help="only check")
+        if name == "watch":
+            client.add_argument(
+                "--after-event", type=int, default=0, help="leave out events up to this number"
+            )
+    return parser
+
+
+def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
+    """Run the chosen command."""
+    from quartet.cli import clients, rl
+    from quartet.cli.tiny import command as tiny
+
+    if rest and options.command not in ("rl", "submit"):
+        raise ConfigError(f"argument {rest[0]!r} is not understood; see 'quartet {options.command} --help'")
+    match options.command:
+        case "rl":
+            return rl.run(options, rest)
+        case "model":
+            return tiny.run(options)
+        case _:
+            return clients.run(getattr(clients, options.command), options, rest)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command. Returns the exit code."""
+    options, rest = build_parser().parse_known_args(argv)
+    try:
+        return dispatch(options, rest)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    except QuartetError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

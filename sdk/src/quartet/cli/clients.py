@@ -1,0 +1,118 @@
+"""`quartet submit | watch | runs | stop | resume`: thin clients of an orchestrator that runs elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from quartet.cli.display import Plain, event_line
+from quartet.cli.progress import Progress, phase_name
+from quartet.cli.watch import watch_run
+from quartet.config import load
+from quartet.kit.call import RetryBudget, unary
+from quartet.kit.channel import ClientSecurity, connect
+from quartet.local.deployment import SERVICES
+from quartet.local.toml_text import dumps
+from quartet.run.config import RunConfig
+from quartet.v1.orchestrator_service_pb2 import (
+    RUN_PHASE_COMPLETED,
+    ListRunsRequest,
+    ResumeRunRequest,
+    Run,
+    StopRunRequest,
+    SubmitRunRequest,
+)
+from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
+
+CALL_SECONDS = 30.0
+SUBMIT_SECONDS = 180.0  # the environments are loaded to check the configuration
+PATIENCE_SECONDS = 60.0
+
+Client = Callable[[OrchestratorServiceStub, argparse.Namespace, list[str]], Awaitable[int]]
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, takes_run: bool) -> None:
+    """Where the orchestrator is, and which run."""
+    if takes_run:
+        parser.add_argument("run", help="id of the run")
+    parser.add_argument(
+        "--orchestrator", required=True, metavar="HOST:PORT", help="address of the orchestrator"
+    )
+    for name, text in (
+        ("ca-file", "certificate authority of the orchestrator's certificate; switches TLS on"),
+        ("token-file", "file with the bearer token"),
+    ):
+        parser.add_argument(f"--{name}", help=text)
+
+
+def run(client: Client, options: argparse.Namespace, rest: list[str]) -> int:
+    """Connect and let the client do its work."""
+    return asyncio.run(_connected(client, options, rest))
+
+
+async def _connected(client: Client, options: argparse.Namespace, rest: list[str]) -> int:
+    async with connect(options.orchestrator, security=_security(options)) as channel:
+        stub = OrchestratorServiceStub(channel)  # type: ignore[no-untyped-call]
+        return await client(stub, options, rest)
+
+
+def _security(options: argparse.Namespace) -> ClientSecurity:
+    given = {"ca_file": options.ca_file, "token_file": options.token_file}
+    return ClientSecurity.model_validate({key: value for key, value in given.items() if value})
+
+
+async def submit(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:
+    """Check the run here, then hand it over."""
+    loaded = load(RunConfig, rest)
+    toml = dumps(loaded.config.model_dump(mode="json", exclude=set(SERVICES), exclude_none=True))
+    run_id = options.run_id or time.strftime("run-%Y%m%d-%H%M%S")
+    request = SubmitRunRequest(run_id=run_id, config_toml=toml, dry_run=options.dry_run)
+    answer = await unary(stub.SubmitRun, request, timeout_s=SUBMIT_SECONDS, budget=RetryBudget())
+    print(f"{run_id} is accepted" if options.dry_run else run_line(answer.run))
+    return 0
+
+
+async def watch(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:
+    """One line for each event until the run ends."""
+    progress, display = Progress(), Plain()
+    events = watch_run(
+        stub, options.run, options.after_event, include_rollouts=False, patience_s=PATIENCE_SECONDS
+    )
+    async for event in events:
+        if progress.apply(event) and event_line(event, progress):
+            display.event(event, progress)
+    return 0 if progress.run.phase == RUN_PHASE_COMPLETED else 1
+
+
+async def runs(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:
+    """All runs, newest first."""
+    answer = await unary(stub.ListRuns, ListRunsRequest(), timeout_s=CALL_SECONDS, budget=RetryBudget())
+    for one in answer.runs:
+        print(run_line(one))
+    return 0
+
+
+async def stop(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:
+    """Stop after the step under way."""
+    request = StopRunRequest(run_id=options.run)
+    answer = await unary(stub.StopRun, request, timeout_s=CALL_SECONDS, budget=RetryBudget())
+    print(run_line(answer.run))
+    return 0
+
+
+async def resume(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:
+    """Go on with a stopped run."""
+    request = ResumeRunRequest(run_id=options.run)
+    answer = await unary(stub.ResumeRun, request, timeout_s=CALL_SECONDS, budget=RetryBudget())
+    print(run_line(answer.run))
+    return 0
+
+
+def run_line(one: Run) -> str:
+    """A run in one line."""
+    reward = f"  reward {one.reward_before:.3f}" if one.HasField("reward_before") else ""
+    reward += f" -> {one.reward_after:.3f}" if one.HasField("reward_after") else ""
+    error = f"  {one.error}" if one.error else ""
+    return f"{one.run_id}  {phase_name(one.phase)}  step {one.step}/{one.max_steps}{reward}{error}"

@@ -1,0 +1,168 @@
+"""Drives one local run: services up, run submitted, events followed into the folder and the display,
+services down.
+
+1. The services live exactly as long as `drive`: whatever ends it ends them.
+2. The first Ctrl-C (or SIGTERM) stops the run after the step under way and then drains the services; the
+   second kills them.
+3. A run that was stopped, or whose launcher was killed, goes on when it is driven again with the same folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from quartet.cli.display import Display
+from quartet.cli.outputs import Outputs
+from quartet.cli.watch import watch_run
+from quartet.errors import QuartetError
+from quartet.kit.call import RetryBudget, unary
+from quartet.kit.channel import connect
+from quartet.local.child import ChildSpec
+from quartet.local.supervisor import Supervisor
+from quartet.v1.orchestrator_service_pb2 import (
+    RUN_PHASE_STOPPED,
+    GetRunStatusRequest,
+    ResumeRunRequest,
+    Run,
+    StopRunRequest,
+    SubmitRunRequest,
+)
+from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
+
+TICK_SECONDS = 0.25
+SUBMIT_SECONDS = 180.0  # the orchestrator checks environments and model, which the services load first
+CALL_SECONDS = 30.0
+STOP_SECONDS = 120.0  # the step under way may have to sample a whole batch
+DRAIN_SECONDS = 10.0
+PATIENCE_SECONDS = 120.0  # the supervisor restarts an orchestrator much sooner, or fails the run
+EXIT_INTERRUPTED = 130
+EXIT_FAILED = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    run: Run
+    restarts: dict[str, int]
+    interrupted: bool
+
+
+class Interrupts:
+    """Counts Ctrl-C: the first sets `asked`, the second kills everything."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self.asked = asyncio.Event()
+        self._supervisor = supervisor
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """While inside, signals come here."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signalled)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    def _signalled(self) -> None:
+        if not self.asked.is_set():
+            self.asked.set()
+            return
+        self._supervisor.kill_now()
+        os._exit(EXIT_INTERRUPTED)
+
+
+async def drive(
+    specs: Sequence[ChildSpec], run_id: str, config_toml: str, outputs: Outputs, display: Display
+) -> Outcome:
+    """Run it to its end. Raises ServiceFailed, QuartetError."""
+    supervisor = Supervisor(specs)
+    interrupts = Interrupts(supervisor)
+    with interrupts.caught():
+        supervisor.start()
+        failed = asyncio.create_task(supervisor.wait_failed())
+        work = asyncio.create_task(_work(supervisor, run_id, config_toml, outputs, display))
+        ticks = asyncio.create_task(_tick(supervisor, outputs, display))
+        stop = asyncio.create_task(_stop_when_asked(interrupts, supervisor, run_id, work, display))
+        tasks = (failed, work, ticks, stop)
+        try:
+            await asyncio.wait({failed, work}, return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                failed.result()
+            run = work.result() if not work.cancelled() else outputs.progress.run
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            display.say("stopping the services")
+            await supervisor.stop(DRAIN_SECONDS)
+            display.tick(outputs.progress, supervisor.statuses)
+    return Outcome(run, supervisor.restarts, interrupts.asked.is_set())
+
+
+async def _work(
+    supervisor: Supervisor, run_id: str, config_toml: str, outputs: Outputs, display: Display
+) -> Run:
+    """Submit, follow, take the result."""
+    await supervisor.wait_bound()
+    async with connect(_orchestrator(supervisor)) as channel:
+        stub = OrchestratorServiceStub(channel)  # type: ignore[no-untyped-call]
+        request = SubmitRunRequest(run_id=run_id, config_toml=config_toml)
+        submitted = await unary(
+            stub.SubmitRun, request, timeout_s=SUBMIT_SECONDS, budget=RetryBudget(), wait_for_ready=True
+        )
+        if submitted.run.phase == RUN_PHASE_STOPPED:
+            await unary(stub.ResumeRun, ResumeRunRequest(run_id=run_id), timeout_s=CALL_SECONDS)
+        events = watch_run(
+            stub, run_id, outputs.progress.last_event, include_rollouts=True, patience_s=PATIENCE_SECONDS
+        )
+        async for event in events:
+            if outputs.record(event):
+                display.event(event, outputs.progress)
+        status = await unary(
+            stub.GetRunStatus,
+            GetRunStatusRequest(run_id=run_id),
+            timeout_s=CALL_SECONDS,
+            budget=RetryBudget(),
+            wait_for_ready=True,
+        )
+        run: Run = status.run
+        # Here and not after the services stopped: the folder is the trainer's, and the run has ended.
+        if run.model_path:
+            outputs.take_checkpoint(Path(run.model_path))
+        return run
+
+
+async def _tick(supervisor: Supervisor, outputs: Outputs, display: Display) -> None:
+    while True:
+        display.tick(outputs.progress, supervisor.statuses)
+        await asyncio.sleep(TICK_SECONDS)
+
+
+async def _stop_when_asked(
+    interrupts: Interrupts, supervisor: Supervisor, run_id: str, work: asyncio.Task[Run], display: Display
+) -> None:
+    """On the first Ctrl-C: stop the run; the work then ends by itself, or is cancelled after STOP_SECONDS."""
+    await interrupts.asked.wait()
+    display.say("stopping after the step under way; Ctrl-C again kills everything")
+    try:
+        async with connect(_orchestrator(supervisor)) as channel:
+            stub = OrchestratorServiceStub(channel)  # type: ignore[no-untyped-call]
+            await unary(stub.StopRun, StopRunRequest(run_id=run_id), timeout_s=CALL_SECONDS)
+        await asyncio.wait({work}, timeout=STOP_SECONDS)
+    except QuartetError as error:
+        display.say(f"the run could not be stopped in order ({error}); it can be resumed all the same")
+    work.cancel()
+
+
+def _orchestrator(supervisor: Supervisor) -> str:
+    return next(status.address for status in supervisor.statuses if status.name == "orchestrator")

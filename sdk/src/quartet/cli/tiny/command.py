@@ -1,0 +1,187 @@
+"""Make a small Qwen3 model (0.63 million parameters) with its tokenizer, by training it here through the
+trainer service.
+
+First it learns to reverse short texts from clean demonstrations. Then it learns a bad habit, from
+demonstrations of which most repeat the text unreversed, until its reward is near 0.4. So reinforcement
+learning has a skill to bring back, and can be watched doing so within a minute: it is a demonstration of
+the machinery, not of a model learning something new.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from quartet.cli.outputs import write_json
+from quartet.cli.tiny.demos import Reversals
+from quartet.cli.tiny.files import build_tokenizer, write_model_files
+from quartet.cli.tiny.teach import Lesson, Services
+from quartet.config import ConfigError
+from quartet.kit.channel import connect
+from quartet.local.deployment import check, wire, write
+from quartet.local.supervisor import ServiceFailed, Supervisor
+from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
+from quartet.v1.trainer_service_pb2 import SCHEDULE_CONSTANT, OptimizerSpec
+from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
+
+SKILL_REWARD, SKILL_STEPS, SKILL_EVERY, SKILL_SAMPLES = 0.9, 400, 10, 64
+HABIT_REWARD, HABIT_STEPS, HABIT_SAMPLES, HABIT_SHARE = 0.40, 60, 128, 0.85
+SKILL_OPTIMIZER = OptimizerSpec(
+    learning_rate=2e-3, beta1=0.9, beta2=0.98, weight_decay=0.01, max_grad_norm=1.0,
+    schedule=SCHEDULE_CONSTANT, warmup_steps=20,
+)  # fmt: skip
+HABIT_OPTIMIZER = OptimizerSpec(
+    learning_rate=3e-4, beta1=0.9, beta2=0.98, weight_decay=0.01, max_grad_norm=1.0,
+    schedule=SCHEDULE_CONSTANT, warmup_steps=5,
+)  # fmt: skip
+SEEDS_APART = 1_000_003  # streams of one seed (demonstrations, prompts, sampling) start this far apart
+DRAIN_SECONDS = 2.0
+RECORD = "quartet.json"
+NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json", RECORD)
+EXIT_FAILED = 1
+
+
+@dataclass(frozen=True)
+class Made:
+    """How the model came out."""
+
+    folder: Path
+    skill_steps: int
+    skill_reward: float
+    habit_steps: int
+    habit_reward: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments."""
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
+    parser.add_argument("--seed", type=int, default=0, help="of initialisation, demonstrations and sampling")
+    parser.add_argument("--force", action="store_true", help="make it again where it exists")
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether the folder holds a finished model."""
+    return all((folder / name).is_file() for name in NEEDED) and any(folder.glob("*.safetensors"))
+
+
+def run(options: argparse.Namespace) -> int:
+    """The command. Returns the exit code."""
+    out: Path = options.out.absolute()
+    if not 0 <= options.seed < 2**32:
+        raise ConfigError(f"--seed {options.seed} is refused: use 0 to {2**32 - 1}")
+    if is_complete(out) and not options.force:
+        print(f"{out} is there already; --force makes it again")
+        return 0
+    _check_replaceable(out, options.force)
+    started = time.monotonic()
+    work = out.parent / f".{out.name}.{os.getpid()}.partial"
+    try:
+        made = asyncio.run(_make(work, options.seed))
+        _publish(made, work, out, options.seed)
+    except ServiceFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    print(f"{out}: reward {made.habit_reward:.3f}, made in {time.monotonic() - started:.0f} s")
+    return 0
+
+
+def _check_replaceable(out: Path, force: bool) -> None:
+    """Refuse to delete what is not a model. Raises ConfigError."""
+    if not out.exists():
+        return
+    if not out.is_dir() or (any(out.iterdir()) and not (out / "config.json").is_file()):
+        raise ConfigError(f"OUT = {out} exists and is not a model folder; name another one")
+    if any(out.iterdir()) and not force:
+        raise ConfigError(f"OUT = {out} holds an incomplete model; --force replaces it")
+
+
+@asynccontextmanager
+async def _services(work: Path, model: Path) -> AsyncIterator[Services]:
+    """Trainer and inference, for as long as the block lasts."""
+    wired = wire(str(model), work / "data", {"trainer": {}, "inference": {}})
+    specs = write(wired, work)
+    await check(specs)
+    supervisor = Supervisor(specs)
+    supervisor.start()
+    try:
+        await supervisor.wait_bound()
+        addresses = {status.name: status.address for status in supervisor.statuses}
+        async with connect(addresses["trainer"]) as trainer, connect(addresses["inference"]) as inference:
+            yield Services(
+                TrainerServiceStub(trainer),  # type: ignore[no-untyped-call]
+                InferenceServiceStub(inference),  # type: ignore[no-untyped-call]
+            )
+    finally:
+        await supervisor.stop(DRAIN_SECONDS)
+
+
+async def _make(work: Path, seed: int) -> Made:
+    """Both lessons."""
+    base = work / "base"
+    write_model_files(base)
+    async with _services(work, base) as services:
+        tokenizer = build_tokenizer()
+        prompts = Reversals(seed + SEEDS_APART)
+        skill = Lesson(services, tokenizer, "tiny-skill", Reversals(seed))
+        await skill.begin(base, SKILL_OPTIMIZER, seed, from_scratch=True)
+        skill_reward = await _learn_skill(skill, prompts, seed)
+        skilled = await skill.export("skill")
+        habit = Lesson(services, tokenizer, "tiny-habit", Reversals(seed + 2 * SEEDS_APART, HABIT_SHARE))
+        await habit.begin(skilled, HABIT_OPTIMIZER, seed, from_scratch=False)
+        habit_reward = await _learn_habit(habit, prompts, seed)
+        folder = await habit.export("habit")
+    return Made(folder, skill.steps, skill_reward, habit.steps, habit_reward)
+
+
+async def _learn_skill(lesson: Lesson, prompts: Reversals, seed: int) -> float:
+    print("learning to reverse:", flush=True)
+    while lesson.steps < SKILL_STEPS:
+        loss = await lesson.step()
+        if lesson.steps % SKILL_EVERY == 0:
+            measured = await lesson.measure(prompts, SKILL_SAMPLES, seed * SEEDS_APART + lesson.steps * 1000)
+            print(f"  step {lesson.steps:3d}  loss {loss:.3f}  reward {measured:.3f}", flush=True)
+            if measured >= SKILL_REWARD:
+                return measured
+    raise ServiceFailed(
+        f"the model did not learn within {SKILL_STEPS} steps (reward {measured:.2f}); try --seed {seed + 1}"
+    )
+
+
+async def _learn_habit(lesson: Lesson, prompts: Reversals, seed: int) -> float:
+    print("learning the bad habit:", flush=True)
+    while lesson.steps < HABIT_STEPS:
+        loss = await lesson.step()
+        measured = await lesson.measure(prompts, HABIT_SAMPLES, seed * SEEDS_APART + lesson.steps * 1000)
+        print(f"  step {lesson.steps:3d}  loss {loss:.3f}  reward {measured:.3f}", flush=True)
+        if measured <= HABIT_REWARD:
+            return measured
+    raise ServiceFailed(
+        f"the habit did not form within {HABIT_STEPS} steps (reward {measured:.2f}); try --seed {seed + 1}"
+    )
+
+
+def _publish(made: Made, work: Path, out: Path, seed: int) -> None:
+    """Complete the exported folder and move it to its place, so that OUT is whole or not there."""
+    for file in (work / "base").iterdir():
+        if not (made.folder / file.name).exists():
+            shutil.copy2(file, made.folder / file.name)
+    record = {
+        "made_by": "quartet model tiny",
+        "seed": seed,
+        "skill": {"steps": made.skill_steps, "reward": made.skill_reward},
+        "habit": {"steps": made.habit_steps, "reward": made.habit_reward},
+    }
+    write_json(made.folder / RECORD, record)
+    if out.exists():
+        shutil.rmtree(out)
+    made.folder.rename(out)

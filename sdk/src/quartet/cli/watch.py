@@ -1,0 +1,53 @@
+"""Following a run over the death and restart of its orchestrator.
+
+1. Every event is yielded once, in order: the stream is opened again after the last number seen.
+2. It ends with the event that says that the run ended, and never waits for ever: without a sign of life for
+   `patience_s` it raises what the last attempt said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from quartet.cli.progress import ENDED
+from quartet.errors import QuartetError
+from quartet.kit.call import stream
+from quartet.v1.orchestrator_service_pb2 import WatchRunRequest, WatchRunResponse
+from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
+
+IDLE_SECONDS = 20.0  # four heartbeats
+RETRY_SECONDS = 0.25
+PASSING = frozenset({"NOT_READY", "DEADLINE", "OVERLOADED"})  # what a restart of the other side looks like
+
+
+async def watch_run(
+    stub: OrchestratorServiceStub,
+    run_id: str,
+    after_event: int,
+    *,
+    include_rollouts: bool,
+    patience_s: float,
+) -> AsyncIterator[WatchRunResponse]:
+    """The events of a run after `after_event`, until it ended."""
+    last = after_event
+    heard = asyncio.get_running_loop().time()
+    while True:
+        request = WatchRunRequest(run_id=run_id, after_event=last, include_rollouts=include_rollouts)
+        failure = QuartetError("NOT_READY", "the orchestrator closed the stream before the run ended")
+        try:
+            async for event in stream(stub.WatchRun(request), idle_timeout_s=IDLE_SECONDS):
+                heard = asyncio.get_running_loop().time()
+                if event.event == 0:
+                    continue
+                last = event.event
+                yield event
+                if event.WhichOneof("kind") == "phase" and event.phase.run.phase in ENDED:
+                    return
+        except QuartetError as error:
+            if error.reason not in PASSING:
+                raise
+            failure = error
+        if asyncio.get_running_loop().time() - heard > patience_s:
+            raise failure
+        await asyncio.sleep(RETRY_SECONDS)

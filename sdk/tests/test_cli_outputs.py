@@ -1,0 +1,187 @@
+"""The output folder from a stream of events, cut off and resumed anywhere."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from quartet.cli.display import Plain
+from quartet.cli.figure import write_reward_png
+from quartet.cli.live import LiveScreen, reward_curve
+from quartet.cli.outputs import Outputs, recover_lines
+from quartet.cli.progress import Progress
+from quartet.local.supervisor import State, Status
+from quartet.v1.common_pb2 import Message, Usage
+from quartet.v1.orchestrator_service_pb2 import (
+    RUN_PHASE_COMPLETED,
+    RUN_PHASE_TRAINING,
+    EvalEvent,
+    Ledger,
+    PhaseEvent,
+    RolloutEvent,
+    Run,
+    StepEvent,
+    WatchRunResponse,
+)
+from quartet.v1.rollout_pb2 import FAILURE_KIND_TIMEOUT, PolicySpan, Rollout, RolloutFailure, Sample
+from rich.console import Console
+
+STEPS, GROUP = 4, 3
+
+
+def rollout(step: int, member: int) -> RolloutEvent:
+    event = RolloutEvent(
+        group=step,
+        env_id="reverse-text",
+        task_index=step,
+        step=step,
+        rollout=Rollout(
+            member=member,
+            reward=0.25 * member,
+            samples=[Sample(spans=[PolicySpan(start=0, length=5, policy_version=step - 1)])],
+            usage=Usage(prompt_tokens=9, completion_tokens=5),
+            messages=[Message(role="user", content="abc"), Message(role="assistant", content="cba")],
+        ),
+    )
+    if member == 2:
+        event.rollout.failure.CopyFrom(RolloutFailure(kind=FAILURE_KIND_TIMEOUT, message="late"))
+    return event
+
+
+def history() -> list[WatchRunResponse]:
+    """A whole run: evaluation, steps with their rollouts, evaluation."""
+    kinds: list[dict[str, object]] = [
+        {"phase": PhaseEvent(run=Run(run_id="r", phase=RUN_PHASE_TRAINING, max_steps=STEPS))},
+        {"eval": EvalEvent(step=0, metrics={"eval/reward": 0.4})},
+    ]
+    for step in range(1, STEPS + 1):
+        kinds += [{"rollout": rollout(step, member)} for member in range(GROUP)]
+        ledger = Ledger(dispatched=step * GROUP, trained=step * GROUP)
+        metrics = {"train/reward": 0.2 * step, "train/loss": 0.01, "rollout/mean_length": 5.0}
+        kinds.append({"step": StepEvent(step=step, metrics=metrics, ledger=ledger)})
+    kinds.append({"eval": EvalEvent(step=STEPS, metrics={"eval/reward": 0.9})})
+    kinds.append({"phase": PhaseEvent(run=Run(run_id="r", phase=RUN_PHASE_COMPLETED, max_steps=STEPS))})
+    return [
+        WatchRunResponse(event=number, at_ms=1000 * number, **kind)  # type: ignore[arg-type]
+        for number, kind in enumerate(kinds, start=1)
+    ]
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {
+        str(file.relative_to(folder)): file.read_text()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+
+
+def test_files_of_a_run(tmp_path: Path) -> None:
+    outputs = Outputs(tmp_path)
+    for event in history():
+        assert outputs.record(event)
+    rows = recover_lines(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4]
+    assert [row["eval/reward"] for row in rows if "eval/reward" in row] == [0.4, 0.9]
+    assert rows[1]["ledger/trained"] == GROUP
+    first = recover_lines(tmp_path / "rollouts" / "step_0001.jsonl")
+    assert [row["reward"] for row in first] == [0.0, 0.25, None], "a failure has no reward"
+    assert first[2]["failure"] == {"kind": "TIMEOUT", "message": "late"}
+    assert first[0]["policy_versions"] == [0]
+    assert first[0]["messages"][-1] == {"role": "assistant", "content": "cba"}
+    assert outputs.progress.ended
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"event": 9', b'{"event": 99, "step"'])
+@pytest.mark.parametrize("cut", range(len(history()) + 1))
+def test_resuming_anywhere_loses_and_doubles_nothing(tmp_path: Path, cut: int, torn: bytes) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    outputs = Outputs(whole)
+    for event in history():
+        outputs.record(event)
+    outputs = Outputs(broken)
+    for event in history()[:cut]:
+        outputs.record(event)
+    if torn:
+        with (broken / "metrics.jsonl").open("ab") as file:
+            file.write(torn)
+    resumed = Outputs(broken)
+    for event in history():
+        if event.event > resumed.progress.last_event:
+            resumed.record(event)
+    assert contents(broken) == contents(whole)
+    assert resumed.progress.rewards == outputs.progress.rewards if cut == len(history()) else True
+    assert [step for step, _ in resumed.progress.rewards] == [1, 2, 3, 4]
+    assert [value for _, value in resumed.progress.evals] == [0.4, 0.9]
+
+
+def test_a_replayed_stream_changes_nothing(tmp_path: Path) -> None:
+    outputs = Outputs(tmp_path)
+    for event in history():
+        outputs.record(event)
+    before = contents(tmp_path)
+    assert not any(outputs.record(event) for event in history())
+    assert not outputs.record(WatchRunResponse(event=0))
+    assert contents(tmp_path) == before
+
+
+def test_checkpoint_is_whole_and_replaces_the_old_one(tmp_path: Path) -> None:
+    outputs = Outputs(tmp_path / "run")
+    model = tmp_path / "export"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    outputs.take_checkpoint(model)
+    (model / "model.safetensors").write_bytes(b"weights")
+    target = outputs.take_checkpoint(model)
+    assert sorted(file.name for file in target.iterdir()) == ["config.json", "model.safetensors"]
+    assert not list((tmp_path / "run").glob("*.partial"))
+
+
+def test_figure_and_screens_show_the_run(tmp_path: Path) -> None:
+    progress, text = Progress(), io.StringIO()
+    plain = Plain(text)
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, height=60)
+    screen = LiveScreen(console)
+    services = [Status("trainer", "127.0.0.1:5", State.UP, restarts=1)]
+    for event in history():
+        progress.apply(event)
+        plain.event(event, progress)
+        screen.event(event, progress)
+    plain.tick(progress, services)
+    console.print(screen.render(progress, services))
+    screen.close()
+    write_reward_png(progress, "r", tmp_path / "reward.png")
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    lines = text.getvalue().splitlines()
+    assert sum(line.startswith("step ") for line in lines) == STEPS
+    assert "evaluation after 4 steps: reward 0.900" in lines
+    assert "trainer died and is started again (restart 1)" in lines
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "4 of 4" in shown and "1 restarts" in shown and "cba" in shown
+
+
+def test_tokens_per_second_over_a_window() -> None:
+    progress = Progress()
+    for event in history():
+        progress.apply(event)
+    assert progress.tokens_per_second == pytest.approx(
+        5.0, rel=0.4
+    )  # 5 tokens a second, one event in four is a step
+
+
+def test_curve_has_the_given_size_and_scale() -> None:
+    lines = reward_curve([i / 199 for i in range(200)], rows=4, columns=50)
+    assert len(lines) == 4
+    assert all(len(line) == 6 + 50 for line in lines)
+    assert lines[0].startswith(" 1.00") and lines[0].endswith("█")
+    assert lines[-1][6] == " "
+    assert reward_curve([]) == []
+
+
+def test_metrics_are_json_lines(tmp_path: Path) -> None:
+    outputs = Outputs(tmp_path)
+    for event in history():
+        outputs.record(event)
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        assert isinstance(json.loads(line), dict)

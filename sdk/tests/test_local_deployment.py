@@ -1,0 +1,87 @@
+"""Ports, generated configs and their check before anything starts."""
+
+from __future__ import annotations
+
+import math
+import socket
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quartet.config import ConfigError
+from quartet.local.child import ChildSpec
+from quartet.local.deployment import SERVICES, check, wire, write
+from quartet.local.ports import PortInUse, resolve
+from quartet.local.toml_text import dumps
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+SCALAR = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | TEXT
+VALUE = st.recursive(
+    SCALAR,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(TEXT, VALUE, max_size=4))
+def test_toml_reads_back_as_written(table: dict[str, object]) -> None:
+    assert tomllib.loads(dumps(table)) == table
+
+
+def test_toml_of_what_is_no_table() -> None:
+    assert dumps({"a": None, "b": 1}) == "b = 1\n"
+    assert math.isnan(tomllib.loads(dumps({"a": math.nan}))["a"])
+    with pytest.raises(TypeError, match="no bytes"):
+        dumps({"a": b"x"})
+
+
+def test_ports_are_distinct_and_a_taken_one_is_refused() -> None:
+    chosen = resolve(["127.0.0.1:0"] * 8)
+    assert len(set(chosen)) == 8
+    assert all(not address.endswith(":0") for address in chosen)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUse, match=f"127.0.0.1:{port}: Address already in use; choose another"):
+            resolve([f"127.0.0.1:{port}"])
+
+
+def test_the_services_point_at_each_other(tmp_path: Path) -> None:
+    tables: dict[str, dict[str, object]] = {name: {} for name in SERVICES}
+    tables["inference"] = {"max_num_seqs": 7, "server": {"drain_seconds": 1.0}}
+    wired = wire("models/x", tmp_path / "data", tables)
+    address = {name: wired[name]["server"]["address"] for name in SERVICES}
+    assert wired["inference"]["weights_address"] == address["trainer"]
+    assert wired["inference"]["max_num_seqs"] == 7
+    assert wired["inference"]["server"]["drain_seconds"] == 1.0
+    assert wired["envhost"]["inference_addresses"] == [address["inference"]]
+    assert wired["orchestrator"]["trainer_address"] == address["trainer"]
+    assert wired["orchestrator"]["envhost_addresses"] == [address["envhost"]]
+    for spec in write(wired, tmp_path):
+        written = tomllib.loads((tmp_path / "config" / f"{spec.name}.toml").read_text())
+        assert written == wired[spec.name]
+        assert spec.address == written["server"]["address"]
+        assert written["server"]["port_file"] == str(spec.port_file)
+
+
+def test_a_port_in_use_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"cannot listen on {address}"):
+            wire("m", tmp_path, {"trainer": {"server": {"address": address}}})
+
+
+async def test_a_refusal_names_the_service_and_keeps_its_sentence(tmp_path: Path) -> None:
+    def spec(name: str, code: str) -> ChildSpec:
+        return ChildSpec(name, [sys.executable, "-c", code], "", tmp_path / "log", tmp_path / "port")
+
+    fine = spec("trainer", "import sys; assert sys.argv[1] == '--dry-run'")
+    bad = spec("inference", "import sys; sys.exit('error: unknown key \"dtpye\"')")
+    await check([fine])
+    with pytest.raises(ConfigError, match=r'^\[inference\] unknown key "dtpye"$'):
+        await check([fine, bad])
+    missing = ChildSpec("x", [sys.executable, "-m", "quartet_x"], "", tmp_path / "log", tmp_path / "port")
+    with pytest.raises(ConfigError, match="quartet_x is not installed"):
+        await check([missing])

@@ -1,0 +1,152 @@
+"""The supervisor with real child processes: small ones that can be killed, do not start, or ignore SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from quartet.local import supervisor as supervision
+from quartet.local.child import ChildSpec
+from quartet.local.supervisor import ServiceFailed, State, Supervisor, next_delay
+
+# Writes its port file, then sleeps. "stubborn" ignores SIGTERM, "worker" leaves a child in its group.
+SERVER = """
+import os, signal, subprocess, sys, time
+port_file, mode = sys.argv[1], sys.argv[2]
+if mode == "stubborn": signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if mode == "worker":
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    open(port_file + ".worker", "w").write(str(child.pid))
+if mode == "broken": sys.exit("no model there")
+print("started", os.getpid(), flush=True)
+open(port_file, "w").write("127.0.0.1:1\\n")
+time.sleep(60)
+"""
+SECONDS = 10.0
+
+
+def spec(folder: Path, mode: str = "plain", name: str = "server") -> ChildSpec:
+    port_file = folder / f"{name}.port"
+    command = [sys.executable, "-c", SERVER, str(port_file), mode]
+    return ChildSpec(name, command, "127.0.0.1:1", folder / f"{name}.log", port_file)
+
+
+def alive(pid: int) -> bool:
+    """Running, and not merely waiting to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not condition():  # noqa: ASYNC110 - what is awaited happens in another process
+            await asyncio.sleep(0.02)
+
+
+async def test_a_killed_service_is_started_again(tmp_path: Path) -> None:
+    supervisor = Supervisor([spec(tmp_path)])
+    supervisor.start()
+    try:
+        await supervisor.wait_bound()
+        status = supervisor.statuses[0]
+        first = status.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: status.restarts == 1 and status.state is State.UP)
+        assert status.pid != first
+    finally:
+        await supervisor.stop(1.0)
+    assert (tmp_path / "server.log").read_text().count("started") == 2, "one log over both lives"
+    assert not alive(status.pid or 0)
+
+
+async def test_a_service_that_never_binds_fails_with_its_log(tmp_path: Path) -> None:
+    supervisor = Supervisor([spec(tmp_path), spec(tmp_path, "broken", "broken")])
+    supervisor.start()
+    try:
+        with pytest.raises(ServiceFailed, match=r"(?s)broken did not start \(exit code 1\).*no model there"):
+            await supervisor.wait_bound()
+    finally:
+        await supervisor.stop(1.0)
+    assert supervisor.restarts == {"server": 0, "broken": 0}
+
+
+async def test_dying_in_a_row_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "MAX_RESTARTS_IN_A_ROW", 2)
+    supervisor = Supervisor([spec(tmp_path)])
+    supervisor.start()
+    status = supervisor.statuses[0]
+    failed = asyncio.create_task(supervisor.wait_failed())
+    try:
+        for life in range(3):
+            await until(lambda life=life: status.restarts == life and status.state is State.UP)
+            os.kill(status.pid or 0, signal.SIGKILL)
+        with pytest.raises(ServiceFailed, match="died 2 times in a row"):
+            await asyncio.wait_for(failed, SECONDS)
+    finally:
+        failed.cancel()
+        await supervisor.stop(1.0)
+    assert status.state is State.FAILED
+
+
+async def test_stop_is_bounded_and_ends_what_a_service_started(tmp_path: Path) -> None:
+    supervisor = Supervisor([spec(tmp_path, "stubborn", "stubborn"), spec(tmp_path, "worker", "worker")])
+    supervisor.start()
+    await supervisor.wait_bound()
+    worker = int((tmp_path / "worker.port.worker").read_text())
+    assert alive(worker)
+    started = time.monotonic()
+    await supervisor.stop(0.3)
+    assert time.monotonic() - started < 3.0
+    await until(lambda: not alive(worker))
+    assert [status.state for status in supervisor.statuses] == [State.STOPPED, State.STOPPED]
+
+
+def test_children_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    launcher = f"""
+import asyncio, sys
+from pathlib import Path
+from quartet.local.child import ChildSpec
+from quartet.local.supervisor import Supervisor
+async def main():
+    folder = Path({str(tmp_path)!r})
+    command = [sys.executable, "-c", {SERVER!r}, str(folder / "s.port"), "stubborn"]
+    supervisor = Supervisor([ChildSpec("s", command, "127.0.0.1:1", folder / "s.log", folder / "s.port")])
+    supervisor.start()
+    await supervisor.wait_bound()
+    print(supervisor.statuses[0].pid, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    process = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        assert alive(pid)
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + SECONDS
+        while alive(pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not alive(pid)
+    finally:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=1)
+
+
+def test_delays_grow_to_their_bound() -> None:
+    delays = [next_delay(deaths) for deaths in range(1, 40)]
+    assert delays == sorted(delays)
+    assert delays[0] == supervision.FIRST_DELAY_SECONDS
+    assert delays[-1] == supervision.MAX_DELAY_SECONDS
