@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,14 +23,18 @@ import structlog
 import xxhash
 
 from quartet.errors import QuartetError
-from quartet.kit import call
+from quartet.kit.call import RetryBudget, stream, unary
 from quartet.v1 import weights_pb2 as pb
 from quartet.v1 import weights_pb2_grpc as rpc
+from quartet.weights.frames import Chunk, decode_frame
 from quartet.weights.manifest import check_manifest, mismatch
 from quartet.weights.payload import CHUNK_BYTES, decode_payload
+from quartet.weights.service import SERVICE
 from quartet.weights.tensor import Tensor
 
 log = structlog.get_logger(__name__)
+
+FETCH_METHOD = f"/{SERVICE}/Fetch"
 
 #: A reader refuses to allocate more: beyond it weights do not belong on gRPC (docs/design.md §3).
 MAX_PAYLOAD_BYTES = 256 << 30
@@ -86,7 +90,7 @@ class _Receipt:
         """Whether a stream at this position has news: missing bytes, or WeightEnd after all bytes."""
         return position == self.size or any(begin <= position < end for begin, end in self.missing)
 
-    def accept(self, chunk: pb.WeightChunk, position: int) -> int:
+    def accept(self, chunk: Chunk, position: int) -> int:
         """Take the chunk that must lie at this position, return the next one; damaged bytes stay missing."""
         data = chunk.data
         if chunk.offset != position or not 0 < len(data) <= min(CHUNK_BYTES, self.size - position):
@@ -142,8 +146,8 @@ async def get_manifest(
 ) -> pb.WeightManifest:
     """Ask for a manifest and refuse one that is not what was asked for or contradicts itself."""
     request = pb.GetManifestRequest(run_id=run_id, version=version)
-    response = await call.unary(
-        _stub(channel).GetManifest, request, timeout_s=MANIFEST_TIMEOUT_SECONDS, budget=call.RetryBudget()
+    response = await unary(
+        _stub(channel).GetManifest, request, timeout_s=MANIFEST_TIMEOUT_SECONDS, budget=RetryBudget()
     )
     manifest: pb.WeightManifest = response.manifest
     check_manifest(manifest)
@@ -162,17 +166,22 @@ async def _receive(channel: grpc.aio.Channel, manifest: pb.WeightManifest, recei
     """Run one stream from the first missing byte, for as long as it brings what is missing."""
     position = receipt.missing[0][0] if receipt.missing else receipt.size
     request = pb.FetchRequest(run_id=manifest.run_id, version=manifest.version, offset=position)
-    stream = _stub(channel).Fetch(request)
+    # No deserializer: decode_frame reads the messages as they came.
+    method = channel.unary_stream(FETCH_METHOD, request_serializer=pb.FetchRequest.SerializeToString)
+    call = method(request)
     try:
-        async for frame in call.stream(stream, idle_timeout_s=FETCH_IDLE_SECONDS):
-            if frame.WhichOneof("frame") == "end":
-                return receipt.accept_end(frame.end, position)
-            position = receipt.accept(frame.chunk, position)
+        async for message in stream(call, idle_timeout_s=FETCH_IDLE_SECONDS):
+            frame = decode_frame(message)
+            if frame is None:
+                raise mismatch(f"frame at byte {position}")
+            if isinstance(frame, pb.WeightEnd):
+                return receipt.accept_end(frame, position)
+            position = receipt.accept(frame, position)
             if not receipt.wants(position):
                 return None
         raise QuartetError("NOT_READY", f"the stream of version {manifest.version} tore at byte {position}")
     finally:
-        stream.cancel()
+        call.cancel()
 
 
 def _verify(receipt: _Receipt, manifest: pb.WeightManifest) -> dict[str, Tensor]:
@@ -195,7 +204,7 @@ def _backoff_seconds(tries: int) -> float:
 
 async def watch(
     channel: grpc.aio.Channel, run_id: str, held: int | None
-) -> AsyncIterator[pb.VersionAnnounced]:
+) -> AsyncGenerator[pb.VersionAnnounced, None]:
     """Yield each newer version as it is announced, for ever; an empty run_id follows the run created last.
 
     A run that is unknown is waited for: its publisher may be restarting.
@@ -206,9 +215,9 @@ async def watch(
     while True:
         # A number means nothing to another run, so one that follows any run compares here what it is told.
         request = pb.WatchRequest(run_id=run_id, held_version=held if run_id or not held_run else None)
-        stream = _stub(channel).Watch(request)
+        call = _stub(channel).Watch(request)
         try:
-            async for response in call.stream(stream, idle_timeout_s=WATCH_IDLE_SECONDS):
+            async for response in stream(call, idle_timeout_s=WATCH_IDLE_SECONDS):
                 failures = 0
                 if response.WhichOneof("event") != "announced":
                     continue
@@ -222,6 +231,6 @@ async def watch(
                 raise
             log.info("watch lost", run_id=run_id, why=error.message, failures=failures)
         finally:
-            stream.cancel()
+            call.cancel()
         failures += 1
         await asyncio.sleep(_backoff_seconds(min(failures, 10)))

@@ -97,4 +97,6 @@ def verify_tensor(info: pb.TensorInfo, data: memoryview | bytes) -> None:
 
 def mismatch(what: str) -> QuartetError:
     """CHECKSUM_MISMATCH of a named thing."""
-    return QuartetError("CHECKSUM_MISMATCH", f"{what} does not match its digest; fetch it again", what=what)
+    return QuartetError(
+        "CHECKSUM_MISMATCH", f"{what} is not what its publisher declared; fetch it again", what=what
+    )

@@ -17,6 +17,7 @@ from itertools import accumulate
 import xxhash
 
 from quartet.v1 import weights_pb2 as pb
+from quartet.weights.frames import encode_chunk
 from quartet.weights.layout import header_of, parse_header
 from quartet.weights.manifest import mismatch, verify_tensor
 from quartet.weights.tensor import Tensor
@@ -46,6 +47,15 @@ class Payload:
             begin += len(view)
             index += 1
         return views
+
+    def encoded_chunks(self, offset: int) -> Iterator[bytes]:
+        """Serialized FetchResponses with the chunks from `offset` on, made one by one; bytes are copied once."""
+        for begin, end in chunk_spans(self.size, offset):
+            views = self.slices(begin, end)
+            state = xxhash.xxh3_64()
+            for view in views:
+                state.update(view)
+            yield encode_chunk(begin, views, end - begin, state.intdigest())
 
     def end(self) -> pb.WeightEnd:
         """The frame that closes it."""

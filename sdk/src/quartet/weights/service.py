@@ -15,8 +15,10 @@ from quartet.errors import QuartetError, unimplemented
 from quartet.kit.stream import with_heartbeats
 from quartet.v1 import weights_pb2 as pb
 from quartet.v1 import weights_pb2_grpc as rpc
-from quartet.weights.payload import chunks
+from quartet.weights.payload import Payload, chunks
 from quartet.weights.store import WeightStore
+
+SERVICE = pb.DESCRIPTOR.services_by_name["WeightService"].full_name
 
 
 class WeightServicer(rpc.WeightServiceServicer):
@@ -57,6 +59,21 @@ class WeightServicer(rpc.WeightServiceServicer):
         self, request: pb.FetchRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.FetchResponse]:
         """Stream the payload from an offset; at the very end of it, only WeightEnd."""
+        payload = self._payload(request)
+        for chunk in chunks(payload, request.offset):
+            yield pb.FetchResponse(chunk=chunk)
+        yield pb.FetchResponse(end=payload.end())
+
+    async def fetch_encoded(
+        self, request: pb.FetchRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[bytes]:
+        """Fetch, already serialized: what `add_weight_service` registers."""
+        payload = self._payload(request)
+        for message in payload.encoded_chunks(request.offset):
+            yield message
+        yield pb.FetchResponse(end=payload.end()).SerializeToString()
+
+    def _payload(self, request: pb.FetchRequest) -> Payload:
         payload = self._store.get(request.run_id, request.version).payload
         if request.HasField("base_version"):
             raise QuartetError(
@@ -72,12 +89,29 @@ class WeightServicer(rpc.WeightServiceServicer):
                 offset=request.offset,
                 size=payload.size,
             )
-        for chunk in chunks(payload, request.offset):
-            yield pb.FetchResponse(chunk=chunk)
-        yield pb.FetchResponse(end=payload.end())
+        return payload
 
     async def Push(
         self, request_iterator: AsyncIterator[pb.PushRequest], context: grpc.aio.ServicerContext
     ) -> pb.PushResponse:
         """Not served by this build."""
         raise unimplemented("WeightService.Push")
+
+
+def add_weight_service(servicer: WeightServicer, server: grpc.aio.Server) -> None:
+    """Register like the generated function, but Fetch without protobuf's copies (quartet.weights.frames)."""
+    handlers = {
+        "Watch": grpc.unary_stream_rpc_method_handler(
+            servicer.Watch, pb.WatchRequest.FromString, pb.WatchResponse.SerializeToString
+        ),
+        "GetManifest": grpc.unary_unary_rpc_method_handler(
+            servicer.GetManifest, pb.GetManifestRequest.FromString, pb.GetManifestResponse.SerializeToString
+        ),
+        "Fetch": grpc.unary_stream_rpc_method_handler(
+            servicer.fetch_encoded, pb.FetchRequest.FromString, None
+        ),
+        "Push": grpc.stream_unary_rpc_method_handler(
+            servicer.Push, pb.PushRequest.FromString, pb.PushResponse.SerializeToString
+        ),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
