@@ -1,10 +1,12 @@
 """reverse-text: write a text backwards, in one turn.
 
 1. The prompt is the text; the answer stands in the one pair of <reversed_text> tags.
-2. The reward is the similarity ratio (difflib) of that answer to the reversed prompt. An answer without exactly one pair earns 0.
-3. With `require_clean_end` an answer that goes on after the closing tag, or that a token limit cut, earns 0 as well. Without
-   it, a policy learns to append junk at no cost.
-4. Texts are generated from `seed`, or read from a file; training and evaluation never share a text. Nothing is downloaded.
+2. The reward is the similarity ratio (difflib) of that answer to the reversed prompt. An answer without
+   exactly one pair earns 0.
+3. With `require_clean_end` an answer that goes on after the closing tag, or that a token limit cut, earns 0
+   as well. Without it, a policy learns to append junk at no cost.
+4. Texts are generated from `seed`, or read from a file; training and evaluation never share a text. Nothing
+   is downloaded.
 """
 
 from __future__ import annotations
@@ -73,14 +75,16 @@ class ReverseTextConfig(vf.TasksetConfig):
 
     task: ReverseTextTaskConfig = ReverseTextTaskConfig()
     split: Literal["train", "eval"] = "train"
-    num_train: int = Field(2000, ge=1, le=1_000_000)
-    num_eval: int = Field(200, ge=0, le=100_000)
-    min_chars: int = Field(4, ge=1)
-    max_chars: int = Field(8, ge=1, le=10_000)
+    num_train: int = Field(default=2000, ge=1, le=1_000_000)
+    num_eval: int = Field(default=200, ge=0, le=100_000)
+    min_chars: int = Field(default=4, ge=1)
+    max_chars: int = Field(default=8, ge=1, le=10_000)
     seed: int = 0
-    alphabet: str = Field(string.ascii_lowercase, min_length=1)
+    alphabet: str = Field(default=string.ascii_lowercase, min_length=1)
     texts: Path | None = None
-    """JSON Lines, each with a "text" (or "prompt"): used instead of generated texts; the last `num_eval` are held out."""
+    """JSON Lines, each with a "text" (or "prompt"), used instead of generated texts.
+
+    The last `num_eval` are held out."""
     require_clean_end: bool = True
     """Same as `task.require_clean_end`, where arguments are flat."""
 
@@ -89,12 +93,14 @@ class ReverseTextConfig(vf.TasksetConfig):
         if self.min_chars > self.max_chars:
             raise ValueError(f"min_chars = {self.min_chars} is more than max_chars = {self.max_chars}")
         letters = len(set(self.alphabet))
-        possible = sum(letters**n for n in range(self.min_chars, min(self.max_chars, self.min_chars + 30) + 1))
+        possible = sum(
+            letters**n for n in range(self.min_chars, min(self.max_chars, self.min_chars + 30) + 1)
+        )
         # Drawing distinct texts slows down without bound as they run out; half of them keeps it short.
         if self.texts is None and 2 * (self.num_train + self.num_eval) > possible:
             raise ValueError(
-                f"{self.num_train + self.num_eval} distinct texts are asked for, and only {possible} are possible "
-                "(at most half of them are used); raise max_chars or lower num_train"
+                f"{self.num_train + self.num_eval} distinct texts are asked for, of {possible} possible ones "
+                "(at most half may be used); raise max_chars or lower num_train"
             )
         return self
 
@@ -119,7 +125,8 @@ def split_texts(config: ReverseTextConfig) -> tuple[list[str], list[str]]:
         texts = read_texts(config.texts)
         if len(texts) <= config.num_eval:
             raise ValueError(
-                f"{config.texts} has {len(texts)} distinct texts; with num_eval = {config.num_eval} none are left to train on"
+                f"{config.texts} has {len(texts)} distinct texts; "
+                f"with num_eval = {config.num_eval} none are left to train on"
             )
         first_eval = len(texts) - config.num_eval
         return texts[:first_eval][: config.num_train], texts[first_eval:]

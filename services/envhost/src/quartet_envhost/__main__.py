@@ -10,6 +10,7 @@ from quartet.kit.health import Health
 from quartet.kit.logs import configure
 from quartet.kit.server import Service, serve
 from quartet.v1.envhost_service_pb2_grpc import add_EnvHostServiceServicer_to_server
+
 from quartet_envhost.config import EnvHostConfig
 from quartet_envhost.host import EnvironmentHost
 from quartet_envhost.service import SERVICE_NAME, EnvHostServicer

@@ -1,8 +1,8 @@
 """Configuration of the environment host.
 
 1. Every interpreter named here exists and is executable before anything starts (`--dry-run` checks the same).
-2. With an empty `environments` table every environment that the default interpreter has installed is hosted; with entries,
-   those and no others.
+2. With an empty `environments` table every environment that the default interpreter has installed is
+   hosted; with entries, those and no others.
 """
 
 from __future__ import annotations
@@ -10,23 +10,25 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from typing import Self
 
-from pydantic import Field, field_validator
-
+from pydantic import Field, field_validator, model_validator
 from quartet.config import Config
 from quartet.kit.channel import ClientSecurity
+from quartet.kit.security import check_client
 from quartet.kit.server import ServerConfig
 
 
 class EnvironmentConfig(Config):
     """Where one environment runs."""
 
-    # Interpreter that has verifiers, quartet-envhost and the environment installed; empty: the host's default.
+    # Interpreter that has verifiers, quartet-envhost and the environment installed; empty: the host's
+    # default.
     python: str = ""
     # Worker processes; 0: the host's default. One saturates one core.
-    workers: int = Field(0, ge=0, le=256)
+    workers: int = Field(default=0, ge=0, le=256)
     # Rollouts under way in one worker at once; 0: the host's default.
-    rollouts_per_worker: int = Field(0, ge=0, le=4096)
+    rollouts_per_worker: int = Field(default=0, ge=0, le=4096)
     # Variables added to the worker's environment, such as the key of a judge.
     env: dict[str, str] = Field(default_factory=dict)
 
@@ -45,27 +47,33 @@ class EnvHostConfig(Config):
     inference_security: ClientSecurity = ClientSecurity()
     # Default interpreter of environments.
     python: str = sys.executable
-    workers: int = Field(1, ge=1, le=256)
-    rollouts_per_worker: int = Field(256, ge=1, le=4096)
+    workers: int = Field(default=1, ge=1, le=256)
+    rollouts_per_worker: int = Field(default=256, ge=1, le=4096)
     environments: dict[str, EnvironmentConfig] = Field(default_factory=dict)
     # Rollouts accepted and not yet finished, over all environments; more are refused as OVERLOADED.
-    max_in_flight: int = Field(4096, ge=1, le=1_000_000)
+    max_in_flight: int = Field(default=4096, ge=1, le=1_000_000)
     # Distinct (id, args) pairs that may have workers at once; an idle one makes room for a new one.
-    max_loaded: int = Field(16, ge=1, le=1024)
+    max_loaded: int = Field(default=16, ge=1, le=1024)
     # Limit of one rollout with its scoring where the request sets none.
-    timeout_seconds: float = Field(600.0, gt=0)
+    timeout_seconds: float = Field(default=600.0, gt=0)
     # Time an environment has to import and load its data.
-    load_timeout_seconds: float = Field(300.0, gt=0)
+    load_timeout_seconds: float = Field(default=300.0, gt=0)
     # A worker whose event loop is silent for so long is stopped, and its rollouts fail as HOST.
-    stall_seconds: float = Field(60.0, gt=0)
+    stall_seconds: float = Field(default=60.0, gt=0)
     # Time after a rollout's deadline in which its worker must have ended it; then the worker is stopped.
-    deadline_grace_seconds: float = Field(5.0, gt=0)
+    deadline_grace_seconds: float = Field(default=5.0, gt=0)
     log_level: str = "info"
 
     @field_validator("python")
     @classmethod
     def _python_exists(cls, value: str) -> str:
         return checked_interpreter(value)
+
+    @model_validator(mode="after")
+    def _addresses_are_safe(self) -> Self:
+        for address in self.inference_addresses:
+            check_client(address, self.inference_security)
+        return self
 
     def environment(self, env_id: str) -> EnvironmentConfig | None:
         """The settings of an environment with every default filled in; None where it is not hosted here."""

@@ -18,9 +18,7 @@ CANCELLED: Final = rollout_pb2.FAILURE_KIND_CANCELLED
 MAX_MESSAGE_CHARS: Final = 500
 
 
-def failure(
-    kind: rollout_pb2.FailureKind.ValueType, message: str, *, retryable: bool
-) -> rollout_pb2.RolloutFailure:
+def failure(kind: rollout_pb2.FailureKind, message: str, *, retryable: bool) -> rollout_pb2.RolloutFailure:
     """A failure with its message on one bounded line."""
     line = " ".join(message.split())
     if len(line) > MAX_MESSAGE_CHARS:
@@ -29,7 +27,7 @@ def failure(
 
 
 def failed(
-    member: int, kind: rollout_pb2.FailureKind.ValueType, message: str, *, retryable: bool
+    member: int, kind: rollout_pb2.FailureKind, message: str, *, retryable: bool
 ) -> rollout_pb2.Rollout:
     """A rollout that has nothing but its failure."""
     return rollout_pb2.Rollout(member=member, failure=failure(kind, message, retryable=retryable))

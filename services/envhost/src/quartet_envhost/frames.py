@@ -1,7 +1,7 @@
 """The private line between the front and one worker: length-prefixed frames over a socket pair.
 
-1. A frame is `<length u32><kind u8><call id u64><payload>`, little-endian; the payload is a message of the contract, or JSON
-   where the contract has none (OPEN, ERROR).
+1. A frame is `<length u32><kind u8><call id u64><payload>`, little-endian; the payload is a message of the
+   contract, or JSON where the contract has none (OPEN, ERROR).
 2. The worker's stdout and stderr are never part of the line: environments print.
 3. No payload is larger than MAX_PAYLOAD_BYTES; a larger one is a fault of the writer and never sent.
 """
@@ -49,7 +49,7 @@ def encode(kind: Kind, call_id: int, payload: bytes = b"") -> bytes:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> Frame | None:
-    """The next frame, or None at the end of the line. A malformed header is a ValueError: the peer is broken."""
+    """The next frame, or None at the end of the line. ValueError: the peer is broken."""
     try:
         length, kind, call_id = HEADER.unpack(await reader.readexactly(HEADER.size))
         if length > MAX_PAYLOAD_BYTES:

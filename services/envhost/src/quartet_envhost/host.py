@@ -1,7 +1,7 @@
 """The environments of this host: which are hosted, which are loaded, what runs.
 
-1. Every member of an accepted request ends exactly once, as a result or a typed failure, in the order of ending; a cancelled
-   one ends as CANCELLED.
+1. Every member of an accepted request ends exactly once, as a result or a typed failure, in the order of
+   ending; a cancelled one ends as CANCELLED.
 2. At most `max_in_flight` members are accepted and unfinished; more are refused whole as OVERLOADED.
 3. Equal (id, args) share their workers. At most `max_loaded` pairs have workers; an idle one makes room.
 """
@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import structlog
-
 from quartet.errors import QuartetError
 from quartet.v1 import envhost_service_pb2, rollout_pb2
+
 from quartet_envhost import failures
 from quartet_envhost.config import EnvHostConfig, canonical_id
 from quartet_envhost.pool import WorkerPool
@@ -87,7 +87,10 @@ class EnvironmentHost:
         """The members of a request, each as it ends. Closing the iterator cancels what is left."""
         if request.request_id in self._active:
             raise QuartetError(
-                "INVALID_REQUEST", "the request is already running", field="request_id", value=request.request_id
+                "INVALID_REQUEST",
+                "the request is already running",
+                field="request_id",
+                value=request.request_id,
             )
         if self._in_flight + len(request.members) > self._config.max_in_flight:
             raise QuartetError(
@@ -185,9 +188,7 @@ class EnvironmentHost:
             return
         idle = [(pool.last_used, key) for key, pool in self._pools.items() if not pool.in_flight]
         if not idle:
-            raise QuartetError(
-                "OVERLOADED", f"{len(self._pools)} environments are loaded and all are in use"
-            )
+            raise QuartetError("OVERLOADED", f"{len(self._pools)} environments are loaded and all are in use")
         _, key = min(idle)
         log.info("environment unloaded", env_id=key[0])
         await self._pools.pop(key).close()

@@ -1,10 +1,13 @@
 """The workers of one environment: kept alive, chosen by load, watched.
 
-1. A member ends exactly once, as a result or a typed failure; when its worker dies it ends at once as HOST, and is tried again on
-   the respawned worker while its retries last.
-2. A worker that passes a rollout's deadline and grace, or whose loop is silent, is killed; only its own members fail.
-3. A worker that dies is respawned after a bounded backoff; one that cannot load says why, and that error goes to every caller.
-4. At most `rollouts_per_worker` rollouts are under way in a worker; the others wait here, their clocks not running.
+1. A member ends exactly once, as a result or a typed failure; when its worker dies it ends at once as HOST,
+   and is tried again on the respawned worker while its retries last.
+2. A worker that passes a rollout's deadline and grace, or whose loop is silent, is killed; only its own
+   members fail.
+3. A worker that dies is respawned after a bounded backoff; one that cannot load says why, and that error
+   goes to every caller.
+4. At most `rollouts_per_worker` rollouts are under way in a worker; the others wait here, their clocks not
+   running.
 """
 
 from __future__ import annotations
@@ -16,9 +19,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import structlog
-
 from quartet.errors import QuartetError
 from quartet.v1 import envhost_service_pb2, rollout_pb2
+
 from quartet_envhost import failures
 from quartet_envhost.config import EnvHostConfig, EnvironmentConfig
 from quartet_envhost.frames import Kind
@@ -72,9 +75,7 @@ class WorkerPool:
         """Start the workers and describe the environment. Raises QuartetError where it cannot be loaded."""
         self.last_used = time.monotonic()
         if not self._keepers:
-            self._keepers = [
-                asyncio.create_task(self._keep(slot)) for slot in range(self._settings.workers)
-            ]
+            self._keepers = [asyncio.create_task(self._keep(slot)) for slot in range(self._settings.workers)]
         # The first description stays true while workers are being respawned.
         if self._info is None:
             await self._wait(lambda: self._info is not None)
@@ -98,9 +99,7 @@ class WorkerPool:
             raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=self.env_id) from error
         return envhost_service_pb2.GetTasksResponse.FromString(answer)
 
-    async def run(
-        self, request: envhost_service_pb2.RunRolloutsRequest, member: int
-    ) -> rollout_pb2.Rollout:
+    async def run(self, request: envhost_service_pb2.RunRolloutsRequest, member: int) -> rollout_pb2.Rollout:
         """Run one member to its end. Raises nothing but CancelledError and QuartetError(RESOURCE_UNKNOWN)."""
         one = envhost_service_pb2.RunRolloutsRequest()
         one.CopyFrom(request)
@@ -213,7 +212,9 @@ class WorkerPool:
             async with asyncio.timeout(self._config.load_timeout_seconds):
                 answer = await worker.open(settings)
         except TimeoutError:
-            text = f"environment {self.env_id!r} was not loaded within {self._config.load_timeout_seconds:g} s"
+            text = (
+                f"environment {self.env_id!r} was not loaded within {self._config.load_timeout_seconds:g} s"
+            )
             raise WorkerDied(text) from None
         except WorkerDied as died:
             if worker.spoke.is_set():
@@ -236,7 +237,9 @@ class WorkerPool:
             while not ended.done():
                 await asyncio.wait([ended], timeout=WATCH_INTERVAL_S)
                 if not ended.done() and worker.silent_seconds > self._config.stall_seconds:
-                    worker.kill(f"worker {worker.pid} was silent for {worker.silent_seconds:.0f} s and was stopped")
+                    worker.kill(
+                        f"worker {worker.pid} was silent for {worker.silent_seconds:.0f} s and was stopped"
+                    )
             log.warning("worker ended", env_id=self.env_id, pid=worker.pid, why=ended.result())
         finally:
             self._workers.remove(worker)

@@ -20,10 +20,15 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from quartet.errors import QuartetError
+
 from quartet_envhost.frames import Kind, encode, read_frame
 
-# A worker that was asked to end by closing its line has so long before it is killed: its own grace and the teardown.
+# A worker that was asked to end by closing its line has so long before it is killed: its own grace and the
+# teardown.
 STOP_GRACE_S: Final = 8.0
+
+# A worker that closed its line itself is ending; it has so long to write its traceback.
+EXIT_GRACE_S: Final = 1.0
 
 
 class WorkerDied(Exception):
@@ -65,7 +70,8 @@ class WorkerProcess:
                 stdout=sys.stderr.fileno(),
                 env={**os.environ, **env},
                 pass_fds=(theirs.fileno(),),
-                # A group of its own, so that a terminal's Ctrl-C reaches only the front, and kill reaches all of it.
+                # A group of its own, so that a terminal's Ctrl-C reaches only the front, and kill reaches
+                # all of it.
                 start_new_session=True,
             )
         except OSError as error:
@@ -102,7 +108,7 @@ class WorkerProcess:
         return await self.call(Kind.OPEN, json.dumps(settings).encode())
 
     async def call(self, kind: Kind, payload: bytes) -> bytes:
-        """The answer of one call. Raises QuartetError or WorkerDied; cancelling it cancels the call in the worker."""
+        """The answer of one call. Raises QuartetError or WorkerDied; cancelling it reaches the worker."""
         if not self.alive:
             raise WorkerDied(self._stopped_because or "the worker has ended")
         call_id = next(self._ids)
@@ -146,7 +152,10 @@ class WorkerProcess:
                 self._take(*frame)
         except ValueError as error:  # A frame that no worker of ours writes.
             self.kill(f"the worker broke its line: {error}")
-        # The line is closed: nothing useful can come from this process any more.
+        # The line is closed: nothing useful can come from this process any more, but it may be saying why.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(EXIT_GRACE_S):
+                await self._process.wait()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.wait()
@@ -166,9 +175,7 @@ class WorkerProcess:
             future.set_result(payload)
         elif kind is Kind.ERROR:
             content = json.loads(payload)
-            future.set_exception(
-                QuartetError(content["reason"], content["message"], **content["metadata"])
-            )
+            future.set_exception(QuartetError(content["reason"], content["message"], **content["metadata"]))
 
     def _how_it_ended(self) -> str:
         if self._stopped_because:

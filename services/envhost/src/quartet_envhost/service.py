@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 import grpc
-
 from quartet.errors import QuartetError, unimplemented
 from quartet.kit.stream import with_heartbeats
 from quartet.v1 import common_pb2, envhost_service_pb2, envhost_service_pb2_grpc
+
 from quartet_envhost.host import EnvironmentHost
 
 SERVICE_NAME: Final = "quartet.v1.EnvHostService"
@@ -28,13 +28,13 @@ class EnvHostServicer(envhost_service_pb2_grpc.EnvHostServiceServicer):
         """Serve a host."""
         self._host = host
 
-    async def ListEnvironments(  # noqa: N802
+    async def ListEnvironments(
         self, request: envhost_service_pb2.ListEnvironmentsRequest, context: grpc.aio.ServicerContext
     ) -> envhost_service_pb2.ListEnvironmentsResponse:
         """List what is hosted."""
         return envhost_service_pb2.ListEnvironmentsResponse(environments=self._host.hosted())
 
-    async def DescribeEnvironment(  # noqa: N802
+    async def DescribeEnvironment(
         self, request: envhost_service_pb2.DescribeEnvironmentRequest, context: grpc.aio.ServicerContext
     ) -> envhost_service_pb2.DescribeEnvironmentResponse:
         """Load and describe an environment."""
@@ -42,7 +42,7 @@ class EnvHostServicer(envhost_service_pb2_grpc.EnvHostServiceServicer):
         info = await self._host.describe(request.environment)
         return envhost_service_pb2.DescribeEnvironmentResponse(environment=info)
 
-    async def GetTasks(  # noqa: N802
+    async def GetTasks(
         self, request: envhost_service_pb2.GetTasksRequest, context: grpc.aio.ServicerContext
     ) -> envhost_service_pb2.GetTasksResponse:
         """List examples."""
@@ -51,7 +51,7 @@ class EnvHostServicer(envhost_service_pb2_grpc.EnvHostServiceServicer):
             raise _invalid("count", request.count, f"ask for 1 to {MAX_TASKS} tasks at a time")
         return await self._host.tasks(request)
 
-    async def RunRollouts(  # noqa: N802
+    async def RunRollouts(
         self, request: envhost_service_pb2.RunRolloutsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[envhost_service_pb2.RunRolloutsResponse]:
         """Run the members of a group."""
@@ -59,7 +59,9 @@ class EnvHostServicer(envhost_service_pb2_grpc.EnvHostServiceServicer):
 
         def heartbeat() -> envhost_service_pb2.RunRolloutsResponse:
             in_flight = self._host.unfinished(request.request_id)
-            return envhost_service_pb2.RunRolloutsResponse(heartbeat=common_pb2.Heartbeat(in_flight=in_flight))
+            return envhost_service_pb2.RunRolloutsResponse(
+                heartbeat=common_pb2.Heartbeat(in_flight=in_flight)
+            )
 
         async for frame in with_heartbeats(self._frames(request), heartbeat):
             yield frame
@@ -70,7 +72,7 @@ class EnvHostServicer(envhost_service_pb2_grpc.EnvHostServiceServicer):
         async for rollout in self._host.run(request):
             yield envhost_service_pb2.RunRolloutsResponse(rollout=rollout)
 
-    async def Interact(  # noqa: N802
+    async def Interact(
         self,
         request_iterator: AsyncIterator[envhost_service_pb2.InteractRequest],
         context: grpc.aio.ServicerContext,
@@ -79,7 +81,7 @@ class EnvHostServicer(envhost_service_pb2_grpc.EnvHostServiceServicer):
         raise unimplemented("EnvHostService.Interact")
         yield  # Makes this a stream, as the contract has it.
 
-    async def Cancel(  # noqa: N802
+    async def Cancel(
         self, request: envhost_service_pb2.CancelRequest, context: grpc.aio.ServicerContext
     ) -> envhost_service_pb2.CancelResponse:
         """End rollouts."""

@@ -1,7 +1,8 @@
 """A worker: one process that runs rollouts of one environment, spoken to over the socket it was given.
 
 1. It ends with the front: the kernel kills it when the front dies, and the end of the socket ends it too.
-2. Every RUN is answered exactly once, also when it is cancelled, times out or breaks. The deadline is over rollout and scoring.
+2. Every RUN is answered exactly once, also when it is cancelled, times out or breaks. The deadline is over
+   rollout and scoring.
 3. What the environment prints goes to stderr; the socket carries frames alone.
 4. A heartbeat leaves every second while the event loop runs, so a wedged loop shows.
 """
@@ -23,10 +24,10 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from google.protobuf.message import DecodeError, Message
-
 from quartet.errors import QuartetError
 from quartet.kit.channel import ClientSecurity
 from quartet.v1 import envhost_service_pb2, rollout_pb2
+
 from quartet_envhost import failures
 from quartet_envhost.frames import Kind, encode, read_frame
 
@@ -192,12 +193,13 @@ def _require_verifiers() -> None:
         text = f"interpreter {sys.executable} has no verifiers; install 'quartet-envhost[verifiers]' into it"
         raise QuartetError("INVALID_CONFIG", text, key="python", value=sys.executable) from error
     if not verifiers.__version__.startswith(VERIFIERS):
-        text = f"interpreter {sys.executable} has verifiers {verifiers.__version__}; this worker needs {VERIFIERS}x"
+        version = verifiers.__version__
+        text = f"interpreter {sys.executable} has verifiers {version}; this worker needs {VERIFIERS}x"
         raise QuartetError("INVALID_CONFIG", text, key="python", value=sys.executable)
 
 
 def _freeze_heap() -> None:
-    """Take what was loaded out of garbage collection: walking it again and again costs a tenth of the rollouts' CPU."""
+    """Take what was loaded out of garbage collection, which would walk it again and again."""
     gc.collect()
     gc.freeze()
 

@@ -1,10 +1,11 @@
 """One loaded environment: its tasks, its description, its rollouts.
 
-1. `args` may name fields of the taskset ("num_train", "split") and of the environment ("agent", "timeout"); anything else is
-   refused with the nearest known name.
+1. `args` may name fields of the taskset ("num_train", "split") and of the environment ("agent", "timeout");
+   anything else is refused with the nearest known name.
 2. Roles that do not say where and how they run get the in-process harness on the local machine.
-3. Training examples are the taskset as configured. Evaluation examples are the taskset with its `split` set to "eval", "test" or
-   "validation", whichever it knows; a taskset without splits evaluates on its training examples.
+3. Training examples are the taskset as configured. Evaluation examples are the taskset with its `split` set
+   to "eval", "test" or "validation", whichever it knows; a taskset without splits evaluates on its training
+   examples.
 4. Equal (id, args) give equal tasks in equal order.
 """
 
@@ -23,6 +24,8 @@ from typing import Any, Final
 import pydantic
 import verifiers
 import verifiers.v1 as vf
+from quartet.errors import QuartetError
+from quartet.v1 import envhost_service_pb2, rollout_pb2
 from verifiers.v1.configs.agent import AgentConfig
 from verifiers.v1.utils.loaders import (
     default_harness_id,
@@ -33,8 +36,6 @@ from verifiers.v1.utils.loaders import (
     taskset_config_type,
 )
 
-from quartet.errors import QuartetError
-from quartet.v1 import envhost_service_pb2, rollout_pb2
 from quartet_envhost.v1.harness import HARNESS_ID
 from quartet_envhost.v1.interception import POLICY_CONFIG, HostInterception, current_policy
 from quartet_envhost.v1.outcome import rollout_of
@@ -112,7 +113,7 @@ class HostedEnvironment:
         request: envhost_service_pb2.RunRolloutsRequest,
         timeout_s: float,
     ) -> rollout_pb2.Rollout:
-        """Run the one member of the request. Raises QuartetError(RESOURCE_UNKNOWN) for a task that is not there."""
+        """Run the one member of the request. Raises QuartetError(RESOURCE_UNKNOWN) where no such task is."""
         task = self._split(request.split).get(request.task_index)
         if task is None:
             raise QuartetError(
@@ -189,7 +190,7 @@ def environment_config(env_id: str, args: dict[str, Any]) -> Any:
 
 
 def _placed(default: Any, given: Any, ships_harness: bool) -> Any:
-    """A role's settings with harness and runtime filled in where neither the author nor the caller chose them."""
+    """A role's settings, with harness and runtime filled in where neither author nor caller chose them."""
     if not isinstance(given, dict):
         return given
     placed = dict(given)
@@ -253,5 +254,3 @@ def _refused(env_id: str, error: pydantic.ValidationError) -> QuartetError:
         value=value,
         remedy=first["msg"],
     )
-
-

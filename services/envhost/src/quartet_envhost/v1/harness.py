@@ -1,7 +1,7 @@
 """A chat loop that runs inside the worker: no program, no sandbox, no process per rollout.
 
-Verifiers allows it ("the interception is the contract, not the process"): every model call goes through the rollout's session, which
-knows limits, stops and errors; the loop only carries messages and tool calls.
+Verifiers allows it ("the interception is the contract, not the process"): every model call goes through the
+rollout's session, which knows limits, stops and errors; the loop only carries messages and tool calls.
 """
 
 from __future__ import annotations

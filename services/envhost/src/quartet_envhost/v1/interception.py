@@ -1,9 +1,9 @@
 """Verifiers' own request handler, reached without HTTP.
 
-`InterceptionServer.handle_request` is where Verifiers checks limits and stops, runs hooks, calls the model, commits the turn to
-the trace and records errors. The in-process harness calls that same code with a request object instead of a socket: the
-semantics are Verifiers', the local HTTP hop (some 8 ms of CPU per call) is gone. The HTTP front stays up beside it for tool servers and
-for harnesses that run programs.
+`InterceptionServer.handle_request` is where Verifiers checks limits and stops, runs hooks, calls the model,
+commits the turn to the trace and records errors. The in-process harness calls that same code with a request
+object instead of a socket: the semantics are Verifiers', the local HTTP hop (some 8 ms of CPU per call) is
+gone. The HTTP front stays up beside it for tool servers and for harnesses that run programs.
 
 Pinned to verifiers 0.4.0: it overrides `_client` and calls `_handler_for`, both private.
 """
@@ -20,8 +20,8 @@ from verifiers.v1.dialects import DIALECTS, ChatDialect
 from verifiers.v1.errors import InterceptionError
 from verifiers.v1.interception import InterceptionServer
 
-# Never dialled: it marks the sessions whose model is the policy of the current rollout. It is a TrainClientConfig because
-# Verifiers relays streams, without tokens, for any other kind.
+# Never dialled: it marks the sessions whose model is the policy of the current rollout. It is a
+# TrainClientConfig because Verifiers relays streams, without tokens, for any other kind.
 POLICY_CONFIG: Final = TrainClientConfig(base_url="http://policy.invalid/v1")
 CHAT_ROUTE: Final = "/v1/chat/completions"
 _CHAT: Final = next(dialect for dialect in DIALECTS if isinstance(dialect, ChatDialect))

@@ -1,8 +1,10 @@
 """An Episode of Verifiers as a Rollout of the contract: a result or a typed failure, never both.
 
 1. A reward exists only where every scorer answered with a finite number; anything else is a failure.
-2. Only turns that Verifiers committed to a trainable trace become samples; an answer that a hook replaced is not trained on.
-3. Where an episode has several trainable traces, rewards and metrics are their means and all of them give samples.
+2. Only turns that Verifiers committed to a trainable trace become samples; an answer that a hook replaced
+   is not trained on.
+3. Where an episode has several trainable traces, rewards and metrics are their means and all of them give
+   samples.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from quartet.v1 import rollout_pb2
+
 from quartet_envhost import failures
 from quartet_envhost.v1.harness import PROMPT_TOO_LONG
 from quartet_envhost.v1.policy import RolloutPolicy, Turn, wire_messages
@@ -50,7 +53,7 @@ def rollout_of(
 
 
 def _committed(trace: Any, turns: Sequence[Turn]) -> Iterable[Turn]:
-    """The turns that the trace holds, in its order: matched by the tokens from the root to each sampled node."""
+    """The turns that the trace holds, in its order: matched by the tokens down to each sampled node."""
     by_tokens: dict[bytes, list[Turn]] = {}
     for turn in turns:
         by_tokens.setdefault(_key(turn.prompt_ids + turn.token_ids), []).append(turn)
@@ -98,18 +101,22 @@ def _failure(episode: Any, traces: Sequence[Any]) -> rollout_pb2.RolloutFailure 
         return failures.failure(failures.ENVIRONMENT, "the episode has no trainable trace", retryable=False)
     for trace in traces:
         if trace.stop_condition in ("scoring_timeout", "finalize_timeout", "setup_timeout"):
-            return failures.failure(failures.TIMEOUT, f"the task's own {trace.stop_condition}", retryable=False)
+            return failures.failure(
+                failures.TIMEOUT, f"the task's own {trace.stop_condition}", retryable=False
+            )
         missing = [name for name, reward in trace.rewards.items() if reward is None]
         if missing:
             return failures.failure(failures.SCORER, f"no value from {', '.join(missing)}", retryable=False)
         wrong = [name for name, reward in trace.rewards.items() if not math.isfinite(reward.value)]
         if wrong:
-            return failures.failure(failures.SCORER, f"not a finite number: {', '.join(wrong)}", retryable=False)
+            return failures.failure(
+                failures.SCORER, f"not a finite number: {', '.join(wrong)}", retryable=False
+            )
     return None
 
 
 def _of_errors(episode: Any) -> rollout_pb2.RolloutFailure:
-    """The failure behind an episode that is not ok: the last error of the first trace that broke, else the episode's."""
+    """The failure behind an episode: the last error of the first trace that broke, else its own last one."""
     broken = next((trace for trace in episode.traces if not trace.ok and trace.errors), None)
     error = broken.errors[-1] if broken is not None else (episode.errors[-1] if episode.errors else None)
     if error is None:

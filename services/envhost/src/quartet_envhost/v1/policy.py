@@ -1,11 +1,13 @@
 """The model as Verifiers sees it: a Client whose answers come from InferenceService.Generate.
 
-1. Tokens in, tokens out: a later turn is asked for with the exact tokens of the earlier ones and the new messages as tail;
-   nothing that was sampled is rendered or tokenized again.
-2. Every answer is kept as a Turn with its prompt, tokens, log-probabilities and the policy version of each token.
-3. A seed in the request becomes one per (task, member, turn), so equal requests draw equal tokens and members differ.
-4. A refused or torn call is tried again while its reason says that it may help, until the rollout's own deadline; tokens of
-   a torn answer are dropped.
+1. Tokens in, tokens out: a later turn is asked for with the exact tokens of the earlier ones and the new
+   messages as tail; nothing that was sampled is rendered or tokenized again.
+2. Every answer is kept as a Turn with its prompt, tokens, log-probabilities and the policy version of each
+   token.
+3. A seed in the request becomes one per (task, member, turn), so equal requests draw equal tokens and
+   members differ.
+4. A refused or torn call is tried again while its reason says that it may help, until the rollout's own
+   deadline; tokens of a torn answer are dropped.
 """
 
 from __future__ import annotations
@@ -22,6 +24,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import grpc
+from quartet.errors import QuartetError
+from quartet.kit.call import stream
+from quartet.kit.channel import ClientSecurity, connect
+from quartet.v1 import common_pb2, envhost_service_pb2, inference_service_pb2
+from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
 from verifiers.v1.clients.client import Client
 from verifiers.v1.clients.train import serialize_completion
 from verifiers.v1.dialects import ChatDialect, Dialect
@@ -37,12 +44,6 @@ from verifiers.v1.types import (
     Usage,
     content_text,
 )
-
-from quartet.errors import QuartetError
-from quartet.kit.call import stream
-from quartet.kit.channel import ClientSecurity, connect
-from quartet.v1 import common_pb2, envhost_service_pb2, inference_service_pb2
-from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
 
 # Heartbeats come every 5 s; three missed ones are a dead peer.
 IDLE_TIMEOUT_S: Final = 20.0
@@ -100,7 +101,8 @@ class Inference:
     def __init__(self, addresses: Sequence[str], security: ClientSecurity) -> None:
         """Connect lazily to each address."""
         self._channels = [connect(address, security=security) for address in addresses]
-        self._stubs: list[Any] = [InferenceServiceStub(channel) for channel in self._channels]
+        make_stub: Any = InferenceServiceStub  # Generated code has no annotations.
+        self._stubs = [make_stub(channel) for channel in self._channels]
 
     async def close(self) -> None:
         """Close the channels."""
@@ -154,7 +156,9 @@ def _check(turn: Turn) -> None:
     if not turn.prompt_ids:
         raise QuartetError("INTERNAL", "inference sent no prompt tokens")
     if len(turn.logprobs) != sampled:
-        raise QuartetError("INTERNAL", f"inference sent {len(turn.logprobs)} log-probabilities for {sampled} tokens")
+        raise QuartetError(
+            "INTERNAL", f"inference sent {len(turn.logprobs)} log-probabilities for {sampled} tokens"
+        )
     at = 0
     for start, length, _ in turn.spans:
         if start != at or length < 1:
@@ -333,5 +337,3 @@ def wire_messages(messages: Sequence[Any]) -> list[common_pb2.Message]:
             message = message.model_copy(update={"content": content_text(message.content)})
         out.append(_message(message))
     return out
-
-

@@ -1,7 +1,8 @@
 """Turns to samples: what is trained on is exactly what was sampled.
 
-1. A turn whose prompt starts with the whole of an earlier sample extends it; what lies between (tool and user messages, template
-   tokens) is carried uncovered. Otherwise it starts a new sample, which is counted as a prefix break.
+1. A turn whose prompt starts with the whole of an earlier sample extends it; what lies between (tool and
+   user messages, template tokens) is carried uncovered. Otherwise it starts a new sample, which is counted
+   as a prefix break.
 2. A sampled token is covered by exactly one span of exactly one sample, also where conversations fork.
 3. Log-probabilities are those of the sampler, in the order of the covered positions.
 """
@@ -16,7 +17,7 @@ from quartet.v1 import rollout_pb2
 
 
 class SampledTurn(Protocol):
-    """A model call: prompt, tokens, log-probabilities, (start, length, version) from the first sampled token."""
+    """A model call; spans are (start, length, version), counted from the first sampled token."""
 
     prompt_ids: list[int]
     token_ids: list[int]

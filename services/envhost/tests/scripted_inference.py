@@ -1,0 +1,126 @@
+"""An InferenceService for tests, shaped like the real one: a character tokenizer, a chat template,
+versions, deltas.
+
+What it answers is a function of the conversation's last message; how it fails is set by attributes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from quartet.errors import QuartetError
+from quartet.kit.health import Health
+from quartet.kit.server import RunningServer, ServerConfig, Service, start
+from quartet.v1 import common_pb2, inference_service_pb2, inference_service_pb2_grpc
+
+OPEN, CLOSE = 1, 2
+DELTA_TOKENS = 32
+NAME = "quartet.v1.InferenceService"
+
+
+def encode(text: str) -> list[int]:
+    """Characters as tokens."""
+    return [ord(char) + 16 for char in text]
+
+
+def decode(tokens: list[int]) -> str:
+    """Tokens as characters, control tokens left out."""
+    return "".join(chr(token - 16) for token in tokens if token >= 16)
+
+
+def render(messages: Any) -> list[int]:
+    """The chat template, without the opening of the next turn."""
+    tokens: list[int] = []
+    for message in messages:
+        tokens += [OPEN, *encode(f"{message.role}\n{message.content}"), CLOSE]
+    return tokens
+
+
+OPENING = [OPEN, *encode("assistant\n")]
+
+
+def reverse(request: inference_service_pb2.GenerateRequest, last: str) -> str:
+    """The right answer of reverse-text."""
+    return f"<reversed_text>{last[::-1]}</reversed_text>"
+
+
+class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
+    """Answers Generate by a script."""
+
+    def __init__(self) -> None:
+        self.answer: Callable[[inference_service_pb2.GenerateRequest, str], str] = reverse
+        self.requests: list[inference_service_pb2.GenerateRequest] = []
+        self.version = 3
+        self.delay_s = 0.0
+        self.running = 0
+        # Errors to raise before answering, first one first.
+        self.errors: list[QuartetError] = []
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        self.requests.append(request)
+        self.running += 1
+        try:
+            if self.errors:
+                raise self.errors.pop(0)
+            if self.delay_s:
+                await asyncio.sleep(self.delay_s)
+            for frame in self._frames(request):
+                yield frame
+        finally:
+            self.running -= 1
+
+    def _frames(self, request: Any) -> list[Any]:
+        if request.HasField("tokens"):
+            prompt = [*request.tokens.token_ids, *render(request.tokens.tail_messages), *OPENING]
+            last = request.tokens.tail_messages[-1].content
+        else:
+            prompt = [*render(request.messages.messages), *OPENING]
+            last = request.messages.messages[-1].content
+        said = self.answer(request, last)
+        tokens = [*encode(said), CLOSE]
+        limit = request.sampling.max_tokens or len(tokens)
+        cut = len(tokens) > limit
+        tokens = tokens[:limit]
+        frames = []
+        for at in range(0, len(tokens), DELTA_TOKENS):
+            part = tokens[at : at + DELTA_TOKENS]
+            frames.append(
+                inference_service_pb2.GenerateResponse(
+                    delta=inference_service_pb2.GenerateDelta(
+                        token_ids=part,
+                        logprobs=[-0.1 * (1 + token % 7) for token in part],
+                        # The second delta is sampled by newer weights, as after an update in flight.
+                        spans=[{"start": at, "length": len(part), "policy_version": self.version + (at > 0)}],
+                    )
+                )
+            )
+        text = decode(tokens)
+        message = common_pb2.Message(role="assistant", content=text)
+        call = re.fullmatch(r"call (\w+) (.*)", text)
+        if call and request.tools:
+            message.content = ""
+            message.tool_calls.add(id=f"call_{len(prompt)}", name=call[1], arguments_json=call[2])
+        reason = "LENGTH" if cut else "TOOL_CALLS" if message.tool_calls else "STOP"
+        frames.append(
+            inference_service_pb2.GenerateResponse(
+                finish=inference_service_pb2.GenerateFinish(
+                    finish_reason=f"FINISH_REASON_{reason}",
+                    message=message,
+                    prompt_token_ids=prompt,
+                    prefix_kept=True,
+                    usage=common_pb2.Usage(prompt_tokens=len(prompt), completion_tokens=len(tokens)),
+                )
+            )
+        )
+        return frames
+
+
+async def serve_scripted(scripted: ScriptedInference, address: str = "127.0.0.1:0") -> RunningServer:
+    """Serve it on loopback."""
+    health = Health()
+    health.set_ready(NAME)
+    add: Any = inference_service_pb2_grpc.add_InferenceServiceServicer_to_server
+    return await start([Service(NAME, add, scripted)], ServerConfig(address=address), health)
