@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import grpc
@@ -17,7 +18,7 @@ from quartet.kit.health import Health
 from quartet.kit.server import RunningServer, ServerConfig, Service, start
 from quartet.v1 import weights_pb2 as pb
 from quartet.v1 import weights_pb2_grpc as rpc
-from quartet.weights import fetch
+from quartet.weights import fetch, service
 from quartet.weights.fetch import Fetched, fetch_version, watch
 from quartet.weights.payload import CHUNK_BYTES
 from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
@@ -35,6 +36,8 @@ class FaultyWeights(WeightServicer):
         super().__init__(store)
         self.faults: list[Fault] = []
         self.offsets: list[int] = []
+        self.frozen_after: int | None = None
+        self.frozen, self.ended = asyncio.Event(), asyncio.Event()
 
     async def Fetch(
         self, request: pb.FetchRequest, context: grpc.aio.ServicerContext
@@ -42,8 +45,18 @@ class FaultyWeights(WeightServicer):
         self.offsets.append(request.offset)
         frames = [frame async for frame in super().Fetch(request, context)]
         fault: Fault = self.faults.pop(0) if self.faults else iter
-        for frame in fault(iter(frames)):
+        for index, frame in enumerate(fault(iter(frames))):
+            if index == self.frozen_after:
+                await self._freeze()
             yield frame
+
+    async def _freeze(self) -> None:
+        self.frozen_after = None
+        self.frozen.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.ended.set()
 
 
 def model(seed: int = 0) -> dict[str, Tensor]:
@@ -77,8 +90,8 @@ async def plane(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Plane]:
     monkeypatch.setattr(fetch, "BACKOFF_SECONDS", (0.001, 0.01))
     store = WeightStore(keep=2)
     servicer = FaultyWeights(store)
-    service = Service(SERVICE, rpc.add_WeightServiceServicer_to_server, servicer)
-    server = await start([service], ServerConfig(), Health())
+    offered = Service(SERVICE, rpc.add_WeightServiceServicer_to_server, servicer)
+    server = await start([offered], ServerConfig(), Health())
     channel = connect(server.address, bulk=True)
     yield Plane(store, servicer, channel)
     await channel.close()
@@ -172,6 +185,36 @@ async def test_a_torn_stream_goes_on_at_the_first_missing_byte(plane: Plane) -> 
     fetched = await plane.fetch()
     assert same(fetched, model())
     assert plane.servicer.offsets == [0, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES, len(fetched.payload)]
+
+
+async def test_a_frozen_publisher_is_given_up_and_the_next_stream_goes_on(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "FETCH_IDLE_SECONDS", 0.2)
+    plane.store.publish("r", 1, model())
+    plane.servicer.frozen_after = 2
+    assert same(await asyncio.wait_for(plane.fetch(), 10), model())
+    assert plane.servicer.offsets == [0, 2 * CHUNK_BYTES]
+
+
+async def test_a_cancelled_fetch_ends_its_stream(plane: Plane) -> None:
+    plane.store.publish("r", 1, model())
+    plane.servicer.frozen_after = 1
+    fetching = asyncio.create_task(plane.fetch())
+    await asyncio.wait_for(plane.servicer.frozen.wait(), 5)
+    fetching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    await asyncio.wait_for(plane.servicer.ended.wait(), 5)
+
+
+async def test_an_idle_watch_shows_signs_of_life(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    plane.store.publish("r", 4, model())
+    monkeypatch.setattr(service, "with_heartbeats", partial(service.with_heartbeats, interval_s=0.02))
+    watching = stub(plane.channel).Watch(pb.WatchRequest(run_id="r", held_version=4))
+    beat = await asyncio.wait_for(watching.read(), 5)
+    assert beat == pb.WatchResponse(heartbeat=pb.WatchHeartbeat(latest_version=4))
+    watching.cancel()
 
 
 async def test_only_damaged_chunks_are_fetched_again(plane: Plane) -> None:
@@ -342,8 +385,8 @@ async def test_watch_of_no_name_follows_the_run_opened_last(plane: Plane) -> Non
 async def publisher(address: str, version: int) -> RunningServer:
     store = WeightStore(keep=1)
     store.publish("r", version, model(version))
-    service = Service(SERVICE, add_weight_service, WeightServicer(store))
-    return await start([service], ServerConfig(address=address), Health())
+    offered = Service(SERVICE, add_weight_service, WeightServicer(store))
+    return await start([offered], ServerConfig(address=address), Health())
 
 
 @pytest.mark.parametrize("run_id", ["r", ""])

@@ -49,7 +49,7 @@ class Payload:
         return views
 
     def encoded_chunks(self, offset: int) -> Iterator[bytes]:
-        """Serialized FetchResponses with the chunks from `offset` on, made one by one; bytes are copied once."""
+        """Serialized FetchResponses with the chunks from `offset` on; each byte is copied once."""
         for begin, end in chunk_spans(self.size, offset):
             views = self.slices(begin, end)
             state = xxhash.xxh3_64()
