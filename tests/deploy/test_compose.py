@@ -78,13 +78,18 @@ def test_what_is_waited_for_can_come(compose: Compose) -> None:
 
 
 def test_the_gpu_profile_answers_under_the_same_names(compose: Compose) -> None:
-    for tier in ("trainer", "inference"):
-        one = compose["services"][f"{tier}-gpu"]
-        assert one["profiles"] == ["gpu"]
-        assert one["networks"]["circle"]["aliases"] == [tier]
-        assert one["image"] == compose["services"][tier]["image"]
-        (device,) = one["deploy"]["resources"]["reservations"]["devices"]
-        assert device["capabilities"] == ["gpu"]
+    one = compose["services"]["trainer-gpu"]
+    assert one["profiles"] == ["gpu"]
+    assert one["networks"]["circle"]["aliases"] == ["trainer"]
+    assert one["image"] == compose["services"]["trainer"]["image"]
+    (device,) = one["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
+
+
+def test_nothing_starts_the_trainer_that_the_gpu_one_replaces(compose: Compose) -> None:
+    """Both answer to one name: whatever the GPU command starts must not pull the other in by a dependency."""
+    for name, one in compose["services"].items():
+        assert "trainer" not in one.get("depends_on", {}), name
 
 
 def test_the_network_is_private(compose: Compose) -> None:

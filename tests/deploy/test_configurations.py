@@ -85,15 +85,11 @@ def test_a_wrong_key_in_a_deployed_file_would_be_noticed(repository: Path, tmp_p
         dry_run("trainer", "@", str(file))
 
 
-def test_gpu_services_of_compose_read_their_arguments(
-    compose: dict[str, Any], repository: Path, model: Path
-) -> None:
-    for tier in ("trainer", "inference"):
-        file = repository / "k8s/base/config" / f"{tier}.toml"
-        arguments = compose["services"][f"{tier}-gpu"]["command"]
-        own = [str(file) if one == f"/etc/quartet/{tier}.toml" else one for one in arguments]
-        replaced = ("--model", str(model)) if tier == "inference" else ()
-        assert dry_run(tier, *own, *replaced)["device"] == "cuda"
+def test_the_gpu_trainer_of_compose_reads_its_arguments(compose: dict[str, Any], repository: Path) -> None:
+    file = repository / "k8s/base/config/trainer.toml"
+    arguments = compose["services"]["trainer-gpu"]["command"]
+    own = [str(file) if one == "/etc/quartet/trainer.toml" else one for one in arguments]
+    assert dry_run("trainer", *own)["device"] == "cuda"
 
 
 def test_compose_knows_every_address(compose: dict[str, Any], repository: Path) -> None:

@@ -29,7 +29,7 @@ from quartet_inference.updates import ServedNews
 
 #: GenerateRequest.n says so.
 MAX_COMPLETIONS = 256
-#: Left of the deadline when waiting ends, so that the typed error arrives before the caller's clock ends the call.
+#: Left of the deadline when waiting ends: the typed error arrives before the caller's clock ends the call.
 DEADLINE_MARGIN_SECONDS = 0.25
 
 
@@ -252,9 +252,10 @@ class UnservedWeights(weights_pb2_grpc.WeightServiceServicer):
 
     async def Watch(
         self, request: weights_pb2.WatchRequest, context: grpc.aio.ServicerContext
-    ) -> weights_pb2.WatchResponse:
+    ) -> AsyncIterator[weights_pb2.WatchResponse]:
         """Not served by this build."""
         raise unimplemented("WeightService.Watch")
+        yield  # a stream, so that the kit parses its request
 
     async def GetManifest(
         self, request: weights_pb2.GetManifestRequest, context: grpc.aio.ServicerContext
@@ -264,9 +265,10 @@ class UnservedWeights(weights_pb2_grpc.WeightServiceServicer):
 
     async def Fetch(
         self, request: weights_pb2.FetchRequest, context: grpc.aio.ServicerContext
-    ) -> weights_pb2.FetchResponse:
+    ) -> AsyncIterator[weights_pb2.FetchResponse]:
         """Not served by this build."""
         raise unimplemented("WeightService.Fetch")
+        yield  # a stream, so that the kit parses its request
 
     async def Push(
         self, request_iterator: Any, context: grpc.aio.ServicerContext
