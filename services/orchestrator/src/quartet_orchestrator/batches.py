@@ -1,7 +1,9 @@
 """Batches: from groups of rollouts to the frames that the trainer's ForwardBackward takes.
 
-1. The same records give the same frames, bit for bit, so a batch that is sent again after a restart is the same batch.
-2. Samples are forwarded as the environment host gave them: whole messages are copied, tokens are never touched one by one.
+1. The same records give the same frames, bit for bit, so a batch that is sent again after a restart is the
+   same batch.
+2. Samples are forwarded as the environment host gave them: whole messages are copied, tokens are never
+   touched one by one.
 3. A frame stays below FRAME_BYTES plus one sample, so below the 4 MiB limit of messages.
 
 Pure.

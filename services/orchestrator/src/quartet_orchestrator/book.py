@@ -1,11 +1,12 @@
 """The book of a run: its journal, the state folded from it, and those who wait for news.
 
-1. `write` appends, folds and wakes in one go; no other code runs in between, so nobody acts on what is not written down.
+1. `write` appends, folds and wakes in one go; no other code runs in between, so nobody acts on what is not
+   written down.
 2. `settled` returns once everything written so far survives a power cut, too.
 3. Whoever follows `events` gets every event exactly once, in order, without gaps, also over a restart.
 
-Appending hands a few KiB to the page cache and one row to SQLite (tens of microseconds), on the event loop, because that is what
-makes 1 simple; syncing to the disk happens in a thread.
+Appending hands a few KiB to the page cache and one row to SQLite (tens of microseconds), on the event loop,
+because that is what makes 1 simple; syncing to the disk happens in a thread.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-
 from quartet.v1 import journal_pb2 as jpb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2
+
 from quartet_orchestrator.journal import Journal
 from quartet_orchestrator.state import RESTING, RunState
 

@@ -7,9 +7,11 @@
                                SaveState                where (s + 1) is a multiple of the interval
   after the last step          SaveState(export)        always, instead of the plain one
 
-1. The list follows from max_steps, interval and keep_last alone, so both sides agree on every number after any restart.
+1. The list follows from max_steps, interval and keep_last alone, so both sides agree on every number after
+   any restart.
 2. Numbers are contiguous from 1. With max_steps 0 the list is PublishWeights, SaveState(export).
-3. Saved states take `keep_last` names in turn: a state replaces the oldest one, atomically, on the trainer's side.
+3. Saved states take `keep_last` names in turn: a state replaces the oldest one, atomically, on the trainer's
+   side.
 
 Pure.
 """

@@ -1,17 +1,17 @@
 """Credit: from the rewards of a batch's groups to one advantage per rollout.
 
-r is a reward, m and s are mean and population standard deviation over its group of n, M and S over the batch.
+r is a reward, m and s are mean and population standard deviation over its group of n, S over the whole batch.
 
-  grpo          (r - m) / (s + EPSILON)       GRPO, arXiv 2402.03300 eq. 3
-  dr_grpo       r - m                         Dr. GRPO, arXiv 2503.20783: no division by s, and a constant normaliser
-  rloo          r - mean of the others        RLOO, arXiv 2402.14740: = (r - m) * n / (n - 1)
-  reinforce_pp  a = r - m, then a / (S_a + EPSILON) over the batch    REINFORCE++ with group baseline, arXiv 2501.03262
-  max_rl        (r - m) / m where m > 0, else 0    MaxRL: maximum-likelihood weighting of binary rewards
-  none          r                             REINFORCE without a baseline
+  grpo          (r - m) / (s + EPSILON)      GRPO, arXiv 2402.03300 section 4.1
+  dr_grpo       r - m                        Dr. GRPO, arXiv 2503.20783: no s, and a constant normaliser
+  rloo          (r - m) * n / (n - 1)        RLOO, arXiv 2402.14740: r minus the mean of the others
+  reinforce_pp  (r - m) / (S + EPSILON)      REINFORCE++ with group baseline, arXiv 2501.03262; S of all r - m
+  max_rl        (r - m) / m, 0 where m is 0  MaxRL: the maximum-likelihood gradient for rewards of 0 and 1
+  none          r                            REINFORCE without a baseline
 
 1. Failures are not here: a caller passes rewards of rollouts that succeeded, only.
 2. All advantages are finite; a group of equal rewards gets zeros (except `none`).
-3. The normaliser is the number of covered tokens (token mean), for dr_grpo the constant rollouts * max_tokens.
+3. The normaliser is the number of covered tokens (a token mean); for dr_grpo it is rollouts * max_tokens.
 
 Pure.
 """

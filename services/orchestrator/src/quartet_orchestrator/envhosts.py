@@ -1,18 +1,20 @@
 """The environment hosts as the orchestrator reaches them.
 
-1. A group goes to the host with the least under way for its size; one that failed rests for a moment and is asked last.
-2. `run` yields each wanted member exactly once or raises; a stream that ends early, repeats or invents a member is an error.
-3. Nothing waits for ever: a stream without any frame for IDLE_TIMEOUT_SECONDS is given up, and so is one that beats on beyond its time.
+1. A group goes to the host with the least under way for its size; one that failed rests for a moment and is
+   asked last.
+2. `run` yields each wanted member exactly once or raises; a stream that ends early, repeats or invents a
+   member is an error.
+3. Nothing waits for ever: a stream without any frame for IDLE_TIMEOUT_SECONDS is given up, and so is one that
+   beats on beyond its time.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 import grpc
-
 from quartet.errors import QuartetError
 from quartet.kit.call import stream, unary
 from quartet.kit.channel import ClientSecurity, connect
@@ -44,7 +46,7 @@ class EnvHosts:
         self._hosts = []
         for address in addresses:
             channel = connect(address, security=security)
-            self._hosts.append(_Host(address, channel, EnvHostServiceStub(channel)))
+            self._hosts.append(_Host(address, channel, EnvHostServiceStub(channel)))  # type: ignore[no-untyped-call]
 
     async def describe(self, environment: epb.EnvironmentRef) -> epb.EnvironmentInfo:
         host = self._choose()
@@ -54,7 +56,7 @@ class EnvHosts:
         )
         return response.environment
 
-    async def run(self, request: epb.RunRolloutsRequest) -> AsyncIterator[Rollout]:
+    async def run(self, request: epb.RunRolloutsRequest) -> AsyncGenerator[Rollout, None]:
         """Each member as it ends, well or not."""
         wanted = set(request.members)
         host = self._choose()
@@ -68,12 +70,16 @@ class EnvHosts:
                     continue
                 member = frame.rollout.member
                 if member not in wanted:
-                    raise QuartetError("INTERNAL", f"{host.address} sent member {member} of {request.request_id} unasked")
+                    raise QuartetError(
+                        "INTERNAL", f"{host.address} sent member {member} of {request.request_id} unasked"
+                    )
                 wanted.discard(member)
                 host.under_way -= 1
                 yield frame.rollout
             if wanted:
-                raise QuartetError("NOT_READY", f"{host.address} ended a stream with {len(wanted)} rollouts missing")
+                raise QuartetError(
+                    "NOT_READY", f"{host.address} ended a stream with {len(wanted)} rollouts missing"
+                )
         except QuartetError:
             host.rests_until = time.monotonic() + REST_S
             raise

@@ -1,8 +1,10 @@
 """The journal of one run: numbered records, and an index that finds them without scanning.
 
-1. Records are numbered 1, 2, 3, ...; those that are events of WatchRun have a second number, likewise without gaps.
+1. Records are numbered 1, 2, 3, ...; those that are events of WatchRun have a second number, likewise without
+   gaps.
 2. `append` gives the numbers and the time. What was appended is on disk (see segments.py for how firmly).
-3. The index (SQLite, WAL) is a cache: on opening it is brought up to the segments' end, or rebuilt where it disagrees.
+3. The index (SQLite, WAL) is a cache: on opening it is brought up to the segments' end, or rebuilt where it
+   disagrees.
 4. One process holds a journal at a time (a lock on the folder).
 
 docs/journal.md describes the format and what is synced when.
@@ -18,11 +20,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from quartet.v1 import journal_pb2 as jpb
+
 from quartet_orchestrator.segments import SEGMENT_BYTES, Frame, JournalCorrupt, Segments
 
 # The kinds of record that WatchRun shows.
 EVENTS = frozenset({"rollout", "step", "eval_rollout", "eval", "phase", "note"})
-ROLLOUTS = frozenset({"rollout", "eval_rollout"})
 
 # Raised when the tables change: an index of another layout is rebuilt.
 INDEX_LAYOUT = 1
@@ -68,7 +70,8 @@ class Journal:
     def select(
         self, kind: str, *, group: int | None = None, step: int | None = None
     ) -> list[jpb.JournalRecord]:
-        """The records of a kind, in order; of one group (calls: one seq_id) or one step (evaluations: steps applied before)."""
+        """The records of a kind, in order; of one group (calls: one seq_id) or one step (evaluations: steps
+        applied before)."""
         rows = self._index.execute(
             "SELECT segment, offset, length FROM records WHERE kind = ?"
             + (" AND grp = ?" if group is not None else "")
@@ -81,7 +84,8 @@ class Journal:
     def without_rollouts(self) -> Iterator[jpb.JournalRecord]:
         """Everything but rollouts, in order: what a run's state is folded from."""
         rows = self._index.execute(
-            "SELECT segment, offset, length FROM records WHERE kind NOT IN ('rollout', 'eval_rollout') ORDER BY number"
+            "SELECT segment, offset, length FROM records"
+            " WHERE kind NOT IN ('rollout', 'eval_rollout') ORDER BY number"
         ).fetchall()
         return (self._read(Frame(*row)) for row in rows)
 
@@ -161,7 +165,16 @@ class Journal:
         group, step = _keys(record, kind)
         self._index.execute(
             "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (record.number, frame.segment, frame.offset, frame.length, kind, group, step, record.event or None),
+            (
+                record.number,
+                frame.segment,
+                frame.offset,
+                frame.length,
+                kind,
+                group,
+                step,
+                record.event or None,
+            ),
         )
 
 

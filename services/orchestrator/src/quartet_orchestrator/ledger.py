@@ -40,6 +40,12 @@ class Ledger:
         self.in_flight -= rollouts
         self._check()
 
+    def after_training(self, rollouts: int) -> Ledger:
+        """What it will be once these rollouts are trained."""
+        after = Ledger(self.dispatched, self.trained, self.in_flight, Counter(self.discarded))
+        after.train(rollouts)
+        return after
+
     def to_proto(self) -> pb.Ledger:
         return pb.Ledger(
             dispatched=self.dispatched,

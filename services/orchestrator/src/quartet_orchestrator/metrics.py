@@ -1,7 +1,7 @@
 """Metrics of a step and of an evaluation, from what was sampled and what the trainer answered.
 
-Names follow what Weights & Biases users of RL trainers know: "train/reward", "rollout/mean_length", ... A value that was not
-measured is absent, never 0.
+Names follow what Weights & Biases users of RL trainers know: "train/reward", "rollout/mean_length", ... A
+value that was not measured is absent, never 0.
 
 Pure.
 """
@@ -79,8 +79,12 @@ def _rewards(prefix: str, scored: Sequence[Scored]) -> dict[str, float]:
     for env_id in sorted({s.env_id for s in scored}):
         values[f"{env}/{env_id}/reward"] = fmean([s.rollout.reward for s in scored if s.env_id == env_id])
     if prefix == "train":
-        values |= {f"rewards/{name}": value for name, value in _means([s.rollout.rewards for s in scored]).items()}
-        values |= {f"metrics/{name}": value for name, value in _means([s.rollout.metrics for s in scored]).items()}
+        values |= {
+            f"rewards/{name}": value for name, value in _means([s.rollout.rewards for s in scored]).items()
+        }
+        values |= {
+            f"metrics/{name}": value for name, value in _means([s.rollout.metrics for s in scored]).items()
+        }
     return values
 
 

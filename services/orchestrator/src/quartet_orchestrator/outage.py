@@ -1,7 +1,8 @@
 """Outages: a service that is away is waited for, and somebody is told.
 
-1. Errors that mean "not now" (AWAY) are tried again with full-jitter backoff for as long as the service is away, but at most
-   `patience_s` after it last answered anybody: then `RunInterrupted`. Everything else is the caller's.
+1. Errors that mean "not now" (AWAY) are tried again with full-jitter backoff for as long as the service is
+   away, but at most `patience_s` after it last answered anybody: then `RunInterrupted`. Everything else is
+   the caller's.
 2. A person reads one note when a service has been away for NOTE_AFTER_S, and one when it is back.
 3. The answer to anybody ends the outage for everybody.
 """

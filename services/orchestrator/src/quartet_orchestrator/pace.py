@@ -3,9 +3,11 @@
 Batch s trains policy version s to s + 1. K is `max_off_policy_steps`.
 
 1. A place of batch s is given out only while the published version is at least s - K (admission).
-2. Its rollouts ask the engine for at least `min_policy_version(s)` = max(0, s - K). So a token of version v that is trained in
-   batch s has 0 <= s - v <= K. docs/staleness.md has the proof; tests/test_orch_pace.py tests it as a property.
-3. Places are given out in order, each to one group at a time; a place that its group gave back is given out again, first.
+2. Its rollouts ask the engine for at least `min_policy_version(s)` = max(0, s - K). So a token of version v
+   that is trained in batch s has 0 <= s - v <= K. docs/staleness.md has the proof; tests/test_orch_pace.py
+   tests it as a property.
+3. Places are given out in order, each to one group at a time; a place that its group gave back is given out
+   again, first.
 4. At most (K + 1) batches are under way at once.
 5. `violation` checks 2 on what really came back, because a bound that is only promised is not a bound.
 
@@ -64,14 +66,19 @@ class Pace:
         heapq.heappush(self._given_back, place)
 
     def restore(self, occupied: Iterable[Place]) -> None:
-        """Takes the places that groups hold already, after a restart; those skipped between them are free again."""
+        """Takes the places that groups hold already, after a restart; those skipped between them are free
+        again."""
         held = set(occupied)
         last = max(held, default=None)
         while last is not None and self._next <= last:
             place = self.take()
             assert place is not None, f"{last} is held but not admitted at version {self.published}"
         first = Place(self.published, 0)
-        places = (Place(b, i) for b in range(first.batch, self._next.batch + 1) for i in range(self.groups_per_batch))
+        places = (
+            Place(b, i)
+            for b in range(first.batch, self._next.batch + 1)
+            for i in range(self.groups_per_batch)
+        )
         for place in places:
             if place < self._next and place not in held:
                 self.give_back(place)
@@ -81,7 +88,8 @@ class Pace:
         self.published = version
 
     def violation(self, batch: int, versions: Iterable[int]) -> str | None:
-        """Why tokens of these versions may not be trained in the batch, as a reason for the ledger, or None."""
+        """Why tokens of these versions may not be trained in the batch, as a reason for the ledger, or
+        None."""
         for version in versions:
             if batch - version > self.max_off_policy_steps:
                 return "stale"

@@ -1,6 +1,7 @@
 """Permits: a bound on rollouts under way, taken by whole groups, first come first served.
 
-A group takes all its permits at once, so two groups never wait for each other's. A waiting large group is not overtaken.
+A group takes all its permits at once, so two groups never wait for each other's. A waiting large group is not
+overtaken.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
 """Prompts: which environment and which task a group gets.
 
-1. The answer is a function of the seed, the environments and the group's number alone: nothing to save, nothing to lose.
-2. Environments are mixed in cycles of CYCLE groups; each has its share of every cycle, by weight, in a seeded random order.
-3. Within an environment every task comes once per epoch, in an order shuffled anew each epoch. An infinite one is read in order.
+1. The answer is a function of the seed, the environments and the group's number alone: nothing to save,
+   nothing to lose.
+2. Environments are mixed in cycles of CYCLE groups; each has its share of every cycle, by weight, in a seeded
+   random order.
+3. Within an environment every task comes once per epoch, in an order shuffled anew each epoch. An infinite
+   one is read in order.
 
 Pure.
 """
@@ -14,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-# Weights are honoured to one part in this many, and an environment never waits longer than two cycles for its turn.
+# Weights are honoured to one part in this many, and an environment never waits longer than two cycles for its
+# turn.
 CYCLE = 100
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import xxhash
 from quartet.run.config import EnvConfig, RunConfig, SamplingConfig
 from quartet.v1 import common_pb2 as cpb
 from quartet.v1 import envhost_service_pb2 as epb
@@ -17,10 +18,15 @@ def environment_ref(env: EnvConfig) -> epb.EnvironmentRef:
     return epb.EnvironmentRef(id=env.id, args_json=json.dumps(env.args, sort_keys=True) if env.args else "")
 
 
-def sampling_params(config: SamplingConfig, temperature: float | None = None) -> cpb.SamplingParams:
+def sampling_params(config: SamplingConfig, name: str) -> cpb.SamplingParams:
+    """`name` makes the seed of each group its own: a task that comes again in a later epoch is sampled
+    afresh."""
+    seed = None
+    if config.seed is not None:
+        seed = xxhash.xxh3_64_intdigest(f"{config.seed}/{name}".encode()) >> 1
     return cpb.SamplingParams(
         max_tokens=config.max_tokens,
-        temperature=config.temperature if temperature is None else temperature,
+        temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
         min_p=config.min_p,
@@ -28,7 +34,7 @@ def sampling_params(config: SamplingConfig, temperature: float | None = None) ->
         presence_penalty=config.presence_penalty,
         frequency_penalty=config.frequency_penalty,
         stop=config.stop,
-        seed=config.seed,
+        seed=seed,
     )
 
 
@@ -42,7 +48,7 @@ def rollouts_request(
         environment=environment_ref(env),
         split=split,
         task_index=task_index,
-        sampling=sampling_params(config.sampling),
+        sampling=sampling_params(config.sampling, name),
         timeout_ms=round(env.timeout_seconds * 1000),
         messages_of_members=MESSAGES_OF_MEMBERS,
         max_retries=env.max_retries,

@@ -2,9 +2,11 @@
 
 1. A group is written down before it is sent out, each of its rollouts before it is looked at.
 2. After a restart a group goes out again with its missing members only.
-3. A group with a member that failed for good, or with a token outside the staleness bound, is discarded whole, with the reason,
-   and a fresh group takes its place. (Training on the survivors would favour what fails seldom, e.g. short answers.)
-4. MAX_FAILED_GROUPS discarded groups in a row, with no complete one between them, end the run: the environment is broken.
+3. A group with a member that failed for good, or with a token outside the staleness bound, is discarded
+   whole, with the reason, and a fresh group takes its place. (Training on the survivors would favour what
+   fails seldom, e.g. short answers.)
+4. MAX_FAILED_GROUPS discarded groups in a row, with no complete one between them, end the run: the
+   environment is broken.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from quartet.run.config import RunConfig
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
+
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.outage import RunFailed
 from quartet_orchestrator.pace import Pace, Place
@@ -28,7 +31,9 @@ MAX_FAILED_GROUPS = 10
 
 
 class Rollouts:
-    def __init__(self, book: Book, config: RunConfig, pace: Pace, prompts: Prompts, sampling: Sampling) -> None:
+    def __init__(
+        self, book: Book, config: RunConfig, pace: Pace, prompts: Prompts, sampling: Sampling
+    ) -> None:
         self._book = book
         self._config = config
         self._pace = pace
@@ -156,4 +161,6 @@ class Rollouts:
         if self._failed_in_a_row >= MAX_FAILED_GROUPS:
             env_id = self._config.env[group.environment].id
             why = f"{reason}: {message}" if message else reason
-            raise RunFailed(f"{MAX_FAILED_GROUPS} groups in a row failed, the last in environment {env_id!r} with {why}")
+            raise RunFailed(
+                f"{MAX_FAILED_GROUPS} groups in a row failed, the last in environment {env_id!r} with {why}"
+            )

@@ -1,11 +1,12 @@
 """Sampling: gets the members of one group from the environment hosts, whatever happens on the way.
 
 1. Every member ends as a rollout that succeeded or as a failure that further attempts do not mend.
-2. A member is tried MEMBER_ATTEMPTS times (each with the host's own retries inside). A host that is away costs no attempt,
-   nor does a model that answers nobody: those are outages (outage.py), waited out within the run's patience.
+2. A member is tried MEMBER_ATTEMPTS times (each with the host's own retries inside). A host that is away
+   costs no attempt, nor does a model that answers nobody: those are outages (outage.py), waited out within
+   the run's patience.
 3. At most `max_concurrent` rollouts are under way at once, over training and evaluations together.
-4. What comes back is checked before anybody sees it: a reward that is no number, or a success without a sampled token, is a
-   failure. A failure never has a reward.
+4. What comes back is checked before anybody sees it: a reward that is no number, or a success without a
+   sampled token, is a failure. A failure never has a reward.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from contextlib import aclosing
 from quartet.errors import QuartetError
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import rollout_pb2 as rpb
+
 from quartet_orchestrator.batches import covered_tokens
 from quartet_orchestrator.envhosts import EnvHosts
 from quartet_orchestrator.outage import AWAY, Outage, RunFailed, backoff_s
@@ -50,8 +52,8 @@ class Sampling:
     ) -> Failures:
         """Runs the members; returns those that failed for good.
 
-        `ended` is told of every attempt's rollout and says whether to go on. With all_or_nothing one member that failed for good
-        ends the others, too.
+        `ended` is told of every attempt's rollout and says whether to go on. With all_or_nothing one member
+        that failed for good ends the others, too.
         """
         missing, failed = set(members), Failures()
         charged: Counter[int] = Counter()

@@ -2,10 +2,12 @@
 
 Frame: length (u32 LE) | xxh3-64 of length and payload (u64 LE) | payload.
 
-1. `append` returns after the frame was handed to the operating system: it survives SIGKILL. It survives a power cut after `syncer()()`.
-2. On opening, the last segment is read whole; from its first bad frame on it is cut off and the bytes are counted (a torn tail).
-3. An older segment is sealed (synced before its successor exists); a bad frame in it, or in anything read later, is
-   `JournalCorrupt`, never skipped.
+1. `append` returns after the frame was handed to the operating system: it survives SIGKILL. It survives a
+   power cut after `syncer()()`.
+2. On opening, the last segment is read whole; from its first bad frame on it is cut off and the bytes are
+   counted (a torn tail).
+3. An older segment is sealed (synced before its successor exists); a bad frame in it, or in anything read
+   later, is `JournalCorrupt`, never skipped.
 4. A segment is closed when it reaches SEGMENT_BYTES, a frame holds at most MAX_PAYLOAD_BYTES.
 """
 
@@ -68,7 +70,9 @@ class Segments:
         if written != len(data):
             # A full disk. What was written is a torn tail; take it back so that the next frame is whole.
             os.ftruncate(self._file, self._end)
-            raise OSError(f"wrote {written} of {len(data)} bytes to {self._path(self._last)}; is the disk full?")
+            raise OSError(
+                f"wrote {written} of {len(data)} bytes to {self._path(self._last)}; is the disk full?"
+            )
         self._end += len(data)
         return frame
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from quartet.v1 import journal_pb2 as jpb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
+
 from quartet_orchestrator.batches import covered_tokens
 from quartet_orchestrator.ledger import Ledger
 from quartet_orchestrator.pace import Place

@@ -1,4 +1,5 @@
-"""The trainer as the orchestrator reaches it: one method per RPC, each with its deadline. Raises QuartetError."""
+"""The trainer as the orchestrator reaches it: one method per RPC, each with its deadline. Raises
+QuartetError."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ COMPUTE_S = 3600.0
 class TrainerClient:
     def __init__(self, address: str, security: ClientSecurity) -> None:
         self._channel = connect(address, security=security)
-        self._stub = TrainerServiceStub(self._channel)
+        self._stub = TrainerServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def create(self, run_id: str, spec: tpb.RunSpec) -> tpb.RunState:
         request = tpb.CreateRunRequest(run_id=run_id, spec=spec)
@@ -33,7 +34,9 @@ class TrainerClient:
         )
         return response.run
 
-    async def forward_backward(self, frames: Iterable[tpb.ForwardBackwardRequest]) -> tpb.ForwardBackwardResponse:
+    async def forward_backward(
+        self, frames: Iterable[tpb.ForwardBackwardRequest]
+    ) -> tpb.ForwardBackwardResponse:
         response: tpb.ForwardBackwardResponse = await unary(
             self._stub.ForwardBackward, iter(frames), timeout_s=COMPUTE_S
         )

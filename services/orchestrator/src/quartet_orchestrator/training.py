@@ -1,23 +1,29 @@
 """Training: walks the run's list of calls (calls.py) and writes every answer down.
 
-1. Calls go out one at a time, in order; a call goes out only after the batch it needs is in the journal, on disk.
-2. A call whose answer is not written down is sent again under its own seq_id: the trainer applies it once at most.
-3. A trainer that lost the run (RUN_UNKNOWN) or part of it (SEQUENCE_GAP) gets CreateRun, says where it stands, and is sent
-   the calls after that again, their batches read back from the journal. Answers already written down are not written twice.
-4. A trainer that is further than this journal ever asked was driven by somebody else: RunFailed, nothing is sent.
-5. While nothing is asked of it the trainer is looked at every GUARD_S, because the weights it serves are needed then, too.
+1. Calls go out one at a time, in order; a call goes out only after the batch it needs is in the journal, on
+   disk.
+2. A call whose answer is not written down is sent again under its own seq_id: the trainer applies it once at
+   most.
+3. A trainer that lost the run (RUN_UNKNOWN) or part of it (SEQUENCE_GAP) gets CreateRun, says where it
+   stands, and is sent the calls after that again, their batches read back from the journal. Answers already
+   written down are not written twice.
+4. A trainer that is further than this journal ever asked was driven by somebody else: RunFailed, nothing is
+   sent.
+5. While nothing is asked of it the trainer is looked at every GUARD_S, because the weights it serves are
+   needed then, too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from functools import partial
 
 from quartet.errors import QuartetError
 from quartet.run.config import RunConfig
 from quartet.v1 import trainer_service_pb2 as tpb
+
 from quartet_orchestrator import batches, credit
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.calls import Call, CallKind, CallPlan
@@ -88,7 +94,8 @@ class Training:
         self._restores = 0
 
     async def open(self) -> None:
-        """Creates or finds the run on the trainer and brings it to where the book stands; version 0 is published."""
+        """Creates or finds the run on the trainer and brings it to where the book stands; version 0 is
+        published."""
         async with self._one_at_a_time:
             await self._restore()
             await self._through(max(self._plan.published_by(-1), self._book.state.applied_seq_id))
@@ -103,17 +110,8 @@ class Training:
         async with self._one_at_a_time:
             await self._through(self._plan.last_of(batch))
 
-    @asynccontextmanager
-    async def guarded(self) -> AsyncIterator[asyncio.Task[None]]:
-        """Meanwhile a trainer that lost the run is brought up again without being asked to train."""
-        guard = asyncio.create_task(self._guard(), name="trainer-guard")
-        try:
-            yield guard
-        finally:
-            guard.cancel()
-            await asyncio.gather(guard, return_exceptions=True)
-
-    async def _guard(self) -> None:
+    async def guard(self) -> None:
+        """For ever: a trainer that lost the run is brought up again without being asked to train."""
         while True:
             await asyncio.sleep(GUARD_S)
             async with self._one_at_a_time:
@@ -129,13 +127,15 @@ class Training:
         run_id, spec = self._book.state.run_id, run_spec(self._config)
         self._restores += 1
         if self._restores > MAX_RESTORES:
-            raise RunFailed(f"the trainer lost run {run_id!r} {MAX_RESTORES} times without progress; see its log")
+            raise RunFailed(
+                f"the trainer lost run {run_id!r} {MAX_RESTORES} times without progress; see its log"
+            )
         there = await self._outage.through(lambda: self._client.create(run_id, spec))
         written = self._book.state.applied_seq_id
         if there.applied_seq_id > written + 1:
             raise RunFailed(
-                f"the trainer's run {run_id!r} stands at call {there.applied_seq_id}, but this orchestrator asked for "
-                f"{written + 1} at most; choose another run_id, or empty the trainer's data folder"
+                f"the trainer's run {run_id!r} stands at call {there.applied_seq_id}, but this "
+                f"orchestrator asked for {written + 1} at most; choose another run_id, or empty the trainer's data folder"
             )
         if there.applied_seq_id < written:
             self._book.note(
@@ -149,7 +149,7 @@ class Training:
         while self._next <= last:
             call = self._plan.call(self._next)
             try:
-                answer = await self._outage.through(lambda call=call: self._send(call))
+                answer = await self._outage.through(partial(self._send, call))
             except QuartetError as error:
                 if error.reason == "INTERNAL" and internal_errors < MAX_INTERNAL_ERRORS:
                     internal_errors += 1

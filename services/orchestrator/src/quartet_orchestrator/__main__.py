@@ -1,0 +1,41 @@
+"""`python -m quartet_orchestrator [@ file.toml ...] [--key value ...] [--dry-run]`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from quartet.config import main
+from quartet.kit.health import Health
+from quartet.kit.logs import configure
+from quartet.kit.server import Service, serve
+from quartet.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServicer_to_server
+
+from quartet_orchestrator.assembly import Services
+from quartet_orchestrator.config import OrchestratorConfig
+from quartet_orchestrator.runs import Runs
+from quartet_orchestrator.service import SERVICE_NAME, OrchestratorServicer
+
+
+async def _serve(config: OrchestratorConfig) -> None:
+    health = Health()
+    services = Services.connect(config)
+    runs = Runs(config.data_dir / "runs", services)
+    service = Service(SERVICE_NAME, add_OrchestratorServiceServicer_to_server, OrchestratorServicer(runs))
+    try:
+        runs.start()
+        health.set_ready(SERVICE_NAME)
+        await serve([service], config.server, health)
+    finally:
+        await runs.close()
+        await services.close()
+
+
+def run(config: OrchestratorConfig) -> None:
+    """Serve until a signal ends it."""
+    configure("orchestrator", config.log_level)
+    asyncio.run(_serve(config))
+
+
+if __name__ == "__main__":
+    sys.exit(main(OrchestratorConfig, run))

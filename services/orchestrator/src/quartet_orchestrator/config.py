@@ -1,0 +1,30 @@
+"""Configuration of the orchestrator: where it listens, whom it calls, where its journals are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from quartet.config import Config
+from quartet.kit.channel import ClientSecurity
+from quartet.kit.server import ServerConfig
+
+
+class OrchestratorConfig(Config):
+    """The orchestrator's own settings; a run's settings come with SubmitRun."""
+
+    server: ServerConfig = ServerConfig()
+    trainer_address: str = Field(min_length=1)
+    #: Every group goes to one of them.
+    envhost_addresses: list[str] = Field(min_length=1, max_length=1024)
+    #: Asked, before a run samples, whether they serve it; hosts reach the policy by their own configuration.
+    #: May be empty.
+    inference_addresses: list[str] = Field(default_factory=list, max_length=1024)
+    #: How the three services above are called.
+    security: ClientSecurity = ClientSecurity()
+    #: One folder per run; a run lives as long as its folder.
+    data_dir: Path = Path("outputs/orchestrator")
+    #: How long a run waits for a service that is away before it stops, resumable.
+    patience_seconds: float = Field(default=600.0, gt=0, le=7 * 24 * 3600)
+    log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -1,0 +1,143 @@
+"""A run, from its first call to its last. This file is the algorithm; how each line survives a crash is told
+elsewhere.
+
+    publish version 0, measure it
+    for every batch s:
+        wait until its groups of rollouts are complete        (those of later batches are under way meanwhile)
+        close it: fix its groups and its normaliser
+        train it: version s becomes version s + 1
+        publish version s + 1, which admits more rollouts
+    export the model, measure it
+
+Everything that happened is in the book. Started again at any point, the same lines run again and what is in
+the book is not done twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from quartet.run.config import RunConfig
+from quartet.v1.orchestrator_service_pb2 import RunPhase
+
+from quartet_orchestrator import credit, state
+from quartet_orchestrator.book import Book
+from quartet_orchestrator.evaluation import Evaluation
+from quartet_orchestrator.rollouts import Rollouts
+from quartet_orchestrator.steps import record_step
+from quartet_orchestrator.training import Training
+
+T = TypeVar("T")
+
+
+class StopAsked(Exception):
+    """Somebody asked the run to stop, and no step is under way."""
+
+
+class TrainingRun:
+    def __init__(
+        self,
+        book: Book,
+        config: RunConfig,
+        training: Training,
+        rollouts: Rollouts,
+        evaluation: Evaluation,
+        policy_ready: Callable[[], Coroutine[Any, Any, None]],
+    ) -> None:
+        self._book = book
+        self._config = config
+        self._training = training
+        self._rollouts = rollouts
+        self._evaluation = evaluation
+        self._policy_ready = policy_ready
+        self._stop = asyncio.Event()
+
+    def stop(self) -> None:
+        """Ends the run after the step under way."""
+        self._stop.set()
+
+    async def execute(self) -> None:
+        await self._unless_stopped(self._training.open())
+        await alongside(self._all_steps(), self._training.guard())
+        self._book.enter(state.COMPLETED)
+
+    async def _all_steps(self) -> None:
+        last = self._config.max_steps
+        await self._unless_stopped(self._policy_ready())
+        if self._book.state.step == 0:
+            await self._measure(0)
+        if self._book.state.step < last:
+            self._enter(state.TRAINING)
+            await alongside(self._steps(), self._rollouts.flow())
+        await self._training.save(last - 1)
+        await self._measure(last)
+
+    async def _steps(self) -> None:
+        for batch in range(self._book.state.step, self._config.max_steps):
+            if batch > 0:
+                await self._measure(batch)
+            groups = await self._unless_stopped(self._rollouts.batch(batch))
+            if batch not in self._book.state.batches:
+                tokens = sum(group.covered_tokens for group in groups)
+                self._close(batch, [group.number for group in groups], tokens)
+            await self._training.train(batch)
+            record_step(self._book, self._config, batch)
+            self._rollouts.published(batch + 1)
+            if batch + 1 < self._config.max_steps:
+                await self._training.save(batch)
+
+    def _close(self, batch: int, groups: list[int], covered_tokens: int) -> None:
+        normalizer = credit.normalizer(
+            self._config.algorithm.advantage,
+            covered_tokens=covered_tokens,
+            rollouts=self._config.batch_size,
+            max_tokens=self._config.sampling.max_tokens,
+        )
+        self._book.write(batch={"batch": batch, "groups": groups, "normalizer": normalizer})
+
+    async def _measure(self, version: int) -> None:
+        """Evaluates the published version where that is due."""
+        if not self._evaluation.due(version):
+            return
+        if version in (0, self._config.max_steps):
+            self._enter(state.EVALUATING)
+        await self._unless_stopped(self._evaluation.measure(version))
+
+    def _enter(self, phase: RunPhase) -> None:
+        if self._stop.is_set():
+            raise StopAsked
+        self._book.enter(phase)
+
+    async def _unless_stopped(self, waiting: Coroutine[Any, Any, T]) -> T:
+        """Waits for something that may be broken off at any point because all of it is in the book."""
+        if self._stop.is_set():
+            waiting.close()
+            raise StopAsked
+        stop = asyncio.create_task(self._stop.wait())
+        work = asyncio.create_task(waiting)
+        try:
+            await asyncio.wait({stop, work}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise StopAsked
+            return work.result()
+        finally:
+            for task in (stop, work):
+                task.cancel()
+            await asyncio.gather(stop, work, return_exceptions=True)
+
+
+async def alongside(work: Coroutine[Any, Any, T], background: Coroutine[Any, Any, None]) -> T:
+    """The result of the work; the background never ends by itself, and its failure is the work's."""
+    main = asyncio.create_task(work)
+    beside = asyncio.create_task(background)
+    try:
+        await asyncio.wait({main, beside}, return_when=asyncio.FIRST_COMPLETED)
+        if beside.done():
+            beside.result()
+        return main.result()
+    finally:
+        for task in (main, beside):
+            task.cancel()
+        await asyncio.gather(main, beside, return_exceptions=True)

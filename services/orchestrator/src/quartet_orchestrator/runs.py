@@ -1,0 +1,202 @@
+"""All runs of this orchestrator: submitted, found again after a restart, stopped, resumed.
+
+1. A run exists from the moment its first record is on disk; a folder without one is an aborted submission and
+   is removed.
+2. On `start` every unfinished run goes on by itself.
+3. A run works in one task. How the task ends decides the phase: COMPLETED, STOPPED (asked to, or a service
+   stayed away), FAILED. A process that ends leaves the phase as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+from quartet.errors import QuartetError
+from quartet.run.config import RunConfig, parse_run
+from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet.v1.envhost_service_pb2 import EnvironmentInfo
+
+from quartet_orchestrator import admission, state
+from quartet_orchestrator.assembly import Services, assemble
+from quartet_orchestrator.book import Book
+from quartet_orchestrator.outage import RunFailed, RunInterrupted
+from quartet_orchestrator.run import StopAsked, TrainingRun
+
+log = structlog.get_logger()
+
+
+@dataclass
+class _Held:
+    """A run in this process."""
+
+    book: Book
+    config: RunConfig
+    run: TrainingRun | None = None
+    task: asyncio.Task[None] | None = None
+
+
+class Runs:
+    def __init__(self, folder: Path, services: Services) -> None:
+        self._folder = folder
+        self._services = services
+        self._held: dict[str, _Held] = {}
+        self._submitting = asyncio.Lock()
+
+    def start(self) -> None:
+        """Opens all runs and goes on with those that are not finished."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for folder in sorted(path for path in self._folder.iterdir() if path.is_dir()):
+            book = Book(folder)
+            if not book.state.run_id or book.state.phase == pb.RUN_PHASE_UNSPECIFIED:
+                book.close()
+                shutil.rmtree(folder)
+                log.warning("removed an aborted submission", folder=str(folder))
+                continue
+            held = _Held(book, parse_run(book.state.config_toml))
+            self._held[book.state.run_id] = held
+            if book.state.phase == state.STOPPING:
+                book.enter(state.STOPPED)
+            elif book.state.phase not in state.RESTING:
+                book.note(f"the orchestrator started again; going on at step {book.state.step}")
+                self._launch(held)
+
+    async def submit(self, run_id: str, config_toml: str, *, dry_run: bool) -> pb.Run:
+        admission.check_run_id(run_id)
+        config = admission.parse(config_toml)
+        async with self._submitting:
+            held = self._held.get(run_id)
+            if held is not None:
+                if held.config != config:
+                    raise QuartetError(
+                        "RUN_CONFLICT",
+                        f"run {run_id!r} exists with another configuration; choose another run_id",
+                        run_id=run_id,
+                        field="config_toml",
+                    )
+                return held.book.run()
+            environments = await admission.describe_environments(config, self._services.hosts)
+            if dry_run:
+                return pb.Run(run_id=run_id, config_toml=config_toml, max_steps=config.max_steps)
+            held = self._create(run_id, config_toml, config, environments)
+            await held.book.settled()
+            self._launch(held)
+            return held.book.run()
+
+    def get(self, run_id: str) -> Book:
+        return self._find(run_id).book
+
+    def all(self) -> list[pb.Run]:
+        """Newest first."""
+        runs = [held.book.run() for held in self._held.values()]
+        return sorted(runs, key=lambda run: (run.submitted_at_ms, run.run_id), reverse=True)
+
+    def stop(self, run_id: str) -> pb.Run:
+        held = self._find(run_id)
+        if held.book.state.phase not in state.RESTING and held.book.state.phase != state.STOPPING:
+            held.book.enter(state.STOPPING)
+            assert held.run is not None
+            held.run.stop()
+        return held.book.run()
+
+    async def resume(self, run_id: str) -> pb.Run:
+        held = self._find(run_id)
+        while held.book.state.phase == state.STOPPING:
+            await held.book.changed()
+        phase = held.book.state.phase
+        if phase in (state.COMPLETED, state.FAILED):
+            name = pb.RunPhase.Name(phase).removeprefix("RUN_PHASE_")
+            raise QuartetError(
+                "INVALID_REQUEST",
+                f"run {run_id!r} is {name} and cannot be resumed; submit a new run",
+                field="run_id",
+                value=run_id,
+                remedy="submit a new run",
+            )
+        if phase == state.STOPPED:
+            held.book.enter(state.PENDING)
+            self._launch(held)
+        return held.book.run()
+
+    async def close(self) -> None:
+        """Ends all work where it stands; the journals say where."""
+        tasks = [held.task for held in self._held.values() if held.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for held in self._held.values():
+            held.book.close()
+        self._held.clear()
+
+    def _find(self, run_id: str) -> _Held:
+        held = self._held.get(run_id)
+        if held is None:
+            raise QuartetError("RUN_UNKNOWN", f"there is no run {run_id!r} here", run_id=run_id)
+        return held
+
+    def _create(
+        self, run_id: str, config_toml: str, config: RunConfig, environments: list[EnvironmentInfo]
+    ) -> _Held:
+        book = Book(self._folder / run_id)
+        book.write(submitted={"run_id": run_id, "config_toml": config_toml, "environments": environments})
+        pending = book.run()
+        pending.phase, pending.max_steps, pending.last_event = state.PENDING, config.max_steps, 1
+        book.write(phase=pb.PhaseEvent(run=pending))
+        held = _Held(book, config)
+        self._held[run_id] = held
+        return held
+
+    def _launch(self, held: _Held) -> None:
+        held.run = assemble(held.book, held.config, self._services)
+        # A context of its own: the run outlives the call that submitted it, and its deadline.
+        held.task = asyncio.create_task(
+            _live(held.book, held.run), name=f"run-{held.book.state.run_id}", context=contextvars.Context()
+        )
+
+
+async def _live(book: Book, run: TrainingRun) -> None:
+    """Executes the run and writes down how it ended."""
+    structlog.contextvars.bind_contextvars(run_id=book.state.run_id)
+    try:
+        await run.execute()
+    except Exception as raised:  # noqa: BLE001 - the end of a run's task: every way to end becomes a phase
+        cause = _first(raised)
+        try:
+            _ended(book, cause)
+        except OSError:
+            log.exception("the journal cannot be written; the run goes on when the orchestrator starts again")
+
+
+def _ended(book: Book, cause: BaseException) -> None:
+    match cause:
+        case StopAsked():
+            book.enter(state.STOPPED)
+        case RunInterrupted() | OSError():
+            log.warning("run interrupted", why=str(cause))
+            book.enter(state.STOPPING)
+            book.enter(state.STOPPED, error=str(cause))
+        case RunFailed():
+            _fail(book, str(cause))
+        case QuartetError():
+            _fail(book, cause.message)
+        case _:
+            log.error("run failed", exc_info=cause)
+            _fail(book, f"a fault of the orchestrator ({type(cause).__name__}); its log has the details")
+
+
+def _fail(book: Book, error: str) -> None:
+    log.error("run failed", why=error)
+    for group in sorted(book.state.groups):
+        book.write(discarded={"group": group, "reason": "run_failed"})
+    book.enter(state.FAILED, error=error)
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first cause inside what a task group raises."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,91 @@
+"""OrchestratorService: proto to runs and back, nothing else. The comments of the proto are the
+specification."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from quartet.errors import unimplemented
+from quartet.kit.stream import with_heartbeats
+from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet.v1.common_pb2 import Heartbeat
+from quartet.v1.journal_pb2 import JournalRecord
+from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceServicer
+
+from quartet_orchestrator.book import Book
+from quartet_orchestrator.runs import Runs
+
+SERVICE_NAME = "quartet.v1.OrchestratorService"
+
+
+class OrchestratorServicer(OrchestratorServiceServicer):
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+
+    async def SubmitRun(self, request: pb.SubmitRunRequest, context: Any) -> pb.SubmitRunResponse:
+        run = await self._runs.submit(request.run_id, request.config_toml, dry_run=request.dry_run)
+        return pb.SubmitRunResponse(run=run)
+
+    async def GetRunStatus(self, request: pb.GetRunStatusRequest, context: Any) -> pb.GetRunStatusResponse:
+        return pb.GetRunStatusResponse(run=self._runs.get(request.run_id).run())
+
+    async def ListRuns(self, request: pb.ListRunsRequest, context: Any) -> pb.ListRunsResponse:
+        return pb.ListRunsResponse(runs=self._runs.all())
+
+    async def StopRun(self, request: pb.StopRunRequest, context: Any) -> pb.StopRunResponse:
+        return pb.StopRunResponse(run=self._runs.stop(request.run_id))
+
+    async def ResumeRun(self, request: pb.ResumeRunRequest, context: Any) -> pb.ResumeRunResponse:
+        return pb.ResumeRunResponse(run=await self._runs.resume(request.run_id))
+
+    async def WatchRun(self, request: pb.WatchRunRequest, context: Any) -> AsyncIterator[pb.WatchRunResponse]:
+        book = self._runs.get(request.run_id)
+        events = _responses(book, request.after_event, request.include_rollouts)
+
+        def heartbeat() -> pb.WatchRunResponse:
+            return pb.WatchRunResponse(heartbeat=Heartbeat(in_flight=book.state.ledger.in_flight))
+
+        async for response in with_heartbeats(events, heartbeat):
+            yield response
+
+    async def StreamRollouts(
+        self, request_iterator: Any, context: Any
+    ) -> AsyncIterator[pb.StreamRolloutsResponse]:
+        raise unimplemented("StreamRollouts")
+        yield  # makes it a stream
+
+    async def Evaluate(self, request: pb.EvaluateRequest, context: Any) -> AsyncIterator[pb.EvaluateResponse]:
+        raise unimplemented("Evaluate")
+        yield  # makes it a stream
+
+    async def OptimizePrompt(
+        self, request: pb.OptimizePromptRequest, context: Any
+    ) -> AsyncIterator[pb.OptimizePromptResponse]:
+        raise unimplemented("OptimizePrompt")
+        yield  # makes it a stream
+
+
+async def _responses(book: Book, after: int, rollouts: bool) -> AsyncIterator[pb.WatchRunResponse]:
+    async for record in book.events(after, rollouts=rollouts):
+        yield to_response(record)
+
+
+def to_response(record: JournalRecord) -> pb.WatchRunResponse:
+    response = pb.WatchRunResponse(event=record.event, at_ms=record.at_ms)
+    match record.WhichOneof("kind"):
+        case "phase":
+            response.phase.CopyFrom(record.phase)
+        case "step":
+            response.step.CopyFrom(record.step)
+        case "eval":
+            response.eval.CopyFrom(record.eval)
+        case "note":
+            response.note.CopyFrom(record.note)
+        case "rollout":
+            response.rollout.CopyFrom(record.rollout)
+        case "eval_rollout":
+            response.rollout.CopyFrom(record.eval_rollout.rollout)
+        case kind:
+            raise AssertionError(f"{kind} is not an event")
+    return response

@@ -1,0 +1,53 @@
+"""What is written down when a step has been applied: its metrics, from the journal alone.
+
+Times are differences of the journal's own stamps, so they are the same whether or not a restart lies between.
+"""
+
+from __future__ import annotations
+
+from quartet.run.config import RunConfig
+from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet.v1.journal_pb2 import JournalRecord
+
+from quartet_orchestrator import metrics
+from quartet_orchestrator.book import Book
+from quartet_orchestrator.calls import CallPlan
+
+
+def record_step(book: Book, config: RunConfig, batch: int) -> None:
+    """Writes the event of a batch that was trained and published."""
+    plan = CallPlan(
+        max_steps=config.max_steps, save_interval=config.ckpt.interval, keep_last=config.ckpt.keep_last
+    )
+    (closed,) = book.journal.select("batch", step=batch + 1)
+    trained, stepped, published = (_answer(book, plan.first_of(batch) + offset) for offset in range(3))
+    scored = []
+    for number in closed.batch.groups:
+        env_id = config.env[book.state.groups[number].environment].id
+        scored += [metrics.Scored(env_id, rollout) for rollout in book.rollouts(number)]
+    before_ms = book.state.last_step_at_ms or _answer(book, plan.published_by(-1)).at_ms
+    times = metrics.StepTimes(
+        step_s=_seconds(published.at_ms - before_ms),
+        wait_rollouts_s=_seconds(closed.at_ms - before_ms),
+        train_s=_seconds(published.at_ms - closed.at_ms),
+    )
+    values = metrics.of_step(
+        batch,
+        scored,
+        trained.call.forward_backward,
+        stepped.call.optim_step,
+        times,
+        book.state.failed_rollouts,
+    )
+    after = book.state.ledger.after_training(len(scored))
+    book.write(step=pb.StepEvent(step=batch + 1, metrics=values, ledger=after.to_proto()))
+
+
+def _answer(book: Book, seq_id: int) -> JournalRecord:
+    (record,) = book.journal.select("call", group=seq_id)
+    return record
+
+
+def _seconds(ms: int) -> float:
+    # A clock that was set back is no negative duration.
+    return max(0, ms) / 1000
