@@ -144,3 +144,19 @@ async def test_closing_a_run_ends_its_waiters() -> None:
     store.close_run("a")
     with pytest.raises(QuartetError, match="RUN_UNKNOWN"):
         await asyncio.wait_for(waiting, 5)
+
+
+async def test_a_run_that_is_closed_and_opened_again_begins_anew_for_its_waiters() -> None:
+    store = WeightStore(keep=1)
+    store.publish("a", 7, weights(7))
+    told = store.get("a", 7)
+    waiting = asyncio.create_task(store.wait_newer("a", 7, told))
+    await asyncio.sleep(0)
+    store.close_run("a")
+    store.open_run("a")
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    store.publish("a", 3, weights(3))
+    assert (await asyncio.wait_for(waiting, 5)).number == 3
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(store.wait_newer("a", 7), 0.02)

@@ -205,27 +205,23 @@ def _backoff_seconds(tries: int) -> float:
 async def watch(
     channel: grpc.aio.Channel, run_id: str, held: int | None
 ) -> AsyncGenerator[pb.VersionAnnounced, None]:
-    """Yield each newer version as it is announced, for ever; an empty run_id follows the run created last.
+    """Yield what is newest at the publisher when it changes, for ever; at first only if newer than `held`.
 
-    A run that is unknown is waited for: its publisher may be restarting.
+    After a reconnection anything but what was told last is told, a lower number too: the publisher may have
+    gone back to a saved state, or, for an empty run_id, to another run. An unknown run is waited for.
     Errors: NOT_IMPLEMENTED, UNAUTHENTICATED, INVALID_REQUEST.
     """
-    held_run = run_id
+    told: pb.VersionAnnounced | None = None
     failures = 0
     while True:
-        # A number means nothing to another run, so one that follows any run compares here what it is told.
-        request = pb.WatchRequest(run_id=run_id, held_version=held if run_id or not held_run else None)
-        call = _stub(channel).Watch(request)
+        # Once something was told it is compared here, by digest too, which a number cannot do.
+        call = _stub(channel).Watch(pb.WatchRequest(run_id=run_id, held_version=None if told else held))
         try:
             async for response in stream(call, idle_timeout_s=WATCH_IDLE_SECONDS):
                 failures = 0
-                if response.WhichOneof("event") != "announced":
-                    continue
-                news = response.announced
-                if held is not None and news.run_id == held_run and news.version <= held:
-                    continue
-                held, held_run = news.version, news.run_id
-                yield news
+                if response.WhichOneof("event") == "announced" and response.announced != told:
+                    told = response.announced
+                    yield response.announced
         except QuartetError as error:
             if error.reason in PERMANENT:
                 raise

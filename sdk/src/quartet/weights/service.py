@@ -16,7 +16,7 @@ from quartet.kit.stream import with_heartbeats
 from quartet.v1 import weights_pb2 as pb
 from quartet.v1 import weights_pb2_grpc as rpc
 from quartet.weights.payload import Payload, chunks
-from quartet.weights.store import WeightStore
+from quartet.weights.store import Version, WeightStore
 
 SERVICE = pb.DESCRIPTOR.services_by_name["WeightService"].full_name
 
@@ -39,11 +39,10 @@ class WeightServicer(rpc.WeightServiceServicer):
 
         async def announcements() -> AsyncIterator[pb.WatchResponse]:
             held = request.held_version if request.HasField("held_version") else None
-            held_run = request.run_id
+            told: Version | None = None
             while True:
-                newest = await self._store.wait_newer(request.run_id, held, held_run)
-                held, held_run = newest.number, newest.run_id
-                yield pb.WatchResponse(announced=newest.announced())
+                told = await self._store.wait_newer(request.run_id, told.number if told else held, told)
+                yield pb.WatchResponse(announced=told.announced())
 
         async for response in with_heartbeats(announcements(), heartbeat):
             yield response

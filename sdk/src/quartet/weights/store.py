@@ -12,6 +12,7 @@ import asyncio
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import count
 
 from quartet.errors import QuartetError
 from quartet.v1 import weights_pb2 as pb
@@ -30,6 +31,8 @@ class Version:
     manifest: pb.WeightManifest
     tensors: Mapping[str, Tensor]
     payload: Payload
+    #: Which opening of the run it belongs to: numbers of a run that was closed and opened again start anew.
+    generation: int
 
     @property
     def run_id(self) -> str:
@@ -44,6 +47,17 @@ class Version:
     def announced(self) -> pb.VersionAnnounced:
         """What Watch says of it."""
         return pb.VersionAnnounced(run_id=self.run_id, version=self.number, digest=self.manifest.digest)
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    generation: int
+    #: In the order of publishing.
+    versions: dict[int, Version] = field(default_factory=dict)
+
+    @property
+    def latest(self) -> Version | None:
+        return self.versions[max(self.versions)] if self.versions else None
 
 
 @dataclass(slots=True, eq=False)
@@ -64,16 +78,19 @@ class WeightStore:
         if keep < 1:
             raise ValueError(f"a weight store keeps at least one version, not {keep}")
         self._keep = keep
-        # Runs in the order of their creation or opening; versions of a run in the order of publishing.
-        self._runs: dict[str, dict[int, Version]] = {}
+        # In the order of their creation or opening.
+        self._runs: dict[str, _Run] = {}
+        self._generations = count(1)
         self._lock = threading.Lock()
         self._waiters: set[_Waiter] = set()
 
     def open_run(self, run_id: str) -> None:
         """Make a run known before its first version; watchers of "" follow it from now on. Idempotent."""
         with self._lock:
-            versions = self._runs.pop(run_id, None)
-            self._create(run_id, versions)
+            if run_id in self._runs:
+                self._runs[run_id] = self._runs.pop(run_id)
+            else:
+                self._create(run_id)
             self._wake()
 
     def close_run(self, run_id: str) -> None:
@@ -87,24 +104,24 @@ class WeightStore:
 
         Errors: SEQUENCE_CONFLICT if this version is held with other weights; OVERLOADED beyond MAX_RUNS runs.
         """
-        new = Version(build_manifest(run_id, version, tensors), dict(tensors), full_payload(tensors))
+        manifest, payload = build_manifest(run_id, version, tensors), full_payload(tensors)
         with self._lock:
-            held = self._runs.get(run_id, {}).get(version)
-            if held is not None and held.manifest.digest != new.manifest.digest:
+            run = self._runs.get(run_id) or self._create(run_id)
+            held = run.versions.get(version)
+            if held is not None and held.manifest.digest != manifest.digest:
                 raise QuartetError(
                     "SEQUENCE_CONFLICT",
                     f"version {version} of run {run_id} is held with other weights; versions are immutable",
                     have=held.manifest.digest.hex(),
-                    want=new.manifest.digest.hex(),
+                    want=manifest.digest.hex(),
                 )
-            versions = self._runs[run_id] if run_id in self._runs else self._create(run_id)
             # Taken out first, so that a repeated version counts as published last.
-            versions.pop(version, None)
-            versions[version] = held or new
-            while len(versions) > self._keep:
-                del versions[next(iter(versions))]
+            run.versions.pop(version, None)
+            run.versions[version] = held or Version(manifest, dict(tensors), payload, run.generation)
+            while len(run.versions) > self._keep:
+                del run.versions[next(iter(run.versions))]
             self._wake()
-            return versions[version].manifest
+            return run.versions[version].manifest
 
     def latest(self, run_id: str = "") -> Version | None:
         """The version with the highest number; None before the first. "" means the run opened last.
@@ -112,13 +129,15 @@ class WeightStore:
         Errors: RUN_UNKNOWN.
         """
         with self._lock:
-            return self._latest(run_id)
+            run = self._run(run_id)
+            return run.latest if run else None
 
     def get(self, run_id: str, version: int | None = None) -> Version:
         """A version that is held; None means the latest. Errors: RUN_UNKNOWN, VERSION_UNKNOWN."""
         with self._lock:
-            latest = self._latest(run_id)
-            found = latest if version is None else self._runs[latest.run_id].get(version) if latest else None
+            run = self._run(run_id)
+            latest = run.latest if run else None
+            found = latest if version is None or run is None else run.versions.get(version)
             if found is None:
                 raise QuartetError(
                     "VERSION_UNKNOWN",
@@ -129,45 +148,44 @@ class WeightStore:
                 )
             return found
 
-    async def wait_newer(self, run_id: str, held: int | None, held_run: str = "") -> Version:
+    async def wait_newer(self, run_id: str, held: int | None, told: Version | None = None) -> Version:
         """Wait, without a bound of its own, for a version newer than `held`, and return the newest.
 
-        An empty run_id follows the run created last: any version of a run other than `held_run` is news.
+        A held number says nothing about another run, or about one that was closed and opened again: any
+        version of those is news. `told` is what the caller was given last; without it, `held` belongs to the
+        run as it is now.
         Errors: RUN_UNKNOWN at once or when the run is closed; an empty run_id waits for the first run.
         """
         waiter = _Waiter(asyncio.get_running_loop())
-        if not held_run:
-            latest = self.latest(run_id)
-            held_run = latest.run_id if latest else ""
         with self._lock:
+            run = self._run(run_id)
+            generation = told.generation if told else run.generation if run else 0
             self._waiters.add(waiter)
         try:
             while True:
                 waiter.woken.clear()
                 latest = self.latest(run_id)
-                if latest and (held is None or latest.number > held or latest.run_id != held_run):
+                if latest and (held is None or latest.number > held or latest.generation != generation):
                     return latest
                 await waiter.woken.wait()
         finally:
             with self._lock:
                 self._waiters.discard(waiter)
 
-    def _latest(self, run_id: str) -> Version | None:
+    def _run(self, run_id: str) -> _Run | None:
         if not run_id:
-            if not self._runs:
-                return None
-            run_id = next(reversed(self._runs))
+            return next(reversed(self._runs.values()), None)
         if run_id not in self._runs:
             raise QuartetError("RUN_UNKNOWN", f"run {run_id} is not published here", run_id=run_id)
-        versions = self._runs[run_id]
-        return versions[max(versions)] if versions else None
+        return self._runs[run_id]
 
-    def _create(self, run_id: str, versions: dict[int, Version] | None = None) -> dict[int, Version]:
+    def _create(self, run_id: str) -> _Run:
         if not run_id:
             raise QuartetError("INVALID_REQUEST", "a run needs a name", field="run_id", value="")
         if len(self._runs) >= MAX_RUNS:
             raise QuartetError("OVERLOADED", f"{MAX_RUNS} runs are published already; close one first")
-        return self._runs.setdefault(run_id, versions or {})
+        run = self._runs[run_id] = _Run(next(self._generations))
+        return run
 
     def _wake(self) -> None:
         for waiter in self._waiters:
