@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -30,7 +29,7 @@ def build_engine(config: InferenceConfig, chat: Chat, health: Health) -> Embedde
     """Load the model; without a weights address its own weights are version 0 of no run."""
     settings = config.embedded
     torch.set_num_threads(settings.threads)
-    network = model.load(config.model, settings.dtype)
+    network = model.load(config.model, settings.dtype, weights_follow=bool(config.weights_address))
     made_for = int(getattr(network.config, "max_position_embeddings"))  # noqa: B009 - nn.Module types it as a tensor
     limits = Limits(
         max_model_len=config.max_model_len or made_for,
@@ -96,13 +95,13 @@ async def _following(
     health.set_not_ready(WEIGHTS, "no weights yet")
     async with connect(config.weights_address, security=config.weights_security, bulk=True) as channel:
         follower = Follower(engine, channel, config.run_id, ready, refused)
-        task = asyncio.create_task(follower.run(), name="follow-weights")
-        try:
-            yield
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        # In a group: were the follower to fail, the service ends instead of serving old weights for ever.
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(follower.run(), name="follow-weights")
+            try:
+                yield
+            finally:
+                task.cancel()
 
 
 async def run(config: InferenceConfig) -> None:

@@ -75,7 +75,7 @@ class Chat:
     def extend(
         self, token_ids: Sequence[int], tail: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
     ) -> list[int]:
-        """The given tokens, what closes the sampled turn at their end, the tail, and the next turn's opening."""
+        """The given tokens, the close of the turn that they end with, the tail, the next turn's opening."""
         before = [{"role": "user", "content": "."}, {"role": "assistant", "content": SAMPLED_TURN}]
         text = self._template([*before, *tail], tools)
         _, found, after = text.partition(SAMPLED_TURN)

@@ -68,7 +68,7 @@ class Follower:
         on_served: Callable[[], None],
         on_refused: Callable[[str], None],
     ) -> None:
-        """`on_served` is called after every change, `on_refused` with the reason why a version was not taken."""
+        """`on_served` is called after every change, `on_refused` with the reason when one fails."""
         self._engine = engine
         self._channel = channel
         self._run_id = run_id

@@ -125,8 +125,10 @@ class Batch:
         starts = [shared for _, shared in found[len(known) :]]
         computed = prefill(self._forward, first + len(known), prompts[len(known) :], starts)
         for number in range(len(known), len(prompts)):
-            kv = self._cache.read_row(first + number, len(prompts[number]))
-            self._prefixes.add(Prefix(prompts[number], kv, computed[number - len(known)].clone()))
+            after = computed[number - len(known)]
+            if torch.isfinite(after).all():
+                kv = self._cache.read_row(first + number, len(prompts[number]))
+                self._prefixes.add(Prefix(prompts[number], kv, after.clone()))
         return torch.cat([torch.stack(known_logits), computed]) if known_logits else computed
 
     def make_room(self) -> list[RunningSequence]:
@@ -156,32 +158,38 @@ class Batch:
             self._positions[: len(rows)] += 1
         return [Drawn(*item) for item in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)]
 
-    def remove(self, sequence: RunningSequence, keep_prefix: bool = False, clean: bool = False) -> None:
+    def remove(self, sequence: RunningSequence, keep_prefix: bool = False) -> None:
         """Take a row out; its place goes to the last row."""
         hole, last = self.rows.index(sequence), len(self.rows) - 1
         held = len(sequence.tokens) - 1
         if keep_prefix and sequence.kv_epoch == self._epoch:
             tokens = tuple(sequence.tokens[:held])
             self._prefixes.add(Prefix(tokens, self._cache.read_row(hole, held), None))
-        if clean:
-            self._cache.clean_row(hole)
         self._cache.fill_hole(hole, last, len(self.rows[last].tokens))
         self._ids[hole], self._positions[hole] = self._ids[last], self._positions[last]
         self.rows[hole] = self.rows[last]
         self.rows.pop()
         self._sampler = None
 
-    def weights_changed(self, apply: Callable[[], None], recompute: bool) -> None:
-        """Change the weights by `apply`.
+    def clean(self, broken: Sequence[RunningSequence]) -> None:
+        """Wipe rows with non-finite keys before they leave: masking multiplies by zero, which keeps a NaN."""
+        for sequence in broken:
+            self._cache.clean_row(self.rows.index(sequence))
 
-        Then no prefix is known, and running rows are recomputed where asked.
+    def weights_changed(self, apply: Callable[[], None], recompute: bool) -> list[RunningSequence]:
+        """Change the weights by `apply`: no prefix is known any more, running rows are recomputed if asked.
+
+        Returns the rows for which the new weights give non-finite logits.
         """
         self._epoch += 1
         self._prefixes.clear()
         apply()
-        if recompute and self.rows:
-            sequences = [row.tokens[:-1] for row in self.rows]
-            self._cache.reserve(len(self.rows), max(len(tokens) for tokens in sequences) + 1)
-            prefill(self._forward, 0, sequences, [0] * len(sequences))
-            for row in self.rows:
-                row.kv_epoch = self._epoch
+        if not recompute or not self.rows:
+            return []
+        sequences = [row.tokens[:-1] for row in self.rows]
+        self._cache.reserve(len(self.rows), max(len(tokens) for tokens in sequences) + 1)
+        logits = prefill(self._forward, 0, sequences, [0] * len(sequences))
+        for row in self.rows:
+            row.kv_epoch = self._epoch
+        sound = torch.isfinite(logits.logsumexp(-1)).tolist()
+        return [row for row, whole in zip(self.rows, sound, strict=True) if not whole]

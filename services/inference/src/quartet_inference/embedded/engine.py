@@ -250,28 +250,32 @@ class EmbeddedEngine:
         version = self._info.served.version
         ended = []
         for item in drawn:
-            row = item.row
             if not item.sound:
-                ended.append(item)
                 continue
+            row = item.row
             finish = row.accept(item.token, item.logprob, version)
             if finish is not None:
                 self._send(row.ticket, row.tell())
                 self._send(row.ticket, finish)
-                ended.append(item)
+                ended.append(row)
             elif row.untold >= FLUSH_TOKENS:
                 self._send(row.ticket, row.tell())
-        for item in ended:
-            if item.sound:
-                self._batch.remove(item.row, keep_prefix=item.row.request.keep_prefix)
-            elif item.row in self._batch.rows:
-                self._batch.remove(item.row, clean=True)
-                self._fail(item.row.ticket, QuartetError("INTERNAL", "the weights give non-finite logits"))
+        self._fail_broken([item.row for item in drawn if not item.sound])
+        for row in ended:
+            if row not in self._batch.rows:  # a broken completion of the same request took it along
+                continue
+            self._batch.remove(row, keep_prefix=row.request.keep_prefix)
         self._note(tokens_sampled=self._info.tokens_sampled + len(drawn))
+
+    def _fail_broken(self, rows: list[RunningSequence]) -> None:
+        """End requests that the weights have no distribution for."""
+        self._batch.clean(rows)
+        for ticket in {row.ticket: None for row in rows}:
+            self._fail(ticket, QuartetError("INTERNAL", "the weights give non-finite logits"))
 
     def _enqueue(self, ticket: _Ticket) -> None:
         request = ticket.request
-        refusal = self._refusal(request)
+        refusal = _refusal(request, self._info.served)
         if refusal is not None:
             with self._wake:
                 self._admitted -= request.n
@@ -290,38 +294,24 @@ class EmbeddedEngine:
             )
         self._waiting.extend(ticket.sequences)
 
-    def _refusal(self, request: Request) -> QuartetError | None:
-        served = self._info.served
-        if served is None:
-            return QuartetError("NOT_READY", "no verified weights are served yet")
-        if request.run_id not in ("", served.run_id):
-            return QuartetError(
-                "RUN_NOT_SERVED",
-                f"run {served.run_id or '(base model)'} is served",
-                have=served.run_id,
-                want=request.run_id,
-            )
-        exact = request.exact_version
-        if served.version < request.min_version or exact not in (None, served.version):
-            want = request.min_version if exact is None else exact
-            return QuartetError(
-                "VERSION_UNAVAILABLE", f"version {served.version} is served", have=served.version, want=want
-            )
-        return None
-
     def _swap(self, staged: model.StagedWeights | None, weights: ServedWeights) -> None:
         began = time.perf_counter()
-        self._info = replace(self._info, served=weights)
         for ticket in {row.ticket: None for row in [*self._batch.rows, *self._waiting]}:
-            refusal = self._refusal(ticket.request)
+            refusal = _refusal(ticket.request, weights)
             if refusal is not None:
                 self._fail(ticket, refusal)
         if staged is None:
+            self._info = replace(self._info, served=weights)
             return
-        self._batch.weights_changed(lambda: self._weights.apply(staged), self._limits.recompute_on_update)
+        broken = self._batch.weights_changed(
+            lambda: self._weights.apply(staged), self._limits.recompute_on_update
+        )
+        self._fail_broken(broken)
         pause_ms = (time.perf_counter() - began) * 1000
         updates = self._info.updates_applied + 1
-        self._info = replace(self._info, updates_applied=updates, last_update_pause_ms=pause_ms)
+        self._info = replace(
+            self._info, served=weights, updates_applied=updates, last_update_pause_ms=pause_ms
+        )
 
     def _set_paused(self, paused: bool) -> int:
         self._info = replace(self._info, paused=paused)
@@ -364,3 +354,23 @@ def _receive(events: list[tuple[_Ticket, Event | QuartetError]]) -> None:
 
 def _not_ready() -> QuartetError:
     return QuartetError("NOT_READY", "the engine is stopping")
+
+
+def _refusal(request: Request, served: ServedWeights | None) -> QuartetError | None:
+    """Why these weights cannot answer a request; None where they can."""
+    if served is None:
+        return QuartetError("NOT_READY", "no verified weights are served yet")
+    if request.run_id not in ("", served.run_id):
+        return QuartetError(
+            "RUN_NOT_SERVED",
+            f"run {served.run_id or '(base model)'} is served",
+            have=served.run_id,
+            want=request.run_id,
+        )
+    exact = request.exact_version
+    if served.version < request.min_version or exact not in (None, served.version):
+        want = request.min_version if exact is None else exact
+        return QuartetError(
+            "VERSION_UNAVAILABLE", f"version {served.version} is served", have=served.version, want=want
+        )
+    return None

@@ -48,7 +48,8 @@ class KvCache:
         if self.budget_tokens < max_length:
             raise ValueError(
                 f"the KV budget of {budget_bytes} bytes holds {self.budget_tokens} tokens, "
-                f"less than one sequence of max_model_len {max_length}; raise embedded.kv_cache_bytes or lower max_model_len"
+                f"less than one sequence of max_model_len {max_length}; "
+                "raise embedded.kv_cache_bytes or lower max_model_len"
             )
         self.rows = 0
         self.length = 0

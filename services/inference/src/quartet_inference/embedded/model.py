@@ -21,7 +21,7 @@ from quartet.errors import QuartetError
 from quartet.weights.manifest import build_manifest
 from quartet.weights.tensor import Tensor
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from quartet_inference.embedded.kv_cache import KvShape
 
@@ -31,12 +31,18 @@ SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16
 NAMED_DIFFERENCES = 3
 
 
-def load(folder: Path, dtype: str) -> nn.Module:
-    """The causal LM of a local folder."""
+def load(folder: Path, dtype: str, *, weights_follow: bool) -> nn.Module:
+    """The causal LM of a local folder. Where its first weights come from a trainer, config.json is enough."""
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=DTYPES[dtype], attn_implementation="sdpa", local_files_only=True
-        )
+        if weights_follow and not any(folder.glob("*.safetensors")):
+            config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                config, dtype=DTYPES[dtype], attn_implementation="sdpa"
+            )
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                str(folder), dtype=DTYPES[dtype], attn_implementation="sdpa", local_files_only=True
+            )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model = {str(folder)!r} cannot be loaded: {error}") from error
     model.eval()
@@ -107,8 +113,9 @@ class ModelWeights:
                     f"tensor {name} is {have[0]} {list(have[1])}, the model has {want[0]} {list(want[1])}",
                     name,
                 )
-            raw = torch.from_numpy(np.frombuffer(tensor.data, dtype=np.uint8))
-            staged[name] = raw.view(self._dtype).view(parameter.shape)
+            raw = np.frombuffer(tensor.data, dtype=np.uint8)
+            raw = raw if raw.flags.writeable else raw.copy()  # torch wants its memory writable
+            staged[name] = torch.from_numpy(raw).view(self._dtype).view(parameter.shape)
         return StagedWeights(staged)
 
     def apply(self, staged: StagedWeights) -> None:

@@ -44,7 +44,7 @@ class StopWatch:
         found = [(window.find(stop), stop) for stop in self._stops if stop in window]
         if found:
             return min(found)[1]
-        self._tail = window[len(window) - self._reach :] if self._reach else ""
+        self._tail = window[-self._reach :] if self._reach else ""
         # The last token stays: some decoders treat the first token of a text in a special way.
         self._tokens = self._tokens[-1:]
         self._told = self._detokenize(self._tokens)

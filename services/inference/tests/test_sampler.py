@@ -1,0 +1,131 @@
+"""The sampler's distribution, seeds and log-probabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from quartet_inference.embedded.sampler import Sampler, uniforms
+from quartet_inference.embedded.sequence import RunningSequence, StopWatch
+from quartet_inference.engine import Request, Sampling
+
+
+def row(
+    seed: int = 0, prompt: tuple[int, ...] = (0,), out: tuple[int, ...] = (), **sampling: Any
+) -> RunningSequence:
+    request = Request(prompt, Sampling(100, **sampling))
+    sequence = RunningSequence(request, 0, seed, frozenset(), None, None)
+    for token in out:
+        sequence.accept(token, 0.0, 0)
+    return sequence
+
+
+def frequencies(
+    logits: torch.Tensor, draws: int = 20_000, **sampling: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    sampler = Sampler([row(seed, **sampling) for seed in range(draws)])
+    tokens, logprobs = sampler.draw(logits.expand(draws, -1).contiguous())
+    return torch.bincount(tokens, minlength=len(logits)) / draws, logprobs
+
+
+LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, float("-inf")])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_frequencies_follow_the_distribution(temperature: float) -> None:
+    seen, _ = frequencies(LOGITS, temperature=temperature)
+    expected = torch.softmax(LOGITS / temperature, -1)
+    deviation = (seen - expected).abs() / (expected * (1 - expected) / 20_000).sqrt().clamp(min=1e-9)
+    assert deviation[:6].max() < 4.5
+    assert seen[6] == 0
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        ({"top_k": 2}, 2),
+        ({"top_p": 0.6}, 2),  # 0.57 alone does not reach 0.6
+        ({"top_p": 0.5}, 1),
+        ({"min_p": 0.2}, 3),  # exp(-1), exp(-1.5) are above 0.2, exp(-2) is not
+        ({"top_k": 3, "top_p": 0.99}, 3),
+        ({"top_k": 2, "top_p": 0.7}, 1),  # after top-k the best has 0.73 of the mass
+        ({"top_p": 1e-6}, 1),
+    ],
+)
+def test_truncation_keeps_what_it_should_and_logprobs_are_from_before(
+    sampling: dict[str, Any], kept: int
+) -> None:
+    seen, logprobs = frequencies(LOGITS, draws=4000, **sampling)
+    assert torch.nonzero(seen)[:, 0].tolist() == list(range(kept))
+    full = torch.log_softmax(LOGITS, -1)
+    assert set(logprobs.tolist()) <= set(full.tolist())
+
+
+def test_penalties_as_vllm_has_them() -> None:
+    logits = torch.tensor([[1.0, -1.0, 2.0, 0.5, 0.0]] * 4)
+    rows = [
+        row(prompt=(0, 1), out=(2, 2), repetition_penalty=2.0, temperature=0.0),
+        row(prompt=(0, 1), out=(2, 2), presence_penalty=0.5, temperature=0.0),
+        row(prompt=(0, 1), out=(2, 2), frequency_penalty=0.5, temperature=0.0),
+        row(prompt=(0, 1), out=(2, 2), temperature=0.0),
+    ]
+    expected = torch.tensor(
+        [
+            [0.5, -2.0, 1.0, 0.5, 0.0],
+            [1.0, -1.0, 1.5, 0.5, 0.0],
+            [1.0, -1.0, 1.0, 0.5, 0.0],
+            [1.0, -1.0, 2.0, 0.5, 0.0],
+        ]
+    )
+    _, logprobs = Sampler(rows).draw(logits)
+    torch.testing.assert_close(logprobs, torch.log_softmax(expected, -1).amax(-1))
+    rows[2].accept(2, 0.0, 0)  # counts follow the tokens
+    expected[2, 2] = 0.5
+    tokens, logprobs = Sampler(rows).draw(logits)
+    torch.testing.assert_close(logprobs, torch.log_softmax(expected, -1).amax(-1))
+    assert tokens.tolist()[2] == 0
+
+
+def test_rows_do_not_influence_each_other() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(64, 300)
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"top_k": 5},
+        {"temperature": 0.0},
+        {"presence_penalty": 1.0},
+        {"top_p": 0.5},
+    ]
+    rows = [row(seed, out=(1, 2), **kinds[seed % 5]) for seed in range(64)]
+    together = Sampler(rows).draw(logits)
+    for i in range(64):
+        token, logprob = Sampler([rows[i]]).draw(logits[i : i + 1])
+        assert token[0] == together[0][i]
+        torch.testing.assert_close(logprob[0], together[1][i])
+
+
+def test_uniforms_depend_on_seed_and_position_and_fill_the_interval() -> None:
+    seeds = np.arange(1000, dtype=np.uint64)
+    values = np.stack([uniforms(seeds, np.full(1000, count, dtype=np.uint64)) for count in range(20)])
+    assert len(np.unique(values)) == values.size
+    assert 0 <= values.min() < 0.001 and 0.999 < values.max() < 1
+    assert abs(np.corrcoef(values[:-1].ravel(), values[1:].ravel())[0, 1]) < 0.03
+    assert (values[3] == uniforms(seeds, np.full(1000, 3, dtype=np.uint64))).all()
+
+
+def test_stop_strings_are_found_across_tokens_and_characters() -> None:
+    def decode(tokens: Any) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+    for text, stops, found_at in (
+        ("hello world", ("lo w",), 7),
+        ("grüße dich", ("ße",), 7),
+        ("aaab", ("aab", "ab"), 4),
+        ("nothing", ("x", "thingy"), None),
+        ("x", ("x",), 1),
+    ):
+        watch = StopWatch(stops, decode)
+        hits = [i + 1 for i, byte in enumerate(text.encode()) if watch.feed(byte)]
+        assert (hits[0] if hits else None) == found_at, text
