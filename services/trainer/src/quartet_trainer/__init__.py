@@ -1,1 +1,2 @@
-"""The trainer service: model weights, optimizer, loss, saved states, publishing. It does not know which algorithm asks."""
+"""The trainer service: model weights, optimizer, loss, saved states, publishing. It does not know which
+algorithm asks."""

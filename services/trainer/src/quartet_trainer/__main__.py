@@ -8,6 +8,7 @@ import sys
 
 from quartet.config import main
 from quartet.kit import logs
+
 from quartet_trainer.config import TrainerConfig
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import structlog
 import torch
 import transformers
-
 from quartet.config import ConfigError
 from quartet.kit.health import Health
 from quartet.kit.server import Service, serve
@@ -15,6 +14,7 @@ from quartet.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_se
 from quartet.v1.weights_pb2_grpc import add_WeightServiceServicer_to_server
 from quartet.weights.service import WeightServicer
 from quartet.weights.store import WeightStore
+
 from quartet_trainer.config import TrainerConfig
 from quartet_trainer.roster import Roster, state_root
 from quartet_trainer.run import Machine, Run
@@ -26,7 +26,8 @@ from quartet_trainer.worker import Worker
 TRAINER = "quartet.v1.TrainerService"
 WEIGHTS = "quartet.v1.WeightService"
 
-#: A worker that has a job and finishes no micro-batch for this long is stuck; loading a large model from a slow disk is not.
+#: A worker that has a job and finishes no micro-batch for this long is stuck; loading a large model from a
+#: slow disk is not.
 STUCK_SECONDS = 900.0
 
 log = structlog.get_logger()
@@ -44,7 +45,7 @@ class Trainer:
 def assemble(config: TrainerConfig) -> Trainer:
     """Build the trainer; needs a running event loop. Errors: ConfigError."""
     # Loading is quick and logged by us; progress bars have no place in a service's log.
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     health = Health()
     worker = Worker(config.threads, config.deterministic)
     store = WeightStore(config.published_versions)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
-
 from quartet.config import Config
 from quartet.kit.server import ServerConfig
 

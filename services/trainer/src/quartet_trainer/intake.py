@@ -1,7 +1,7 @@
 """Client streams of samples: start, batches, commit, assembled whole before anything acts on them.
 
-1. A stream that ends without its commit is STREAM_TORN. A grpc.aio server sees a killed client as a clean end of stream, so the
-   commit is the only sign that all has come.
+1. A stream that ends without its commit is STREAM_TORN. A grpc.aio server sees a killed client as a clean end
+   of stream, so the commit is the only sign that all has come.
 2. A commit whose counts disagree with what arrived is STREAM_TORN.
 3. What is buffered is bounded, per call and over all calls.
 4. The digest covers the start and every sample, not how they were cut into messages.
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import xxhash
-
 from quartet.errors import QuartetError
+
 from quartet_trainer.sample import Sample
 from quartet_trainer.wire import training_sample
 
@@ -76,7 +76,7 @@ class Intake:
         if held > MAX_CALL_BYTES:
             raise QuartetError(
                 "INVALID_REQUEST",
-                f"a call carries at most {MAX_CALL_BYTES} bytes of samples; send the batch as several ForwardBackward calls",
+                f"a call carries at most {MAX_CALL_BYTES} bytes of samples; split the batch",
                 field="batch",
                 value=held,
                 remedy="split the batch; gradients accumulate until OptimStep",

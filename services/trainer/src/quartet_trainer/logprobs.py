@@ -1,7 +1,7 @@
 """Log-probabilities of covered tokens: one forward pass of a micro-batch.
 
-1. Only covered positions go through the output layer, in chunks whose logits are bounded; a pass of more than one chunk recomputes
-   the logits in its backward pass instead of keeping them.
+1. Only covered positions go through the output layer, in chunks whose logits are bounded; a pass of more than
+   one chunk recomputes the logits in its backward pass instead of keeping them.
 2. Whatever the compute dtype, logits become float32 before the softmax.
 3. Log-probabilities are taken at the temperature that the samples were drawn at.
 
@@ -58,7 +58,9 @@ class PolicyForward(nn.Module):
             return token_logprobs(head, hidden_KH, targets_K, temperature)
         parts = [
             checkpoint(token_logprobs, head, hidden, targets, temperature, use_reentrant=False)
-            for hidden, targets in zip(hidden_KH.split(chunk), targets_K.split(chunk), strict=True)
+            for hidden, targets in zip(
+                torch.split(hidden_KH, chunk), torch.split(targets_K, chunk), strict=True
+            )
         ]
         return torch.cat([logp for logp, _ in parts]), torch.cat([entropy for _, entropy in parts])
 
@@ -80,7 +82,7 @@ def token_logprobs(
 
 
 def attention_mask(segments_RL: Tensor) -> Tensor:
-    """Boolean (R, 1, L, L): a position sees itself, what came before it in its segment, and the shared prompt before it."""
+    """Boolean (R, 1, L, L): a position sees what came before it in its segment and in the shared prompt."""
     width = segments_RL.shape[1]
     causal_LL = torch.ones(width, width, dtype=torch.bool, device=segments_RL.device).tril()
     query_RL1, key_R1L = segments_RL[:, :, None], segments_RL[:, None, :]

@@ -1,18 +1,21 @@
 """The losses, as sums over covered tokens, and what is worth knowing about them.
 
-With r = exp(log p - log q), p the trainer's and q the sampler's probability of a token at the sampling temperature, A its
-advantage, sg = no gradient:
+With r = exp(log p - log q), p the trainer's and q the sampler's probability of a token at the sampling
+temperature, A its advantage, sg = no gradient:
 
-  cispo          -sg(clamp(r, clip_low, clip_high)) * A * log p        MiniMax-M1, arXiv 2506.13585 eq. 4-5; clip_low 0, clip_high 4
-  ppo            -min(r * A, clamp(r, 1 - clip_low, 1 + clip_high) * A)  arXiv 1707.06347 eq. 7; clip-higher: DAPO, arXiv 2503.14476;
-                                                                      both default to 0.2
-  none           -A * log p                                           REINFORCE, without correction
-  cross_entropy  -w * log p                                           w = advantages where given, else 1
+  cispo          -sg(clamp(r, clip_low, clip_high)) * A * log p
+                 CISPO, MiniMax-M1, arXiv 2506.13585. Defaults: clip_low 0, clip_high 4.
+  ppo            -min(r * A, clamp(r, 1 - clip_low, 1 + clip_high) * A)
+                 PPO, arXiv 1707.06347; unequal clips as in DAPO, arXiv 2503.14476. Both default to 0.2.
+  none           -A * log p
+                 REINFORCE, without correction.
+  cross_entropy  -w * log p
+                 w = advantages where given, else 1.
 
 The caller divides by the normalizer of the batch; there is no other averaging.
 
-Diagnostics are means over covered tokens, except for the maxima: "mismatch_kl" is k3 = r - 1 - log r (Schulman 2020), an estimate of
-KL(q || p) that is never negative.
+Diagnostics are means over covered tokens, except for the maxima. "mismatch_kl" is the k3 estimate of
+KL(q || p), r - 1 - log r, which is never negative (Schulman, Approximating KL Divergence, 2020).
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from quartet_trainer.spec import LossSpec, Ratio
 
 CISPO_CLIP_HIGH = 4.0
 PPO_CLIP = 0.2
-#: |log r| is cut here so that one token with a vanished probability cannot make a batch infinite. e^20 lies far past every clip.
+#: |log r| is cut here so that one token with a vanished probability cannot make a batch infinite. e^20 lies
+#: far past every clip.
 LOG_RATIO_BOUND = 20.0
 
 

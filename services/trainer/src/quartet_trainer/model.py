@@ -1,7 +1,8 @@
 """Base models: found, loaded or initialised in float32, probed, and exported as Hugging Face folders.
 
 1. A model that loads is whole: a missing weight is refused, never silently initialised.
-2. A model that loads is one that packing and logprobs.py compute rightly: a probe compares both with the model's own forward pass.
+2. A model that loads is one that packing and logprobs.py compute rightly: a probe compares both with the
+   model's own forward pass.
 3. Random initialisation depends on config.json and seed only, and leaves the process's random state alone.
 4. An exported folder loads with `from_pretrained` and nothing else.
 """
@@ -16,8 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-
 from quartet.errors import QuartetError
+from safetensors import SafetensorError
+
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.packing import pack
 from quartet_trainer.publish import TORCH_DTYPES
@@ -71,11 +73,8 @@ def load_model(folder: Path, base_model: str, *, from_scratch: bool, seed: int, 
     """A float32 model in eval mode on the device. Errors: INVALID_CONFIG."""
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        if from_scratch:
-            model = _initialise(config, seed)
-        else:
-            model = _load_weights(folder, base_model)
-    except (OSError, ValueError, KeyError) as error:
+        model = _initialise(config, seed) if from_scratch else _load_weights(folder, base_model)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         remedy = "name a folder with config.json and model.safetensors, or set from_scratch"
         raise _refused(base_model, f"{folder} cannot be loaded: {text}", remedy) from error
@@ -89,13 +88,15 @@ def load_model(folder: Path, base_model: str, *, from_scratch: bool, seed: int, 
 def _initialise(config: Any, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
 
 
 def _load_weights(folder: Path, base_model: str) -> Any:
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+    # Annotated as a model; with output_loading_info it is a pair.
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, output_loading_info=True
     )
+    model, report = loaded
     wrong = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if wrong:
         raise _refused(
@@ -162,7 +163,8 @@ def export_folder(model: Any, source: Path, target: Path, served_dtype: str) -> 
             if file.is_file():
                 shutil.copyfile(file, target / file.name)
     state = {name: tensor.detach().to("cpu", dtype) for name, tensor in model.state_dict().items()}
-    # save_pretrained writes the dtype of the live model into config.json; it is the exported one that must stand there.
+    # save_pretrained writes the dtype of the live model into config.json; it is the exported one that must
+    # stand there.
     held, held_cache = model.config.dtype, model.config.use_cache
     model.config.dtype, model.config.use_cache = dtype, True
     try:

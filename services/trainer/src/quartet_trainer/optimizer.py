@@ -2,7 +2,8 @@
 
 1. Masters and moments are float32.
 2. Weight decay acts on matrices only; norms and biases are not pulled towards zero.
-3. Steps count from 0. The rate of step s follows from the spec and s alone, so a restored run continues on its schedule.
+3. Steps count from 0. The rate of step s follows from the spec and s alone, so a restored run continues on
+   its schedule.
 """
 
 from __future__ import annotations

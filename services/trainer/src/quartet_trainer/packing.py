@@ -1,14 +1,16 @@
 """Packing: ragged samples become rectangular micro-batches, with no attention across samples.
 
-1. Samples with an equal prompt (the members of a group) share it: a row is the prompt once, then their tails, each tail seeing the
-   prompt and itself only, at the positions it would have alone. Log-probabilities and gradients equal those of separate rows.
+1. Samples with an equal prompt (the members of a group) share it: a row is the prompt once, then their tails,
+   each tail seeing the prompt and itself only, at the positions it would have alone. Log-probabilities and
+   gradients equal those of separate rows.
 2. Every covered position of every sample is predicted exactly once.
-3. Rows are sorted by length, so padding is small; a micro-batch has at most `budget_tokens` tokens, padding included, unless one
-   row alone has more.
+3. Rows are sorted by length, so padding is small; a micro-batch has at most `budget_tokens` tokens, padding
+   included, unless one row alone has more.
 4. Pure and deterministic: equal samples give equal micro-batches.
 
-Measured on one thread of a 2-core CPU: a 0.63 M model, 16 prompts of 22 tokens x 8 tails of 11, forward and backward: 0.28 CPU s as
-128 padded rows, 2.0 s as one row of 4,224 tokens under a block-diagonal mask, 0.125 s as 16 rows that share their prompt.
+Measured on one thread of a 2-core CPU: a 0.63 M model, 16 prompts of 22 tokens x 8 tails of 11, forward and
+backward: 0.28 CPU s as 128 padded rows, 2.0 s as one row of 4,224 tokens under a block-diagonal mask, 0.125 s
+as 16 rows that share their prompt.
 
 Shapes: R rows, L padded length, K covered positions of the micro-batch.
 """
@@ -60,7 +62,7 @@ class _Row:
 def pack(
     samples: Sequence[Sample], members: Sequence[int], budget_tokens: int, row_tokens: int
 ) -> list[MicroBatch]:
-    """Pack the samples numbered in `members`; those that cover nothing need no forward pass and are left out."""
+    """Pack the samples numbered in `members`; those that cover nothing are left out."""
     rows = sorted(_rows(samples, members, row_tokens), key=lambda row: row.length)
     batches: list[MicroBatch] = []
     pending: list[_Row] = []

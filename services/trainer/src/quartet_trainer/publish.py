@@ -1,4 +1,5 @@
-"""The served weights: a copy of the masters in the served dtype, and the same memory as tensors of the weight plane.
+"""The served weights: a copy of the masters in the served dtype, and the same memory as tensors of the weight
+plane.
 
 1. Names are those of the Hugging Face checkpoint; tied weights appear once.
 2. The cast is round-to-nearest-even, the same that a checkpoint saved in that dtype would hold.
@@ -11,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-
 from quartet.weights.tensor import Tensor
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -36,7 +36,7 @@ def wire_tensors(weights: Snapshot) -> dict[str, Tensor]:
             _WIRE_NAMES[tensor.dtype],
             tuple(tensor.shape),
             # numpy knows no bfloat16; bytes are all that is needed.
-            memoryview(tensor.reshape(-1).view(torch.uint8).numpy()),
+            tensor.reshape(-1).view(torch.uint8).numpy().data,
         )
         for name, tensor in weights.items()
     }

@@ -1,7 +1,8 @@
-"""The runs of this process: created, restored, found, and every call of a run applied in its order on the worker.
+"""The runs of this process: created, restored, found, and every call of a run applied in its order on the
+worker.
 
-1. A run exists here after CreateRun, with its newest sound state restored where one was saved; creating it again with an equal spec
-   changes nothing.
+1. A run exists here after CreateRun, with its newest sound state restored where one was saved; creating it
+   again with an equal spec changes nothing.
 2. Readers see the run as it stood after its last finished call; they never wait for the worker.
 3. A run whose state was saved under another spec is not opened: RUN_CONFLICT, naming the field.
 """
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import structlog
-
 from quartet.errors import QuartetError
+
 from quartet_trainer.sequence import Sequence
 from quartet_trainer.spec import RunSpec, check_name, difference
 from quartet_trainer.states import Content, StateInfo, StateStore
@@ -98,7 +99,8 @@ class Roster:
         work: Callable[[], Awaitable[T]] = lambda: self._worker.run(job_then_status)  # noqa: E731
         return await entry.sequence.apply(seq_id, digest, work, moves_to)
 
-    # -- states: jobs for the worker ----------------------------------------------------------------------------------------
+    # -- states: jobs for the worker
+    # ----------------------------------------------------------------------------------------
 
     def save(self, entry: Entry, name: str, seq_id: int, export_model: bool) -> StateInfo:
         """Save a run as it stands after call seq_id, which is this one."""
@@ -116,7 +118,10 @@ class Roster:
         return info
 
     def load(self, entry: Entry, name: str) -> int:
-        """Return a run to a state; the seq_id at which it then stands. Errors: RESOURCE_UNKNOWN, CHECKSUM_MISMATCH."""
+        """Return a run to a state; returns where in its sequence it stands then.
+
+        Errors: RESOURCE_UNKNOWN, CHECKSUM_MISMATCH.
+        """
         info = self._states.find(entry.run.run_id, name)
         content = self._states.read(info)
         self._states.touch(entry.run.run_id, info)
@@ -148,7 +153,7 @@ def _same_spec(run_id: str, held: RunSpec, wanted: RunSpec, where: str) -> None:
         key, ours, theirs = differs
         raise QuartetError(
             "RUN_CONFLICT",
-            f"run {run_id} exists in {where} with {key} = {ours!r}, not {theirs!r}; use another run_id or the same spec",
+            f"run {run_id} exists in {where} with {key} = {ours!r}, not {theirs!r}; choose another run_id",
             run_id=run_id,
             field=key,
             held=ours,

@@ -1,9 +1,11 @@
-"""One run: a model, its optimizer, its gradients, its versions. Everything that computes happens here, on the worker's thread.
+"""One run: a model, its optimizer, its gradients, its versions. Everything that computes happens here, on the
+worker's thread.
 
 1. A batch is applied whole or not at all: gradients join the accumulated ones after its last micro-batch.
-2. Equal calls in equal order give equal bits, in this process or another: nothing random happens after initialisation, micro-batches
-   follow from the samples alone, and sums are taken in a fixed order.
-3. `content` holds all that the future of the run depends on, accumulated gradients included; `restore` of it continues bit-equally.
+2. Equal calls in equal order give equal bits, in this process or another: nothing random happens after
+   initialisation, micro-batches follow from the samples alone, and sums are taken in a fixed order.
+3. `content` holds all that the future of the run depends on, accumulated gradients included; `restore` of it
+   continues bit-equally.
 4. policy_version = optimizer steps taken. Published weights of a version are immutable.
 """
 
@@ -17,12 +19,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.func import functional_call
-
 from quartet.errors import QuartetError
 from quartet.v1 import weights_pb2
 from quartet.weights.store import WeightStore
+from torch import Tensor
+from torch.func import functional_call
+
 from quartet_trainer import model as base
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.loss import diagnostics, token_losses
@@ -124,7 +126,8 @@ class Run:
         trainable, total = base.parameter_counts(self._model)
         return RunStatus(self._policy_version, trainable, total, self._published_version)
 
-    # -- training ---------------------------------------------------------------------------------------------------------
+    # -- training --------------------------------------------------------------------------------------------
+    # -------------
 
     def forward_backward(
         self, samples: Sequence[Sample], loss: LossSpec, normalizer: float, verify_logprobs: bool
@@ -138,7 +141,7 @@ class Run:
             if not math.isfinite(done.loss):
                 raise QuartetError(
                     "INVALID_REQUEST",
-                    f"the loss is {done.loss}; nothing was applied: the model has diverged, load an earlier state",
+                    f"the loss is {done.loss}; the model has diverged; nothing was applied",
                     field="loss",
                     value=done.loss,
                     remedy="LoadState, then a lower learning rate",
@@ -168,7 +171,7 @@ class Run:
         if not math.isfinite(norm):
             raise QuartetError(
                 "INVALID_REQUEST",
-                f"the gradient norm is {norm}; nothing was applied: the model has diverged, load an earlier state",
+                f"the gradient norm is {norm}; the model has diverged; nothing was applied",
                 field="gradients",
                 value=norm,
                 remedy="LoadState, then a lower learning rate",
@@ -179,10 +182,14 @@ class Run:
         self._policy_version += 1
         return StepResult(norm, rate, self._policy_version)
 
-    # -- scoring ----------------------------------------------------------------------------------------------------------
+    # -- scoring ---------------------------------------------------------------------------------------------
+    # -------------
 
     def forward(self, samples: Sequence[Sample], version: int | None, temperature: float) -> list[Floats]:
-        """Log-probabilities of the covered positions of each sample. Errors: VERSION_UNKNOWN, INVALID_REQUEST."""
+        """Log-probabilities of the covered positions of each sample.
+
+        Errors: VERSION_UNKNOWN, INVALID_REQUEST.
+        """
         check_against_model(samples, self._vocab_size, base.max_positions(self._model))
         if version is not None and version not in self._retained:
             held = ", ".join(map(str, self._retained)) or "none"
@@ -223,10 +230,14 @@ class Run:
             live_logprobs,
         )
 
-    # -- versions and states ----------------------------------------------------------------------------------------------
+    # -- versions and states
+    # ----------------------------------------------------------------------------------------------
 
     def publish(self) -> weights_pb2.WeightManifest:
-        """Make the live weights a version. Errors: SEQUENCE_CONFLICT if that version is held with other weights."""
+        """Make the live weights a version.
+
+        Errors: SEQUENCE_CONFLICT if that version is held with other weights.
+        """
         weights = snapshot(self._model, self._served_dtype)
         manifest = self._store.publish(self.run_id, self._policy_version, wire_tensors(weights))
         self._published_version = self._policy_version
@@ -255,7 +266,10 @@ class Run:
         return Content(meta, {stem: named for stem, named in tensors.items() if named})
 
     def restore(self, content: Content) -> None:
-        """Stand where the content was taken, and publish its weights if they had been. Forgets every other version."""
+        """Stand where the content was taken, and publish its weights if they had been.
+
+        Every other version is forgotten.
+        """
         weights = content.tensors[WEIGHTS]
         gradients = content.tensors.get(GRADIENTS, {})
         with torch.no_grad():
@@ -276,7 +290,8 @@ class Run:
         """Write the live model as a Hugging Face folder."""
         base.export_folder(self._model, self._folder, target, self._served_dtype)
 
-    # -- inside -----------------------------------------------------------------------------------------------------------
+    # -- inside ----------------------------------------------------------------------------------------------
+    # -------------
 
     def _train_pass(
         self, samples: Sequence[Sample], weights: Sequence[Floats], loss: LossSpec, normalizer: float
@@ -294,7 +309,7 @@ class Run:
                     assert weights_K is not None
                     total = token_losses(loss, logp_K, sampled_K, weights_K).sum() / normalizer
                 if learns:
-                    total.backward()
+                    torch.autograd.backward(total)
                 done.loss += float(total.detach())
                 _keep(done, samples, batch, logp_K.detach(), entropy_K)
                 self._progress()

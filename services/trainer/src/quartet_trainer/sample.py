@@ -1,6 +1,7 @@
 """One sequence to train on or to score, checked, as arrays. No torch, no proto.
 
-1. A Sample that exists is well formed: every covered position has a token before it, all arrays agree, all numbers are finite.
+1. A Sample that exists is well formed: every covered position has a token before it, all arrays agree, all
+   numbers are finite.
 2. Whoever sent a malformed one learns which sample, which field, which value.
 
 Shapes: T tokens, K covered positions.
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-
 from quartet.errors import QuartetError
 
 Ints = npt.NDArray[np.int64]
@@ -83,7 +83,10 @@ def make_sample(
 
 
 def check_against_model(samples: Sequence[Sample], vocab_size: int, max_tokens: int) -> None:
-    """Refuse tokens that the model does not have and sequences longer than its positions. Errors: INVALID_REQUEST."""
+    """Refuse tokens that the model does not have and sequences it has no positions for.
+
+    Errors: INVALID_REQUEST.
+    """
     for index, sample in enumerate(samples):
         highest = int(sample.tokens_T.max())
         if highest >= vocab_size:

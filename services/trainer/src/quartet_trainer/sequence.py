@@ -1,8 +1,9 @@
 """The sequence of a run: calls applied strictly in order, each at most once.
 
 1. Only number applied + 1 is applied. A number beyond is refused with SEQUENCE_GAP.
-2. A repeated number with equal contents gets the kept result of its first application; while that one still runs, the repetition
-   waits for it. With other contents, or when the result is no longer kept, it is refused with SEQUENCE_CONFLICT.
+2. A repeated number with equal contents gets the kept result of its first application; while that one still
+   runs, the repetition waits for it. With other contents, or when the result is no longer kept, it is refused
+   with SEQUENCE_CONFLICT.
 3. A call that fails was not applied: its number is free again.
 4. An application that began goes on when its caller leaves.
 
@@ -15,7 +16,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from quartet.errors import QuartetError
 
@@ -45,7 +46,8 @@ class Sequence:
         self._applied = applied
         self._kept: OrderedDict[int, _Applied] = OrderedDict()
         self._running: _Running | None = None
-        # The last call that moved the run to another place in its sequence; repeatable until the next application.
+        # The last call that moved the run to another place in its sequence; repeatable until the next
+        # application.
         self._moved: tuple[int, _Applied] | None = None
 
     @property
@@ -70,17 +72,16 @@ class Sequence:
                 "INVALID_REQUEST", "seq_id counts from 1", field="seq_id", value=seq_id, remedy="begin at 1"
             )
         if self._moved is not None and self._moved[0] == seq_id and self._moved[1].digest == digest:
-            found: T = self._moved[1].result
-            return found
+            return cast(T, self._moved[1].result)
         running = self._running
         if running is not None and running.seq_id == seq_id:
             self._same(seq_id, running.digest, digest)
         elif seq_id <= self._applied:
-            return self._repeat(seq_id, digest)
+            return cast(T, self._repeat(seq_id, digest))
         elif seq_id > self._applied + 1:
             raise QuartetError(
                 "SEQUENCE_GAP",
-                f"seq_id {seq_id} leaves a gap: {self._applied} was applied last; send the missing calls first",
+                f"seq_id {seq_id} leaves a gap: {self._applied} was applied last; send what is missing",
                 have=self._applied,
                 want=seq_id,
             )
@@ -122,7 +123,7 @@ class Sequence:
         if kept is None:
             raise QuartetError(
                 "SEQUENCE_CONFLICT",
-                f"seq_id {seq_id} was applied and its result is no longer kept; go on from {self._applied + 1}",
+                f"seq_id {seq_id} was applied, its result is no longer kept; go on after {self._applied}",
                 have=self._applied,
                 want=seq_id,
             )

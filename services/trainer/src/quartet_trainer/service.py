@@ -1,4 +1,5 @@
-"""TrainerService: protobuf in, protobuf out. What the calls do is in run.py, their order in sequence.py, their life in roster.py."""
+"""TrainerService: protobuf in, protobuf out. What the calls do is in run.py, their order in sequence.py,
+their life in roster.py."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from typing import Any
 
 import grpc
 import xxhash
-
 from quartet.errors import QuartetError
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1 import trainer_service_pb2_grpc as rpc
+
 from quartet_trainer.intake import Intake
 from quartet_trainer.roster import Entry, Roster
 from quartet_trainer.sample import Floats
@@ -22,7 +23,7 @@ from quartet_trainer.wire import loss_spec, run_spec
 from quartet_trainer.worker import Worker
 
 
-class TrainerServicer(rpc.TrainerServiceServicer):  # type: ignore[misc]
+class TrainerServicer(rpc.TrainerServiceServicer):
     """The trainer's RPCs over a roster of runs."""
 
     def __init__(self, roster: Roster, worker: Worker) -> None:
@@ -179,7 +180,7 @@ def _saved(info: StateInfo) -> pb.SavedState:
 
 def _digest(request: Any) -> bytes:
     body = request.SerializeToString(deterministic=True)
-    return request.DESCRIPTOR.name.encode() + xxhash.xxh3_128_digest(body)
+    return str(request.DESCRIPTOR.name).encode() + xxhash.xxh3_128_digest(body)
 
 
 def _refused(field: str, value: object, remedy: str) -> QuartetError:

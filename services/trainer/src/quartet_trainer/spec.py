@@ -7,11 +7,10 @@
 from __future__ import annotations
 
 import re
-from enum import Enum
+from enum import StrEnum
 from typing import Literal
 
 import pydantic
-
 from quartet.errors import QuartetError
 
 #: Run and state names become folder names.
@@ -24,7 +23,7 @@ class _Value(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Schedule(str, Enum):
+class Schedule(StrEnum):
     """How the learning rate moves."""
 
     CONSTANT = "constant"
@@ -58,8 +57,8 @@ class OptimizerSpec(_Value):
 class RunSpec(_Value):
     """Everything that defines a run, as the caller gave it.
 
-    Empty dtypes and a zero budget mean "as the trainer's device and configuration say"; they stay so here, so that a run can be
-    restored by a trainer that is configured otherwise.
+    Empty dtypes and a zero budget mean "as the trainer's device and configuration say". They stay so here, so
+    that a run can be restored by a trainer that is configured otherwise.
     """
 
     base_model: str = pydantic.Field(min_length=1)
@@ -96,7 +95,7 @@ def check_name(field: str, name: str) -> None:
         )
 
 
-class Ratio(str, Enum):
+class Ratio(StrEnum):
     """What is done with the ratio between trainer and sampler; CROSS_ENTROPY has none."""
 
     CISPO = "cispo"

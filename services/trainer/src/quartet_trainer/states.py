@@ -1,11 +1,13 @@
 """Saved states on disk: whole or not there, and known to be unharmed before they are used.
 
-1. A state is a folder `<root>/<run_id>/<name>@<seq_id>`. It is written beside its place, flushed, completed with COMPLETE.json (sizes and
-   digests of every file) and only then renamed into place: a kill at any moment leaves it whole or absent.
-2. A state is read only after every digest was checked; `newest_sound` skips what is harmed, saying so in the log.
+1. A state is a folder `<root>/<run_id>/<name>@<seq_id>`. It is written beside its place, flushed, completed
+   with COMPLETE.json (sizes and digests of every file) and only then renamed into place: a kill at any moment
+   leaves it whole or absent.
+2. A state is read only after every digest was checked; `newest_sound` skips what is harmed, saying so in the
+   log.
 3. Tensors are safetensors, the rest is JSON. Nothing is pickled.
-4. Of each run the `keep_last` newest states are kept. Newest means saved or loaded last: a state that a run returned to is the
-   one it restarts from.
+4. Of each run the `keep_last` newest states are kept. Newest means saved or loaded last: a state that a run
+   returned to is the one it restarts from.
 5. An equal name is replaced: the older state of that name goes after the newer one is in place.
 """
 
@@ -22,10 +24,9 @@ from typing import Any
 import structlog
 import torch
 import xxhash
+from quartet.errors import QuartetError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-
-from quartet.errors import QuartetError
 
 MARK = "COMPLETE.json"
 #: Outside the digests, because returning to a state changes it.
@@ -171,7 +172,8 @@ class StateStore:
 
     def _put(self, writing: Path, target: Path) -> None:
         if target.exists():
-            # Written before under this seq_id, by a process that died before it could say so, or on a way since abandoned.
+            # Written before under this seq_id, by a process that died before it could say so, or on a way
+            # since abandoned.
             target.rename(target.with_name(_DISCARDED + target.name))
         writing.rename(target)
         _flush(target.parent)
@@ -182,7 +184,8 @@ class StateStore:
         replaced = [info for info in states if info.name == keep and info.seq_id != seq_id]
         rest = [info for info in states if info not in replaced]
         for info in replaced + rest[: -self._keep_last]:
-            # Out of the list first, then deleted: a kill in between leaves no half state under a state's name.
+            # Out of the list first, then deleted: a kill in between leaves no half state under a state's
+            # name.
             discarded = info.path.with_name(_DISCARDED + info.path.name)
             info.path.rename(discarded)
             shutil.rmtree(discarded)

@@ -1,8 +1,10 @@
 """Verification: are the sampler's log-probabilities those of the version it stamped on each token?
 
-1. Every token is recomputed under the published weights of its own version, as they were published, in float32.
+1. Every token is recomputed under the published weights of its own version, as they were published, in
+   float32.
 2. Tokens of a version that is no longer retained are counted, not guessed.
-3. Where the published weights are the live ones, the log-probabilities of the training pass are used again: same function, same bits.
+3. Where the published weights are the live ones, the log-probabilities of the training pass are used again:
+   same function, same bits.
 """
 
 from __future__ import annotations

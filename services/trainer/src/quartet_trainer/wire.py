@@ -1,6 +1,7 @@
 """Protobuf <-> domain, and nothing else. What the contract leaves open is refused here by name. No torch.
 
-Fields that this build does not serve (adapters, DPPO, reference log-probabilities in a loss) are refused, never ignored.
+Fields that this build does not serve (adapters, DPPO, reference log-probabilities in a loss) are refused,
+never ignored.
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import pydantic
-
 from quartet.errors import QuartetError
 from quartet.v1 import trainer_service_pb2 as pb
+
 from quartet_trainer.sample import Sample, make_sample
 from quartet_trainer.spec import LossSpec, OptimizerSpec, Ratio, RunSpec, Schedule
 

@@ -60,4 +60,4 @@ def _prepare(threads: int, deterministic: bool) -> None:
     if deterministic:
         torch.use_deterministic_algorithms(True)
         # Filling fresh memory only helps to find reads of it; it costs bandwidth.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
