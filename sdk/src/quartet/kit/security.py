@@ -164,7 +164,7 @@ def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
             if stamps == current[0]:
                 return None
             current = (stamps, _certificates(tls))
-        except (OSError, ConfigError):
+        except ConfigError:  # in the middle of a rotation
             return None
         return current[1]
 
@@ -200,4 +200,7 @@ def _pem(path: Path) -> bytes:
 
 
 def _stamps(paths: list[Path]) -> tuple[tuple[int, int], ...]:
-    return tuple((stat.st_mtime_ns, stat.st_ino) for stat in map(os.stat, paths))
+    try:
+        return tuple((stat.st_mtime_ns, stat.st_ino) for stat in map(os.stat, paths))
+    except OSError as error:
+        raise ConfigError(f"TLS file {str(error.filename)!r} cannot be read: {error.strerror}") from None

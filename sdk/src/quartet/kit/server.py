@@ -37,6 +37,7 @@ from quartet.kit.options import server_options
 from quartet.kit.security import ServerTls, TokenFile, check_server, server_credentials
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
+MAX_PORT = 65535
 
 log = structlog.get_logger()
 
@@ -117,10 +118,15 @@ async def start(services: Sequence[Service], config: ServerConfig, health: Healt
     metrics = start_metrics(config.metrics_address) if config.metrics_address else None
     await server.start()
     watchdog = asyncio.create_task(health.watchdog(), name="health-watchdog")
+    running = RunningServer(server, address, watchdog, metrics)
     if config.port_file:
-        _publish(config.port_file, address)
+        try:
+            _publish(config.port_file, address)
+        except ConfigError:
+            await running.stop(0)
+            raise
     log.info("serving", address=address, services=names)
-    return RunningServer(server, address, watchdog, metrics)
+    return running
 
 
 async def serve(
@@ -137,14 +143,16 @@ async def serve(
         running = await start(services, config, health)
         if started is not None:
             started.set()
-        await asked.wait()
-        log.info("draining", address=running.address)
-        health.drain()
-        await _unless(hurry, asyncio.sleep(config.drain_delay_seconds))
-        if on_drain is not None:
-            await _flush(on_drain, config.flush_seconds)
-        await _unless(hurry, running.stop(config.drain_seconds))
-        await running.stop(0)
+        try:
+            await asked.wait()
+            log.info("draining", address=running.address)
+            health.drain()
+            await _unless(hurry, asyncio.sleep(config.drain_delay_seconds))
+            if on_drain is not None:
+                await _flush(on_drain, config.flush_seconds)
+            await _unless(hurry, running.stop(config.drain_seconds))
+        finally:  # also when serve() itself is cancelled
+            await running.stop(0)
         log.info("stopped", address=running.address)
 
 
@@ -207,9 +215,11 @@ def _check_free(address: str) -> None:
     """Bind and let go, only for a better message than gRPC's: it does not say why it failed."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
+    if int(port) > MAX_PORT:  # the C library would silently take it modulo 65536
+        raise BindError(f"server.address = {address!r} cannot be bound: ports end at {MAX_PORT}")
     try:
         found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except (socket.gaierror, OverflowError) as error:
+    except socket.gaierror as error:
         raise BindError(f"server.address = {address!r} is no address of this machine: {error}") from None
     with socket.socket(found[0], socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -223,8 +233,6 @@ def _check_free(address: str) -> None:
             else:
                 remedy = str(error.strerror)
             raise BindError(f"server.address = {address!r} cannot be bound: {remedy}") from None
-        except OverflowError:
-            raise BindError(f"server.address = {address!r} cannot be bound: ports end at 65535") from None
 
 
 def _publish(path: Path, address: str) -> None:

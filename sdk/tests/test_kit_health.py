@@ -1,0 +1,146 @@
+"""Health means progress, not that a port answers (quartet.kit.health, invariants 1 to 4)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from quartet.kit import health as health_module
+from quartet.kit import probe
+from quartet.kit.channel import connect
+from quartet.kit.health import LIVENESS, Health
+from quartet.kit.server import RunningServer, ServerConfig, Service, start
+from quartet.v1 import weights_pb2_grpc as rpc
+
+NAME = "quartet.v1.WeightService"
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@contextlib.asynccontextmanager
+async def _watched(health: Health) -> AsyncIterator[None]:
+    task = asyncio.create_task(health.watchdog())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _served(health: Health) -> AsyncIterator[RunningServer]:
+    add = rpc.add_WeightServiceServicer_to_server
+    running = await start([Service(NAME, add, rpc.WeightServiceServicer())], ServerConfig(), health)
+    try:
+        yield running
+    finally:
+        await running.stop(0)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_module, "WATCHDOG_SECONDS", 0.02)
+
+
+def test_ready_is_all_services() -> None:
+    health = Health()
+    health.register(["a", "b"])
+    health.set_ready("a")
+    assert (health.why_not("a"), health.why_not("b"), health.why_not()) == ("", "starting", "b: starting")
+    health.set_ready("b")
+    assert health.why_not() == ""
+    health.set_not_ready("a", "loading weights")
+    assert health.why_not() == "a: loading weights"
+    with pytest.raises(KeyError):
+        health.why_not("c")
+
+
+def test_what_was_ready_before_registration_stays_ready() -> None:
+    health = Health()
+    health.set_ready("a")
+    health.register(["a"])
+    assert health.why_not("a") == ""
+
+
+def test_draining_is_not_ready_but_alive() -> None:
+    health = Health()
+    health.set_ready("a")
+    health.drain()
+    assert (health.why_not("a"), health.why_not(), health.why_not(LIVENESS)) == ("draining", "draining", "")
+
+
+async def test_no_progress_while_busy_fails_liveness_only() -> None:
+    health = Health()
+    health.set_ready("a")
+    busy = [False]
+    health.watch_progress(0.1, lambda: busy[0])
+    async with _watched(health):
+        await asyncio.sleep(0.25)
+        assert health.why_not(LIVENESS) == "", "idle time is not lack of progress"
+        busy[0] = True
+        await asyncio.sleep(0.05)
+        assert health.why_not(LIVENESS) == "", "the clock starts when the work does"
+        await asyncio.sleep(0.15)
+        assert "no progress" in health.why_not(LIVENESS) and health.why_not() == ""
+        health.progress()
+        assert health.why_not(LIVENESS) == ""
+
+
+async def test_progress_keeps_a_long_job_alive() -> None:
+    health = Health()
+    health.watch_progress(0.2, lambda: True)
+    async with _watched(health):
+        for _ in range(10):
+            await asyncio.sleep(0.04)
+            await asyncio.to_thread(health.progress)
+            assert health.why_not(LIVENESS) == ""
+
+
+async def test_a_late_loop_fails_liveness_until_it_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_module, "LOOP_LAG_LIMIT_SECONDS", 0.1)
+    monkeypatch.setattr(health_module, "WATCHDOG_SECONDS", 0.1)
+    health = Health()
+    async with _watched(health):
+        await asyncio.sleep(0.01)
+        time.sleep(0.3)  # noqa: ASYNC251  The fault under test.
+        await asyncio.sleep(0.02)
+        assert "late" in health.why_not(LIVENESS)
+        await asyncio.sleep(0.15)
+        assert health.why_not(LIVENESS) == ""
+
+
+async def test_check_and_watch_over_the_wire() -> None:
+    health = Health()
+    async with _served(health) as running, connect(running.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+
+        async def check(key: str) -> int:
+            return int((await stub.Check(health_pb2.HealthCheckRequest(service=key), timeout=5)).status)
+
+        assert [await check(key) for key in ("", NAME, LIVENESS)] == [NOT_SERVING, NOT_SERVING, SERVING]
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=NAME))
+        assert (await watch.read()).status == NOT_SERVING
+        health.set_ready(NAME)
+        assert (await watch.read()).status == SERVING
+        assert await check("") == SERVING
+        watch.cancel()
+
+
+async def test_probe(capsys: pytest.CaptureFixture[str]) -> None:
+    health = Health()
+    async with _served(health) as running:
+
+        async def run(*argv: str) -> int:
+            return await asyncio.to_thread(probe.main, ["--address", running.address, *argv])
+
+        assert await run() == 1
+        assert await run("--service", LIVENESS) == 0
+        assert await run("--service", "no.such.Service") == 1
+        health.set_ready(NAME)
+        assert await run() == 0 and await run("--service", NAME) == 0
+    assert await run("--timeout", "0.5") == 1
+    told = [line for line in capsys.readouterr().out.splitlines() if line.endswith("SERVING")]
+    assert told == ["NOT_SERVING", "SERVING", "SERVING", "SERVING"]

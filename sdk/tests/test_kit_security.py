@@ -1,0 +1,219 @@
+"""Who may talk to whom (quartet.kit.security, invariants 1 to 3), over real TLS on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from quartet.config import ConfigError
+from quartet.errors import QuartetError
+from quartet.kit.call import unary
+from quartet.kit.channel import ClientSecurity, connect
+from quartet.kit.health import Health
+from quartet.kit.security import ServerTls, TokenFile, check_client, check_server, is_loopback
+from quartet.kit.server import ServerConfig, Service, start
+from quartet.v1 import weights_pb2 as pb
+from quartet.v1 import weights_pb2_grpc as rpc
+
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")
+
+
+class Open(rpc.WeightServiceServicer):
+    async def GetManifest(self, request: Any, context: Any) -> Any:
+        return pb.GetManifestResponse()
+
+
+SERVICE = Service("quartet.v1.WeightService", rpc.add_WeightServiceServicer_to_server, Open())
+
+
+def _openssl(*argv: object) -> None:
+    subprocess.run(["openssl", *map(str, argv)], check=True, capture_output=True)
+
+
+def _certificate(directory: Path, name: str, ca: str) -> None:
+    """A key and a certificate for localhost, signed by a CA made on the way."""
+    key, cert, request = (directory / f"{name}.{end}" for end in ("key", "crt", "csr"))
+    ca_key, ca_cert = directory / f"{ca}.key", directory / f"{ca}.crt"
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    if not ca_cert.exists():
+        _openssl("req", "-x509", *curve, "-keyout", ca_key, "-out", ca_cert, "-subj", f"/CN={ca}")
+    _openssl("req", *curve, "-keyout", key, "-out", request, "-subj", f"/CN={name}")
+    extensions = directory / f"{name}.ext"
+    extensions.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    signing = ("-CA", ca_cert, "-CAkey", ca_key, "-CAcreateserial", "-days", 2, "-extfile", extensions)
+    _openssl("x509", "-req", "-in", request, "-out", cert, *signing)
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("pki")
+    _certificate(directory, "server", "ca")
+    _certificate(directory, "client", "ca")
+    _certificate(directory, "stranger", "other")
+    return directory
+
+
+async def _ask(address: str, security: ClientSecurity) -> str:
+    """ "OK", or the reason of the refusal."""
+    async with connect(address, security=security) as channel:
+        try:
+            await unary(rpc.WeightServiceStub(channel).GetManifest, pb.GetManifestRequest(), timeout_s=3)
+        except QuartetError as error:
+            return error.reason
+    return "OK"
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("127.0.0.1:1", True),
+        ("127.8.9.1:1", True),
+        ("[::1]:1", True),
+        ("localhost:1", True),
+        ("unix:/tmp/s", True),
+        ("dns:///localhost:1", True),
+        ("0.0.0.0:1", False),
+        ("[::]:1", False),
+        ("10.0.0.1:1", False),
+        ("trainer:1", False),
+        ("dns:///trainer.ns.svc:1", False),
+        ("localhost.evil.example:1", False),
+    ],
+)
+def test_what_is_loopback(address: str, expected: bool) -> None:
+    assert is_loopback(address) is expected
+
+
+def test_open_doors_off_loopback_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("t")
+    token = TokenFile(tmp_path / "token")
+    tls = ServerTls(cert_file=Path("c"), key_file=Path("k"))
+    mutual = ServerTls(cert_file=Path("c"), key_file=Path("k"), client_ca_file=Path("ca"))
+    for bad_tls, bad_token, says in ((None, token, "plaintext"), (tls, None, "lets everybody in")):
+        with pytest.raises(ConfigError, match=says) as caught:
+            check_server("0.0.0.0:1", bad_tls, bad_token, insecure_ok=False)
+        assert "insecure_ok_off_loopback" in str(caught.value)
+        check_server("0.0.0.0:1", bad_tls, bad_token, insecure_ok=True)
+        check_server("127.0.0.1:1", bad_tls, bad_token, insecure_ok=False)
+    check_server("0.0.0.0:1", tls, token, insecure_ok=False)
+    check_server("0.0.0.0:1", mutual, None, insecure_ok=False)
+
+
+async def test_plaintext_clients_stay_on_this_machine() -> None:
+    with pytest.raises(ConfigError, match="plaintext"):
+        connect("trainer:50051")
+    check_client("trainer:50051", ClientSecurity(insecure_ok_off_loopback=True))
+    check_client("trainer:50051", ClientSecurity(tls=True))
+
+
+async def test_a_server_refuses_before_it_binds() -> None:
+    with pytest.raises(ConfigError, match="plaintext"):
+        await start([SERVICE], ServerConfig(address="0.0.0.0:0"), Health())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"cert_file": "c", "ca_file": "a"}, {"cert_file": "c", "key_file": "k"}, {"server_name": "x"}],
+)
+def test_half_a_security_is_refused(settings: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"go together|need TLS"):
+        ClientSecurity.model_validate(settings)
+
+
+async def test_tokens_are_demanded_and_follow_their_file(tmp_path: Path) -> None:
+    served, held, wrong = (tmp_path / name for name in ("served", "held", "wrong"))
+    served.write_text("first\n")
+    held.write_text("first")
+    wrong.write_text("guess")
+    running = await start([SERVICE], ServerConfig(token_file=served), Health())
+    try:
+        good = ClientSecurity(token_file=held)
+        assert await _ask(running.address, good) == "OK"
+        assert await _ask(running.address, ClientSecurity()) == "UNAUTHENTICATED"
+        assert await _ask(running.address, ClientSecurity(token_file=wrong)) == "UNAUTHENTICATED"
+        served.write_text("second-token")
+        assert await _ask(running.address, good) == "UNAUTHENTICATED"
+        async with connect(running.address, security=good) as channel:
+            held.write_text("second-token")
+            method = rpc.WeightServiceStub(channel).GetManifest
+            await unary(method, pb.GetManifestRequest(), timeout_s=3)
+    finally:
+        await running.stop(0)
+
+
+def test_a_rotation_in_progress_locks_nobody_out(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("first")
+    token = TokenFile(path)
+    path.write_text("")
+    assert token.read() == "first"
+    path.unlink()
+    assert token.read() == "first"
+    path.write_text("second")
+    assert token.read() == "second" and not token.accepts("first") and not token.accepts("")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"a\nb", b"x" * 5000])
+def test_what_is_no_token(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "token").write_bytes(content)
+    with pytest.raises(ConfigError, match="holds no token") as caught:
+        TokenFile(tmp_path / "token")
+    assert "xxxx" not in str(caught.value)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        TokenFile(tmp_path / "missing")
+
+
+async def test_tokens_are_never_logged(tmp_path: Path) -> None:
+    (tmp_path / "served").write_text("right-token")
+    (tmp_path / "held").write_text("wrong-token")
+    with structlog.testing.capture_logs() as logs:
+        running = await start([SERVICE], ServerConfig(token_file=tmp_path / "served"), Health())
+        await _ask(running.address, ClientSecurity(token_file=tmp_path / "held"))
+        await running.stop(0)
+    assert logs and "-token" not in str(logs)
+
+
+@needs_openssl
+async def test_mutual_tls_lets_in_only_our_ca(pki: Path) -> None:
+    tls = ServerTls(cert_file=pki / "server.crt", key_file=pki / "server.key", client_ca_file=pki / "ca.crt")
+    running = await start([SERVICE], ServerConfig(tls=tls), Health())
+
+    def client(name: str | None, ca: str = "ca") -> ClientSecurity:
+        cert, key = (pki / f"{name}.crt", pki / f"{name}.key") if name else (None, None)
+        return ClientSecurity(ca_file=pki / f"{ca}.crt", cert_file=cert, key_file=key)
+
+    try:
+        assert await _ask(running.address, client("client")) == "OK"
+        for refused in (client("stranger"), client(None), client("client", ca="other"), ClientSecurity()):
+            assert await _ask(running.address, refused) in ("NOT_READY", "DEADLINE")
+    finally:
+        await running.stop(0)
+
+
+@needs_openssl
+async def test_certificates_follow_their_files(pki: Path, tmp_path: Path) -> None:
+    for end in ("crt", "key"):
+        shutil.copy(pki / f"server.{end}", tmp_path / f"s.{end}")
+    tls = ServerTls(cert_file=tmp_path / "s.crt", key_file=tmp_path / "s.key")
+    running = await start([SERVICE], ServerConfig(tls=tls), Health())
+    ours, others = ClientSecurity(ca_file=pki / "ca.crt"), ClientSecurity(ca_file=pki / "other.crt")
+    try:
+        assert await _ask(running.address, ours) == "OK"
+        for end in ("crt", "key"):
+            await asyncio.to_thread(shutil.copy, pki / f"stranger.{end}", tmp_path / f"s.{end}")
+        assert await _ask(running.address, others) == "OK"
+    finally:
+        await running.stop(0)
+
+
+async def test_unreadable_certificates_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "junk").write_text("junk")
+    for name, says in (("missing", "cannot be read"), ("junk", "is not PEM")):
+        tls = ServerTls(cert_file=tmp_path / name, key_file=tmp_path / name)
+        with pytest.raises(ConfigError, match=says):
+            await start([SERVICE], ServerConfig(tls=tls), Health())

@@ -1,0 +1,244 @@
+"""A server from bind to exit (quartet.kit.server, invariants 1 to 3), partly in processes of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from quartet.config import ConfigError
+from quartet.kit.channel import connect
+from quartet.kit.health import Health
+from quartet.kit.server import BindError, ServerConfig, Service, serve, start
+from quartet.v1 import weights_pb2 as pb
+from quartet.v1 import weights_pb2_grpc as rpc
+
+NAME = "quartet.v1.WeightService"
+SERVICE = Service(NAME, rpc.add_WeightServiceServicer_to_server, rpc.WeightServiceServicer())
+
+PROGRAM = textwrap.dedent(
+    """
+    import asyncio, sys
+    from quartet.config import Config, main
+    from quartet.kit import logs
+    from quartet.kit.health import Health
+    from quartet.kit.server import ServerConfig, Service, serve
+    from quartet.v1 import weights_pb2 as pb, weights_pb2_grpc as rpc
+
+    class Settings(Config):
+        server: ServerConfig = ServerConfig()
+
+    class Slow(rpc.WeightServiceServicer):
+        async def GetManifest(self, request, context):
+            print("working", flush=True)
+            await asyncio.sleep(float(request.run_id))
+            return pb.GetManifestResponse()
+
+    def run(settings):
+        logs.configure("test")
+        health = Health()
+
+        async def flush():
+            print("draining" if health.draining.is_set() else "not draining", flush=True)
+
+        name = "quartet.v1.WeightService"
+        health.set_ready(name)
+        service = Service(name, rpc.add_WeightServiceServicer_to_server, Slow())
+        asyncio.run(serve([service], settings.server, health, on_drain=flush))
+        print("done", flush=True)
+
+    sys.exit(main(Settings, run))
+    """
+)
+
+
+class Child:
+    """The program above, in a process of its own."""
+
+    def __init__(self, directory: Path, *argv: str) -> None:
+        self.port_file = directory / "port"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, "--server.port-file", str(self.port_file), *argv],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def address(self) -> str:
+        give_up = time.monotonic() + 20
+        while not self.port_file.exists():
+            assert self.process.poll() is None, self.process.communicate()[1]
+            assert time.monotonic() < give_up
+            time.sleep(0.02)
+        return self.port_file.read_text().strip()
+
+    def end(self) -> tuple[int, list[str], str]:
+        out, err = self.process.communicate(timeout=20)
+        return self.process.returncode, out.splitlines(), err
+
+
+@pytest.fixture
+def children(tmp_path: Path) -> Iterator[list[Child]]:
+    started: list[Child] = []
+    yield started
+    for child in started:
+        if child.process.poll() is None:
+            child.process.kill()
+            child.process.communicate()
+
+
+async def test_sigterm_drains_in_order_and_exits_zero(tmp_path: Path, children: list[Child]) -> None:
+    child = Child(tmp_path)
+    children.append(child)
+    async with connect(child.address()) as channel:
+        stub = rpc.WeightServiceStub(channel)
+        call = stub.GetManifest(pb.GetManifestRequest(run_id="1.0"), timeout=10)
+        call_task = asyncio.ensure_future(call)
+        assert child.process.stdout is not None
+        assert await asyncio.to_thread(child.process.stdout.readline) == "working\n"
+        child.process.send_signal(signal.SIGTERM)
+        assert await call_task == pb.GetManifestResponse(), "work in flight is finished"
+    code, out, err = await asyncio.to_thread(child.end)
+    assert (code, out) == (0, ["draining", "done"]), err
+    assert "Traceback" not in err
+
+
+async def test_grace_ends_and_a_second_signal_ends_it_sooner(tmp_path: Path, children: list[Child]) -> None:
+    child = Child(tmp_path, "--server.drain-seconds=60")
+    children.append(child)
+    async with connect(child.address()) as channel:
+        stub = rpc.WeightServiceStub(channel)
+        call_task = asyncio.ensure_future(stub.GetManifest(pb.GetManifestRequest(run_id="30"), timeout=60))
+        assert child.process.stdout is not None
+        await asyncio.to_thread(child.process.stdout.readline)
+        child.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(child.process.stdout.readline) == "draining\n"
+        began = time.monotonic()
+        child.process.send_signal(signal.SIGINT)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call_task
+    code, out, err = await asyncio.to_thread(child.end)
+    assert (code, out) == (0, ["done"]), err
+    assert time.monotonic() - began < 10
+
+
+def test_a_port_in_use_is_one_sentence_and_exit_2(tmp_path: Path, children: list[Child]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        child = Child(tmp_path, f"--server.address=127.0.0.1:{taken.getsockname()[1]}")
+        children.append(child)
+        code, _out, err = child.end()
+    assert code == 2
+    said = [line for line in err.splitlines() if not line.startswith("{")]  # besides the JSON log
+    assert len(said) == 1 and said[0].startswith("error: server.address") and "the port is in use" in said[0]
+
+
+async def test_two_servers_never_share_a_port() -> None:
+    running = await start([SERVICE], ServerConfig(), Health())
+    try:
+        with pytest.raises(BindError, match="the port is in use"):
+            await start([SERVICE], ServerConfig(address=running.address), Health())
+    finally:
+        await running.stop(0)
+    again = await start([SERVICE], ServerConfig(address=running.address), Health())
+    await again.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("no-such-host.invalid:0", "no address of this machine"),
+        ("127.0.0.1:99999", "cannot be bound|no address"),
+        ("192.0.2.1:0", "cannot be bound"),
+    ],
+)
+async def test_addresses_that_cannot_be_bound(address: str, says: str) -> None:
+    config = ServerConfig(address=address, insecure_ok_off_loopback=True)
+    with pytest.raises(ConfigError, match=says):
+        await start([SERVICE], config, Health())
+
+
+async def test_port_file_is_whole_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    running = await start([SERVICE], ServerConfig(port_file=tmp_path / "port"), Health())
+    await running.stop(0)
+    assert (tmp_path / "port").read_text() == f"{running.address}\n"
+    assert os.listdir(tmp_path) == ["port"]
+
+
+async def test_a_port_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="port_file"):
+        await start([SERVICE], ServerConfig(port_file=tmp_path / "none" / "port"), Health())
+
+
+async def test_unix_sockets(tmp_path: Path) -> None:
+    running = await start([SERVICE], ServerConfig(address=f"unix:{tmp_path}/s"), Health())
+    async with connect(running.address) as channel:
+        await asyncio.wait_for(channel.channel_ready(), 5)
+    await running.stop(0)
+
+
+async def test_reflection_lists_the_services_and_can_be_off() -> None:
+    async def listed(enabled: bool) -> set[str]:
+        running = await start([SERVICE], ServerConfig(reflection=enabled), Health())
+        try:
+            async with connect(running.address) as channel:
+                stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+                call = stub.ServerReflectionInfo(
+                    iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=5
+                )
+                answer = await call.read()
+            return {service.name for service in answer.list_services_response.service}
+        finally:
+            await running.stop(0)
+
+    assert {NAME, "grpc.health.v1.Health"} <= await listed(True)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await listed(False)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_metrics_are_served_and_the_port_is_given_back() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    for _ in range(2):
+        running = await start([SERVICE], ServerConfig(metrics_address=address), Health())
+        try:
+            page = await asyncio.to_thread(lambda: urllib.request.urlopen(f"http://{address}/metrics").read())
+            with pytest.raises(ConfigError, match="metrics_address"):
+                await start([SERVICE], ServerConfig(metrics_address=address), Health())
+        finally:
+            await running.stop(0)
+        assert b"quartet_rpc_handled_total" in page
+
+
+async def test_a_cancelled_serve_leaves_nothing_behind() -> None:
+    started = asyncio.Event()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    task = asyncio.create_task(serve([SERVICE], ServerConfig(address=address), Health(), started=started))
+    await asyncio.wait_for(started.wait(), 5)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    again = await start([SERVICE], ServerConfig(address=address), Health())
+    await again.stop(0)
+
+
+def test_the_kit_imports_no_torch() -> None:
+    modules = "quartet.kit.server, quartet.kit.channel, quartet.kit.call, quartet.kit.stream, quartet.config"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
