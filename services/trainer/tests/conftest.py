@@ -1,0 +1,145 @@
+"""A tiny Qwen3 folder, samples, and a trainer served on a free port."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import grpc
+import numpy as np
+import pytest
+import torch
+import transformers
+from quartet.kit.channel import connect
+from quartet.kit.server import start
+from quartet.v1 import rollout_pb2
+from quartet.v1 import trainer_service_pb2 as pb
+from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
+
+VOCAB = 96
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 of 50 thousand parameters with tied embeddings, and a file that stands for its tokenizer."""
+    torch.set_num_threads(1)
+    torch.manual_seed(7)
+    config = transformers.Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=64,
+        tie_word_embeddings=True,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+    )
+    path = tmp_path_factory.mktemp("model")
+    transformers.Qwen3ForCausalLM(config).save_pretrained(path)
+    (path / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    return path
+
+
+Made = list[pb.TrainingSample]
+
+
+@pytest.fixture
+def make_samples() -> Callable[..., Made]:
+    """Ragged groups: `groups` prompts with `members` completions each."""
+
+    def make(groups: int = 3, members: int = 4, seed: int = 0, version: int = 0) -> Made:
+        rng = np.random.default_rng(seed)
+        made = []
+        for _ in range(groups):
+            prompt = rng.integers(0, VOCAB, rng.integers(4, 20)).tolist()
+            for _ in range(members):
+                tail = rng.integers(0, VOCAB, rng.integers(1, 9)).tolist()
+                span = rollout_pb2.PolicySpan(start=len(prompt), length=len(tail), policy_version=version)
+                sample = rollout_pb2.Sample(
+                    token_ids=prompt + tail,
+                    spans=[span],
+                    logprobs=rng.uniform(-6, -2, len(tail)).astype(np.float32),
+                )
+                made.append(pb.TrainingSample(sample=sample, advantages=[float(rng.normal())]))
+        return made
+
+    return make
+
+
+@dataclass
+class Served:
+    """A trainer that can be called, and what is behind it."""
+
+    stub: Any
+    channel: grpc.aio.Channel
+    state_dir: Path
+
+    async def create(self, run_id: str = "r", **spec: Any) -> pb.RunState:
+        response = await self.stub.CreateRun(pb.CreateRunRequest(run_id=run_id, spec=run_spec(**spec)))
+        return response.run
+
+    async def forward_backward(self, seq_id: int, samples: Made, run_id: str = "r", **start: Any) -> Any:
+        count = sum(len(one.sample.logprobs) or 1 for one in samples)
+        kind = start.pop("loss", None) or pb.LossSpec(kind=pb.LOSS_KIND_POLICY_GRADIENT)
+        first = pb.ForwardBackwardStart(
+            run_id=run_id, seq_id=seq_id, loss=kind, **{"normalizer": count, **start}
+        )
+        return await self.stub.ForwardBackward(self.frames(pb.ForwardBackwardRequest, first, samples))
+
+    async def forward(self, samples: Made, **start: Any) -> list[list[float]]:
+        frames = self.frames(pb.ForwardRequest, pb.ForwardStart(run_id="r", **start), samples)
+        return [list(one.logprobs) async for one in self.stub.Forward(frames)]
+
+    @staticmethod
+    async def frames(kind: Any, start: Any, samples: Made, commit: bool = True) -> AsyncIterator[Any]:
+        yield kind(start=start)
+        for at in range(0, len(samples), 5):
+            yield kind(batch=pb.SampleBatch(samples=samples[at : at + 5]))
+        if commit:
+            tokens = sum(len(one.sample.token_ids) for one in samples)
+            yield kind(commit=pb.StreamCommit(sample_count=len(samples), token_count=tokens))
+
+    async def optim_step(self, seq_id: int, **fields: Any) -> pb.OptimStepResponse:
+        return await self.stub.OptimStep(pb.OptimStepRequest(run_id="r", seq_id=seq_id, **fields))
+
+    async def publish(self, seq_id: int) -> pb.PublishWeightsResponse:
+        return await self.stub.PublishWeights(pb.PublishWeightsRequest(run_id="r", seq_id=seq_id))
+
+    async def save(self, seq_id: int, name: str, export: bool = False) -> pb.SavedState:
+        request = pb.SaveStateRequest(run_id="r", seq_id=seq_id, name=name, export_model=export)
+        return (await self.stub.SaveState(request)).state
+
+
+def run_spec(**spec: Any) -> pb.RunSpec:
+    """A run's spec; learning_rate and other keys of the optimizer may be given flat."""
+    optimizer = {key: spec.pop(key) for key in list(spec) if key in pb.OptimizerSpec.DESCRIPTOR.fields_by_name}
+    return pb.RunSpec(optimizer=pb.OptimizerSpec(**{"learning_rate": 1e-2, **optimizer}), **spec)
+
+
+@pytest.fixture
+def serve_trainer(tmp_path: Path) -> Callable[..., Any]:
+    """An async context that serves a trainer; each use is a restart over the same state_dir."""
+    from quartet_trainer.assembly import assemble
+    from quartet_trainer.config import TrainerConfig
+
+    @contextlib.asynccontextmanager
+    async def serve(**config: Any) -> AsyncIterator[Served]:
+        trainer = assemble(TrainerConfig(state_dir=tmp_path / "states", device="cpu", **config))
+        server = await start(trainer.services, TrainerConfig().server, trainer.health)
+        channel = connect(server.address)
+        try:
+            yield Served(TrainerServiceStub(channel), channel, tmp_path / "states")
+        finally:
+            await channel.close()
+            await server.stop(0)
+            await trainer.worker.close()
+
+    return serve

@@ -1,0 +1,103 @@
+"""Packing: equal to each sample alone, everything predicted once, within the budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quartet_trainer import logprobs
+from quartet_trainer.logprobs import PolicyForward
+from quartet_trainer.packing import pack
+from quartet_trainer.sample import Sample, make_sample
+
+
+def ragged(seed: int, groups: int = 4, members: int = 3, vocab: int = 96) -> list[Sample]:
+    """Groups with shared prompts, two covered spans in each sample."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(groups):
+        prompt = rng.integers(0, vocab, rng.integers(1, 24)).tolist()
+        for _ in range(members):
+            first, between, second = rng.integers(1, 6, 3)
+            tail = rng.integers(0, vocab, first + between + second).tolist()
+            spans = [(len(prompt), int(first), 0), (len(prompt) + int(first + between), int(second), 1)]
+            made.append(make_sample(len(made), prompt + tail, spans, [], [float(rng.normal())]))
+    order = rng.permutation(len(made))
+    return [made[index] for index in order]
+
+
+def load(folder: Path) -> PolicyForward:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return PolicyForward(model, torch.device("cpu"), None)
+
+
+def packed(policy: PolicyForward, samples: list[Sample], budget: int, row: int) -> list[torch.Tensor]:
+    out: list[torch.Tensor] = [torch.empty(0)] * len(samples)
+    for batch in pack(samples, range(len(samples)), budget, row):
+        logp, _ = policy(batch, 0.7)
+        parts = torch.split(logp, [len(samples[member].covered_K) for member in batch.members])
+        for member, part in zip(batch.members, parts, strict=True):
+            out[member] = part
+    return out
+
+
+def alone(policy: PolicyForward, sample: Sample) -> torch.Tensor:
+    logits = policy.model(input_ids=torch.from_numpy(sample.tokens_T)[None]).logits[0] / 0.7
+    covered = torch.from_numpy(sample.covered_K)
+    return torch.log_softmax(logits, -1)[covered - 1, torch.from_numpy(sample.tokens_T)[covered]]
+
+
+def gradients(policy: PolicyForward, logps: list[torch.Tensor], samples: list[Sample]) -> list[torch.Tensor]:
+    policy.zero_grad()
+    loss = sum((lp * float(s.advantages_K[0])).sum() for lp, s in zip(logps, samples, strict=True)) / 100
+    loss.backward()
+    return [p.grad.clone() for p in policy.parameters()]
+
+
+def test_logprobs_and_gradients_equal_separate_forward_passes(folder: Path) -> None:
+    policy, samples = load(folder), ragged(1)
+    for budget, row in ((10_000, 256), (64, 48), (1, 1)):
+        ours = packed(policy, samples, budget, row)
+        plain = [alone(policy, sample) for sample in samples]
+        for one, other in zip(ours, plain, strict=True):
+            torch.testing.assert_close(one, other, atol=5e-6, rtol=0)
+        ours_grad, plain_grad = gradients(policy, ours, samples), gradients(policy, plain, samples)
+        for one, other in zip(ours_grad, plain_grad, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+def test_chunked_output_layer_equals_one_piece(folder: Path, monkeypatch: object) -> None:
+    policy, samples = load(folder), ragged(2)
+    whole = packed(policy, samples, 10_000, 256)
+    whole_grad = gradients(policy, whole, samples)
+    monkeypatch.setattr(logprobs, "LOGIT_CHUNK_ELEMENTS", 96 * 7)
+    parts = packed(policy, samples, 10_000, 256)
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
+    for one, other in zip(whole_grad, gradients(policy, parts, samples), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), budget=st.integers(1, 400), row=st.integers(1, 300))
+def test_every_covered_position_is_predicted_once_within_the_budget(seed: int, budget: int, row: int) -> None:
+    samples = ragged(seed, groups=3, members=4)
+    batches = pack(samples, range(len(samples)), budget, row)
+    assert sorted(m for batch in batches for m in batch.members) == list(range(len(samples)))
+    for batch in batches:
+        assert batch.tokens <= budget or len(batch.token_ids_RL) == 1
+        expected = np.concatenate([samples[m].tokens_T[samples[m].covered_K] for m in batch.members])
+        np.testing.assert_array_equal(batch.targets_K, expected)
+        before = np.concatenate([samples[m].tokens_T[samples[m].covered_K - 1] for m in batch.members])
+        np.testing.assert_array_equal(batch.token_ids_RL.reshape(-1)[batch.predictors_K], before)
+
+
+def test_a_group_shares_its_prompt() -> None:
+    prompt = list(range(20))
+    samples = [make_sample(i, [*prompt, 50 + i, 60, 70], [(20, 3, 0)], [], []) for i in range(8)]
+    (batch,) = pack(samples, range(8), 10_000, 256)
+    assert batch.token_ids_RL.shape == (1, 20 + 8 * 2)  # the last token of a sample predicts nothing

@@ -1,0 +1,95 @@
+"""States: whole or absent, harmed ones noticed, old ones pruned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from quartet.errors import QuartetError
+from quartet_trainer.states import Content, StateStore
+
+
+def content(value: float) -> Content:
+    return Content({"value": value}, {"weights": {"w": torch.full((5,), value)}})
+
+
+def save(store: StateStore, name: str, seq_id: int, **more: object) -> None:
+    store.save("r", name, seq_id, seq_id // 2, content(float(seq_id)), **more)
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_content_comes_back(tmp_path: Path) -> None:
+    store = StateStore(tmp_path, 2)
+    save(store, "a", 4)
+    (info,) = store.list("r")
+    read = store.read(info)
+    assert (info.name, info.seq_id, info.policy_version, info.model_path) == ("a", 4, 2, None)
+    assert read.meta == {"value": 4.0}
+    assert torch.equal(read.tensors["weights"]["w"], torch.full((5,), 4.0))
+
+
+def test_only_the_newest_are_kept_and_an_equal_name_is_replaced(tmp_path: Path) -> None:
+    store = StateStore(tmp_path, 2)
+    for seq_id, name in enumerate("abac", start=1):
+        save(store, name, seq_id)
+    assert [(info.name, info.seq_id) for info in store.list("r")] == [("a", 3), ("c", 4)]
+    assert sorted(path.name for path in (tmp_path / "r").iterdir()) == ["a@3", "c@4"]
+
+
+@pytest.mark.parametrize("file", ["weights.safetensors", "run.json"])
+def test_a_harmed_state_is_noticed_and_passed_over(tmp_path: Path, file: str) -> None:
+    store = StateStore(tmp_path, 3)
+    save(store, "old", 1)
+    save(store, "new", 2)
+    flip_a_bit(tmp_path / "r" / "new@2" / file)
+    with pytest.raises(QuartetError, match="CHECKSUM_MISMATCH"):
+        store.read(store.find("r", "new"))
+    found = store.newest_sound("r")
+    assert found is not None and found[0].name == "old"
+
+
+def test_a_state_without_its_mark_does_not_exist(tmp_path: Path) -> None:
+    store = StateStore(tmp_path, 3)
+    save(store, "a", 1)
+    (tmp_path / "r" / "a@1" / "COMPLETE.json").unlink()
+    assert store.list("r") == []
+    with pytest.raises(QuartetError, match="RESOURCE_UNKNOWN"):
+        store.find("r", "a")
+
+
+def test_a_save_that_fails_leaves_nothing_and_what_a_kill_left_is_swept(tmp_path: Path) -> None:
+    store = StateStore(tmp_path, 3)
+    save(store, "a", 1)
+
+    def breaks(target: Path) -> None:
+        target.mkdir()
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        save(store, "a", 2, export=breaks)
+    assert [path.name for path in (tmp_path / "r").iterdir()] == ["a@1"]
+    (tmp_path / "r" / "@writing-a@2").mkdir()
+    save(store, "a", 2)
+    assert [path.name for path in (tmp_path / "r").iterdir()] == ["a@2"]
+
+
+def test_the_same_seq_id_can_be_saved_again(tmp_path: Path) -> None:
+    store = StateStore(tmp_path, 3)
+    save(store, "a", 1)
+    save(store, "a", 1)
+    assert [info.seq_id for info in store.list("r")] == [1]
+
+
+def test_a_state_that_was_returned_to_is_the_newest(tmp_path: Path) -> None:
+    store = StateStore(tmp_path, 3)
+    save(store, "a", 1)
+    save(store, "b", 2)
+    store.touch("r", store.find("r", "a"))
+    found = store.newest_sound("r")
+    assert found is not None and found[0].name == "a"
