@@ -56,6 +56,8 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
         self.version = 3
         self.delay_s = 0.0
         self.running = 0
+        # A template that renders later turns anew, without what was said before.
+        self.forgets = False
         # Errors to raise before answering, first one first.
         self.errors: list[QuartetError] = []
 
@@ -74,7 +76,8 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
 
     def _frames(self, request: Any) -> list[Any]:
         if request.HasField("tokens"):
-            prompt = [*request.tokens.token_ids, *render(request.tokens.tail_messages), *OPENING]
+            earlier = [] if self.forgets else request.tokens.token_ids
+            prompt = [*earlier, *render(request.tokens.tail_messages), *OPENING]
             last = request.tokens.tail_messages[-1].content
         else:
             prompt = [*render(request.messages.messages), *OPENING]
@@ -110,7 +113,7 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
                     finish_reason=f"FINISH_REASON_{reason}",
                     message=message,
                     prompt_token_ids=prompt,
-                    prefix_kept=True,
+                    prefix_kept=not self.forgets,
                     usage=common_pb2.Usage(prompt_tokens=len(prompt), completion_tokens=len(tokens)),
                 )
             )

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import contextlib
 import ctypes
-import gc
 import json
 import logging
 import os
@@ -69,7 +68,6 @@ class Worker:
         async with self._environment.serving():
             beat = asyncio.create_task(self._beat())
             self._send(Kind.OK, call_id, self._info)
-            _freeze_heap()
             try:
                 while (frame := await read_frame(self._reader)) is not None:
                     self._take(*frame)
@@ -82,12 +80,14 @@ class Worker:
         _require_verifiers()
         from quartet_envhost.v1.environment import HostedEnvironment
         from quartet_envhost.v1.policy import Inference
+        from quartet_envhost.v1.tuning import freeze_heap, remember_default_factories
 
         env_id = settings["id"]
         try:
             self._environment = HostedEnvironment(env_id, settings["args"])
             # Reads the data too, so that what is wrong with it shows now.
             self._info = self._environment.describe().SerializeToString()
+            remember_default_factories()
         except QuartetError:
             raise
         # The environment's own code: whatever it raises is a refusal to load, reported as such.
@@ -97,6 +97,7 @@ class Worker:
             raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=env_id) from error
         security = ClientSecurity.model_validate(settings["security"])
         self._inference = Inference(settings["inference_addresses"], security)
+        freeze_heap()
 
     def _take(self, kind: Kind, call_id: int, payload: bytes) -> None:
         if kind is Kind.CANCEL:
@@ -196,12 +197,6 @@ def _require_verifiers() -> None:
         version = verifiers.__version__
         text = f"interpreter {sys.executable} has verifiers {version}; this worker needs {VERIFIERS}x"
         raise QuartetError("INVALID_CONFIG", text, key="python", value=sys.executable)
-
-
-def _freeze_heap() -> None:
-    """Take what was loaded out of garbage collection, which would walk it again and again."""
-    gc.collect()
-    gc.freeze()
 
 
 def _die_with_parent(parent: int) -> None:

@@ -1,0 +1,89 @@
+"""An environment for tests: each task behaves as its name says."""
+
+import asyncio
+import os
+import sys
+import time
+
+import verifiers.v1 as vf
+
+MODES = (
+    "ok",
+    "prints",
+    "setup_raises",
+    "reward_raises",
+    "reward_nan",
+    "run_raises",
+    "wedges",
+    "scores_slowly",
+    "exits",
+    "two_turns",
+    "exits_once",
+    "huge",
+)
+
+
+class TrialData(vf.TaskData):
+    mode: str
+
+
+class TrialTask(vf.Task[TrialData]):
+    async def setup(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
+        if self.data.mode == "setup_raises":
+            raise KeyError("no such row")
+
+    @vf.reward(weight=0.5)
+    async def length(self, trace: vf.Trace) -> float:
+        match self.data.mode:
+            case "reward_raises":
+                raise ZeroDivisionError("a scorer's bug")
+            case "reward_nan":
+                return float("nan")
+            case "scores_slowly":
+                await asyncio.sleep(30)
+        return float(len(trace.last_reply))
+
+    @vf.metric
+    async def turns(self, trace: vf.Trace) -> float:
+        return float(trace.num_turns)
+
+
+class TrialConfig(vf.TasksetConfig):
+    greeting: str = "hello"
+    once_file: str = ""
+
+
+class TrialTaskset(vf.Taskset[TrialTask, TrialConfig]):
+    def load(self):
+        for mode in MODES:
+            prompt = f"{self.config.greeting} {mode}"
+            yield TrialTask(TrialData(prompt=prompt, mode=mode), self.config.task)
+
+
+class TrialEnv(vf.SingleAgentEnv):
+    async def run(self, task, agents):
+        mode = task.data.mode
+        if mode == "prints":
+            os.write(1, b"\x00\x01 not a frame \xff" * 1000)
+            print("nor this", flush=True)
+        if mode == "run_raises":
+            raise RuntimeError("the environment's bug")
+        if mode == "wedges":
+            time.sleep(60)
+        if mode == "exits":
+            sys.stdout.flush()
+            os._exit(3)
+        once = self.config.taskset.once_file
+        if mode == "exits_once" and not os.path.exists(once):
+            open(once, "w").close()
+            os._exit(4)
+        if mode != "two_turns":
+            await agents.agent.run(task)
+            return
+        async with agents.agent.interaction(task) as talk:
+            await talk.turn()
+            await talk.turn("again")
+            await talk.turn("and again")
+
+
+__all__ = ["TrialEnv", "TrialTaskset"]
