@@ -181,6 +181,7 @@ class EmbeddedEngine:
         def run() -> None:
             try:
                 result = command()
+                self._note()  # whoever awaits the answer sees the state after it
             except Exception as error:  # noqa: BLE001 - it belongs to the caller
                 loop.call_soon_threadsafe(settle, None, error)
             else:

@@ -1,0 +1,333 @@
+"""The service over loopback gRPC, its weights from a real WeightService."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from quartet.errors import QuartetError, from_rpc
+from quartet.kit.channel import connect
+from quartet.kit.health import Health
+from quartet.kit.server import RunningServer, ServerConfig, Service, start
+from quartet.v1 import common_pb2, weights_pb2, weights_pb2_grpc
+from quartet.v1 import inference_service_pb2 as pb
+from quartet.v1 import inference_service_pb2_grpc as rpc
+from quartet.weights.service import WeightServicer
+from quartet.weights.store import WeightStore
+from quartet.weights.tensor import Tensor
+from quartet_inference import app
+from quartet_inference.config import InferenceConfig
+
+Make = Callable[..., Any]
+SERVICE = "quartet.v1.InferenceService"
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    return {
+        n: Tensor("F32", tuple(p.shape), p.detach().numpy().tobytes()) for n, p in model.named_parameters()
+    }
+
+
+async def publish(store: WeightStore, address: str = "127.0.0.1:0") -> RunningServer:
+    """A trainer as far as inference can see."""
+    add = weights_pb2_grpc.add_WeightServiceServicer_to_server
+    service = Service("quartet.v1.WeightService", add, WeightServicer(store))
+    return await start([service], ServerConfig(address=address), Health())
+
+
+class Replica:
+    """A running service and a client of it."""
+
+    def __init__(self, channel: grpc.aio.Channel, health: Health) -> None:
+        self.channel = channel
+        self.stub: Any = rpc.InferenceServiceStub(channel)
+        self.health = health
+
+    async def generate(
+        self, request: pb.GenerateRequest, timeout_s: float = 20
+    ) -> tuple[list[Any], list[Any]]:
+        """Deltas and finishes; RPC errors typed."""
+        deltas, finishes = [], []
+        try:
+            async for response in self.stub.Generate(request, timeout=timeout_s):
+                kind = response.WhichOneof("frame")
+                if kind == "delta":
+                    deltas.append(response.delta)
+                elif kind == "finish":
+                    finishes.append(response.finish)
+        except grpc.RpcError as error:
+            raise from_rpc(error) from None
+        return deltas, finishes
+
+    async def refusal(self, request: pb.GenerateRequest, timeout_s: float = 20) -> QuartetError:
+        with pytest.raises(QuartetError) as caught:
+            await self.generate(request, timeout_s)
+        return caught.value
+
+    async def model(self) -> Any:
+        return await self.stub.GetModel(pb.GetModelRequest(), timeout=5)
+
+    async def until(self, true: Callable[[Any], bool]) -> Any:
+        async with asyncio.timeout(15):
+            while not true(model := await self.model()):
+                await asyncio.sleep(0.02)
+        return model
+
+    async def until_version(self, run_id: str, version: int) -> Any:
+        def arrived(model: Any) -> bool:
+            return model.HasField("policy_version") and (model.run_id, model.policy_version) == (
+                run_id,
+                version,
+            )
+
+        return await self.until(arrived)
+
+
+@asynccontextmanager
+async def serving(folder: Path, **settings: Any) -> AsyncIterator[Replica]:
+    settings = {"max_model_len": 256, "embedded": {"kv_cache_bytes": 1 << 24, "max_num_seqs": 8}, **settings}
+    config = InferenceConfig(model=folder, **settings)
+    health = Health()
+    async with app.services(config, health) as services:
+        server = await start(services, config.server, health)
+        async with connect(server.address) as channel:
+            yield Replica(channel, health)
+        await server.stop(0)
+
+
+def tokens(*ids: int, **fields: Any) -> pb.GenerateRequest:
+    sampling = common_pb2.SamplingParams(
+        **{"max_tokens": 8, "ignore_eos": True, **fields.pop("sampling", {})}
+    )
+    return pb.GenerateRequest(tokens=pb.TokensPrompt(token_ids=ids or (1, 2, 3)), sampling=sampling, **fields)
+
+
+def chat(text: str, **fields: Any) -> pb.GenerateRequest:
+    sampling = common_pb2.SamplingParams(**{"max_tokens": 8, **fields.pop("sampling", {})})
+    messages = pb.MessagesPrompt(messages=[common_pb2.Message(role="user", content=text)])
+    return pb.GenerateRequest(messages=messages, sampling=sampling, **fields)
+
+
+async def test_generate_from_messages_tokens_and_tail(model_folder: Path) -> None:
+    async with serving(model_folder) as replica:
+        assert replica.health.why_not(SERVICE) == ""
+        model = await replica.model()
+        assert (model.policy_version, model.run_id, model.engine, model.dtype) == (
+            0,
+            "",
+            "embedded",
+            "float32",
+        )
+        assert len(model.weights_digest) == 16 and list(model.end_token_ids) == [258]
+
+        deltas, finishes = await replica.generate(chat("hi", n=3, sampling={"max_tokens": 70, "seed": 4}))
+        assert sorted(f.index for f in finishes) == [0, 1, 2]
+        for index in range(3):
+            mine = [d for d in deltas if d.index == index]
+            sampled = [t for d in mine for t in d.token_ids]
+            assert all(1 <= len(d.token_ids) == len(d.logprobs) <= 64 for d in mine)
+            assert sum(s.length for d in mine for s in d.spans) == len(sampled)
+            finish = next(f for f in finishes if f.index == index)
+            assert finish.usage.completion_tokens == len(sampled) and finish.prefix_kept
+            assert bool(finish.prompt_token_ids) == (index == 0)
+            assert (finish.finish_reason == pb.FINISH_REASON_STOP) == (sampled[-1] == 258)
+        prompt = next(list(f.prompt_token_ids) for f in finishes if f.index == 0)
+
+        again, _ = await replica.generate(
+            tokens(*prompt, sampling={"max_tokens": 70, "seed": 4, "ignore_eos": False})
+        )
+        assert [t for d in again for t in d.token_ids] == [
+            t for d in deltas if d.index == 0 for t in d.token_ids
+        ]
+
+        sampled = [t for d in again for t in d.token_ids]
+        request = tokens(*prompt, *sampled)
+        request.tokens.tail_messages.add(role="user", content="more")
+        _, (finish,) = await replica.generate(request)
+        assert list(finish.prompt_token_ids)[: len(prompt) + len(sampled)] == prompt + sampled
+        assert finish.usage.prompt_tokens == len(finish.prompt_token_ids) > len(prompt) + len(sampled)
+
+
+async def test_stop_strings_and_stop_tokens(model_folder: Path) -> None:
+    async with serving(model_folder) as replica:
+        seeded = {"seed": 11, "max_tokens": 60}
+        deltas, (plain,) = await replica.generate(tokens(sampling=seeded))
+        sampled = [t for d in deltas for t in d.token_ids]
+        stop = next(c for c in plain.message.content[3:] if c.isascii() and c.isprintable())
+        _, (stopped,) = await replica.generate(tokens(sampling={**seeded, "stop": [stop]}))
+        assert (stopped.finish_reason, stopped.stop_match) == (pb.FINISH_REASON_STOP, stop)
+        assert stop not in stopped.message.content
+        assert plain.message.content.startswith(stopped.message.content)
+        deltas, (by_token,) = await replica.generate(
+            tokens(sampling={**seeded, "stop_token_ids": [sampled[5]]})
+        )
+        assert [t for d in deltas for t in d.token_ids] == sampled[: sampled.index(sampled[5]) + 1]
+        assert by_token.finish_reason == pb.FINISH_REASON_STOP
+
+
+async def test_malformed_requests_are_typed(model_folder: Path) -> None:
+    async with serving(model_folder) as replica:
+        bad: list[tuple[pb.GenerateRequest, str, str]] = [
+            (pb.GenerateRequest(), "INVALID_REQUEST", "prompt"),
+            (pb.GenerateRequest(messages=pb.MessagesPrompt()), "INVALID_REQUEST", "messages"),
+            (pb.GenerateRequest(tokens=pb.TokensPrompt()), "INVALID_REQUEST", "tokens.token_ids"),
+            (tokens(1, 260), "INVALID_REQUEST", "tokens.token_ids"),
+            (tokens(1, 2**32 - 1), "INVALID_REQUEST", "tokens.token_ids"),
+            (tokens(*[1] * 256), "PROMPT_TOO_LONG", ""),
+            (tokens(n=257), "INVALID_REQUEST", "n"),
+            (tokens(sampling={"temperature": -1}), "INVALID_REQUEST", "temperature"),
+            (tokens(sampling={"temperature": float("nan")}), "INVALID_REQUEST", "temperature"),
+            (tokens(sampling={"temperature": 1e-30}), "INVALID_REQUEST", "temperature"),
+            (tokens(sampling={"top_p": 0}), "INVALID_REQUEST", "top_p"),
+            (tokens(sampling={"min_p": 1.5}), "INVALID_REQUEST", "min_p"),
+            (tokens(sampling={"repetition_penalty": 0}), "INVALID_REQUEST", "repetition_penalty"),
+            (tokens(sampling={"presence_penalty": 3}), "INVALID_REQUEST", "presence_penalty"),
+            (tokens(sampling={"max_tokens": 0}), "INVALID_REQUEST", "max_tokens"),
+            (tokens(sampling={"stop": [""]}), "INVALID_REQUEST", "stop"),
+            (tokens(sampling={"stop": ["x"] * 17}), "INVALID_REQUEST", "stop"),
+            (tokens(sampling={"stop_token_ids": [999]}), "INVALID_REQUEST", "stop_token_ids"),
+            (tokens(exact_policy_version=1), "VERSION_UNAVAILABLE", ""),
+        ]
+        bad_tool = chat("x")
+        bad_tool.tools.add(name="t", parameters_json="{")
+        bad.append((bad_tool, "INVALID_REQUEST", "tools.parameters_json"))
+        for request, reason, field in bad:
+            error = await replica.refusal(request)
+            assert (error.reason, error.metadata.get("field", "")) == (reason, field), request
+        assert len((await replica.generate(tokens(*[1] * 255)))[1]) == 1, "one token of room is enough"
+
+
+async def test_pause_resume_cancel_and_unserved_rpcs(model_folder: Path) -> None:
+    async with serving(model_folder) as replica:
+        await replica.stub.Pause(pb.PauseRequest(), timeout=5)
+        call = replica.stub.Generate(tokens(n=3, sampling={"max_tokens": 200}), timeout=30)
+        reader = asyncio.create_task(call.read())
+        model = await replica.until(lambda model: model.waiting == 3)
+        assert model.paused and model.tokens_sampled == 0
+        assert (await replica.stub.Resume(pb.ResumeRequest(), timeout=5)).in_flight == 3
+        assert (await reader).delta.token_ids
+        call.cancel()
+        await replica.until(lambda model: model.running == 0)
+        for name, request in (
+            ("Score", pb.ScoreRequest()),
+            ("LoadAdapter", pb.LoadAdapterRequest()),
+            ("UnloadAdapter", pb.UnloadAdapterRequest()),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await getattr(replica.stub, name)(request, timeout=5)
+            assert from_rpc(caught.value).reason == "NOT_IMPLEMENTED"
+        relay: Any = weights_pb2_grpc.WeightServiceStub(replica.channel)
+        for make in (
+            lambda: relay.Watch(weights_pb2.WatchRequest(), timeout=5).read(),
+            lambda: relay.Fetch(weights_pb2.FetchRequest(), timeout=5).read(),
+            lambda: relay.GetManifest(weights_pb2.GetManifestRequest(), timeout=5),
+            lambda: relay.Push(iter([weights_pb2.PushRequest()]), timeout=5),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await make()
+            assert from_rpc(caught.value).reason == "NOT_IMPLEMENTED"
+
+
+async def test_versions_arrive_and_requests_wait_for_them(model_folder: Path, make_model: Make) -> None:
+    store = WeightStore(keep=3)
+    trainer = await publish(store)
+    async with serving(model_folder, weights_address=trainer.address, version_wait_seconds=10) as replica:
+        assert "no verified weights" in replica.health.why_not(SERVICE)
+        assert (await replica.refusal(tokens())).reason == "NOT_READY"
+        early = asyncio.create_task(replica.generate(tokens(run_id="r", min_policy_version=0)))
+        await asyncio.sleep(0.1)
+        manifest = await asyncio.to_thread(store.publish, "r", 0, weights_of(make_model(0)))
+        await early
+        model = await replica.until_version("r", 0)
+        assert model.updates_applied == 0, "weights that are held already are not fetched"
+        assert model.weights_digest == manifest.digest and replica.health.why_not(SERVICE) == ""
+
+        later = asyncio.create_task(replica.generate(tokens(run_id="r", min_policy_version=1)))
+        inflight = asyncio.create_task(replica.generate(tokens(sampling={"max_tokens": 250}, n=8)))
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(store.publish, "r", 1, weights_of(make_model(1)))
+        deltas, _ = await later
+        assert {s.policy_version for d in deltas for s in d.spans} == {1}
+        deltas, finishes = await inflight
+        assert len(finishes) == 8 and {s.policy_version for d in deltas for s in d.spans} <= {0, 1}
+        model = await replica.until_version("r", 1)
+        assert model.updates_applied == 1 and model.last_update_pause_ms > 0
+
+        late = await replica.refusal(tokens(min_policy_version=9), timeout_s=1)
+        assert late.reason == "DEADLINE"
+        assert (await replica.refusal(tokens(run_id="other"), timeout_s=1)).reason == "RUN_NOT_SERVED"
+        assert (await replica.refusal(tokens(exact_policy_version=0))).reason == "VERSION_UNAVAILABLE"
+
+        await asyncio.to_thread(store.publish, "s", 0, weights_of(make_model(2)))
+        await replica.generate(tokens(run_id="s"))
+        await replica.until_version("s", 0)
+    await trainer.stop(0)
+
+
+async def test_a_restarted_trainer_is_followed_by_what_it_announces(
+    model_folder: Path, make_model: Make
+) -> None:
+    first = WeightStore(keep=2)
+    trainer = await publish(first)
+    address = trainer.address
+    await asyncio.to_thread(first.publish, "r", 5, weights_of(make_model(1)))
+    async with serving(model_folder, weights_address=address) as replica:
+        await replica.until_version("r", 5)
+        await trainer.stop(0)
+        assert (await replica.generate(tokens()))[1], "the old version goes on serving"
+        second = WeightStore(keep=2)
+        manifest = await asyncio.to_thread(second.publish, "r", 5, weights_of(make_model(2)))
+        trainer = await publish(second, address)
+        model = await replica.until(lambda model: model.weights_digest == manifest.digest)
+        assert model.updates_applied == 2
+        await asyncio.to_thread(second.publish, "r", 6, weights_of(make_model(1)))
+        await replica.until_version("r", 6)
+    await trainer.stop(0)
+
+
+async def test_a_version_that_does_not_fit_leaves_the_old_one(model_folder: Path, make_model: Make) -> None:
+    store = WeightStore(keep=4)
+    trainer = await publish(store)
+    async with serving(model_folder, weights_address=trainer.address) as replica:
+        partial = dict(list(weights_of(make_model(1)).items())[:3])
+        await asyncio.to_thread(store.publish, "r", 0, partial)
+        async with asyncio.timeout(10):
+            while "could not be taken" not in replica.health.why_not(SERVICE):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await asyncio.to_thread(store.publish, "r", 1, weights_of(make_model(1)))
+        await replica.until_version("r", 1)
+        await asyncio.to_thread(store.publish, "r", 2, partial)
+        await asyncio.sleep(0.3)
+        assert (await replica.model()).policy_version == 1
+        assert (await replica.generate(tokens(exact_policy_version=1)))[1]
+        await asyncio.to_thread(store.publish, "r", 3, weights_of(make_model(2)))
+        await replica.until_version("r", 3)
+    await trainer.stop(0)
+
+
+def test_dry_run_loads_no_torch(model_folder: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys, runpy\n"
+        f"sys.argv = ['q', '--model', {str(model_folder)!r}, '--dry-run']\n"
+        "try:\n    runpy.run_module('quartet_inference', run_name='__main__')\n"
+        "except SystemExit as e:\n    assert e.code == 0, e.code\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+    command = [sys.executable, "-m", "quartet_inference", "--dry-run", "--model"]
+    missing = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert missing.returncode == 2 and "no model folder is there" in missing.stderr
+    wrong = subprocess.run(
+        [*command, str(model_folder), "--embedded.kv-on-updat", "keep"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert wrong.returncode == 2 and "kv_on_update" in wrong.stderr
