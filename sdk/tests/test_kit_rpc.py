@@ -274,7 +274,7 @@ async def test_a_task_that_outlives_its_rpc_is_not_bound_by_its_deadline() -> No
 async def test_a_unary_call_always_has_a_deadline() -> None:
     async with _served() as (pig, stub, _running):
         await stub.GetManifest(_ask())
-        assert 0 < pig.seen["remaining_s"] <= 60
+        assert 0 < pig.seen["remaining_s"] <= 60 * 1.02
 
 
 async def test_a_silent_stream_is_given_up_and_its_handler_ends() -> None:

@@ -25,6 +25,8 @@ MAX_REQUEST_ID_CHARS: Final = 64
 
 # What a server keeps of its caller's time, to answer before the caller gives up.
 MARGIN_SECONDS: Final = 0.05
+# gRPC rounds timeouts up on the wire, by up to about this share.
+ROUNDING_SHARE: Final = 0.01
 
 
 class Scope:
@@ -84,7 +86,8 @@ def bounded(timeout_s: float | None) -> float | None:
     remaining = remaining_s()
     if remaining is None:
         return timeout_s
-    inherited = max(0.001, remaining - min(MARGIN_SECONDS, remaining / 10))
+    margin = min(MARGIN_SECONDS + ROUNDING_SHARE * remaining, remaining / 10)
+    inherited = max(0.001, remaining - margin)
     return inherited if timeout_s is None else min(timeout_s, inherited)
 
 
