@@ -27,7 +27,7 @@ VOCAB = 96
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3 of 50 thousand parameters with tied embeddings, and a file that stands for its tokenizer."""
+    """A small random Qwen3 with tied embeddings, and a file that stands for its tokenizer."""
     torch.set_num_threads(1)
     torch.manual_seed(7)
     config = transformers.Qwen3Config(
@@ -120,7 +120,9 @@ class Served:
 
 def run_spec(**spec: Any) -> pb.RunSpec:
     """A run's spec; learning_rate and other keys of the optimizer may be given flat."""
-    optimizer = {key: spec.pop(key) for key in list(spec) if key in pb.OptimizerSpec.DESCRIPTOR.fields_by_name}
+    optimizer = {
+        key: spec.pop(key) for key in list(spec) if key in pb.OptimizerSpec.DESCRIPTOR.fields_by_name
+    }
     return pb.RunSpec(optimizer=pb.OptimizerSpec(**{"learning_rate": 1e-2, **optimizer}), **spec)
 
 

@@ -21,12 +21,12 @@ def expected(spec: LossSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     if spec.ratio is Ratio.CISPO:
         cap = 4.0 if spec.clip_high is None else spec.clip_high
         weight = np.minimum(RATIO, cap)
-        return -weight * ADVANTAGE * LOGP, -weight * ADVANTAGE, RATIO > cap
+        return -weight * ADVANTAGE * LOGP, -weight * ADVANTAGE, cap < RATIO
     if spec.ratio is Ratio.PPO:
         low = 0.2 if spec.clip_low is None else spec.clip_low
         high = 0.2 if spec.clip_high is None else spec.clip_high
         free = RATIO * ADVANTAGE
-        bound = np.where(RATIO > 1 + high, 1 + high, np.where(RATIO < 1 - low, 1 - low, RATIO)) * ADVANTAGE
+        bound = np.where(1 + high < RATIO, 1 + high, np.where(1 - low > RATIO, 1 - low, RATIO)) * ADVANTAGE
         clipped = bound < free
         return -np.where(clipped, bound, free), np.where(clipped, 0.0, -free), clipped
     return -ADVANTAGE * LOGP, -ADVANTAGE, np.zeros(K, bool)
@@ -62,9 +62,7 @@ def test_loss_and_gradient_equal_the_formula(spec: LossSpec) -> None:
 
 def test_mismatch_kl_keeps_small_differences() -> None:
     sampled = torch.full((8,), -2.0)
-    values = diagnostics(
-        LossSpec(ratio=Ratio.CISPO), sampled + 1e-4, sampled, torch.ones(8), torch.zeros(8)
-    )
+    values = diagnostics(LossSpec(ratio=Ratio.CISPO), sampled + 1e-4, sampled, torch.ones(8), torch.zeros(8))
     assert values["mismatch_kl"] == pytest.approx(5e-9, rel=0.01)
 
 

@@ -1,4 +1,4 @@
-"""Schedules by their definition, AdamW against a loop in numpy, clipping, and state that comes back bit-equal."""
+"""Schedules, AdamW and clipping against their definitions; state that comes back bit-equal."""
 
 from __future__ import annotations
 
