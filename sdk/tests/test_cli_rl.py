@@ -28,7 +28,7 @@ def config() -> RunConfig:
 def test_the_demo_config_is_the_recipe(config: RunConfig) -> None:
     assert (config.batch_size, config.rollouts_per_example, config.groups_per_batch) == (128, 8, 16)
     assert config.checks.verify_logprobs
-    assert config.inference["kv_on_update"] == "recompute"
+    assert config.inference["embedded"]["kv_on_update"] == "recompute"
 
 
 def test_the_submitted_toml_is_the_same_run(config: RunConfig) -> None:
@@ -71,8 +71,12 @@ def test_a_model_folder_is_taken_by_its_absolute_path(
         model_path("m")
     (tmp_path / "m" / "config.json").write_text("{}")
     assert model_path("m") == str(tmp_path / "m")
-    (tmp_path / "hub" / "models--owner--name").mkdir(parents=True)
-    assert model_path("owner/name") == "owner/name"
+    cached = tmp_path / "hub" / "models--owner--name"
+    (cached / "snapshots" / "abc").mkdir(parents=True)
+    (cached / "snapshots" / "abc" / "config.json").write_text("{}")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    assert model_path("owner/name") == str(cached / "snapshots" / "abc")
 
 
 def test_a_used_output_folder_is_refused_with_the_remedy(tmp_path: Path, config: RunConfig) -> None:

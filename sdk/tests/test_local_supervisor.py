@@ -1,4 +1,4 @@
-"""The supervisor with real child processes: small ones that can be killed, do not start, or ignore SIGTERM."""
+"""The supervisor with real children: small ones that can be killed, do not start, or ignore SIGTERM."""
 
 from __future__ import annotations
 

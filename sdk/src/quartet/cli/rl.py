@@ -122,7 +122,8 @@ def _dry_run(config: RunConfig, folder: Path, run_id: str | None) -> int:
 
 def _prepare(job: Job) -> list[ChildSpec]:
     """Configs written and checked by the services themselves; environments found. Raises ConfigError."""
-    tables = {name: dict(getattr(job.config, name)) for name in SERVICES}
+    tables: dict[str, dict[str, Any]] = {name: dict(getattr(job.config, name)) for name in SERVICES}
+    tables["trainer"].setdefault("keep_last", job.config.ckpt.keep_last)
     wired = wire(job.config.model, job.folder / "data", tables)
     specs = write(wired, job.folder)
     asyncio.run(check(specs))
@@ -146,17 +147,19 @@ def check_environments(config: RunConfig, envhost: dict[str, Any]) -> None:
 
 
 def model_path(model: str) -> str:
-    """The model folder's absolute path, or the hub id unchanged. Raises ConfigError for neither."""
+    """The absolute path of a model folder, or of a hub id's folder in the cache. Raises ConfigError."""
     folder = Path(model).expanduser()
     if (folder / "config.json").is_file():
         return str(folder.absolute())
     if folder.exists():
         raise ConfigError(f"model = {model!r} has no config.json; name a Hugging Face model folder")
-    cache = Path(
-        os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub"
-    )
-    if (cache.expanduser() / f"models--{model.replace('/', '--')}").is_dir():
-        return model
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+    cached = hub / f"models--{model.replace('/', '--')}"
+    if (main := cached / "refs" / "main").is_file():
+        snapshot = cached / "snapshots" / main.read_text().strip()
+        if (snapshot / "config.json").is_file():
+            return str(snapshot.absolute())
     raise ConfigError(
         f"model = {model!r} is neither a folder here nor a model in the Hugging Face cache; make a small one "
         f"with 'quartet model tiny {model}', or fetch one with 'hf download {model}'"

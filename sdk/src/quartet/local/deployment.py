@@ -38,7 +38,7 @@ def wire(model: str, data: Path, tables: Mapping[str, Table]) -> dict[str, Table
     except (PortInUse, ValueError) as error:
         raise ConfigError(str(error)) from error
     known: dict[str, Table] = {
-        "trainer": {"data_dir": str(data / "trainer")},
+        "trainer": {"state_dir": str(data / "trainer")},
         "inference": {"model": model, "weights_address": addresses.get("trainer")},
         "envhost": {"inference_addresses": [addresses.get("inference", "")]},
         "orchestrator": {
