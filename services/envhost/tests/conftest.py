@@ -15,7 +15,7 @@ import pytest_asyncio
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
-from quartet.v1 import common_pb2, envhost_service_pb2, envhost_service_pb2_grpc
+from quartet.v1 import envhost_service_pb2, envhost_service_pb2_grpc
 from quartet_envhost.config import EnvHostConfig
 from quartet_envhost.host import EnvironmentHost
 from quartet_envhost.service import SERVICE_NAME, EnvHostServicer
@@ -90,7 +90,6 @@ async def hosted(envs_python: str, tmp_path_factory: pytest.TempPathFactory) -> 
             "environments": {
                 "trial-env": {"env": {"PYTHONPATH": str(HERE / "envs")}},
                 "reverse-text": {},
-                "not-installed": {},
             },
         }
     )
@@ -117,6 +116,3 @@ def _fresh_policy(request: pytest.FixtureRequest) -> None:
         policy.errors.clear()
         policy.requests.clear()
         policy.forgets = False
-
-
-__all__ = ["common_pb2"]

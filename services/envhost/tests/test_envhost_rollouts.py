@@ -212,13 +212,6 @@ async def test_wedged_worker_is_stopped_and_only_it_fails(hosted: Any) -> None:
     assert not rollout.HasField("failure"), "retried on the respawned worker"
 
 
-async def test_worker_that_exits_is_respawned_within_the_budget(hosted: Any) -> None:
-    (rollout,) = await hosted.run("exits_once", max_retries=1, timeout_ms=20_000)
-    assert not rollout.HasField("failure"), rollout.failure
-    (rollout,) = await hosted.run("exits")
-    assert kind(rollout) == "HOST" and "exited with code 3" in rollout.failure.message
-
-
 async def test_descriptions_and_tasks(hosted: Any) -> None:
     ref = hosted.ref("owner/reverse-text")
     described = await hosted.stub.DescribeEnvironment(
@@ -248,37 +241,37 @@ async def test_refusals_are_typed_and_say_what_to_do(hosted: Any) -> None:
     stub = hosted.stub
     error = await refusal(stub.RunRollouts(hosted.request("nowhere"), timeout=60))
     assert error.reason == "ENVIRONMENT_UNKNOWN" and "reverse-text" in error.metadata["hosted"]
-    error = await refusal(stub.RunRollouts(hosted.request("not-installed"), timeout=60))
-    assert error.reason == "ENVIRONMENT_UNKNOWN" and "install the package 'not-installed'" in error.message
-    error = await refusal(stub.RunRollouts(hosted.request("trial-env", task_index=99), timeout=60))
-    assert error.reason == "RESOURCE_UNKNOWN" and "task 99" in error.message
-    error = await refusal(stub.RunRollouts(hosted.request("trial-env", members=[]), timeout=60))
+    error = await refusal(stub.RunRollouts(hosted.request("reverse-text", task_index=9999), timeout=60))
+    assert error.reason == "RESOURCE_UNKNOWN" and "task 9999" in error.message
+    error = await refusal(stub.RunRollouts(hosted.request("reverse-text", members=[]), timeout=60))
     assert error.reason == "INVALID_REQUEST" and error.metadata["field"] == "members"
-    error = await refusal(stub.RunRollouts(hosted.request("trial-env", members=[1, 1]), timeout=60))
+    error = await refusal(stub.RunRollouts(hosted.request("reverse-text", members=[1, 1]), timeout=60))
     assert error.reason == "INVALID_REQUEST"
-    error = await refusal(stub.RunRollouts(hosted.request("trial-env", members=range(65)), timeout=60))
+    error = await refusal(stub.RunRollouts(hosted.request("reverse-text", members=range(65)), timeout=60))
     assert error.reason == "OVERLOADED" and hosted.host.in_flight == 0
     error = await refusal(stub.Interact(iter([]), timeout=60))
     assert error.reason == "NOT_IMPLEMENTED"
 
 
-@pytest.mark.parametrize(
-    ("args", "text"),
-    [
+async def test_bad_arguments_are_one_clear_sentence(hosted: Any) -> None:
+    for args, text in [
         ("{", "not JSON"),
         ("[1]", "not an object"),
         ('{"num_trian": 3}', "did you mean 'num_train'?"),
-        ('{"num_train": "many"}', "args.num_train"),
-        ('{"min_chars": 9, "max_chars": 3}', "min_chars = 9 is more than max_chars = 3"),
-    ],
-)
-async def test_bad_arguments_are_one_clear_sentence(hosted: Any, args: str, text: str) -> None:
-    ref = envhost_service_pb2.EnvironmentRef(id="reverse-text", args_json=args)
-    request = envhost_service_pb2.DescribeEnvironmentRequest(environment=ref)
-    error = await refusal(hosted.stub.DescribeEnvironment(request, timeout=60))
-    assert error.reason == "INVALID_CONFIG" and text in error.message and "\n" not in error.message
+    ]:
+        ref = envhost_service_pb2.EnvironmentRef(id="reverse-text", args_json=args)
+        request = envhost_service_pb2.DescribeEnvironmentRequest(environment=ref)
+        error = await refusal(hosted.stub.DescribeEnvironment(request, timeout=60))
+        assert error.reason == "INVALID_CONFIG" and text in error.message and "\n" not in error.message
+
+
+async def test_worker_that_exits_is_respawned_within_the_budget(hosted: Any) -> None:
+    (rollout,) = await hosted.run("exits_once", max_retries=1, timeout_ms=20_000)
+    assert not rollout.HasField("failure"), rollout.failure
+    (rollout,) = await hosted.run("exits")
+    assert kind(rollout) == "HOST" and "exited with code 3" in rollout.failure.message
 
 
 async def _until(condition: Any) -> None:
-    while not condition():
+    while not condition():  # noqa: ASYNC110 - what is waited for happens in other processes too
         await asyncio.sleep(0.02)

@@ -19,7 +19,6 @@ MODES = (
     "exits",
     "two_turns",
     "exits_once",
-    "huge",
 )
 
 
@@ -60,6 +59,12 @@ class TrialTaskset(vf.Taskset[TrialTask, TrialConfig]):
             yield TrialTask(TrialData(prompt=prompt, mode=mode), self.config.task)
 
 
+def exit_unless_marked(once_file):
+    if not os.path.exists(once_file):
+        open(once_file, "w").close()
+        os._exit(4)
+
+
 class TrialEnv(vf.SingleAgentEnv):
     async def run(self, task, agents):
         mode = task.data.mode
@@ -69,14 +74,12 @@ class TrialEnv(vf.SingleAgentEnv):
         if mode == "run_raises":
             raise RuntimeError("the environment's bug")
         if mode == "wedges":
-            time.sleep(60)
+            time.sleep(60)  # noqa: ASYNC251 - blocking the loop is the point
         if mode == "exits":
             sys.stdout.flush()
             os._exit(3)
-        once = self.config.taskset.once_file
-        if mode == "exits_once" and not os.path.exists(once):
-            open(once, "w").close()
-            os._exit(4)
+        if mode == "exits_once":
+            exit_unless_marked(self.config.taskset.once_file)
         if mode != "two_turns":
             await agents.agent.run(task)
             return

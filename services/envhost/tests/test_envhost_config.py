@@ -1,0 +1,180 @@
+"""Configuration and interpreters: what is refused before anything starts, and in which words."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quartet.errors import QuartetError
+from quartet.v1 import envhost_service_pb2
+from quartet_envhost.config import EnvHostConfig
+from quartet_envhost.host import EnvironmentHost
+
+ADDRESS = '["127.0.0.1:1"]'
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "quartet_envhost", "--inference-addresses", ADDRESS, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_dry_run_prints_the_resolved_configuration() -> None:
+    done = run("--dry-run", "--python", sys.executable, "--workers", "3")
+    assert done.returncode == 0, done.stderr
+    config = json.loads(done.stdout)
+    assert config["workers"] == 3 and config["python"] == sys.executable
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--python", "/nowhere/python"], "interpreter '/nowhere/python' does not exist"),
+        (["--python", "/etc/hostname"], "is not executable"),
+        (["--wrokers", "3"], "did you mean 'workers'?"),
+        (["--inference-addresses", "[]"], "inference_addresses"),
+        (["--inference-addresses", '["10.1.1.1:5"]'], "off loopback"),
+    ],
+)
+def test_bad_configuration_is_one_sentence(arguments: list[str], text: str) -> None:
+    done = run("--dry-run", *arguments)
+    assert done.returncode == 2 and text in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_interpreter_of_one_environment_is_checked(tmp_path: Path) -> None:
+    file = tmp_path / "envhost.toml"
+    file.write_text('[environments."reverse-text"]\npython = "/nowhere/python"\n')
+    done = run("--dry-run", "@", str(file))
+    assert done.returncode == 2 and "/nowhere/python" in done.stderr
+
+
+def test_settings_of_an_environment_fall_back_to_the_hosts() -> None:
+    config = EnvHostConfig.model_validate(
+        {
+            "inference_addresses": ["127.0.0.1:1"],
+            "workers": 2,
+            "environments": {"reverse-text": {"rollouts_per_worker": 7}},
+        }
+    )
+    found = config.environment("owner/Reverse_Text@1.0")
+    assert found is not None
+    assert (found.workers, found.rollouts_per_worker, found.python) == (2, 7, sys.executable)
+    assert config.environment("other") is None
+    open_host = EnvHostConfig(inference_addresses=["127.0.0.1:1"])
+    assert open_host.environment("anything") is not None
+
+
+async def describe(python: str) -> QuartetError:
+    host = EnvironmentHost(EnvHostConfig(inference_addresses=["127.0.0.1:1"], python=python))
+    with pytest.raises(QuartetError) as caught:
+        await host.describe(envhost_service_pb2.EnvironmentRef(id="reverse-text"))
+    await host.close()
+    return caught.value
+
+
+async def test_interpreter_without_verifiers_is_named_with_the_remedy() -> None:
+    # The interpreter of these tests has this package and no verifiers.
+    error = await describe(sys.executable)
+    assert error.reason == "INVALID_CONFIG" and "quartet-envhost[verifiers]" in error.message
+
+
+async def test_interpreter_without_this_package_is_named_with_the_remedy(tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    error = await describe(str(broken))
+    assert error.reason == "ENVIRONMENT_UNAVAILABLE"
+    assert str(broken) in error.message and "install" in error.message
+
+
+def test_arguments_and_missing_packages_in_the_environments_interpreter(envs_python: str) -> None:
+    script = """
+from quartet.errors import QuartetError
+from quartet_envhost.v1.environment import environment_config
+for env_id, args in [
+    ("not-installed", {}),
+    ("reverse-text", {"num_train": "many"}),
+    ("reverse-text", {"min_chars": 9, "max_chars": 3}),
+    ("reverse-text", {"texts": 5}),
+    ("reverse-text", {"agent": {"max_turns": "x"}}),
+]:
+    try:
+        environment_config(env_id, args)
+    except QuartetError as error:
+        print(error)
+config = environment_config("owner/reverse-text", {"agent": {"max_turns": 3}, "num_train": 9})
+print(config.agent.max_turns, config.agent.harness.id, config.agent.runtime.type, config.taskset.num_train)
+"""
+    done = subprocess.run(
+        [envs_python, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 6, done.stdout
+    assert lines[0].startswith("ENVIRONMENT_UNKNOWN") and "install the package 'not-installed'" in lines[0]
+    assert lines[1].startswith("INVALID_CONFIG") and "args.num_train" in lines[1]
+    assert lines[2].startswith("INVALID_CONFIG") and "min_chars = 9 is more than max_chars = 3" in lines[2]
+    assert lines[3].startswith("INVALID_CONFIG") and "args.texts" in lines[3]
+    assert lines[4].startswith("INVALID_CONFIG") and "args.agent.max_turns" in lines[4]
+    assert lines[5] == "3 quartet_in_process subprocess 9"
+
+
+def test_sigterm_drains_and_exits_with_zero(tmp_path: Path) -> None:
+    port_file = tmp_path / "port"
+    command = [sys.executable, "-m", "quartet_envhost", "--inference-addresses", ADDRESS]
+    with subprocess.Popen(
+        [*command, "--server.port-file", str(port_file)], stderr=subprocess.DEVNULL
+    ) as host:
+        _wait(port_file.exists)
+        host.send_signal(signal.SIGTERM)
+        assert host.wait(timeout=15) == 0
+
+
+def test_workers_die_with_a_killed_front() -> None:
+    script = """
+import asyncio, sys
+from quartet_envhost.process import WorkerProcess
+async def main():
+    worker = await WorkerProcess.spawn(sys.executable, {})
+    await worker.spoke.wait()
+    print(worker.pid, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as front:
+        assert front.stdout is not None
+        worker = int(front.stdout.readline())
+        assert _running(worker)
+        front.kill()
+        _wait(lambda: not _running(worker))
+
+
+def _running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _wait(condition: Any, seconds: float = 15.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+async def test_no_verifiers_in_the_front() -> None:
+    # A process of its own: other tests may have imported more.
+    script = "import quartet_envhost.__main__, sys; print('verifiers' in sys.modules, 'torch' in sys.modules)"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE, env=os.environ.copy()
+    )
+    out, _ = await process.communicate()
+    assert out.decode().split() == ["False", "False"]

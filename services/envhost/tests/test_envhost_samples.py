@@ -1,0 +1,94 @@
+"""v1/samples.py 1-3, and worker.bounded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+from quartet.v1 import rollout_pb2
+from quartet_envhost import failures
+from quartet_envhost.v1.samples import merge_turns
+from quartet_envhost.worker import MAX_ROLLOUT_BYTES, bounded
+
+
+@dataclass
+class Turn:
+    prompt_ids: list[int]
+    token_ids: list[int]
+    spans: list[tuple[int, int, int]]
+    logprobs: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.logprobs = [float(token) for token in self.token_ids]
+
+
+def turn(prompt: list[int], tokens: list[int], version: int = 1) -> Turn:
+    return Turn(prompt, tokens, [(0, len(tokens), version)] if tokens else [])
+
+
+def covered(sample: rollout_pb2.Sample) -> list[int]:
+    return [sample.token_ids[s.start + i] for s in sample.spans for i in range(s.length)]
+
+
+def test_later_turn_extends_the_sample_and_keeps_each_version() -> None:
+    samples, breaks = merge_turns([turn([1, 2], [3, 4], 7), turn([1, 2, 3, 4, 5], [6], 8)])
+    assert breaks == 0 and len(samples) == 1
+    assert list(samples[0].token_ids) == [1, 2, 3, 4, 5, 6]
+    assert [(s.start, s.length, s.policy_version) for s in samples[0].spans] == [(2, 2, 7), (5, 1, 8)]
+    assert list(samples[0].logprobs) == [3.0, 4.0, 6.0]
+
+
+def test_changed_prefix_breaks() -> None:
+    samples, breaks = merge_turns([turn([1, 2], [3, 4]), turn([1, 2, 9, 5], [6])])
+    assert breaks == 1 and [covered(s) for s in samples] == [[3, 4], [6]]
+
+
+def test_fork_trains_shared_tokens_once() -> None:
+    root = turn([1], [2])
+    samples, breaks = merge_turns([root, turn([1, 2, 3], [4]), turn([1, 2, 5], [6])])
+    assert breaks == 1 and [covered(s) for s in samples] == [[2, 4], [6]]
+    assert list(samples[1].token_ids) == [1, 2, 5, 6]
+
+
+def test_adjacent_spans_of_one_version_are_one() -> None:
+    (sample,), _ = merge_turns([Turn([1], [2, 3, 4], [(0, 2, 5), (2, 1, 5)])])
+    assert [(s.start, s.length) for s in sample.spans] == [(1, 3)]
+
+
+def test_nothing_sampled_gives_no_sample() -> None:
+    assert merge_turns([turn([1], [])]) == ([], 0)
+    assert merge_turns([]) == ([], 0)
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 3), max_size=3), st.integers(0, 4)), max_size=6)
+)
+def test_every_sampled_token_is_covered_exactly_once(plan: list[tuple[bool, list[int], int]]) -> None:
+    turns: list[Turn] = []
+    for extends, tail, sampled in plan:
+        before = turns[-1].prompt_ids + turns[-1].token_ids if extends and turns else []
+        turns.append(turn([*before, 100, *tail], list(range(10, 10 + sampled)), version=len(turns)))
+    samples, breaks = merge_turns(turns)
+    want = sorted((t.spans[0][2], token) for t in turns for token in t.token_ids)
+    got = []
+    for sample in samples:
+        at = 0
+        for span in sample.spans:
+            assert span.start >= at, "ascending and disjoint"
+            at = span.start + span.length
+            got += [(span.policy_version, sample.token_ids[i]) for i in range(span.start, at)]
+        assert list(sample.logprobs) == [float(token) for token in covered(sample)]
+    assert sorted(got) == want
+    assert breaks <= sum(not extends for extends, _, _ in plan)
+
+
+def test_rollout_over_the_message_limit_loses_messages_first_then_fails() -> None:
+    rollout = rollout_pb2.Rollout(member=3, reward=1.0)
+    rollout.messages.add(role="user", content="x" * MAX_ROLLOUT_BYTES)
+    small = bounded(rollout)
+    assert not small.messages and small.reward == 1.0 and not small.HasField("failure")
+    rollout.samples.add(logprobs=[0.0] * (MAX_ROLLOUT_BYTES // 4 + 1))
+    failed = bounded(rollout)
+    assert failed.failure.kind == failures.HOST and failed.member == 3 and not failed.samples
+    assert not failed.failure.retryable
