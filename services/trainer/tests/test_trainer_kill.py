@@ -1,4 +1,4 @@
-"""Invariant 9 for the trainer: SIGKILL of its process, restart, and the run continues bit-equal to one that was never killed."""
+"""Invariant 9 for the trainer: after SIGKILL and restart the run continues bit-equal to one never killed."""
 
 from __future__ import annotations
 
