@@ -30,7 +30,8 @@ class Permits:
             if turn.done() and not turn.cancelled():
                 self.give_back(count)  # it was ours already
             else:
-                self._waiting.remove((count, turn))
+                if (count, turn) in self._waiting:  # else passed over by _admit
+                    self._waiting.remove((count, turn))
                 self._admit()
             raise
 

@@ -135,7 +135,8 @@ class Training:
         if there.applied_seq_id > written + 1:
             raise RunFailed(
                 f"the trainer's run {run_id!r} stands at call {there.applied_seq_id}, but this "
-                f"orchestrator asked for {written + 1} at most; choose another run_id, or empty the trainer's data folder"
+                f"orchestrator asked for {written + 1} at most; choose another run_id, "
+                "or empty the trainer's folder of states"
             )
         if there.applied_seq_id < written:
             self._book.note(

@@ -1,0 +1,295 @@
+"""Small fakes of the trainer and the environment host, served over loopback gRPC and shaped like the real
+ones.
+
+The fake trainer's "weights" are a hash over everything it applied, in order: two runs that end with the same
+weights were trained on the same batches, once each. Its saved states survive `restart`, its memory does not.
+The fake host "samples" what it is asked for from the version that the fake trainer published last; every
+rollout carries its task, its member and its version in its tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import xxhash
+from quartet.errors import QuartetError
+from quartet.kit.channel import ClientSecurity
+from quartet.kit.health import Health
+from quartet.kit.server import RunningServer, ServerConfig, Service, start
+from quartet.v1 import envhost_service_pb2 as epb
+from quartet.v1 import rollout_pb2 as rpb
+from quartet.v1 import trainer_service_pb2 as tpb
+from quartet.v1.envhost_service_pb2_grpc import EnvHostServiceServicer, add_EnvHostServiceServicer_to_server
+from quartet.v1.trainer_service_pb2_grpc import TrainerServiceServicer, add_TrainerServiceServicer_to_server
+from quartet_orchestrator.assembly import Services
+from quartet_orchestrator.config import OrchestratorConfig
+from quartet_orchestrator.runs import Runs
+
+
+@dataclass
+class TrainerRun:
+    spec: bytes
+    applied: int = 0
+    version: int = 0
+    published: int | None = None
+    weights: str = "base"
+    gradients: str = ""
+    kept: dict[int, object] = field(default_factory=dict)
+    trained: list[tuple[int, ...]] = field(default_factory=list)
+
+
+class FakeTrainer(TrainerServiceServicer):
+    def __init__(self) -> None:
+        self.runs: dict[str, TrainerRun] = {}
+        self.disk: dict[tuple[str, str], TrainerRun] = {}
+        self.applied_calls: Counter[int] = Counter()
+        self.latest = -1
+        self.delay_s = 0.0
+        self.loss = 0.5
+        self.lose_answer_of: set[int] = set()
+        self.model_missing = False
+        self._newer = asyncio.Event()
+
+    def forget(self) -> None:
+        self.runs.clear()
+
+    async def wait_version(self, version: int) -> None:
+        while self.latest < version:
+            await self._newer.wait()
+
+    async def CreateRun(self, request, context):
+        if self.model_missing:
+            raise QuartetError(
+                "INVALID_CONFIG", "model = 'm' is no folder on the trainer; copy it there", key="model"
+            )
+        spec = request.spec.SerializeToString(deterministic=True)
+        run = self.runs.get(request.run_id)
+        if run is None:
+            saved = [state for (run_id, _), state in self.disk.items() if run_id == request.run_id]
+            run = copy.deepcopy(max(saved, key=lambda s: s.applied)) if saved else TrainerRun(spec)
+            run.kept.clear()
+            self.runs[request.run_id] = run
+        if run.spec != spec:
+            raise QuartetError("RUN_CONFLICT", "another spec", run_id=request.run_id)
+        return tpb.CreateRunResponse(run=self._state(request.run_id))
+
+    async def GetRun(self, request, context):
+        self._find(request.run_id)
+        return tpb.GetRunResponse(run=self._state(request.run_id))
+
+    async def ForwardBackward(self, request_iterator, context):
+        start_frame, samples, commit = None, [], None
+        async for frame in request_iterator:
+            match frame.WhichOneof("frame"):
+                case "start":
+                    start_frame = frame.start
+                case "batch":
+                    samples.extend(frame.batch.samples)
+                case "commit":
+                    commit = frame.commit
+        if commit is None or commit.sample_count != len(samples):
+            raise QuartetError("STREAM_TORN", "no commit")
+        tokens = sum(len(s.sample.token_ids) for s in samples)
+        assert commit.token_count == tokens
+
+        def apply(run: TrainerRun):
+            contents = b"".join(s.SerializeToString(deterministic=True) for s in samples)
+            run.gradients = xxhash.xxh3_64_hexdigest(contents)
+            run.trained += [tuple(s.sample.token_ids) for s in samples]
+            answer = tpb.ForwardBackwardResponse(loss=self.loss, loss_tokens=tokens, tokens=tokens)
+            answer.diagnostics["entropy"] = 1.5
+            answer.verification.max_difference = 1e-6
+            answer.verification.tokens_compared = tokens
+            return answer
+
+        return await self._apply(start_frame.run_id, start_frame.seq_id, apply)
+
+    async def OptimStep(self, request, context):
+        def apply(run: TrainerRun):
+            assert run.gradients
+            run.weights = xxhash.xxh3_64_hexdigest((run.weights + run.gradients).encode())
+            run.gradients = ""
+            run.version += 1
+            return tpb.OptimStepResponse(grad_norm=1.0, learning_rate=1e-3, policy_version=run.version)
+
+        return await self._apply(request.run_id, request.seq_id, apply)
+
+    async def PublishWeights(self, request, context):
+        def apply(run: TrainerRun):
+            run.published = run.version
+            self.latest = max(self.latest, run.version)
+            self._newer.set()
+            self._newer = asyncio.Event()
+            return tpb.PublishWeightsResponse(version=run.version, digest=run.weights.encode())
+
+        return await self._apply(request.run_id, request.seq_id, apply)
+
+    async def SaveState(self, request, context):
+        def apply(run: TrainerRun):
+            saved = copy.deepcopy(run)
+            saved.applied = request.seq_id
+            self.disk[request.run_id, request.name] = saved
+            state = self._saved(request.name, saved)
+            state.model_path = "/model" if request.export_model else ""
+            return tpb.SaveStateResponse(state=state)
+
+        return await self._apply(request.run_id, request.seq_id, apply)
+
+    async def ListStates(self, request, context):
+        states = [self._saved(name, s) for (run_id, name), s in self.disk.items() if run_id == request.run_id]
+        return tpb.ListStatesResponse(states=sorted(states, key=lambda s: s.seq_id))
+
+    async def _apply(self, run_id, seq_id, apply):
+        run = self._find(run_id)
+        if seq_id <= run.applied:
+            if seq_id not in run.kept:
+                raise QuartetError("SEQUENCE_CONFLICT", "no longer kept", have=run.applied, want=seq_id)
+            return run.kept[seq_id]
+        if seq_id != run.applied + 1:
+            raise QuartetError("SEQUENCE_GAP", "gap", have=run.applied, want=seq_id)
+        await asyncio.sleep(self.delay_s)
+        if self.runs.get(run_id) is not run or seq_id <= run.applied:
+            raise QuartetError("NOT_READY", "restarted meanwhile")
+        answer = apply(run)
+        run.applied = seq_id
+        run.kept = {seq_id: answer}
+        self.applied_calls[seq_id] += 1
+        if seq_id in self.lose_answer_of:
+            self.lose_answer_of.discard(seq_id)
+            self.forget()
+            raise QuartetError("NOT_READY", "died before it answered")
+        return answer
+
+    def _find(self, run_id) -> TrainerRun:
+        if run_id not in self.runs:
+            raise QuartetError("RUN_UNKNOWN", "no such run", run_id=run_id)
+        return self.runs[run_id]
+
+    def _state(self, run_id):
+        run = self.runs[run_id]
+        return tpb.RunState(
+            run_id=run_id,
+            applied_seq_id=run.applied,
+            policy_version=run.version,
+            published_version=run.published,
+        )
+
+    def _saved(self, name, run):
+        return tpb.SavedState(
+            name=name, seq_id=run.applied, policy_version=run.version, path=f"/states/{name}"
+        )
+
+
+class FakeHost(EnvHostServiceServicer):
+    def __init__(self, trainer: FakeTrainer) -> None:
+        self.trainer = trainer
+        self.requests: list[epb.RunRolloutsRequest] = []
+        self.max_delay_s = 0.004
+        self.random = random.Random(0)
+        # (task_index, member) -> failures still to come; kind of failure.
+        self.failures: dict[tuple[int, int], int] = {}
+        self.failing_tasks: set[int] = set()
+        self.kind = rpb.FAILURE_KIND_ENVIRONMENT
+        self.lie_about_version: dict[int, int] = {}
+        self.break_streams = 0
+
+    async def DescribeEnvironment(self, request, context):
+        if request.environment.id == "nowhere":
+            raise QuartetError(
+                "ENVIRONMENT_UNKNOWN", "'nowhere' is not hosted here", env_id="nowhere", hosted="toy"
+            )
+        info = epb.EnvironmentInfo(id=request.environment.id, train_size=50, eval_size=6)
+        return epb.DescribeEnvironmentResponse(environment=info)
+
+    async def RunRollouts(self, request, context) -> AsyncIterator[epb.RunRolloutsResponse]:
+        self.requests.append(request)
+        members = list(request.members)
+        self.random.shuffle(members)
+        for number, member in enumerate(members):
+            await asyncio.sleep(self.random.uniform(0, self.max_delay_s))
+            await self.trainer.wait_version(request.min_policy_version)
+            if self.break_streams and number:
+                self.break_streams -= 1
+                raise QuartetError("NOT_READY", "the host went away")
+            yield epb.RunRolloutsResponse(rollout=self._rollout(request, member))
+
+    def _rollout(self, request, member):
+        rollout = rpb.Rollout(member=member)
+        key = (request.task_index, member)
+        train = request.split == epb.SPLIT_TRAIN
+        if train and (self.failures.get(key, 0) > 0 or request.task_index in self.failing_tasks):
+            self.failures[key] = self.failures.get(key, 0) - 1
+            rollout.failure.kind = self.kind
+            rollout.failure.message = "broken"
+            rollout.failure.retryable = True
+            return rollout
+        version = self.trainer.latest
+        if train:
+            version = self.lie_about_version.pop(request.task_index, version)
+        rollout.reward = ((request.task_index * 7 + member * 13 + version) % 10) / 10
+        rollout.rewards["match"] = rollout.reward
+        sample = rollout.samples.add(token_ids=[request.task_index, member, version, 9])
+        sample.spans.add(start=2, length=2, policy_version=version)
+        sample.logprobs.extend([-0.5, -0.25])
+        rollout.usage.completion_tokens = 2
+        rollout.num_turns = 1
+        return rollout
+
+
+class World:
+    """Both fakes on ports that stay the same over restarts, and an orchestrator's runs in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.trainer = FakeTrainer()
+        self.host = FakeHost(self.trainer)
+        self._servers: dict[str, RunningServer] = {}
+        self.addresses: dict[str, str] = {}
+        self.patience_s = 20.0
+
+    async def serve(self, name: str) -> None:
+        add, servicer = {
+            "trainer": (add_TrainerServiceServicer_to_server, self.trainer),
+            "host": (add_EnvHostServiceServicer_to_server, self.host),
+        }[name]
+        config = ServerConfig(address=self.addresses.get(name, "127.0.0.1:0"))
+        self._servers[name] = await start([Service(f"fake.{name}", add, servicer)], config, Health())
+        self.addresses[name] = self._servers[name].address
+
+    async def kill(self, name: str) -> None:
+        await self._servers.pop(name).stop(0)
+        if name == "trainer":
+            self.trainer.forget()
+
+    def services(self) -> Services:
+        return Services.connect(
+            OrchestratorConfig(
+                trainer_address=self.addresses["trainer"],
+                envhost_addresses=[self.addresses["host"]],
+                security=ClientSecurity(),
+                patience_seconds=self.patience_s,
+            )
+        )
+
+    def runs(self, services: Services) -> Runs:
+        return Runs(self.folder / "runs", services)
+
+    async def close(self) -> None:
+        for server in self._servers.values():
+            await server.stop(0)
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    world = World(tmp_path)
+    await world.serve("trainer")
+    await world.serve("host")
+    yield world
+    await world.close()

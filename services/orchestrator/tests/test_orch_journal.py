@@ -1,0 +1,167 @@
+"""The journal under torn tails, flipped bits, lost indexes and restarts."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet.v1.journal_pb2 import JournalRecord
+from quartet_orchestrator.book import Book
+from quartet_orchestrator.journal import Journal
+from quartet_orchestrator.segments import JournalCorrupt
+
+
+def note(text: str) -> JournalRecord:
+    return JournalRecord(note=pb.NoteEvent(message=text))
+
+
+def fill(folder: Path, count: int, segment_bytes: int = 300) -> list[JournalRecord]:
+    journal = Journal(folder, segment_bytes)
+    written = []
+    for number in range(count):
+        if number % 3 == 2:
+            record = JournalRecord(dispatched={"group": number, "batch": number // 6, "members": 2})
+        else:
+            record = note(f"note {number}")
+        written.append(journal.append(record))
+    journal.syncer()()
+    journal.close()
+    return written
+
+
+def contents(folder: Path) -> list[JournalRecord]:
+    journal = Journal(folder, 300)
+    try:
+        records = [*journal.without_rollouts()]
+        assert [r.number for r in records] == list(range(1, journal.last_number + 1))
+        events = journal.events(0, 10**6, rollouts=True)
+        assert [r.event for r in events] == list(range(1, journal.last_event + 1))
+        return records
+    finally:
+        journal.close()
+
+
+def test_what_was_written_is_found_by_number_kind_group_and_event(tmp_path):
+    written = fill(tmp_path, 40)
+    assert len(list(tmp_path.glob("*.seg"))) > 3
+    assert contents(tmp_path) == written
+    journal = Journal(tmp_path, 300)
+    assert journal.select("dispatched", group=8) == [written[8]]
+    assert journal.select("dispatched", step=2) == [written[8], written[11]]
+    assert [r.note.message for r in journal.events(5, 2, rollouts=False)] == ["note 7", "note 9"]
+    with pytest.raises(BlockingIOError, match="held by another orchestrator"):
+        Journal(tmp_path)
+    journal.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 25), st.integers(0, 10**6), st.booleans(), st.booleans())
+def test_torn_tail_leaves_the_longest_whole_prefix(count, cut, keep_index, garbage):
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        written = fill(folder, count)
+        last = sorted(folder.glob("*.seg"))[-1]
+        size = last.stat().st_size
+        kept = cut % (size + 1)
+        with last.open("r+b") as file:
+            file.truncate(kept)
+            if garbage:
+                file.seek(kept)
+                file.write(random.Random(cut).randbytes(cut % 50))
+        if not keep_index:
+            for path in folder.glob("index.sqlite*"):
+                path.unlink()
+        found = contents(folder)
+        assert found == written[: len(found)]
+        # Nothing before the cut is lost: the next record would not have been whole.
+        lost = written[len(found) :]
+        if lost:
+            assert last.stat().st_size + 12 + lost[0].ByteSize() > kept
+        journal = Journal(folder, 300)
+        assert journal.torn_bytes == 0
+        assert journal.append(note("after")).number == len(found) + 1
+        journal.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(0, 7), st.booleans())
+def test_a_flipped_bit_is_never_read_as_something_else(position, bit, keep_index):
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        written = fill(folder, 25)
+        segments = sorted(folder.glob("*.seg"))
+        sizes = [path.stat().st_size for path in segments]
+        position %= sum(sizes)
+        index = 0
+        while position >= sizes[index]:
+            position -= sizes[index]
+            index += 1
+        data = bytearray(segments[index].read_bytes())
+        data[position] ^= 1 << bit
+        segments[index].write_bytes(data)
+        if not keep_index:
+            for path in folder.glob("index.sqlite*"):
+                path.unlink()
+        if index < len(segments) - 1:
+            with pytest.raises(JournalCorrupt):
+                contents(folder)
+        else:
+            found = contents(folder)
+            assert len(found) < 25 and found == written[: len(found)]
+
+
+def test_a_missing_segment_is_noticed(tmp_path):
+    fill(tmp_path, 40)
+    (tmp_path / "000002.seg").unlink()
+    with pytest.raises(JournalCorrupt, match="missing"):
+        Journal(tmp_path)
+
+
+def test_an_unreadable_or_foreign_index_is_rebuilt(tmp_path):
+    written = fill(tmp_path / "a", 20)
+    (tmp_path / "a/index.sqlite").write_bytes(b"this is no database at all" * 100)
+    assert contents(tmp_path / "a") == written
+    fill(tmp_path / "b", 35)
+    for path in (tmp_path / "a").glob("index.sqlite*"):
+        path.unlink()
+    shutil.copy(tmp_path / "b/index.sqlite", tmp_path / "a/index.sqlite")
+    assert contents(tmp_path / "a") == written
+
+
+def test_a_failed_write_leaves_no_half_record(tmp_path, monkeypatch):
+    journal = Journal(tmp_path)
+    journal.append(note("one"))
+    import os
+
+    whole = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: whole(fd, data[: len(data) // 2]))
+    with pytest.raises(OSError, match="is the disk full"):
+        journal.append(note("two"))
+    monkeypatch.undo()
+    assert journal.append(note("three")).number == 2
+    journal.close()
+    assert [r.note.message for r in contents(tmp_path)] == ["one", "three"]
+
+
+async def test_a_book_says_that_its_tail_was_torn(tmp_path):
+    book = Book(tmp_path)
+    book.write(submitted={"run_id": "r", "config_toml": ""})
+    book.note("before")
+    book.close()
+    with (tmp_path / "000001.seg").open("ab") as file:
+        file.write(b"torn")
+    book = Book(tmp_path)
+    notes = [r.note.message async for r in _until_now(book)]
+    book.close()
+    assert notes[0] == "before" and "4 torn bytes" in notes[1]
+
+
+async def _until_now(book):
+    for record in book.journal.events(0, 100, rollouts=True):
+        yield record

@@ -1,0 +1,308 @@
+"""The step loop against fakes of the trainer and the environment host, over loopback gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+from quartet.errors import QuartetError
+from quartet.v1 import envhost_service_pb2 as epb
+from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet.v1 import rollout_pb2 as rpb
+from quartet_orchestrator import outage, training
+
+RUN = "run"
+RESTING = (pb.RUN_PHASE_COMPLETED, pb.RUN_PHASE_FAILED, pb.RUN_PHASE_STOPPED)
+
+
+def toml(*, steps: int = 4, off_policy: int = 1, evals: int = 4, env: str = "toy", **more: object) -> str:
+    lines = [
+        'model = "m"',
+        f"max_steps = {steps}",
+        "batch_size = 8",
+        "rollouts_per_example = 4",
+        f"max_off_policy_steps = {off_policy}",
+        *(f"{key} = {value}" for key, value in more.items()),
+        f'[[env]]\nid = "{env}"',
+        f"[eval]\nnum_examples = {evals}",
+        "[ckpt]\ninterval = 2",
+        "[checks]\nverify_logprobs = true",
+    ]
+    return "\n".join(lines)
+
+
+@asynccontextmanager
+async def orchestrator(world):
+    services = world.services()
+    runs = world.runs(services)
+    runs.start()
+    try:
+        yield runs
+    finally:
+        await runs.close()
+        await services.close()
+
+
+async def rest(runs, run_id=RUN, timeout_s=30.0):
+    book = runs.get(run_id)
+    async with asyncio.timeout(timeout_s):
+        while book.state.phase not in RESTING:
+            await book.changed()
+    return book.run()
+
+
+def assert_complete(world, run, steps=4):
+    assert run.phase == pb.RUN_PHASE_COMPLETED, run.error
+    final = world.trainer.disk[RUN, "final"]
+    assert run.step == steps == final.version
+    assert run.ledger.in_flight == 0
+    assert run.ledger.trained == steps * 8
+    assert run.ledger.dispatched == run.ledger.trained + sum(run.ledger.discarded.values())
+    assert run.model_path == "/model"
+    assert len(final.trained) == steps * 8
+
+
+async def events(runs, after=0, rollouts=False):
+    return [record async for record in runs.get(RUN).events(after, rollouts=rollouts)]
+
+
+async def test_a_run_completes(world):
+    async with orchestrator(world) as runs:
+        submitted = await runs.submit(RUN, toml(), dry_run=False)
+        assert submitted.phase == pb.RUN_PHASE_PENDING
+        run = await rest(runs)
+        assert_complete(world, run)
+        assert run.reward_before > 0 and run.HasField("reward_after")
+        assert run.max_off_policy_steps_seen <= 1 and run.max_logprob_difference == 1e-6
+        seen = await events(runs, rollouts=True)
+        assert [record.event for record in seen] == list(range(1, run.last_event + 1))
+        phases = [r.phase.run.phase for r in seen if r.WhichOneof("kind") == "phase"]
+        evaluating = pb.RUN_PHASE_EVALUATING
+        assert phases == [1, evaluating, pb.RUN_PHASE_TRAINING, evaluating, pb.RUN_PHASE_COMPLETED]
+        steps = [r.step for r in seen if r.WhichOneof("kind") == "step"]
+        assert [step.step for step in steps] == [1, 2, 3, 4]
+        wanted = (
+            "train/reward train/reward_std train/loss train/learning_rate train/grad_norm train/entropy "
+            "train/tokens train/logprob_difference_max rollout/mean_length rollout/generation_time "
+            "rollout/truncated_fraction rollout/failed staleness/max staleness/mean time/step_s time/wait_rollouts_s time/train_s "
+            "tokens_per_second env/toy/reward rewards/match"
+        )
+        assert not set(wanted.split()) - set(steps[0].metrics)
+        assert steps[-1].ledger.trained == 32
+        tail = await events(runs, after=run.last_event - 2, rollouts=True)
+        assert [record.event for record in tail] == [run.last_event - 1, run.last_event]
+
+
+async def test_every_token_is_within_the_bound_and_evaluations_are_pinned(world):
+    async with orchestrator(world) as runs:
+        await runs.submit(RUN, toml(off_policy=0), dry_run=False)
+        run = await rest(runs)
+    assert run.max_off_policy_steps_seen == 0
+    for number, tokens in enumerate(world.trainer.runs[RUN].trained):
+        assert tokens[2] == number // 8
+    for request in world.host.requests:
+        if request.split == epb.SPLIT_EVAL:
+            assert request.exact_policy_version == request.min_policy_version
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_orchestrator_killed_at_random_points(world, seed):
+    """Same final weights as without a kill, every call applied once, the ledger balanced, events without
+    gaps."""
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    async with orchestrator(world) as runs:
+        await runs.submit(RUN, toml(steps=8, off_policy=0), dry_run=False)
+        await rest(runs)
+    undisturbed = world.trainer.runs.pop(RUN).weights
+    world.trainer.disk.clear()
+    world.trainer.applied_calls.clear()
+    world.trainer.latest = -1
+    world.trainer.delay_s = 0.01
+    world.folder = world.folder / "again"
+    seen: list[int] = []
+    kills, run = 0, pb.Run()
+    while run.phase not in RESTING:
+        async with orchestrator(world) as runs:
+            run = await runs.submit(RUN, toml(steps=8, off_policy=0), dry_run=False)
+            with suppress(TimeoutError):
+                run = await rest(runs, timeout_s=chance.uniform(0.0, 0.15))
+            kills += run.phase not in RESTING
+            seen += [r.event for r in runs.get(RUN).journal.events(len(seen), 100_000, rollouts=True)]
+    assert kills >= 3
+    assert_complete(world, run, steps=8)
+    assert world.trainer.runs[RUN].weights == undisturbed
+    assert set(world.trainer.applied_calls.values()) == {1}
+    assert seen == list(range(1, run.last_event + 1))
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_trainer_and_host_killed_at_random_points(world, seed, monkeypatch):
+    monkeypatch.setattr(training, "GUARD_S", 0.05)
+    monkeypatch.setattr(outage, "MAX_BACKOFF_S", 0.2)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    world.trainer.delay_s = 0.01
+    async with orchestrator(world) as runs:
+        await runs.submit(RUN, toml(steps=8), dry_run=False)
+        for _ in range(4):
+            await asyncio.sleep(chance.uniform(0.02, 0.2))
+            name = chance.choice(["trainer", "host"])
+            await world.kill(name)
+            await asyncio.sleep(chance.uniform(0, 0.1))
+            await world.serve(name)
+        run = await rest(runs)
+        assert_complete(world, run, steps=8)
+        assert run.max_off_policy_steps_seen <= 1
+
+
+async def test_a_state_saved_without_an_answer_is_found(world):
+    # Calls 2..4 and 5..7 are two steps, 8 is the SaveState after them.
+    world.trainer.lose_answer_of = {8}
+    async with orchestrator(world) as runs:
+        await runs.submit(RUN, toml(), dry_run=False)
+        assert_complete(world, await rest(runs))
+
+
+async def test_members_that_fail_are_tried_again_alone(world):
+    world.host.failures = {(task, 1): 1 for task in range(50)}
+    async with orchestrator(world) as runs:
+        await runs.submit(RUN, toml(), dry_run=False)
+        run = await rest(runs)
+    assert_complete(world, run)
+    assert not run.ledger.discarded
+    again = [r for r in world.host.requests if list(r.members) == [1]]
+    assert len(again) == 8
+
+
+async def test_a_group_that_fails_for_good_is_replaced_and_counted(world):
+    world.host.failing_tasks = set(range(0, 50, 3))
+    async with orchestrator(world) as runs:
+        await runs.submit(RUN, toml(), dry_run=False)
+        run = await rest(runs)
+    assert_complete(world, run)
+    assert set(run.ledger.discarded) == {"failed:ENVIRONMENT"}
+    assert not any(tokens[0] % 3 == 0 for tokens in world.trainer.runs[RUN].trained)
+
+
+async def test_a_broken_environment_ends_the_run(world):
+    world.host.failing_tasks = set(range(50))
+    async with orchestrator(world) as runs:
+        await runs.submit(RUN, toml(), dry_run=False)
+        run = await rest(runs)
+    assert run.phase == pb.RUN_PHASE_FAILED
+    assert "10 groups in a row failed" in run.error and "broken" in run.error
+    assert run.ledger.in_flight == 0
+    assert run.ledger.dispatched == sum(run.ledger.discarded.values())
+
+
+async def test_a_version_outside_the_bound_is_discarded_and_counted(world):
+    world.host.lie_about_version = {task: 99 for task in range(0, 50, 5)}
+    async with orchestrator(world) as runs:
+        await runs.submit(RUN, toml(steps=6), dry_run=False)
+        run = await rest(runs)
+    assert_complete(world, run, steps=6)
+    assert not any(tokens[2] == 99 for tokens in world.trainer.runs[RUN].trained)
+    assert set(run.ledger.discarded) <= {"version_unpublished"}
+
+
+async def test_streams_that_break_are_finished_elsewhere(world):
+    world.host.break_streams = 5
+    async with orchestrator(world) as runs:
+        await runs.submit(RUN, toml(), dry_run=False)
+        assert_complete(world, await rest(runs))
+    sizes = [len(r.members) for r in world.host.requests if r.split == epb.SPLIT_TRAIN]
+    assert sum(size < 4 for size in sizes) == 5
+
+
+async def test_a_model_that_answers_nobody_is_an_outage(world, monkeypatch):
+    monkeypatch.setattr(outage, "NOTE_AFTER_S", 0.05)
+    world.host.kind = rpb.FAILURE_KIND_MODEL
+    world.host.failing_tasks = set(range(50))
+    async with orchestrator(world) as runs:
+        await runs.submit(RUN, toml(evals=0), dry_run=False)
+        await asyncio.sleep(0.5)
+        world.host.failing_tasks = set()
+        run = await rest(runs)
+        notes = [r.note.message for r in await events(runs) if r.WhichOneof("kind") == "note"]
+    assert_complete(world, run)
+    assert not run.ledger.discarded
+    assert any("is away" in note for note in notes) and any("is back" in note for note in notes)
+
+
+async def test_a_service_away_for_too_long_stops_the_run_resumable(world):
+    world.patience_s = 0.3
+    await world.kill("host")
+    services = world.services()
+    await world.serve("host")
+    await services.close()
+    async with orchestrator(world) as runs:
+        await runs.submit(RUN, toml(), dry_run=False)
+        await world.kill("host")
+        run = await rest(runs)
+        assert run.phase == pb.RUN_PHASE_STOPPED and "the environment host has been away" in run.error
+        await world.serve("host")
+        assert (await runs.resume(RUN)).phase == pb.RUN_PHASE_PENDING
+        run = await rest(runs)
+        assert_complete(world, run)
+        assert run.error == ""
+
+
+async def test_stop_and_resume(world):
+    world.trainer.delay_s = 0.02
+    async with orchestrator(world) as runs:
+        await runs.submit(RUN, toml(steps=6), dry_run=False)
+        while runs.get(RUN).state.step < 2:
+            await runs.get(RUN).changed()
+        assert runs.stop(RUN).phase == pb.RUN_PHASE_STOPPING
+        stopped = await rest(runs)
+        assert stopped.phase == pb.RUN_PHASE_STOPPED and 2 <= stopped.step < 6
+        assert runs.stop(RUN).phase == pb.RUN_PHASE_STOPPED
+    async with orchestrator(world) as runs:
+        assert runs.get(RUN).state.phase == pb.RUN_PHASE_STOPPED
+        await runs.resume(RUN)
+        assert_complete(world, await rest(runs), steps=6)
+        with pytest.raises(QuartetError, match="COMPLETED"):
+            await runs.resume(RUN)
+
+
+async def test_a_loss_that_is_no_number_names_its_step(world):
+    world.trainer.loss = float("nan")
+    async with orchestrator(world) as runs:
+        await runs.submit(RUN, toml(), dry_run=False)
+        run = await rest(runs)
+    assert run.phase == pb.RUN_PHASE_FAILED and run.error.startswith("step 1: the loss is nan")
+    assert world.trainer.runs[RUN].version == 0
+    assert run.ledger.in_flight == 0
+
+
+async def test_a_trainer_driven_by_somebody_else_is_refused(world):
+    async with orchestrator(world) as runs:
+        await runs.submit(RUN, toml(), dry_run=False)
+        await rest(runs)
+    world.folder = world.folder / "empty"
+    weights = world.trainer.runs[RUN].weights
+    async with orchestrator(world) as runs:
+        await runs.submit(RUN, toml(), dry_run=False)
+        run = await rest(runs)
+    assert run.phase == pb.RUN_PHASE_FAILED and "choose another run_id" in run.error
+    assert world.trainer.runs[RUN].weights == weights
+
+
+async def test_a_missing_model_fails_the_run_before_anything_is_sampled(world):
+    world.trainer.model_missing = True
+    async with orchestrator(world) as runs:
+        await runs.submit(RUN, toml(), dry_run=False)
+        run = await rest(runs)
+    assert run.phase == pb.RUN_PHASE_FAILED and run.error.startswith("model = 'm' is no folder")
+    assert not world.host.requests
+
+
+async def test_a_run_of_no_steps_measures_and_exports(world):
+    async with orchestrator(world) as runs:
+        await runs.submit(RUN, toml(steps=0), dry_run=False)
+        run = await rest(runs)
+    assert run.phase == pb.RUN_PHASE_COMPLETED and run.model_path == "/model"
+    assert run.reward_before == run.reward_after

@@ -1,0 +1,205 @@
+"""Ledger, call plan, prompts, credit, metrics, batches, permits: the parts without I/O."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quartet.v1 import trainer_service_pb2 as tpb
+from quartet.v1.rollout_pb2 import Rollout
+from quartet_orchestrator import batches, credit, metrics
+from quartet_orchestrator.calls import CallKind, CallPlan
+from quartet_orchestrator.ledger import Ledger
+from quartet_orchestrator.permits import Permits
+from quartet_orchestrator.prompts import CYCLE, Prompts, Source, shares
+
+
+def test_ledger_balances_and_refuses_what_was_not_dispatched():
+    ledger = Ledger()
+    ledger.dispatch(8)
+    ledger.discard(3, "stale")
+    ledger.train(5)
+    assert ledger.to_proto().discarded == {"stale": 3} and ledger.in_flight == 0
+    with pytest.raises(AssertionError, match="more rollouts ended"):
+        ledger.train(1)
+
+
+@given(st.integers(0, 40), st.integers(1, 12), st.integers(1, 3))
+def test_call_plan_is_one_contiguous_list(max_steps, interval, keep_last):
+    plan = CallPlan(max_steps=max_steps, save_interval=interval, keep_last=keep_last)
+    expected = [(CallKind.PUBLISH, -1)]
+    for step in range(max_steps):
+        expected += [(CallKind.FORWARD_BACKWARD, step), (CallKind.OPTIM_STEP, step), (CallKind.PUBLISH, step)]
+        if (step + 1) % interval == 0 and step + 1 < max_steps:
+            expected.append((CallKind.SAVE, step))
+    expected.append((CallKind.SAVE, max_steps - 1))
+    calls = [plan.call(seq_id) for seq_id in range(1, len(expected) + 1)]
+    assert [(call.kind, call.batch) for call in calls] == expected
+    assert plan.last_of(max_steps - 1) == len(expected)
+    assert [call.export_model for call in calls] == [False] * (len(expected) - 1) + [True]
+    names = [call.state_name for call in calls if call.kind is CallKind.SAVE]
+    assert len(set(names)) <= keep_last + 1 and names[-1] == "final"
+    for step in range(max_steps):
+        assert plan.call(plan.first_of(step)).kind is CallKind.FORWARD_BACKWARD
+        assert plan.call(plan.published_by(step)).kind is CallKind.PUBLISH
+
+
+@given(st.lists(st.floats(0.01, 10), min_size=1, max_size=5), st.integers(0, 5))
+def test_prompts_follow_from_the_number_and_cover_every_task_once_per_epoch(weights, seed):
+    sources = [Source(f"env{i}", weight, 7) for i, weight in enumerate(weights)]
+    forward, backward = Prompts(sources, seed), Prompts(sources, seed)
+    choices = [forward.choose(group) for group in range(2 * CYCLE)]
+    assert choices == [backward.choose(group) for group in reversed(range(2 * CYCLE))][::-1]
+    for environment, share in enumerate(shares(weights)):
+        tasks = [c.task_index for c in choices if c.environment == environment]
+        assert len(tasks) == 2 * share
+        for epoch in range(len(tasks) // 7):
+            assert sorted(tasks[7 * epoch : 7 * epoch + 7]) == list(range(7))
+
+
+def test_prompts_shuffle_each_epoch_anew_and_read_infinite_sets_in_order():
+    prompts = Prompts([Source("a", 1.0, 50)], 0)
+    epochs = [[prompts.choose(50 * e + i).task_index for i in range(50)] for e in range(2)]
+    assert epochs[0] != epochs[1] and epochs[0] != list(range(50))
+    endless = Prompts([Source("a", 1.0, None)], 0)
+    assert [endless.choose(group).task_index for group in range(250)] == list(range(250))
+
+
+def test_shares_follow_weights():
+    assert shares([3, 1]) == (75, 25)
+    assert shares([1, 1, 1]) in {(34, 33, 33), (33, 34, 33), (33, 33, 34)}
+    assert shares([1000, 1]) == (99, 1)
+
+
+def test_credit_by_hand():
+    groups = [[1.0, 0.0, 0.0, 1.0], [0.5, 0.5]]
+    assert credit.advantages("dr_grpo", groups) == [[0.5, -0.5, -0.5, 0.5], [0.0, 0.0]]
+    assert credit.advantages("rloo", groups)[0] == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
+    assert credit.advantages("max_rl", groups)[0] == [1.0, -1.0, -1.0, 1.0]
+    assert credit.advantages("max_rl", [[0.0, 0.0]]) == [[0.0, 0.0]]
+    assert credit.advantages("grpo", groups)[0][0] == pytest.approx(0.5 / (0.5 + credit.EPSILON))
+    scale = math.sqrt(4 * 0.25 / 6) + credit.EPSILON
+    assert credit.advantages("reinforce_pp", groups)[0][0] == pytest.approx(0.5 / scale)
+    assert credit.advantages("none", groups) == groups
+
+
+rewards = st.lists(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=8), min_size=1, max_size=5)
+
+
+@given(st.sampled_from(sorted(credit.CREDIT)), rewards)
+def test_credit_is_finite_and_centred(kind, groups):
+    result = credit.advantages(kind, groups)
+    assert [len(group) for group in result] == [len(group) for group in groups]
+    assert all(math.isfinite(a) for group in result for a in group)
+    for group, advantages in zip(groups, result, strict=True):
+        if kind not in ("none", "max_rl"):
+            assert sum(advantages) == pytest.approx(0, abs=1e-6)
+        if kind != "none" and min(group) == max(group):
+            assert set(advantages) == {0.0}
+
+
+def test_normalizer():
+    of = credit.normalizer
+    assert of("grpo", covered_tokens=40, rollouts=8, max_tokens=None) == 40
+    assert of("dr_grpo", covered_tokens=40, rollouts=8, max_tokens=16) == 128
+
+
+def rollout(tokens: int, version: int = 0, reward: float = 1.0) -> Rollout:
+    result = Rollout(reward=reward)
+    sample = result.samples.add(token_ids=range(tokens))
+    sample.spans.add(start=0, length=tokens, policy_version=version)
+    sample.logprobs.extend([-1.0] * tokens)
+    result.usage.completion_tokens = tokens
+    return result
+
+
+def test_frames_carry_every_sample_once_below_the_message_limit():
+    rollouts = [rollout(120_000) for _ in range(9)]
+    start = tpb.ForwardBackwardStart(run_id="r", seq_id=2)
+    frames = list(batches.frames(start, rollouts, [float(i) for i in range(9)]))
+    assert all(frame.ByteSize() < 4 << 20 for frame in frames)
+    assert len(frames) > 5
+    assert frames[0].start.seq_id == 2
+    samples = [sample for frame in frames for sample in frame.batch.samples]
+    assert [list(sample.advantages) for sample in samples] == [[float(i)] for i in range(9)]
+    assert frames[-1].commit == tpb.StreamCommit(sample_count=9, token_count=9 * 120_000)
+    again = batches.frames(start, rollouts, [float(i) for i in range(9)])
+    assert [f.SerializeToString() for f in again] == [f.SerializeToString() for f in frames]
+
+
+def test_staleness_is_weighted_by_tokens():
+    scored = [
+        metrics.Scored("e", rollout(30, version=4)),
+        metrics.Scored("e", rollout(10, version=3, reward=0.0)),
+    ]
+    times = metrics.StepTimes(2.0, 0.5, 1.0)
+    values = metrics.of_step(4, scored, tpb.ForwardBackwardResponse(), tpb.OptimStepResponse(), times, 2)
+    assert values["staleness/max"] == 1 and values["staleness/mean"] == 0.25
+    assert values["train/reward"] == 0.5 and values["tokens_per_second"] == 20
+    assert "train/logprob_difference_max" not in values and "train/entropy" not in values
+
+
+async def test_permits_are_fair_and_survive_cancellation():
+    permits, order = Permits(4), []
+
+    async def use(name: str, count: int) -> None:
+        await permits.take(count)
+        order.append(name)
+        await asyncio.sleep(0.01)
+        permits.give_back(count)
+
+    first = asyncio.create_task(use("first", 3))
+    large = asyncio.create_task(use("large", 4))
+    gone = asyncio.create_task(use("gone", 2))
+    small = asyncio.create_task(use("small", 1))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.gather(first, large, small)
+    assert order == ["first", "large", "small"]
+    await asyncio.wait_for(permits.take(4), 1)
+
+
+@given(st.integers(0, 2**16), st.integers(1, 8))
+def test_permits_are_never_overdrawn(seed, total):
+    import random
+
+    async def play() -> None:
+        chance, permits, held = random.Random(seed), Permits(total), Counter()
+
+        async def use(number: int) -> None:
+            count = chance.randint(1, total)
+            await permits.take(count)
+            held[number] = count
+            assert held.total() <= total
+            await asyncio.sleep(0)
+            del held[number]
+            permits.give_back(count)
+
+        tasks = [asyncio.create_task(use(number)) for number in range(8)]
+        for task in tasks:
+            await asyncio.sleep(0)
+            if chance.random() < 0.3 and not task.done() and not held[tasks.index(task)]:
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for task in tasks:
+            assert task.cancelled() or task.exception() is None
+        await asyncio.wait_for(permits.take(total), 1)
+
+    asyncio.run(play())
+
+
+def test_imports_neither_torch_nor_verifiers_nor_tokenizers():
+    code = (
+        "import sys, quartet_orchestrator.__main__\n"
+        "bad = {'torch', 'verifiers', 'tokenizers', 'transformers'} & set(sys.modules)\n"
+        "others = ('quartet_trainer', 'quartet_inference', 'quartet_envhost')\n"
+        "bad |= {m for m in sys.modules if m.startswith(others)}\n"
+        "assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,180 @@
+"""The RPCs of the orchestrator over loopback gRPC, and a real process that is killed with SIGKILL."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import sys
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+from quartet.errors import QuartetError
+from quartet.kit.call import stream, unary
+from quartet.kit.channel import connect
+from quartet.kit.health import Health
+from quartet.kit.server import ServerConfig, Service, start
+from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet.v1.orchestrator_service_pb2_grpc import (
+    OrchestratorServiceStub,
+    add_OrchestratorServiceServicer_to_server,
+)
+from quartet_orchestrator.service import SERVICE_NAME, OrchestratorServicer
+
+TOML = """
+model = "m"
+max_steps = 4
+batch_size = 8
+rollouts_per_example = 4
+[[env]]
+id = "toy"
+[eval]
+num_examples = 2
+"""
+
+
+@asynccontextmanager
+async def serving(world):
+    services = world.services()
+    runs = world.runs(services)
+    runs.start()
+    service = Service(SERVICE_NAME, add_OrchestratorServiceServicer_to_server, OrchestratorServicer(runs))
+    server = await start([service], ServerConfig(), Health())
+    channel = connect(server.address)
+    try:
+        yield OrchestratorServiceStub(channel)
+    finally:
+        await channel.close()
+        await server.stop(0)
+        await runs.close()
+        await services.close()
+
+
+async def submit(stub, toml=TOML, run_id="run", dry_run=False):
+    request = pb.SubmitRunRequest(run_id=run_id, config_toml=toml, dry_run=dry_run)
+    return (await unary(stub.SubmitRun, request, timeout_s=20)).run
+
+
+async def test_submit_watch_status_list(world):
+    async with serving(world) as stub:
+        dry = await submit(stub, dry_run=True)
+        assert dry.max_steps == 4 and dry.phase == pb.RUN_PHASE_UNSPECIFIED
+        assert not (await unary(stub.ListRuns, pb.ListRunsRequest(), timeout_s=5)).runs
+        await submit(stub)
+        seen = []
+        async for event in stream(stub.WatchRun(pb.WatchRunRequest(run_id="run")), idle_timeout_s=20):
+            seen.append(event)
+        assert seen[-1].phase.run.phase == pb.RUN_PHASE_COMPLETED
+        numbers = [event.event for event in seen if event.event]
+        assert numbers == sorted(set(numbers))
+        whole = pb.WatchRunRequest(run_id="run", include_rollouts=True)
+        rollouts = [e async for e in stream(stub.WatchRun(whole), idle_timeout_s=20)]
+        assert [event.event for event in rollouts] == list(range(1, seen[-1].event + 1))
+        kinds = [event.rollout for event in rollouts if event.WhichOneof("kind") == "rollout"]
+        assert sum(rollout.HasField("step") for rollout in kinds) == 32
+        again = await submit(stub)
+        assert again.phase == pb.RUN_PHASE_COMPLETED
+        status = (await unary(stub.GetRunStatus, pb.GetRunStatusRequest(run_id="run"), timeout_s=5)).run
+        listed = (await unary(stub.ListRuns, pb.ListRunsRequest(), timeout_s=5)).runs
+        assert list(listed) == [status] and status.last_event == seen[-1].event
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "text"),
+    [
+        (("max_steps", "max_stepps"), "INVALID_CONFIG", "max_steps"),
+        (("batch_size = 8", "batch_size = 9"), "INVALID_CONFIG", "batch_size"),
+        (('"toy"', '"nowhere"'), "ENVIRONMENT_UNKNOWN", "nowhere"),
+        (("num_examples = 2", "num_examples = ["), "INVALID_CONFIG", "TOML"),
+        (("[eval]", '[algorithm]\nadvantage = "dr_grpo"\n[eval]'), "INVALID_CONFIG", "max_tokens"),
+        (("rollouts_per_example = 4", "rollouts_per_example = 1"), "INVALID_CONFIG", "at least 2"),
+    ],
+)
+async def test_bad_configurations_are_refused_and_leave_nothing(world, change, reason, text):
+    async with serving(world) as stub:
+        with pytest.raises(QuartetError, match=text) as caught:
+            await submit(stub, TOML.replace(*change))
+        assert caught.value.reason == reason
+        assert not (await unary(stub.ListRuns, pb.ListRunsRequest(), timeout_s=5)).runs
+    assert not list((world.folder / "runs").iterdir())
+
+
+async def test_typed_errors(world):
+    async with serving(world) as stub:
+        await submit(stub)
+        with pytest.raises(QuartetError) as caught:
+            await submit(stub, TOML.replace("max_steps = 4", "max_steps = 5"))
+        assert caught.value.reason == "RUN_CONFLICT"
+        for run_id in ("", "a/b", "..", "x" * 65):
+            with pytest.raises(QuartetError) as caught:
+                await submit(stub, run_id=run_id)
+            assert caught.value.reason == "INVALID_REQUEST"
+        for method, request in (
+            (stub.GetRunStatus, pb.GetRunStatusRequest(run_id="other")),
+            (stub.StopRun, pb.StopRunRequest(run_id="other")),
+            (stub.ResumeRun, pb.ResumeRunRequest(run_id="other")),
+        ):
+            with pytest.raises(QuartetError) as caught:
+                await unary(method, request, timeout_s=5)
+            assert caught.value.reason == "RUN_UNKNOWN"
+        with pytest.raises(QuartetError) as caught:
+            _ = [e async for e in stream(stub.WatchRun(pb.WatchRunRequest(run_id="no")), idle_timeout_s=5)]
+        assert caught.value.reason == "RUN_UNKNOWN"
+
+
+async def test_what_this_build_does_not_serve_says_so(world):
+    async with serving(world) as stub:
+        for call in (
+            stub.Evaluate(pb.EvaluateRequest(), timeout=5),
+            stub.OptimizePrompt(pb.OptimizePromptRequest(), timeout=5),
+            stub.StreamRollouts(iter([pb.StreamRolloutsRequest(credits=1)]), timeout=5),
+        ):
+            with pytest.raises(QuartetError) as caught:
+                _ = [e async for e in stream(call, idle_timeout_s=5)]
+            assert caught.value.reason == "NOT_IMPLEMENTED"
+
+
+async def test_a_process_killed_with_sigkill_goes_on_by_itself(world):
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    world.trainer.delay_s = 0.02
+    port_file = world.folder / "port"
+    arguments = [
+        f"--trainer_address={world.addresses['trainer']}",
+        f'--envhost_addresses=["{world.addresses["host"]}"]',
+        f"--data_dir={world.folder}",
+        f"--server.port_file={port_file}",
+    ]
+    toml = TOML.replace("max_steps = 4", "max_steps = 20")
+    seen: list[int] = []
+    phase = pb.RUN_PHASE_PENDING
+    for attempt in range(4):
+        port_file.unlink(missing_ok=True)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "quartet_orchestrator", *arguments, stderr=asyncio.subprocess.DEVNULL
+        )
+        while not port_file.exists():
+            assert process.returncode is None
+            await asyncio.sleep(0.02)
+        channel = connect(port_file.read_text().strip())
+        stub = OrchestratorServiceStub(channel)
+        if attempt == 0:
+            await submit(stub, toml)
+        watch = stub.WatchRun(pb.WatchRunRequest(run_id="run", after_event=len(seen), include_rollouts=True))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(30 if attempt == 3 else chance.uniform(0.05, 0.4)):
+                async for event in stream(watch, idle_timeout_s=20):
+                    if event.event:
+                        seen.append(event.event)
+                    if event.WhichOneof("kind") == "phase":
+                        phase = event.phase.run.phase
+                        run = event.phase.run
+        process.send_signal(signal.SIGTERM if attempt == 3 else signal.SIGKILL)
+        code = await asyncio.wait_for(process.wait(), 20)
+        assert code == (0 if attempt == 3 else -signal.SIGKILL)
+        await channel.close()
+    assert phase == pb.RUN_PHASE_COMPLETED, run.error
+    assert seen == list(range(1, len(seen) + 1))
+    assert run.step == 20 and run.ledger.trained == 160 and run.ledger.in_flight == 0
+    assert set(world.trainer.applied_calls.values()) == {1}
