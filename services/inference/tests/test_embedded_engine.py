@@ -357,3 +357,44 @@ def test_models_with_another_attention_are_refused(make_model: Make) -> None:
     forward.check_supported(windowed.config, 64)
     with pytest.raises(ValueError, match="KV budget"):
         EmbeddedEngine(make_model(0), Limits(256, kv_cache_bytes=1000), END, text_of, None)
+
+
+async def test_bfloat16_runs_through_transformers_own_forward(make_model: Make) -> None:
+    model, new = make_model(0).bfloat16(), make_model(1).bfloat16()
+    tensors = {
+        name: Tensor("BF16", tuple(p.shape), p.reshape(-1).view(torch.uint8).numpy().tobytes())
+        for name, p in new.named_parameters()
+    }
+    async with running(model) as engine:
+        assert engine.info().dtype == "bfloat16"
+        await engine.swap(await engine.stage(tensors), ServedWeights("r", 1, b""))
+        result = (await complete(engine, [1, 2, 3], max_tokens=16))[0]
+        with pytest.raises(QuartetError):
+            await engine.stage(weights_of(make_model(1)))
+    assert difference(result, {1: new}) < 0.2, "bfloat16 differs by batch shape, not by more"
+
+
+async def test_closing_the_engine_fails_what_runs(make_model: Make) -> None:
+    async with running(make_model(0)) as engine:
+        task = asyncio.create_task(complete(engine, [1], max_tokens=250, ignore_eos=True))
+        await until(lambda: engine.info().running == 1)
+    with pytest.raises(QuartetError) as failure:
+        await task
+    assert failure.value.reason == "NOT_READY" and engine.info().closed
+    with pytest.raises(QuartetError):
+        await complete(engine, [1])
+    with pytest.raises(QuartetError):
+        await engine.pause()
+
+
+async def test_a_fault_in_a_step_fails_its_requests_and_no_others(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(make_model(0)) as engine:
+        monkeypatch.setattr(engine._batch, "_forward", None)
+        with pytest.raises(QuartetError) as failure:
+            await complete(engine, [1, 2], n=2)
+        assert failure.value.reason == "INTERNAL"
+        monkeypatch.undo()
+        results = await complete(engine, [1, 2], n=2)
+    assert max(difference(r, {0: make_model(0)}) for r in results) <= TOLERANCE

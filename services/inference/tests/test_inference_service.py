@@ -76,7 +76,7 @@ class Replica:
 
     async def until(self, true: Callable[[Any], bool]) -> Any:
         async with asyncio.timeout(15):
-            while not true(model := await self.model()):
+            while not true(model := await self.model()):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         return model
 

@@ -57,9 +57,12 @@ async def services(config: InferenceConfig, health: Health) -> AsyncIterator[lis
     """The services of a running replica; left, its engine and follower are ended."""
     chat = await asyncio.to_thread(Chat, config.model)
     engine = await asyncio.to_thread(build_engine, config, chat, health)
-    health.watch_progress(
-        config.stall_seconds, lambda: engine.info().running > 0 and not engine.info().paused
-    )
+
+    def busy() -> bool:
+        info = engine.info()
+        return info.closed or (info.running > 0 and not info.paused)
+
+    health.watch_progress(config.stall_seconds, busy)
     news = ServedNews(engine)
     servicer = InferenceServicer(engine, chat, news, str(config.model), config.version_wait_seconds)
     try:

@@ -131,6 +131,7 @@ class EngineInfo:
     updates_applied: int
     last_update_pause_ms: float
     paused: bool
+    closed: bool = False  # it will never answer again
 
 
 class Engine(Protocol):

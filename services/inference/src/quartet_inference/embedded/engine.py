@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,6 +33,7 @@ from quartet_inference.embedded.kv_cache import KvCache
 from quartet_inference.embedded.prefix_cache import PrefixCache
 from quartet_inference.embedded.sampler import mix
 from quartet_inference.embedded.sequence import FLUSH_TOKENS, Detokenize, RunningSequence, StopWatch
+from quartet_inference.embedded.tickets import Ticket, deliver, not_ready, refusal
 from quartet_inference.engine import EngineInfo, Event, Finish, Request, ServedWeights
 
 T = TypeVar("T")
@@ -49,16 +50,6 @@ class Limits:
     kv_cache_bytes: int = 1 << 30
     prefix_cache_bytes: int = 128 << 20
     recompute_on_update: bool = True
-
-
-@dataclass(eq=False)
-class _Ticket:
-    """One request: where its events go, and which of its completions still run."""
-
-    request: Request
-    loop: asyncio.AbstractEventLoop
-    events: asyncio.Queue[Event | QuartetError] = field(default_factory=asyncio.Queue)
-    sequences: list[RunningSequence] = field(default_factory=list)
 
 
 class EmbeddedEngine:
@@ -97,7 +88,7 @@ class EmbeddedEngine:
         )  # fmt: skip
         self._random = np.random.default_rng()
         self._waiting: deque[RunningSequence] = deque()
-        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[_Ticket, Event | QuartetError]]] = {}
+        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, Event | QuartetError]]] = {}
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._admitted = 0  # completions accepted and not yet in the batch; guarded by _wake
@@ -109,16 +100,16 @@ class EmbeddedEngine:
 
     async def generate(self, request: Request) -> AsyncIterator[Event]:
         """Complete a prompt."""
-        ticket = _Ticket(request, asyncio.get_running_loop())
+        ticket = Ticket(request, asyncio.get_running_loop())
         with self._wake:
             if self._closing:
-                raise _not_ready()
+                raise not_ready()
             if self._admitted + request.n > self._limits.max_waiting:
                 raise QuartetError(
                     "OVERLOADED", f"{self._admitted} completions wait already", retry_after_ms=500
                 )
             self._admitted += request.n
-        self._post(lambda: self._enqueue(ticket))
+            self._post(lambda: self._enqueue(ticket))  # within the lock: not after the thread's last look
         unfinished = request.n
         try:
             while unfinished:
@@ -189,7 +180,7 @@ class EmbeddedEngine:
 
         with self._wake:
             if self._closing:
-                raise _not_ready()
+                raise not_ready()
             self._commands.append(run)
             self._wake.notify()
         return await answer
@@ -197,11 +188,19 @@ class EmbeddedEngine:
     # ---- the decoding thread's side
 
     def _run(self) -> None:
-        with torch.inference_mode():
-            while self._await_work():
-                self._cycle()
+        try:
+            with torch.inference_mode():
+                while self._await_work():
+                    self._cycle()
+        except Exception:
+            log.exception("the decoding thread died")
+        with self._wake:
+            self._closing = True  # from here on nothing is posted any more that awaits an answer
+        self._info = replace(self._info, closed=True)
+        for command in self._commands:
+            command()
         for ticket in {row.ticket: None for row in [*self._batch.rows, *self._waiting]}:
-            self._fail(ticket, _not_ready())
+            self._fail(ticket, not_ready())
         self._deliver()
 
     def _await_work(self) -> bool:
@@ -274,13 +273,13 @@ class EmbeddedEngine:
         for ticket in {row.ticket: None for row in rows}:
             self._fail(ticket, QuartetError("INTERNAL", "the weights give non-finite logits"))
 
-    def _enqueue(self, ticket: _Ticket) -> None:
+    def _enqueue(self, ticket: Ticket) -> None:
         request = ticket.request
-        refusal = _refusal(request, self._info.served)
-        if refusal is not None:
+        refused = refusal(request, self._info.served)
+        if refused is not None:
             with self._wake:
                 self._admitted -= request.n
-            self._send(ticket, refusal)
+            self._send(ticket, refused)
             return
         seed = request.sampling.seed
         base = int(self._random.integers(2**63)) if seed is None else seed
@@ -298,9 +297,9 @@ class EmbeddedEngine:
     def _swap(self, staged: model.StagedWeights | None, weights: ServedWeights) -> None:
         began = time.perf_counter()
         for ticket in {row.ticket: None for row in [*self._batch.rows, *self._waiting]}:
-            refusal = _refusal(ticket.request, weights)
-            if refusal is not None:
-                self._fail(ticket, refusal)
+            refused = refusal(ticket.request, weights)
+            if refused is not None:
+                self._fail(ticket, refused)
         if staged is None:
             self._info = replace(self._info, served=weights)
             return
@@ -318,7 +317,7 @@ class EmbeddedEngine:
         self._info = replace(self._info, paused=paused)
         return len(self._batch.rows) + len(self._waiting)
 
-    def _drop(self, ticket: _Ticket) -> None:
+    def _drop(self, ticket: Ticket) -> None:
         """Take what is left of a request out of the batch and the queue."""
         for sequence in ticket.sequences:
             if sequence in self._batch.rows:
@@ -329,49 +328,20 @@ class EmbeddedEngine:
                     self._admitted -= 1
         ticket.sequences.clear()
 
-    def _fail(self, ticket: _Ticket, error: QuartetError) -> None:
+    def _fail(self, ticket: Ticket, error: QuartetError) -> None:
         self._drop(ticket)
         self._send(ticket, error)
 
-    def _send(self, ticket: _Ticket, event: Event | QuartetError) -> None:
+    def _send(self, ticket: Ticket, event: Event | QuartetError) -> None:
         self._outbox.setdefault(ticket.loop, []).append((ticket, event))
 
     def _deliver(self) -> None:
         """Hand the events of a step to their loops, one wake-up for each loop."""
         for loop, events in self._outbox.items():
             if not loop.is_closed():
-                loop.call_soon_threadsafe(_receive, events)
+                loop.call_soon_threadsafe(deliver, events)
         self._outbox = {}
 
     def _note(self, **changes: int) -> None:
         running, waiting = len(self._batch.rows), len(self._waiting)
         self._info = replace(self._info, running=running, waiting=waiting, **changes)  # type: ignore[arg-type]
-
-
-def _receive(events: list[tuple[_Ticket, Event | QuartetError]]) -> None:
-    for ticket, event in events:
-        ticket.events.put_nowait(event)
-
-
-def _not_ready() -> QuartetError:
-    return QuartetError("NOT_READY", "the engine is stopping")
-
-
-def _refusal(request: Request, served: ServedWeights | None) -> QuartetError | None:
-    """Why these weights cannot answer a request; None where they can."""
-    if served is None:
-        return QuartetError("NOT_READY", "no verified weights are served yet")
-    if request.run_id not in ("", served.run_id):
-        return QuartetError(
-            "RUN_NOT_SERVED",
-            f"run {served.run_id or '(base model)'} is served",
-            have=served.run_id,
-            want=request.run_id,
-        )
-    exact = request.exact_version
-    if served.version < request.min_version or exact not in (None, served.version):
-        want = request.min_version if exact is None else exact
-        return QuartetError(
-            "VERSION_UNAVAILABLE", f"version {served.version} is served", have=served.version, want=want
-        )
-    return None

@@ -153,7 +153,7 @@ class LeanForward:
         flat_positions = positions_BT.reshape(-1)
         x = F.embedding(ids_BT.reshape(-1), self._embed)
         cos, sin = self._cos[flat_positions][:, None], self._sin[flat_positions][:, None]
-        mask = torch.zeros(1).new_zeros(rows, 1, tokens, context)
+        mask = torch.zeros(rows, 1, tokens, context)
         mask.masked_fill_(~causal_mask(positions_BT, context), float("-inf"))
         head_offsets = torch.arange(first_row, first_row + rows)[:, None] * self._kv_heads + torch.arange(
             self._kv_heads

@@ -36,7 +36,7 @@ def load(folder: Path, dtype: str, *, weights_follow: bool) -> nn.Module:
     try:
         if weights_follow and not any(folder.glob("*.safetensors")):
             config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-            model: nn.Module = AutoModelForCausalLM.from_config(
+            model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, dtype=DTYPES[dtype], attn_implementation="sdpa"
             )
         else:
@@ -84,7 +84,7 @@ class ModelWeights:
             name: Tensor(
                 SAFETENSORS_NAMES[self._dtype],
                 tuple(parameter.shape),
-                memoryview(parameter.contiguous().view(torch.uint8).reshape(-1).numpy().data),
+                memoryview(parameter.contiguous().reshape(-1).view(torch.uint8).numpy().data),
             )
             for name, parameter in self._parameters.items()
         }
