@@ -86,8 +86,8 @@ async def test_a_run_completes(world):
         wanted = (
             "train/reward train/reward_std train/loss train/learning_rate train/grad_norm train/entropy "
             "train/tokens train/logprob_difference_max rollout/mean_length rollout/generation_time "
-            "rollout/truncated_fraction rollout/failed staleness/max staleness/mean time/step_s time/wait_rollouts_s time/train_s "
-            "tokens_per_second env/toy/reward rewards/match"
+            "rollout/truncated_fraction rollout/failed staleness/max staleness/mean time/step_s "
+            "time/wait_rollouts_s time/train_s tokens_per_second env/toy/reward rewards/match"
         )
         assert not set(wanted.split()) - set(steps[0].metrics)
         assert steps[-1].ledger.trained == 32
