@@ -2,7 +2,7 @@
 
 1. No service imports another; the SDK imports no service.
 2. SDK, orchestrator and envhost never import torch, not even inside a function.
-3. Only an environment's worker imports verifiers.
+3. Only the worker of an environment imports verifiers, never the front of envhost.
 4. A module's name says its concept.
 5. Every file and folder that a document names exists.
 """
@@ -65,6 +65,12 @@ def test_torch_free_packages_import_no_torch(package: str) -> None:
 @pytest.mark.parametrize("package", [name for name in PACKAGES if name != "envhost"])
 def test_only_the_environment_host_knows_verifiers(package: str) -> None:
     assert offences(package, {"verifiers"}) == []
+
+
+def test_the_front_of_the_environment_host_does_not_import_verifiers() -> None:
+    """It runs in an interpreter of its own, which need not have them."""
+    worker = ("services/envhost/src/quartet_envhost/v1/", "services/envhost/src/quartet_envhost/worker.py")
+    assert [one for one in offences("envhost", {"verifiers"}) if not one.startswith(worker)] == []
 
 
 def test_an_import_inside_a_function_is_seen(tmp_path: Path) -> None:
