@@ -89,6 +89,7 @@ async def hosted(envs_python: str, tmp_path_factory: pytest.TempPathFactory) -> 
             "deadline_grace_seconds": 0.5,
             "environments": {
                 "trial-env": {"env": {"PYTHONPATH": str(HERE / "envs")}},
+                "tool-env": {"env": {"PYTHONPATH": str(HERE / "envs")}},
                 "reverse-text": {},
             },
         }

@@ -37,7 +37,7 @@ def test_dry_run_prints_the_resolved_configuration() -> None:
     ("arguments", "text"),
     [
         (["--python", "/nowhere/python"], "interpreter '/nowhere/python' does not exist"),
-        (["--python", "/etc/hostname"], "is not executable"),
+        (["--python", __file__], "is not executable"),
         (["--wrokers", "3"], "did you mean 'workers'?"),
         (["--inference-addresses", "[]"], "inference_addresses"),
         (["--inference-addresses", '["10.1.1.1:5"]'], "off loopback"),
@@ -111,7 +111,8 @@ for env_id, args in [
     except QuartetError as error:
         print(error)
 config = environment_config("owner/reverse-text", {"agent": {"max_turns": 3}, "num_train": 9})
-print(config.agent.max_turns, config.agent.harness.id, config.agent.runtime.type, config.taskset.num_train)
+agent = config.agent
+print(agent.max_turns, agent.harness.id, agent.runtime.type, config.taskset.num_train)
 """
     done = subprocess.run(
         [envs_python, "-c", script], capture_output=True, text=True, timeout=120, check=True

@@ -265,6 +265,32 @@ async def test_bad_arguments_are_one_clear_sentence(hosted: Any) -> None:
         assert error.reason == "INVALID_CONFIG" and text in error.message and "\n" not in error.message
 
 
+@pytest.mark.slow
+async def test_tool_answers_are_carried_and_not_trained_on(hosted: Any) -> None:
+    def script(request: Any, last: str) -> str:
+        match last:
+            case "what is 40 plus 2?":
+                assert [tool.name for tool in request.tools] == ["calc_add"]
+                return 'call calc_add {"a": 40, "b": 2}'
+            case "42":
+                return "call calc_add not json"
+        return f"it is 42 ({last[:12]})"
+
+    hosted.policy.answer = script
+    request = hosted.request("tool-env", task_index=0, timeout_ms=60_000, messages_of_members=1)
+    stream = hosted.stub.RunRollouts(request, timeout=90)
+    (rollout,) = [frame.rollout async for frame in stream if frame.HasField("rollout")]
+    assert not rollout.HasField("failure"), rollout.failure
+    assert rollout.reward == 1.0 and rollout.metrics["calls"] == 1.0 and rollout.num_turns == 3
+    roles = ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+    assert [m.role for m in rollout.messages] == roles
+    assert rollout.messages[1].tool_calls[0].arguments_json == '{"a": 40, "b": 2}'
+    assert rollout.messages[2].content == "42" and "not JSON" in rollout.messages[4].content
+    (sample,) = rollout.samples
+    covered = sum(span.length for span in sample.spans)
+    assert covered == rollout.usage.completion_tokens and rollout.prefix_breaks == 0
+
+
 async def test_worker_that_exits_is_respawned_within_the_budget(hosted: Any) -> None:
     (rollout,) = await hosted.run("exits_once", max_retries=1, timeout_ms=20_000)
     assert not rollout.HasField("failure"), rollout.failure

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import structlog
@@ -31,13 +31,19 @@ class ActiveRequest:
         """Nothing runs yet."""
         self.request = request
         self.cancelled = False
+        self.started = False
         self.tasks: set[asyncio.Task[None]] = set()
         self.ended: asyncio.Queue[rollout_pb2.Rollout | QuartetError] = asyncio.Queue()
 
     @property
     def unfinished(self) -> int:
         """Members that still run."""
-        return len(self.tasks)
+        return len(self.tasks) if self.started else len(self.request.members)
+
+    def cancel(self) -> int:
+        """End all members as CANCELLED; how many that were."""
+        self.cancelled = True
+        return sum([task.cancel() for task in self.tasks]) if self.started else len(self.request.members)
 
 
 class EnvironmentHost:
@@ -83,7 +89,7 @@ class EnvironmentHost:
 
     async def run(
         self, request: envhost_service_pb2.RunRolloutsRequest
-    ) -> AsyncIterator[rollout_pb2.Rollout]:
+    ) -> AsyncGenerator[rollout_pb2.Rollout, None]:
         """The members of a request, each as it ends. Closing the iterator cancels what is left."""
         if request.request_id in self._active:
             raise QuartetError(
@@ -103,7 +109,12 @@ class EnvironmentHost:
         try:
             pool = await self._pool(request.environment)
             await pool.open()
-            active.tasks = {asyncio.create_task(self._member(pool, active, m)) for m in request.members}
+            active.started = True
+            if active.cancelled:  # While the environment was being loaded.
+                for member in request.members:
+                    active.ended.put_nowait(_cancelled(member))
+            else:
+                active.tasks = {asyncio.create_task(self._member(pool, active, m)) for m in request.members}
             while left:
                 ended = await active.ended.get()
                 if isinstance(ended, QuartetError):
@@ -124,9 +135,7 @@ class EnvironmentHost:
         for active in self._active.values():
             request = active.request
             if request.run_id == run_id and (not request_ids or request.request_id in request_ids):
-                active.cancelled = True
-                for task in active.tasks:
-                    count += task.cancel()
+                count += active.cancel()
         return count
 
     def unfinished(self, request_id: str) -> int:
@@ -152,7 +161,7 @@ class EnvironmentHost:
         except asyncio.CancelledError:
             if not active.cancelled:
                 raise
-            ended = failures.failed(member, failures.CANCELLED, "cancelled by its caller", retryable=False)
+            ended = _cancelled(member)
         except QuartetError as error:
             ended = error
         active.tasks.discard(task)
@@ -192,6 +201,10 @@ class EnvironmentHost:
         _, key = min(idle)
         log.info("environment unloaded", env_id=key[0])
         await self._pools.pop(key).close()
+
+
+def _cancelled(member: int) -> rollout_pb2.Rollout:
+    return failures.failed(member, failures.CANCELLED, "cancelled by its caller", retryable=False)
 
 
 def _arguments(ref: envhost_service_pb2.EnvironmentRef) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -53,7 +54,8 @@ class WorkerPool:
         self._settings = settings
         self._config = config
         self._workers: list[WorkerProcess] = []
-        self._changed = asyncio.Condition()
+        # Who waits for a worker with room, first come first; each free place wakes one.
+        self._waiters: deque[asyncio.Future[None]] = deque()
         self._keepers: list[asyncio.Task[None]] = []
         self._error: QuartetError | None = None
         self._closed = False
@@ -123,6 +125,7 @@ class WorkerPool:
     async def close(self) -> None:
         """Stop every worker."""
         self._closed = True
+        self._wake_all()
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
@@ -143,7 +146,7 @@ class WorkerPool:
             text = f"not done after {timeout_s:g} s, and its worker no longer answered"
             return failures.failed(member, failures.TIMEOUT, text, retryable=False)
         finally:
-            await self._notify()
+            self._wake(1)
         return rollout_pb2.Rollout.FromString(answer)
 
     async def _acquire(self) -> WorkerProcess:
@@ -153,24 +156,37 @@ class WorkerPool:
             room = [w for w in self._workers if w.alive and w.load < self._settings.rollouts_per_worker]
             return min(room, key=lambda one: one.load, default=None)
 
+        await self._wait(lambda: best() is not None)
         worker = best()
-        if worker is None:
-            await self._wait(lambda: best() is not None)
-            worker = best()
         assert worker is not None
         return worker
 
     async def _wait(self, done: Callable[[], bool]) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._closed or self._error is not None or done())
-        if self._error is not None:
-            raise self._error
-        if self._closed:
-            raise QuartetError("NOT_READY", f"the workers of {self.env_id!r} are being stopped")
+        while True:
+            if self._error is not None:
+                raise self._error
+            if self._closed:
+                raise QuartetError("NOT_READY", f"the workers of {self.env_id!r} are being stopped")
+            if done():
+                return
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                if not waiter.cancelled():  # Woken and cancelled at once: the place is the next one's.
+                    self._wake(1)
+                raise
 
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    def _wake(self, count: int) -> None:
+        while count and self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                count -= 1
+
+    def _wake_all(self) -> None:
+        self._wake(len(self._waiters))
 
     async def _keep(self, slot: int) -> None:
         """Keep one worker alive until the pool closes or the environment turns out not to load."""
@@ -196,9 +212,9 @@ class WorkerPool:
             finally:
                 if worker is not None:
                     await worker.stop()
-                await self._notify()
+                self._wake_all()
             if self._error is None:
-                pause = min(RESPAWN_CAP_S, RESPAWN_BASE_S * 2 ** (deaths - 1))
+                pause = min(RESPAWN_CAP_S, RESPAWN_BASE_S * 2 ** min(deaths - 1, 16))
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
 
     async def _load(self, worker: WorkerProcess) -> None:
@@ -231,7 +247,7 @@ class WorkerPool:
     async def _watch(self, worker: WorkerProcess) -> None:
         """Offer the worker for calls until it ends; stop it when its loop is silent."""
         self._workers.append(worker)
-        await self._notify()
+        self._wake_all()
         ended = asyncio.create_task(worker.wait())
         try:
             while not ended.done():

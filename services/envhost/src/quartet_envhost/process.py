@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any, Final
@@ -29,6 +28,9 @@ STOP_GRACE_S: Final = 8.0
 
 # A worker that closed its line itself is ending; it has so long to write its traceback.
 EXIT_GRACE_S: Final = 1.0
+
+# What an environment prints goes where its logs go.
+STDERR: Final = 2
 
 
 class WorkerDied(Exception):
@@ -67,7 +69,7 @@ class WorkerProcess:
                 f"--fd={theirs.fileno()}",
                 f"--parent={os.getpid()}",
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=sys.stderr.fileno(),
+                stdout=STDERR,
                 env={**os.environ, **env},
                 pass_fds=(theirs.fileno(),),
                 # A group of its own, so that a terminal's Ctrl-C reaches only the front, and kill reaches

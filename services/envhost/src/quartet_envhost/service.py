@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Final
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any, Final
 
 import grpc
 from quartet.errors import QuartetError, unimplemented
@@ -63,14 +64,18 @@ class EnvHostServicer(envhost_service_pb2_grpc.EnvHostServiceServicer):
                 heartbeat=common_pb2.Heartbeat(in_flight=in_flight)
             )
 
-        async for frame in with_heartbeats(self._frames(request), heartbeat):
-            yield frame
+        # Closed explicitly: a stream that is left must cancel its rollouts now, not when it is collected.
+        beating: Any = with_heartbeats(self._frames(request), heartbeat)
+        async with aclosing(beating) as frames:
+            async for frame in frames:
+                yield frame
 
     async def _frames(
         self, request: envhost_service_pb2.RunRolloutsRequest
-    ) -> AsyncIterator[envhost_service_pb2.RunRolloutsResponse]:
-        async for rollout in self._host.run(request):
-            yield envhost_service_pb2.RunRolloutsResponse(rollout=rollout)
+    ) -> AsyncGenerator[envhost_service_pb2.RunRolloutsResponse, None]:
+        async with aclosing(self._host.run(request)) as rollouts:
+            async for rollout in rollouts:
+                yield envhost_service_pb2.RunRolloutsResponse(rollout=rollout)
 
     async def Interact(
         self,

@@ -166,10 +166,11 @@ class _Tasks:
 def environment_config(env_id: str, args: dict[str, Any]) -> Any:
     """The environment's validated configuration."""
     try:
-        taskset_fields = set(taskset_config_type(env_id).model_fields) - {"id"}
+        taskset_type = taskset_config_type(env_id)
         config_type = env_config_type(env_id)
     except ModuleNotFoundError as error:
         raise _not_found(env_id, error) from error
+    taskset_fields = set(taskset_type.model_fields) - {"id"}
     env_fields = set(config_type.model_fields) - {"id", "taskset"}
     raw: dict[str, Any] = {"taskset": {"id": env_id}}
     for name, value in args.items():
@@ -184,6 +185,8 @@ def environment_config(env_id: str, args: dict[str, Any]) -> Any:
         if isinstance(info.default, AgentConfig):
             raw[name] = _placed(info.default, raw.get(name, {}), ships_harness)
     try:
+        # First alone: validating it inside the rest, Verifiers 0.4.0 trips over some kinds of error.
+        taskset_type.model_validate(raw["taskset"])
         return resolve_env_config(raw)
     except pydantic.ValidationError as error:
         raise _refused(env_id, error) from error
@@ -246,11 +249,14 @@ def _unknown_argument(env_id: str, name: str, known: set[str]) -> QuartetError:
 def _refused(env_id: str, error: pydantic.ValidationError) -> QuartetError:
     first = error.errors(include_url=False)[0]
     path = [str(part) for part in first["loc"] if part != "taskset"]
+    key = ".".join(["args", *path])
     value = json.dumps(first["input"], default=str)
+    problem = first["msg"].removeprefix("Value error, ")
+    what = f"{key} = {value}" if path else "its arguments"
     return QuartetError(
         "INVALID_CONFIG",
-        f"environment {env_id!r} refuses args.{'.'.join(path)} = {value}: {first['msg']}",
-        key=f"args.{'.'.join(path)}",
+        f"environment {env_id!r} refuses {what}: {problem}",
+        key=key,
         value=value,
-        remedy=first["msg"],
+        remedy=problem,
     )

@@ -1,0 +1,35 @@
+"""An environment for tests with a tool server of its own."""
+
+import verifiers.v1 as vf
+
+from tool_env.server import CalcState, CalcToolset
+
+
+class ToolConfig(vf.TaskConfig):
+    tools: vf.ToolsetConfig = vf.ToolsetConfig()
+
+
+class ToolTask(vf.Task[vf.TaskData, CalcState, ToolConfig]):
+    @classmethod
+    def toolsets(cls, config):
+        return [CalcToolset(config.tools)]
+
+    @vf.reward
+    async def right(self, trace: vf.Trace) -> float:
+        return float("42" in trace.last_reply)
+
+    @vf.metric
+    async def calls(self, trace: vf.Trace) -> float:
+        return float(trace.state.calls)
+
+
+class ToolTasksetConfig(vf.TasksetConfig):
+    task: ToolConfig = ToolConfig()
+
+
+class ToolTaskset(vf.Taskset[ToolTask, ToolTasksetConfig]):
+    def load(self):
+        yield ToolTask(vf.TaskData(prompt="what is 40 plus 2?"), self.config.task)
+
+
+__all__ = ["ToolTaskset"]
