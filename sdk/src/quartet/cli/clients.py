@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from quartet.cli.display import Plain, event_line
 from quartet.cli.progress import Progress, phase_name
-from quartet.cli.watch import watch_run
+from quartet.cli.watch import history_of, watch_run
 from quartet.config import load
 from quartet.kit.call import RetryBudget, unary
 from quartet.kit.channel import ClientSecurity, connect
@@ -18,6 +18,7 @@ from quartet.local.toml_text import dumps
 from quartet.run.config import RunConfig
 from quartet.v1.orchestrator_service_pb2 import (
     RUN_PHASE_COMPLETED,
+    GetRunStatusRequest,
     ListRunsRequest,
     ResumeRunRequest,
     Run,
@@ -77,8 +78,19 @@ async def submit(stub: OrchestratorServiceStub, options: argparse.Namespace, res
 async def watch(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:
     """One line for each event until the run ends."""
     progress, display = Progress(), Plain()
+    status = await unary(
+        stub.GetRunStatus,
+        GetRunStatusRequest(run_id=options.run),
+        timeout_s=CALL_SECONDS,
+        budget=RetryBudget(),
+    )
     events = watch_run(
-        stub, options.run, options.after_event, include_rollouts=False, patience_s=PATIENCE_SECONDS
+        stub,
+        options.run,
+        options.after_event,
+        history=history_of(status.run),
+        include_rollouts=False,
+        patience_s=PATIENCE_SECONDS,
     )
     async for event in events:
         if progress.apply(event) and event_line(event, progress):

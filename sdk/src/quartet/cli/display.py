@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from typing import Protocol, TextIO
 
@@ -34,7 +35,7 @@ def step_line(progress: Progress) -> str:
     for name, label, form in (
         ("train/reward", "reward", ".3f"),
         ("train/loss", "loss", "+.4f"),
-        ("rollout/max_staleness", "staleness", ".0f"),
+        ("staleness/max", "staleness", ".0f"),
         ("rollout/mean_length", "length", ".1f"),
         ("train/logprob_difference_max", "|dlogp|", ".1e"),
     ):
@@ -65,10 +66,11 @@ def event_line(event: WatchRunResponse, progress: Progress) -> str:
 
 
 class Plain:
-    """One line for each event and each change of a service."""
+    """One line for each event and each change of a service, with the seconds since the beginning."""
 
     def __init__(self, out: TextIO = sys.stdout) -> None:
         self._out = out
+        self._began = time.monotonic()
         self._restarts: dict[str, int] = {}
 
     def event(self, event: WatchRunResponse, progress: Progress) -> None:
@@ -82,7 +84,7 @@ class Plain:
                 self.say(f"{status.name} died and is started again (restart {status.restarts})")
 
     def say(self, line: str) -> None:
-        print(line, file=self._out, flush=True)
+        print(f"{time.monotonic() - self._began:6.1f} s  {line}", file=self._out, flush=True)
 
     def close(self) -> None:
         """Nothing to put away."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from quartet.cli.display import Display
 from quartet.cli.outputs import Outputs
-from quartet.cli.watch import watch_run
+from quartet.cli.watch import history_of, watch_run
 from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, unary
 from quartet.kit.channel import connect
@@ -104,7 +104,7 @@ async def drive(
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             display.say("stopping the services")
-            await supervisor.stop(DRAIN_SECONDS)
+            await asyncio.gather(supervisor.stop(DRAIN_SECONDS), asyncio.to_thread(outputs.draw, run_id))
             display.tick(outputs.progress, supervisor.statuses)
     return Outcome(run, supervisor.restarts, interrupts.asked.is_set())
 
@@ -117,13 +117,18 @@ async def _work(
     async with connect(_orchestrator(supervisor)) as channel:
         stub = OrchestratorServiceStub(channel)  # type: ignore[no-untyped-call]
         request = SubmitRunRequest(run_id=run_id, config_toml=config_toml)
-        submitted = await unary(
+        begun = await unary(
             stub.SubmitRun, request, timeout_s=SUBMIT_SECONDS, budget=RetryBudget(), wait_for_ready=True
         )
-        if submitted.run.phase == RUN_PHASE_STOPPED:
-            await unary(stub.ResumeRun, ResumeRunRequest(run_id=run_id), timeout_s=CALL_SECONDS)
+        if begun.run.phase == RUN_PHASE_STOPPED:
+            begun = await unary(stub.ResumeRun, ResumeRunRequest(run_id=run_id), timeout_s=CALL_SECONDS)
         events = watch_run(
-            stub, run_id, outputs.progress.last_event, include_rollouts=True, patience_s=PATIENCE_SECONDS
+            stub,
+            run_id,
+            outputs.progress.last_event,
+            history=history_of(begun.run),
+            include_rollouts=True,
+            patience_s=PATIENCE_SECONDS,
         )
         async for event in events:
             if outputs.record(event):

@@ -22,9 +22,13 @@ def write_reward_png(progress: Progress, title: str, file: Path) -> None:
         steps, rewards = zip(*progress.evals, strict=True)
         axes.plot(steps, rewards, "o", color="#d62728", markersize=8, label="evaluation")
         for step, value in progress.evals:
-            axes.annotate(f"{value:.2f}", (step, value), textcoords="offset points", xytext=(6, 6))
+            axes.annotate(
+                f"{value:.2f}", (step, value), textcoords="offset points", xytext=(0, 9), ha="center"
+            )
     if progress.rewards or progress.evals:
         axes.legend(loc="lower right")
+    drawn = [value for _, value in (*progress.rewards, *progress.evals)]
+    axes.set_ylim(min(0.0, *drawn, 0.0), max(1.05, *drawn, 0.0))
     axes.set(xlabel="optimizer steps", ylabel="mean reward", title=title)
     axes.grid(alpha=0.3)
     figure.savefig(file, dpi=120)

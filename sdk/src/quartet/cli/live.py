@@ -61,7 +61,7 @@ def figures_table(progress: Progress) -> Table:
         ("train/reward", "reward", ".3f"),
         ("train/loss", "loss", "+.5f"),
         ("train/entropy", "entropy", ".3f"),
-        ("rollout/max_staleness", "staleness, versions", ".0f"),
+        ("staleness/max", "staleness, versions", ".0f"),
         ("rollout/mean_length", "tokens per rollout", ".1f"),
         ("train/logprob_difference_max", "max |Δ log-prob|", ".1e"),
         ("time/step_s", "seconds per step", ".2f"),

@@ -21,6 +21,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from quartet.cli.figure import write_reward_png
 from quartet.cli.progress import Progress, ledger_dict
 from quartet.v1.orchestrator_service_pb2 import RolloutEvent, WatchRunResponse
 from quartet.v1.rollout_pb2 import FailureKind
@@ -77,6 +78,10 @@ class Outputs:
         else:
             name = f"eval_{self.progress.step:04d}.jsonl"
         append_line(self.rollouts / name, head | rollout_row(event))
+
+    def draw(self, title: str) -> None:
+        """Write the figure of what was recorded."""
+        write_reward_png(self.progress, title, self.folder / "reward.png")
 
     def take_checkpoint(self, model_path: Path) -> Path:
         """Put the exported model into the folder, whole. Linked where possible: models are large."""

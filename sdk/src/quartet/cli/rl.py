@@ -23,7 +23,6 @@ from typing import Any
 
 from quartet.cli.display import Display, Plain
 from quartet.cli.drive import EXIT_FAILED, EXIT_INTERRUPTED, Outcome, drive
-from quartet.cli.figure import write_reward_png
 from quartet.cli.outputs import Outputs, write_json
 from quartet.cli.progress import ledger_dict, phase_name
 from quartet.config import ConfigError, load
@@ -227,7 +226,6 @@ def _finish(job: Job, outcome: Outcome, outputs: Outputs, wall_seconds: float) -
         "versions": installed_versions(),
     }
     write_json(job.folder / "summary.json", summary)
-    write_reward_png(outputs.progress, job.run_id, job.folder / "reward.png")
     if run.phase == RUN_PHASE_COMPLETED:
         before, after = summary["reward_before"], summary["reward_after"]
         print(

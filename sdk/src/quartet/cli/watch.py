@@ -1,8 +1,9 @@
 """Following a run over the death and restart of its orchestrator.
 
 1. Every event is yielded once, in order: the stream is opened again after the last number seen.
-2. It ends with the event that says that the run ended, and never waits for ever: without a sign of life for
-   `patience_s` it raises what the last attempt said.
+2. It ends with the event that says that the run ended. A run that was stopped and resumed has such events in
+   its past: `history_of` says up to where they do not count.
+3. It never waits for ever: without a sign of life for `patience_s` it raises what the last attempt said.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import AsyncIterator
 from quartet.cli.progress import ENDED
 from quartet.errors import QuartetError
 from quartet.kit.call import stream
-from quartet.v1.orchestrator_service_pb2 import WatchRunRequest, WatchRunResponse
+from quartet.v1.orchestrator_service_pb2 import Run, WatchRunRequest, WatchRunResponse
 from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 
 IDLE_SECONDS = 20.0  # four heartbeats
@@ -21,11 +22,17 @@ RETRY_SECONDS = 0.25
 PASSING = frozenset({"NOT_READY", "DEADLINE", "OVERLOADED"})  # what a restart of the other side looks like
 
 
+def history_of(run: Run) -> int:
+    """The number of the last event that is history: none where the run has ended for good or for now."""
+    return 0 if run.phase in ENDED else run.last_event
+
+
 async def watch_run(
     stub: OrchestratorServiceStub,
     run_id: str,
     after_event: int,
     *,
+    history: int,
     include_rollouts: bool,
     patience_s: float,
 ) -> AsyncIterator[WatchRunResponse]:
@@ -42,7 +49,8 @@ async def watch_run(
                     continue
                 last = event.event
                 yield event
-                if event.WhichOneof("kind") == "phase" and event.phase.run.phase in ENDED:
+                ended = event.WhichOneof("kind") == "phase" and event.phase.run.phase in ENDED
+                if ended and event.event > history:
                     return
         except QuartetError as error:
             if error.reason not in PASSING:
