@@ -1,4 +1,6 @@
-"""A TCP proxy on loopback that counts the bytes of each direction. What it counts is everything: HTTP/2 framing, headers, heartbeats."""
+"""A TCP proxy on loopback that counts the bytes of each direction. What it counts is everything: HTTP/2
+framing, headers, heartbeats.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The main job, seed by seed: time, reward, agreement of trainer and engine.
 
-For each seed: `quartet model tiny` and `quartet rl @ configs/reverse-text.toml`, from nothing, as `make demo` runs them.
-Bars: at most 180 s for both together; evaluation reward from <= 0.5 to >= 0.9; the largest |log-probability by trainer - by
-engine| over every sampled token of every batch <= 2e-5; the ledger balanced.
+For each seed: `quartet model tiny` and `quartet rl @ configs/reverse-text.toml`, from nothing, as `make
+demo` runs them. Bars: at most 180 s for both together; evaluation reward from <= 0.5 to >= 0.9; the largest
+|log-probability by trainer - by engine| over every sampled token of every batch <= 2e-5; the ledger
+balanced.
 
     python benchmarks/demo.py [--seeds 0,1,2,3,4] [--json FILE]
 """

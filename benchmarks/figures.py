@@ -1,8 +1,10 @@
 """Figures: what a benchmark prints and writes.
 
-1. A figure has a name, a value, a unit, a bar and whether the value meets the bar; `ok` is None where there is no bar.
+1. A figure has a name, a value, a unit, a bar and whether the value meets the bar; `ok` is None where there
+   is no bar.
 2. Every benchmark prints a table and, with `--json FILE`, writes `{"figures": [...]}`.
-3. A figure that misses its bar is reported as it is; the exit code stays 0, because a benchmark measures, it does not judge.
+3. A figure that misses its bar is reported as it is; the exit code stays 0, because a benchmark measures,
+   it does not judge.
 """
 
 from __future__ import annotations

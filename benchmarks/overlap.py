@@ -1,7 +1,8 @@
 """Overlap of generation and training: the same run with and without one step of asynchrony.
 
-Runs the main job for a fixed number of steps with max_off_policy_steps = 1 and = 0, in turn (A B A B ...), on one tiny model,
-and compares the wall time from the first to the last trained step. Bar: the alternating run takes >= 1.2 times as long.
+Runs the main job for a fixed number of steps with max_off_policy_steps = 1 and = 0, in turn (A B A B ...),
+on one tiny model, and compares the wall time from the first to the last trained step. Bar: the alternating
+run takes >= 1.2 times as long.
 
     python benchmarks/overlap.py [--steps 20] [--pairs 3] [--model DIR] [--json FILE]
 """
@@ -22,7 +23,9 @@ QUARTET = [sys.executable, "-m", "quartet.cli"]
 
 
 def step_seconds(model: Path, output: Path, steps: int, off_policy: int) -> dict[str, float]:
-    """Seconds per step over the run (the first step, which always waits for its rollouts, left out), and their parts."""
+    """Seconds per step over the run (the first step, which always waits for its rollouts, left out), and
+    their parts.
+    """
     command = [
         *QUARTET,
         "rl",

@@ -1,10 +1,12 @@
 """What a trained token costs on the wire, every byte counted.
 
-1. The two hops of a trajectory (envhost -> orchestrator, orchestrator -> trainer) over real gRPC with the canonical channel, through a
-   proxy that counts TCP bytes, for groups of 16 rollouts with 151,000-word vocabularies (three bytes per id, the worst usual case).
-   Bar: at most 9 bytes per token of the trained sequences at 512 tokens and more; short rollouts are shown beside it.
-2. `--run`: the main job itself, its four processes joined through such proxies: bytes of each hop per token of the trained sequences.
-   Its rollouts have about 32 tokens, so fixed costs (names, metrics, HTTP/2) weigh more than in any real job.
+1. The two hops of a trajectory (envhost -> orchestrator, orchestrator -> trainer) over real gRPC with the
+   canonical channel, through a proxy that counts TCP bytes, for groups of 16 rollouts with 151,000-word
+   vocabularies (three bytes per id, the worst usual case). Bar: at most 9 bytes per token of the trained
+   sequences at 512 tokens and more; short rollouts are shown beside it.
+2. `--run`: the main job itself, its four processes joined through such proxies: bytes of each hop per token
+   of the trained sequences. Its rollouts have about 32 tokens, so fixed costs (names, metrics, HTTP/2)
+   weigh more than in any real job.
 
     python benchmarks/wire.py [--run] [--model DIR] [--json FILE]
 """
@@ -13,17 +15,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import sys
+import tempfile
+import tomllib
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import grpc
 from counting_proxy import CountingProxy
 from figures import Figure, arguments, report
 from quartet.kit.channel import connect
+from quartet.local.toml_text import dumps
 from quartet.v1 import envhost_service_pb2 as envhost
 from quartet.v1 import envhost_service_pb2_grpc as envhost_grpc
+from quartet.v1 import orchestrator_service_pb2 as orchestration
+from quartet.v1 import orchestrator_service_pb2_grpc as orchestrator_grpc
 from quartet.v1 import rollout_pb2 as rollout
 from quartet.v1 import trainer_service_pb2 as trainer
 from quartet.v1 import trainer_service_pb2_grpc as trainer_grpc
@@ -34,6 +43,7 @@ GROUP = 16
 GROUPS = 8
 MESSAGE_BYTES = 1 << 20  # samples are sent on in messages of about this size
 START_SECONDS = 120.0
+JOB_STEPS = 10
 
 
 def a_rollout(chance: random.Random, member: int, tokens: int) -> rollout.Rollout:
@@ -138,59 +148,58 @@ async def start(name: str, folder: Path, *arguments: str) -> tuple[asyncio.subpr
     return process, port_file.read_text().strip()
 
 
+async def trained_tokens(orchestrator: str, model: Path) -> tuple[int, int]:
+    """Run the job; (tokens of all trained sequences, tokens sampled)."""
+    config = tomllib.loads((REPOSITORY / "configs/reverse-text.toml").read_text())
+    config |= {"model": os.path.abspath(model), "max_steps": JOB_STEPS, "eval": {"num_examples": 0}}
+    text = dumps(config)
+    totals = {"train/tokens": 0.0, "train/loss_tokens": 0.0}
+    async with connect(orchestrator) as channel:
+        stub = orchestrator_grpc.OrchestratorServiceStub(channel)
+        submit = orchestration.SubmitRunRequest(run_id="wire", config_toml=text)
+        await stub.SubmitRun(submit, timeout=START_SECONDS)
+        async for event in stub.WatchRun(orchestration.WatchRunRequest(run_id="wire"), timeout=600):
+            for name in totals:
+                totals[name] += event.step.metrics.get(name, 0.0)
+            last = event.phase.run if event.HasField("phase") else None
+    assert last is not None and last.phase == orchestration.RUN_PHASE_COMPLETED, last
+    return int(totals["train/tokens"]), int(totals["train/loss_tokens"])
+
+
 async def main_job(model: Path, folder: Path) -> list[Figure]:
-    """The main job for ten steps, every hop through a counting proxy."""
-    processes = []
-    try:
-        process, address = await start("trainer", folder, "--state-dir", str(folder / "trainer"))
-        processes.append(process)
-        to_trainer, weights = [await CountingProxy(address).start() for _ in range(2)]
-        process, address = await start(
-            "inference", folder, "--model", str(model), "--weights-address", weights.address
-        )
-        processes.append(process)
-        to_inference = await CountingProxy(address).start()
-        envs = ["--python", str(REPOSITORY / ".venv-envs/bin/python")]
-        process, address = await start(
-            "envhost", folder, "--inference-addresses", json.dumps([to_inference.address]), *envs
-        )
-        processes.append(process)
-        to_envhost = await CountingProxy(address).start()
-        process, address = await start(
-            "orchestrator", folder, "--trainer-address", to_trainer.address, "--data-dir", str(folder / "orchestrator"),
-            "--envhost-addresses", json.dumps([to_envhost.address]),
-        )  # fmt: skip
-        processes.append(process)
-        submit = [sys.executable, "-m", "quartet.cli", "submit", "@", "configs/reverse-text.toml", "--follow"]
-        submit += [
-            "--orchestrator",
-            address,
-            "--model",
-            str(model),
-            "--max-steps",
-            "10",
-            "--eval.num-examples",
-            "0",
-        ]
-        submitted = await asyncio.create_subprocess_exec(*submit, cwd=REPOSITORY)
-        assert await submitted.wait() == 0
-        tokens = trained_tokens(folder / "inference.log") or 10 * 128 * 32
-    finally:
-        for process in reversed(processes):
-            process.terminate()
-            await process.wait()
-    hops = {
-        "inference <-> envhost": to_inference,
-        "envhost <-> orchestrator": to_envhost,
-        "orchestrator <-> trainer": to_trainer,
-    }
-    figures = [
-        Figure(f"main job, {name}", proxy.total_bytes / tokens, "bytes/token") for name, proxy in hops.items()
-    ]
-    return [
-        *figures,
-        Figure("main job, trainer <-> inference (weights)", weights.total_bytes / 10, "bytes/step"),
-    ]
+    """The main job for a few steps, every hop through a counting proxy."""
+    async with AsyncExitStack() as stack:
+
+        async def up(name: str, *arguments: str) -> str:
+            process, address = await start(name, folder, *arguments)
+            stack.push_async_callback(process.wait)
+            stack.callback(process.terminate)
+            return address
+
+        async def proxy(address: str) -> CountingProxy:
+            return await CountingProxy(address).start()
+
+        trainer_address = await up("trainer", "--state-dir", str(folder / "states"))
+        to_trainer, weights = await proxy(trainer_address), await proxy(trainer_address)
+        arguments = ["--model", str(model), "--weights-address", weights.address]
+        to_inference = await proxy(await up("inference", *arguments))
+        arguments = ["--inference-addresses", json.dumps([to_inference.address])]
+        arguments += ["--python", str(REPOSITORY / ".venv-envs/bin/python")]
+        arguments += ["--environments.reverse-text.workers", "1"]
+        to_envhost = await proxy(await up("envhost", *arguments))
+        arguments = ["--trainer-address", to_trainer.address, "--data-dir", str(folder / "journal")]
+        arguments += ["--envhost-addresses", json.dumps([to_envhost.address])]
+        tokens, sampled = await trained_tokens(await up("orchestrator", *arguments), model)
+        hops = {
+            "inference <-> envhost": to_inference,
+            "envhost <-> orchestrator": to_envhost,
+            "orchestrator <-> trainer": to_trainer,
+        }
+        figures = [Figure("main job: tokens of a trained sequence", tokens / (JOB_STEPS * 128), "tokens")]
+        for name, hop in hops.items():
+            figures.append(Figure(f"main job: {name}", hop.total_bytes / tokens, "bytes/token"))
+            figures.append(Figure(f"main job: {name}", hop.total_bytes / sampled, "bytes/sampled"))
+        return [*figures, Figure("main job: weights", weights.total_bytes / JOB_STEPS, "bytes/step")]
 
 
 def main() -> None:
@@ -204,6 +213,9 @@ def main() -> None:
         bar = "<= 9" if tokens >= 512 else ""
         figures.append(Figure(f"{tokens} tokens: envhost -> orchestrator", first, "bytes/token", bar))
         figures.append(Figure(f"{tokens} tokens: orchestrator -> trainer", second, "bytes/token", bar))
+    if options.run:
+        with tempfile.TemporaryDirectory(prefix="quartet-wire-") as folder:
+            figures += asyncio.run(main_job(options.model or REPOSITORY / "models/tiny", Path(folder)))
     report(figures, options.json)
 
 

@@ -1,4 +1,6 @@
-"""What end-to-end and fault tests share: one tiny model, made once per session by the real command, and the launcher."""
+"""What end-to-end and fault tests share: one tiny model, made once per session by the real command, and the
+launcher.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The main job, shortened: four real processes, the real environment, the real engine, real weights moving.
 
-Invariants 1 (ledger), 3 (a version never lies), 4 (bounded staleness) and 6 (tokens in, tokens out) are read off a finished run.
+Invariants 1 (ledger), 3 (a version never lies), 4 (bounded staleness) and 6 (tokens in, tokens out) are
+read off a finished run.
 """
 
 from __future__ import annotations

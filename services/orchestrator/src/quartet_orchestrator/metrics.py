@@ -56,6 +56,9 @@ def of_step(
     for name, diagnostic in (("train/kl_divergence", "mismatch_kl"), ("train/entropy", "entropy")):
         if diagnostic in trained.diagnostics:
             values[name] = trained.diagnostics[diagnostic]
+    if trained.HasField("verification"):
+        values["train/logprob_tokens_compared"] = float(trained.verification.tokens_compared)
+        values["train/logprob_tokens_skipped"] = float(trained.verification.tokens_skipped)
     if trained.HasField("verification") and trained.verification.tokens_compared:
         values["train/logprob_difference_max"] = trained.verification.max_difference
         values["train/logprob_difference_mean"] = trained.verification.mean_difference
