@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import sys
 import tempfile
@@ -151,7 +150,7 @@ async def start(name: str, folder: Path, *arguments: str) -> tuple[asyncio.subpr
 async def trained_tokens(orchestrator: str, model: Path) -> tuple[int, int]:
     """Run the job; (tokens of all trained sequences, tokens sampled)."""
     config = tomllib.loads((REPOSITORY / "configs/reverse-text.toml").read_text())
-    config |= {"model": os.path.abspath(model), "max_steps": JOB_STEPS, "eval": {"num_examples": 0}}
+    config |= {"model": str(model), "max_steps": JOB_STEPS, "eval": {"num_examples": 0}}
     text = dumps(config)
     totals = {"train/tokens": 0.0, "train/loss_tokens": 0.0}
     async with connect(orchestrator) as channel:
@@ -214,8 +213,9 @@ def main() -> None:
         figures.append(Figure(f"{tokens} tokens: envhost -> orchestrator", first, "bytes/token", bar))
         figures.append(Figure(f"{tokens} tokens: orchestrator -> trainer", second, "bytes/token", bar))
     if options.run:
+        model = options.model or REPOSITORY / "models/tiny"
         with tempfile.TemporaryDirectory(prefix="quartet-wire-") as folder:
-            figures += asyncio.run(main_job(options.model or REPOSITORY / "models/tiny", Path(folder)))
+            figures += asyncio.run(main_job(model.resolve(), Path(folder)))
     report(figures, options.json)
 
 
