@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from quartet.cli.__main__ import build_parser, main
-from quartet.cli.rl import Job, _claim, default_folder, model_path
+from quartet.cli.job import Job, default_folder, model_path, plan, taken
+from quartet.cli.rl import check_environments
 from quartet.config import ConfigError, load
 from quartet.run.config import RunConfig, parse_run
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "reverse-text.toml"
-
-
-def options(**changes: object) -> argparse.Namespace:
-    return argparse.Namespace(**{"run_id": None, "resume": False, "overwrite": False, **changes})
 
 
 @pytest.fixture
@@ -79,33 +75,54 @@ def test_a_model_folder_is_taken_by_its_absolute_path(
     assert model_path("owner/name") == str(cached / "snapshots" / "abc")
 
 
+def planned(config: RunConfig, folder: Path, run_id: str | None = None, **changes: bool) -> Job:
+    return plan(config, folder, run_id, **{"resume": False, "overwrite": False, **changes})
+
+
 def test_a_used_output_folder_is_refused_with_the_remedy(tmp_path: Path, config: RunConfig) -> None:
     folder = tmp_path / "run one"
-    job = _claim(config, folder, options())
+    job = planned(config, folder)
     assert job.run_id == "run-one"
+    assert not folder.exists(), "planning changes nothing"
+    with taken(job), pytest.raises(ConfigError, match="belongs to a run that is going on"), taken(job):
+        pass
     with pytest.raises(ConfigError, match="add --resume"):
-        _claim(config, folder, options())
-    assert _claim(config, folder, options(resume=True)) == job
+        planned(config, folder)
+    resumed = planned(config, folder, resume=True)
+    assert resumed.resumed and resumed.config_toml == job.config_toml
     changed = config.model_copy(update={"max_steps": 7})
     with pytest.raises(ConfigError, match="another configuration"):
-        _claim(changed, folder, options(resume=True))
+        planned(changed, folder, resume=True)
     (folder / "metrics.jsonl").write_text("old")
-    assert _claim(changed, folder, options(overwrite=True)).config.max_steps == 7
-    assert not (folder / "metrics.jsonl").exists()
+    (folder / "logs").mkdir()
+    with taken(resumed):
+        assert (folder / "metrics.jsonl").exists(), "a resumed run keeps what it has"
+    with taken(planned(changed, folder, overwrite=True)):
+        assert sorted(entry.name for entry in folder.iterdir()) == [".lock", "run.json"]
+    assert planned(changed, folder, resume=True).config.max_steps == 7
 
 
 def test_overwrite_deletes_only_what_a_run_wrote(tmp_path: Path, config: RunConfig) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(ConfigError, match="was not written by quartet rl"):
-        _claim(config, tmp_path, options(overwrite=True))
+        planned(config, tmp_path, overwrite=True)
     with pytest.raises(ConfigError, match="holds no run"):
-        _claim(config, tmp_path / "nothing", options(resume=True))
+        planned(config, tmp_path / "nothing", resume=True)
     assert (tmp_path / "thesis.tex").exists()
 
 
 def test_run_ids_are_checked(tmp_path: Path, config: RunConfig) -> None:
     with pytest.raises(ConfigError, match="--run-id 'a/b' is refused"):
-        _claim(config, tmp_path / "x", options(run_id="a/b"))
+        planned(config, tmp_path / "x", "a/b")
+
+
+def test_environments_are_looked_for_in_their_interpreter(config: RunConfig) -> None:
+    found = config.env[0].model_copy(update={"id": "owner/json@1.0"})
+    here = {"python": sys.executable}
+    check_environments(config.model_copy(update={"env": (found,), "envhost": here}))
+    unknown = config.env[0].model_copy(update={"id": "no-such-env"})
+    with pytest.raises(ConfigError, match=f"no package 'no_such_env' in {sys.executable}; install it there"):
+        check_environments(config.model_copy(update={"env": (unknown,), "envhost": here}))
 
 
 def test_default_folder_is_named_after_the_last_config() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quartet.config import ConfigError
 from quartet.local.child import ChildSpec
 from quartet.local.deployment import SERVICES, check, wire, write
-from quartet.local.ports import PortInUse, resolve
+from quartet.local.ports import AddressRefused, resolve
 from quartet.local.toml_text import dumps
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -44,8 +44,11 @@ def test_ports_are_distinct_and_a_taken_one_is_refused() -> None:
     assert all(not address.endswith(":0") for address in chosen)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(PortInUse, match=f"127.0.0.1:{port}: Address already in use; choose another"):
+        with pytest.raises(AddressRefused, match=f"127.0.0.1:{port}: Address already in use; choose another"):
             resolve([f"127.0.0.1:{port}"])
+    for address in ("127.0.0.1", "127.0.0.1:", "127.0.0.1:65536", "127.0.0.1:-1"):
+        with pytest.raises(AddressRefused, match="is no host:port"):
+            resolve([address])
 
 
 def test_the_services_point_at_each_other(tmp_path: Path) -> None:

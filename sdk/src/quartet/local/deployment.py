@@ -3,7 +3,7 @@ anything starts.
 
 1. What the user wrote in [trainer], [orchestrator], [inference] and [envhost] wins over what the launcher
    would say, except for the port 0, which becomes a free port, and the port file.
-2. `check` runs every service's own `--dry-run` on exactly the files it will be started with: whatever a
+2. `check` runs every service's own `--dry-run` on the files it would be started with: whatever a
    service would refuse is refused here, in its own sentence, before any service runs.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from quartet.config import ConfigError
 from quartet.local.child import ChildSpec, child_environment
-from quartet.local.ports import PortInUse, resolve
+from quartet.local.ports import AddressRefused, resolve
 from quartet.local.toml_text import dumps
 
 SERVICES = ("trainer", "inference", "envhost", "orchestrator")
@@ -35,7 +35,7 @@ def wire(model: str, data: Path, tables: Mapping[str, Table]) -> dict[str, Table
         addresses = dict(
             zip(names, resolve([str(one.get("address", ANY_PORT)) for one in servers]), strict=True)
         )
-    except (PortInUse, ValueError) as error:
+    except AddressRefused as error:
         raise ConfigError(str(error)) from error
     known: dict[str, Table] = {
         "trainer": {"state_dir": str(data / "trainer")},
@@ -99,4 +99,5 @@ async def _refusal(spec: ChildSpec) -> str:
     module = spec.command[2]
     if f"No module named {module}" in last:
         return f"{module} is not installed for {sys.executable}; pip install the service {spec.name} there"
-    return last.removeprefix("error: ")
+    # Where the key stands in the generated file is no news to whoever wrote another one.
+    return last.removeprefix("error: ").replace(f" (in {spec.command[-1]})", "")

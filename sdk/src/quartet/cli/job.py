@@ -1,0 +1,133 @@
+"""A job of `quartet rl`: the run, its name, and its output folder.
+
+1. `plan` only looks: it refuses a folder that holds something else, with the remedy, and changes nothing.
+2. `taken` makes the folder the job's own for as long as the block lasts: another launcher is refused, because
+   two orchestrators on one journal would lose rollouts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from quartet.cli.outputs import write_json
+from quartet.config import ConfigError
+from quartet.local.deployment import SERVICES
+from quartet.local.toml_text import dumps
+from quartet.run.config import RunConfig
+
+RUN_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+RECORD = "run.json"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run and where it lives."""
+
+    config: RunConfig
+    run_id: str
+    folder: Path
+    resumed: bool = False
+
+    @property
+    def config_toml(self) -> str:
+        """The run as the orchestrator gets it: without the deployment, so other ports are the same run."""
+        return dumps(self.config.model_dump(mode="json", exclude=set(SERVICES), exclude_none=True))
+
+
+def model_path(model: str) -> str:
+    """The absolute path of a model folder, or of a hub id's folder in the cache. Raises ConfigError."""
+    folder = Path(model).expanduser()
+    if (folder / "config.json").is_file():
+        return str(folder.absolute())
+    if folder.exists():
+        raise ConfigError(f"model = {model!r} has no config.json; name a Hugging Face model folder")
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+    cached = hub / f"models--{model.replace('/', '--')}"
+    if (main := cached / "refs" / "main").is_file():
+        snapshot = cached / "snapshots" / main.read_text().strip()
+        if (snapshot / "config.json").is_file():
+            return str(snapshot.absolute())
+    raise ConfigError(
+        f"model = {model!r} is neither a folder here nor a model in the Hugging Face cache; make a small one "
+        f"with 'quartet model tiny {model}', or fetch one with 'hf download {model}'"
+    )
+
+
+def default_folder(arguments: list[str]) -> Path:
+    """outputs/<config name>-<time>."""
+    files = [b for a, b in pairwise(arguments) if a == "@"]
+    name = Path(files[-1]).stem if files else "run"
+    return Path("outputs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def plan(config: RunConfig, folder: Path, run_id: str | None, *, resume: bool, overwrite: bool) -> Job:
+    """The job, if its folder can be taken. Raises ConfigError."""
+    record = folder / RECORD
+    if resume:
+        return _resumed(config, folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if not overwrite:
+            raise ConfigError(
+                f"output folder {folder} is not empty; add --resume to go on with its run, --overwrite to "
+                "delete it, or name another --output-dir"
+            )
+        if not record.exists():
+            raise ConfigError(f"--overwrite: {folder} was not written by quartet rl; delete it yourself")
+    run_id = run_id or re.sub(r"[^A-Za-z0-9_.-]", "-", folder.name)[:64]
+    if not RUN_ID.fullmatch(run_id):
+        raise ConfigError(f"--run-id {run_id!r} is refused: use 1 to 64 of A-Z a-z 0-9 _ . -")
+    return Job(config, run_id, folder)
+
+
+def _resumed(config: RunConfig, folder: Path) -> Job:
+    record = folder / RECORD
+    if not record.exists():
+        raise ConfigError(f"--resume: {folder} holds no run; name the folder of one with --output-dir")
+    known = json.loads(record.read_text())
+    job = Job(config, known["run_id"], folder, resumed=True)
+    if known["config_toml"] != job.config_toml:
+        raise ConfigError(
+            f"--resume: {folder} holds the run {job.run_id!r} with another configuration; "
+            f"resume it with the one in {record}, or start a new run in another --output-dir"
+        )
+    return job
+
+
+@contextmanager
+def taken(job: Job) -> Iterator[None]:
+    """The folder, emptied unless the job goes on with it, and locked. Raises ConfigError."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    with (job.folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"output folder {job.folder} belongs to a run that is going on; wait for its end, "
+                "or name another"
+            ) from None
+        if not job.resumed:
+            _empty(job.folder)
+            write_json(job.folder / RECORD, {"run_id": job.run_id, "config_toml": job.config_toml})
+        yield
+
+
+def _empty(folder: Path) -> None:
+    """Delete everything in the folder but its lock."""
+    for entry in folder.iterdir():
+        if entry.name == ".lock":
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
