@@ -151,6 +151,7 @@ async def test_malformed_bytes_are_an_invalid_request(method: str) -> None:
 
 
 async def test_an_oversize_request_is_refused_and_changes_nothing() -> None:
+    """Invariant 8: messages at 4 MiB."""
     async with _served() as (pig, stub, running):
         large = pb.GetManifestRequest(run_id="x" * (MAX_MESSAGE_BYTES + 1))
         error = await _failure(unary(stub.GetManifest, large, timeout_s=5, budget=RetryBudget()))
@@ -187,6 +188,7 @@ async def test_client_streams_reach_the_handler() -> None:
 
 
 async def test_retries_stay_within_the_budget() -> None:
+    """Invariant 8."""
     quick = RetryBudget(max_attempts=5, initial_backoff_s=0.001, max_backoff_s=0.002)
     async with _served() as (pig, stub, _running):
         await unary(stub.GetManifest, _ask("flaky"), timeout_s=5, budget=quick)
@@ -272,12 +274,14 @@ async def test_a_task_that_outlives_its_rpc_is_not_bound_by_its_deadline() -> No
 
 
 async def test_a_unary_call_always_has_a_deadline() -> None:
+    """Invariant 7."""
     async with _served() as (pig, stub, _running):
         await stub.GetManifest(_ask())
         assert 0 < pig.seen["remaining_s"] <= 60 * 1.02
 
 
 async def test_a_silent_stream_is_given_up_and_its_handler_ends() -> None:
+    """Invariant 7."""
     async with _served() as (pig, stub, _running):
         error = await _failure(_drained(stream(stub.Watch(pb.WatchRequest()), idle_timeout_s=0.2)))
         assert error.reason == "DEADLINE"
@@ -302,6 +306,7 @@ async def test_a_stream_whose_server_dies_is_not_ready() -> None:
 
 
 async def test_rpcs_beyond_the_bound_are_overloaded_but_health_answers() -> None:
+    """Invariant 8."""
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     async with _served(max_concurrent_rpcs=1) as (pig, stub, running):
@@ -374,6 +379,7 @@ async def _items(*delays: float) -> AsyncIterator[str]:
 
 
 async def test_heartbeats_fill_only_the_silence() -> None:
+    """Invariant 7: every stream has a heartbeat."""
     got = [item async for item in with_heartbeats(_items(0, 0.25, 0), lambda: "beat", 0.1)]
     assert [item for item in got if item != "beat"] == ["0", "1", "2"]
     assert got[1:3] == ["beat", "beat"] and len(got) == 5

@@ -190,6 +190,7 @@ async def test_a_torn_stream_goes_on_at_the_first_missing_byte(plane: Plane) -> 
 async def test_a_frozen_publisher_is_given_up_and_the_next_stream_goes_on(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Invariant 7."""
     monkeypatch.setattr(fetch, "FETCH_IDLE_SECONDS", 0.2)
     plane.store.publish("r", 1, model())
     plane.servicer.frozen_after = 2
@@ -281,6 +282,7 @@ def _beyond_the_end(frames: Iterator[pb.FetchResponse]) -> Iterator[pb.FetchResp
 
 @pytest.mark.parametrize("lie", [_end(1), _end(-1), _no_data, _no_frame, _beyond_the_end])
 async def test_a_stream_that_lies_is_never_accepted_and_mended_by_the_next(plane: Plane, lie: Fault) -> None:
+    """Invariant 3."""
     plane.store.publish("r", 1, model())
     plane.servicer.faults = [lie]
     assert same(await plane.fetch(), model())
@@ -301,6 +303,7 @@ async def test_streams_that_begin_true_and_then_lie_are_used_as_far_as_they_are_
 
 
 async def test_a_wrong_digest_of_the_whole_is_never_accepted(plane: Plane) -> None:
+    """Invariant 3."""
     plane.store.publish("r", 1, model())
     plane.servicer.faults = [_end(0, bytes(16))]
     with pytest.raises(QuartetError, match="CHECKSUM_MISMATCH"):

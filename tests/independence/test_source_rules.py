@@ -5,6 +5,7 @@
 3. Only the worker of an environment imports verifiers, never the front of envhost.
 4. A module's name says its concept.
 5. Every file and folder that a document names exists.
+6. Nothing pickles (invariant 10), and every invariant of docs/design.md is named by a test.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ PACKAGES = {"sdk": REPOSITORY / "sdk/src/quartet"} | {
 }
 TORCH_STACK = {"torch", "transformers", "safetensors", "accelerate"}
 TORCH_FREE = ("sdk", "orchestrator", "envhost")
+PICKLES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+INVARIANTS = range(1, 11)
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "stuff", "manager"}
 # What a document names in backticks or links to, as far as it looks like a path of this repository.
 FOLDERS = "sdk|services|environments|configs|k8s|tests|benchmarks|docs|protos"
@@ -78,6 +81,29 @@ def test_an_import_inside_a_function_is_seen(tmp_path: Path) -> None:
     file = tmp_path / "lazy.py"
     file.write_text("def f():\n    from torch.nn import Linear\n    import os, verifiers.v1 as v\n")
     assert {name for name, _ in imports_of(file)} == {"torch", "os", "verifiers"}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_invariant_10_nothing_pickles(package: str) -> None:
+    assert offences(package, PICKLES) == []
+    for path in PACKAGES[package].rglob("*.py"):
+        assert not re.search(r"\btorch\.(load|save)\(", path.read_text()), path
+
+
+def test_every_invariant_is_named_by_a_test() -> None:
+    design = (REPOSITORY / "docs/design.md").read_text()
+    stated = re.search(r"## 4\. Invariants.*?(?=\n## )", design, re.DOTALL)
+    assert stated is not None
+    assert [int(n) for n in re.findall(r"^(\d+)\. \*\*", stated[0], re.MULTILINE)] == list(INVARIANTS)
+    named: set[int] = set()
+    for tests in ("tests", "sdk/tests", "services/*/tests"):
+        for path in REPOSITORY.glob(f"{tests}/**/test_*.py"):
+            for node in ast.walk(ast.parse(path.read_text(), str(path))):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                    said = node.name + " " + (ast.get_docstring(node) or "").partition(":")[0]
+                    if "nvariant" in said:
+                        named.update(int(n) for n in re.findall(r"\d+", said))
+    assert set(INVARIANTS) <= named, f"no test names {sorted(set(INVARIANTS) - named)}"
 
 
 def test_names_say_the_concept() -> None:

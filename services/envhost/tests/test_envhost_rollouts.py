@@ -51,6 +51,7 @@ async def test_a_group_of_reverse_text_is_scored(hosted: Any) -> None:
 
 
 async def test_sample_is_exactly_what_was_sampled(hosted: Any) -> None:
+    """Invariant 6."""
     from scripted_inference import CLOSE, OPENING, encode, render
 
     (rollout,) = await hosted.run("ok")
@@ -70,6 +71,7 @@ async def test_sample_is_exactly_what_was_sampled(hosted: Any) -> None:
 
 
 async def test_turns_extend_the_sampled_tokens(hosted: Any) -> None:
+    """Invariant 6: turns merge by exact prefix."""
     (rollout,) = await hosted.run("two_turns", messages_of_members=1)
     first, second, third = hosted.policy.requests
     assert first.HasField("messages") and second.HasField("tokens") and third.HasField("tokens")
@@ -85,6 +87,7 @@ async def test_turns_extend_the_sampled_tokens(hosted: Any) -> None:
 
 
 async def test_a_broken_prefix_starts_a_new_sample_and_is_counted(hosted: Any) -> None:
+    """Invariant 6: a break is counted."""
     hosted.policy.forgets = True
     (rollout,) = await hosted.run("two_turns")
     assert not rollout.HasField("failure"), rollout.failure
@@ -132,6 +135,7 @@ async def test_a_token_limit_truncates_and_earns_nothing(hosted: Any) -> None:
     ],
 )
 async def test_what_the_environment_does_wrong_is_typed(hosted: Any, mode: str, want: str, text: str) -> None:
+    """Invariant 5."""
     (rollout,) = await hosted.run(mode, max_retries=2)
     assert kind(rollout) == want and text in rollout.failure.message
     assert not rollout.failure.retryable and len(hosted.policy.requests) <= 1
@@ -143,6 +147,7 @@ async def test_prints_do_not_disturb_the_line(hosted: Any) -> None:
 
 
 async def test_deadline_covers_scoring(hosted: Any) -> None:
+    """Invariants 5 and 7."""
     started = time.monotonic()
     (rollout,) = await hosted.run("scores_slowly", timeout_ms=500)
     assert kind(rollout) == "TIMEOUT" and time.monotonic() - started < 5
@@ -187,6 +192,7 @@ async def test_cancel_ends_members_as_cancelled(hosted: Any) -> None:
 
 
 async def test_killed_worker_fails_its_members_and_they_are_retried(hosted: Any) -> None:
+    """Invariants 5 and 9."""
     hosted.policy.delay_s = 1.0
     without = asyncio.create_task(hosted.run("ok", members=range(3)))
     retried = asyncio.create_task(hosted.run("ok", members=range(3), max_retries=1, timeout_ms=20_000))
@@ -203,6 +209,7 @@ async def test_killed_worker_fails_its_members_and_they_are_retried(hosted: Any)
 
 
 async def test_wedged_worker_is_stopped_and_only_it_fails(hosted: Any) -> None:
+    """Invariant 7."""
     wedged = asyncio.create_task(hosted.run("wedges", timeout_ms=1000))
     await asyncio.sleep(0.3)
     beside = asyncio.create_task(hosted.run("ok", max_retries=1))

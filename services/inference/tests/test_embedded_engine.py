@@ -140,6 +140,7 @@ async def test_logprobs_while_requests_join_and_leave_and_weights_change(
 
 
 async def test_kept_keys_survive_an_update_but_never_serve_a_new_request(make_model: Make) -> None:
+    """Invariant 3: every token is stamped with what sampled it."""
     old, new = make_model(0), make_model(1)
     prompt = list(range(40))
     async with running(make_model(0), recompute_on_update=False) as engine:
@@ -237,6 +238,7 @@ async def test_closing_the_iterator_frees_the_slots(make_model: Make) -> None:
 
 
 async def test_full_queue_is_overloaded_and_pause_holds_requests(make_model: Make) -> None:
+    """Invariant 8."""
     async with running(make_model(0), max_waiting=4) as engine:
         await engine.pause()
         waiting = asyncio.create_task(complete(engine, [1], n=4))

@@ -293,6 +293,7 @@ async def test_a_restarted_trainer_is_followed_by_what_it_announces(
 
 
 async def test_a_version_that_does_not_fit_leaves_the_old_one(model_folder: Path, make_model: Make) -> None:
+    """Invariant 3: what was not verified whole is never reported."""
     store = WeightStore(keep=4)
     trainer = await publish(store)
     async with serving(model_folder, weights_address=trainer.address) as replica:

@@ -63,6 +63,7 @@ def test_what_was_written_is_found_by_number_kind_group_and_event(tmp_path):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 25), st.integers(0, 10**6), st.booleans(), st.booleans())
 def test_torn_tail_leaves_the_longest_whole_prefix(count, cut, keep_index, garbage):
+    """Invariant 2: what was acknowledged before a crash is there after it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         written = fill(folder, count)
@@ -145,6 +146,34 @@ def test_a_failed_write_leaves_no_half_record(tmp_path, monkeypatch):
         journal.append(note("two"))
     monkeypatch.undo()
     assert journal.append(note("three")).number == 2
+    journal.close()
+    assert [r.note.message for r in contents(tmp_path)] == ["one", "three"]
+
+
+def test_a_failed_index_leaves_no_record(tmp_path):
+    journal = Journal(tmp_path)
+    journal.append(note("one"))
+    journal._index.execute("PRAGMA query_only = ON")
+    with pytest.raises(OSError, match="cannot be written: attempt to write a readonly database"):
+        journal.append(note("two"))
+    journal._index.execute("PRAGMA query_only = OFF")
+    assert journal.append(note("three")).number == 2
+    journal.close()
+    assert [r.note.message for r in contents(tmp_path)] == ["one", "three"]
+
+
+def test_a_segment_that_cannot_be_started_is_started_later(tmp_path, monkeypatch):
+    journal = Journal(tmp_path, 1)
+    journal.append(note("one"))
+
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("os.open", full)
+    with pytest.raises(OSError, match="no space left"):
+        journal.append(note("two"))
+    monkeypatch.undo()
+    journal.append(note("three"))
     journal.close()
     assert [r.note.message for r in contents(tmp_path)] == ["one", "three"]
 

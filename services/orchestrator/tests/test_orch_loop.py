@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import pytest
 from quartet.errors import QuartetError
@@ -12,6 +14,7 @@ from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
 from quartet_orchestrator import outage, training
+from quartet_orchestrator.segments import Segments
 
 RUN = "run"
 RESTING = (pb.RUN_PHASE_COMPLETED, pb.RUN_PHASE_FAILED, pb.RUN_PHASE_STOPPED)
@@ -96,6 +99,7 @@ async def test_a_run_completes(world):
 
 
 async def test_every_token_is_within_the_bound_and_evaluations_are_pinned(world):
+    """Invariant 4, over gRPC."""
     async with orchestrator(world) as runs:
         await runs.submit(RUN, toml(off_policy=0), dry_run=False)
         run = await rest(runs)
@@ -109,8 +113,8 @@ async def test_every_token_is_within_the_bound_and_evaluations_are_pinned(world)
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_orchestrator_killed_at_random_points(world, seed):
-    """Same final weights as without a kill, every call applied once, the ledger balanced, events without
-    gaps."""
+    """Invariants 1, 2 and 9: same final weights as without a kill, every call applied once, the ledger
+    balanced, events without gaps."""
     print(f"seed {seed}")
     chance = random.Random(seed)
     async with orchestrator(world) as runs:
@@ -139,7 +143,42 @@ async def test_orchestrator_killed_at_random_points(world, seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
+async def test_a_power_cut_loses_nothing_that_the_trainer_has(world, seed, monkeypatch):
+    """Invariant 2: after each kill the journal's files end where they were synced last."""
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    synced: dict[Path, tuple[int, int]] = {}
+    plain = Segments.syncer
+
+    def syncer(segments):
+        sync, place = plain(segments), (segments._last, segments._end)
+
+        def sync_and_note():
+            sync()
+            synced[segments._folder] = place
+
+        return sync_and_note
+
+    monkeypatch.setattr(Segments, "syncer", syncer)
+    world.trainer.delay_s = 0.01
+    cuts, run = 0, pb.Run()
+    while run.phase not in RESTING:
+        async with orchestrator(world) as runs:
+            run = await runs.submit(RUN, toml(steps=6), dry_run=False)
+            with suppress(TimeoutError):
+                run = await rest(runs, timeout_s=chance.uniform(0.0, 0.15))
+        if run.phase not in RESTING:
+            cuts += 1
+            for folder, (last, end) in synced.items():
+                os.truncate(folder / f"{last:06d}.seg", end)
+    assert cuts >= 3
+    assert_complete(world, run, steps=6)
+    assert set(world.trainer.applied_calls.values()) == {1}
+
+
+@pytest.mark.parametrize("seed", range(3))
 async def test_trainer_and_host_killed_at_random_points(world, seed, monkeypatch):
+    """Invariants 2 and 9: a batch that was not applied is replayed."""
     monkeypatch.setattr(training, "GUARD_S", 0.05)
     monkeypatch.setattr(outage, "MAX_BACKOFF_S", 0.2)
     print(f"seed {seed}")
@@ -167,6 +206,7 @@ async def test_a_state_saved_without_an_answer_is_found(world):
 
 
 async def test_members_that_fail_are_tried_again_alone(world):
+    """Invariant 5: retried."""
     world.host.failures = {(task, 1): 1 for task in range(50)}
     async with orchestrator(world) as runs:
         await runs.submit(RUN, toml(), dry_run=False)
@@ -178,6 +218,7 @@ async def test_members_that_fail_are_tried_again_alone(world):
 
 
 async def test_a_group_that_fails_for_good_is_replaced_and_counted(world):
+    """Invariant 5: excluded whole, and counted; never reward 0."""
     world.host.failing_tasks = set(range(0, 50, 3))
     async with orchestrator(world) as runs:
         await runs.submit(RUN, toml(), dry_run=False)
@@ -199,6 +240,7 @@ async def test_a_broken_environment_ends_the_run(world):
 
 
 async def test_a_version_outside_the_bound_is_discarded_and_counted(world):
+    """Invariant 4: the counted exception."""
     world.host.lie_about_version = {task: 99 for task in range(0, 50, 5)}
     async with orchestrator(world) as runs:
         await runs.submit(RUN, toml(steps=6), dry_run=False)
@@ -233,6 +275,7 @@ async def test_a_model_that_answers_nobody_is_an_outage(world, monkeypatch):
 
 
 async def test_a_service_away_for_too_long_stops_the_run_resumable(world):
+    """Invariant 7."""
     world.patience_s = 0.3
     await world.kill("host")
     services = world.services()

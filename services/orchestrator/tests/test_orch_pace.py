@@ -14,8 +14,8 @@ from quartet_orchestrator.pace import Pace, Place
 def test_bound_holds_for_every_order_of_completion_failure_lag_and_restart(
     bound, groups, steps, seed, restarts
 ):
-    """A world in which replicas lag, rollouts end in any order, groups fail, the orchestrator restarts: s - v
-    <= K, always."""
+    """Invariant 4: replicas lag, rollouts end in any order, groups fail, the orchestrator restarts, and
+    always s - v <= K."""
 
     def new_pace(published: int) -> Pace:
         return Pace(max_off_policy_steps=bound, groups_per_batch=groups, max_steps=steps, published=published)

@@ -21,6 +21,7 @@ from quartet_orchestrator.prompts import CYCLE, Prompts, Source, shares
 
 
 def test_ledger_balances_and_refuses_what_was_not_dispatched():
+    """Invariant 1."""
     ledger = Ledger()
     ledger.dispatch(8)
     ledger.discard(3, "stale")

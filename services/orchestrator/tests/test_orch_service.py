@@ -135,6 +135,7 @@ async def test_what_this_build_does_not_serve_says_so(world):
 
 
 async def test_a_process_killed_with_sigkill_goes_on_by_itself(world):
+    """Invariant 9 for the orchestrator."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     chance = random.Random(seed)

@@ -22,6 +22,7 @@ class Counter:
 
 
 async def test_calls_are_applied_in_order_and_once() -> None:
+    """Invariant 2: applied at most once."""
     sequence, work = Sequence(), Counter()
     assert await sequence.apply(1, b"a", work) == 1
     assert await sequence.apply(2, b"b", work) == 2

@@ -111,6 +111,7 @@ async def test_samples_without_advantage_change_nothing_but_the_counts(
 async def test_verification_finds_what_was_sampled_by_which_version(
     folder: Path, serve_trainer: Any, make_samples: Any
 ) -> None:
+    """Invariant 6: what is trained on is checked against what was sampled."""
     async with serve_trainer() as trainer:
         await trainer.create(base_model=str(folder), retain_versions=2, learning_rate=0.05)
         await trainer.publish(1)
@@ -234,6 +235,7 @@ async def test_load_state_returns_and_the_run_goes_on_from_there(
 
 
 async def test_a_repeated_call_is_applied_once(folder: Path, serve_trainer: Any, make_samples: Any) -> None:
+    """Invariant 2: applied at most once."""
     samples = make_samples()
     async with serve_trainer() as trainer:
         await trainer.create(base_model=str(folder))
@@ -426,6 +428,7 @@ async def test_malformed_batches_are_refused_by_name_and_change_nothing(
 async def test_a_call_that_is_too_large_is_refused(
     folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Invariant 8."""
     monkeypatch.setattr("quartet_trainer.intake.MAX_CALL_BYTES", 500)
     async with serve_trainer() as trainer:
         await trainer.create(base_model=str(folder))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 import structlog
@@ -32,13 +32,29 @@ class ActiveRequest:
         self.request = request
         self.cancelled = False
         self.started = False
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.ended: asyncio.Queue[rollout_pb2.Rollout | QuartetError] = asyncio.Queue()
+        self.tasks: set[asyncio.Task[rollout_pb2.Rollout]] = set()
+        # At most one entry for each member.
+        self.ended: asyncio.Queue[rollout_pb2.Rollout | BaseException] = asyncio.Queue()
 
     @property
     def unfinished(self) -> int:
         """Members that still run."""
         return len(self.tasks) if self.started else len(self.request.members)
+
+    def start(self, member: int, work: Coroutine[Any, Any, rollout_pb2.Rollout]) -> None:
+        """Run a member; however it ends, that is put into `ended`."""
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+
+        # A callback, because a task that is cancelled before its first step runs none of its own code.
+        def note(done: asyncio.Task[rollout_pb2.Rollout]) -> None:
+            self.tasks.discard(done)
+            if done.cancelled():
+                self.ended.put_nowait(_cancelled(member))
+            else:
+                self.ended.put_nowait(done.exception() or done.result())
+
+        task.add_done_callback(note)
 
     def cancel(self) -> int:
         """End all members as CANCELLED; how many that were."""
@@ -114,10 +130,11 @@ class EnvironmentHost:
                 for member in request.members:
                     active.ended.put_nowait(_cancelled(member))
             else:
-                active.tasks = {asyncio.create_task(self._member(pool, active, m)) for m in request.members}
+                for member in request.members:
+                    active.start(member, pool.run(request, member))
             while left:
                 ended = await active.ended.get()
-                if isinstance(ended, QuartetError):
+                if isinstance(ended, BaseException):
                     raise ended
                 left -= 1
                 self._in_flight -= 1
@@ -126,7 +143,7 @@ class EnvironmentHost:
         finally:
             self._in_flight -= left
             del self._active[request.request_id]
-            for task in active.tasks:
+            for task in list(active.tasks):
                 task.cancel()
 
     def cancel(self, run_id: str, request_ids: list[str]) -> int:
@@ -152,20 +169,6 @@ class EnvironmentHost:
         self._draining = True
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
         self._pools.clear()
-
-    async def _member(self, pool: WorkerPool, active: ActiveRequest, member: int) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        try:
-            ended: rollout_pb2.Rollout | QuartetError = await pool.run(active.request, member)
-        except asyncio.CancelledError:
-            if not active.cancelled:
-                raise
-            ended = _cancelled(member)
-        except QuartetError as error:
-            ended = error
-        active.tasks.discard(task)
-        active.ended.put_nowait(ended)
 
     async def _pool(self, ref: envhost_service_pb2.EnvironmentRef) -> WorkerPool:
         if self._draining:

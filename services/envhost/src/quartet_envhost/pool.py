@@ -99,6 +99,8 @@ class WorkerPool:
         except (WorkerDied, TimeoutError) as error:
             text = f"environment {self.env_id!r} did not list its tasks: {error or 'no answer in time'}"
             raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=self.env_id) from error
+        finally:
+            self._wake(1)
         return envhost_service_pb2.GetTasksResponse.FromString(answer)
 
     async def run(self, request: envhost_service_pb2.RunRolloutsRequest, member: int) -> rollout_pb2.Rollout:

@@ -2,7 +2,8 @@
 
 1. Records are numbered 1, 2, 3, ...; those that are events of WatchRun have a second number, likewise without
    gaps.
-2. `append` gives the numbers and the time. What was appended is on disk (see segments.py for how firmly).
+2. `append` gives the numbers and the time. What was appended is on disk (see segments.py for how firmly), or
+   OSError is raised and nothing was.
 3. The index (SQLite, WAL) is a cache: on opening it is brought up to the segments' end, or rebuilt where it
    disagrees.
 4. One process holds a journal at a time (a lock on the folder).
@@ -62,7 +63,12 @@ class Journal:
         record.event = self.last_event + 1 if kind in EVENTS else 0
         record.at_ms = time.time_ns() // 1_000_000
         frame = self._segments.append(record.SerializeToString())
-        self._enter(record, frame)
+        try:
+            self._enter(record, frame)
+        except sqlite3.Error as error:
+            # A frame without its row would give its number to two records.
+            self._segments.take_back(frame)
+            raise OSError(f"the index of {self._folder} cannot be written: {error}") from error
         self.last_number = record.number
         self.last_event = record.event or self.last_event
         return record

@@ -83,8 +83,10 @@ class Runs:
             if dry_run:
                 return pb.Run(run_id=run_id, config_toml=config_toml, max_steps=config.max_steps)
             held = self._create(run_id, config_toml, config, environments)
-            await held.book.settled()
-            self._launch(held)
+            try:
+                await held.book.settled()
+            finally:
+                self._launch(held)  # also when the caller has left meanwhile: the run exists
             return held.book.run()
 
     def get(self, run_id: str) -> Book:

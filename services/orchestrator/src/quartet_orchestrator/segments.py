@@ -61,9 +61,10 @@ class Segments:
     def append(self, payload: bytes) -> Frame:
         assert 0 < len(payload) <= MAX_PAYLOAD_BYTES, len(payload)
         if self._end >= self._segment_bytes:
-            os.fsync(self._file)
-            os.close(self._file)
+            full = self._file
+            os.fsync(full)
             self._start_segment()
+            os.close(full)
         frame = Frame(self._last, self._end, len(payload))
         data = _encode(payload)
         written = os.write(self._file, data)
@@ -75,6 +76,12 @@ class Segments:
             )
         self._end += len(data)
         return frame
+
+    def take_back(self, frame: Frame) -> None:
+        """Undoes the last append."""
+        assert (frame.segment, frame.offset + _HEAD.size + frame.length) == (self._last, self._end), frame
+        os.ftruncate(self._file, frame.offset)
+        self._end = frame.offset
 
     def read(self, frame: Frame) -> bytes:
         with self._path(frame.segment).open("rb") as file:
@@ -129,15 +136,18 @@ class Segments:
         return self._folder / f"{number:06d}.seg"
 
     def _start_segment(self) -> None:
-        self._last += 1
-        self._end = 0
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
-        self._file = os.open(self._path(self._last), flags, 0o644)
-        folder = os.open(self._folder, os.O_RDONLY)
+        # Without O_EXCL: an attempt that failed below left an empty file.
+        file = os.open(self._path(self._last + 1), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.fsync(folder)  # the file's name survives a power cut, too
-        finally:
-            os.close(folder)
+            folder = os.open(self._folder, os.O_RDONLY)
+            try:
+                os.fsync(folder)  # the file's name survives a power cut, too
+            finally:
+                os.close(folder)
+        except OSError:
+            os.close(file)
+            raise
+        self._file, self._last, self._end = file, self._last + 1, 0
 
     def _cut_torn_tail(self) -> int:
         data = self._path(self._last).read_bytes()

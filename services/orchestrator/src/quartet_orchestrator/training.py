@@ -1,7 +1,8 @@
 """Training: walks the run's list of calls (calls.py) and writes every answer down.
 
-1. Calls go out one at a time, in order; a call goes out only after the batch it needs is in the journal, on
-   disk.
+1. Calls go out one at a time, in order; a call goes out only after the batch it needs and the answer to the
+   call before are in the journal, on disk. So the trainer is never more than one call ahead, not even after a
+   power cut.
 2. A call whose answer is not written down is sent again under its own seq_id: the trainer applies it once at
    most.
 3. A trainer that lost the run (RUN_UNKNOWN) or part of it (SEQUENCE_GAP) gets CreateRun, says where it
@@ -166,9 +167,9 @@ class Training:
 
     async def _send(self, call: Call) -> Answer:
         run_id = self._book.state.run_id
+        await self._book.settled()
         match call.kind:
             case CallKind.FORWARD_BACKWARD:
-                await self._book.settled()
                 frames = await asyncio.to_thread(self._frames, call)
                 return await self._client.forward_backward(frames)
             case CallKind.OPTIM_STEP:

@@ -100,7 +100,6 @@ class Roster:
         return await entry.sequence.apply(seq_id, digest, work, moves_to)
 
     # -- states: jobs for the worker
-    # ----------------------------------------------------------------------------------------
 
     def save(self, entry: Entry, name: str, seq_id: int, export_model: bool) -> StateInfo:
         """Save a run as it stands after call seq_id, which is this one."""

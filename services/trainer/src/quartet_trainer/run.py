@@ -126,8 +126,7 @@ class Run:
         trainable, total = base.parameter_counts(self._model)
         return RunStatus(self._policy_version, trainable, total, self._published_version)
 
-    # -- training --------------------------------------------------------------------------------------------
-    # -------------
+    # -- training
 
     def forward_backward(
         self, samples: Sequence[Sample], loss: LossSpec, normalizer: float, verify_logprobs: bool
@@ -182,8 +181,7 @@ class Run:
         self._policy_version += 1
         return StepResult(norm, rate, self._policy_version)
 
-    # -- scoring ---------------------------------------------------------------------------------------------
-    # -------------
+    # -- scoring
 
     def forward(self, samples: Sequence[Sample], version: int | None, temperature: float) -> list[Floats]:
         """Log-probabilities of the covered positions of each sample.
@@ -231,7 +229,6 @@ class Run:
         )
 
     # -- versions and states
-    # ----------------------------------------------------------------------------------------------
 
     def publish(self) -> weights_pb2.WeightManifest:
         """Make the live weights a version.
@@ -290,8 +287,7 @@ class Run:
         """Write the live model as a Hugging Face folder."""
         base.export_folder(self._model, self._folder, target, self._served_dtype)
 
-    # -- inside ----------------------------------------------------------------------------------------------
-    # -------------
+    # -- inside
 
     def _train_pass(
         self, samples: Sequence[Sample], weights: Sequence[Floats], loss: LossSpec, normalizer: float

@@ -196,8 +196,9 @@ class EmbeddedEngine:
             log.exception("the decoding thread died")
         with self._wake:
             self._closing = True  # from here on nothing is posted any more that awaits an answer
+            commands, self._commands = self._commands, deque()
         self._info = replace(self._info, closed=True)
-        for command in self._commands:
+        for command in commands:
             command()
         for ticket in {row.ticket: None for row in [*self._batch.rows, *self._waiting]}:
             self._fail(ticket, not_ready())
