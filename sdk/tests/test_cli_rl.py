@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from quartet.cli.__main__ import build_parser, main
-from quartet.cli.job import Job, default_folder, model_path, plan, taken
+from quartet.cli.job import RECORD, Job, default_folder, model_path, plan, taken
 from quartet.cli.rl import check_environments
 from quartet.config import ConfigError, load
 from quartet.run.config import RunConfig, parse_run
@@ -109,6 +109,21 @@ def test_overwrite_deletes_only_what_a_run_wrote(tmp_path: Path, config: RunConf
     with pytest.raises(ConfigError, match="holds no run"):
         planned(config, tmp_path / "nothing", resume=True)
     assert (tmp_path / "thesis.tex").exists()
+
+
+def test_an_output_folder_that_cannot_be_made_is_refused(tmp_path: Path, config: RunConfig) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (file, file / "below"):
+        with pytest.raises(ConfigError, match="is a file; name another --output-dir"):
+            plan(config, folder, None, resume=False, overwrite=False)
+
+
+def test_a_damaged_record_is_refused_on_resume(tmp_path: Path, config: RunConfig) -> None:
+    for damaged in ('{"run_id": "a"', '{"run_id": "a"}', "[]"):
+        (tmp_path / RECORD).write_text(damaged)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            plan(config, tmp_path, None, resume=True, overwrite=False)
 
 
 def test_run_ids_are_checked(tmp_path: Path, config: RunConfig) -> None:

@@ -7,6 +7,7 @@ Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 
 from quartet.config import ConfigError
@@ -90,11 +91,20 @@ def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError(f"argument {rest[0]!r} is not understood; see 'quartet {options.command} --help'")
     match options.command:
         case "rl":
+            _need("rich", "matplotlib")
             return rl.run(options, rest)
         case "model":
+            _need("tokenizers")
             return tiny.run(options)
         case _:
             return clients.run(getattr(clients, options.command), options, rest)
+
+
+def _need(*packages: str) -> None:
+    """Refuse now what would fail at the end. Raises ConfigError."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} is not installed; pip install 'quartet[cli]'")
 
 
 def main(argv: list[str] | None = None) -> int:

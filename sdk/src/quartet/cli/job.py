@@ -76,7 +76,12 @@ def plan(config: RunConfig, folder: Path, run_id: str | None, *, resume: bool, o
     record = folder / RECORD
     if resume:
         return _resumed(config, folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    above = next((part for part in (folder, *folder.absolute().parents) if part.exists()), folder)
+    if above.exists() and not above.is_dir():
+        raise ConfigError(f"output folder {folder}: {above} is a file; name another --output-dir")
+    if above.exists() and not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"output folder {folder}: {above} may not be written; name another --output-dir")
+    if folder.exists() and any(folder.iterdir()):
         if not overwrite:
             raise ConfigError(
                 f"output folder {folder} is not empty; add --resume to go on with its run, --overwrite to "
@@ -94,9 +99,15 @@ def _resumed(config: RunConfig, folder: Path) -> Job:
     record = folder / RECORD
     if not record.exists():
         raise ConfigError(f"--resume: {folder} holds no run; name the folder of one with --output-dir")
-    known = json.loads(record.read_text())
-    job = Job(config, known["run_id"], folder, resumed=True)
-    if known["config_toml"] != job.config_toml:
+    try:
+        known = json.loads(record.read_text())
+        run_id, config_toml = known["run_id"], known["config_toml"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"--resume: {record} cannot be read ({error}); start a new run in another --output-dir"
+        ) from error
+    job = Job(config, run_id, folder, resumed=True)
+    if config_toml != job.config_toml:
         raise ConfigError(
             f"--resume: {folder} holds the run {job.run_id!r} with another configuration; "
             f"resume it with the one in {record}, or start a new run in another --output-dir"
