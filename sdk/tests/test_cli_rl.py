@@ -65,11 +65,18 @@ def test_a_model_folder_is_taken_by_its_absolute_path(
     (tmp_path / "m").mkdir()
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         model_path("m")
-    (tmp_path / "m" / "config.json").write_text("{}")
+    (tmp_path / "m" / "config.json").touch()
+    with pytest.raises(ConfigError, match=r"no weights \(\*\.safetensors\) and no tokenizer"):
+        model_path("m")
+    (tmp_path / "m" / "model-00001-of-00002.safetensors").touch()
+    with pytest.raises(ConfigError, match=r"has no tokenizer \(tokenizer\.json\) in"):
+        model_path("m")
+    (tmp_path / "m" / "tokenizer.json").touch()
     assert model_path("m") == str(tmp_path / "m")
     cached = tmp_path / "hub" / "models--owner--name"
     (cached / "snapshots" / "abc").mkdir(parents=True)
-    (cached / "snapshots" / "abc" / "config.json").write_text("{}")
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (cached / "snapshots" / "abc" / name).touch()
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("abc")
     assert model_path("owner/name") == str(cached / "snapshots" / "abc")
@@ -138,6 +145,26 @@ def test_environments_are_looked_for_in_their_interpreter(config: RunConfig) -> 
     unknown = config.env[0].model_copy(update={"id": "no-such-env"})
     with pytest.raises(ConfigError, match=f"no package 'no_such_env' in {sys.executable}; install it there"):
         check_environments(config.model_copy(update={"env": (unknown,), "envhost": here}))
+    with pytest.raises(ConfigError, match=r"envhost\.python = '/no/python' cannot be run: No such file"):
+        check_environments(config.model_copy(update={"envhost": {"python": "/no/python"}}))
+
+
+def test_an_unknown_environment_is_refused_with_what_exists(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "environments" / "reverse_vowels").mkdir(parents=True)
+    (tmp_path / "environments" / "reverse_vowels" / "pyproject.toml").touch()
+    monkeypatch.chdir(tmp_path)
+    for wanted, remedy in (
+        ("reverse-vowels", r"-m pip install -e environments/reverse_vowels$"),
+        ("reverse-vowel", r"did you mean 'reverse-vowels'\?$"),
+        ("quite-another", r"-m pip install; known here: .*reverse-vowels"),
+    ):
+        unknown = config.env[0].model_copy(update={"id": wanted})
+        with pytest.raises(ConfigError, match=remedy):
+            check_environments(
+                config.model_copy(update={"env": (unknown,), "envhost": {"python": sys.executable}})
+            )
 
 
 def test_default_folder_is_named_after_the_last_config() -> None:

@@ -27,6 +27,8 @@ from quartet.run.config import RunConfig
 
 RUN_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 RECORD = "run.json"
+# Any of these is a tokenizer that transformers can load.
+TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def model_path(model: str) -> str:
     """The absolute path of a model folder, or of a hub id's folder in the cache. Raises ConfigError."""
     folder = Path(model).expanduser()
     if (folder / "config.json").is_file():
-        return str(folder.absolute())
+        return _whole(model, folder)
     if folder.exists():
         raise ConfigError(f"model = {model!r} has no config.json; name a Hugging Face model folder")
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
@@ -57,11 +59,23 @@ def model_path(model: str) -> str:
     if (main := cached / "refs" / "main").is_file():
         snapshot = cached / "snapshots" / main.read_text().strip()
         if (snapshot / "config.json").is_file():
-            return str(snapshot.absolute())
+            return _whole(model, snapshot)
     raise ConfigError(
         f"model = {model!r} is neither a folder here nor a model in the Hugging Face cache; make a small one "
         f"with 'quartet model tiny {model}', or fetch one with 'hf download {model}'"
     )
+
+
+def _whole(model: str, folder: Path) -> str:
+    """The absolute path of a folder that has weights and a tokenizer. Raises ConfigError."""
+    needed = {"weights (*.safetensors)": ("*.safetensors",), "tokenizer (tokenizer.json)": TOKENIZER_FILES}
+    missing = [what for what, patterns in needed.items() if not any(any(folder.glob(p)) for p in patterns)]
+    if missing:
+        raise ConfigError(
+            f"model = {model!r} has no {' and no '.join(missing)} in {folder.absolute()}; "
+            "copy what is missing there, or name a whole model folder"
+        )
+    return str(folder.absolute())
 
 
 def default_folder(arguments: list[str]) -> Path:

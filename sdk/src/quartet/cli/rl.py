@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import difflib
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,15 @@ from quartet.run.config import RunConfig
 from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_COMPLETED
 
 FIND_SECONDS = 60.0  # a find_spec takes milliseconds; more means a broken interpreter
+# Exit code 0 if the package of argv[1] is there; else the names of the environments that are.
+FIND = """
+import importlib.metadata, importlib.util, sys
+if importlib.util.find_spec(sys.argv[1]) is None:
+    for one in importlib.metadata.distributions():
+        if any(need.startswith("verifiers") and "extra ==" not in need for need in one.requires or ()):
+            print(one.metadata["Name"])
+    sys.exit(1)
+"""
 # What SubmitRun says of a run that cannot be run as written; only the environment itself can know.
 REFUSALS = frozenset({"INVALID_CONFIG", "ENVIRONMENT_UNKNOWN"})
 PACKAGES = ("quartet", *(f"quartet-{name}" for name in SERVICES), "torch", "transformers", "grpcio")
@@ -121,13 +131,32 @@ def check_environments(config: RunConfig) -> None:
         module = env.id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
         own = config.envhost.get("environments", {}).get(env.id, {}).get("python")
         python = own or config.envhost.get("python") or sys.executable
-        code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
-        done = subprocess.run([python, "-c", code], capture_output=True, timeout=FIND_SECONDS, check=False)
-        if done.returncode:
-            raise ConfigError(
-                f"env.id = {env.id!r}: no package {module!r} in {python}; install it there, "
-                f"e.g. {python} -m pip install -e environments/{module}"
+        try:
+            done = subprocess.run(
+                [python, "-c", FIND, module],
+                capture_output=True,
+                text=True,
+                timeout=FIND_SECONDS,
+                check=False,
             )
+        except OSError as error:
+            raise ConfigError(f"envhost.python = {python!r} cannot be run: {error.strerror}") from None
+        if done.returncode:
+            remedy = _missing_environment(module, python, done.stdout.split())
+            raise ConfigError(f"env.id = {env.id!r}: no package {module!r} in {python}; {remedy}")
+
+
+def _missing_environment(module: str, python: str, installed: list[str]) -> str:
+    """What to do about an environment that is not installed, naming only what exists."""
+    folders = [file.parent for file in Path("environments").glob("*/pyproject.toml")]
+    if here := next((folder for folder in folders if folder.name == module), None):
+        return f"install it there: {python} -m pip install -e {here}"
+    known = {name.replace("_", "-").lower() for name in (*installed, *(folder.name for folder in folders))}
+    if close := difflib.get_close_matches(module.replace("_", "-"), sorted(known), n=1):
+        return f"did you mean {close[0]!r}?"
+    return f"install it there with {python} -m pip install" + (
+        f"; known here: {', '.join(sorted(known))}" if known else ""
+    )
 
 
 def _finish(job: Job, outcome: Outcome, outputs: Outputs, wall_seconds: float) -> int:
