@@ -11,8 +11,7 @@ from quartet.config import ConfigError
 from quartet.kit.health import Health
 from quartet.kit.server import Service, serve
 from quartet.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
-from quartet.v1.weights_pb2_grpc import add_WeightServiceServicer_to_server
-from quartet.weights.service import WeightServicer
+from quartet.weights.service import WeightServicer, add_weight_service
 from quartet.weights.store import WeightStore
 
 from quartet_trainer.config import TrainerConfig
@@ -65,7 +64,7 @@ def assemble(config: TrainerConfig) -> Trainer:
     health.watch_progress(STUCK_SECONDS, lambda: worker.busy)
     services = (
         Service(TRAINER, add_TrainerServiceServicer_to_server, TrainerServicer(roster, worker)),
-        Service(WEIGHTS, add_WeightServiceServicer_to_server, WeightServicer(store)),
+        Service(WEIGHTS, add_weight_service, WeightServicer(store)),
     )
     for service in services:
         health.set_ready(service.name)
