@@ -3,13 +3,15 @@
 1. A stream that ends without its commit is STREAM_TORN. A grpc.aio server sees a killed client as a clean end
    of stream, so the commit is the only sign that all has come.
 2. A commit whose counts disagree with what arrived is STREAM_TORN.
-3. What is buffered is bounded, per call and over all calls.
+3. What is held is bounded, per call and over all calls, from the first frame until the work on the batch has
+   ended: samples that wait for the worker count, even those of a caller that left.
 4. The digest covers the start and every sample, not how they were cut into messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +22,7 @@ from quartet_trainer.sample import Sample
 from quartet_trainer.wire import training_sample
 
 StartT = TypeVar("StartT")
+T = TypeVar("T")
 
 #: Bytes of samples of one call, as serialised: about 25 million tokens with their log-probabilities.
 MAX_CALL_BYTES = 256 * 2**20
@@ -36,55 +39,80 @@ class Batch(Generic[StartT]):
     digest: bytes
 
 
+@dataclass(slots=True)
+class _Held:
+    """Bytes that one call holds of the common bound."""
+
+    size: int = 0
+
+
 class Intake:
     """Collects client streams within one bound."""
 
     def __init__(self) -> None:
         self._buffered = 0
+        # The event loop itself refers to tasks only weakly.
+        self._working: set[asyncio.Task[Any]] = set()
 
-    async def collect(self, frames: AsyncIterator[Any]) -> Batch[Any]:
-        """Read one stream to its end. Errors: STREAM_TORN, INVALID_REQUEST, OVERLOADED."""
-        held = 0
+    async def use(
+        self, frames: AsyncIterator[Any], work: Callable[[Batch[Any]], Coroutine[Any, Any, T]]
+    ) -> T:
+        """Read one stream to its end and work on it; the work goes on when its caller leaves.
+
+        Errors: STREAM_TORN, INVALID_REQUEST, OVERLOADED, and those of the work.
+        """
+        held = _Held()
         try:
-            start = await _start(frames)
-            digest = xxhash.xxh3_128(start.SerializeToString(deterministic=True))
-            samples: list[Sample] = []
-            commit = None
-            async for frame in frames:
-                kind = frame.WhichOneof("frame")
-                if commit is not None or kind not in ("batch", "commit"):
-                    raise _order(f"a frame {kind!r} after {'the commit' if commit else 'the start'}")
-                if kind == "commit":
-                    commit = frame.commit
-                    continue
-                size = frame.ByteSize()
-                held += size
-                self._admit(size, held)
-                for sample in frame.batch.samples:
-                    digest.update(sample.SerializeToString(deterministic=True))
-                    samples.append(training_sample(len(samples), sample))
-            if commit is None:
-                raise _torn(f"the stream ended after {len(samples)} samples without its commit")
-            _agree("sample_count", commit.sample_count, len(samples))
-            _agree("token_count", commit.token_count, sum(len(sample.tokens_T) for sample in samples))
-            return Batch(start, samples, bytes(digest.digest()))
-        finally:
-            self._buffered -= held
+            batch = await self._collect(frames, held)
+        except BaseException:
+            self._buffered -= held.size
+            raise
+        task = asyncio.create_task(work(batch))
+        self._working.add(task)
+        task.add_done_callback(lambda done: self._release(done, held))
+        return await asyncio.shield(task)
 
-    def _admit(self, size: int, held: int) -> None:
+    async def _collect(self, frames: AsyncIterator[Any], held: _Held) -> Batch[Any]:
+        start = await _start(frames)
+        digest = xxhash.xxh3_128(start.SerializeToString(deterministic=True))
+        samples: list[Sample] = []
+        commit = None
+        async for frame in frames:
+            kind = frame.WhichOneof("frame")
+            if commit is not None or kind not in ("batch", "commit"):
+                raise _order(f"a frame {kind!r} after {'the commit' if commit else 'the start'}")
+            if kind == "commit":
+                commit = frame.commit
+                continue
+            self._admit(frame.ByteSize(), held)
+            for sample in frame.batch.samples:
+                digest.update(sample.SerializeToString(deterministic=True))
+                samples.append(training_sample(len(samples), sample))
+        if commit is None:
+            raise _torn(f"the stream ended after {len(samples)} samples without its commit")
+        _agree("sample_count", commit.sample_count, len(samples))
+        _agree("token_count", commit.token_count, sum(len(sample.tokens_T) for sample in samples))
+        return Batch(start, samples, bytes(digest.digest()))
+
+    def _admit(self, size: int, held: _Held) -> None:
+        held.size += size
         self._buffered += size
-        if held > MAX_CALL_BYTES:
+        if held.size > MAX_CALL_BYTES:
             raise QuartetError(
                 "INVALID_REQUEST",
                 f"a call carries at most {MAX_CALL_BYTES} bytes of samples; split the batch",
                 field="batch",
-                value=held,
+                value=held.size,
                 remedy="split the batch; gradients accumulate until OptimStep",
             )
         if self._buffered > MAX_BUFFERED_BYTES:
             raise QuartetError(
                 "OVERLOADED", f"calls under way hold {MAX_BUFFERED_BYTES} bytes of samples already"
             )
+
+    def _release(self, task: asyncio.Task[Any], held: _Held) -> None:
+        self._working.discard(task)
+        self._buffered -= held.size
 
 
 async def _start(frames: AsyncIterator[Any]) -> Any:

@@ -14,7 +14,7 @@ from quartet.errors import QuartetError
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1 import trainer_service_pb2_grpc as rpc
 
-from quartet_trainer.intake import Intake
+from quartet_trainer.intake import Batch, Intake
 from quartet_trainer.roster import Entry, Roster
 from quartet_trainer.sample import Floats
 from quartet_trainer.spec import check_name
@@ -44,8 +44,10 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         self, request_iterator: AsyncIterator[pb.ForwardBackwardRequest], context: grpc.aio.ServicerContext
     ) -> pb.ForwardBackwardResponse:
         """Accumulate the gradients of a batch."""
-        batch = await self._intake.collect(request_iterator)
-        start: pb.ForwardBackwardStart = batch.start
+        return await self._intake.use(request_iterator, self._forward_backward)
+
+    async def _forward_backward(self, batch: Batch[pb.ForwardBackwardStart]) -> pb.ForwardBackwardResponse:
+        start = batch.start
         loss = loss_spec(start.loss)
         if not (math.isfinite(start.normalizer) and start.normalizer > 0):
             raise _refused(
@@ -92,18 +94,17 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         self, request_iterator: AsyncIterator[pb.ForwardRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.ForwardResponse]:
         """Log-probabilities of samples."""
-        batch = await self._intake.collect(request_iterator)
-        start: pb.ForwardStart = batch.start
+        for logprobs_K in await self._intake.use(request_iterator, self._forward):
+            yield pb.ForwardResponse(logprobs=logprobs_K)
+
+    async def _forward(self, batch: Batch[pb.ForwardStart]) -> list[Floats]:
+        start = batch.start
         version = start.policy_version if start.HasField("policy_version") else None
         temperature = start.temperature if start.HasField("temperature") else 1.0
         if not (math.isfinite(temperature) and temperature > 0):
             raise _refused("temperature", temperature, "give a number above 0")
         entry = self._roster.get(start.run_id)
-        scored: list[Floats] = await self._worker.run(
-            lambda: entry.run.forward(batch.samples, version, temperature)
-        )
-        for logprobs_K in scored:
-            yield pb.ForwardResponse(logprobs=logprobs_K)
+        return await self._worker.run(lambda: entry.run.forward(batch.samples, version, temperature))
 
     async def SaveState(
         self, request: pb.SaveStateRequest, context: grpc.aio.ServicerContext

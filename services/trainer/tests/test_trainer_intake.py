@@ -1,0 +1,78 @@
+"""What is held of the samples of all calls together."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from quartet.errors import from_rpc
+from quartet.v1 import trainer_service_pb2 as pb
+from quartet_trainer import intake
+from quartet_trainer.run import Run
+
+WAIT_SECONDS = 20.0
+
+
+async def overloaded(trainer: Any, samples: Any) -> bool:
+    try:
+        await trainer.forward(samples)
+    except grpc.RpcError as error:
+        assert from_rpc(error).reason == "OVERLOADED"
+        return True
+    return False
+
+
+@pytest.mark.parametrize("caller_leaves", [False, True])
+async def test_invariant_8_samples_that_wait_for_the_worker_count_until_their_job_ended(
+    folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch, caller_leaves: bool
+) -> None:
+    samples = make_samples()
+    size = sum(
+        pb.ForwardRequest(batch=pb.SampleBatch(samples=samples[at : at + 5])).ByteSize()
+        for at in range(0, len(samples), 5)
+    )
+    monkeypatch.setattr(intake, "MAX_BUFFERED_BYTES", 2 * size - 1)
+    begun, go_on, plain = threading.Event(), threading.Event(), Run.forward
+
+    def held_up(*args: Any) -> Any:
+        begun.set()
+        assert go_on.wait(WAIT_SECONDS)
+        return plain(*args)
+
+    monkeypatch.setattr(Run, "forward", held_up)
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        first = asyncio.create_task(trainer.forward(samples))
+        try:
+            assert await asyncio.to_thread(begun.wait, WAIT_SECONDS)
+            if caller_leaves:
+                first.cancel()
+                await asyncio.wait({first})
+            # The stream was read to its end long ago, and its caller may be gone: the samples are still here.
+            assert await overloaded(trainer, samples)
+        finally:
+            go_on.set()
+        if not caller_leaves:
+            assert len(await first) == len(samples)
+        async with asyncio.timeout(WAIT_SECONDS):
+            while await overloaded(trainer, samples):
+                await asyncio.sleep(0.01)
+
+
+async def test_a_refused_call_gives_back_what_it_held(
+    folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "MAX_BUFFERED_BYTES", 2**12)
+    samples = make_samples(groups=1)
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        for _ in range(20):
+            torn = trainer.frames(pb.ForwardRequest, pb.ForwardStart(run_id="r"), samples, commit=False)
+            with pytest.raises(grpc.RpcError) as raised:
+                _ = [one async for one in trainer.stub.Forward(torn)]
+            assert from_rpc(raised.value).reason == "STREAM_TORN"
+        assert not await overloaded(trainer, samples)
