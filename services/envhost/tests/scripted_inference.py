@@ -87,7 +87,8 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
         limit = request.sampling.max_tokens or len(tokens)
         cut = len(tokens) > limit
         tokens = tokens[:limit]
-        frames = []
+        start = inference_service_pb2.GenerateStart(prompt_token_ids=prompt, prefix_kept=not self.forgets)
+        frames = [inference_service_pb2.GenerateResponse(start=start)]
         for at in range(0, len(tokens), DELTA_TOKENS):
             part = tokens[at : at + DELTA_TOKENS]
             frames.append(
@@ -112,8 +113,6 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
                 finish=inference_service_pb2.GenerateFinish(
                     finish_reason=f"FINISH_REASON_{reason}",
                     message=message,
-                    prompt_token_ids=prompt,
-                    prefix_kept=not self.forgets,
                     usage=common_pb2.Usage(prompt_tokens=len(prompt), completion_tokens=len(tokens)),
                 )
             )

@@ -49,16 +49,20 @@ class Replica:
         self.channel = channel
         self.stub: Any = rpc.InferenceServiceStub(channel)
         self.health = health
+        self.start = pb.GenerateStart()  # of the call that began last
 
     async def generate(
         self, request: pb.GenerateRequest, timeout_s: float = 20
     ) -> tuple[list[Any], list[Any]]:
         """Deltas and finishes; RPC errors typed."""
-        deltas, finishes = [], []
+        deltas, finishes, starts = [], [], 0
         try:
             async for response in self.stub.Generate(request, timeout=timeout_s):
                 kind = response.WhichOneof("frame")
-                if kind == "delta":
+                if kind == "start":
+                    assert starts == 0 and not deltas, "once, before the first delta"
+                    starts, self.start = 1, response.start
+                elif kind == "delta":
                     deltas.append(response.delta)
                 elif kind == "finish":
                     finishes.append(response.finish)
@@ -135,10 +139,10 @@ async def test_generate_from_messages_tokens_and_tail(model_folder: Path) -> Non
             assert all(1 <= len(d.token_ids) == len(d.logprobs) <= 64 for d in mine)
             assert sum(s.length for d in mine for s in d.spans) == len(sampled)
             finish = next(f for f in finishes if f.index == index)
-            assert finish.usage.completion_tokens == len(sampled) and finish.prefix_kept
-            assert bool(finish.prompt_token_ids) == (index == 0)
+            assert finish.usage.completion_tokens == len(sampled)
             assert (finish.finish_reason == pb.FINISH_REASON_STOP) == (sampled[-1] == 258)
-        prompt = next(list(f.prompt_token_ids) for f in finishes if f.index == 0)
+        assert replica.start.prefix_kept
+        prompt = list(replica.start.prompt_token_ids)
 
         again, _ = await replica.generate(
             tokens(*prompt, sampling={"max_tokens": 70, "seed": 4, "ignore_eos": False})
@@ -151,8 +155,9 @@ async def test_generate_from_messages_tokens_and_tail(model_folder: Path) -> Non
         request = tokens(*prompt, *sampled)
         request.tokens.tail_messages.add(role="user", content="more")
         _, (finish,) = await replica.generate(request)
-        assert list(finish.prompt_token_ids)[: len(prompt) + len(sampled)] == prompt + sampled
-        assert finish.usage.prompt_tokens == len(finish.prompt_token_ids) > len(prompt) + len(sampled)
+        rendered = list(replica.start.prompt_token_ids)
+        assert rendered[: len(prompt) + len(sampled)] == prompt + sampled
+        assert finish.usage.prompt_tokens == len(rendered) > len(prompt) + len(sampled)
 
 
 async def test_stop_strings_and_stop_tokens(model_folder: Path) -> None:

@@ -35,7 +35,7 @@ class TokensPrompt(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., tail_messages: _Optional[_Iterable[_Union[_common_pb2.Message, _Mapping]]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("run_id", "messages", "tokens", "tools", "sampling", "n", "min_policy_version", "exact_policy_version", "session_id")
+    __slots__ = ("run_id", "messages", "tokens", "tools", "sampling", "n", "min_policy_version", "exact_policy_version", "session_id", "resumed_tokens")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class GenerateRequest(_message.Message):
     MIN_POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     EXACT_POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     messages: MessagesPrompt
     tokens: TokensPrompt
@@ -54,7 +55,16 @@ class GenerateRequest(_message.Message):
     min_policy_version: int
     exact_policy_version: int
     session_id: str
-    def __init__(self, run_id: _Optional[str] = ..., messages: _Optional[_Union[MessagesPrompt, _Mapping]] = ..., tokens: _Optional[_Union[TokensPrompt, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[_common_pb2.ToolDefinition, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., n: _Optional[int] = ..., min_policy_version: _Optional[int] = ..., exact_policy_version: _Optional[int] = ..., session_id: _Optional[str] = ...) -> None: ...
+    resumed_tokens: int
+    def __init__(self, run_id: _Optional[str] = ..., messages: _Optional[_Union[MessagesPrompt, _Mapping]] = ..., tokens: _Optional[_Union[TokensPrompt, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[_common_pb2.ToolDefinition, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., n: _Optional[int] = ..., min_policy_version: _Optional[int] = ..., exact_policy_version: _Optional[int] = ..., session_id: _Optional[str] = ..., resumed_tokens: _Optional[int] = ...) -> None: ...
+
+class GenerateStart(_message.Message):
+    __slots__ = ("prompt_token_ids", "prefix_kept")
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_KEPT_FIELD_NUMBER: _ClassVar[int]
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    prefix_kept: bool
+    def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., prefix_kept: _Optional[bool] = ...) -> None: ...
 
 class GenerateDelta(_message.Message):
     __slots__ = ("index", "token_ids", "logprobs", "spans")
@@ -69,32 +79,30 @@ class GenerateDelta(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., spans: _Optional[_Iterable[_Union[_rollout_pb2.PolicySpan, _Mapping]]] = ...) -> None: ...
 
 class GenerateFinish(_message.Message):
-    __slots__ = ("index", "finish_reason", "stop_match", "message", "prompt_token_ids", "prefix_kept", "usage")
+    __slots__ = ("index", "finish_reason", "stop_match", "message", "usage")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_MATCH_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_KEPT_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     index: int
     finish_reason: FinishReason
     stop_match: str
     message: _common_pb2.Message
-    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    prefix_kept: bool
     usage: _common_pb2.Usage
-    def __init__(self, index: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_match: _Optional[str] = ..., message: _Optional[_Union[_common_pb2.Message, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prefix_kept: _Optional[bool] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ...) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_match: _Optional[str] = ..., message: _Optional[_Union[_common_pb2.Message, _Mapping]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("delta", "finish", "heartbeat")
+    __slots__ = ("delta", "finish", "heartbeat", "start")
     DELTA_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
     delta: GenerateDelta
     finish: GenerateFinish
     heartbeat: _common_pb2.Heartbeat
-    def __init__(self, delta: _Optional[_Union[GenerateDelta, _Mapping]] = ..., finish: _Optional[_Union[GenerateFinish, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+    start: GenerateStart
+    def __init__(self, delta: _Optional[_Union[GenerateDelta, _Mapping]] = ..., finish: _Optional[_Union[GenerateFinish, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., start: _Optional[_Union[GenerateStart, _Mapping]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
     __slots__ = ("run_id", "samples", "exact_policy_version")
@@ -167,7 +175,7 @@ class GetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("base_model", "run_id", "policy_version", "weights_digest", "engine", "dtype", "max_model_len", "max_num_seqs", "running", "waiting", "tokens_sampled", "updates_applied", "last_update_pause_ms", "paused", "end_token_ids")
+    __slots__ = ("base_model", "run_id", "policy_version", "weights_digest", "engine", "dtype", "max_model_len", "max_num_seqs", "running", "waiting", "tokens_sampled", "updates_applied", "last_update_pause_ms", "paused", "end_token_ids", "adapters", "prefix_breaks")
     BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -183,6 +191,8 @@ class GetModelResponse(_message.Message):
     LAST_UPDATE_PAUSE_MS_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_BREAKS_FIELD_NUMBER: _ClassVar[int]
     base_model: str
     run_id: str
     policy_version: int
@@ -198,4 +208,16 @@ class GetModelResponse(_message.Message):
     last_update_pause_ms: float
     paused: bool
     end_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, base_model: _Optional[str] = ..., run_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., weights_digest: _Optional[bytes] = ..., engine: _Optional[str] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., tokens_sampled: _Optional[int] = ..., updates_applied: _Optional[int] = ..., last_update_pause_ms: _Optional[float] = ..., paused: _Optional[bool] = ..., end_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[ServedAdapter]
+    prefix_breaks: int
+    def __init__(self, base_model: _Optional[str] = ..., run_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., weights_digest: _Optional[bytes] = ..., engine: _Optional[str] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., tokens_sampled: _Optional[int] = ..., updates_applied: _Optional[int] = ..., last_update_pause_ms: _Optional[float] = ..., paused: _Optional[bool] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[ServedAdapter, _Mapping]]] = ..., prefix_breaks: _Optional[int] = ...) -> None: ...
+
+class ServedAdapter(_message.Message):
+    __slots__ = ("run_id", "policy_version", "weights_digest")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    policy_version: int
+    weights_digest: bytes
+    def __init__(self, run_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., weights_digest: _Optional[bytes] = ...) -> None: ...

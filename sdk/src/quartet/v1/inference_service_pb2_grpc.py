@@ -80,7 +80,7 @@ class InferenceServiceServicer:
         """Generate samples completions. Not idempotent without a seed; cancelling the call frees its slots within one step. Requests in flight
         survive weight updates; each token's version is stamped. Errors: INVALID_REQUEST, PROMPT_TOO_LONG, RUN_NOT_SERVED,
         VERSION_UNAVAILABLE, OVERLOADED, NOT_READY, DEADLINE.
-        Example: Generate{messages, sampling{max_tokens 64}} -> delta{32 tokens} delta{9 tokens} finish{STOP, message, prompt_token_ids}
+        Example: Generate{messages, sampling{max_tokens 64}} -> start{prompt_token_ids} delta{32 tokens} delta{9 tokens} finish{STOP, message}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,7 @@ class TensorInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., encoding: _Optional[_Union[TensorEncoding, str]] = ...) -> None: ...
 
 class WeightManifest(_message.Message):
-    __slots__ = ("run_id", "version", "base_version", "tensors", "digest", "layout_signature", "payload_bytes")
+    __slots__ = ("run_id", "version", "base_version", "tensors", "digest", "layout_signature", "payload_bytes", "base_digest", "adapter_config", "canary")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,9 @@ class WeightManifest(_message.Message):
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BASE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_CONFIG_FIELD_NUMBER: _ClassVar[int]
+    CANARY_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     version: int
     base_version: int
@@ -50,7 +53,18 @@ class WeightManifest(_message.Message):
     digest: bytes
     layout_signature: str
     payload_bytes: int
-    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ..., base_version: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorInfo, _Mapping]]] = ..., digest: _Optional[bytes] = ..., layout_signature: _Optional[str] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
+    base_digest: bytes
+    adapter_config: str
+    canary: Canary
+    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ..., base_version: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorInfo, _Mapping]]] = ..., digest: _Optional[bytes] = ..., layout_signature: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., base_digest: _Optional[bytes] = ..., adapter_config: _Optional[str] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ...) -> None: ...
+
+class Canary(_message.Message):
+    __slots__ = ("token_ids", "logprobs")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class WeightChunk(_message.Message):
     __slots__ = ("offset", "data", "checksum")
@@ -71,12 +85,14 @@ class WeightEnd(_message.Message):
     def __init__(self, payload_bytes: _Optional[int] = ..., payload_digest: _Optional[bytes] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("run_id", "held_version")
+    __slots__ = ("run_id", "held_version", "relay_address")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     HELD_VERSION_FIELD_NUMBER: _ClassVar[int]
+    RELAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     held_version: int
-    def __init__(self, run_id: _Optional[str] = ..., held_version: _Optional[int] = ...) -> None: ...
+    relay_address: str
+    def __init__(self, run_id: _Optional[str] = ..., held_version: _Optional[int] = ..., relay_address: _Optional[str] = ...) -> None: ...
 
 class WatchResponse(_message.Message):
     __slots__ = ("announced", "heartbeat")
@@ -87,14 +103,16 @@ class WatchResponse(_message.Message):
     def __init__(self, announced: _Optional[_Union[VersionAnnounced, _Mapping]] = ..., heartbeat: _Optional[_Union[WatchHeartbeat, _Mapping]] = ...) -> None: ...
 
 class VersionAnnounced(_message.Message):
-    __slots__ = ("run_id", "version", "digest")
+    __slots__ = ("run_id", "version", "digest", "sources")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     version: int
     digest: bytes
-    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    sources: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ..., digest: _Optional[bytes] = ..., sources: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WatchHeartbeat(_message.Message):
     __slots__ = ("latest_version",)
@@ -103,32 +121,48 @@ class WatchHeartbeat(_message.Message):
     def __init__(self, latest_version: _Optional[int] = ...) -> None: ...
 
 class GetManifestRequest(_message.Message):
-    __slots__ = ("run_id", "version", "base_version")
+    __slots__ = ("run_id", "version", "base_version", "base_digest", "shared_memory")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    BASE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     version: int
     base_version: int
-    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ..., base_version: _Optional[int] = ...) -> None: ...
+    base_digest: bytes
+    shared_memory: bool
+    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ..., base_version: _Optional[int] = ..., base_digest: _Optional[bytes] = ..., shared_memory: _Optional[bool] = ...) -> None: ...
 
 class GetManifestResponse(_message.Message):
-    __slots__ = ("manifest",)
+    __slots__ = ("manifest", "shared")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     manifest: WeightManifest
-    def __init__(self, manifest: _Optional[_Union[WeightManifest, _Mapping]] = ...) -> None: ...
+    shared: SharedPayload
+    def __init__(self, manifest: _Optional[_Union[WeightManifest, _Mapping]] = ..., shared: _Optional[_Union[SharedPayload, _Mapping]] = ...) -> None: ...
+
+class SharedPayload(_message.Message):
+    __slots__ = ("path", "token")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    token: bytes
+    def __init__(self, path: _Optional[str] = ..., token: _Optional[bytes] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("run_id", "version", "base_version", "offset")
+    __slots__ = ("run_id", "version", "base_version", "offset", "base_digest")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    BASE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     version: int
     base_version: int
     offset: int
-    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ..., base_version: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+    base_digest: bytes
+    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ..., base_version: _Optional[int] = ..., offset: _Optional[int] = ..., base_digest: _Optional[bytes] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ("chunk", "end")

@@ -72,6 +72,9 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         await self._wait_for_weights(wanted, request.HasField("min_policy_version"), remaining_s)
         sampled: list[list[int]] = [[] for _ in range(wanted.n)]
         async with aclosing(self._engine.generate(wanted)) as events:  # type: ignore[type-var]
+            ids = prompt.token_ids if prompt.rendered else ()
+            # Given tokens are never rendered again.
+            yield pb.GenerateResponse(start=pb.GenerateStart(prompt_token_ids=ids, prefix_kept=True))
             async for event in events:
                 if isinstance(event, Delta):
                     sampled[event.index].extend(event.token_ids)
@@ -193,8 +196,6 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             finish_reason=reason,
             stop_match=stop_match,
             message=message,
-            prompt_token_ids=prompt.token_ids if prompt.rendered and event.index == 0 else (),
-            prefix_kept=True,  # given tokens are never rendered again
             usage=usage,
         )
 

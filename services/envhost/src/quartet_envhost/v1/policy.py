@@ -140,12 +140,12 @@ class Inference:
                 turn.token_ids.extend(frame.delta.token_ids)
                 turn.logprobs.extend(frame.delta.logprobs)
                 turn.spans.extend((s.start, s.length, s.policy_version) for s in frame.delta.spans)
+            elif which == "start" and frame.start.prompt_token_ids:
+                turn.prompt_ids = list(frame.start.prompt_token_ids)
             elif which == "finish":
                 finish = frame.finish
         if finish is None:
             raise QuartetError("NOT_READY", "the answer of inference ended before its last frame")
-        if finish.prompt_token_ids:
-            turn.prompt_ids = list(finish.prompt_token_ids)
         turn.cached_tokens = finish.usage.cached_tokens
         _check(turn)
         return turn, finish
