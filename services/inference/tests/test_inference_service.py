@@ -217,7 +217,7 @@ async def test_pause_resume_cancel_and_unserved_rpcs(model_folder: Path) -> None
         model = await replica.until(lambda model: model.waiting == 3)
         assert model.paused and model.tokens_sampled == 0
         assert (await replica.stub.Resume(pb.ResumeRequest(), timeout=5)).in_flight == 3
-        assert (await reader).delta.token_ids
+        assert (await reader).WhichOneof("frame") == "start" and (await call.read()).delta.token_ids
         call.cancel()
         await replica.until(lambda model: model.running == 0)
         for name, request in (
