@@ -8,6 +8,8 @@
 4. What the publisher announces is the truth, also where its number is not larger: another run, a restored
    run, the same number with other contents. Weights whose digest the engine already holds are taken over
    without being fetched.
+5. Where fetched contents are not the announced ones they are served, being verified, and the follower waits
+   for the announcement that agrees, looking again after the pauses of 3.
 """
 
 from __future__ import annotations
@@ -15,15 +17,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from typing import Any
+from contextlib import aclosing
+from dataclasses import replace
 
 import grpc
 import structlog
 from quartet.errors import QuartetError
-from quartet.kit import call
-from quartet.v1 import weights_pb2 as pb
-from quartet.v1 import weights_pb2_grpc as rpc
-from quartet.weights.fetch import WATCH_IDLE_SECONDS, fetch_version
+from quartet.weights.fetch import fetch_version, get_manifest, watch
 
 from quartet_inference.engine import Engine, ServedWeights
 
@@ -84,21 +84,20 @@ class Follower:
             tasks.create_task(self._fetch(), name="fetch-weights")
 
     async def _watch(self) -> None:
-        stub: Any = rpc.WeightServiceStub(self._channel)  # type: ignore[no-untyped-call]
         failures = 0
         while True:
-            # No held version: after a reconnection the newest is told again, and compared by digest.
-            stream = stub.Watch(pb.WatchRequest(run_id=self._run_id))
+            # No held version: what the publisher has is told first, and compared by digest.
             try:
-                async for response in call.stream(stream, idle_timeout_s=WATCH_IDLE_SECONDS):
-                    failures = 0
-                    if response.WhichOneof("event") == "announced":
-                        news = response.announced
+                async with aclosing(watch(self._channel, self._run_id, None)) as announcements:
+                    async for news in announcements:
+                        failures = 0
                         self._target = ServedWeights(news.run_id, int(news.version), bytes(news.digest))
                         self._news.set()
             except QuartetError as error:
-                log.info("weight watch lost", why=error.message, reason=error.reason, failures=failures)
-            failures += 1
+                # What no waiting mends at this publisher, the one that is started after it may mend.
+                failures += 1
+                log.warning("weights not announced", why=str(error), failures=failures)
+                self._on_refused(f"versions are not announced: {error.message}")
             await asyncio.sleep(_backoff_s(failures))
 
     async def _fetch(self) -> None:
@@ -112,33 +111,43 @@ class Follower:
                 failures = 0
                 continue
             try:
-                await self._adopt(target)
+                if await self._adopt(target) == target:
+                    continue
+                log.info("publisher holds other contents than announced", version=target.version)
             except QuartetError as error:
-                failures += 1
                 log.warning("version refused", version=target.version, run_id=target.run_id, why=str(error))
                 self._on_refused(f"version {target.version} could not be taken: {error.message}")
-                await asyncio.sleep(_backoff_s(failures))
+            failures += 1
+            await asyncio.sleep(_backoff_s(failures))
 
-    async def _adopt(self, target: ServedWeights) -> None:
+    async def _adopt(self, target: ServedWeights) -> ServedWeights:
+        """Serve what the publisher holds under the target's number, and return it.
+
+        Its digest is the manifest's: the announcement may be older than the publisher's restart.
+        """
         served = self._engine.info().served
         held = self._engine.base_digest() if served is None else served.digest
+        if served is not None and (served.run_id, served.version) == (target.run_id, target.version):
+            # The number is served, with other contents: are they still there, before a payload is moved?
+            manifest = await get_manifest(self._channel, target.run_id, target.version)
+            target = replace(target, digest=bytes(manifest.digest))
+            if target == served:
+                return served
         if target.digest == held:
             await self._engine.swap(None, target)
         else:
             fetched = await fetch_version(self._channel, target.run_id, target.version)
             staged = await self._engine.stage(fetched.tensors)
-            # The manifest was verified; the announcement may be older than the publisher's restart.
-            digest = bytes(fetched.manifest.digest)
-            target = ServedWeights(target.run_id, target.version, digest)
+            target = replace(target, digest=bytes(fetched.manifest.digest))
             await self._engine.swap(staged, target)
-        info = self._engine.info()
         log.info(
             "serving version",
             run_id=target.run_id,
             version=target.version,
-            pause_ms=info.last_update_pause_ms,
+            pause_ms=self._engine.info().last_update_pause_ms,
         )
         self._on_served()
+        return target
 
 
 def _backoff_s(failures: int) -> float:
