@@ -18,7 +18,8 @@ from quartet_inference.config import InferenceConfig
 from quartet_inference.embedded import model
 from quartet_inference.embedded.engine import EmbeddedEngine, Limits
 from quartet_inference.engine import Engine, ServedWeights
-from quartet_inference.service import InferenceServicer, UnservedWeights
+from quartet_inference.relay import UnservedWeights
+from quartet_inference.service import InferenceServicer
 from quartet_inference.updates import Follower, ServedNews
 
 INFERENCE = "quartet.v1.InferenceService"
