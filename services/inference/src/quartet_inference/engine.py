@@ -114,6 +114,25 @@ Event = Delta | Finish
 
 
 @dataclass(frozen=True)
+class ScoreRequest:
+    """A sequence whose covered tokens are to be scored; nothing is sampled."""
+
+    tokens: tuple[int, ...]
+    # (start, length) of the covered positions: ascending, disjoint, the first from position 1 on.
+    covered: tuple[tuple[int, int], ...]
+    run_id: str = ""  # empty: any run
+    exact_version: int | None = None
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The log-probability of each covered token given all before it, at temperature 1, by one version."""
+
+    logprobs: list[float]
+    version: int
+
+
+@dataclass(frozen=True)
 class EngineInfo:
     """What an engine says of itself."""
 
@@ -139,6 +158,13 @@ class Engine(Protocol):
 
     def generate(self, request: Request) -> AsyncIterator[Event]:
         """Complete a prompt. Errors: OVERLOADED, RUN_NOT_SERVED, VERSION_UNAVAILABLE, NOT_READY, INTERNAL."""
+        ...
+
+    async def score(self, request: ScoreRequest) -> Scored:
+        """Score a sequence that fits into max_model_len. All of it by one version: a swap starts it anew.
+
+        Decoding goes on meanwhile. Errors: those of `generate`.
+        """
         ...
 
     async def pause(self) -> int:
