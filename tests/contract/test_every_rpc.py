@@ -16,7 +16,6 @@ from quartet.v1 import common_pb2
 # Filled in by later work; each answers NOT_IMPLEMENTED until then.
 NOT_SERVED = {
     "inference": {
-        "InferenceService.Score",
         "InferenceService.LoadAdapter",
         "InferenceService.UnloadAdapter",
         "WeightService.Watch",

@@ -221,7 +221,6 @@ async def test_pause_resume_cancel_and_unserved_rpcs(model_folder: Path) -> None
         call.cancel()
         await replica.until(lambda model: model.running == 0)
         for name, request in (
-            ("Score", pb.ScoreRequest()),
             ("LoadAdapter", pb.LoadAdapterRequest()),
             ("UnloadAdapter", pb.UnloadAdapterRequest()),
         ):

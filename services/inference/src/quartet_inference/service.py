@@ -25,6 +25,7 @@ from quartet.v1 import inference_service_pb2_grpc as rpc
 from quartet_inference.chat import Chat
 from quartet_inference.engine import Delta, Engine, Finish, Reason, Request, ServedWeights
 from quartet_inference.sampling import refused, resolve
+from quartet_inference.scoring import resolve_samples
 from quartet_inference.updates import ServedNews
 
 #: GenerateRequest.n says so.
@@ -40,7 +41,7 @@ class _Prompt:
 
 
 class InferenceServicer(rpc.InferenceServiceServicer):
-    """Generate, Pause, Resume, GetModel."""
+    """Generate, Score, Pause, Resume, GetModel."""
 
     def __init__(
         self, engine: Engine, chat: Chat, news: ServedNews, base_model: str, version_wait_s: float
@@ -200,8 +201,17 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         )
 
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreResponse:
-        """Not served by this build."""
-        raise unimplemented("InferenceService.Score")
+        """Score given tokens: all samples together, answered in their order."""
+        wanted = await asyncio.to_thread(resolve_samples, request, self._engine.info())
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._engine.score(one)) for one in wanted]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None  # the others were cancelled, or failed for the same reason
+        answers = [task.result() for task in tasks]
+        return pb.ScoreResponse(
+            samples=[pb.ScoredSample(logprobs=one.logprobs, policy_version=one.version) for one in answers]
+        )
 
     async def LoadAdapter(
         self, request: pb.LoadAdapterRequest, context: grpc.aio.ServicerContext

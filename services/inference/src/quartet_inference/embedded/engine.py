@@ -7,7 +7,8 @@
 3. A request whose iterator is closed has left the batch before the next step.
 4. Weights change in a command, hence between two steps; requests pinned to something else fail there, before
    another token.
-5. A fault in a step fails the requests in it with INTERNAL; the thread goes on.
+5. While sequences wait to be scored, one bounded piece of that is computed after each decode step.
+6. A fault in a step fails the requests in it with INTERNAL; the thread goes on.
 """
 
 from __future__ import annotations
@@ -32,9 +33,18 @@ from quartet_inference.embedded.batch import Batch, Drawn
 from quartet_inference.embedded.kv_cache import KvCache
 from quartet_inference.embedded.prefix_cache import PrefixCache
 from quartet_inference.embedded.sampler import mix
+from quartet_inference.embedded.score import ScoreJob, Scorer
 from quartet_inference.embedded.sequence import FLUSH_TOKENS, Detokenize, RunningSequence, StopWatch
 from quartet_inference.embedded.tickets import Ticket, deliver, not_ready, refusal
-from quartet_inference.engine import EngineInfo, Event, Finish, Request, ServedWeights
+from quartet_inference.engine import (
+    EngineInfo,
+    Event,
+    Finish,
+    Request,
+    Scored,
+    ScoreRequest,
+    ServedWeights,
+)
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -75,6 +85,7 @@ class EmbeddedEngine:
             model.kv_shape(network), limits.max_num_seqs, limits.max_model_len, limits.kv_cache_bytes
         )
         self._batch = Batch(forward.choose(network, cache), cache, PrefixCache(limits.prefix_cache_bytes))
+        self._scorer = Scorer(network, limits.max_waiting)
         self._limits = limits
         self._end_tokens = end_tokens
         self._detokenize = detokenize
@@ -120,6 +131,33 @@ class EmbeddedEngine:
                 yield event
         finally:
             self._post(lambda: self._drop(ticket))
+
+    async def score(self, request: ScoreRequest) -> Scored:
+        """Log-probabilities of given tokens."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Scored] = loop.create_future()
+
+        def receive(outcome: Scored | QuartetError) -> None:
+            if answer.done():
+                return
+            if isinstance(outcome, Scored):
+                answer.set_result(outcome)
+            else:
+                answer.set_exception(outcome)
+
+        def settle(outcome: Scored | QuartetError) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(receive, outcome)
+
+        job = ScoreJob(request, settle)
+        with self._wake:
+            if self._closing:
+                raise not_ready()
+            self._post(lambda: self._scorer.add(job, self._info.served))
+        try:
+            return await answer
+        finally:
+            self._post(lambda: self._scorer.drop(job))
 
     async def pause(self) -> int:
         """Decode no further after the current step."""
@@ -202,13 +240,14 @@ class EmbeddedEngine:
             command()
         for ticket in {row.ticket: None for row in [*self._batch.rows, *self._waiting]}:
             self._fail(ticket, not_ready())
+        self._scorer.fail(not_ready())
         self._deliver()
 
     def _await_work(self) -> bool:
         """Run the commands; wait until there is something to decode. False: the engine closes."""
         while True:
             with self._wake:
-                idle = self._info.paused or not (self._batch.rows or self._waiting)
+                idle = not self._has_work()
                 while idle and not self._commands and not self._closing:
                     self._wake.wait()
                 commands, self._commands = self._commands, deque()
@@ -219,8 +258,11 @@ class EmbeddedEngine:
                 self._deliver()
             if self._closing:
                 return False
-            if not self._info.paused and (self._batch.rows or self._waiting):
+            if self._has_work():
                 return True
+
+    def _has_work(self) -> bool:
+        return not self._info.paused and bool(self._batch.rows or self._waiting or self._scorer)
 
     def _cycle(self) -> None:
         """Let requests join, then take one step."""
@@ -242,6 +284,9 @@ class EmbeddedEngine:
             failed = {row.ticket: None for row in [*self._batch.rows, *joiners]}
             for ticket in failed:
                 self._fail(ticket, QuartetError("INTERNAL", "the decode step failed"))
+        if self._scorer:
+            assert self._info.served is not None
+            self._scorer.piece(self._info.served.version)
         self._note(steps=self._info.steps + 1)
         self._deliver()
         self._on_step()
@@ -301,6 +346,7 @@ class EmbeddedEngine:
             refused = refusal(ticket.request, weights)
             if refused is not None:
                 self._fail(ticket, refused)
+        self._scorer.weights_change(weights)
         if staged is None:
             self._info = replace(self._info, served=weights)
             return
@@ -316,7 +362,7 @@ class EmbeddedEngine:
 
     def _set_paused(self, paused: bool) -> int:
         self._info = replace(self._info, paused=paused)
-        return len(self._batch.rows) + len(self._waiting)
+        return len(self._batch.rows) + len(self._waiting) + len(self._scorer)
 
     def _drop(self, ticket: Ticket) -> None:
         """Take what is left of a request out of the batch and the queue."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from quartet.errors import QuartetError
 
 from quartet_inference.embedded.sequence import RunningSequence
-from quartet_inference.engine import Event, Request, ServedWeights
+from quartet_inference.engine import Event, Request, ScoreRequest, ServedWeights
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ def not_ready() -> QuartetError:
     return QuartetError("NOT_READY", "the engine is stopping")
 
 
-def refusal(request: Request, served: ServedWeights | None) -> QuartetError | None:
+def refusal(request: Request | ScoreRequest, served: ServedWeights | None) -> QuartetError | None:
     """Why these weights cannot answer a request; None where they can."""
     if served is None:
         return QuartetError("NOT_READY", "no verified weights are served yet")
@@ -44,8 +44,9 @@ def refusal(request: Request, served: ServedWeights | None) -> QuartetError | No
             want=request.run_id,
         )
     exact = request.exact_version
-    if served.version < request.min_version or exact not in (None, served.version):
-        want = request.min_version if exact is None else exact
+    least = request.min_version if isinstance(request, Request) else 0
+    if served.version < least or exact not in (None, served.version):
+        want = least if exact is None else exact
         return QuartetError(
             "VERSION_UNAVAILABLE", f"version {served.version} is served", have=served.version, want=want
         )

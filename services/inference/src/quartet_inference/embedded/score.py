@@ -1,0 +1,180 @@
+"""Log-probabilities of given tokens, computed in pieces between decode steps.
+
+1. One call of `piece` computes at most PIECE_TOKENS tokens: a decode step waits for no more.
+2. Short sequences share a pass; a longer one goes through its own key-value cache, piece by piece.
+3. A sequence is scored by one version: when the weights change, what was begun starts anew, and what is
+   pinned to others fails.
+4. At most `max_waiting` sequences wait; more are refused with OVERLOADED.
+5. Runs in the decoding thread, which is the only one that touches the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+import torch
+from quartet.errors import QuartetError
+from torch import nn
+from transformers import DynamicCache
+
+from quartet_inference.embedded.tickets import refusal
+from quartet_inference.engine import Scored, ScoreRequest, ServedWeights
+
+#: Tokens of one pass: a decode step is delayed by about as much as by a short prompt that joins.
+PIECE_TOKENS = 256
+#: Logits of one pass, 64 MiB of float32: with a vocabulary of 151,000 it is this that bounds the piece.
+LOGIT_ELEMENTS = 1 << 24
+
+log = structlog.get_logger()
+
+
+@dataclass(eq=False)
+class ScoreJob:
+    """A sequence on its way: `settle` receives its answer, once."""
+
+    request: ScoreRequest
+    settle: Callable[[Scored | QuartetError], None]
+    done: int = 0  # tokens whose keys and values are in the cache
+    cache: DynamicCache | None = None
+    logprobs: list[float] = field(default_factory=list)
+    covered: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.covered = [p for start, length in self.request.covered for p in range(start, start + length)]
+
+    @property
+    def needed(self) -> int:
+        """Tokens to compute: those up to the last one that predicts a covered position."""
+        return self.covered[-1] if self.covered else 0
+
+    def restart(self) -> None:
+        """Forget what other weights computed."""
+        self.done, self.cache = 0, None
+        self.logprobs.clear()
+
+
+class Scorer:
+    """The sequences that wait for their log-probabilities."""
+
+    def __init__(self, network: nn.Module, max_waiting: int) -> None:
+        config: Any = network.config
+        self._network: Any = network
+        self._device = next(network.parameters()).device
+        self._max_waiting = max_waiting
+        self._piece_tokens = max(1, min(PIECE_TOKENS, LOGIT_ELEMENTS // int(config.vocab_size)))
+        self._jobs: deque[ScoreJob] = deque()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def add(self, job: ScoreJob, served: ServedWeights | None) -> None:
+        """Queue a sequence, or refuse it."""
+        refused = refusal(job.request, served)
+        if refused is None and len(self._jobs) >= self._max_waiting:
+            refused = QuartetError(
+                "OVERLOADED", f"{len(self._jobs)} sequences wait already to be scored", retry_after_ms=500
+            )
+        if refused is not None:
+            job.settle(refused)
+        else:
+            self._jobs.append(job)
+
+    def drop(self, job: ScoreJob) -> None:
+        """Nobody waits for this one any more."""
+        if job in self._jobs:
+            self._jobs.remove(job)
+
+    def weights_change(self, weights: ServedWeights) -> None:
+        """Begin anew with other weights."""
+        for job in list(self._jobs):
+            refused = refusal(job.request, weights)
+            if refused is not None:
+                self._jobs.remove(job)
+                job.settle(refused)
+            job.restart()
+
+    def fail(self, error: QuartetError) -> None:
+        """End all of them."""
+        while self._jobs:
+            self._jobs.popleft().settle(error)
+
+    def piece(self, version: int) -> None:
+        """Compute one pass for those that wait longest."""
+        jobs = self._together()
+        try:
+            if len(jobs) == 1 and jobs[0].needed > self._piece_tokens:
+                self._long(jobs[0])
+            else:
+                self._short(jobs)
+        except Exception:
+            log.exception("scoring failed")
+            for job in jobs:
+                self._jobs.remove(job)
+                job.settle(QuartetError("INTERNAL", "scoring failed"))
+            return
+        for job in jobs:
+            if len(job.logprobs) == len(job.covered):
+                self._jobs.remove(job)
+                job.settle(_answer(job, version))
+
+    def _together(self) -> list[ScoreJob]:
+        """The first in the queue and those behind it that fit into the same pass."""
+        first = self._jobs[0]
+        jobs, longest = [first], first.needed
+        if longest > self._piece_tokens:
+            return jobs
+        for job in list(self._jobs)[1 : self._piece_tokens]:
+            longer = max(longest, job.needed)
+            if longer * (len(jobs) + 1) <= self._piece_tokens:
+                jobs.append(job)
+                longest = longer
+        return jobs
+
+    def _short(self, jobs: list[ScoreJob]) -> None:
+        """Whole sequences, side by side: what pads a row comes behind it and is seen by no token of it."""
+        longest = max(job.needed for job in jobs)
+        if longest == 0:  # nothing is covered
+            return
+        ids = torch.zeros(len(jobs), longest, dtype=torch.long)
+        for row, job in enumerate(jobs):
+            ids[row, : job.needed] = torch.tensor(job.request.tokens[: job.needed])
+        logits = self._network(input_ids=ids.to(self._device), use_cache=False).logits
+        for row, job in enumerate(jobs):
+            job.logprobs = self._read(logits[row], job, job.covered, 0)
+
+    def _long(self, job: ScoreJob) -> None:
+        """The next piece of one sequence."""
+        if job.cache is None:
+            job.cache = DynamicCache(config=self._network.config)
+        start, end = job.done, min(job.needed, job.done + self._piece_tokens)
+        ids = torch.tensor([job.request.tokens[start:end]], device=self._device)
+        positions = torch.arange(start, end, device=self._device)[None]
+        logits = self._network(
+            input_ids=ids, position_ids=positions, past_key_values=job.cache, use_cache=True
+        ).logits
+        begun = len(job.logprobs)
+        here = [position for position in job.covered[begun : begun + end - start] if position <= end]
+        job.logprobs.extend(self._read(logits[0], job, here, start))
+        job.done = end
+
+    def _read(self, logits_TV: torch.Tensor, job: ScoreJob, covered: list[int], start: int) -> list[float]:
+        """Log-probabilities of covered positions; row i of the logits predicts position start + i + 1."""
+        if not covered:
+            return []
+        rows = torch.tensor(covered, device=self._device) - start - 1
+        targets = torch.tensor([job.request.tokens[position] for position in covered], device=self._device)
+        chosen = logits_TV[rows].float()
+        picked = chosen.gather(1, targets[:, None])[:, 0]
+        logprobs: list[float] = (picked - chosen.logsumexp(-1)).tolist()
+        return logprobs
+
+
+def _answer(job: ScoreJob, version: int) -> Scored | QuartetError:
+    if all(map(math.isfinite, job.logprobs)):
+        return Scored(job.logprobs, version)
+    return QuartetError("INTERNAL", "the weights give non-finite logits")

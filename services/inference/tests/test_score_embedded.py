@@ -1,0 +1,171 @@
+"""Scoring by the embedded engine against a plain forward pass (float32: at most 2e-5 apart)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+from quartet.errors import QuartetError
+from quartet.weights.tensor import Tensor
+from quartet_inference.embedded import score
+from quartet_inference.embedded.engine import EmbeddedEngine, Limits
+from quartet_inference.engine import Delta, Request, Sampling, Scored, ScoreRequest, ServedWeights
+
+Make = Callable[..., Any]
+TOLERANCE = 2e-5
+
+
+@asynccontextmanager
+async def running(model: Any, **limits: Any) -> AsyncIterator[EmbeddedEngine]:
+    settings = {"max_model_len": 512, "max_num_seqs": 8, "kv_cache_bytes": 1 << 24, **limits}
+    engine = EmbeddedEngine(model, Limits(**settings), frozenset({258}), str, ServedWeights("", 0, b""))
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def expected(model: Any, request: ScoreRequest) -> list[float]:
+    """The covered log-probabilities by one forward pass of the whole sequence."""
+    with torch.no_grad():
+        logprobs = model(torch.tensor([request.tokens])).logits[0].float().log_softmax(-1)
+    covered = [p for start, length in request.covered for p in range(start, start + length)]
+    return [float(logprobs[p - 1, request.tokens[p]]) for p in covered]
+
+
+def near(have: list[float], want: list[float]) -> bool:
+    return have == pytest.approx(want, abs=TOLERANCE, rel=0)
+
+
+def sequence(chance: random.Random, length: int) -> ScoreRequest:
+    """Random tokens; up to three covered ranges."""
+    cuts = sorted(chance.sample(range(1, length + 1), min(6, length)))
+    covered = tuple((a, b - a) for a, b in zip(cuts[::2], cuts[1::2], strict=False))
+    return ScoreRequest(tuple(chance.randrange(256) for _ in range(length)), covered)
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    return {
+        name: Tensor("F32", tuple(p.shape), p.detach().clone().numpy().tobytes())
+        for name, p in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("head_dim_bias", [{}, {"attention_bias": True}])
+async def test_scores_are_a_forward_pass(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch, head_dim_bias: dict[str, Any]
+) -> None:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    chance = random.Random(seed)
+    monkeypatch.setattr(score, "PIECE_TOKENS", 96)  # most go in pieces, some share a pass
+    requests = [sequence(chance, chance.choice([1, 2, 5, 30, 95, 96, 97, 98, 300, 512])) for _ in range(40)]
+    requests.append(ScoreRequest(tuple(range(200)), ((1, 199),)))
+    requests.append(ScoreRequest((7, 8), ()))
+    plain = make_model(0, **head_dim_bias)
+    async with running(make_model(0, **head_dim_bias)) as engine:
+        scored = await asyncio.gather(*(engine.score(request) for request in requests))
+    for request, have in zip(requests, scored, strict=True):
+        assert near(have.logprobs, expected(plain, request)), request
+        assert have.version == 0
+
+
+async def test_a_small_vocabulary_bound_makes_smaller_pieces(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(score, "LOGIT_ELEMENTS", 260 * 10)
+    request = ScoreRequest(tuple(range(45)), ((3, 40),))
+    async with running(make_model(0)) as engine:
+        assert near((await engine.score(request)).logprobs, expected(make_model(0), request))
+
+
+async def test_decoding_goes_on_between_pieces(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While 40 long sequences are scored, a running completion gets a token for every piece."""
+    monkeypatch.setattr(score, "PIECE_TOKENS", 32)
+    chance = random.Random(1)
+    requests = [
+        ScoreRequest(tuple(chance.randrange(256) for _ in range(480)), ((1, 479),)) for _ in range(40)
+    ]
+    async with running(make_model(0)) as engine:
+        generation = engine.generate(Request((1, 2, 3), Sampling(max_tokens=300, ignore_eos=True)))
+        assert isinstance(await anext(generation), Delta)
+        scoring = [asyncio.create_task(engine.score(request)) for request in requests]
+        told = 0
+        async for event in generation:
+            told += len(event.token_ids) if isinstance(event, Delta) else 0
+        assert told >= 260
+        assert sum(task.done() for task in scoring) < 30, "300 steps leave time for 300 of 600 pieces"
+        plain = make_model(0)
+        for request, task in zip(requests, scoring, strict=True):
+            assert near((await task).logprobs, expected(plain, request))
+
+
+async def test_a_swap_starts_a_sequence_anew_and_fails_what_is_pinned(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariant 3: no sequence is scored by two versions."""
+    monkeypatch.setattr(score, "PIECE_TOKENS", 16)
+    request = ScoreRequest(tuple(range(250)), ((1, 249),))
+    pinned = ScoreRequest(request.tokens, request.covered, exact_version=0)
+    async with running(make_model(0)) as engine:
+        begun: list[int] = []
+        piece = score.Scorer._long
+
+        def counted(self: score.Scorer, job: score.ScoreJob) -> None:
+            piece(self, job)
+            begun.append(job.done)
+
+        monkeypatch.setattr(score.Scorer, "_long", counted)
+        staged = await engine.stage(weights_of(make_model(1)))
+        answer = asyncio.create_task(engine.score(request))
+        refused = asyncio.create_task(engine.score(pinned))
+        async with asyncio.timeout(10):
+            while not begun:  # noqa: ASYNC110 - the engine's thread has no event to offer
+                await asyncio.sleep(0)
+        await engine.swap(staged, ServedWeights("", 1, b"1"))
+        with pytest.raises(QuartetError) as caught:
+            await refused
+        assert caught.value.reason == "VERSION_UNAVAILABLE"
+        scored = await answer
+        assert begun.count(16) == 2, "it was in the middle, and began anew"
+        assert scored.version == 1 and near(scored.logprobs, expected(make_model(1), request))
+
+
+async def test_bounds_cancellation_and_closing(make_model: Make) -> None:
+    async with running(make_model(0), max_waiting=2) as engine:
+        await engine.pause()
+        request = ScoreRequest((1, 2, 3), ((1, 2),))
+        first, second = (asyncio.create_task(engine.score(request)) for _ in range(2))
+        await asyncio.sleep(0.05)
+        with pytest.raises(QuartetError) as caught:
+            await engine.score(request)
+        assert caught.value.reason == "OVERLOADED"
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        third = asyncio.create_task(engine.score(request))
+        await asyncio.sleep(0.05)
+        assert await engine.resume() == 2
+        assert isinstance(await second, Scored) and (await third) == (await second)
+        with pytest.raises(QuartetError) as caught:
+            await engine.score(ScoreRequest((1, 2), ((1, 1),), run_id="other"))
+        assert caught.value.reason == "RUN_NOT_SERVED"
+        await engine.pause()
+        last = asyncio.create_task(engine.score(request))
+        await asyncio.sleep(0.05)
+    with pytest.raises(QuartetError) as caught:
+        await last
+    assert caught.value.reason == "NOT_READY"
+
+
+async def test_broken_weights_are_an_error_not_a_score(make_model: Make) -> None:
+    model = make_model(0)
+    model.model.norm.weight.data.fill_(float("nan"))
+    async with running(model) as engine:
+        with pytest.raises(QuartetError) as caught:
+            await engine.score(ScoreRequest((1, 2), ((1, 1),)))
+        assert caught.value.reason == "INTERNAL"
