@@ -59,7 +59,7 @@ async def test_invariant_8_samples_that_wait_for_the_worker_count_until_their_jo
         if not caller_leaves:
             assert len(await first) == len(samples)
         async with asyncio.timeout(WAIT_SECONDS):
-            while await overloaded(trainer, samples):
+            while await overloaded(trainer, samples):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
 

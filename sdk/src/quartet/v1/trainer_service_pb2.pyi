@@ -149,14 +149,16 @@ class OptimStepRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., learning_rate: _Optional[float] = ...) -> None: ...
 
 class OptimStepResponse(_message.Message):
-    __slots__ = ("grad_norm", "learning_rate", "policy_version")
+    __slots__ = ("grad_norm", "learning_rate", "policy_version", "skipped_nonfinite")
     GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_NONFINITE_FIELD_NUMBER: _ClassVar[int]
     grad_norm: float
     learning_rate: float
     policy_version: int
-    def __init__(self, grad_norm: _Optional[float] = ..., learning_rate: _Optional[float] = ..., policy_version: _Optional[int] = ...) -> None: ...
+    skipped_nonfinite: bool
+    def __init__(self, grad_norm: _Optional[float] = ..., learning_rate: _Optional[float] = ..., policy_version: _Optional[int] = ..., skipped_nonfinite: _Optional[bool] = ...) -> None: ...
 
 class ForwardStart(_message.Message):
     __slots__ = ("run_id", "policy_version", "temperature")
@@ -255,20 +257,22 @@ class CreateRunResponse(_message.Message):
     def __init__(self, run: _Optional[_Union[RunState, _Mapping]] = ...) -> None: ...
 
 class RunState(_message.Message):
-    __slots__ = ("run_id", "applied_seq_id", "policy_version", "trainable_parameters", "parameters", "published_version")
+    __slots__ = ("run_id", "applied_seq_id", "policy_version", "trainable_parameters", "parameters", "published_version", "skipped_steps")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     APPLIED_SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     TRAINABLE_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     PUBLISHED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_STEPS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     applied_seq_id: int
     policy_version: int
     trainable_parameters: int
     parameters: int
     published_version: int
-    def __init__(self, run_id: _Optional[str] = ..., applied_seq_id: _Optional[int] = ..., policy_version: _Optional[int] = ..., trainable_parameters: _Optional[int] = ..., parameters: _Optional[int] = ..., published_version: _Optional[int] = ...) -> None: ...
+    skipped_steps: int
+    def __init__(self, run_id: _Optional[str] = ..., applied_seq_id: _Optional[int] = ..., policy_version: _Optional[int] = ..., trainable_parameters: _Optional[int] = ..., parameters: _Optional[int] = ..., published_version: _Optional[int] = ..., skipped_steps: _Optional[int] = ...) -> None: ...
 
 class GetRunRequest(_message.Message):
     __slots__ = ("run_id",)
@@ -281,6 +285,16 @@ class GetRunResponse(_message.Message):
     RUN_FIELD_NUMBER: _ClassVar[int]
     run: RunState
     def __init__(self, run: _Optional[_Union[RunState, _Mapping]] = ...) -> None: ...
+
+class CloseRunRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class CloseRunResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class SaveStateRequest(_message.Message):
     __slots__ = ("run_id", "seq_id", "name", "export_model")

@@ -45,6 +45,11 @@ class TrainerServiceStub:
                 request_serializer=quartet_dot_v1_dot_trainer__service__pb2.GetRunRequest.SerializeToString,
                 response_deserializer=quartet_dot_v1_dot_trainer__service__pb2.GetRunResponse.FromString,
                 _registered_method=True)
+        self.CloseRun = channel.unary_unary(
+                '/quartet.v1.TrainerService/CloseRun',
+                request_serializer=quartet_dot_v1_dot_trainer__service__pb2.CloseRunRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_trainer__service__pb2.CloseRunResponse.FromString,
+                _registered_method=True)
         self.ForwardBackward = channel.stream_unary(
                 '/quartet.v1.TrainerService/ForwardBackward',
                 request_serializer=quartet_dot_v1_dot_trainer__service__pb2.ForwardBackwardRequest.SerializeToString,
@@ -101,6 +106,16 @@ class TrainerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CloseRun(self, request, context):
+        """CloseRun ends a run on this trainer once the call under way has ended: its memory is freed, its versions are no longer served (Watch ends with
+        RUN_UNKNOWN), and it no longer counts among the open runs. Saved states stay on disk: CreateRun opens the run again at the newest of them, so
+        whoever wants to go on from here calls SaveState first. Idempotent: a run that is not open is closed. Errors: OVERLOADED.
+        Example: CloseRun{run "r1"} -> {}; GetRun{run "r1"} -> RUN_UNKNOWN; CreateRun{run "r1", ...} -> applied_seq_id of its newest state
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ForwardBackward(self, request_iterator, context):
         """ForwardBackward adds the gradients of a batch to those accumulated since the last OptimStep. Applied whole, after the commit, or not at
         all. Errors: RUN_UNKNOWN, SEQUENCE_GAP, SEQUENCE_CONFLICT, STREAM_TORN, INVALID_REQUEST.
@@ -110,8 +125,8 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def OptimStep(self, request, context):
-        """OptimStep clips, steps and clears the gradients. At-most-once by seq_id. Errors: RUN_UNKNOWN, SEQUENCE_GAP, SEQUENCE_CONFLICT,
-        INVALID_REQUEST (no gradients).
+        """OptimStep clips, steps and clears the gradients; where they are no finite numbers it skips the step and says so. At-most-once by seq_id.
+        Errors: RUN_UNKNOWN, SEQUENCE_GAP, SEQUENCE_CONFLICT, INVALID_REQUEST (no gradients).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -133,7 +148,9 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LoadState(self, request, context):
-        """LoadState returns to a state. Errors: RUN_UNKNOWN, RESOURCE_UNKNOWN, SEQUENCE_GAP, CHECKSUM_MISMATCH.
+        """LoadState returns to a state: with its accumulated gradients, the version published last and the versions retained before it. All others are
+        forgotten, and WeightService.Watch announces the restored one, however small its number. Errors: RUN_UNKNOWN, RESOURCE_UNKNOWN, SEQUENCE_GAP,
+        CHECKSUM_MISMATCH, INVALID_CONFIG (written by another release).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -147,8 +164,9 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PublishWeights(self, request, context):
-        """PublishWeights makes the current weights a version of the weight plane. At-most-once by seq_id; publishing again after a restore gives
-        the same digest. Errors: RUN_UNKNOWN, SEQUENCE_GAP, SEQUENCE_CONFLICT.
+        """PublishWeights makes the current weights a version of the weight plane. At-most-once by seq_id. Publishing a version again gives the same
+        digest: while it is held, and after a restore where the calls since were repeated with equal contents; SEQUENCE_CONFLICT where a held version
+        would get other weights. Errors: RUN_UNKNOWN, SEQUENCE_GAP, SEQUENCE_CONFLICT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -166,6 +184,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.GetRun,
                     request_deserializer=quartet_dot_v1_dot_trainer__service__pb2.GetRunRequest.FromString,
                     response_serializer=quartet_dot_v1_dot_trainer__service__pb2.GetRunResponse.SerializeToString,
+            ),
+            'CloseRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseRun,
+                    request_deserializer=quartet_dot_v1_dot_trainer__service__pb2.CloseRunRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_trainer__service__pb2.CloseRunResponse.SerializeToString,
             ),
             'ForwardBackward': grpc.stream_unary_rpc_method_handler(
                     servicer.ForwardBackward,
@@ -258,6 +281,33 @@ class TrainerService:
             '/quartet.v1.TrainerService/GetRun',
             quartet_dot_v1_dot_trainer__service__pb2.GetRunRequest.SerializeToString,
             quartet_dot_v1_dot_trainer__service__pb2.GetRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.TrainerService/CloseRun',
+            quartet_dot_v1_dot_trainer__service__pb2.CloseRunRequest.SerializeToString,
+            quartet_dot_v1_dot_trainer__service__pb2.CloseRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -93,6 +93,13 @@ class WeightStore:
                 self._create(run_id)
             self._wake()
 
+    def reopen_run(self, run_id: str) -> None:
+        """Forget a run's versions and begin anew: whatever comes next is news to everybody who follows it."""
+        with self._lock:
+            self._runs.pop(run_id, None)
+            self._create(run_id)
+            self._wake()
+
     def close_run(self, run_id: str) -> None:
         """Forget a run and its versions. Idempotent."""
         with self._lock:

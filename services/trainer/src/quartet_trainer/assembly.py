@@ -15,8 +15,9 @@ from quartet.weights.service import WeightServicer, add_weight_service
 from quartet.weights.store import WeightStore
 
 from quartet_trainer.config import TrainerConfig
+from quartet_trainer.passes import Machine
 from quartet_trainer.roster import Roster, state_root
-from quartet_trainer.run import Machine, Run
+from quartet_trainer.run import Run
 from quartet_trainer.service import TrainerServicer
 from quartet_trainer.spec import RunSpec
 from quartet_trainer.states import StateStore

@@ -8,7 +8,7 @@ plane.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,11 +22,13 @@ Snapshot = Mapping[str, torch.Tensor]
 
 def snapshot(model: Any, served_dtype: str) -> Snapshot:
     """Copy every parameter, cast, to the CPU."""
+    return cast(model.named_parameters(), served_dtype)
+
+
+def cast(masters: Iterable[tuple[str, torch.Tensor]], served_dtype: str) -> Snapshot:
+    """The same of masters that are in no model."""
     dtype = TORCH_DTYPES[served_dtype]
-    return {
-        name: parameter.detach().to("cpu", dtype, copy=True).contiguous()
-        for name, parameter in model.named_parameters()
-    }
+    return {name: master.detach().to("cpu", dtype, copy=True).contiguous() for name, master in masters}
 
 
 def wire_tensors(weights: Snapshot) -> dict[str, Tensor]:

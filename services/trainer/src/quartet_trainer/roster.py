@@ -4,7 +4,8 @@ worker.
 1. A run exists here after CreateRun, with its newest sound state restored where one was saved; creating it
    again with an equal spec changes nothing.
 2. Readers see the run as it stood after its last finished call; they never wait for the worker.
-3. A run whose state was saved under another spec is not opened: RUN_CONFLICT, naming the field.
+3. Closing a run frees what it holds in memory, after the call under way; its saved states stay.
+4. A run whose state was saved under another spec is not opened: RUN_CONFLICT, naming the field.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from quartet.errors import QuartetError
 from quartet_trainer.sequence import Sequence
 from quartet_trainer.spec import RunSpec, check_name, difference
 from quartet_trainer.states import Content, StateInfo, StateStore
-from quartet_trainer.worker import Worker
+from quartet_trainer.worker import Worker, release_memory
 
 if TYPE_CHECKING:
     from quartet_trainer.run import Run, RunStatus
@@ -49,8 +50,8 @@ class Roster:
     ) -> None:
         self._make_run, self._states, self._worker, self._max_runs = make_run, states, worker, max_runs
         self._entries: dict[str, Entry] = {}
-        # Creating loads a model: one at a time, and a repeated call waits for the first.
-        self._creating = asyncio.Lock()
+        # Creating loads a model: one at a time, and a repeated call waits for the first. Closing waits, too.
+        self._opening = asyncio.Lock()
 
     def get(self, run_id: str) -> Entry:
         """A run that exists here. Errors: RUN_UNKNOWN."""
@@ -66,7 +67,7 @@ class Roster:
     async def create(self, run_id: str, spec: RunSpec) -> Entry:
         """Open a run. Idempotent. Errors: INVALID_REQUEST, INVALID_CONFIG, RUN_CONFLICT, OVERLOADED."""
         check_name("run_id", run_id)
-        async with self._creating:
+        async with self._opening:
             entry = self._entries.get(run_id)
             if entry is not None:
                 _same_spec(run_id, entry.run.spec, spec, "this trainer")
@@ -74,11 +75,25 @@ class Roster:
             if len(self._entries) >= self._max_runs:
                 raise QuartetError(
                     "OVERLOADED",
-                    f"{self._max_runs} runs are open (max_runs); restart the trainer to forget them",
+                    f"{self._max_runs} runs are open (max_runs): {', '.join(self._entries)}; close one with "
+                    "CloseRun",
                 )
             entry = await self._worker.run(lambda: self._open(run_id, spec))
             self._entries[run_id] = entry
             return entry
+
+    async def close(self, run_id: str) -> None:
+        """Close a run. Idempotent: one that is not open is closed already. Errors: OVERLOADED."""
+        async with self._opening:
+            entry = self._entries.pop(run_id, None)
+            if entry is None:
+                return
+            # No call finds the run from here on; those that found it come before on the worker.
+            await entry.sequence.settle()
+            entry.run.close()
+            del entry
+            await self._worker.run(release_memory)
+            log.info("run_closed", run_id=run_id)
 
     async def apply(
         self,

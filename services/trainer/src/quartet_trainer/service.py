@@ -3,6 +3,7 @@ their life in roster.py."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
@@ -39,6 +40,13 @@ class TrainerServicer(rpc.TrainerServiceServicer):
     async def GetRun(self, request: pb.GetRunRequest, context: grpc.aio.ServicerContext) -> pb.GetRunResponse:
         """A run as it stands."""
         return pb.GetRunResponse(run=_run_state(request.run_id, self._roster.get(request.run_id)))
+
+    async def CloseRun(
+        self, request: pb.CloseRunRequest, context: grpc.aio.ServicerContext
+    ) -> pb.CloseRunResponse:
+        """Free a run's memory; what was begun is finished, whoever stopped waiting."""
+        await asyncio.shield(asyncio.create_task(self._roster.close(request.run_id)))
+        return pb.CloseRunResponse()
 
     async def ForwardBackward(
         self, request_iterator: AsyncIterator[pb.ForwardBackwardRequest], context: grpc.aio.ServicerContext
@@ -85,7 +93,10 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         def job(entry: Entry) -> pb.OptimStepResponse:
             done = entry.run.optim_step(rate)
             return pb.OptimStepResponse(
-                grad_norm=done.grad_norm, learning_rate=done.learning_rate, policy_version=done.policy_version
+                grad_norm=done.grad_norm,
+                learning_rate=done.learning_rate,
+                policy_version=done.policy_version,
+                skipped_nonfinite=done.skipped_nonfinite,
             )
 
         return await self._roster.apply(request.run_id, request.seq_id, _digest(request), job)
@@ -160,6 +171,7 @@ def _run_state(run_id: str, entry: Entry) -> pb.RunState:
         run_id=run_id,
         applied_seq_id=entry.sequence.applied,
         policy_version=entry.status.policy_version,
+        skipped_steps=entry.status.skipped_steps,
         trainable_parameters=entry.status.trainable_parameters,
         parameters=entry.status.parameters,
     )

@@ -8,7 +8,8 @@
 3. Tensors are safetensors, the rest is JSON. Nothing is pickled.
 4. Of each run the `keep_last` newest states are kept. Newest means saved or loaded last: a state that a run
    returned to is the one it restarts from.
-5. An equal name is replaced: the older state of that name goes after the newer one is in place.
+5. A state that another release wrote in another form is refused like a harmed one.
+6. An equal name is replaced: the older state of that name goes after the newer one is in place.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 MARK = "COMPLETE.json"
+#: Raised with every change of what run.json or the tensors mean.
+FORMAT = 2
 #: Outside the digests, because returning to a state changes it.
 ORDER = "ORDER"
 META = "run.json"
@@ -127,6 +130,14 @@ class StateStore:
         mark = _read_mark(info.path)
         if mark is None:
             raise _harmed(info, MARK)
+        if mark.get("format") != FORMAT:
+            raise QuartetError(
+                "INVALID_CONFIG",
+                f"state {info.name} was written in format {mark.get('format')}, this trainer reads {FORMAT}",
+                key="state_dir",
+                value=info.path,
+                remedy="use the release that wrote it, or an empty state_dir",
+            )
         for relative, entry in mark["files"].items():
             file = info.path / relative
             if not file.is_file() or _digest(file) != entry["xxh3_128"]:
@@ -166,7 +177,13 @@ class StateStore:
             if file.is_file():
                 relative = file.relative_to(folder).as_posix()
                 files[relative] = {"bytes": file.stat().st_size, "xxh3_128": _digest(file)}
-        body = {"name": name, "seq_id": seq_id, "policy_version": policy_version, "files": files}
+        body = {
+            "format": FORMAT,
+            "name": name,
+            "seq_id": seq_id,
+            "policy_version": policy_version,
+            "files": files,
+        }
         mark = {"digest": _digest_of(body), **body}
         (folder / MARK).write_text(json.dumps(mark, indent=1), encoding="utf-8")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -61,3 +62,12 @@ def _prepare(threads: int, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
         # Filling fresh memory only helps to find reads of it; it costs bandwidth.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def release_memory() -> None:
+    """Give back what a closed run held: models refer to themselves, and CUDA's allocator keeps its blocks."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

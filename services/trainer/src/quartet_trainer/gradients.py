@@ -1,0 +1,55 @@
+"""Gradients of several batches, accumulated until a step takes them.
+
+1. The gradients of a batch join the accumulated ones whole, when its last micro-batch is through, or not at
+   all.
+2. Sums are taken in a fixed order: equal batches in equal order give equal bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class Gradients:
+    """The gradients of named parameters."""
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._parameters = dict(parameters)
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """What backward passes inside leave is added to what stood there; nothing is, when they fail."""
+        before = self._replace([None] * len(self._parameters))
+        try:
+            yield
+        except BaseException:
+            self._replace(before)
+            raise
+        self._replace([_sum(*pair) for pair in zip(before, self._parameters.values(), strict=True)])
+
+    def taken(self) -> dict[str, Tensor]:
+        """What is accumulated, by name; empty after a step."""
+        return {name: one.grad for name, one in self._parameters.items() if one.grad is not None}
+
+    def restore(self, gradients: Mapping[str, Tensor]) -> None:
+        """Put back what was taken."""
+        for name, parameter in self._parameters.items():
+            gradient = gradients.get(name)
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+
+    def _replace(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        held = []
+        for parameter, gradient in zip(self._parameters.values(), gradients, strict=True):
+            held.append(parameter.grad)
+            parameter.grad = gradient
+        return held
+
+
+def _sum(before: Tensor | None, parameter: nn.Parameter) -> Tensor:
+    # A parameter that no loss reached still counts as having a gradient: the batch was applied.
+    added = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return added if before is None else before.add_(added)

@@ -1,0 +1,112 @@
+"""The published versions of a run: handed to the weight plane, and the newest kept to score under.
+
+1. The newest published version is always kept, and `keep` versions in all.
+2. A version is immutable: publishing it again gives the same digest, or SEQUENCE_CONFLICT. So it is after a
+   restore, too, for the version that was published last: what was saved of it is compared.
+3. What is kept is saved and restored with the run, so a run that was restored scores under every version that
+   it could score under before. The version that the live weights give is not written: it is cast again.
+4. A restored run is a new generation in the store: whoever follows it is told where it stands.
+
+On disk a state grows by at most `keep` casts. In memory a kept version costs nothing while the store holds
+it, because both share its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quartet.errors import QuartetError
+from quartet.v1 import weights_pb2
+from quartet.weights.manifest import build_manifest
+from quartet.weights.store import WeightStore
+from torch import Tensor
+
+from quartet_trainer.publish import Snapshot, wire_tensors
+
+#: A saved version's file is this and its number.
+STEM = "version-"
+
+
+class Versions:
+    """What one run has published."""
+
+    def __init__(self, run_id: str, store: WeightStore, keep: int) -> None:
+        self._run_id, self._store, self._keep = run_id, store, max(1, keep)
+        self._kept: dict[int, Snapshot] = {}
+        self._newest: weights_pb2.WeightManifest | None = None
+
+    @property
+    def kept(self) -> Mapping[int, Snapshot]:
+        """Weights by version."""
+        return self._kept
+
+    @property
+    def newest(self) -> int | None:
+        """The version published last."""
+        return None if self._newest is None else int(self._newest.version)
+
+    def find(self, version: int) -> Snapshot:
+        """The weights of a version. Errors: VERSION_UNKNOWN."""
+        if version not in self._kept:
+            held = ", ".join(map(str, self._kept)) or "none"
+            raise QuartetError(
+                "VERSION_UNKNOWN",
+                f"version {version} is not retained (held: {held}); raise retain_versions of the run",
+                version=version,
+                latest=max(self._kept, default=""),
+            )
+        return self._kept[version]
+
+    def publish(self, version: int, weights: Snapshot) -> weights_pb2.WeightManifest:
+        """Make weights a version. Errors: SEQUENCE_CONFLICT if it is held with other weights."""
+        manifest = self._store.publish(self._run_id, version, wire_tensors(weights))
+        self._newest = manifest
+        self._kept[version] = weights
+        for old in sorted(self._kept)[: -self._keep]:
+            del self._kept[old]
+        return manifest
+
+    # -- states
+
+    def meta(self) -> dict[str, Any]:
+        """What a state says of the versions."""
+        digest = None if self._newest is None else self._newest.digest.hex()
+        return {"published_version": self.newest, "published_digest": digest}
+
+    def tensors(self, live_version: int) -> dict[str, Snapshot]:
+        """What a state keeps of them, by file stem."""
+        return {f"{STEM}{number}": cast for number, cast in self._kept.items() if number != live_version}
+
+    def restore(
+        self,
+        meta: Mapping[str, Any],
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        live_version: int,
+        live: Snapshot,
+    ) -> None:
+        """Stand where a state was taken, or change nothing. Errors: CHECKSUM_MISMATCH."""
+        kept = {int(stem.removeprefix(STEM)): cast for stem, cast in tensors.items() if stem.startswith(STEM)}
+        published = meta["published_version"]
+        if published is not None:
+            newest = live if published == live_version else kept[published]
+            self._check(published, newest, meta["published_digest"])
+        self._kept, self._newest = kept, None
+        self._store.reopen_run(self._run_id)
+        if published is not None:
+            self.publish(published, newest)
+
+    def _check(self, version: int, weights: Snapshot, saved: str) -> None:
+        digest = build_manifest(self._run_id, version, wire_tensors(weights)).digest.hex()
+        if digest != saved:
+            raise QuartetError(
+                "CHECKSUM_MISMATCH",
+                f"version {version} of run {self._run_id} was published with digest {saved}, its saved state "
+                f"gives {digest}; nothing was loaded",
+                what=f"version {version}",
+            )
+
+    def close(self) -> None:
+        """Forget all of it, in the store too."""
+        self._kept.clear()
+        self._store.close_run(self._run_id)
