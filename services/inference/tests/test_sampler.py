@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from quartet_inference.embedded.sampler import Sampler, uniforms
-from quartet_inference.embedded.sequence import RunningSequence, StopWatch
+from quartet_inference.completion import StopWatch
+from quartet_inference.embedded.sequence import RunningSequence
 from quartet_inference.engine import Request, Sampling
+from quartet_inference.sampler import Sampler, uniforms
 
 
 def row(

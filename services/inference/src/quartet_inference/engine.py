@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
+from quartet.errors import QuartetError
 from quartet.weights.tensor import Tensor
 
 
@@ -71,6 +72,8 @@ class Request:
     min_version: int = 0
     exact_version: int | None = None
     keep_prefix: bool = False  # a later prompt will probably extend what is sampled
+    # The last so many tokens of the prompt were sampled by this completion, elsewhere; only with n = 1.
+    resumed: int = 0
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,32 @@ class EngineInfo:
     last_update_pause_ms: float
     paused: bool
     closed: bool = False  # it will never answer again
+
+
+def refusal(request: Request | ScoreRequest, served: ServedWeights | None) -> QuartetError | None:
+    """Why these weights cannot answer a request; None where they can."""
+    if served is None:
+        return QuartetError("NOT_READY", "no verified weights are served yet")
+    if request.run_id not in ("", served.run_id):
+        return QuartetError(
+            "RUN_NOT_SERVED",
+            f"run {served.run_id or '(base model)'} is served",
+            have=served.run_id,
+            want=request.run_id,
+        )
+    exact = request.exact_version
+    minimum = request.min_version if isinstance(request, Request) else 0
+    if served.version < minimum or exact not in (None, served.version):
+        want = minimum if exact is None else exact
+        return QuartetError(
+            "VERSION_UNAVAILABLE", f"version {served.version} is served", have=served.version, want=want
+        )
+    return None
+
+
+def not_ready() -> QuartetError:
+    """The error of an engine that is being closed."""
+    return QuartetError("NOT_READY", "the engine is stopping")
 
 
 class Engine(Protocol):

@@ -21,8 +21,8 @@ from quartet_inference.embedded.forward import Forward
 from quartet_inference.embedded.kv_cache import KvCache
 from quartet_inference.embedded.prefill import PREFILL_TOKENS, prefill
 from quartet_inference.embedded.prefix_cache import Prefix, PrefixCache
-from quartet_inference.embedded.sampler import Sampler
 from quartet_inference.embedded.sequence import RunningSequence
+from quartet_inference.sampler import Sampler
 
 #: Steps that must fit before a row may join, so that it does not join and leave again all the time.
 JOIN_SLACK = 64

@@ -28,14 +28,14 @@ from quartet.errors import QuartetError
 from quartet.weights.tensor import Tensor
 from torch import nn
 
+from quartet_inference.completion import FLUSH_TOKENS, Detokenize, StopWatch
 from quartet_inference.embedded import forward, model
 from quartet_inference.embedded.batch import Batch, Drawn
 from quartet_inference.embedded.kv_cache import KvCache
 from quartet_inference.embedded.prefix_cache import PrefixCache
-from quartet_inference.embedded.sampler import mix
 from quartet_inference.embedded.score import ScoreJob, Scorer
-from quartet_inference.embedded.sequence import FLUSH_TOKENS, Detokenize, RunningSequence, StopWatch
-from quartet_inference.embedded.tickets import Ticket, deliver, not_ready, refusal
+from quartet_inference.embedded.sequence import RunningSequence
+from quartet_inference.embedded.tickets import Ticket, deliver
 from quartet_inference.engine import (
     EngineInfo,
     Event,
@@ -44,7 +44,10 @@ from quartet_inference.engine import (
     Scored,
     ScoreRequest,
     ServedWeights,
+    not_ready,
+    refusal,
 )
+from quartet_inference.sampler import seeds_of
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -327,17 +330,16 @@ class EmbeddedEngine:
                 self._admitted -= request.n
             self._send(ticket, refused)
             return
-        seed = request.sampling.seed
-        base = int(self._random.integers(2**63)) if seed is None else seed
-        seeds = mix(
-            np.uint64(base % 2**64) + np.arange(request.n, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)
-        )
-        for index in range(request.n):
+        for index, seed in enumerate(seeds_of(request, self._random)):
             stops = request.sampling.stop
             watch = StopWatch(stops, self._detokenize) if stops else None
-            ticket.sequences.append(
-                RunningSequence(request, index, int(seeds[index]), self._end_tokens, watch, ticket)
-            )
+            sequence = RunningSequence(request, index, seed, self._end_tokens, watch, ticket)
+            if sequence.finish is not None:  # it ended where it ran before
+                with self._wake:
+                    self._admitted -= 1
+                self._send(ticket, sequence.finish)
+            else:
+                ticket.sequences.append(sequence)
         self._waiting.extend(ticket.sequences)
 
     def _swap(self, staged: model.StagedWeights | None, weights: ServedWeights) -> None:

@@ -22,8 +22,7 @@ from quartet.errors import QuartetError
 from torch import nn
 from transformers import DynamicCache
 
-from quartet_inference.embedded.tickets import refusal
-from quartet_inference.engine import Scored, ScoreRequest, ServedWeights
+from quartet_inference.engine import Scored, ScoreRequest, ServedWeights, refusal
 
 #: Tokens of one pass: a decode step is delayed by about as much as by a short prompt that joins.
 PIECE_TOKENS = 256

@@ -1,4 +1,4 @@
-"""Drawing tokens for all rows at once.
+"""Drawing tokens for all rows at once, in both engines.
 
 1. The log-probability reported is that of the distribution after penalties and temperature and before top-k,
    top-p and min-p; for greedy rows it is taken at temperature 1.
@@ -12,16 +12,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quartet_inference.embedded.sequence import RunningSequence
+from quartet_inference.engine import Request, Sampling
 
 U64 = npt.NDArray[np.uint64]
 
+#: Between the seeds of a request's completions.
+_COMPLETIONS_APART = np.uint64(0xD1B54A32D192ED03)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -41,34 +44,76 @@ def uniforms(seeds: U64, counts: U64) -> npt.NDArray[np.float64]:
     return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
+def seeds_of(request: Request, random: np.random.Generator) -> list[int]:
+    """The seed of each of a request's completions; one that was resumed gets what it had before."""
+    seed = request.sampling.seed
+    base = int(random.integers(2**63)) if seed is None else seed
+    numbers = np.arange(request.n, dtype=np.uint64)
+    return [int(one) for one in mix(np.uint64(base % 2**64) + numbers * _COMPLETIONS_APART)]
+
+
+class Row(Protocol):
+    """What the sampler knows of a completion."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """Its parameters."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """Its own seed."""
+        ...
+
+    @property
+    def sampled(self) -> int:
+        """How many tokens were sampled so far."""
+        ...
+
+    def token_counts(self, vocabulary: int) -> Tensor:
+        """How often each token was sampled so far, on the device of the logits."""
+        ...
+
+    def prompt_tokens_seen(self, vocabulary: int) -> Tensor:
+        """Which tokens the prompt contains, on the device of the logits."""
+        ...
+
+
 class Sampler:
     """The parameters of a fixed list of rows, arranged for the step; made anew when rows join or leave."""
 
-    def __init__(self, rows: Sequence[RunningSequence]) -> None:
+    def __init__(self, rows: Sequence[Row], device: torch.device | None = None) -> None:
+        self._device = device
         sampling = [row.sampling for row in rows]
         self._rows = rows
         self._seeds = np.array([row.seed for row in rows], dtype=np.uint64)
         temperatures = [s.temperature if s.temperature > 0 else 1.0 for s in sampling]
-        self._temperatures = (
-            torch.tensor(temperatures)[:, None] if any(t != 1.0 for t in temperatures) else None
-        )
+        self._temperatures = self._column(temperatures) if any(t != 1.0 for t in temperatures) else None
         greedy = [s.temperature == 0 for s in sampling]
-        self._greedy = torch.tensor(greedy) if any(greedy) else None
+        self._greedy = torch.tensor(greedy, device=device) if any(greedy) else None
         self._penalised = [i for i, s in enumerate(sampling) if s.penalises]
         self._truncated = [i for i, s in enumerate(sampling) if s.truncates and s.temperature > 0]
         if self._penalised:
             chosen = [sampling[i] for i in self._penalised]
-            self._repetition = torch.tensor([s.repetition_penalty for s in chosen])[:, None]
-            self._presence = torch.tensor([s.presence_penalty for s in chosen])[:, None]
-            self._frequency = torch.tensor([s.frequency_penalty for s in chosen])[:, None]
+            self._repetition = self._column([s.repetition_penalty for s in chosen])
+            self._presence = self._column([s.presence_penalty for s in chosen])
+            self._frequency = self._column([s.frequency_penalty for s in chosen])
         if self._truncated:
             chosen = [sampling[i] for i in self._truncated]
-            self._top_k = torch.tensor([s.top_k for s in chosen])[:, None]
-            self._top_p = torch.tensor([s.top_p for s in chosen], dtype=torch.float64)[:, None]
-            self._min_p = torch.tensor([s.min_p for s in chosen])[:, None]
+            self._top_k = self._column([s.top_k for s in chosen])
+            self._top_p = self._column([s.top_p for s in chosen], torch.float64)
+            self._min_p = self._column([s.min_p for s in chosen])
+
+    def _column(self, values: Sequence[float], dtype: torch.dtype | None = None) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self._device)[:, None]
 
     def draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Token and log-probability of each row, from float32 logits [rows, vocabulary]."""
+        tokens, logprobs = self.choose(logits)
+        return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The token of each row, and the log-probabilities of all."""
         if self._penalised:
             logits = logits.clone()
             logits[self._penalised] = self._penalise(logits[self._penalised])
@@ -78,16 +123,17 @@ class Sampler:
         if self._truncated:
             kept = logprobs.clone()
             kept[self._truncated] = self._truncate(logprobs[self._truncated])
-        counts = np.fromiter((len(row.out) for row in self._rows), dtype=np.uint64, count=len(self._rows))
+        counts = np.fromiter((row.sampled for row in self._rows), dtype=np.uint64, count=len(self._rows))
         # Float64: with a large vocabulary the float32 sum would drop the tail.
         cumulative = torch.cumsum(kept.exp(), -1, dtype=torch.float64)
-        targets = torch.from_numpy(uniforms(self._seeds, counts))[:, None] * cumulative[:, -1:]
+        drawn = torch.from_numpy(uniforms(self._seeds, counts)).to(logits.device)
+        targets = drawn[:, None] * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, targets, right=True)
         # Only NaN in the logits leads past the end; the row is failed by its non-finite log-probability.
         tokens.clamp_(max=logits.shape[-1] - 1)
         if self._greedy is not None:
             tokens = torch.where(self._greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
-        return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
+        return tokens[:, 0], logprobs
 
     def _penalise(self, logits: Tensor) -> Tensor:
         rows = [self._rows[i] for i in self._penalised]
@@ -102,7 +148,7 @@ class Sampler:
         best = logprobs.amax(-1, keepdim=True)
         kept = logprobs.masked_fill(logprobs < best + self._min_p.log(), -torch.inf)
         ordered, order = kept.sort(stable=True, dim=-1, descending=True)
-        ranks = torch.arange(ordered.shape[-1])
+        ranks = torch.arange(ordered.shape[-1], device=logprobs.device)
         ordered = ordered.masked_fill((self._top_k > 0) & (ranks >= self._top_k), -torch.inf)
         mass = ordered.exp().to(torch.float64)
         mass /= mass.sum(-1, keepdim=True)

@@ -1,0 +1,123 @@
+"""One completion on its way: what was sampled, what ends it, and what has been told of it.
+
+1. A completion ends at an end token, a stop token or a stop string (all included in its tokens) or at
+   `max_tokens`.
+2. Tokens leave in pieces of at most FLUSH_TOKENS, and at the end; each is told exactly once.
+3. Tokens that were sampled elsewhere (Request.resumed) count as sampled in every respect and are not told:
+   positions go on after them, and a completion that they end is ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from quartet_inference.engine import Delta, Finish, Reason, Request, Sampling, Span
+
+#: Tokens per message: small enough to follow a completion, large enough that messages cost little.
+FLUSH_TOKENS = 32
+
+Detokenize = Callable[[Sequence[int]], str]
+
+
+class StopWatch:
+    """Looks for stop strings in the text of a growing completion."""
+
+    def __init__(self, stops: Sequence[str], detokenize: Detokenize) -> None:
+        self._stops = stops
+        self._detokenize = detokenize
+        self._reach = max(len(stop) for stop in stops) - 1
+        self._tokens: list[int] = []  # from the last place where the text was whole
+        self._told = ""  # text of those that were looked at before
+        self._tail = ""
+
+    def feed(self, token: int) -> str | None:
+        """The stop string that the text contains now, the earliest if there are several."""
+        self._tokens.append(token)
+        text = self._detokenize(self._tokens)
+        if text.endswith("\ufffd"):  # a character is still incomplete
+            return None
+        window = self._tail + text[len(self._told) :]
+        found = [(window.find(stop), stop) for stop in self._stops if stop in window]
+        if found:
+            return min(found)[1]
+        self._tail = window[-self._reach :] if self._reach else ""
+        # The last token stays: some decoders treat the first token of a text in a special way.
+        self._tokens = self._tokens[-1:]
+        self._told = self._detokenize(self._tokens)
+        return None
+
+
+@dataclass(eq=False)
+class Completion:
+    """One of a request's completions, in any engine."""
+
+    request: Request
+    index: int
+    seed: int
+    end_tokens: frozenset[int]
+    watch: StopWatch | None
+    cached_tokens: int | None = field(default=None, init=False)
+    out: list[int] = field(default_factory=list, init=False)  # all that were sampled
+    logprobs: list[float] = field(default_factory=list, init=False)  # of those that were sampled here
+    finish: Finish | None = field(default=None, init=False)
+    _told: int = field(default=0, init=False)
+    _marks: list[tuple[int, int]] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        prompt = self.request.prompt
+        for token in prompt[len(prompt) - self.request.resumed :]:
+            if self.finish is None:
+                self.out.append(token)
+                self.finish = self._end_at(token)
+        self._told = len(self.out)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How it is sampled."""
+        return self.request.sampling
+
+    @property
+    def sampled(self) -> int:
+        """How many tokens were sampled so far."""
+        return len(self.out)
+
+    def accept(self, token: int, logprob: float, version: int) -> Finish | None:
+        """Append a sampled token; the end, if it is one."""
+        if not self._marks or self._marks[-1][1] != version:
+            self._marks.append((len(self.out), version))
+        self.out.append(token)
+        self.logprobs.append(logprob)
+        self.finish = self._end_at(token)
+        return self.finish
+
+    def _end_at(self, token: int) -> Finish | None:
+        if token in self.end_tokens and not self.sampling.ignore_eos:
+            return self._ended(Reason.STOP)
+        if token in self.sampling.stop_token_ids:
+            return self._ended(Reason.STOP, token=token)
+        match = self.watch.feed(token) if self.watch is not None else None
+        if match is not None:
+            return self._ended(Reason.STOP, match)
+        return self._ended(Reason.LENGTH) if len(self.out) >= self.sampling.max_tokens else None
+
+    def _ended(self, reason: Reason, match: str = "", token: int | None = None) -> Finish:
+        return Finish(self.index, reason, match, token, self.cached_tokens or 0)
+
+    @property
+    def untold(self) -> int:
+        """Tokens not yet delivered."""
+        return len(self.out) - self._told
+
+    def tell(self) -> Delta:
+        """Deliver what has not been delivered."""
+        start, end = self._told, len(self.out)
+        elsewhere = end - len(self.logprobs)
+        self._told = end
+        spans = []
+        bounds = [mark for mark, _ in self._marks[1:]] + [end]
+        for (first, version), last in zip(self._marks, bounds, strict=True):
+            first, last = max(first, start), min(last, end)
+            if first < last:
+                spans.append(Span(first, last - first, version))
+        return Delta(self.index, self.out[start:end], self.logprobs[start - elsewhere :], spans)
