@@ -26,6 +26,7 @@ from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, stream, unary
 from quartet.v1 import weights_pb2 as pb
 from quartet.v1 import weights_pb2_grpc as rpc
+from quartet.weights.arrival import Arrival
 from quartet.weights.frames import Chunk, decode_frame
 from quartet.weights.manifest import check_manifest, mismatch
 from quartet.weights.payload import CHUNK_BYTES, decode_payload
@@ -71,6 +72,7 @@ class _Receipt:
 
     buffer: memoryview
     missing: list[tuple[int, int]]
+    arrival: Arrival
     end: pb.WeightEnd | None = None
     refetches: dict[int, int] = field(default_factory=dict)
 
@@ -99,6 +101,7 @@ class _Receipt:
         if xxhash.xxh3_64_intdigest(data) == chunk.checksum:
             self.buffer[position:until] = data
             self.missing = [span for old in self.missing for span in _without(old, position, until)]
+            self.arrival.advance(self.missing[0][0] if self.missing else self.size)
             return until
         self.refetches[position] = self.refetches.get(position, 0) + 1
         if self.exhausted:
@@ -117,15 +120,19 @@ def _without(span: tuple[int, int], begin: int, end: int) -> list[tuple[int, int
     return [(first, last) for first, last in rest if first < last]
 
 
-async def fetch_version(channel: grpc.aio.Channel, run_id: str, version: int | None = None) -> Fetched:
-    """Pull a version whole; None means the newest.
+async def fetch_version(
+    channel: grpc.aio.Channel, run_id: str, version: int | None = None, *, arrival: Arrival | None = None
+) -> Fetched:
+    """Pull a version whole; None means the newest. Who holds `arrival` sees its bytes come.
 
     Errors: RUN_UNKNOWN, VERSION_UNKNOWN (also when it is evicted meanwhile), CHECKSUM_MISMATCH, NOT_READY.
     """
     manifest = await get_manifest(channel, run_id, version)
     size = manifest.payload_bytes
     # Unlike bytearray(size), untouched: the pages are first written by the bytes that arrive.
-    receipt = _Receipt(np.empty(size, np.uint8).data, [(0, size)])
+    arrival = arrival or Arrival()
+    receipt = _Receipt(np.empty(size, np.uint8).data, [(0, size)], arrival)
+    arrival.begin(manifest, receipt.buffer)
     barren = 0
     while not receipt.complete:
         before = (receipt.missing, receipt.end)
@@ -138,6 +145,8 @@ async def fetch_version(channel: grpc.aio.Channel, run_id: str, version: int | N
             log.warning("fetch torn", run_id=manifest.run_id, version=manifest.version, why=error.message)
             await asyncio.sleep(_backoff_seconds(barren))
     tensors = await asyncio.to_thread(_verify, receipt, manifest)
+    assert receipt.end is not None
+    arrival.finish(receipt.end)
     return Fetched(manifest, tensors, receipt.buffer)
 
 
@@ -203,9 +212,11 @@ def _backoff_seconds(tries: int) -> float:
 
 
 async def watch(
-    channel: grpc.aio.Channel, run_id: str, held: int | None
+    channel: grpc.aio.Channel, run_id: str, held: int | None, relay_address: str = ""
 ) -> AsyncGenerator[pb.VersionAnnounced, None]:
     """Yield what is newest at the publisher when it changes, for ever; at first only if newer than `held`.
+
+    A caller with a `relay_address` is told to others as a source of what it is told.
 
     After a reconnection anything but what was told last is told, a lower number too: the publisher may have
     gone back to a saved state, or, for an empty run_id, to another run. An unknown run is waited for.
@@ -215,7 +226,10 @@ async def watch(
     failures = 0
     while True:
         # Once something was told it is compared here, by digest too, which a number cannot do.
-        call = _stub(channel).Watch(pb.WatchRequest(run_id=run_id, held_version=None if told else held))
+        request = pb.WatchRequest(
+            run_id=run_id, held_version=None if told else held, relay_address=relay_address
+        )
+        call = _stub(channel).Watch(request)
         try:
             async for response in stream(call, idle_timeout_s=WATCH_IDLE_SECONDS):
                 failures = 0

@@ -17,6 +17,7 @@ from quartet.v1 import weights_pb2 as pb
 from quartet.v1 import weights_pb2_grpc as rpc
 from quartet.weights.payload import Payload, chunks
 from quartet.weights.store import Version, WeightStore
+from quartet.weights.tree import RelayTree
 
 SERVICE = pb.DESCRIPTOR.services_by_name["WeightService"].full_name
 
@@ -26,11 +27,13 @@ class WeightServicer(rpc.WeightServiceServicer):
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
+        self._relays = RelayTree()
 
     async def Watch(
         self, request: pb.WatchRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.WatchResponse]:
         """Announce the newest version, then each newer one; several at once count as one."""
+        watcher = self._relays.join(request.run_id, request.relay_address)
 
         def heartbeat() -> pb.WatchResponse:
             latest = self._store.latest(request.run_id)
@@ -42,10 +45,15 @@ class WeightServicer(rpc.WeightServiceServicer):
             told: Version | None = None
             while True:
                 told = await self._store.wait_newer(request.run_id, told.number if told else held, told)
-                yield pb.WatchResponse(announced=told.announced())
+                announced = told.announced()
+                announced.sources.extend(self._relays.sources(watcher))
+                yield pb.WatchResponse(announced=announced)
 
-        async for response in with_heartbeats(announcements(), heartbeat):
-            yield response
+        try:
+            async for response in with_heartbeats(announcements(), heartbeat):
+                yield response
+        finally:
+            self._relays.leave(watcher)
 
     async def GetManifest(
         self, request: pb.GetManifestRequest, context: grpc.aio.ServicerContext
