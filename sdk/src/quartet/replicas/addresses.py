@@ -1,0 +1,79 @@
+"""From what is configured to where replicas are.
+
+1. "host:port" is one replica. "dns:///name:port" is every address that the name has now: a Kubernetes
+   headless service, which gains and loses addresses as it scales.
+2. A name that cannot be looked up keeps the addresses it had: a DNS outage takes no replica away.
+3. A replica found through a name is still checked against that name's certificate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from typing import Final
+
+import structlog
+
+from quartet.config import ConfigError
+from quartet.kit.channel import ClientSecurity
+from quartet.kit.security import check_client
+
+DNS: Final = "dns:///"
+# A resolver that answers later is away; the last answer stays good.
+LOOKUP_SECONDS: Final = 5.0
+# One client watches the health of every replica; larger fleets are split between clients.
+MAX_REPLICAS: Final = 1024
+
+log = structlog.get_logger()
+
+
+class Addresses:
+    """The configured addresses, and what they mean now."""
+
+    def __init__(self, configured: Sequence[str], security: ClientSecurity) -> None:
+        """Raises ConfigError for an address that cannot be used."""
+        if not 1 <= len(configured) <= MAX_REPLICAS:
+            raise ConfigError(f"{len(configured)} addresses of replicas; give 1 to {MAX_REPLICAS}")
+        for address in configured:
+            check_client(address, security)
+        self._security = security
+        self._plain = [one for one in configured if not one.startswith("dns:")]
+        self._names = [_name_and_port(one) for one in configured if one.startswith("dns:")]
+        self._found: dict[tuple[str, int], list[str]] = {name: [] for name in self._names}
+
+    @property
+    def change(self) -> bool:
+        """Whether looking them up again can ever give another answer."""
+        return bool(self._names)
+
+    async def now(self) -> dict[str, ClientSecurity]:
+        """How to reach every replica there is, by "host:port"."""
+        await asyncio.gather(*(self._look_up(name) for name in self._names))
+        replicas = dict.fromkeys(self._plain, self._security)
+        for name, found in self._found.items():
+            replicas |= dict.fromkeys(found, self._named(name[0]))
+        return dict(list(replicas.items())[:MAX_REPLICAS])
+
+    async def _look_up(self, name: tuple[str, int]) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(LOOKUP_SECONDS):
+                answers = await loop.getaddrinfo(*name, type=socket.SOCK_STREAM)
+        except (OSError, TimeoutError) as error:
+            log.warning("name not found", name=name[0], kept=len(self._found[name]), why=str(error))
+            return
+        hosts = sorted({str(address[0]) for *_, address in answers})
+        self._found[name] = [f"[{host}]:{name[1]}" if ":" in host else f"{host}:{name[1]}" for host in hosts]
+
+    def _named(self, host: str) -> ClientSecurity:
+        if not self._security.encrypted or self._security.server_name:
+            return self._security
+        return self._security.model_copy(update={"server_name": host})
+
+
+def _name_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.removeprefix(DNS).removeprefix("dns:").rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        raise ConfigError(f"address {address!r} is refused; write dns:///name:port")
+    return host, int(port)

@@ -1,0 +1,271 @@
+"""Replicas: `generate` and `complete`, whatever becomes of a single replica.
+
+1. Every call ends by its timeout, with what it asked for or with QuartetError; when it is cancelled or its
+   iterator closed, the replica is told at once.
+2. A replica that dies, drains, freezes or refuses is left for the next one; what had arrived stays, and is
+   gone on from (generation.py). Nothing is delivered twice.
+3. A round asks each replica in service at most once; between two rounds there is a growing, jittered pause.
+   Rounds without a new token are bounded by the budget; while no replica is in service none is spent.
+4. What another replica would refuse as well (a malformed request, a prompt that is too long, a fault of the
+   service) is raised at once. A version or run that one replica does not serve is asked of each other once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Final
+
+import pydantic
+
+from quartet.config import Config
+from quartet.errors import DEFAULT_RETRY_AFTER_MS, QuartetError
+from quartet.kit import context as request_context
+from quartet.kit.call import RetryBudget, stream
+from quartet.kit.channel import ClientSecurity
+from quartet.kit.stream import IDLE_TIMEOUT_SECONDS
+from quartet.replicas.addresses import Addresses
+from quartet.replicas.fleet import Fleet
+from quartet.replicas.generation import Generation, Lane
+from quartet.replicas.merge import merged
+from quartet.replicas.replica import Replica, lost
+from quartet.v1 import common_pb2
+from quartet.v1 import inference_service_pb2 as pb
+
+# Refused here, perhaps not there: each replica is asked once.
+ELSEWHERE: Final = frozenset({"VERSION_UNAVAILABLE", "RUN_NOT_SERVED"})
+# What a replica may answer before the caller's own deadline because that is near; not worth another round.
+LAST_MOMENT_SECONDS: Final = 0.5
+
+
+class Settings(Config):
+    """How patient the client is."""
+
+    # Heartbeats come every 5 s: a replica that is silent for so long is frozen, or the way to it is.
+    idle_timeout_seconds: float = pydantic.Field(default=IDLE_TIMEOUT_SECONDS, gt=0)
+    # How often "dns:///" names are looked up again.
+    resolve_seconds: float = pydantic.Field(default=5.0, gt=0)
+    # Rounds without a new token. About ten minutes: a caller's own deadline ends it sooner.
+    rounds: RetryBudget = RetryBudget(max_attempts=300, initial_backoff_s=0.1, max_backoff_s=2.0)
+
+
+@dataclass
+class Completion:
+    """One completion, whole."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    # (start, length, policy version), counted from the first sampled token; neighbours of one version are
+    # not merged.
+    spans: list[tuple[int, int, int]] = field(default_factory=list)
+    finish_reason: int = pb.FINISH_REASON_UNSPECIFIED
+    stop_match: str = ""
+    message: common_pb2.Message = field(default_factory=common_pb2.Message)
+    usage: common_pb2.Usage = field(default_factory=common_pb2.Usage)
+
+
+@dataclass
+class Generated:
+    """The answer to one request."""
+
+    # The whole prompt, exactly as it was completed.
+    prompt_ids: list[int]
+    # Whether the prompt extends the tokens of the request.
+    prefix_kept: bool
+    completions: list[Completion]
+
+
+@dataclass
+class Counts:
+    """What happened since the start."""
+
+    generations: int = 0
+    # Calls that were continued elsewhere, and the tokens that they had by then.
+    carried_on: int = 0
+    carried_tokens: int = 0
+    # Calls refused or lost before they had a token.
+    asked_again: int = 0
+
+
+class Replicas:
+    """A client of the inference tier. Use as an async context manager, on one event loop."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        security: ClientSecurity | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        """Replicas at "host:port" or "dns:///name:port". Raises ConfigError; connects when it is entered."""
+        self._security = security or ClientSecurity()
+        self._settings = settings or Settings()
+        self._fleet = Fleet(Addresses(addresses, self._security), self._settings.resolve_seconds)
+        self.counts = Counts()
+
+    async def __aenter__(self) -> Replicas:
+        """Connect to whoever is there."""
+        await self._fleet.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        """Close every channel; generations still under way are cancelled."""
+        await self._fleet.__aexit__(*exc)
+
+    @property
+    def in_service(self) -> list[str]:
+        """Addresses of the replicas that would be asked now."""
+        return [one.address for one in self._fleet.in_service()]
+
+    async def follow(self, addresses: Sequence[str]) -> None:
+        """Replace the addresses; what a replica that leaves has in flight ends there. Raises ConfigError."""
+        await self._fleet.follow(Addresses(addresses, self._security))
+
+    async def generate(
+        self, request: pb.GenerateRequest, timeout_s: float
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """The frames of an answer: one start, deltas, one finish for each completion; no heartbeats.
+
+        Frames are the caller's own. Raises QuartetError. Whoever leaves the iterator early closes it
+        (`contextlib.aclosing`), so that the replica is told at once.
+        """
+        deadline = time.monotonic() + (request_context.bounded(timeout_s) or 0.0)
+        generation = Generation(request)
+        self.counts.generations += 1
+        parts = [self._sample(generation, lanes, deadline) for lanes in generation.parts]
+        async with aclosing(merged(parts)) as frames:
+            async for frame in frames:
+                yield frame
+
+    async def complete(self, request: pb.GenerateRequest, timeout_s: float) -> Generated:
+        """The whole answer. Raises QuartetError."""
+        completions = [Completion() for _ in range(max(1, request.n))]
+        # Where tokens were given without messages, they are the prompt.
+        prompt_ids, prefix_kept = list(request.tokens.token_ids), True
+        async with aclosing(self.generate(request, timeout_s)) as frames:  # type: ignore[type-var]
+            async for frame in frames:
+                which = frame.WhichOneof("frame")
+                if which == "start":
+                    prompt_ids = list(frame.start.prompt_token_ids) or prompt_ids
+                    prefix_kept = frame.start.prefix_kept
+                elif which == "delta":
+                    into = completions[frame.delta.index]
+                    into.token_ids.extend(frame.delta.token_ids)
+                    into.logprobs.extend(frame.delta.logprobs)
+                    into.spans.extend((s.start, s.length, s.policy_version) for s in frame.delta.spans)
+                else:
+                    _finish(completions[frame.finish.index], frame.finish)
+        return Generated(prompt_ids, prefix_kept, completions)
+
+    async def _sample(
+        self, generation: Generation, lanes: list[Lane], deadline: float
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """The frames of some lanes, from one replica after the other."""
+        rounds = _Rounds(self._settings.rounds)
+        while True:
+            session_id = generation.request.session_id
+            replica = await self._next(session_id, rounds, deadline)
+            had = sum(len(lane.token_ids) for lane in lanes)
+            failure = QuartetError("NOT_READY", "the answer ended before its last frame")
+            try:
+                async with aclosing(self._ask(replica, generation, lanes, deadline)) as frames:  # type: ignore[type-var]
+                    async for frame in frames:
+                        yield frame
+            except QuartetError as error:
+                failure = error
+            left = [lane for lane in lanes if not lane.finished]
+            if not left:
+                return
+            rounds.note(replica, failure, progress=sum(len(lane.token_ids) for lane in lanes) > had)
+            self._count(left)
+            lanes = left
+            if len(lanes) > 1 and any(lane.token_ids for lane in lanes):
+                break
+        # Only single completions can go on from the tokens they have.
+        async with aclosing(merged([self._sample(generation, [lane], deadline) for lane in lanes])) as frames:
+            async for frame in frames:
+                yield frame
+
+    async def _ask(
+        self, replica: Replica, generation: Generation, lanes: list[Lane], deadline: float
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """One call."""
+        timeout_s = max(0.001, deadline - time.monotonic())
+        with replica.carrying(len(lanes)):
+            call = replica.stub.Generate(generation.ask(lanes), timeout=timeout_s)
+            idle_s = self._settings.idle_timeout_seconds
+            async with aclosing(stream(call, idle_timeout_s=idle_s)) as responses:  # type: ignore[type-var]
+                async for response in responses:
+                    for frame in generation.take(response, lanes):
+                        yield frame
+
+    async def _next(self, session_id: str, rounds: _Rounds, deadline: float) -> Replica:
+        """The replica to ask now. Raises QuartetError."""
+        if rounds.asked and not self._fleet.in_service(but=rounds.asked):
+            await rounds.pause(self._fleet, deadline)
+        replica = await self._fleet.find(session_id, rounds.asked, deadline)
+        if replica is None:
+            raise rounds.last or QuartetError(
+                "NOT_READY", "no inference replica came into service before the deadline"
+            )
+        return replica
+
+    def _count(self, lanes: Sequence[Lane]) -> None:
+        tokens = sum(len(lane.token_ids) for lane in lanes)
+        if tokens:
+            self.counts.carried_on += 1
+            self.counts.carried_tokens += tokens
+        else:
+            self.counts.asked_again += 1
+
+
+class _Rounds:
+    """What was asked of whom, and when to give up."""
+
+    def __init__(self, budget: RetryBudget) -> None:
+        self._budget = budget
+        self._fruitless = 0
+        self._refused: set[str] = set()
+        self._this_round: set[str] = set()
+        self.last: QuartetError | None = None
+
+    @property
+    def asked(self) -> set[str]:
+        """Replicas not to be asked again in this round, or at all."""
+        return self._this_round | self._refused
+
+    def note(self, replica: Replica, failure: QuartetError, *, progress: bool) -> None:
+        """A call failed. Raises what no other replica would answer differently."""
+        self.last = failure
+        if progress:
+            self._fruitless = 0
+        if failure.reason == "OVERLOADED":
+            replica.refused(failure.retry_after_ms or DEFAULT_RETRY_AFTER_MS)
+        elif failure.reason in ELSEWHERE:
+            self._refused.add(replica.address)
+        elif lost(failure):
+            replica.doubt()
+        elif failure.reason != "DEADLINE":
+            raise failure
+        self._this_round.add(replica.address)
+
+    async def pause(self, fleet: Fleet, deadline: float) -> None:
+        """The round is over: wait before the next one. Raises the last failure where there is none."""
+        assert self.last is not None
+        self._fruitless += 1
+        nobody_left = bool(fleet.in_service()) and not fleet.in_service(but=self._refused)
+        delay_s = self._budget.delay_s(self._fruitless, self.last)
+        too_late = time.monotonic() + max(delay_s, LAST_MOMENT_SECONDS) >= deadline
+        if nobody_left or too_late or self._fruitless >= self._budget.max_attempts:
+            raise self.last
+        await asyncio.sleep(delay_s)
+        self._this_round.clear()
+
+
+def _finish(completion: Completion, finish: pb.GenerateFinish) -> None:
+    completion.finish_reason = finish.finish_reason
+    completion.stop_match = finish.stop_match
+    completion.message = finish.message
+    completion.usage = finish.usage

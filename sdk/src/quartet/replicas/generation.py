@@ -1,0 +1,154 @@
+"""What is known of one generation while it is sampled, by one replica or by several. No I/O.
+
+1. A token that arrived is kept and never asked for again: the request that goes on names it as sampled
+   (`resumed_tokens`), so penalties, stop strings, the seed's position and max_tokens treat it so.
+2. Positions, log-probabilities and version spans of a completion go on without a gap wherever it was sampled;
+   a replica that answers otherwise is refused with INTERNAL.
+3. What the client sees is one stream: one start, deltas, one finish for each completion, its usage counted
+   over all replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from quartet.errors import QuartetError
+from quartet.v1 import common_pb2
+from quartet.v1 import inference_service_pb2 as pb
+
+# GenerateRequest.n says so.
+MAX_COMPLETIONS: Final = 256
+_SEEDS: Final = 2**64
+
+
+@dataclass(eq=False)
+class Lane:
+    """One completion: what arrived of it, from whomever."""
+
+    index: int
+    # Tokens that it had before the client's own request, which may itself go on from elsewhere.
+    before: int
+    token_ids: list[int] = field(default_factory=list)
+    # How many tokens it had when the replica that samples it now took it over.
+    taken_over_at: int = 0
+    finished: bool = False
+
+    @property
+    def sampled(self) -> int:
+        """All tokens sampled so far."""
+        return self.before + len(self.token_ids)
+
+
+class Generation:
+    """A request and how far its completions are."""
+
+    def __init__(self, request: pb.GenerateRequest) -> None:
+        """The request as the client made it; refused here only where lanes could not be made of it."""
+        if request.n > MAX_COMPLETIONS:
+            raise QuartetError(
+                "INVALID_REQUEST",
+                f"n = {request.n} is refused; ask for at most {MAX_COMPLETIONS} completions",
+                field="n",
+                value=request.n,
+            )
+        self.request = request
+        self.lanes = [Lane(index, request.resumed_tokens) for index in range(max(1, request.n))]
+        # The whole prompt, once a replica said so or the request itself did.
+        self.prompt_ids: list[int] | None = None
+        if request.WhichOneof("prompt") == "tokens" and not request.tokens.tail_messages:
+            self.prompt_ids = list(request.tokens.token_ids)
+        self._started = False
+
+    @property
+    def parts(self) -> list[list[Lane]]:
+        """Which completions are asked for together.
+
+        A seeded request's are asked for one by one, each with a seed of its own: only a request for a single
+        completion can go on elsewhere at the same place of its seed.
+        """
+        if self.request.sampling.HasField("seed"):
+            return [[lane] for lane in self.lanes]
+        return [self.lanes]
+
+    def ask(self, lanes: Sequence[Lane]) -> pb.GenerateRequest:
+        """The request for what is still to be sampled of these lanes: several only before any has a token."""
+        request = pb.GenerateRequest()
+        request.CopyFrom(self.request)
+        request.n = len(lanes)
+        if self.request.sampling.HasField("seed"):
+            request.sampling.seed = (self.request.sampling.seed + lanes[0].index) % _SEEDS
+        if self.prompt_ids is not None:
+            # Never rendered a second time: the tokens are those of the prompt that the client was told.
+            request.tokens.Clear()
+            request.tokens.token_ids.extend(self.prompt_ids)
+        for lane in lanes:
+            lane.taken_over_at = len(lane.token_ids)
+        if lanes[0].token_ids:
+            assert len(lanes) == 1 and self.prompt_ids is not None, "tokens came before their prompt"
+            request.tokens.token_ids.extend(lanes[0].token_ids)
+            request.resumed_tokens = lanes[0].sampled
+        return request
+
+    def take(self, frame: pb.GenerateResponse, lanes: Sequence[Lane]) -> Iterator[pb.GenerateResponse]:
+        """The frame as the client shall see it, if at all; `lanes` are those that were asked for."""
+        which = frame.WhichOneof("frame")
+        if which == "start":
+            yield from self._start(frame, lanes)
+        elif which == "delta":
+            lane = self._lane(lanes, frame.delta.index)
+            self._check(lane, frame.delta)
+            lane.token_ids.extend(frame.delta.token_ids)
+            frame.delta.index = lane.index
+            yield frame
+        elif which == "finish":
+            lane = self._lane(lanes, frame.finish.index)
+            lane.finished = True
+            frame.finish.index = lane.index
+            if lane.taken_over_at:
+                self._account(lane, frame.finish.usage)
+            yield frame
+
+    def _start(self, frame: pb.GenerateResponse, lanes: Sequence[Lane]) -> Iterator[pb.GenerateResponse]:
+        if lanes[0].taken_over_at:
+            return  # the prompt of the call that goes on holds what was sampled, and the client knows its own
+        told = list(frame.start.prompt_token_ids)
+        if told and self.prompt_ids is not None and told != self.prompt_ids:
+            raise _broken("two replicas render the prompt differently; give all of them one chat template")
+        if told:
+            self.prompt_ids = told
+        if not self._started:
+            self._started = True
+            yield frame
+
+    def _account(self, lane: Lane, usage: common_pb2.Usage) -> None:
+        """The usage of a completion that several replicas sampled, as if it had been one."""
+        assert self.prompt_ids is not None
+        usage.prompt_tokens = len(self.prompt_ids) - lane.before
+        usage.completion_tokens = lane.sampled
+        usage.cached_tokens = min(usage.cached_tokens, usage.prompt_tokens)
+
+    def _lane(self, lanes: Sequence[Lane], index: int) -> Lane:
+        if self.prompt_ids is None:
+            raise _broken("tokens came before the prompt that they complete")
+        if index >= len(lanes) or lanes[index].finished:
+            raise _broken(f"a frame of completion {index}, which was not asked for or has ended")
+        return lanes[index]
+
+    @staticmethod
+    def _check(lane: Lane, delta: pb.GenerateDelta) -> None:
+        if len(delta.logprobs) != len(delta.token_ids):
+            raise _broken(f"{len(delta.logprobs)} log-probabilities for {len(delta.token_ids)} tokens")
+        at = lane.sampled
+        end = at + len(delta.token_ids)
+        for span in delta.spans:
+            if span.start != at or not span.length:
+                raise _broken(f"a span at {span.start} where {at} comes next")
+            at += span.length
+        if at != end:
+            raise _broken(f"versions up to token {at}, where {end} were sampled")
+
+
+def _broken(what: str) -> QuartetError:
+    return QuartetError("INTERNAL", f"a replica answered outside the contract: {what}")
