@@ -107,8 +107,6 @@ def test_an_address_that_nobody_can_dial_is_refused(address: str) -> None:
         RelayTree().join("", address)
 
 
-@pytest.mark.parametrize(
-    "address", ["10.0.0.1:50051", "inference-0.inference:1", "[::1]:5", "unix:/tmp/x"]
-)
+@pytest.mark.parametrize("address", ["10.0.0.1:50051", "inference-0.inference:1", "[::1]:5", "unix:/tmp/x"])
 def test_addresses_of_every_kind_are_taken(address: str) -> None:
     assert RelayTree().join("", address).address == address
