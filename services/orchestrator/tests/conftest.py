@@ -14,6 +14,7 @@ import copy
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from quartet.v1.trainer_service_pb2_grpc import TrainerServiceServicer, add_Trai
 from quartet_orchestrator.assembly import Services
 from quartet_orchestrator.config import OrchestratorConfig
 from quartet_orchestrator.runs import Runs
+from quartet_orchestrator.state import RESTING
 
 
 @dataclass
@@ -50,7 +52,7 @@ class FakeTrainer(TrainerServiceServicer):
         self.runs: dict[str, TrainerRun] = {}
         self.disk: dict[tuple[str, str], TrainerRun] = {}
         self.applied_calls: Counter[int] = Counter()
-        self.latest = -1
+        self.latest: dict[str, int] = {}
         self.delay_s = 0.0
         self.loss = 0.5
         self.lose_answer_of: set[int] = set()
@@ -60,8 +62,8 @@ class FakeTrainer(TrainerServiceServicer):
     def forget(self) -> None:
         self.runs.clear()
 
-    async def wait_version(self, version: int) -> None:
-        while self.latest < version:
+    async def wait_version(self, run_id: str, version: int) -> None:
+        while self.latest.get(run_id, -1) < version:
             await self._newer.wait()
 
     async def CreateRun(self, request, context):
@@ -124,7 +126,7 @@ class FakeTrainer(TrainerServiceServicer):
     async def PublishWeights(self, request, context):
         def apply(run: TrainerRun):
             run.published = run.version
-            self.latest = max(self.latest, run.version)
+            self.latest[request.run_id] = max(self.latest.get(request.run_id, 0), run.version)
             self._newer.set()
             self._newer = asyncio.Event()
             return tpb.PublishWeightsResponse(version=run.version, digest=run.weights.encode())
@@ -214,7 +216,7 @@ class FakeHost(EnvHostServiceServicer):
         self.random.shuffle(members)
         for number, member in enumerate(members):
             await asyncio.sleep(self.random.uniform(0, self.max_delay_s))
-            await self.trainer.wait_version(request.min_policy_version)
+            await self.trainer.wait_version(request.run_id, request.min_policy_version)
             if self.break_streams and number:
                 self.break_streams -= 1
                 raise QuartetError("NOT_READY", "the host went away")
@@ -230,7 +232,7 @@ class FakeHost(EnvHostServiceServicer):
             rollout.failure.message = "broken"
             rollout.failure.retryable = True
             return rollout
-        version = self.trainer.latest
+        version = self.trainer.latest[request.run_id]
         if train:
             version = self.lie_about_version.pop(request.task_index, version)
         rollout.reward = ((request.task_index * 7 + member * 13 + version) % 10) / 10
@@ -280,6 +282,43 @@ class World:
 
     def runs(self, services: Services) -> Runs:
         return Runs(self.folder / "runs", services)
+
+    @asynccontextmanager
+    async def orchestrator(self) -> AsyncIterator[Runs]:
+        """All runs of the folder, as a process has them from its start to its end."""
+        services = self.services()
+        runs = self.runs(services)
+        try:
+            runs.start()
+            yield runs
+        finally:
+            await runs.close()
+            await services.close()
+
+    async def rest(self, runs: Runs, run_id: str = "run", timeout_s: float = 30.0):
+        """The run, once it does nothing more."""
+        book = runs.get(run_id)
+        async with asyncio.timeout(timeout_s):
+            while book.state.phase not in RESTING:
+                await book.changed()
+        return book.run()
+
+    def toml(
+        self, *, steps: int = 4, off_policy: int = 1, evals: int = 4, env: str = "toy", **more: object
+    ) -> str:
+        lines = [
+            'model = "m"',
+            f"max_steps = {steps}",
+            "batch_size = 8",
+            "rollouts_per_example = 4",
+            f"max_off_policy_steps = {off_policy}",
+            *(f"{key} = {value}" for key, value in more.items()),
+            f'[[env]]\nid = "{env}"',
+            f"[eval]\nnum_examples = {evals}",
+            "[ckpt]\ninterval = 2",
+            "[checks]\nverify_logprobs = true",
+        ]
+        return "\n".join(lines)
 
     async def close(self) -> None:
         for server in self._servers.values():

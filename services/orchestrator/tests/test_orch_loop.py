@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from contextlib import asynccontextmanager, suppress
+import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,46 +15,11 @@ from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
 from quartet_orchestrator import outage, training
+from quartet_orchestrator.book import Book
 from quartet_orchestrator.segments import Segments
+from quartet_orchestrator.state import RESTING
 
 RUN = "run"
-RESTING = (pb.RUN_PHASE_COMPLETED, pb.RUN_PHASE_FAILED, pb.RUN_PHASE_STOPPED)
-
-
-def toml(*, steps: int = 4, off_policy: int = 1, evals: int = 4, env: str = "toy", **more: object) -> str:
-    lines = [
-        'model = "m"',
-        f"max_steps = {steps}",
-        "batch_size = 8",
-        "rollouts_per_example = 4",
-        f"max_off_policy_steps = {off_policy}",
-        *(f"{key} = {value}" for key, value in more.items()),
-        f'[[env]]\nid = "{env}"',
-        f"[eval]\nnum_examples = {evals}",
-        "[ckpt]\ninterval = 2",
-        "[checks]\nverify_logprobs = true",
-    ]
-    return "\n".join(lines)
-
-
-@asynccontextmanager
-async def orchestrator(world):
-    services = world.services()
-    runs = world.runs(services)
-    runs.start()
-    try:
-        yield runs
-    finally:
-        await runs.close()
-        await services.close()
-
-
-async def rest(runs, run_id=RUN, timeout_s=30.0):
-    book = runs.get(run_id)
-    async with asyncio.timeout(timeout_s):
-        while book.state.phase not in RESTING:
-            await book.changed()
-    return book.run()
 
 
 def assert_complete(world, run, steps=4):
@@ -72,10 +38,10 @@ async def events(runs, after=0, rollouts=False):
 
 
 async def test_a_run_completes(world):
-    async with orchestrator(world) as runs:
-        submitted = await runs.submit(RUN, toml(), dry_run=False)
+    async with world.orchestrator() as runs:
+        submitted = await runs.submit(RUN, world.toml(), dry_run=False)
         assert submitted.phase == pb.RUN_PHASE_PENDING
-        run = await rest(runs)
+        run = await world.rest(runs)
         assert_complete(world, run)
         assert run.reward_before > 0 and run.HasField("reward_after")
         assert run.max_off_policy_steps_seen <= 1 and run.max_logprob_difference == 1e-6
@@ -100,9 +66,9 @@ async def test_a_run_completes(world):
 
 async def test_every_token_is_within_the_bound_and_evaluations_are_pinned(world):
     """Invariant 4, over gRPC."""
-    async with orchestrator(world) as runs:
-        await runs.submit(RUN, toml(off_policy=0), dry_run=False)
-        run = await rest(runs)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(off_policy=0), dry_run=False)
+        run = await world.rest(runs)
     assert run.max_off_policy_steps_seen == 0
     for number, tokens in enumerate(world.trainer.runs[RUN].trained):
         assert tokens[2] == number // 8
@@ -117,22 +83,22 @@ async def test_orchestrator_killed_at_random_points(world, seed):
     balanced, events without gaps."""
     print(f"seed {seed}")
     chance = random.Random(seed)
-    async with orchestrator(world) as runs:
-        await runs.submit(RUN, toml(steps=8, off_policy=0), dry_run=False)
-        await rest(runs)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=8, off_policy=0), dry_run=False)
+        await world.rest(runs)
     undisturbed = world.trainer.runs.pop(RUN).weights
     world.trainer.disk.clear()
     world.trainer.applied_calls.clear()
-    world.trainer.latest = -1
+    world.trainer.latest.clear()
     world.trainer.delay_s = 0.01
     world.folder = world.folder / "again"
     seen: list[int] = []
     kills, run = 0, pb.Run()
     while run.phase not in RESTING:
-        async with orchestrator(world) as runs:
-            run = await runs.submit(RUN, toml(steps=8, off_policy=0), dry_run=False)
+        async with world.orchestrator() as runs:
+            run = await runs.submit(RUN, world.toml(steps=8, off_policy=0), dry_run=False)
             with suppress(TimeoutError):
-                run = await rest(runs, timeout_s=chance.uniform(0.0, 0.15))
+                run = await world.rest(runs, timeout_s=chance.uniform(0.0, 0.15))
             kills += run.phase not in RESTING
             seen += [r.event for r in runs.get(RUN).journal.events(len(seen), 100_000, rollouts=True)]
     assert kills >= 3
@@ -163,10 +129,10 @@ async def test_a_power_cut_loses_nothing_that_the_trainer_has(world, seed, monke
     world.trainer.delay_s = 0.01
     cuts, run = 0, pb.Run()
     while run.phase not in RESTING:
-        async with orchestrator(world) as runs:
-            run = await runs.submit(RUN, toml(steps=6), dry_run=False)
+        async with world.orchestrator() as runs:
+            run = await runs.submit(RUN, world.toml(steps=6), dry_run=False)
             with suppress(TimeoutError):
-                run = await rest(runs, timeout_s=chance.uniform(0.0, 0.15))
+                run = await world.rest(runs, timeout_s=chance.uniform(0.0, 0.15))
         if run.phase not in RESTING:
             cuts += 1
             for folder, (last, end) in synced.items():
@@ -184,15 +150,15 @@ async def test_trainer_and_host_killed_at_random_points(world, seed, monkeypatch
     print(f"seed {seed}")
     chance = random.Random(seed)
     world.trainer.delay_s = 0.01
-    async with orchestrator(world) as runs:
-        await runs.submit(RUN, toml(steps=8), dry_run=False)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=8), dry_run=False)
         for _ in range(4):
             await asyncio.sleep(chance.uniform(0.02, 0.2))
             name = chance.choice(["trainer", "host"])
             await world.kill(name)
             await asyncio.sleep(chance.uniform(0, 0.1))
             await world.serve(name)
-        run = await rest(runs)
+        run = await world.rest(runs)
         assert_complete(world, run, steps=8)
         assert run.max_off_policy_steps_seen <= 1
 
@@ -200,17 +166,17 @@ async def test_trainer_and_host_killed_at_random_points(world, seed, monkeypatch
 async def test_a_state_saved_without_an_answer_is_found(world):
     # Calls 2..4 and 5..7 are two steps, 8 is the SaveState after them.
     world.trainer.lose_answer_of = {8}
-    async with orchestrator(world) as runs:
-        await runs.submit(RUN, toml(), dry_run=False)
-        assert_complete(world, await rest(runs))
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        assert_complete(world, await world.rest(runs))
 
 
 async def test_members_that_fail_are_tried_again_alone(world):
     """Invariant 5: retried."""
     world.host.failures = {(task, 1): 1 for task in range(50)}
-    async with orchestrator(world) as runs:
-        await runs.submit(RUN, toml(), dry_run=False)
-        run = await rest(runs)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        run = await world.rest(runs)
     assert_complete(world, run)
     assert not run.ledger.discarded
     again = [r for r in world.host.requests if list(r.members) == [1]]
@@ -220,9 +186,9 @@ async def test_members_that_fail_are_tried_again_alone(world):
 async def test_a_group_that_fails_for_good_is_replaced_and_counted(world):
     """Invariant 5: excluded whole, and counted; never reward 0."""
     world.host.failing_tasks = set(range(0, 50, 3))
-    async with orchestrator(world) as runs:
-        await runs.submit(RUN, toml(), dry_run=False)
-        run = await rest(runs)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        run = await world.rest(runs)
     assert_complete(world, run)
     assert set(run.ledger.discarded) == {"failed:ENVIRONMENT"}
     assert not any(tokens[0] % 3 == 0 for tokens in world.trainer.runs[RUN].trained)
@@ -230,9 +196,9 @@ async def test_a_group_that_fails_for_good_is_replaced_and_counted(world):
 
 async def test_a_broken_environment_ends_the_run(world):
     world.host.failing_tasks = set(range(50))
-    async with orchestrator(world) as runs:
-        await runs.submit(RUN, toml(), dry_run=False)
-        run = await rest(runs)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        run = await world.rest(runs)
     assert run.phase == pb.RUN_PHASE_FAILED
     assert "10 groups in a row failed" in run.error and "broken" in run.error
     assert run.ledger.in_flight == 0
@@ -242,9 +208,9 @@ async def test_a_broken_environment_ends_the_run(world):
 async def test_a_version_outside_the_bound_is_discarded_and_counted(world):
     """Invariant 4: the counted exception."""
     world.host.lie_about_version = {task: 99 for task in range(0, 50, 5)}
-    async with orchestrator(world) as runs:
-        await runs.submit(RUN, toml(steps=6), dry_run=False)
-        run = await rest(runs)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=6), dry_run=False)
+        run = await world.rest(runs)
     assert_complete(world, run, steps=6)
     assert not any(tokens[2] == 99 for tokens in world.trainer.runs[RUN].trained)
     assert set(run.ledger.discarded) <= {"version_unpublished"}
@@ -252,9 +218,9 @@ async def test_a_version_outside_the_bound_is_discarded_and_counted(world):
 
 async def test_streams_that_break_are_finished_elsewhere(world):
     world.host.break_streams = 5
-    async with orchestrator(world) as runs:
-        await runs.submit(RUN, toml(), dry_run=False)
-        assert_complete(world, await rest(runs))
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        assert_complete(world, await world.rest(runs))
     sizes = [len(r.members) for r in world.host.requests if r.split == epb.SPLIT_TRAIN]
     assert sum(size < 4 for size in sizes) == 5
 
@@ -263,11 +229,11 @@ async def test_a_model_that_answers_nobody_is_an_outage(world, monkeypatch):
     monkeypatch.setattr(outage, "NOTE_AFTER_S", 0.05)
     world.host.kind = rpb.FAILURE_KIND_MODEL
     world.host.failing_tasks = set(range(50))
-    async with orchestrator(world) as runs:
-        await runs.submit(RUN, toml(evals=0), dry_run=False)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(evals=0), dry_run=False)
         await asyncio.sleep(0.5)
         world.host.failing_tasks = set()
-        run = await rest(runs)
+        run = await world.rest(runs)
         notes = [r.note.message for r in await events(runs) if r.WhichOneof("kind") == "note"]
     assert_complete(world, run)
     assert not run.ledger.discarded
@@ -281,71 +247,126 @@ async def test_a_service_away_for_too_long_stops_the_run_resumable(world):
     services = world.services()
     await world.serve("host")
     await services.close()
-    async with orchestrator(world) as runs:
-        await runs.submit(RUN, toml(), dry_run=False)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
         await world.kill("host")
-        run = await rest(runs)
+        run = await world.rest(runs)
         assert run.phase == pb.RUN_PHASE_STOPPED and "the environment host has been away" in run.error
         await world.serve("host")
         assert (await runs.resume(RUN)).phase == pb.RUN_PHASE_PENDING
-        run = await rest(runs)
+        run = await world.rest(runs)
         assert_complete(world, run)
         assert run.error == ""
 
 
 async def test_stop_and_resume(world):
     world.trainer.delay_s = 0.02
-    async with orchestrator(world) as runs:
-        await runs.submit(RUN, toml(steps=6), dry_run=False)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=6), dry_run=False)
         while runs.get(RUN).state.step < 2:
             await runs.get(RUN).changed()
         assert runs.stop(RUN).phase == pb.RUN_PHASE_STOPPING
-        stopped = await rest(runs)
+        stopped = await world.rest(runs)
         assert stopped.phase == pb.RUN_PHASE_STOPPED and 2 <= stopped.step < 6
         assert runs.stop(RUN).phase == pb.RUN_PHASE_STOPPED
-    async with orchestrator(world) as runs:
+    async with world.orchestrator() as runs:
         assert runs.get(RUN).state.phase == pb.RUN_PHASE_STOPPED
         await runs.resume(RUN)
-        assert_complete(world, await rest(runs), steps=6)
+        assert_complete(world, await world.rest(runs), steps=6)
         with pytest.raises(QuartetError, match="COMPLETED"):
             await runs.resume(RUN)
 
 
 async def test_a_loss_that_is_no_number_names_its_step(world):
     world.trainer.loss = float("nan")
-    async with orchestrator(world) as runs:
-        await runs.submit(RUN, toml(), dry_run=False)
-        run = await rest(runs)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        run = await world.rest(runs)
     assert run.phase == pb.RUN_PHASE_FAILED and run.error.startswith("step 1: the loss is nan")
     assert world.trainer.runs[RUN].version == 0
     assert run.ledger.in_flight == 0
 
 
 async def test_a_trainer_driven_by_somebody_else_is_refused(world):
-    async with orchestrator(world) as runs:
-        await runs.submit(RUN, toml(), dry_run=False)
-        await rest(runs)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        await world.rest(runs)
     world.folder = world.folder / "empty"
     weights = world.trainer.runs[RUN].weights
-    async with orchestrator(world) as runs:
-        await runs.submit(RUN, toml(), dry_run=False)
-        run = await rest(runs)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        run = await world.rest(runs)
     assert run.phase == pb.RUN_PHASE_FAILED and "choose another run_id" in run.error
     assert world.trainer.runs[RUN].weights == weights
 
 
 async def test_a_missing_model_fails_the_run_before_anything_is_sampled(world):
     world.trainer.model_missing = True
-    async with orchestrator(world) as runs:
-        await runs.submit(RUN, toml(), dry_run=False)
-        run = await rest(runs)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        run = await world.rest(runs)
     assert run.phase == pb.RUN_PHASE_FAILED and run.error.startswith("model = 'm' is no folder")
     assert not world.host.requests
 
 
 async def test_a_run_of_no_steps_measures_and_exports(world):
-    async with orchestrator(world) as runs:
-        await runs.submit(RUN, toml(steps=0), dry_run=False)
-        run = await rest(runs)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=0), dry_run=False)
+        run = await world.rest(runs)
     assert run.phase == pb.RUN_PHASE_COMPLETED and run.model_path == "/model"
     assert run.reward_before == run.reward_after
+
+
+async def test_a_version_published_again_with_other_contents_is_noted_and_counted(world, monkeypatch):
+    """Invariant 9: the trainer comes back bit-equal; where it does not, somebody is told."""
+    monkeypatch.setattr(training, "GUARD_S", 0.05)
+    world.trainer.delay_s = 0.02
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=8), dry_run=False)
+        while runs.get(RUN).state.step < 3:  # the state of step 2 is saved, version 3 is published
+            await runs.get(RUN).changed()
+        for state in world.trainer.disk.values():
+            state.weights = "not what was saved"
+        world.trainer.forget()
+        run = await world.rest(runs)
+        assert_complete(world, run, steps=8)
+        seen = await events(runs)
+    notes = [r.note for r in seen if r.WhichOneof("kind") == "note" and "other contents" in r.note.message]
+    assert notes and all(note.level == pb.NOTE_LEVEL_WARNING for note in notes)
+    assert "version 3 again" in notes[0].message
+    changed = [r.step.metrics["train/versions_changed"] for r in seen if r.WhichOneof("kind") == "step"]
+    assert sum(changed) == len(notes)
+
+
+async def test_an_honest_replay_changes_no_version(world, monkeypatch):
+    monkeypatch.setattr(training, "GUARD_S", 0.05)
+    world.trainer.delay_s = 0.02
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=8), dry_run=False)
+        while runs.get(RUN).state.step < 3:
+            await runs.get(RUN).changed()
+        world.trainer.forget()
+        assert_complete(world, await world.rest(runs), steps=8)
+        seen = await events(runs)
+    assert any("replaying" in r.note.message for r in seen)
+    assert not any("other contents" in r.note.message for r in seen)
+
+
+async def test_the_state_is_the_fold_of_the_records(world):
+    """What a restart reads is what the process before it knew, at any moment."""
+    world.host.failures = {(task, 1): 1 for task in range(50)}
+    world.host.lie_about_version = {task: 99 for task in range(0, 50, 5)}
+    world.trainer.delay_s = 0.01
+    moments = 0
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=4), dry_run=False)
+        book = runs.get(RUN)
+        while book.state.phase not in RESTING:
+            copy = world.folder / f"copy-{moments}"
+            shutil.copytree(world.folder / "runs" / RUN, copy)
+            again = Book(copy)
+            assert again.state == book.state
+            again.close()
+            moments += 1
+            await book.changed()
+    assert moments > 20

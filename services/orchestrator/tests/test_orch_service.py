@@ -19,7 +19,8 @@ from quartet.v1.orchestrator_service_pb2_grpc import (
     OrchestratorServiceStub,
     add_OrchestratorServiceServicer_to_server,
 )
-from quartet_orchestrator.service import SERVICE_NAME, OrchestratorServicer
+from quartet_orchestrator.book import Book
+from quartet_orchestrator.service import SERVICE_NAME, OrchestratorServicer, listing
 
 TOML = """
 model = "m"
@@ -38,8 +39,11 @@ async def serving(world):
     services = world.services()
     runs = world.runs(services)
     runs.start()
-    service = Service(SERVICE_NAME, add_OrchestratorServiceServicer_to_server, OrchestratorServicer(runs))
-    server = await start([service], ServerConfig(), Health())
+    health = Health()
+    service = Service(
+        SERVICE_NAME, add_OrchestratorServiceServicer_to_server, OrchestratorServicer(runs, health)
+    )
+    server = await start([service], ServerConfig(), health)
     channel = connect(server.address)
     try:
         yield OrchestratorServiceStub(channel)
@@ -76,7 +80,9 @@ async def test_submit_watch_status_list(world):
         assert again.phase == pb.RUN_PHASE_COMPLETED
         status = (await unary(stub.GetRunStatus, pb.GetRunStatusRequest(run_id="run"), timeout_s=5)).run
         listed = (await unary(stub.ListRuns, pb.ListRunsRequest(), timeout_s=5)).runs
-        assert list(listed) == [status] and status.last_event == seen[-1].event
+        assert status.config_toml == TOML and status.last_event == seen[-1].event
+        status.ClearField("config_toml")
+        assert list(listed) == [status]
 
 
 @pytest.mark.parametrize(
@@ -120,6 +126,92 @@ async def test_typed_errors(world):
         with pytest.raises(QuartetError) as caught:
             _ = [e async for e in stream(stub.WatchRun(pb.WatchRunRequest(run_id="no")), idle_timeout_s=5)]
         assert caught.value.reason == "RUN_UNKNOWN"
+
+
+async def test_stop_and_submit_are_idempotent(world):
+    world.trainer.delay_s = 0.05
+    async with serving(world) as stub:
+        await submit(stub)
+        stop = pb.StopRunRequest(run_id="run")
+        phases = [(await unary(stub.StopRun, stop, timeout_s=5)).run.phase for _ in range(2)]
+        assert phases[0] == pb.RUN_PHASE_STOPPING
+        assert phases[1] in (pb.RUN_PHASE_STOPPING, pb.RUN_PHASE_STOPPED)
+        assert (await submit(stub)).phase in (pb.RUN_PHASE_STOPPING, pb.RUN_PHASE_STOPPED)
+        watched = stub.WatchRun(pb.WatchRunRequest(run_id="run"))
+        events = [event async for event in stream(watched, idle_timeout_s=20)]
+        assert events[-1].phase.run.phase == pb.RUN_PHASE_STOPPED
+        assert (await unary(stub.StopRun, stop, timeout_s=5)).run.phase == pb.RUN_PHASE_STOPPED
+        assert (await submit(stub)).phase == pb.RUN_PHASE_STOPPED
+
+
+async def test_a_stop_while_the_submission_is_not_yet_on_disk(world, monkeypatch):
+    slow = asyncio.Event()
+
+    async def settled(_book):
+        await slow.wait()
+
+    async with serving(world) as stub:
+        monkeypatch.setattr(Book, "settled", settled)
+        submitting = asyncio.create_task(submit(stub))
+        await asyncio.sleep(0.2)
+        with pytest.raises(QuartetError) as caught:
+            await unary(stub.StopRun, pb.StopRunRequest(run_id="run"), timeout_s=5)
+        assert caught.value.reason == "RUN_UNKNOWN"
+        monkeypatch.undo()
+        slow.set()
+        assert (await submitting).phase == pb.RUN_PHASE_PENDING
+
+
+async def test_many_runs_are_listed_in_one_message(world):
+    """Invariant 8: messages end at 4 MiB, whatever the runs' configurations add up to."""
+    padded = TOML + "# " + "x" * 1_500_000
+    async with serving(world) as stub:
+        for number in range(4):
+            await submit(stub, padded, run_id=f"run-{number}")
+        listed = (await unary(stub.ListRuns, pb.ListRunsRequest(), timeout_s=5)).runs
+        assert {run.run_id for run in listed} == {f"run-{number}" for number in range(4)}
+        status = (await unary(stub.GetRunStatus, pb.GetRunStatusRequest(run_id="run-2"), timeout_s=5)).run
+        assert status.config_toml == padded
+
+
+def test_a_listing_ends_before_it_is_too_large():
+    runs = [pb.Run(run_id=f"run-{number}", error="e" * 500) for number in range(10_000)]
+    listed = listing(runs)
+    assert 4000 < len(listed.runs) < 10_000 and listed.ByteSize() <= 3 << 20
+    assert listed.runs[0].run_id == "run-0"
+
+
+async def test_followers_do_not_hold_up_a_drain(world):
+    """SIGTERM with followers of a run in which nothing happens: much less than a drain's 5 s."""
+    world.trainer.delay_s = 30.0
+    port_file = world.folder / "port"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "quartet_orchestrator",
+        f"--trainer_address={world.addresses['trainer']}",
+        f'--envhost_addresses=["{world.addresses["host"]}"]',
+        f"--data_dir={world.folder}",
+        f"--server.port_file={port_file}",
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    while not port_file.exists():
+        assert process.returncode is None
+        await asyncio.sleep(0.02)
+    async with connect(port_file.read_text().strip()) as channel:
+        stub = OrchestratorServiceStub(channel)
+        await submit(stub)
+        watches = [stub.WatchRun(pb.WatchRunRequest(run_id="run")) for _ in range(3)]
+        for watch in watches:
+            await watch.read()
+        began = asyncio.get_running_loop().time()
+        process.send_signal(signal.SIGTERM)
+        for watch in watches:
+            with pytest.raises(QuartetError) as caught:
+                _ = [event async for event in stream(watch, idle_timeout_s=20)]
+            assert caught.value.reason == "NOT_READY"
+        assert await asyncio.wait_for(process.wait(), 20) == 0
+        assert asyncio.get_running_loop().time() - began < 3.0
 
 
 async def test_what_this_build_does_not_serve_says_so(world):

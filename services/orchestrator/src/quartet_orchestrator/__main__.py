@@ -21,7 +21,9 @@ async def _serve(config: OrchestratorConfig) -> None:
     health = Health()
     services = Services.connect(config)
     runs = Runs(config.data_dir / "runs", services)
-    service = Service(SERVICE_NAME, add_OrchestratorServiceServicer_to_server, OrchestratorServicer(runs))
+    service = Service(
+        SERVICE_NAME, add_OrchestratorServiceServicer_to_server, OrchestratorServicer(runs, health)
+    )
     try:
         runs.start()
         health.set_ready(SERVICE_NAME)

@@ -12,7 +12,7 @@ because that is what makes 1 simple; syncing to the disk happens in a thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2
 
 from quartet_orchestrator.journal import Journal
+from quartet_orchestrator.segments import JournalCorrupt
 from quartet_orchestrator.state import RESTING, RunState
 
 log = structlog.get_logger()
@@ -31,16 +32,33 @@ PAGE = 64
 
 
 class Book:
+    """Raises JournalCorrupt or OSError where the journal cannot be opened."""
+
     def __init__(self, folder: Path) -> None:
         self.journal = Journal(folder)
         self.state = RunState()
         self._news = asyncio.Event()
-        for record in self.journal.without_rollouts():
-            self.state.apply(record)
-        # Groups that are still open need to know which of their members are done.
-        for group in list(self.state.groups):
-            for record in self.journal.select("rollout", group=group):
+        try:
+            self._fold()
+        except BaseException:
+            self.journal.close()
+            raise
+
+    def _fold(self) -> None:
+        number = 0
+        try:
+            for record in self.journal.without_rollouts():
+                number = record.number
                 self.state.apply(record)
+            # Groups that are still open need to know which of their members are done.
+            for group in list(self.state.groups):
+                for record in self.journal.select("rollout", group=group):
+                    number = record.number
+                    self.state.apply(record)
+        except (AssertionError, KeyError) as error:
+            raise JournalCorrupt(
+                f"record {number} does not follow from those before it: {error!r}"
+            ) from error
         if self.journal.torn_bytes and self.state.run_id:
             self.note(
                 f"the journal ended in {self.journal.torn_bytes} torn bytes, which were cut off; "
@@ -74,9 +92,12 @@ class Book:
 
     def rollouts(self, group: int) -> list[rollout_pb2.Rollout]:
         """The group's rollouts that succeeded, by member."""
-        records = self.journal.select("rollout", group=group)
-        good = [r.rollout.rollout for r in records if not r.rollout.rollout.HasField("failure")]
+        good = [rollout for rollout in self.attempts(group) if not rollout.HasField("failure")]
         return sorted(good, key=lambda rollout: rollout.member)
+
+    def attempts(self, group: int) -> list[rollout_pb2.Rollout]:
+        """All of the group's rollouts, well or not, as they ended."""
+        return [record.rollout.rollout for record in self.journal.select("rollout", group=group)]
 
     def closed_batch(self, batch: int) -> jpb.BatchClosed:
         (record,) = self.journal.select("batch", step=batch + 1)
@@ -89,20 +110,20 @@ class Book:
         """Returns after the next write."""
         await self._news.wait()
 
-    async def events(self, after: int, *, rollouts: bool) -> AsyncIterator[jpb.JournalRecord]:
+    async def events(self, after: int, *, rollouts: bool) -> AsyncGenerator[jpb.JournalRecord, None]:
         """All events after one, then new ones until the run rests and everything was said."""
         while True:
             news, resting, last = self._news, self.state.phase in RESTING, self.journal.last_event
-            page = self.journal.events(after, PAGE, rollouts=rollouts)
+            page = await asyncio.to_thread(self.journal.events, after, PAGE, rollouts=rollouts)
             for record in page:
                 after = record.event
                 yield record
-            if len(page) == PAGE:
+            if page:
                 continue
             after = max(after, last)  # the rest were rollouts nobody asked for
-            if resting and last == self.journal.last_event:
-                return
             if last == self.journal.last_event:
+                if resting:
+                    return
                 await news.wait()
 
     def close(self) -> None:

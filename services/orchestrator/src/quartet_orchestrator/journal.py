@@ -7,6 +7,7 @@
 3. The index (SQLite, WAL) is a cache: on opening it is brought up to the segments' end, or rebuilt where it
    disagrees.
 4. One process holds a journal at a time (a lock on the folder).
+5. A journal that cannot be opened is `JournalCorrupt` or OSError; nothing stays open, no segment was changed.
 
 docs/journal.md describes the format and what is synced when.
 """
@@ -18,14 +19,19 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
+from google.protobuf.message import DecodeError
 from quartet.v1 import journal_pb2 as jpb
 
 from quartet_orchestrator.segments import SEGMENT_BYTES, Frame, JournalCorrupt, Segments
 
 # The kinds of record that WatchRun shows.
 EVENTS = frozenset({"rollout", "step", "eval_rollout", "eval", "phase", "note"})
+
+# Everything a journal puts into its folder.
+FILES = ("*.seg", "index.sqlite*", "lock")
 
 # Raised when the tables change: an index of another layout is rebuilt.
 INDEX_LAYOUT = 1
@@ -50,10 +56,18 @@ class Journal:
         except BlockingIOError:
             os.close(self._lock)
             raise BlockingIOError(f"{folder} is held by another orchestrator; stop it first") from None
-        self._segments = Segments(folder, segment_bytes)
-        self.torn_bytes = self._segments.torn_bytes
-        self._index = self._open_index()
-        self.last_number, self.last_event = self._catch_up()
+        with ExitStack() as opened:
+            opened.callback(os.close, self._lock)
+            self._segments = Segments(folder, segment_bytes)
+            opened.callback(self._segments.close)
+            self.torn_bytes = self._segments.torn_bytes
+            try:
+                self._index = self._open_index()
+                opened.callback(self._index.close)
+                self.last_number, self.last_event = self._catch_up()
+            except sqlite3.Error as error:
+                raise OSError(f"the index of {folder} cannot be written: {error}") from error
+            self._opened = opened.pop_all()
 
     def append(self, record: jpb.JournalRecord) -> jpb.JournalRecord:
         """Numbers, dates and writes the record."""
@@ -110,12 +124,10 @@ class Journal:
         return self._segments.syncer()
 
     def close(self) -> None:
-        self._index.close()
-        self._segments.close()
-        os.close(self._lock)
+        self._opened.close()
 
     def _read(self, frame: Frame) -> jpb.JournalRecord:
-        return jpb.JournalRecord.FromString(self._segments.read(frame))
+        return _parse(self._segments.read(frame))
 
     def _open_index(self) -> sqlite3.Connection:
         path = self._folder / "index.sqlite"
@@ -150,7 +162,7 @@ class Journal:
                 self._index.execute("DELETE FROM records")
         self._index.execute("BEGIN")
         for frame, payload in self._segments.scan(segment, offset):
-            record = jpb.JournalRecord.FromString(payload)
+            record = _parse(payload)
             if record.number != number + 1 or (record.event and record.event != event + 1):
                 self._index.execute("ROLLBACK")
                 raise JournalCorrupt(f"{self._folder}: record {record.number} follows record {number}")
@@ -182,6 +194,16 @@ class Journal:
                 record.event or None,
             ),
         )
+
+
+def _parse(payload: bytes) -> jpb.JournalRecord:
+    try:
+        record = jpb.JournalRecord.FromString(payload)
+    except DecodeError as error:
+        raise JournalCorrupt(f"a whole frame holds no record: {error}") from error
+    if record.WhichOneof("kind") is None:
+        raise JournalCorrupt(f"record {record.number} is of a kind that this version does not know")
+    return record
 
 
 def _connect(path: Path) -> sqlite3.Connection:

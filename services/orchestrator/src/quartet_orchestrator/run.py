@@ -83,7 +83,7 @@ class TrainingRun:
                 tokens = sum(group.covered_tokens for group in groups)
                 self._close(batch, [group.number for group in groups], tokens)
             await self._training.train(batch)
-            record_step(self._book, self._config, batch)
+            await record_step(self._book, self._config, batch, self._training.versions_changed())
             self._rollouts.published(batch + 1)
             if batch + 1 < self._config.max_steps:
                 await self._training.save(batch)

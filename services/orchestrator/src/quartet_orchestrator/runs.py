@@ -1,8 +1,9 @@
 """All runs of this orchestrator: submitted, found again after a restart, stopped, resumed.
 
-1. A run exists from the moment its first record is on disk; a folder without one is an aborted submission and
-   is removed.
-2. On `start` every unfinished run goes on by itself.
+1. A run exists from the moment its first records are on disk.
+2. On `start` every unfinished run goes on by itself. One that cannot keeps no other from it: with a book
+   that cannot be read it is listed as FAILED (shelf.py), with a configuration that this version refuses it is
+   STOPPED.
 3. A run works in one task. How the task ends decides the phase: COMPLETED, STOPPED (asked to, or a service
    stayed away), FAILED. A process that ends leaves the phase as it is.
 """
@@ -11,21 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 from quartet.errors import QuartetError
-from quartet.run.config import RunConfig, parse_run
+from quartet.run.config import RunConfig
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 
-from quartet_orchestrator import admission, state
+from quartet_orchestrator import admission, shelf, state
 from quartet_orchestrator.assembly import Services, assemble
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.outage import RunFailed, RunInterrupted
 from quartet_orchestrator.run import StopAsked, TrainingRun
+from quartet_orchestrator.segments import JournalCorrupt
 
 log = structlog.get_logger()
 
@@ -35,7 +36,8 @@ class _Held:
     """A run in this process."""
 
     book: Book
-    config: RunConfig
+    # None where this version refuses what an earlier one accepted.
+    config: RunConfig | None
     run: TrainingRun | None = None
     task: asyncio.Task[None] | None = None
 
@@ -45,30 +47,45 @@ class Runs:
         self._folder = folder
         self._services = services
         self._held: dict[str, _Held] = {}
+        self._set_aside: dict[str, QuartetError] = {}
         self._submitting = asyncio.Lock()
 
     def start(self) -> None:
-        """Opens all runs and goes on with those that are not finished."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for folder in sorted(path for path in self._folder.iterdir() if path.is_dir()):
-            book = Book(folder)
-            if not book.state.run_id or book.state.phase == pb.RUN_PHASE_UNSPECIFIED:
+        """Opens all runs and goes on with those that are not finished. Raises ConfigError."""
+        found = shelf.open_all(self._folder)
+        self._set_aside = found.set_aside
+        for run_id, book in found.books.items():
+            try:
+                self._held[run_id] = self._take_up(book)
+            except OSError as error:
                 book.close()
-                shutil.rmtree(folder)
-                log.warning("removed an aborted submission", folder=str(folder))
-                continue
-            held = _Held(book, parse_run(book.state.config_toml))
-            self._held[book.state.run_id] = held
-            if book.state.phase == state.STOPPING:
-                book.enter(state.STOPPED)
-            elif book.state.phase not in state.RESTING:
-                book.note(f"the orchestrator started again; going on at step {book.state.step}")
-                self._launch(held)
+                self._set_aside[run_id] = shelf.unreadable(self._folder / run_id, error)
+
+    def _take_up(self, book: Book) -> _Held:
+        config, refusal = None, ""
+        try:
+            config = admission.parse(book.state.config_toml)
+        except QuartetError as error:
+            refusal = f"its configuration is refused by this version of Quartet: {error.message}"
+        held = _Held(book, config)
+        if book.state.phase == state.STOPPING:
+            book.enter(state.STOPPED)
+        elif book.state.phase not in state.RESTING and config is None:
+            remedy = "resume it with the version that it was submitted to, or submit a new run"
+            log.error("run stopped", run_id=book.state.run_id, why=refusal)
+            book.enter(state.STOPPING)
+            book.enter(state.STOPPED, error=f"{refusal}; {remedy}")
+        elif book.state.phase not in state.RESTING:
+            book.note(f"the orchestrator started again; going on at step {book.state.step}")
+            self._launch(held)
+        return held
 
     async def submit(self, run_id: str, config_toml: str, *, dry_run: bool) -> pb.Run:
         admission.check_run_id(run_id)
         config = admission.parse(config_toml)
         async with self._submitting:
+            if run_id in self._set_aside:
+                raise self._set_aside[run_id]
             held = self._held.get(run_id)
             if held is not None:
                 if held.config != config:
@@ -82,22 +99,32 @@ class Runs:
             environments = await admission.describe_environments(config, self._services.hosts)
             if dry_run:
                 return pb.Run(run_id=run_id, config_toml=config_toml, max_steps=config.max_steps)
-            held = self._create(run_id, config_toml, config, environments)
+            held = _Held(self._create(run_id, config_toml, config, environments), config)
             try:
                 await held.book.settled()
             finally:
-                self._launch(held)  # also when the caller has left meanwhile: the run exists
+                # Also when the caller has left meanwhile: the run exists.
+                self._held[run_id] = held
+                self._launch(held)
             return held.book.run()
 
     def get(self, run_id: str) -> Book:
         return self._find(run_id).book
 
+    def status(self, run_id: str) -> pb.Run:
+        """The run; one that was set aside is FAILED, with the reason."""
+        if run_id in self._set_aside:
+            return pb.Run(run_id=run_id, phase=state.FAILED, error=self._set_aside[run_id].message)
+        return self._find(run_id).book.run()
+
     def all(self) -> list[pb.Run]:
         """Newest first."""
-        runs = [held.book.run() for held in self._held.values()]
+        runs = [self.status(run_id) for run_id in (*self._held, *self._set_aside)]
         return sorted(runs, key=lambda run: (run.submitted_at_ms, run.run_id), reverse=True)
 
     def stop(self, run_id: str) -> pb.Run:
+        if run_id in self._set_aside:
+            return self.status(run_id)
         held = self._find(run_id)
         if held.book.state.phase not in state.RESTING and held.book.state.phase != state.STOPPING:
             held.book.enter(state.STOPPING)
@@ -120,6 +147,7 @@ class Runs:
                 remedy="submit a new run",
             )
         if phase == state.STOPPED:
+            held.config = held.config or admission.parse(held.book.state.config_toml)
             held.book.enter(state.PENDING)
             self._launch(held)
         return held.book.run()
@@ -135,6 +163,8 @@ class Runs:
         self._held.clear()
 
     def _find(self, run_id: str) -> _Held:
+        if run_id in self._set_aside:
+            raise self._set_aside[run_id]
         held = self._held.get(run_id)
         if held is None:
             raise QuartetError("RUN_UNKNOWN", f"there is no run {run_id!r} here", run_id=run_id)
@@ -142,17 +172,29 @@ class Runs:
 
     def _create(
         self, run_id: str, config_toml: str, config: RunConfig, environments: list[EnvironmentInfo]
-    ) -> _Held:
-        book = Book(self._folder / run_id)
-        book.write(submitted={"run_id": run_id, "config_toml": config_toml, "environments": environments})
-        pending = book.run()
-        pending.phase, pending.max_steps, pending.last_event = state.PENDING, config.max_steps, 1
-        book.write(phase=pb.PhaseEvent(run=pending))
-        held = _Held(book, config)
-        self._held[run_id] = held
-        return held
+    ) -> Book:
+        folder = self._folder / run_id
+        try:
+            book = Book(folder)
+            try:
+                book.write(
+                    submitted={"run_id": run_id, "config_toml": config_toml, "environments": environments}
+                )
+                pending = book.run()
+                pending.phase, pending.max_steps, pending.last_event = state.PENDING, config.max_steps, 1
+                book.write(phase=pb.PhaseEvent(run=pending))
+            except OSError:
+                book.close()
+                shelf.remove(folder)
+                raise
+        except OSError as error:
+            raise QuartetError(
+                "INTERNAL", f"the journal of run {run_id!r} cannot be written: {error}", run_id=run_id
+            ) from error
+        return book
 
     def _launch(self, held: _Held) -> None:
+        assert held.config is not None
         held.run = assemble(held.book, held.config, self._services)
         # A context of its own: the run outlives the call that submitted it, and its deadline.
         held.task = asyncio.create_task(
@@ -177,7 +219,7 @@ def _ended(book: Book, cause: BaseException) -> None:
     match cause:
         case StopAsked():
             book.enter(state.STOPPED)
-        case RunInterrupted() | OSError():
+        case RunInterrupted() | OSError() | JournalCorrupt():
             log.warning("run interrupted", why=str(cause))
             book.enter(state.STOPPING)
             book.enter(state.STOPPED, error=str(cause))

@@ -4,16 +4,17 @@ Frame: length (u32 LE) | xxh3-64 of length and payload (u64 LE) | payload.
 
 1. `append` returns after the frame was handed to the operating system: it survives SIGKILL. It survives a
    power cut after `syncer()()`.
-2. On opening, the last segment is read whole; from its first bad frame on it is cut off and the bytes are
-   counted (a torn tail).
-3. An older segment is sealed (synced before its successor exists); a bad frame in it, or in anything read
-   later, is `JournalCorrupt`, never skipped.
+2. On opening, the last segment is read whole. A bad frame with no whole one behind it is a torn tail: it is
+   cut off and the bytes are counted.
+3. A bad frame with whole ones behind it is `JournalCorrupt`, and so is one in an older segment (synced before
+   its successor exists) or in anything read later: never skipped, and nothing is changed.
 4. A segment is closed when it reaches SEGMENT_BYTES, a frame holds at most MAX_PAYLOAD_BYTES.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,10 +28,13 @@ SEGMENT_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 8 << 20
 
 _HEAD = struct.Struct("<IQ")
+# How every payload begins, a JournalRecord: field 1 (its number, a varint), then the tag of field 2. Only a
+# hint where to look for a whole frame; the frame's checksum decides.
+_PAYLOAD_START = re.compile(rb"\x08(?=[\x80-\xff]{0,9}[\x00-\x7f]\x10)")
 
 
 class JournalCorrupt(Exception):
-    """A sealed frame does not have the bytes that were written. The disk lied; nothing was changed."""
+    """The files do not hold what was written. The disk lied; nothing was changed."""
 
 
 @dataclass(frozen=True)
@@ -158,9 +162,22 @@ class Segments:
                 break
             end += _HEAD.size + len(payload)
         if end < len(data):
+            if (whole := _whole_frame_after(data, end)) is not None:
+                raise JournalCorrupt(
+                    f"{self._path(self._last)} has a bad frame at byte {end} and a whole one behind it, "
+                    f"at byte {whole}"
+                )
             self.torn_bytes = len(data) - end
             os.truncate(self._path(self._last), end)
         return end
+
+
+def _whole_frame_after(data: bytes, offset: int) -> int | None:
+    """Where the first whole frame behind a bad one begins, if there is one."""
+    for match in _PAYLOAD_START.finditer(data, offset + 1 + _HEAD.size):
+        if _decode(data, match.start() - _HEAD.size) is not None:
+            return match.start() - _HEAD.size
+    return None
 
 
 def _encode(payload: bytes) -> bytes:

@@ -3,10 +3,12 @@ specification."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import aclosing
 from typing import Any
 
-from quartet.errors import unimplemented
+from quartet.errors import QuartetError, unimplemented
+from quartet.kit.health import Health
 from quartet.kit.stream import with_heartbeats
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.common_pb2 import Heartbeat
@@ -15,23 +17,29 @@ from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceServicer
 
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.runs import Runs
+from quartet_orchestrator.segments import JournalCorrupt
 
 SERVICE_NAME = "quartet.v1.OrchestratorService"
+# A message ends at 4 MiB; the rest of a listing belongs to runs of long ago.
+LISTING_BYTES = 3 << 20
+# Tag and length of a run inside the listing.
+LISTING_OVERHEAD_BYTES = 6
 
 
 class OrchestratorServicer(OrchestratorServiceServicer):
-    def __init__(self, runs: Runs) -> None:
+    def __init__(self, runs: Runs, health: Health) -> None:
         self._runs = runs
+        self._health = health
 
     async def SubmitRun(self, request: pb.SubmitRunRequest, context: Any) -> pb.SubmitRunResponse:
         run = await self._runs.submit(request.run_id, request.config_toml, dry_run=request.dry_run)
         return pb.SubmitRunResponse(run=run)
 
     async def GetRunStatus(self, request: pb.GetRunStatusRequest, context: Any) -> pb.GetRunStatusResponse:
-        return pb.GetRunStatusResponse(run=self._runs.get(request.run_id).run())
+        return pb.GetRunStatusResponse(run=self._runs.status(request.run_id))
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: Any) -> pb.ListRunsResponse:
-        return pb.ListRunsResponse(runs=self._runs.all())
+        return listing(self._runs.all())
 
     async def StopRun(self, request: pb.StopRunRequest, context: Any) -> pb.StopRunResponse:
         return pb.StopRunResponse(run=self._runs.stop(request.run_id))
@@ -46,8 +54,11 @@ class OrchestratorServicer(OrchestratorServiceServicer):
         def heartbeat() -> pb.WatchRunResponse:
             return pb.WatchRunResponse(heartbeat=Heartbeat(in_flight=book.state.ledger.in_flight))
 
-        async for response in with_heartbeats(events, heartbeat):
-            yield response
+        # A follower loses nothing by calling again, so it does not hold up a drain.
+        watched = with_heartbeats(events, heartbeat, until=self._health.draining)
+        async with aclosing(watched) as responses:  # type: ignore[type-var]
+            async for response in responses:
+                yield response
 
     async def StreamRollouts(
         self, request_iterator: Any, context: Any
@@ -66,9 +77,25 @@ class OrchestratorServicer(OrchestratorServiceServicer):
         yield  # makes it a stream
 
 
-async def _responses(book: Book, after: int, rollouts: bool) -> AsyncIterator[pb.WatchRunResponse]:
-    async for record in book.events(after, rollouts=rollouts):
-        yield to_response(record)
+async def _responses(book: Book, after: int, rollouts: bool) -> AsyncGenerator[pb.WatchRunResponse, None]:
+    async with aclosing(book.events(after, rollouts=rollouts)) as records:
+        try:
+            async for record in records:
+                yield to_response(record)
+        except JournalCorrupt as error:
+            raise QuartetError("CHECKSUM_MISMATCH", str(error), run_id=book.state.run_id) from error
+
+
+def listing(runs: Iterable[pb.Run]) -> pb.ListRunsResponse:
+    """As many runs as fit into one message, without their configurations (GetRunStatus has them)."""
+    response, size = pb.ListRunsResponse(), 0
+    for run in runs:
+        run.ClearField("config_toml")
+        size += run.ByteSize() + LISTING_OVERHEAD_BYTES
+        if size > LISTING_BYTES:
+            break
+        response.runs.append(run)
+    return response
 
 
 def to_response(record: JournalRecord) -> pb.WatchRunResponse:

@@ -1,6 +1,8 @@
 """The state of a run: the fold of its journal's records, and nothing else.
 
-1. `apply` is the only way to change it; the same records give the same state, before and after a restart.
+1. `apply` is the only way to change it; the same records give the same state, before and after a restart. (A
+   rollout changes only its own group, while that is open. So after a restart those of open groups are enough,
+   and they may come last.)
 2. Rollouts themselves stay in the journal; the state knows only which members of an open group are done.
 3. Phases change along TRANSITIONS; another change is our bug and fails loudly.
 
@@ -19,12 +21,13 @@ from quartet_orchestrator.batches import covered_tokens
 from quartet_orchestrator.ledger import Ledger
 from quartet_orchestrator.pace import Place
 
+UNSPECIFIED = pb.RUN_PHASE_UNSPECIFIED
 PENDING, EVALUATING, TRAINING = pb.RUN_PHASE_PENDING, pb.RUN_PHASE_EVALUATING, pb.RUN_PHASE_TRAINING
 STOPPING, STOPPED = pb.RUN_PHASE_STOPPING, pb.RUN_PHASE_STOPPED
 COMPLETED, FAILED = pb.RUN_PHASE_COMPLETED, pb.RUN_PHASE_FAILED
 
 TRANSITIONS: dict[pb.RunPhase, frozenset[pb.RunPhase]] = {
-    pb.RUN_PHASE_UNSPECIFIED: frozenset({PENDING}),
+    UNSPECIFIED: frozenset({PENDING}),
     PENDING: frozenset({EVALUATING, TRAINING, COMPLETED, STOPPING, FAILED}),
     EVALUATING: frozenset({TRAINING, COMPLETED, STOPPING, FAILED}),
     TRAINING: frozenset({EVALUATING, COMPLETED, STOPPING, FAILED}),
@@ -61,7 +64,7 @@ class RunState:
     config_toml: str = ""
     submitted_at_ms: int = 0
     environments: list[EnvironmentInfo] = field(default_factory=list)
-    phase: pb.RunPhase = pb.RUN_PHASE_UNSPECIFIED
+    phase: pb.RunPhase = UNSPECIFIED
     error: str = ""
     model_path: str = ""
     # Steps applied, which is also the batch to train next.
@@ -78,8 +81,6 @@ class RunState:
     ledger: Ledger = field(default_factory=Ledger)
     max_staleness: int = 0
     max_logprob_difference: float | None = None
-    # Failed attempts since the last step.
-    failed_rollouts: int = 0
     last_step_at_ms: int = 0
 
     def apply(self, record: jpb.JournalRecord) -> None:
@@ -153,9 +154,7 @@ class RunState:
         if group is None:
             return  # it ended after its group had been given up
         rollout = event.rollout
-        if rollout.HasField("failure"):
-            self.failed_rollouts += 1
-        else:
+        if not rollout.HasField("failure"):
             assert rollout.member in group.missing, f"group {group.number} member {rollout.member} twice"
             group.done.add(rollout.member)
             group.covered_tokens += covered_tokens([rollout])
@@ -166,7 +165,6 @@ class RunState:
         for number in batch.groups:
             self.ledger.train(self.groups.pop(number).members)
         self.step = event.step
-        self.failed_rollouts = 0
         self.last_step_at_ms = at_ms
         self.max_staleness = max(self.max_staleness, int(event.metrics.get("staleness/max", 0)))
         difference = event.metrics.get("train/logprob_difference_max")

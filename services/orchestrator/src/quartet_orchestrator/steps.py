@@ -5,6 +5,8 @@ Times are differences of the journal's own stamps, so they are the same whether 
 
 from __future__ import annotations
 
+import asyncio
+
 from quartet.run.config import RunConfig
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.journal_pb2 import JournalRecord
@@ -14,17 +16,29 @@ from quartet_orchestrator.book import Book
 from quartet_orchestrator.calls import CallPlan
 
 
-def record_step(book: Book, config: RunConfig, batch: int) -> None:
-    """Writes the event of a batch that was trained and published."""
+async def record_step(book: Book, config: RunConfig, batch: int, republished: int) -> None:
+    """Writes the event of a batch that was trained and published. `republished` counts the versions that came
+    out different when they were published again since the step before."""
+    # A batch may hold hundreds of MB of rollouts.
+    values, rollouts = await asyncio.to_thread(_measure, book, config, batch)
+    values["train/versions_changed"] = float(republished)
+    after = book.state.ledger.after_training(rollouts)
+    book.write(step=pb.StepEvent(step=batch + 1, metrics=values, ledger=after.to_proto()))
+
+
+def _measure(book: Book, config: RunConfig, batch: int) -> tuple[dict[str, float], int]:
+    """The metrics of the step, and how many rollouts it trained."""
     plan = CallPlan(
         max_steps=config.max_steps, save_interval=config.ckpt.interval, keep_last=config.ckpt.keep_last
     )
     (closed,) = book.journal.select("batch", step=batch + 1)
     trained, stepped, published = (_answer(book, plan.first_of(batch) + offset) for offset in range(3))
-    scored = []
+    scored, failed = [], 0
     for number in closed.batch.groups:
         env_id = config.env[book.state.groups[number].environment].id
-        scored += [metrics.Scored(env_id, rollout) for rollout in book.rollouts(number)]
+        attempts, good = book.attempts(number), book.rollouts(number)
+        failed += len(attempts) - len(good)
+        scored += [metrics.Scored(env_id, rollout) for rollout in good]
     before_ms = book.state.last_step_at_ms or _answer(book, plan.published_by(-1)).at_ms
     times = metrics.StepTimes(
         step_s=_seconds(published.at_ms - before_ms),
@@ -37,10 +51,9 @@ def record_step(book: Book, config: RunConfig, batch: int) -> None:
         trained.call.forward_backward,
         stepped.call.optim_step,
         times,
-        book.state.failed_rollouts,
+        failed,
     )
-    after = book.state.ledger.after_training(len(scored))
-    book.write(step=pb.StepEvent(step=batch + 1, metrics=values, ledger=after.to_proto()))
+    return values, len(scored)
 
 
 def _answer(book: Book, seq_id: int) -> JournalRecord:

@@ -8,9 +8,12 @@
 3. A trainer that lost the run (RUN_UNKNOWN) or part of it (SEQUENCE_GAP) gets CreateRun, says where it
    stands, and is sent the calls after that again, their batches read back from the journal. Answers already
    written down are not written twice.
-4. A trainer that is further than this journal ever asked was driven by somebody else: RunFailed, nothing is
+4. A version that is published again is compared with the digest in the journal. Another one means that the
+   trainer's replay was not bit-equal (invariant 9; kernels that are not deterministic): a warning, counted in
+   the next step's metrics. The run goes on: its rollouts keep the log-probabilities they were sampled with.
+5. A trainer that is further than this journal ever asked was driven by somebody else: RunFailed, nothing is
    sent.
-5. While nothing is asked of it the trainer is looked at every GUARD_S, because the weights it serves are
+6. While nothing is asked of it the trainer is looked at every GUARD_S, because the weights it serves are
    needed then, too.
 """
 
@@ -93,6 +96,7 @@ class Training:
         # The next call to send; behind the book's applied_seq_id while a trainer is brought up again.
         self._next = 0
         self._restores = 0
+        self._versions_changed = 0
 
     async def open(self) -> None:
         """Creates or finds the run on the trainer and brings it to where the book stands; version 0 is
@@ -162,6 +166,8 @@ class Training:
             self._check_finite(call, answer)
             if call.seq_id > self._book.state.applied_seq_id:
                 self._write(call, answer)
+            elif isinstance(answer, tpb.PublishWeightsResponse):
+                self._compare(call, answer)
             self._next = call.seq_id + 1
             self._restores = 0
 
@@ -214,6 +220,23 @@ class Training:
             CallKind.SAVE: "save",
         }[call.kind]
         self._book.write(call={"seq_id": call.seq_id, field: answer})
+
+    def versions_changed(self) -> int:
+        """How many versions came out different when they were published again, since it was asked last."""
+        count, self._versions_changed = self._versions_changed, 0
+        return count
+
+    def _compare(self, call: Call, again: tpb.PublishWeightsResponse) -> None:
+        (record,) = self._book.journal.select("call", group=call.seq_id)
+        first = record.call.publish
+        if first.digest == again.digest:
+            return
+        self._versions_changed += 1
+        self._book.note(
+            f"the trainer published version {again.version} again with other contents (digest "
+            f"{again.digest.hex()[:12]}, before {first.digest.hex()[:12]}): its replay was not bit-equal",
+            warning=True,
+        )
 
     def _check_finite(self, call: Call, answer: Answer) -> None:
         """A step that is not a number ends the run before the next call makes it part of the weights."""

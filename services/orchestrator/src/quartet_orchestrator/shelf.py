@@ -1,0 +1,99 @@
+"""The shelf: the books of all runs, found again when the orchestrator starts.
+
+1. A book that cannot be read is set aside, with the reason and what to do; the others open. Its segments stay
+   as they are.
+2. A folder without segments is no run's and is left alone. One whose first records are not on disk is an
+   aborted submission: the journal's own files in it are removed.
+3. A run's folder has the run's name. Under another name it is a copy, and set aside: two books of one run
+   would drive one trainer.
+4. A book that another process holds means that two orchestrators share a `data_dir`: ConfigError.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+from quartet.config import ConfigError
+from quartet.errors import QuartetError
+
+from quartet_orchestrator import state
+from quartet_orchestrator.book import Book
+from quartet_orchestrator.journal import FILES
+from quartet_orchestrator.segments import JournalCorrupt
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """By run id: the books that are open, and why the others are not."""
+
+    books: dict[str, Book]
+    set_aside: dict[str, QuartetError]
+
+
+def open_all(folder: Path) -> Shelf:
+    """Opens every run's book in the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shelf = Shelf({}, {})
+    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+        if not any(path.glob("*.seg")):
+            log.warning("not a run, left alone", folder=str(path))
+            continue
+        try:
+            book = Book(path)
+        except BlockingIOError as error:
+            close(shelf)
+            raise ConfigError(f"data_dir is in use: {error}, or set another data_dir") from error
+        except (JournalCorrupt, OSError) as error:
+            shelf.set_aside[path.name] = unreadable(path, error)
+            continue
+        if book.state.phase == state.UNSPECIFIED:
+            book.close()
+            remove(path)
+            log.warning("removed an aborted submission", folder=str(path))
+        elif book.state.run_id != path.name:
+            run_id = book.state.run_id
+            book.close()
+            shelf.set_aside[path.name] = _set_aside(
+                path, "INVALID_REQUEST", f"it holds the run {run_id!r} under another name; move it elsewhere"
+            )
+        else:
+            shelf.books[book.state.run_id] = book
+    return shelf
+
+
+def close(shelf: Shelf) -> None:
+    for book in shelf.books.values():
+        book.close()
+
+
+def unreadable(folder: Path, error: JournalCorrupt | OSError) -> QuartetError:
+    """Why a run's book cannot be used, as its callers get it."""
+    if isinstance(error, JournalCorrupt):
+        return _set_aside(
+            folder,
+            "CHECKSUM_MISMATCH",
+            f"its journal is damaged: {error}; restore the folder from a copy and start the orchestrator "
+            "again, or submit the run under another run_id (docs/journal.md tells what can be rescued)",
+        )
+    return _set_aside(
+        folder, "INTERNAL", f"its journal cannot be used: {error}; mend that and start the orchestrator again"
+    )
+
+
+def remove(folder: Path) -> None:
+    """Removes a journal, and its folder unless somebody put something else there."""
+    for pattern in FILES:
+        for path in folder.glob(pattern):
+            path.unlink()
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _set_aside(folder: Path, reason: str, why: str) -> QuartetError:
+    error = QuartetError(reason, f"run {folder.name!r} is set aside: {why}", run_id=folder.name)
+    log.error("run set aside", run_id=folder.name, why=error.message)
+    return error

@@ -1,0 +1,170 @@
+"""Damaged, foreign and misplaced folders among the runs: one run's trouble is not another's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+from quartet.config import ConfigError
+from quartet.errors import QuartetError
+from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet.v1.journal_pb2 import JournalRecord
+from quartet_orchestrator import runs as runs_module
+from quartet_orchestrator.book import Book
+
+
+async def stopped_runs(world, *names: str) -> None:
+    """Runs that are stopped in the middle, and the files of a closed orchestrator."""
+    world.trainer.delay_s = 0.02
+    async with world.orchestrator() as runs:
+        for name in names:
+            await runs.submit(name, world.toml(steps=6), dry_run=False)
+        for name in names:
+            while runs.get(name).state.step < 2:
+                await runs.get(name).changed()
+            runs.stop(name)
+            await world.rest(runs, name)
+
+
+def damage(world, name: str) -> bytes:
+    """Flips a bit in the middle of a run's only segment."""
+    path = world.folder / "runs" / name / "000001.seg"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    return bytes(data)
+
+
+async def test_a_damaged_journal_is_listed_and_the_other_runs_go_on(world):
+    await stopped_runs(world, "bad", "good")
+    data = damage(world, "bad")
+    async with world.orchestrator() as runs:
+        await runs.resume("good")
+        assert (await world.rest(runs, "good")).phase == pb.RUN_PHASE_COMPLETED
+        assert {run.run_id: run.phase for run in runs.all()} == {
+            "bad": pb.RUN_PHASE_FAILED,
+            "good": pb.RUN_PHASE_COMPLETED,
+        }
+        error = runs.status("bad").error
+        assert "'bad' is set aside" in error and "bad frame at byte" in error and "restore" in error
+        assert runs.stop("bad").phase == pb.RUN_PHASE_FAILED
+        for touch in (
+            runs.get,
+            runs.resume,
+            lambda name: runs.submit(name, world.toml(steps=6), dry_run=False),
+        ):
+            with pytest.raises(QuartetError) as caught:
+                result = touch("bad")
+                await result
+            assert caught.value.reason == "CHECKSUM_MISMATCH" and caught.value.message == error
+    assert (world.folder / "runs/bad/000001.seg").read_bytes() == data
+
+
+async def test_a_restored_journal_goes_on(world):
+    await stopped_runs(world, "run")
+    folder = world.folder / "runs" / "run"
+    shutil.copytree(folder, world.folder / "kept")
+    damage(world, "run")
+    async with world.orchestrator() as runs:
+        assert runs.status("run").phase == pb.RUN_PHASE_FAILED
+    shutil.rmtree(folder)
+    shutil.copytree(world.folder / "kept", folder)
+    async with world.orchestrator() as runs:
+        await runs.resume("run")
+        assert (await world.rest(runs, "run")).phase == pb.RUN_PHASE_COMPLETED
+
+
+async def test_a_configuration_that_is_refused_now_stops_its_run_only(world, monkeypatch):
+    world.trainer.delay_s = 0.02
+    async with world.orchestrator() as runs:
+        for name, steps in (("old", 8), ("new", 4)):
+            await runs.submit(name, world.toml(steps=steps), dry_run=False)
+    plain = runs_module.admission.parse
+
+    def parse(config_toml):
+        if "max_steps = 8" in config_toml:
+            raise QuartetError("INVALID_CONFIG", "max_steps is not a key", key="max_steps")
+        return plain(config_toml)
+
+    monkeypatch.setattr(runs_module.admission, "parse", parse)
+    async with world.orchestrator() as runs:
+        assert (await world.rest(runs, "new")).phase == pb.RUN_PHASE_COMPLETED
+        old = runs.status("old")
+        assert old.phase == pb.RUN_PHASE_STOPPED
+        assert "refused by this version" in old.error and "max_steps is not a key" in old.error
+        with pytest.raises(QuartetError) as caught:
+            await runs.resume("old")
+        assert caught.value.reason == "INVALID_CONFIG"
+        assert runs.status("old").phase == pb.RUN_PHASE_STOPPED
+    monkeypatch.undo()
+    async with world.orchestrator() as runs:
+        await runs.resume("old")
+        assert (await world.rest(runs, "old")).phase == pb.RUN_PHASE_COMPLETED
+
+
+async def test_records_that_do_not_follow_are_damage(world):
+    book = Book(world.folder / "runs" / "odd")
+    book.write(submitted={"run_id": "odd", "config_toml": world.toml()})
+    book.journal.append(JournalRecord(call={"seq_id": 7}))
+    book.close()
+    async with world.orchestrator() as runs:
+        assert "record 2 does not follow" in runs.status("odd").error
+
+
+async def test_folders_that_are_no_runs_are_left_alone(world):
+    kept = world.folder / "runs" / "backup" / "run-1"
+    kept.mkdir(parents=True)
+    (kept / "000001.seg").write_bytes(b"precious")
+    async with world.orchestrator() as runs:
+        assert runs.all() == []
+    assert (kept / "000001.seg").read_bytes() == b"precious"
+    assert [path.name for path in kept.parent.iterdir()] == ["run-1"]
+
+
+async def test_an_aborted_submission_is_removed_but_nothing_else_in_its_folder(world):
+    for name in ("empty", "shared"):
+        Book(world.folder / "runs" / name).close()
+    note = world.folder / "runs" / "shared" / "note.txt"
+    note.write_text("mine")
+    async with world.orchestrator() as runs:
+        assert runs.all() == []
+        assert [path.name for path in (world.folder / "runs").iterdir()] == ["shared"]
+        assert [path.name for path in note.parent.iterdir()] == ["note.txt"]
+        await runs.submit("shared", world.toml(), dry_run=False)
+
+
+async def test_a_copy_of_a_run_beside_it_is_set_aside(world):
+    await stopped_runs(world, "run")
+    shutil.copytree(world.folder / "runs" / "run", world.folder / "runs" / "run-copy")
+    async with world.orchestrator() as runs:
+        assert "holds the run 'run' under another name" in runs.status("run-copy").error
+        await runs.resume("run")
+        assert (await world.rest(runs, "run")).phase == pb.RUN_PHASE_COMPLETED
+
+
+async def test_two_orchestrators_on_one_folder_are_refused(world):
+    await stopped_runs(world, "a", "run")
+    async with world.orchestrator():
+        services = world.services()
+        second = world.runs(services)
+        with pytest.raises(ConfigError, match=r"data_dir is in use: .*held by another orchestrator"):
+            second.start()
+        await services.close()
+
+
+async def test_a_submission_that_finds_no_room_leaves_nothing_and_may_come_again(world, monkeypatch):
+    async with world.orchestrator() as runs:
+        whole = os.write
+
+        def full(fd, data):
+            return whole(fd, data[: len(data) // 2])
+
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(QuartetError, match="is the disk full") as caught:
+            await runs.submit("run", world.toml(), dry_run=False)
+        monkeypatch.undo()
+        assert caught.value.reason == "INTERNAL"
+        assert runs.all() == [] and not list((world.folder / "runs").iterdir())
+        await runs.submit("run", world.toml(), dry_run=False)
+        assert (await world.rest(runs, "run")).phase == pb.RUN_PHASE_COMPLETED
