@@ -244,6 +244,7 @@ def test_loads_are_bounded_and_small_groups_stay_together() -> None:
 async def test_a_crowded_home_spills_over() -> None:
     async with fleet(2) as (scripted, replicas):
         first, (second,) = home("s", scripted)
+        await until(lambda: len(replicas.in_service) == 2)
         gate = asyncio.Event()
         first.before_piece = lambda _at: gate.wait()
         crowd = [asyncio.create_task(replicas.complete(ask(max_tokens=1), 10)) for _ in range(60)]
