@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
@@ -25,8 +26,9 @@ SERVICE = pb.DESCRIPTOR.services_by_name["WeightService"].full_name
 class WeightServicer(rpc.WeightServiceServicer):
     """Watch, GetManifest and Fetch."""
 
-    def __init__(self, store: WeightStore) -> None:
-        self._store = store
+    def __init__(self, store: WeightStore, draining: asyncio.Event | None = None) -> None:
+        """`draining` (health.draining) ends every Watch: its caller has nothing to lose."""
+        self._store, self._draining = store, draining
         self._relays = RelayTree()
 
     async def Watch(
@@ -50,7 +52,7 @@ class WeightServicer(rpc.WeightServiceServicer):
                 yield pb.WatchResponse(announced=announced)
 
         try:
-            async for response in with_heartbeats(announcements(), heartbeat):
+            async for response in with_heartbeats(announcements(), heartbeat, until=self._draining):
                 yield response
         finally:
             self._relays.leave(watcher)

@@ -96,8 +96,11 @@ class WeightStore:
     def reopen_run(self, run_id: str) -> None:
         """Forget a run's versions and begin anew: whatever comes next is news to everybody who follows it."""
         with self._lock:
-            self._runs.pop(run_id, None)
-            self._create(run_id)
+            if run_id in self._runs:
+                # In its place: it does not become the run that was opened last.
+                self._runs[run_id] = _Run(next(self._generations))
+            else:
+                self._create(run_id)
             self._wake()
 
     def close_run(self, run_id: str) -> None:

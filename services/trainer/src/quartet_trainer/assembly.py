@@ -65,7 +65,7 @@ def assemble(config: TrainerConfig) -> Trainer:
     health.watch_progress(STUCK_SECONDS, lambda: worker.busy)
     services = (
         Service(TRAINER, add_TrainerServiceServicer_to_server, TrainerServicer(roster, worker)),
-        Service(WEIGHTS, add_weight_service, WeightServicer(store)),
+        Service(WEIGHTS, add_weight_service, WeightServicer(store, health.draining)),
     )
     for service in services:
         health.set_ready(service.name)

@@ -1,0 +1,144 @@
+"""CloseRun: what it frees, what it keeps, and that a deployment outlives many runs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from quartet.errors import from_rpc
+from quartet.v1 import trainer_service_pb2 as pb
+from quartet.v1 import weights_pb2
+from quartet.v1.weights_pb2_grpc import WeightServiceStub
+from quartet.weights.fetch import fetch_version
+from quartet_trainer.run import Run
+
+WAIT_SECONDS = 20.0
+
+
+async def close(trainer: Any, run_id: str = "r") -> None:
+    await trainer.stub.CloseRun(pb.CloseRunRequest(run_id=run_id))
+
+
+async def reason(call: Any) -> str:
+    with pytest.raises(grpc.RpcError) as raised:
+        await call
+    return from_rpc(raised.value).reason
+
+
+async def test_many_runs_in_sequence_work_on_one_trainer(folder: Path, serve_trainer: Any) -> None:
+    async with serve_trainer(max_runs=2) as trainer:
+        await trainer.create("stays", base_model=str(folder))
+        for number in range(4):
+            run_id = f"run-{number}"
+            await trainer.create(run_id, base_model=str(folder))
+            assert await reason(trainer.create("one-more", base_model=str(folder))) == "OVERLOADED"
+            await close(trainer, run_id)
+        await trainer.stub.GetRun(pb.GetRunRequest(run_id="stays"))
+
+
+async def test_a_closed_run_is_freed_and_goes_on_from_its_newest_state(
+    folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[weakref.ref[Any]] = []
+    plain = Run.__init__
+
+    def noted(self: Run, *args: Any) -> None:
+        plain(self, *args)
+        alive.extend([weakref.ref(self._model), weakref.ref(next(iter(self._model.parameters())))])
+
+    monkeypatch.setattr(Run, "__init__", noted)
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder), retain_versions=2)
+        await trainer.forward_backward(1, make_samples())
+        await trainer.optim_step(2)
+        digest = (await trainer.publish(3)).digest
+        await trainer.save(4, "a")
+        await trainer.forward_backward(5, make_samples())
+        assert all(one() is not None for one in alive)
+        for _ in range(2):  # a repeated CloseRun is the same CloseRun
+            await close(trainer)
+        assert [one() for one in alive] == [None, None]
+        assert await reason(trainer.stub.GetRun(pb.GetRunRequest(run_id="r"))) == "RUN_UNKNOWN"
+        manifest = WeightServiceStub(trainer.channel).GetManifest(weights_pb2.GetManifestRequest(run_id="r"))
+        assert await reason(manifest) == "RUN_UNKNOWN"
+        run = await trainer.create(base_model=str(folder), retain_versions=2)
+        assert (run.applied_seq_id, run.policy_version) == (4, 1)
+        assert (await fetch_version(trainer.channel, "r", 1)).manifest.digest == digest
+        await trainer.forward_backward(5, make_samples())
+    async with serve_trainer() as trainer:
+        await close(trainer, "never-there")
+
+
+@pytest.mark.parametrize("caller_leaves", [False, True])
+async def test_a_run_is_closed_after_the_call_under_way(
+    folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch, caller_leaves: bool
+) -> None:
+    begun, go_on, plain = threading.Event(), threading.Event(), Run.forward_backward
+
+    def held_up(*args: Any) -> Any:
+        begun.set()
+        assert go_on.wait(WAIT_SECONDS)
+        return plain(*args)
+
+    monkeypatch.setattr(Run, "forward_backward", held_up)
+    async with serve_trainer(max_runs=1) as trainer:
+        await trainer.create(base_model=str(folder))
+        batch = asyncio.create_task(trainer.forward_backward(1, make_samples()))
+        try:
+            assert await asyncio.to_thread(begun.wait, WAIT_SECONDS)
+            closing = asyncio.create_task(close(trainer))
+            async with asyncio.timeout(WAIT_SECONDS):
+                get = pb.GetRunRequest(run_id="r")
+                while await known(trainer.stub.GetRun(get)):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert not closing.done()
+            if caller_leaves:
+                closing.cancel()
+                await asyncio.wait({closing})
+        finally:
+            go_on.set()
+        assert (await batch).loss_tokens > 0
+        if not caller_leaves:
+            await closing
+        # The place is free, also where nobody waited for it.
+        assert (await trainer.create("next", base_model=str(folder))).applied_seq_id == 0
+
+
+async def known(call: Any) -> bool:
+    try:
+        await call
+    except grpc.RpcError as error:
+        assert from_rpc(error).reason == "RUN_UNKNOWN"
+        return False
+    return True
+
+
+async def test_a_watch_does_not_hold_up_the_drain(folder: Path, tmp_path: Path) -> None:
+    from quartet.kit.channel import connect
+    from quartet.kit.server import start
+    from quartet_trainer.assembly import assemble
+    from quartet_trainer.config import TrainerConfig
+
+    config = TrainerConfig(state_dir=tmp_path, device="cpu")
+    trainer = assemble(config)
+    server = await start(trainer.services, config.server, trainer.health)
+    channel = connect(server.address)
+    try:
+        watching = WeightServiceStub(channel).Watch(weights_pb2.WatchRequest())
+        reading = asyncio.ensure_future(watching.read())
+        await asyncio.sleep(0.2)
+        assert not reading.done()
+        began = time.monotonic()
+        trainer.health.drain()
+        await server.stop(config.server.drain_seconds)
+        assert time.monotonic() - began < config.server.drain_seconds / 2
+        assert await reason(reading) == "NOT_READY"
+    finally:
+        await channel.close()
+        await trainer.worker.close()

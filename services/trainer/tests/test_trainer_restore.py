@@ -1,0 +1,179 @@
+"""What a restored run still knows: the versions it retained, what it had published, and who follows it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from quartet.errors import QuartetError, from_rpc
+from quartet.v1 import trainer_service_pb2 as pb
+from quartet.v1 import weights_pb2
+from quartet.v1.weights_pb2_grpc import WeightServiceStub
+from quartet.weights.fetch import fetch_version
+from quartet.weights.store import WeightStore
+from quartet_trainer.passes import Machine
+from quartet_trainer.publish import cast
+from quartet_trainer.run import Run
+from quartet_trainer.spec import OptimizerSpec, RunSpec
+from quartet_trainer.versions import Versions
+
+WAIT_SECONDS = 20.0
+RETAINED = 3
+
+
+async def sampled(trainer: Any, make_samples: Any, version: int, seed: int) -> Any:
+    """Samples whose log-probabilities are those of the live weights, stamped with their version."""
+    samples = make_samples(groups=1, seed=seed, version=version)
+    for one, logprobs in zip(samples, await trainer.forward(samples), strict=True):
+        one.sample.logprobs[:] = logprobs
+    return samples
+
+
+async def three_versions(trainer: Any, make_samples: Any) -> Any:
+    """Publish versions 0, 1, 2 by calls 1-7; return samples of each."""
+    await trainer.publish(1)
+    seen = await sampled(trainer, make_samples, 0, seed=0)
+    for version in (1, 2):
+        await trainer.forward_backward(3 * version - 1, make_samples(seed=version))
+        await trainer.optim_step(3 * version)
+        await trainer.publish(3 * version + 1)
+        seen += await sampled(trainer, make_samples, version, seed=version)
+    return seen
+
+
+def assert_all_compared(done: Any) -> None:
+    assert done.verification.tokens_skipped == 0
+    assert done.verification.tokens_compared == done.loss_tokens
+    assert done.verification.max_difference < 1e-5
+    # Three versions were told apart: the live weights alone would not have agreed.
+    assert done.diagnostics["logprob_difference_max"] > 0.01
+
+
+def saved_versions(path: str) -> list[str]:
+    return sorted(file.stem for file in Path(path).glob("version-*"))
+
+
+async def test_invariant_9_a_resumed_run_verifies_the_tokens_of_every_retained_version(
+    folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    spec = {"base_model": str(folder), "retain_versions": RETAINED, "learning_rate": 0.05}
+    async with serve_trainer() as trainer:
+        await trainer.create(**spec)
+        samples = await three_versions(trainer, make_samples)
+        state = await trainer.save(8, "a")
+        straight = await trainer.forward_backward(9, samples, verify_logprobs=True)
+        assert_all_compared(straight)
+        # The newest is cast again from the masters, so that only the older ones are written.
+        assert saved_versions(state.path) == ["version-0", "version-1"]
+        await trainer.optim_step(10)
+        await trainer.publish(11)
+        await trainer.stub.LoadState(pb.LoadStateRequest(run_id="r", seq_id=12, name="a"))
+        loaded = await trainer.forward_backward(9, samples, verify_logprobs=True)
+        assert loaded.verification == straight.verification
+    async with serve_trainer() as trainer:
+        assert (await trainer.create(**spec)).applied_seq_id == 8
+        restarted = await trainer.forward_backward(9, samples, verify_logprobs=True)
+        assert restarted.verification == straight.verification
+        # Bounded in a second life too: the oldest makes room.
+        await trainer.optim_step(10)
+        await trainer.publish(11)
+        with pytest.raises(grpc.RpcError) as raised:
+            await trainer.forward(samples, policy_version=0)
+        assert from_rpc(raised.value).reason == "VERSION_UNKNOWN"
+        await trainer.forward(samples, policy_version=1)
+
+
+async def test_a_state_between_step_and_publication_restores_what_was_published(
+    folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        digest = (await trainer.publish(1)).digest
+        await trainer.forward_backward(2, make_samples())
+        await trainer.optim_step(3)
+        await trainer.save(4, "between")
+        straight = await trainer.publish(5)
+    async with serve_trainer() as trainer:
+        run = await trainer.create(base_model=str(folder))
+        assert (run.policy_version, run.published_version) == (1, 0)
+        assert (await fetch_version(trainer.channel, "r", 0)).manifest.digest == digest
+        assert await trainer.publish(5) == straight
+
+
+def test_versions_keep_the_dtype_they_were_published_in(folder: Path) -> None:
+    """The default of served_dtype is the device's, and a run may be restored on another device."""
+    store = WeightStore(4)
+    machine = Machine(torch.device("cpu"), microbatch_tokens=4096, row_tokens=256, hub=False)
+    spec = {"base_model": str(folder), "optimizer": OptimizerSpec(learning_rate=1e-2)}
+    there = Run("r", RunSpec(**spec, served_dtype="bfloat16"), machine, store, lambda: None)
+    published = there.publish()
+    here = Run("r", RunSpec(**spec), machine, store, lambda: None)
+    here.restore(there.content(1))
+    assert here.status.published_version == 0
+    assert store.get("r").manifest.digest == published.digest == here.publish().digest
+
+
+def test_saved_weights_that_give_another_digest_are_refused_and_change_nothing() -> None:
+    store = WeightStore(4)
+    weights = cast([("w", torch.ones(3))], "float32")
+    versions = Versions("r", store, 2)
+    versions.publish(5, weights)
+    meta = versions.meta()
+    versions.publish(6, cast([("w", torch.zeros(3))], "float32"))
+    with pytest.raises(QuartetError, match="CHECKSUM_MISMATCH"):
+        versions.restore(meta, {}, 5, cast([("w", torch.full((3,), 2.0))], "float32"))
+    assert versions.newest == 6 and store.get("r").number == 6
+    versions.restore(meta, {}, 5, weights)
+    assert versions.newest == 5 and store.get("r").manifest.digest.hex() == meta["published_digest"]
+
+
+async def test_who_watches_learns_of_the_older_version_that_a_run_returned_to(
+    folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        zero = await trainer.publish(1)
+        await trainer.save(2, "start")
+        await trainer.forward_backward(3, make_samples())
+        await trainer.optim_step(4)
+        one = await trainer.publish(5)
+        stub = WeightServiceStub(trainer.channel)
+        # One was told what is newest in this stream; the other holds it, and was told nothing yet.
+        told = announcements(stub.Watch(weights_pb2.WatchRequest(run_id="r")))
+        holding = announcements(stub.Watch(weights_pb2.WatchRequest(run_id="r", held_version=1)))
+        async with asyncio.timeout(WAIT_SECONDS), aclosing(told), aclosing(holding):
+            first = await anext(told)
+            assert (first.version, first.digest) == (1, one.digest)
+            waiting = asyncio.ensure_future(anext(holding))
+            await asyncio.sleep(0.1)
+            assert not waiting.done()
+            await trainer.stub.LoadState(pb.LoadStateRequest(run_id="r", seq_id=6, name="start"))
+            for news in (await anext(told), await waiting):
+                assert (news.version, news.digest) == (0, zero.digest)
+            # Numbers are given again, with other contents.
+            await trainer.forward_backward(3, make_samples(seed=5))
+            await trainer.optim_step(4)
+            other = await trainer.publish(5)
+            assert other.digest != one.digest
+            for news in (await anext(told), await anext(holding)):
+                assert (news.version, news.digest) == (1, other.digest)
+
+
+async def announcements(call: Any) -> AsyncIterator[weights_pb2.VersionAnnounced]:
+    async for response in call:
+        if response.WhichOneof("event") == "announced":
+            yield response.announced
+
+
+async def test_a_publication_repeated_under_another_number_gives_the_same_digest(
+    folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        assert (await trainer.publish(1)).digest == (await trainer.publish(2)).digest
