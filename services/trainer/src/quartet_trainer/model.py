@@ -20,6 +20,7 @@ import transformers
 from quartet.errors import QuartetError
 from safetensors import SafetensorError
 
+from quartet_trainer import attention
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.packing import pack
 from quartet_trainer.publish import TORCH_DTYPES
@@ -81,6 +82,8 @@ def load_model(folder: Path, base_model: str, *, from_scratch: bool, seed: int, 
     # eval: no dropout, so that trainer and sampler compute the same function.
     model = model.eval().to(device)
     model.config.use_cache = False
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(attention.NAME)
     _check_attention(model.config, base_model)
     return model
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from quartet_inference.embedded.attention import attend
 from quartet_inference.embedded.kv_cache import KvCache
 
 # Pre-norm decoders with a gated SiLU MLP and rotary positions: what LeanForward computes.
@@ -153,7 +154,7 @@ class LeanForward:
         flat_positions = positions_BT.reshape(-1)
         x = F.embedding(ids_BT.reshape(-1), self._embed)
         cos, sin = self._cos[flat_positions][:, None], self._sin[flat_positions][:, None]
-        mask = torch.zeros(rows, 1, tokens, context)
+        mask = torch.zeros(rows, 1, tokens, context, dtype=torch.float64)
         mask.masked_fill_(~causal_mask(positions_BT, context), float("-inf"))
         head_offsets = torch.arange(first_row, first_row + rows)[:, None] * self._kv_heads + torch.arange(
             self._kv_heads
@@ -194,24 +195,14 @@ class LeanForward:
                 1,
             )
         turned = torch.cat([qk[..., dim // 2 :], qk[..., : dim // 2]], -1)
-        qk = torch.addcmul(qk * cos, turned, sin)
+        qk = qk * cos + turned * sin  # two roundings as in transformers: a fused product would differ in bits
         cache_rows = self._cache.data
         for side, new in ((0, qk[:, heads:]), (1, qkv[:, heads + kv_heads :])):
             cache_rows[2 * number + side].view(-1, dim).index_copy_(0, index, new.reshape(-1, dim))
         keys = cache_rows[2 * number, first_row : first_row + rows, :, :context]
         values = cache_rows[2 * number + 1, first_row : first_row + rows, :, :context]
-        group = heads // kv_heads
-        q = qk[:, :heads].view(rows, tokens, kv_heads, group, dim)
-        if tokens == 1:  # the heads of a group become the query rows of their shared key head
-            # Two batched products: on a CPU faster than its fused attention, which is made for long queries.
-            folded = q.reshape(rows * kv_heads, group, dim)
-            bias = mask.expand(rows, kv_heads, 1, context).reshape(rows * kv_heads, 1, context)
-            scores = torch.baddbmm(bias, folded, keys.flatten(0, 1).transpose(1, 2), alpha=dim**-0.5)
-            out = torch.bmm(torch.softmax(scores, -1), values.flatten(0, 1)).view(rows, heads * dim)
-        else:
-            q = q.permute(0, 2, 3, 1, 4).reshape(rows, heads, tokens, dim)
-            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=group > 1)
-            out = out.transpose(1, 2).reshape(rows * tokens, heads * dim)
+        q = qk[:, :heads].view(rows, tokens, kv_heads, heads // kv_heads, dim)
+        out = attend(q, keys, values, mask)
         x = x + F.linear(out, layer.out, layer.out_bias)
         gate, up = F.linear(
             F.rms_norm(x, x.shape[-1:], layer.norm_2, self._eps), layer.gate_up, layer.gate_up_bias

@@ -23,6 +23,7 @@ from quartet.weights.tensor import Tensor
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from quartet_inference.embedded import attention
 from quartet_inference.embedded.kv_cache import KvShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -45,6 +46,7 @@ def load(folder: Path, dtype: str, *, weights_follow: bool) -> nn.Module:
             )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model = {str(folder)!r} cannot be loaded: {error}") from error
+    attention.use(model)
     model.eval()
     model.requires_grad_(False)
     return model

@@ -19,8 +19,8 @@ from quartet_inference.embedded.forward import Forward
 
 #: Padded tokens per pass: enough to fill the matrix units, few enough that the activations stay small.
 PREFILL_TOKENS = 2048
-#: Elements of one pass's attention mask: 64 MiB of float32.
-MASK_ELEMENTS = 1 << 24
+#: Elements of one pass's attention mask: 64 MiB of float64.
+MASK_ELEMENTS = 1 << 23
 
 
 def prefill(
