@@ -117,3 +117,4 @@ def _fresh_policy(request: pytest.FixtureRequest) -> None:
         policy.errors.clear()
         policy.requests.clear()
         policy.forgets = False
+        policy.torn = 0

@@ -60,6 +60,8 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
         self.forgets = False
         # Errors to raise before answering, first one first.
         self.errors: list[QuartetError] = []
+        # Answers still to be torn after their first delta.
+        self.torn = 0
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.requests.append(request)
@@ -71,11 +73,18 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
                 await asyncio.sleep(self.delay_s)
             for frame in self._frames(request):
                 yield frame
+                if self.torn and frame.HasField("delta"):
+                    self.torn -= 1
+                    raise QuartetError("NOT_READY", "the replica is being stopped")
         finally:
             self.running -= 1
 
     def _frames(self, request: Any) -> list[Any]:
-        if request.HasField("tokens"):
+        resumed = request.resumed_tokens
+        if resumed:
+            prompt = list(request.tokens.token_ids)[:-resumed]
+            last = decode(prompt[prompt.index(OPEN) :]).removesuffix("assistant\n").rpartition("user\n")[2]
+        elif request.HasField("tokens"):
             earlier = [] if self.forgets else request.tokens.token_ids
             prompt = [*earlier, *render(request.tokens.tail_messages), *OPENING]
             last = request.tokens.tail_messages[-1].content
@@ -87,9 +96,12 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
         limit = request.sampling.max_tokens or len(tokens)
         cut = len(tokens) > limit
         tokens = tokens[:limit]
-        start = inference_service_pb2.GenerateStart(prompt_token_ids=prompt, prefix_kept=not self.forgets)
+        assert tokens[:resumed] == list(request.tokens.token_ids)[len(prompt) :] or not resumed
+        start = inference_service_pb2.GenerateStart(
+            prompt_token_ids=() if resumed else prompt, prefix_kept=not self.forgets
+        )
         frames = [inference_service_pb2.GenerateResponse(start=start)]
-        for at in range(0, len(tokens), DELTA_TOKENS):
+        for at in range(resumed, len(tokens), DELTA_TOKENS):
             part = tokens[at : at + DELTA_TOKENS]
             frames.append(
                 inference_service_pb2.GenerateResponse(

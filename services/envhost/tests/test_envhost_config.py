@@ -41,6 +41,7 @@ def test_dry_run_prints_the_resolved_configuration() -> None:
         (["--wrokers", "3"], "did you mean 'workers'?"),
         (["--inference-addresses", "[]"], "inference_addresses"),
         (["--inference-addresses", '["10.1.1.1:5"]'], "off loopback"),
+        (["--inference-addresses", '["dns:///localhost"]'], "write dns:///name:port"),
     ],
 )
 def test_bad_configuration_is_one_sentence(arguments: list[str], text: str) -> None:

@@ -159,6 +159,19 @@ async def test_a_refused_model_call_is_tried_again(hosted: Any) -> None:
     assert not rollout.HasField("failure") and len(hosted.policy.requests) == 3
 
 
+async def test_a_torn_answer_goes_on_from_the_tokens_it_has(hosted: Any) -> None:
+    """Invariant 6: no token lost, none twice, versions and log-probabilities glued."""
+    (whole,) = await hosted.run("ok")
+    hosted.policy.requests.clear()
+    hosted.policy.torn = 1
+    (rollout,) = await hosted.run("ok")
+    assert rollout.samples == whole.samples and rollout.reward == whole.reward
+    assert rollout.usage.completion_tokens == whole.usage.completion_tokens
+    asked, again = hosted.policy.requests
+    assert asked.HasField("messages") and again.resumed_tokens == 32
+    assert again.tokens.token_ids == whole.samples[0].token_ids[: len(again.tokens.token_ids)]
+
+
 async def test_a_model_failure_is_typed_and_retried_within_its_budget(hosted: Any) -> None:
     hosted.policy.errors = [QuartetError("INTERNAL", "engine fault")] * 2
     (rollout,) = await hosted.run("ok", max_retries=2)

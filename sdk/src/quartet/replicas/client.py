@@ -61,7 +61,7 @@ class Completion:
     # (start, length, policy version), counted from the first sampled token; neighbours of one version are
     # not merged.
     spans: list[tuple[int, int, int]] = field(default_factory=list)
-    finish_reason: int = pb.FINISH_REASON_UNSPECIFIED
+    finish_reason: pb.FinishReason = pb.FINISH_REASON_UNSPECIFIED
     stop_match: str = ""
     message: common_pb2.Message = field(default_factory=common_pb2.Message)
     usage: common_pb2.Usage = field(default_factory=common_pb2.Usage)

@@ -15,8 +15,8 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 from quartet.config import Config
 from quartet.kit.channel import ClientSecurity
-from quartet.kit.security import check_client
 from quartet.kit.server import ServerConfig
+from quartet.replicas.addresses import Addresses
 
 
 class EnvironmentConfig(Config):
@@ -42,7 +42,8 @@ class EnvHostConfig(Config):
     """The host's own settings; `[environments."id"]` tables override the defaults for one environment."""
 
     server: ServerConfig = ServerConfig()
-    # Where the policy is served; several replicas are used by affinity of the group.
+    # Where the policy is served: "host:port" of each replica, or "dns:///name:port" for all that a name has.
+    # A group stays at one replica as long as that serves.
     inference_addresses: list[str] = Field(min_length=1, max_length=1024)
     inference_security: ClientSecurity = ClientSecurity()
     # Default interpreter of environments.
@@ -71,8 +72,7 @@ class EnvHostConfig(Config):
 
     @model_validator(mode="after")
     def _addresses_are_safe(self) -> Self:
-        for address in self.inference_addresses:
-            check_client(address, self.inference_security)
+        Addresses(self.inference_addresses, self.inference_security)
         return self
 
     def environment(self, env_id: str) -> EnvironmentConfig | None:

@@ -25,6 +25,7 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError, Message
 from quartet.errors import QuartetError
 from quartet.kit.channel import ClientSecurity
+from quartet.replicas import Replicas
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
 from quartet_envhost import failures
@@ -48,7 +49,7 @@ class Worker:
         self._writer = writer
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._environment: Any = None
-        self._inference: Any = None
+        self._replicas: Replicas | None = None
         self._info = b""
 
     async def run(self) -> None:
@@ -65,7 +66,9 @@ class Worker:
             self._refuse(call_id, error)
             await self._writer.drain()
             return
-        async with self._environment.serving():
+        security = ClientSecurity.model_validate(settings["security"])
+        replicas = Replicas(settings["inference_addresses"], security)
+        async with replicas as self._replicas, self._environment.serving():
             beat = asyncio.create_task(self._beat())
             self._send(Kind.OK, call_id, self._info)
             try:
@@ -74,12 +77,10 @@ class Worker:
             finally:
                 beat.cancel()
                 await self._end_calls()
-                await self._inference.close()
 
     def _load(self, settings: dict[str, Any]) -> None:
         _require_verifiers()
         from quartet_envhost.v1.environment import HostedEnvironment
-        from quartet_envhost.v1.policy import Inference
         from quartet_envhost.v1.tuning import freeze_heap, remember_default_factories
 
         env_id = settings["id"]
@@ -95,8 +96,6 @@ class Worker:
             logging.getLogger(__name__).exception("environment %s does not load", env_id)
             text = f"environment {env_id!r} does not load: {type(error).__name__}: {error}"
             raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=env_id) from error
-        security = ClientSecurity.model_validate(settings["security"])
-        self._inference = Inference(settings["inference_addresses"], security)
         freeze_heap()
 
     def _take(self, kind: Kind, call_id: int, payload: bytes) -> None:
@@ -137,9 +136,7 @@ class Worker:
         timeout_s = request.timeout_ms / 1000
         try:
             async with asyncio.timeout(timeout_s):
-                rollout: rollout_pb2.Rollout = await self._environment.run(
-                    self._inference, request, timeout_s
-                )
+                rollout: rollout_pb2.Rollout = await self._environment.run(self._replicas, request, timeout_s)
         except TimeoutError:
             text = f"not done with its scoring after {timeout_s:g} s"
             return failures.failed(member, failures.TIMEOUT, text, retryable=False)

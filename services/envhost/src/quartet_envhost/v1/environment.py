@@ -25,6 +25,7 @@ import pydantic
 import verifiers
 import verifiers.v1 as vf
 from quartet.errors import QuartetError
+from quartet.replicas import Replicas
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 from verifiers.v1.configs.agent import AgentConfig
 from verifiers.v1.utils.loaders import (
@@ -39,7 +40,7 @@ from verifiers.v1.utils.loaders import (
 from quartet_envhost.v1.harness import HARNESS_ID
 from quartet_envhost.v1.interception import POLICY_CONFIG, HostInterception, current_policy
 from quartet_envhost.v1.outcome import rollout_of
-from quartet_envhost.v1.policy import Inference, RolloutPolicy, sampling_config
+from quartet_envhost.v1.policy import RolloutPolicy, sampling_config
 
 _EVAL_SPLITS: Final = ("eval", "test", "validation")
 # What the model is called inside Verifiers; which weights answer is the request's matter.
@@ -109,7 +110,7 @@ class HostedEnvironment:
 
     async def run(
         self,
-        inference: Inference,
+        replicas: Replicas,
         request: envhost_service_pb2.RunRolloutsRequest,
         timeout_s: float,
     ) -> rollout_pb2.Rollout:
@@ -123,7 +124,7 @@ class HostedEnvironment:
             )
         member = request.members[0]
         started = time.monotonic()
-        policy = RolloutPolicy(inference, request, started + timeout_s)
+        policy = RolloutPolicy(replicas, request, started + timeout_s)
         context = vf.ModelContext(
             model=MODEL_NAME, client=POLICY_CONFIG, sampling=sampling_config(request.sampling)
         )

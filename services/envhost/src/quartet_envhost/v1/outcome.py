@@ -89,7 +89,7 @@ def _record_usage(rollout: rollout_pb2.Rollout, policy: RolloutPolicy) -> None:
         for turn in turns:
             rollout.usage.prompt_tokens += len(turn.prompt_ids)
             rollout.usage.completion_tokens += len(turn.token_ids)
-            rollout.usage.cached_tokens += turn.cached_tokens
+            rollout.usage.cached_tokens += turn.completion.usage.cached_tokens
 
 
 def _failure(episode: Any, traces: Sequence[Any]) -> rollout_pb2.RolloutFailure | None:

@@ -6,29 +6,23 @@
    token.
 3. A seed in the request becomes one per (task, member, turn), so equal requests draw equal tokens and
    members differ.
-4. A refused or torn call is tried again while its reason says that it may help, until the rollout's own
-   deadline; tokens of a torn answer are dropped.
+4. A call that its replica does not end goes on at another one from the tokens it has, until the rollout's own
+   deadline (quartet.replicas).
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
-import random
 import struct
 import time
-import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any
 
-import grpc
 from quartet.errors import QuartetError
-from quartet.kit.call import stream
-from quartet.kit.channel import ClientSecurity, connect
+from quartet.replicas import Completion, Replicas
 from quartet.v1 import common_pb2, envhost_service_pb2, inference_service_pb2
-from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
 from verifiers.v1.clients.client import Client
 from verifiers.v1.clients.train import serialize_completion
 from verifiers.v1.dialects import ChatDialect, Dialect
@@ -45,16 +39,6 @@ from verifiers.v1.types import (
     content_text,
 )
 
-# Heartbeats come every 5 s; three missed ones are a dead peer.
-IDLE_TIMEOUT_S: Final = 20.0
-# Full-jitter backoff of refused calls; a restarted replica is asked again within a second or two.
-BACKOFF_BASE_S: Final = 0.1
-BACKOFF_CAP_S: Final = 2.0
-# With the cap above about ten minutes: the deadline of the rollout ends it sooner.
-MAX_ATTEMPTS: Final = 300
-
-# DEADLINE while our own has not passed is a silent peer.
-_RETRIED = {"NOT_READY", "OVERLOADED", "DEADLINE"}
 _STATUS = {
     "OVERLOADED": 429,
     "NOT_READY": 503,
@@ -88,94 +72,32 @@ class Turn:
     """One model call that was answered whole."""
 
     prompt_ids: list[int]
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    # (start, length, policy version), counted from the first sampled token.
-    spans: list[tuple[int, int, int]] = field(default_factory=list)
-    cached_tokens: int = 0
+    completion: Completion
 
+    @property
+    def token_ids(self) -> list[int]:
+        """What was sampled."""
+        return self.completion.token_ids
 
-class Inference:
-    """Channels to the replicas, shared by every rollout of the worker."""
+    @property
+    def logprobs(self) -> list[float]:
+        """The sampler's log-probability of each token."""
+        return self.completion.logprobs
 
-    def __init__(self, addresses: Sequence[str], security: ClientSecurity) -> None:
-        """Connect lazily to each address."""
-        self._channels = [connect(address, security=security) for address in addresses]
-        make_stub: Any = InferenceServiceStub  # Generated code has no annotations.
-        self._stubs = [make_stub(channel) for channel in self._channels]
-
-    async def close(self) -> None:
-        """Close the channels."""
-        for channel in self._channels:
-            await channel.close()
-
-    async def generate(
-        self, request: inference_service_pb2.GenerateRequest, deadline: float
-    ) -> tuple[Turn, inference_service_pb2.GenerateFinish]:
-        """The completion of a request with n = 1. Raises QuartetError."""
-        home = zlib.crc32(request.session_id.encode()) % len(self._stubs)
-        for attempt in range(MAX_ATTEMPTS):
-            # The home replica holds the prefix; others are asked only while it refuses.
-            stub = self._stubs[(home + attempt) % len(self._stubs)]
-            try:
-                return await self._once(stub, request, max(0.001, deadline - time.monotonic()))
-            except QuartetError as error:
-                if error.reason not in _RETRIED:
-                    raise
-                pause = random.uniform(0, min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2**attempt))
-                if time.monotonic() + pause >= deadline:
-                    raise
-                await asyncio.sleep(pause)
-        raise QuartetError("NOT_READY", f"inference refused the call {MAX_ATTEMPTS} times")
-
-    async def _once(
-        self, stub: Any, request: inference_service_pb2.GenerateRequest, timeout_s: float
-    ) -> tuple[Turn, inference_service_pb2.GenerateFinish]:
-        turn = Turn(prompt_ids=list(request.tokens.token_ids))
-        finish: inference_service_pb2.GenerateFinish | None = None
-        call: grpc.aio.UnaryStreamCall[Any, Any] = stub.Generate(request, timeout=timeout_s)
-        async for frame in stream(call, idle_timeout_s=IDLE_TIMEOUT_S):
-            which = frame.WhichOneof("frame")
-            if which == "delta":
-                turn.token_ids.extend(frame.delta.token_ids)
-                turn.logprobs.extend(frame.delta.logprobs)
-                turn.spans.extend((s.start, s.length, s.policy_version) for s in frame.delta.spans)
-            elif which == "start" and frame.start.prompt_token_ids:
-                turn.prompt_ids = list(frame.start.prompt_token_ids)
-            elif which == "finish":
-                finish = frame.finish
-        if finish is None:
-            raise QuartetError("NOT_READY", "the answer of inference ended before its last frame")
-        turn.cached_tokens = finish.usage.cached_tokens
-        _check(turn)
-        return turn, finish
-
-
-def _check(turn: Turn) -> None:
-    sampled = len(turn.token_ids)
-    if not turn.prompt_ids:
-        raise QuartetError("INTERNAL", "inference sent no prompt tokens")
-    if len(turn.logprobs) != sampled:
-        raise QuartetError(
-            "INTERNAL", f"inference sent {len(turn.logprobs)} log-probabilities for {sampled} tokens"
-        )
-    at = 0
-    for start, length, _ in turn.spans:
-        if start != at or length < 1:
-            raise QuartetError("INTERNAL", f"inference sent a span at {start} where {at} comes next")
-        at += length
-    if at != sampled:
-        raise QuartetError("INTERNAL", f"inference stamped {at} of {sampled} tokens with a version")
+    @property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """(start, length, policy version), counted from the first sampled token."""
+        return self.completion.spans
 
 
 class RolloutPolicy(Client):  # type: ignore[misc]
     """The policy of one attempt of one member."""
 
     def __init__(
-        self, inference: Inference, request: envhost_service_pb2.RunRolloutsRequest, deadline: float
+        self, replicas: Replicas, request: envhost_service_pb2.RunRolloutsRequest, deadline: float
     ) -> None:
         """`request` has exactly one member; `deadline` is on the monotonic clock."""
-        self._inference = inference
+        self._replicas = replicas
         self._request = request
         self._deadline = deadline
         self._calls = 0
@@ -198,15 +120,16 @@ class RolloutPolicy(Client):  # type: ignore[misc]
         request = self._generate_request(sampling, turn)
         started = time.monotonic()
         try:
-            answer, finish = await self._inference.generate(request, self._deadline)
+            generated = await self._replicas.complete(request, self._deadline - started)
         except QuartetError as error:
             raise ProviderError(str(error), status_code=_STATUS.get(error.reason, 400)) from error
         finally:
             self.model_seconds += time.monotonic() - started
+        answer = Turn(generated.prompt_ids, generated.completions[0])
         prefix = request.tokens.token_ids
         kept = bool(prefix) and answer.prompt_ids[: len(prefix)] == list(prefix)
         self.turns.setdefault(turn.trace.id, []).append(answer)
-        response = _response(answer, finish, body["model"], bridged=kept)
+        response = _response(answer, body["model"], bridged=kept)
         response.raw = serialize_completion(response, body["model"])
         return response
 
@@ -270,10 +193,8 @@ def sampling_config(params: common_pb2.SamplingParams) -> SamplingConfig:
     return SamplingConfig(**values)
 
 
-def _response(
-    answer: Turn, finish: inference_service_pb2.GenerateFinish, model: str, *, bridged: bool
-) -> Response:
-    said = finish.message
+def _response(answer: Turn, model: str, *, bridged: bool) -> Response:
+    said, cached = answer.completion.message, answer.completion.usage.cached_tokens
     calls = [ToolCall(id=c.id, name=c.name, arguments=c.arguments_json) for c in said.tool_calls]
     return Response(
         id="",
@@ -284,11 +205,11 @@ def _response(
             reasoning_content=said.reasoning_content or None,
             tool_calls=calls or None,
         ),
-        finish_reason=_FINISH.get(finish.finish_reason),
+        finish_reason=_FINISH.get(answer.completion.finish_reason),
         usage=Usage(
-            prompt_tokens=len(answer.prompt_ids) - answer.cached_tokens,
+            prompt_tokens=len(answer.prompt_ids) - cached,
             completion_tokens=len(answer.token_ids),
-            cached_input_tokens=answer.cached_tokens or None,
+            cached_input_tokens=cached or None,
         ),
         # The lists are ours already; validating them again would copy long contexts.
         tokens=TurnTokens.model_construct(

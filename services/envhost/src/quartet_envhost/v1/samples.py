@@ -19,10 +19,25 @@ from quartet.v1 import rollout_pb2
 class SampledTurn(Protocol):
     """A model call; spans are (start, length, version), counted from the first sampled token."""
 
-    prompt_ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
-    spans: list[tuple[int, int, int]]
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The whole prompt."""
+        ...
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What was sampled."""
+        ...
+
+    @property
+    def logprobs(self) -> list[float]:
+        """One for each sampled token."""
+        ...
+
+    @property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """Covering all sampled tokens."""
+        ...
 
 
 @dataclass
