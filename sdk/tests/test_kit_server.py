@@ -225,12 +225,12 @@ async def test_metrics_are_served_and_the_port_is_given_back() -> None:
 
 
 async def test_a_cancelled_serve_leaves_nothing_behind() -> None:
-    started = asyncio.Event()
+    started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     task = asyncio.create_task(serve([SERVICE], ServerConfig(address=address), Health(), started=started))
-    await asyncio.wait_for(started.wait(), 5)
+    assert await asyncio.wait_for(started, 5) == address
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

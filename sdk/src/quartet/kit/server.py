@@ -135,14 +135,17 @@ async def serve(
     health: Health,
     *,
     on_drain: Callable[[], Awaitable[None]] | None = None,
-    started: asyncio.Event | None = None,
+    started: asyncio.Future[str] | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. Raises ConfigError where it cannot begin."""
+    """Serve until SIGTERM or SIGINT, then drain; `started` receives the address that was bound.
+
+    Raises ConfigError where it cannot begin.
+    """
     tune_allocator()
     with _signals() as (asked, hurry):
         running = await start(services, config, health)
         if started is not None:
-            started.set()
+            started.set_result(running.address)
         try:
             await asked.wait()
             log.info("draining", address=running.address)
