@@ -35,11 +35,11 @@ class Addresses:
         """Raises ConfigError for an address that cannot be used."""
         if not 1 <= len(configured) <= MAX_REPLICAS:
             raise ConfigError(f"{len(configured)} addresses of replicas; give 1 to {MAX_REPLICAS}")
-        for address in configured:
-            check_client(address, security)
         self._security = security
         self._plain = [one for one in configured if not one.startswith("dns:")]
         self._names = [_name_and_port(one) for one in configured if one.startswith("dns:")]
+        for address in configured:
+            check_client(address, security)
         self._found: dict[tuple[str, int], list[str]] = {name: [] for name in self._names}
 
     @property
