@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -43,6 +44,7 @@ class TrainerRun:
     published: int | None = None
     weights: str = "base"
     gradients: str = ""
+    broken: bool = False
     kept: dict[int, object] = field(default_factory=dict)
     trained: list[tuple[int, ...]] = field(default_factory=list)
 
@@ -54,7 +56,9 @@ class FakeTrainer(TrainerServiceServicer):
         self.applied_calls: Counter[int] = Counter()
         self.latest: dict[str, int] = {}
         self.delay_s = 0.0
-        self.loss = 0.5
+        # Of each batch in turn; then 0.5.
+        self.losses: list[float] = []
+        self.closed: list[str] = []
         self.lose_answer_of: set[int] = set()
         self.model_missing = False
         self._newer = asyncio.Event()
@@ -86,6 +90,11 @@ class FakeTrainer(TrainerServiceServicer):
         self._find(request.run_id)
         return tpb.GetRunResponse(run=self._state(request.run_id))
 
+    async def CloseRun(self, request, context):
+        self.closed.append(request.run_id)
+        self.runs.pop(request.run_id, None)
+        return tpb.CloseRunResponse()
+
     async def ForwardBackward(self, request_iterator, context):
         start_frame, samples, commit = None, [], None
         async for frame in request_iterator:
@@ -105,7 +114,9 @@ class FakeTrainer(TrainerServiceServicer):
             contents = b"".join(s.SerializeToString(deterministic=True) for s in samples)
             run.gradients = xxhash.xxh3_64_hexdigest(contents)
             run.trained += [tuple(s.sample.token_ids) for s in samples]
-            answer = tpb.ForwardBackwardResponse(loss=self.loss, loss_tokens=tokens, tokens=tokens)
+            loss = self.losses.pop(0) if self.losses else 0.5
+            run.broken = not math.isfinite(loss)
+            answer = tpb.ForwardBackwardResponse(loss=loss, loss_tokens=tokens, tokens=tokens)
             answer.diagnostics["entropy"] = 1.5
             answer.verification.max_difference = 1e-6
             answer.verification.tokens_compared = tokens
@@ -116,10 +127,16 @@ class FakeTrainer(TrainerServiceServicer):
     async def OptimStep(self, request, context):
         def apply(run: TrainerRun):
             assert run.gradients
-            run.weights = xxhash.xxh3_64_hexdigest((run.weights + run.gradients).encode())
+            if not run.broken:
+                run.weights = xxhash.xxh3_64_hexdigest((run.weights + run.gradients).encode())
             run.gradients = ""
             run.version += 1
-            return tpb.OptimStepResponse(grad_norm=1.0, learning_rate=1e-3, policy_version=run.version)
+            return tpb.OptimStepResponse(
+                grad_norm=math.nan if run.broken else 1.0,
+                learning_rate=1e-3,
+                policy_version=run.version,
+                skipped_nonfinite=run.broken,
+            )
 
         return await self._apply(request.run_id, request.seq_id, apply)
 

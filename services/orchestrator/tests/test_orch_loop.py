@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import shutil
@@ -70,7 +71,7 @@ async def test_every_token_is_within_the_bound_and_evaluations_are_pinned(world)
         await runs.submit(RUN, world.toml(off_policy=0), dry_run=False)
         run = await world.rest(runs)
     assert run.max_off_policy_steps_seen == 0
-    for number, tokens in enumerate(world.trainer.runs[RUN].trained):
+    for number, tokens in enumerate(world.trainer.disk[RUN, "final"].trained):
         assert tokens[2] == number // 8
     for request in world.host.requests:
         if request.split == epb.SPLIT_EVAL:
@@ -86,7 +87,7 @@ async def test_orchestrator_killed_at_random_points(world, seed):
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(steps=8, off_policy=0), dry_run=False)
         await world.rest(runs)
-    undisturbed = world.trainer.runs.pop(RUN).weights
+    undisturbed = world.trainer.disk[RUN, "final"].weights
     world.trainer.disk.clear()
     world.trainer.applied_calls.clear()
     world.trainer.latest.clear()
@@ -103,7 +104,7 @@ async def test_orchestrator_killed_at_random_points(world, seed):
             seen += [r.event for r in runs.get(RUN).journal.events(len(seen), 100_000, rollouts=True)]
     assert kills >= 3
     assert_complete(world, run, steps=8)
-    assert world.trainer.runs[RUN].weights == undisturbed
+    assert world.trainer.disk[RUN, "final"].weights == undisturbed
     assert set(world.trainer.applied_calls.values()) == {1}
     assert seen == list(range(1, run.last_event + 1))
 
@@ -191,7 +192,7 @@ async def test_a_group_that_fails_for_good_is_replaced_and_counted(world):
         run = await world.rest(runs)
     assert_complete(world, run)
     assert set(run.ledger.discarded) == {"failed:ENVIRONMENT"}
-    assert not any(tokens[0] % 3 == 0 for tokens in world.trainer.runs[RUN].trained)
+    assert not any(tokens[0] % 3 == 0 for tokens in world.trainer.disk[RUN, "final"].trained)
 
 
 async def test_a_broken_environment_ends_the_run(world):
@@ -212,7 +213,7 @@ async def test_a_version_outside_the_bound_is_discarded_and_counted(world):
         await runs.submit(RUN, world.toml(steps=6), dry_run=False)
         run = await world.rest(runs)
     assert_complete(world, run, steps=6)
-    assert not any(tokens[2] == 99 for tokens in world.trainer.runs[RUN].trained)
+    assert not any(tokens[2] == 99 for tokens in world.trainer.disk[RUN, "final"].trained)
     assert set(run.ledger.discarded) <= {"version_unpublished"}
 
 
@@ -277,14 +278,54 @@ async def test_stop_and_resume(world):
             await runs.resume(RUN)
 
 
-async def test_a_loss_that_is_no_number_names_its_step(world):
-    world.trainer.loss = float("nan")
+async def test_a_step_that_the_trainer_skipped_counts_and_the_run_goes_on(world):
+    world.trainer.losses = [0.5, float("nan"), float("inf")]
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(), dry_run=False)
         run = await world.rest(runs)
-    assert run.phase == pb.RUN_PHASE_FAILED and run.error.startswith("step 1: the loss is nan")
-    assert world.trainer.runs[RUN].version == 0
+        assert_complete(world, run)
+        seen = await events(runs)
+    steps = [record.step for record in seen if record.WhichOneof("kind") == "step"]
+    assert [step.metrics["train/skipped_steps"] for step in steps] == [0, 1, 1, 0]
+    assert all(math.isfinite(value) for step in steps for value in step.metrics.values())
+    assert "train/loss" not in steps[1].metrics and "train/loss" in steps[3].metrics
+    notes = [record.note.message for record in seen if record.WhichOneof("kind") == "note"]
+    assert sum("skipped the step" in note for note in notes) == 2
+
+
+async def test_a_model_that_gives_no_numbers_any_more_ends_its_run(world):
+    world.trainer.losses = [float("nan")] * training.MAX_SKIPPED_STEPS
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        run = await world.rest(runs)
+    assert run.phase == pb.RUN_PHASE_FAILED and run.error.startswith("step 3: the loss or the gradients")
+    assert "learning_rate" in run.error
     assert run.ledger.in_flight == 0
+    assert world.trainer.closed == [RUN]
+
+
+@pytest.mark.parametrize("trainer_away", [False, True])
+async def test_every_end_of_a_run_closes_it_on_the_trainer(world, trainer_away):
+    """A deployment outlives its runs: one after the other, each gets the place of the one before."""
+    async with world.orchestrator() as runs:
+        for run_id in ("a", "b"):
+            await runs.submit(run_id, world.toml(), dry_run=False)
+            assert (await world.rest(runs, run_id)).phase == pb.RUN_PHASE_COMPLETED
+        assert world.trainer.closed == ["a", "b"] and not world.trainer.runs
+        world.trainer.delay_s = 0.05
+        await runs.submit(RUN, world.toml(steps=6), dry_run=False)
+        while RUN not in world.trainer.latest:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        if trainer_away:
+            await world.kill("trainer")
+        runs.stop(RUN)
+        stopped = await world.rest(runs)
+        assert stopped.phase == pb.RUN_PHASE_STOPPED and not world.trainer.runs
+        if trainer_away:
+            await world.serve("trainer")
+        await runs.resume(RUN)
+        assert_complete(world, await world.rest(runs), steps=6)
+        assert world.trainer.closed == ["a", "b", RUN] if trainer_away else ["a", "b", RUN, RUN]
 
 
 async def test_a_trainer_driven_by_somebody_else_is_refused(world):
@@ -292,12 +333,13 @@ async def test_a_trainer_driven_by_somebody_else_is_refused(world):
         await runs.submit(RUN, world.toml(), dry_run=False)
         await world.rest(runs)
     world.folder = world.folder / "empty"
-    weights = world.trainer.runs[RUN].weights
+    assert world.trainer.closed == [RUN]
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(), dry_run=False)
         run = await world.rest(runs)
     assert run.phase == pb.RUN_PHASE_FAILED and "choose another run_id" in run.error
-    assert world.trainer.runs[RUN].weights == weights
+    # It is somebody else's: not closed either.
+    assert world.trainer.closed == [RUN] and world.trainer.runs[RUN].version == 4
 
 
 async def test_a_missing_model_fails_the_run_before_anything_is_sampled(world):

@@ -8,6 +8,7 @@ Pure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
@@ -46,6 +47,7 @@ def of_step(
         "train/loss_tokens": float(trained.loss_tokens),
         "train/learning_rate": stepped.learning_rate,
         "train/grad_norm": stepped.grad_norm,
+        "train/skipped_steps": float(stepped.skipped_nonfinite),
         "rollout/failed": float(failed_rollouts),
         "time/step_s": times.step_s,
         "time/wait_rollouts_s": times.wait_rollouts_s,
@@ -63,7 +65,8 @@ def of_step(
         values["train/logprob_difference_max"] = trained.verification.max_difference
         values["train/logprob_difference_mean"] = trained.verification.mean_difference
     values |= _rewards("train", scored) | _shape(scored) | _staleness(batch, scored)
-    return values
+    # A skipped step has a loss or a norm that is no number, and neither has JSON.
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def of_evaluation(scored: Sequence[Scored], asked: int) -> dict[str, float]:

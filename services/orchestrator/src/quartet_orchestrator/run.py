@@ -61,7 +61,12 @@ class TrainingRun:
     async def execute(self) -> None:
         await self._unless_stopped(self._training.open())
         await alongside(self._all_steps(), self._training.guard())
+        await self.close()
         self._book.enter(state.COMPLETED)
+
+    async def close(self) -> None:
+        """The end of the run here, for now or for good: other runs get its place on the trainer."""
+        await self._training.close()
 
     async def _all_steps(self) -> None:
         last = self._config.max_steps

@@ -30,6 +30,9 @@ from quartet_orchestrator.segments import JournalCorrupt
 
 log = structlog.get_logger()
 
+# How often a full disk is tried again.
+FULL_DISK_S = 5.0
+
 
 @dataclass
 class _Held:
@@ -209,10 +212,13 @@ async def _live(book: Book, run: TrainingRun) -> None:
         await run.execute()
     except Exception as raised:  # noqa: BLE001 - the end of a run's task: every way to end becomes a phase
         cause = _first(raised)
-        try:
-            _ended(book, cause)
-        except OSError:
-            log.exception("the journal cannot be written; the run goes on when the orchestrator starts again")
+        await run.close()
+        while True:
+            try:
+                return _ended(book, cause)
+            except OSError as error:
+                log.error("the journal cannot be written; make room", why=str(error))
+            await asyncio.sleep(FULL_DISK_S)
 
 
 def _ended(book: Book, cause: BaseException) -> None:

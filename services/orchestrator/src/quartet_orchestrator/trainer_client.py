@@ -16,6 +16,8 @@ READ_S = 10.0
 CREATE_S = 1800.0
 # The largest batch on the slowest machine; a trainer that is frozen is noticed by its connection long before.
 COMPUTE_S = 3600.0
+# Closing waits for the call under way; whoever does not wait leaves it to the trainer, which finishes it.
+CLOSE_S = 10.0
 
 
 class TrainerClient:
@@ -33,6 +35,9 @@ class TrainerClient:
             self._stub.GetRun, tpb.GetRunRequest(run_id=run_id), timeout_s=READ_S
         )
         return response.run
+
+    async def close_run(self, run_id: str) -> None:
+        await unary(self._stub.CloseRun, tpb.CloseRunRequest(run_id=run_id), timeout_s=CLOSE_S)
 
     async def forward_backward(
         self, frames: Iterable[tpb.ForwardBackwardRequest]

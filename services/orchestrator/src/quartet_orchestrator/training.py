@@ -13,17 +13,19 @@
    the next step's metrics. The run goes on: its rollouts keep the log-probabilities they were sampled with.
 5. A trainer that is further than this journal ever asked was driven by somebody else: RunFailed, nothing is
    sent.
-6. While nothing is asked of it the trainer is looked at every GUARD_S, because the weights it serves are
+6. A step that the trainer skipped, because its loss or gradients were no finite numbers, counts like any
+   other, with a warning; MAX_SKIPPED_STEPS in a row are RunFailed.
+7. While nothing is asked of it the trainer is looked at every GUARD_S, because the weights it serves are
    needed then, too.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Iterator
 from functools import partial
 
+import structlog
 from quartet.errors import QuartetError
 from quartet.run.config import RunConfig
 from quartet.v1 import trainer_service_pb2 as tpb
@@ -34,12 +36,16 @@ from quartet_orchestrator.calls import Call, CallKind, CallPlan
 from quartet_orchestrator.outage import Outage, RunFailed
 from quartet_orchestrator.trainer_client import TrainerClient
 
+log = structlog.get_logger()
+
 # How often an idle trainer is asked whether it still has the run.
 GUARD_S = 2.0
 # A trainer that loses the run this often without applying one call in between will not keep it.
 MAX_RESTORES = 10
 # A fault of the trainer may be a passing one (memory); more than this is not.
 MAX_INTERNAL_ERRORS = 3
+# One batch may be bad; a model that gives no numbers this often in a row has diverged.
+MAX_SKIPPED_STEPS = 3
 
 SCHEDULES = {"constant": tpb.SCHEDULE_CONSTANT, "linear": tpb.SCHEDULE_LINEAR, "cosine": tpb.SCHEDULE_COSINE}
 RATIOS = {
@@ -97,6 +103,9 @@ class Training:
         self._next = 0
         self._restores = 0
         self._versions_changed = 0
+        self._skipped = 0
+        # Whether the trainer's run is this one, not somebody else's under the same name.
+        self._opened = False
 
     async def open(self) -> None:
         """Creates or finds the run on the trainer and brings it to where the book stands; version 0 is
@@ -104,6 +113,15 @@ class Training:
         async with self._one_at_a_time:
             await self._restore()
             await self._through(max(self._plan.published_by(-1), self._book.state.applied_seq_id))
+
+    async def close(self) -> None:
+        """Frees what the trainer holds in memory for the run; one that is away has to forget it by itself."""
+        if not self._opened:
+            return
+        try:
+            await self._client.close_run(self._book.state.run_id)
+        except QuartetError as error:
+            log.warning("run not closed on the trainer", why=error.message)
 
     async def train(self, batch: int) -> None:
         """Trains a closed batch and publishes the version that comes out of it."""
@@ -143,6 +161,7 @@ class Training:
                 f"orchestrator asked for {written + 1} at most; choose another run_id, "
                 "or empty the trainer's folder of states"
             )
+        self._opened = True
         if there.applied_seq_id < written:
             self._book.note(
                 f"the trainer stands at version {there.policy_version}; replaying calls "
@@ -163,7 +182,7 @@ class Training:
                     raise RunFailed(f"{call.kind.value} of step {call.batch + 1}: {error.message}") from error
                 await self._restore()
                 continue
-            self._check_finite(call, answer)
+            self._count_skipped(call, answer)
             if call.seq_id > self._book.state.applied_seq_id:
                 self._write(call, answer)
             elif isinstance(answer, tpb.PublishWeightsResponse):
@@ -238,16 +257,19 @@ class Training:
             warning=True,
         )
 
-    def _check_finite(self, call: Call, answer: Answer) -> None:
-        """A step that is not a number ends the run before the next call makes it part of the weights."""
-        values: dict[str, float] = {}
-        if isinstance(answer, tpb.ForwardBackwardResponse):
-            values = {"loss": answer.loss}
-        elif isinstance(answer, tpb.OptimStepResponse):
-            values = {"gradient norm": answer.grad_norm}
-        for name, value in values.items():
-            if not math.isfinite(value):
-                raise RunFailed(
-                    f"step {call.batch + 1}: the {name} is {value}; lower learning_rate or max_grad_norm, "
-                    "and resume from a saved state as a new run"
-                )
+    def _count_skipped(self, call: Call, answer: Answer) -> None:
+        """A step that the trainer skipped is part of the run; too many in a row are its end."""
+        if not isinstance(answer, tpb.OptimStepResponse):
+            return
+        self._skipped = self._skipped + 1 if answer.skipped_nonfinite else 0
+        if self._skipped >= MAX_SKIPPED_STEPS:
+            raise RunFailed(
+                f"step {call.batch + 1}: the loss or the gradients of {self._skipped} steps in a row were no "
+                "finite numbers; lower learning_rate or max_grad_norm, and submit a new run"
+            )
+        if self._skipped and call.seq_id > self._book.state.applied_seq_id:
+            self._book.note(
+                f"step {call.batch + 1}: the loss or the gradients were no finite numbers; the trainer "
+                "skipped the step and the run goes on with the weights it has",
+                warning=True,
+            )
