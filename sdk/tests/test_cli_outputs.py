@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import resource
 from pathlib import Path
 
 import pytest
 from quartet.cli.display import Plain
 from quartet.cli.figure import write_reward_png
 from quartet.cli.live import LiveScreen, reward_curve
-from quartet.cli.outputs import Outputs, recover_lines
+from quartet.cli.outputs import Outputs, append_line, recover_lines
 from quartet.cli.progress import Progress
 from quartet.local.supervisor import State, Status
 from quartet.v1.common_pb2 import Message, Usage
@@ -114,6 +115,22 @@ def test_resuming_anywhere_loses_and_doubles_nothing(tmp_path: Path, cut: int, t
     assert resumed.progress.rewards == outputs.progress.rewards if cut == len(history()) else True
     assert [step for step, _ in resumed.progress.rewards] == [1, 2, 3, 4]
     assert [value for _, value in resumed.progress.evals] == [0.4, 0.9]
+
+
+def test_a_line_that_finds_no_room_leaves_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    append_line(file, {"event": 1})
+    size = file.stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 5, hard))
+    try:
+        with pytest.raises(OSError, match=r"lines\.jsonl"):
+            append_line(file, {"event": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert file.stat().st_size == size
+    append_line(file, {"event": 2})
+    assert [row["event"] for row in recover_lines(file)] == [1, 2]
 
 
 def test_a_replayed_stream_changes_nothing(tmp_path: Path) -> None:

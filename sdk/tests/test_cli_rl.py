@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +125,20 @@ def test_an_output_folder_that_cannot_be_made_is_refused(tmp_path: Path, config:
     for folder in (file, file / "below"):
         with pytest.raises(ConfigError, match="is a file; name another --output-dir"):
             plan(config, folder, None, resume=False, overwrite=False)
+
+
+def test_an_output_folder_that_takes_no_files_is_refused(tmp_path: Path, config: RunConfig) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(ConfigError, match="cannot be written: File too large; name another --output-dir"):
+            taken(Job(config, "r", tmp_path / "run")).__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with pytest.raises(ConfigError, match="cannot be written"):  # as root, too, whom no permission stops
+        taken(Job(config, "r", Path("/proc/quartet/run"))).__enter__()
+    with taken(Job(config, "r", tmp_path / "run")):
+        assert (tmp_path / "run" / RECORD).exists()
 
 
 def test_a_damaged_record_is_refused_on_resume(tmp_path: Path, config: RunConfig) -> None:

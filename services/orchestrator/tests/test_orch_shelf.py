@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import shutil
 
@@ -12,6 +14,8 @@ from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.journal_pb2 import JournalRecord
 from quartet_orchestrator import runs as runs_module
 from quartet_orchestrator.book import Book
+
+write = os.write
 
 
 async def stopped_runs(world, *names: str) -> None:
@@ -153,12 +157,40 @@ async def test_two_orchestrators_on_one_folder_are_refused(world):
         await services.close()
 
 
+async def test_a_full_disk_stops_the_run_resumable_and_tells_its_followers(world, monkeypatch):
+    """Invariant 7: a run whose journal cannot be written is no run to wait for."""
+    monkeypatch.setattr(runs_module, "FULL_DISK_S", 0.1)
+    world.trainer.delay_s = 0.02
+    async with world.orchestrator() as runs:
+        await runs.submit("run", world.toml(steps=6), dry_run=False)
+        book = runs.get("run")
+        while book.state.step < 2:
+            await book.changed()
+
+        def full(_fd, _data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "write", full)
+        seen = []
+        with pytest.raises(QuartetError, match=r"waits for its journal: .*No space left") as caught:
+            async with asyncio.timeout(10):
+                async for record in book.events(0, rollouts=True):
+                    seen.append(record.event)
+        assert caught.value.reason == "NOT_READY"
+        assert seen == list(range(1, book.journal.last_event + 1))
+        monkeypatch.setattr(os, "write", write)
+        run = await world.rest(runs)
+        assert run.phase == pb.RUN_PHASE_STOPPED and "No space left" in run.error
+        await runs.resume("run")
+        run = await world.rest(runs)
+        assert run.phase == pb.RUN_PHASE_COMPLETED and run.ledger.trained == 48
+
+
 async def test_a_submission_that_finds_no_room_leaves_nothing_and_may_come_again(world, monkeypatch):
     async with world.orchestrator() as runs:
-        whole = os.write
 
         def full(fd, data):
-            return whole(fd, data[: len(data) // 2])
+            return write(fd, data[: len(data) // 2])
 
         monkeypatch.setattr(os, "write", full)
         with pytest.raises(QuartetError, match="is the disk full") as caught:

@@ -84,6 +84,7 @@ async def watch(stub: OrchestratorServiceStub, options: argparse.Namespace, rest
         timeout_s=CALL_SECONDS,
         budget=RetryBudget(),
     )
+    progress.begin(status.run)
     events = watch_run(
         stub,
         options.run,

@@ -122,6 +122,7 @@ async def _work(
         )
         if begun.run.phase == RUN_PHASE_STOPPED:
             begun = await unary(stub.ResumeRun, ResumeRunRequest(run_id=run_id), timeout_s=CALL_SECONDS)
+        outputs.progress.begin(begun.run)
         events = watch_run(
             stub,
             run_id,

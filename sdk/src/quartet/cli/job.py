@@ -14,10 +14,11 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import IO
 
 from quartet.cli.outputs import write_json
 from quartet.config import ConfigError
@@ -132,8 +133,22 @@ def _resumed(config: RunConfig, folder: Path) -> Job:
 @contextmanager
 def taken(job: Job) -> Iterator[None]:
     """The folder, emptied unless the job goes on with it, and locked. Raises ConfigError."""
+    try:
+        lock = _lock(job)
+    except OSError as error:
+        # A read-only file system, a full disk: os.access knows neither, least of all for root.
+        raise ConfigError(
+            f"output folder {job.folder} cannot be written: {error.strerror}; name another --output-dir"
+        ) from error
+    with lock:
+        yield
+
+
+def _lock(job: Job) -> IO[str]:
+    """Make the folder, lock it, begin it. Closing what is returned unlocks it."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    with (job.folder / ".lock").open("w") as lock:
+    with ExitStack() as opened:
+        lock = opened.enter_context((job.folder / ".lock").open("w"))
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -144,7 +159,8 @@ def taken(job: Job) -> Iterator[None]:
         if not job.resumed:
             _empty(job.folder)
             write_json(job.folder / RECORD, {"run_id": job.run_id, "config_toml": job.config_toml})
-        yield
+        opened.pop_all()
+    return lock
 
 
 def _empty(folder: Path) -> None:

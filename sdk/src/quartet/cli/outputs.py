@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -134,9 +135,13 @@ def rollout_row(event: RolloutEvent) -> Row:
 
 
 def append_line(file: Path, row: Row) -> None:
-    """Append one line, handed to the system whole."""
+    """Append one line, handed to the system whole. Raises OSError, and nothing of it is left."""
+    line = json.dumps(row).encode() + b"\n"
     with file.open("ab", buffering=0) as out:
-        out.write(json.dumps(row).encode() + b"\n")
+        before = out.tell()
+        if out.write(line) != len(line):
+            out.truncate(before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
 
 
 def recover_lines(file: Path) -> list[Row]:

@@ -78,6 +78,10 @@ class Progress:
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_NOTES))
     _tokens: deque[tuple[int, int]] = field(default_factory=deque)
 
+    def begin(self, run: Run) -> None:
+        """The run as it stands before the events that are still to come."""
+        self.run, self.ledger = run, run.ledger
+
     def apply(self, event: WatchRunResponse) -> bool:
         """Take one event. Whether it was new."""
         if event.event == 0 or event.event <= self.last_event:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import difflib
 import shutil
 import subprocess
@@ -79,9 +80,18 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
 def _run_job(job: Job, started: float, *, plain: bool) -> int:
     """Take the folder, run in it, write the result."""
     with taken(job):
-        specs = _deploy(job, job.folder)
-        outputs = Outputs(job.folder)
-        display = _display(plain)
+        try:
+            return _in_folder(job, started, plain=plain)
+        except OSError as error:
+            why = f"{error.filename or job.folder} cannot be written or read: {error.strerror or error}"
+            remedy = f"mend that, then go on with: quartet rl ... --output-dir {job.folder} --resume"
+            return _failed(job, f"{why}; {remedy}")
+
+
+def _in_folder(job: Job, started: float, *, plain: bool) -> int:
+    specs = _deploy(job, job.folder)
+    outputs = Outputs(job.folder)
+    with contextlib.closing(_display(plain)) as display:
         display.say(f"run {job.run_id} in {job.folder}")
         try:
             outcome = asyncio.run(drive(specs, job.run_id, job.config_toml, outputs, display))
@@ -93,12 +103,10 @@ def _run_job(job: Job, started: float, *, plain: bool) -> int:
             raise ConfigError(error.message) from error
         except ServiceFailed as error:
             return _failed(job, error)
-        finally:
-            display.close()
-        return _finish(job, outcome, outputs, time.monotonic() - started)
+    return _finish(job, outcome, outputs, time.monotonic() - started)
 
 
-def _failed(job: Job, error: Exception) -> int:
+def _failed(job: Job, error: Exception | str) -> int:
     print(f"error: {error}\nLogs are in {job.folder / 'logs'}.", file=sys.stderr)
     return EXIT_FAILED
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from quartet.errors import QuartetError
 from quartet.v1 import journal_pb2 as jpb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2
@@ -38,6 +39,8 @@ class Book:
         self.journal = Journal(folder)
         self.state = RunState()
         self._news = asyncio.Event()
+        # Why the last write failed; empty where it did not.
+        self._blocked = ""
         try:
             self._fold()
         except BaseException:
@@ -67,12 +70,21 @@ class Book:
             )
 
     def write(self, **kind: Any) -> jpb.JournalRecord:
-        """Appends one record, e.g. write(note=NoteEvent(...))."""
-        record = self.journal.append(jpb.JournalRecord(**kind))
+        """Appends one record, e.g. write(note=NoteEvent(...)). Raises OSError; then nothing was written."""
+        try:
+            record = self.journal.append(jpb.JournalRecord(**kind))
+        except OSError as error:
+            self._blocked = str(error)
+            self._tell()
+            raise
+        self._blocked = ""
         self.state.apply(record)
+        self._tell()
+        return record
+
+    def _tell(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
-        return record
 
     def note(self, message: str, *, warning: bool = False) -> None:
         level = pb.NOTE_LEVEL_WARNING if warning else pb.NOTE_LEVEL_INFO
@@ -111,7 +123,8 @@ class Book:
         await self._news.wait()
 
     async def events(self, after: int, *, rollouts: bool) -> AsyncGenerator[jpb.JournalRecord, None]:
-        """All events after one, then new ones until the run rests and everything was said."""
+        """All events after one, then new ones until the run rests and everything was said. Raises NOT_READY
+        once there is nothing to say because the journal cannot be written."""
         while True:
             news, resting, last = self._news, self.state.phase in RESTING, self.journal.last_event
             page = await asyncio.to_thread(self.journal.events, after, PAGE, rollouts=rollouts)
@@ -124,6 +137,8 @@ class Book:
             if last == self.journal.last_event:
                 if resting:
                     return
+                if self._blocked:
+                    raise QuartetError("NOT_READY", f"the run waits for its journal: {self._blocked}")
                 await news.wait()
 
     def close(self) -> None:
