@@ -18,8 +18,9 @@ from quartet.kit.health import Health
 from quartet.kit.server import RunningServer, ServerConfig, Service, start
 from quartet.v1 import weights_pb2 as pb
 from quartet.v1 import weights_pb2_grpc as rpc
-from quartet.weights import fetch, service
-from quartet.weights.fetch import Fetched, fetch_version, watch
+from quartet.weights import fetch, receipt, service
+from quartet.weights.fetch import fetch_version, watch
+from quartet.weights.fetched import Fetched
 from quartet.weights.payload import CHUNK_BYTES
 from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
 from quartet.weights.store import WeightStore
@@ -140,10 +141,10 @@ async def test_a_version_arrives_bit_equal(plane: Plane) -> None:
     manifest = plane.store.publish("r", 1, model())
     fetched = await plane.fetch()
     assert fetched.manifest == manifest and same(fetched, model())
-    assert len(fetched.payload) == manifest.payload_bytes > 3 * CHUNK_BYTES
+    assert fetched.received_bytes == manifest.payload_bytes > 3 * CHUNK_BYTES
     assert plane.servicer.offsets == [0]
     assert all(
-        isinstance(one.data, memoryview) and one.data.obj is fetched.payload.obj
+        isinstance(one.data, memoryview) and one.data.obj is fetched.tensors["odd"].data.obj
         for one in fetched.tensors.values()
     )
 
@@ -184,7 +185,7 @@ async def test_a_torn_stream_goes_on_at_the_first_missing_byte(plane: Plane) -> 
     plane.servicer.faults = [torn_after(2), torn_after(1), without_end]
     fetched = await plane.fetch()
     assert same(fetched, model())
-    assert plane.servicer.offsets == [0, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES, len(fetched.payload)]
+    assert plane.servicer.offsets == [0, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES, fetched.received_bytes]
 
 
 async def test_a_frozen_publisher_is_given_up_and_the_next_stream_goes_on(
@@ -230,7 +231,7 @@ async def test_a_chunk_that_stays_damaged_ends_the_fetch(plane: Plane) -> None:
     plane.servicer.faults = [damaged(1), *[damaged(0)] * 100]
     with pytest.raises(QuartetError, match="CHECKSUM_MISMATCH: chunk at 1048576"):
         await plane.fetch()
-    assert plane.servicer.offsets == [0] + [CHUNK_BYTES] * fetch.MAX_REFETCHES
+    assert plane.servicer.offsets == [0] + [CHUNK_BYTES] * receipt.MAX_REFETCHES
 
 
 async def test_tears_without_progress_are_bounded(plane: Plane) -> None:
@@ -314,7 +315,7 @@ async def test_weights_changed_under_the_publisher_are_never_accepted(plane: Pla
     array = np.zeros(100, np.float32)
     plane.store.publish("r", 1, {"w": Tensor("F32", (100,), array.data)})
     array[7] = 1.0
-    with pytest.raises(QuartetError, match="CHECKSUM_MISMATCH: tensor w"):
+    with pytest.raises(QuartetError, match="CHECKSUM_MISMATCH: payload"):
         await plane.fetch()
 
 

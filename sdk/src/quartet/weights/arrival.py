@@ -1,8 +1,9 @@
 """A payload on its way in, for those who already read what has come: how a relay passes a version on early.
 
 1. Readers see a prefix of the payload, and only bytes whose chunks passed their checksums.
-2. `end` is known only after the whole version was verified: nobody downstream can hold it earlier.
+2. `end` is known only after everything in the payload was verified: nobody downstream can hold it earlier.
 3. An arrival ends once: whole, or torn. Whoever waits is woken either way.
+4. A reader hears something every SIGN_SECONDS, so that a relay that waits is told from one that is gone.
 
 For one event loop.
 """
@@ -10,54 +11,78 @@ For one event loop.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
+import xxhash
+
+from quartet.errors import QuartetError
 from quartet.v1 import weights_pb2 as pb
+from quartet.weights.frames import encode_chunk
+from quartet.weights.payload import chunk_spans
+
+#: Between signs of life: often enough that a reader may give a silent relay up within seconds.
+SIGN_SECONDS = 1.0
 
 
 class Arrival:
-    """One fetch under way."""
+    """One payload under way."""
 
-    def __init__(self) -> None:
-        self.manifest: pb.WeightManifest | None = None
-        self.buffer = memoryview(b"")
-        #: Bytes from the start that are there and checked.
-        self.verified = 0
-        #: Closes the payload; None until the version is verified whole.
+    def __init__(self, manifest: pb.WeightManifest, buffer: memoryview) -> None:
+        """`buffer` is where the payload will stand."""
+        self.manifest = manifest
+        #: Closes the payload; None until it is verified whole.
         self.end: pb.WeightEnd | None = None
-        self.torn = False
+        self._buffer = buffer.toreadonly()
+        self._verified = 0
+        self._torn = False
         self._changed = asyncio.Event()
 
-    @property
-    def ended(self) -> bool:
-        """Whether nothing will change any more."""
-        return self.torn or self.end is not None
-
-    def begin(self, manifest: pb.WeightManifest, buffer: memoryview) -> None:
-        """The manifest is there, and this is where the payload will stand."""
-        self.manifest, self.buffer = manifest, buffer.toreadonly()
-        self._wake()
-
     def advance(self, verified: int) -> None:
-        """So many bytes from the start are there and checked."""
-        if verified > self.verified:
-            self.verified = verified
+        """So many bytes from the start are there, and their chunks are checked."""
+        if verified > self._verified:
+            self._verified = verified
             self._wake()
 
     def finish(self, end: pb.WeightEnd) -> None:
         """Every byte, tensor and digest was verified."""
-        self.verified, self.end = len(self.buffer), end
+        self._verified, self.end = len(self._buffer), end
         self._wake()
 
     def tear(self) -> None:
         """The fetch was given up. Without effect after `finish`."""
-        if self.end is None:
-            self.torn = True
+        self._torn = self.end is None
         self._wake()
 
-    async def changed(self, timeout_s: float) -> bool:
-        """Wait for the next change; False when none came in time."""
+    async def encoded_chunks(self, offset: int) -> AsyncIterator[bytes]:
+        """Serialized FetchResponses from `offset` on as the bytes come, then WeightEnd.
+
+        Errors: VERSION_UNKNOWN when the fetch is torn.
+        """
+        for begin, until in chunk_spans(len(self._buffer), offset):
+            while self._verified < until:
+                self._check()
+                if not await self._wait():
+                    yield _sign_of_life(begin)
+            data = self._buffer[begin:until]
+            yield encode_chunk(begin, (data,), until - begin, xxhash.xxh3_64_intdigest(data))
+        while self.end is None:
+            self._check()
+            if not await self._wait():
+                yield _sign_of_life(len(self._buffer))
+        yield pb.FetchResponse(end=self.end).SerializeToString()
+
+    def _check(self) -> None:
+        if self._torn:
+            raise QuartetError(
+                "VERSION_UNKNOWN",
+                f"this relay gave version {self.manifest.version} up; ask the publisher what is newest",
+                version=self.manifest.version,
+            )
+
+    async def _wait(self) -> bool:
+        """Wait for the next change; False when it is time for a sign of life."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(SIGN_SECONDS):
                 await self._changed.wait()
         except TimeoutError:
             return False
@@ -66,3 +91,8 @@ class Arrival:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _sign_of_life(offset: int) -> bytes:
+    empty = pb.WeightChunk(offset=offset, checksum=xxhash.xxh3_64_intdigest(b""))
+    return pb.FetchResponse(chunk=empty).SerializeToString()

@@ -4,34 +4,37 @@
 2. A torn stream resumes at the first byte that is missing; a damaged chunk is fetched again alone.
 3. Tries are bounded: MAX_BARREN_TRIES streams in a row that bring nothing, MAX_REFETCHES of one chunk; then
    the error is raised.
-4. The payload is received into one buffer and the tensors are views of it: a model is in memory once.
-5. Hashing whole payloads happens in a thread; the event loop sees one chunk at a time.
-6. `watch` reconnects for ever, but never waits for ever: a stream without a sign of life is given up.
+4. A full payload is received into one buffer and the tensors are views of it: a model is in memory once.
+5. With a base, deltas are asked for and applied, one after the other where the publisher answers with a
+   chain. What results is bit-equal to a full payload; a delta that does not lead there is replaced by one.
+6. Hashing and decoding whole payloads happens in a thread; the event loop sees one chunk at a time.
+7. `watch` reconnects for ever, but never waits for ever: a stream without a sign of life is given up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
 import numpy as np
 import structlog
-import xxhash
 
 from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, stream, unary
 from quartet.v1 import weights_pb2 as pb
 from quartet.v1 import weights_pb2_grpc as rpc
 from quartet.weights.arrival import Arrival
-from quartet.weights.frames import Chunk, decode_frame
-from quartet.weights.manifest import check_manifest, mismatch
-from quartet.weights.payload import CHUNK_BYTES, decode_payload
+from quartet.weights.delta import Delta, Held, apply_delta
+from quartet.weights.fetched import Fetched
+from quartet.weights.frames import decode_frame
+from quartet.weights.manifest import check_manifest, mismatch, of_full_payload
+from quartet.weights.payload import decode_payload
+from quartet.weights.receipt import Receipt
 from quartet.weights.service import SERVICE
-from quartet.weights.tensor import Tensor
 
 log = structlog.get_logger(__name__)
 
@@ -41,14 +44,16 @@ FETCH_METHOD = f"/{SERVICE}/Fetch"
 MAX_PAYLOAD_BYTES = 256 << 30
 #: A manifest is small and in memory; this is for a publisher whose process is busy, not for its work.
 MANIFEST_TIMEOUT_SECONDS = 30.0
+#: Making a delta takes a publisher some seconds per GiB; it goes on while nobody waits, and is kept.
+DELTA_TIMEOUT_SECONDS = 180.0
+#: Links of a chain of deltas: more than any publisher keeps (quartet.weights.store).
+MAX_LINKS = 100
 #: Chunks follow each other at once; a publisher that sends none for so long is frozen or gone.
 FETCH_IDLE_SECONDS = 30.0
 #: Three heartbeats missed, and some.
 WATCH_IDLE_SECONDS = 20.0
 #: Streams in a row that bring no new byte before a fetch fails.
 MAX_BARREN_TRIES = 6
-#: Times one span is fetched again because its bytes were damaged.
-MAX_REFETCHES = 3
 #: Full jitter below a bound that doubles from the first to the second.
 BACKOFF_SECONDS = (0.1, 5.0)
 #: What another try may mend. The rest says that the request itself is wrong, or the version gone.
@@ -57,82 +62,96 @@ PASSING = frozenset({"NOT_READY", "OVERLOADED", "DEADLINE", "INTERNAL", "CHECKSU
 PERMANENT = frozenset({"NOT_IMPLEMENTED", "UNAUTHENTICATED", "INVALID_REQUEST"})
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """A verified version; the tensors are views of `payload`."""
-
-    manifest: pb.WeightManifest
-    tensors: dict[str, Tensor]
-    payload: memoryview
-
-
-@dataclass(slots=True)
-class _Receipt:
-    """What has arrived of a payload."""
-
-    buffer: memoryview
-    missing: list[tuple[int, int]]
-    arrival: Arrival
-    end: pb.WeightEnd | None = None
-    refetches: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def size(self) -> int:
-        return len(self.buffer)
-
-    @property
-    def complete(self) -> bool:
-        return not self.missing and self.end is not None
-
-    @property
-    def exhausted(self) -> bool:
-        return any(count > MAX_REFETCHES for count in self.refetches.values())
-
-    def wants(self, position: int) -> bool:
-        """Whether a stream at this position has news: missing bytes, or WeightEnd after all bytes."""
-        return position == self.size or any(begin <= position < end for begin, end in self.missing)
-
-    def accept(self, chunk: Chunk, position: int) -> int:
-        """Take the chunk that must lie at this position, return the next one; damaged bytes stay missing."""
-        data = chunk.data
-        if chunk.offset != position or not 0 < len(data) <= min(CHUNK_BYTES, self.size - position):
-            raise mismatch(f"place of the chunk at {chunk.offset}")
-        until = position + len(data)
-        if xxhash.xxh3_64_intdigest(data) == chunk.checksum:
-            self.buffer[position:until] = data
-            self.missing = [span for old in self.missing for span in _without(old, position, until)]
-            self.arrival.advance(self.missing[0][0] if self.missing else self.size)
-            return until
-        self.refetches[position] = self.refetches.get(position, 0) + 1
-        if self.exhausted:
-            raise mismatch(f"chunk at {position}, {self.refetches[position]} times over,")
-        return until
-
-    def accept_end(self, end: pb.WeightEnd, position: int) -> None:
-        """Take WeightEnd, which is true only after the last byte."""
-        if position != self.size or end.payload_bytes != self.size:
-            raise mismatch("size of the payload in WeightEnd")
-        self.end = end
-
-
-def _without(span: tuple[int, int], begin: int, end: int) -> list[tuple[int, int]]:
-    rest = [(span[0], min(span[1], begin)), (max(span[0], end), span[1])]
-    return [(first, last) for first, last in rest if first < last]
-
-
 async def fetch_version(
-    channel: grpc.aio.Channel, run_id: str, version: int | None = None, *, arrival: Arrival | None = None
+    channel: grpc.aio.Channel,
+    run_id: str,
+    version: int | None = None,
+    base: Held | None = None,
+    *,
+    on_arrival: Callable[[Arrival], None] | None = None,
 ) -> Fetched:
-    """Pull a version whole; None means the newest. Who holds `arrival` sees its bytes come.
+    """Pull a version whole; None means the newest. With a base the publisher may answer with deltas.
 
+    `on_arrival` is told of each payload as it begins to come.
     Errors: RUN_UNKNOWN, VERSION_UNKNOWN (also when it is evicted meanwhile), CHECKSUM_MISMATCH, NOT_READY.
     """
-    manifest = await get_manifest(channel, run_id, version)
+    deltas: list[Delta] = []
+    received = 0
+    for _ in range(MAX_LINKS):
+        manifest = await get_manifest(channel, run_id, version, base)
+        with _receipt(manifest, on_arrival) as receipt:
+            await _payload(channel, manifest, receipt)
+            received += receipt.size
+            if base is None or not manifest.HasField("base_version"):
+                tensors = await asyncio.to_thread(decode_payload, receipt.buffer, manifest)
+                receipt.announce()
+                return Fetched(manifest, tensors, (), received)
+            try:
+                tensors = await asyncio.to_thread(apply_delta, receipt.buffer, manifest, base)
+            except QuartetError as error:
+                # The bytes are as they were sent: this delta, or our base, is not what it claims to be.
+                log.warning("delta refused", run_id=run_id, version=manifest.version, why=error.message)
+                base, deltas = None, []
+                continue
+            receipt.announce()
+        deltas.append(Delta(manifest, receipt.payload()))
+        base = Fetched(of_full_payload(manifest), tensors, tuple(deltas), received)
+        if version in (None, manifest.version):
+            return base
+    raise mismatch(f"chain of deltas to version {version} (over {MAX_LINKS} links)")
+
+
+@contextmanager
+def _receipt(manifest: pb.WeightManifest, on_arrival: Callable[[Arrival], None] | None) -> Iterator[Receipt]:
+    """A receipt whose arrival ends when it is left: torn, unless it was announced."""
     size = manifest.payload_bytes
     # Unlike bytearray(size), untouched: the pages are first written by the bytes that arrive.
-    arrival = arrival or Arrival()
-    receipt = _Receipt(np.empty(size, np.uint8).data, [(0, size)], arrival)
-    arrival.begin(manifest, receipt.buffer)
+    buffer = np.empty(size, np.uint8).data
+    receipt = Receipt(buffer, [(0, size)], Arrival(manifest, buffer))
+    if on_arrival is not None:
+        on_arrival(receipt.arrival)
+    try:
+        yield receipt
+    finally:
+        receipt.arrival.tear()
+
+
+async def get_manifest(
+    channel: grpc.aio.Channel, run_id: str, version: int | None = None, base: Held | None = None
+) -> pb.WeightManifest:
+    """Ask for a manifest and refuse one that is not what was asked for or contradicts itself."""
+    request = pb.GetManifestRequest(run_id=run_id, version=version)
+    if base is not None:
+        request.base_version, request.base_digest = base.manifest.version, base.manifest.digest
+    response = await unary(
+        _stub(channel).GetManifest,
+        request,
+        timeout_s=MANIFEST_TIMEOUT_SECONDS if base is None else DELTA_TIMEOUT_SECONDS,
+        budget=RetryBudget(),
+    )
+    manifest: pb.WeightManifest = response.manifest
+    check_manifest(manifest)
+    is_delta = manifest.HasField("base_version")
+    # With a base a chain may lead over other versions; the newest is reached at once.
+    reached = version in (None, manifest.version) or (is_delta and base is not None)
+    if run_id not in ("", manifest.run_id) or not reached:
+        raise mismatch(f"manifest of version {version} of run {run_id}")
+    if is_delta and (base is None or not _leads_from(base, manifest)):
+        raise mismatch(f"base version {manifest.base_version} of the manifest")
+    if manifest.payload_bytes > MAX_PAYLOAD_BYTES:
+        raise QuartetError(
+            "OVERLOADED",
+            f"a payload of {manifest.payload_bytes} bytes is over the bound of {MAX_PAYLOAD_BYTES}",
+        )
+    return manifest
+
+
+def _leads_from(base: Held, manifest: pb.WeightManifest) -> bool:
+    return (manifest.base_version, manifest.base_digest) == (base.manifest.version, base.manifest.digest)
+
+
+async def _payload(channel: grpc.aio.Channel, manifest: pb.WeightManifest, receipt: Receipt) -> None:
+    """Receive the payload of a manifest whole, resuming where it tears."""
     barren = 0
     while not receipt.complete:
         before = (receipt.missing, receipt.end)
@@ -144,37 +163,15 @@ async def fetch_version(
                 raise
             log.warning("fetch torn", run_id=manifest.run_id, version=manifest.version, why=error.message)
             await asyncio.sleep(_backoff_seconds(barren))
-    tensors = await asyncio.to_thread(_verify, receipt, manifest)
-    assert receipt.end is not None
-    arrival.finish(receipt.end)
-    return Fetched(manifest, tensors, receipt.buffer)
+    await asyncio.to_thread(receipt.verify_whole)
 
 
-async def get_manifest(
-    channel: grpc.aio.Channel, run_id: str, version: int | None = None
-) -> pb.WeightManifest:
-    """Ask for a manifest and refuse one that is not what was asked for or contradicts itself."""
-    request = pb.GetManifestRequest(run_id=run_id, version=version)
-    response = await unary(
-        _stub(channel).GetManifest, request, timeout_s=MANIFEST_TIMEOUT_SECONDS, budget=RetryBudget()
-    )
-    manifest: pb.WeightManifest = response.manifest
-    check_manifest(manifest)
-    asked_for = run_id in ("", manifest.run_id) and version in (None, manifest.version)
-    if not asked_for or manifest.HasField("base_version"):
-        raise mismatch(f"manifest of version {version} of run {run_id}")
-    if manifest.payload_bytes > MAX_PAYLOAD_BYTES:
-        raise QuartetError(
-            "OVERLOADED",
-            f"a payload of {manifest.payload_bytes} bytes is over the bound of {MAX_PAYLOAD_BYTES}",
-        )
-    return manifest
-
-
-async def _receive(channel: grpc.aio.Channel, manifest: pb.WeightManifest, receipt: _Receipt) -> None:
+async def _receive(channel: grpc.aio.Channel, manifest: pb.WeightManifest, receipt: Receipt) -> None:
     """Run one stream from the first missing byte, for as long as it brings what is missing."""
     position = receipt.missing[0][0] if receipt.missing else receipt.size
     request = pb.FetchRequest(run_id=manifest.run_id, version=manifest.version, offset=position)
+    if manifest.HasField("base_version"):
+        request.base_version, request.base_digest = manifest.base_version, manifest.base_digest
     # No deserializer: decode_frame reads the messages as they came.
     method = channel.unary_stream(FETCH_METHOD, request_serializer=pb.FetchRequest.SerializeToString)
     call = method(request)
@@ -191,14 +188,6 @@ async def _receive(channel: grpc.aio.Channel, manifest: pb.WeightManifest, recei
         raise QuartetError("NOT_READY", f"the stream of version {manifest.version} tore at byte {position}")
     finally:
         call.cancel()
-
-
-def _verify(receipt: _Receipt, manifest: pb.WeightManifest) -> dict[str, Tensor]:
-    assert receipt.end is not None
-    tensors = decode_payload(receipt.buffer, manifest)
-    if xxhash.xxh3_128_digest(receipt.buffer) != receipt.end.payload_digest:
-        raise mismatch("payload")
-    return tensors
 
 
 def _stub(channel: grpc.aio.Channel) -> Any:

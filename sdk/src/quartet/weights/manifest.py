@@ -1,7 +1,7 @@
 """Manifests: the identity of a version, and the digests by which a reader knows that it has it.
 
-1. Equal `digest`s mean equal weights: it covers every name, dtype, shape and tensor digest, and neither run
-   nor version number.
+1. Equal `digest`s mean equal weights: it covers every name, dtype, shape and tensor digest, and an adapter's
+   configuration, and neither run nor version number.
 2. Equal `layout_signature`s mean that one version can be copied over the other in place.
 3. `check_manifest` accepts only manifests that are consistent in themselves, so a damaged one never judges a
    payload.
@@ -25,7 +25,14 @@ def tensor_digest(data: memoryview | bytes) -> int:
     return int(xxhash.xxh3_64_intdigest(data))
 
 
-def build_manifest(run_id: str, version: int, tensors: Mapping[str, Tensor]) -> pb.WeightManifest:
+def build_manifest(
+    run_id: str,
+    version: int,
+    tensors: Mapping[str, Tensor],
+    *,
+    canary: pb.Canary | None = None,
+    adapter_config: str = "",
+) -> pb.WeightManifest:
     """Describe a version and its full payload. Hashes every byte: not for the event loop."""
     infos = [
         pb.TensorInfo(
@@ -42,10 +49,25 @@ def build_manifest(run_id: str, version: int, tensors: Mapping[str, Tensor]) -> 
         run_id=run_id,
         version=version,
         tensors=infos,
-        digest=weights_digest(infos),
+        digest=weights_digest(infos, adapter_config),
         layout_signature=layout_signature(infos),
         payload_bytes=size,
+        canary=canary,
+        adapter_config=adapter_config,
     )
+
+
+def of_full_payload(manifest: pb.WeightManifest) -> pb.WeightManifest:
+    """The manifest that the same version has for a reader without a base."""
+    full = pb.WeightManifest()
+    full.CopyFrom(manifest)
+    full.ClearField("base_version")
+    full.ClearField("base_digest")
+    for info in full.tensors:
+        info.encoding = pb.TENSOR_ENCODING_DENSE
+    specs = {info.name: (info.dtype, tuple(info.shape)) for info in full.tensors}
+    _, _, full.payload_bytes = header_of(specs)
+    return full
 
 
 def _layout_bytes(info: pb.TensorInfo) -> bytes:
@@ -53,11 +75,12 @@ def _layout_bytes(info: pb.TensorInfo) -> bytes:
     return b"\0".join((info.name.encode(), info.dtype.encode(), shape.encode(), b""))
 
 
-def weights_digest(infos: Iterable[pb.TensorInfo]) -> bytes:
+def weights_digest(infos: Iterable[pb.TensorInfo], adapter_config: str = "") -> bytes:
     """WeightManifest.digest. Shapes are decimals joined by commas, tensor digests 8 bytes big-endian."""
     state = xxhash.xxh3_128()
     for info in infos:
         state.update(_layout_bytes(info) + info.digest.to_bytes(8, "big"))
+    state.update(adapter_config.encode())
     return bytes(state.digest())
 
 
@@ -74,7 +97,7 @@ def check_manifest(manifest: pb.WeightManifest) -> None:
     names = [info.name for info in manifest.tensors]
     if any(a >= b for a, b in pairwise(names)):
         raise mismatch("order of tensors in the manifest")
-    if manifest.digest != weights_digest(manifest.tensors):
+    if manifest.digest != weights_digest(manifest.tensors, manifest.adapter_config):
         raise mismatch("manifest digest")
     if manifest.layout_signature != layout_signature(manifest.tensors):
         raise mismatch("layout signature")
@@ -82,11 +105,14 @@ def check_manifest(manifest: pb.WeightManifest) -> None:
         size = sum(tensor_bytes(info.dtype, tuple(info.shape)) for info in manifest.tensors)
     except ValueError as error:
         raise mismatch(f"manifest: {error}") from error
-    # A full payload is its tensors and one header; anything else would make a reader allocate for nothing.
-    if not manifest.HasField("base_version") and not (
-        size <= manifest.payload_bytes <= size + PREFIX_BYTES + MAX_HEADER_BYTES
-    ):
+    # A full payload is its tensors and one header, a delta never more; a reader allocates no more than that.
+    least = 0 if manifest.HasField("base_version") else size
+    if not least <= manifest.payload_bytes <= size + PREFIX_BYTES + MAX_HEADER_BYTES:
         raise mismatch("payload size in the manifest")
+    if not manifest.HasField("base_version") and any(
+        info.encoding != pb.TENSOR_ENCODING_DENSE for info in manifest.tensors
+    ):
+        raise mismatch("encoding in the manifest of a full payload")
 
 
 def verify_tensor(info: pb.TensorInfo, data: memoryview | bytes) -> None:

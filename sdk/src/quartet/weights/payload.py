@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -18,7 +18,7 @@ import xxhash
 
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights.frames import encode_chunk
-from quartet.weights.layout import header_of, parse_header
+from quartet.weights.layout import Extent, header_of, parse_header
 from quartet.weights.manifest import mismatch, verify_tensor
 from quartet.weights.tensor import Tensor
 
@@ -62,17 +62,21 @@ class Payload:
         return pb.WeightEnd(payload_bytes=self.size, payload_digest=self.digest)
 
 
+def payload_of(parts: Iterable[memoryview | bytes]) -> Payload:
+    """A payload of these parts, without a copy. Hashes every byte: not for the event loop."""
+    # Read-only, so that no reader of the payload can change the publisher's weights.
+    views = tuple(memoryview(part).toreadonly() for part in parts if part)
+    state = xxhash.xxh3_128()
+    for view in views:
+        state.update(view)
+    begins = tuple(accumulate((len(view) for view in views), initial=0))
+    return Payload(views, begins[:-1], begins[-1], bytes(state.digest()))
+
+
 def full_payload(tensors: Mapping[str, Tensor]) -> Payload:
     """The safetensors file of these tensors, without a copy. Hashes every byte: not for the event loop."""
-    header, order, size = header_of({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
-    # Read-only, so that no reader of the payload can change the publisher's weights.
-    parts = [memoryview(header), *(memoryview(tensors[name].data).toreadonly() for name in order)]
-    parts = [part for part in parts if part]
-    state = xxhash.xxh3_128()
-    for part in parts:
-        state.update(part)
-    begins = accumulate((len(part) for part in parts[:-1]), initial=0)
-    return Payload(tuple(parts), tuple(begins), size, bytes(state.digest()))
+    header, order, _ = header_of({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
+    return payload_of([header, *(tensors[name].data for name in order)])
 
 
 def chunk_spans(size: int, offset: int) -> Iterator[tuple[int, int]]:
@@ -90,15 +94,20 @@ def chunks(payload: Payload, offset: int = 0) -> Iterator[pb.WeightChunk]:
         yield pb.WeightChunk(offset=begin, data=data, checksum=xxhash.xxh3_64_intdigest(data))
 
 
+def open_payload(buffer: memoryview, manifest: pb.WeightManifest) -> dict[str, Extent]:
+    """Where each tensor lies in a payload of the manifest's size; CHECKSUM_MISMATCH where it is damaged."""
+    if len(buffer) != manifest.payload_bytes:
+        raise mismatch("payload size")
+    try:
+        return parse_header(buffer)
+    except (ValueError, RecursionError) as error:
+        raise mismatch(f"payload header ({error})") from error
+
+
 def decode_payload(buffer: memoryview | bytes | bytearray, manifest: pb.WeightManifest) -> dict[str, Tensor]:
     """Find and verify every tensor of the manifest in a full payload; CHECKSUM_MISMATCH otherwise."""
     view = memoryview(buffer).cast("B")
-    if len(view) != manifest.payload_bytes:
-        raise mismatch("payload size")
-    try:
-        extents = parse_header(view)
-    except (ValueError, RecursionError) as error:
-        raise mismatch(f"payload header ({error})") from error
+    extents = open_payload(view, manifest)
     if extents.keys() != {info.name for info in manifest.tensors}:
         raise mismatch("set of tensor names")
     tensors = {}

@@ -1,14 +1,17 @@
 """WeightService over a WeightStore: the trainer serves what it published, an inference replica what it holds.
 
 1. Read-only: no request changes the store; Push is not served.
-2. Every payload is a full one: a caller that names a base gets a manifest without base_version.
-3. A Fetch keeps its version alive until its stream ends, evicted or not.
+2. A caller that names a base by number and digest gets the road of the fewest bytes from there
+   (quartet.weights.store), any other the full payload. Deltas are made in one thread of their own.
+3. A Fetch keeps its payload alive until its stream ends, evicted or not.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import grpc
 
@@ -17,8 +20,10 @@ from quartet.kit.stream import with_heartbeats
 from quartet.v1 import weights_pb2 as pb
 from quartet.v1 import weights_pb2_grpc as rpc
 from quartet.weights.payload import Payload, chunks
-from quartet.weights.store import Version, WeightStore
+from quartet.weights.store import Base, Version, WeightStore
 from quartet.weights.tree import RelayTree
+
+T = TypeVar("T")
 
 SERVICE = pb.DESCRIPTOR.services_by_name["WeightService"].full_name
 
@@ -30,6 +35,8 @@ class WeightServicer(rpc.WeightServiceServicer):
         """`draining` (health.draining) ends every Watch: its caller has nothing to lose."""
         self._store, self._draining = store, draining
         self._relays = RelayTree()
+        # One thread: whoever waits for a delta holds none of the threads that others need.
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="weight-deltas")
 
     async def Watch(
         self, request: pb.WatchRequest, context: grpc.aio.ServicerContext
@@ -60,15 +67,19 @@ class WeightServicer(rpc.WeightServiceServicer):
     async def GetManifest(
         self, request: pb.GetManifestRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetManifestResponse:
-        """Describe a version and its full payload."""
+        """Describe a version and the payload that leads the caller there."""
         version = request.version if request.HasField("version") else None
-        return pb.GetManifestResponse(manifest=self._store.get(request.run_id, version).manifest)
+        base = _base(request)
+        if base is None:
+            return pb.GetManifestResponse(manifest=self._store.get(request.run_id, version).manifest)
+        road = await self._encoding(self._store.road, request.run_id, version, base)
+        return pb.GetManifestResponse(manifest=road.manifest)
 
     async def Fetch(
         self, request: pb.FetchRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.FetchResponse]:
         """Stream the payload from an offset; at the very end of it, only WeightEnd."""
-        payload = self._payload(request)
+        payload = await self._payload(request)
         for chunk in chunks(payload, request.offset):
             yield pb.FetchResponse(chunk=chunk)
         yield pb.FetchResponse(end=payload.end())
@@ -77,20 +88,17 @@ class WeightServicer(rpc.WeightServiceServicer):
         self, request: pb.FetchRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
         """Fetch, already serialized: what `add_weight_service` registers."""
-        payload = self._payload(request)
+        payload = await self._payload(request)
         for message in payload.encoded_chunks(request.offset):
             yield message
         yield pb.FetchResponse(end=payload.end()).SerializeToString()
 
-    def _payload(self, request: pb.FetchRequest) -> Payload:
-        payload = self._store.get(request.run_id, request.version).payload
-        if request.HasField("base_version"):
-            raise QuartetError(
-                "VERSION_UNKNOWN",
-                f"no payload relative to version {request.base_version} is held; fetch without base_version",
-                version=request.base_version,
-                latest=request.version,
-            )
+    async def _payload(self, request: pb.FetchRequest) -> Payload:
+        base = _base(request)
+        if base is None:
+            payload = self._store.get(request.run_id, request.version).payload
+        else:
+            payload = await self._encoding(self._store.payload, request.run_id, request.version, base)
         if request.offset > payload.size:
             raise QuartetError(
                 "OFFSET_OUT_OF_RANGE",
@@ -100,11 +108,18 @@ class WeightServicer(rpc.WeightServiceServicer):
             )
         return payload
 
+    async def _encoding(self, work: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, work, *arguments)
+
     async def Push(
         self, request_iterator: AsyncIterator[pb.PushRequest], context: grpc.aio.ServicerContext
     ) -> pb.PushResponse:
         """Not served by this build."""
         raise unimplemented("WeightService.Push")
+
+
+def _base(request: pb.GetManifestRequest | pb.FetchRequest) -> Base | None:
+    return (int(request.base_version), request.base_digest) if request.HasField("base_version") else None
 
 
 def add_weight_service(servicer: WeightServicer, server: grpc.aio.Server) -> None:

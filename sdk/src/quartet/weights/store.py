@@ -1,27 +1,42 @@
-"""The versions that a publisher or a relay can hand out.
+"""The versions that a publisher or a relay can hand out, and the payloads that lead to them.
 
-1. Bounded: of each run the `keep` versions published last; never more than MAX_RUNS runs.
+1. Bounded: of each run the `keep` versions published last; never more than MAX_RUNS runs; deltas as
+   quartet.weights.deltas says, and none whose base was published more than ANCHOR_EVERY versions ago.
 2. A version is immutable: publishing it again with equal weights changes nothing, with others is refused.
+   A relay (`hold`) follows its publisher instead: where that one went back, what came after is forgotten.
 3. A reader that took a version from `get` keeps it alive; eviction only stops it from being found.
 4. Safe from any thread: the trainer publishes from its worker while the event loop waits in `wait_newer`.
+5. A full payload costs nothing, being views of the tensors. A delta is made when it is asked for the first
+   time, one at a time. `road` chooses by bytes: the delta from the reader's base where that version is held,
+   else the first delta of the cheapest chain, else the full payload.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
 from quartet.errors import QuartetError
 from quartet.v1 import weights_pb2 as pb
+from quartet.weights.delta import Delta, make_delta
+from quartet.weights.deltas import DeltaKey, Deltas
+from quartet.weights.fetched import Fetched
 from quartet.weights.manifest import build_manifest
 from quartet.weights.payload import Payload, full_payload
 from quartet.weights.tensor import Tensor
 
 #: Runs one process can publish for at once; each pins `keep` copies of a model.
 MAX_RUNS = 64
+#: Links of the longest chain of deltas: a reader that is further behind is anchored by a full payload.
+ANCHOR_EVERY = 25
+#: Payloads of deltas one process keeps: 25 of a 7B model with 1 % of its values changed, and some.
+DELTA_CACHE_BYTES = 4 << 30
+
+#: Number and digest of a version that a reader holds.
+Base = tuple[int, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +64,21 @@ class Version:
         return pb.VersionAnnounced(run_id=self.run_id, version=self.number, digest=self.manifest.digest)
 
 
+@dataclass(frozen=True, slots=True)
+class Road:
+    """A payload that leads a reader on, and its manifest."""
+
+    manifest: pb.WeightManifest
+    payload: Payload
+
+
 @dataclass(slots=True, eq=False)
 class _Run:
     generation: int
     #: In the order of publishing.
     versions: dict[int, Version] = field(default_factory=dict)
+    #: The numbers published last, in that order: as far back as a chain of deltas may begin.
+    history: list[int] = field(default_factory=list)
 
     @property
     def latest(self) -> Version | None:
@@ -74,10 +99,13 @@ class _Waiter:
 class WeightStore:
     """Versions by run and number."""
 
-    def __init__(self, keep: int) -> None:
+    def __init__(self, keep: int, *, delta_bytes: int = DELTA_CACHE_BYTES) -> None:
         if keep < 1:
             raise ValueError(f"a weight store keeps at least one version, not {keep}")
         self._keep = keep
+        self._deltas = Deltas(delta_bytes)
+        # Held while a delta is made: encoding two at once would only take turns, and need the memory of both.
+        self._making = threading.Lock()
         # In the order of their creation or opening.
         self._runs: dict[str, _Run] = {}
         self._generations = count(1)
@@ -98,6 +126,7 @@ class WeightStore:
         with self._lock:
             if run_id in self._runs:
                 # In its place: it does not become the run that was opened last.
+                self._forget_deltas(self._runs[run_id])
                 self._runs[run_id] = _Run(next(self._generations))
             else:
                 self._create(run_id)
@@ -109,12 +138,21 @@ class WeightStore:
             self._runs.pop(run_id, None)
             self._wake()
 
-    def publish(self, run_id: str, version: int, tensors: Mapping[str, Tensor]) -> pb.WeightManifest:
+    def publish(
+        self,
+        run_id: str,
+        version: int,
+        tensors: Mapping[str, Tensor],
+        *,
+        canary: pb.Canary | None = None,
+        adapter_config: str = "",
+    ) -> pb.WeightManifest:
         """Make a version available. Hashes every byte: not for the event loop.
 
         Errors: SEQUENCE_CONFLICT if this version is held with other weights; OVERLOADED beyond MAX_RUNS runs.
         """
-        manifest, payload = build_manifest(run_id, version, tensors), full_payload(tensors)
+        manifest = build_manifest(run_id, version, tensors, canary=canary, adapter_config=adapter_config)
+        payload = full_payload(tensors)
         with self._lock:
             run = self._runs.get(run_id) or self._create(run_id)
             held = run.versions.get(version)
@@ -125,13 +163,35 @@ class WeightStore:
                     have=held.manifest.digest.hex(),
                     want=manifest.digest.hex(),
                 )
-            # Taken out first, so that a repeated version counts as published last.
-            run.versions.pop(version, None)
-            run.versions[version] = held or Version(manifest, dict(tensors), payload, run.generation)
-            while len(run.versions) > self._keep:
-                del run.versions[next(iter(run.versions))]
-            self._wake()
-            return run.versions[version].manifest
+            kept = held or Version(manifest, dict(tensors), payload, run.generation)
+            self._take(run, kept)
+            return kept.manifest
+
+    def hold(self, fetched: Fetched) -> Version:
+        """Hand on a version that was fetched elsewhere, as it is, and the deltas that led to it.
+
+        Hashes every byte: not for the event loop. Errors: OVERLOADED beyond MAX_RUNS runs.
+        """
+        manifest = fetched.manifest
+        run_id, number = manifest.run_id, int(manifest.version)
+        payload = full_payload(fetched.tensors)
+        with self._lock:
+            run = self._runs.get(run_id)
+            latest = run.latest if run else None
+            held = run.versions.get(number) if run else None
+            same = held is not None and held.manifest.digest == manifest.digest
+            if run and latest and (number < latest.number or (number == latest.number and not same)):
+                # The publisher went back to a saved state: what it had published after that never happened.
+                self._forget_deltas(run)
+                run = self._runs[run_id] = _Run(next(self._generations))
+                same = False
+            run = run or self._create(run_id)
+            if not same or held is None:
+                held = Version(manifest, dict(fetched.tensors), payload, run.generation)
+            self._take(run, held)
+            for delta in fetched.deltas:
+                self._keep_delta(run, delta)
+            return held
 
     def latest(self, run_id: str = "") -> Version | None:
         """The version with the highest number; None before the first. "" means the run opened last.
@@ -157,6 +217,54 @@ class WeightStore:
                     latest=latest.number if latest else "",
                 )
             return found
+
+    def road(self, run_id: str, version: int | None, base: Base | None) -> Road:
+        """The payload of the fewest bytes that leads a reader with this base to a version, or on towards it.
+
+        None means the newest version, to which the road is never a chain. May take seconds where a base is
+        given: not for the event loop. Errors: RUN_UNKNOWN, VERSION_UNKNOWN.
+        """
+        target = self.get(run_id, version)
+        full = Road(target.manifest, target.payload)
+        if base is None:
+            return full
+        from_base = self._held_base(target, base)
+        if from_base is not None:
+            delta = self._delta(from_base, target)
+            return Road(delta.manifest, delta.payload) if delta.payload.size < target.payload.size else full
+        if version is None:
+            return full
+        if target.number not in self._reachable(target, base):
+            # A chain that leads to an older version that is held goes on from there.
+            held = self._held_among(target, self._reachable(target, base))
+            if held is None:
+                return full
+            self._delta(held, target)
+        spent, first = self._reachable(target, base).get(target.number, (target.payload.size, None))
+        return Road(first.manifest, first.payload) if first and spent < target.payload.size else full
+
+    def payload(self, run_id: str, version: int, base: Base | None) -> Payload:
+        """The payload of a manifest that `road` gave. May take seconds where a base is given.
+
+        Errors: RUN_UNKNOWN, VERSION_UNKNOWN.
+        """
+        if base is None:
+            return self.get(run_id, version).payload
+        with self._lock:
+            run = self._run(run_id)
+            delta = self._deltas.get(DeltaKey(run.generation, base[0], version)) if run else None
+            if delta is not None and delta.base == base:
+                return delta.payload
+            target = run.versions.get(version) if run else None
+        from_base = self._held_base(target, base) if target else None
+        if target is None or from_base is None:
+            raise QuartetError(
+                "VERSION_UNKNOWN",
+                f"no payload from version {base[0]} to {version} is held; ask for a manifest again",
+                version=base[0],
+                latest=version,
+            )
+        return self._delta(from_base, target).payload
 
     async def wait_newer(self, run_id: str, held: int | None, told: Version | None = None) -> Version:
         """Wait, without a bound of its own, for a version newer than `held`, and return the newest.
@@ -188,6 +296,61 @@ class WeightStore:
         if run_id not in self._runs:
             raise QuartetError("RUN_UNKNOWN", f"run {run_id} is not published here", run_id=run_id)
         return self._runs[run_id]
+
+    def _take(self, run: _Run, version: Version) -> None:
+        # Taken out first, so that a repeated version counts as published last.
+        run.versions.pop(version.number, None)
+        run.versions[version.number] = version
+        while len(run.versions) > self._keep:
+            del run.versions[next(iter(run.versions))]
+        run.history = [number for number in run.history if number != version.number][-ANCHOR_EVERY:]
+        run.history.append(version.number)
+        self._deltas.forget(lambda key: key.generation == run.generation and key.base not in run.history)
+        self._wake()
+
+    def _held_base(self, target: Version, base: Base) -> Version | None:
+        """The version that a reader says it holds, if it is held here with the same weights."""
+        with self._lock:
+            run = self._runs.get(target.run_id)
+            held = run.versions.get(base[0]) if run and run.generation == target.generation else None
+            return held if held and held.manifest.digest == base[1] else None
+
+    def _held_among(self, target: Version, numbers: Collection[int]) -> Version | None:
+        """The newest of these versions that is held."""
+        with self._lock:
+            run = self._runs.get(target.run_id)
+            if run is None or run.generation != target.generation:
+                return None
+            return max(
+                (held for number, held in run.versions.items() if number in numbers),
+                key=lambda held: held.number,
+                default=None,
+            )
+
+    def _reachable(self, target: Version, base: Base) -> dict[int, tuple[int, Delta]]:
+        with self._lock:
+            return self._deltas.reachable(target.generation, base)
+
+    def _delta(self, base: Version, new: Version) -> Delta:
+        """The delta between two versions that are held, made if need be."""
+        key = DeltaKey(new.generation, base.number, new.number)
+        with self._making:
+            with self._lock:
+                delta = self._deltas.get(key)
+            if delta is None:
+                delta = make_delta(base, new)
+                with self._lock:
+                    run = self._runs.get(new.run_id)
+                    if run and run.generation == new.generation:
+                        delta = self._keep_delta(run, delta)
+            return delta
+
+    def _keep_delta(self, run: _Run, delta: Delta) -> Delta:
+        key = DeltaKey(run.generation, delta.base[0], int(delta.manifest.version))
+        return self._deltas.add(key, delta)
+
+    def _forget_deltas(self, run: _Run) -> None:
+        self._deltas.forget(lambda key: key.generation == run.generation)
 
     def _create(self, run_id: str) -> _Run:
         if not run_id:

@@ -1,0 +1,91 @@
+"""What has arrived of a payload: which bytes are there, which are missing, which were damaged.
+
+1. Bytes count as arrived only when their chunk's checksum agreed and the chunk lay where it was due.
+2. WeightEnd counts only after the last byte.
+3. `complete` says that both are there; the digest of the whole is not yet compared (`verify_whole`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import xxhash
+
+from quartet.v1 import weights_pb2 as pb
+from quartet.weights.arrival import Arrival
+from quartet.weights.frames import Chunk
+from quartet.weights.manifest import mismatch
+from quartet.weights.payload import CHUNK_BYTES, Payload
+
+#: Times one span is fetched again because its bytes were damaged.
+MAX_REFETCHES = 3
+
+
+@dataclass(slots=True)
+class Receipt:
+    """A buffer that a payload arrives in; the spans begin..end that are missing; the last frame."""
+
+    buffer: memoryview
+    missing: list[tuple[int, int]]
+    arrival: Arrival
+    end: pb.WeightEnd | None = None
+    refetches: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return len(self.buffer)
+
+    @property
+    def complete(self) -> bool:
+        return not self.missing and self.end is not None
+
+    @property
+    def exhausted(self) -> bool:
+        return any(count > MAX_REFETCHES for count in self.refetches.values())
+
+    def wants(self, position: int) -> bool:
+        """Whether a stream at this position has news: missing bytes, or WeightEnd after all bytes."""
+        return position == self.size or any(begin <= position < end for begin, end in self.missing)
+
+    def accept(self, chunk: Chunk, position: int) -> int:
+        """Take the chunk that must lie at this position, return the next one; damaged bytes stay missing."""
+        data = chunk.data
+        if chunk.offset != position or not 0 < len(data) <= min(CHUNK_BYTES, self.size - position):
+            raise mismatch(f"place of the chunk at {chunk.offset}")
+        until = position + len(data)
+        if xxhash.xxh3_64_intdigest(data) == chunk.checksum:
+            self.buffer[position:until] = data
+            self.missing = [span for old in self.missing for span in _without(old, position, until)]
+            self.arrival.advance(self.missing[0][0] if self.missing else self.size)
+            return until
+        self.refetches[position] = self.refetches.get(position, 0) + 1
+        if self.exhausted:
+            raise mismatch(f"chunk at {position}, {self.refetches[position]} times over,")
+        return until
+
+    def verify_whole(self) -> None:
+        """Compare the digest of the whole; CHECKSUM_MISMATCH. Not for the event loop."""
+        assert self.complete and self.end is not None
+        if xxhash.xxh3_128_digest(self.buffer) != self.end.payload_digest:
+            raise mismatch("payload")
+
+    def payload(self) -> Payload:
+        """The verified payload, to be handed on."""
+        assert self.end is not None
+        return Payload((self.buffer.toreadonly(),), (0,), self.size, self.end.payload_digest)
+
+    def announce(self) -> None:
+        """Tell those who follow the arrival that every tensor was verified."""
+        assert self.end is not None
+        self.arrival.finish(self.end)
+
+    def accept_end(self, end: pb.WeightEnd, position: int) -> None:
+        """Take WeightEnd, which is true only after the last byte."""
+        if position != self.size or end.payload_bytes != self.size:
+            raise mismatch("size of the payload in WeightEnd")
+        self.end = end
+
+
+def _without(span: tuple[int, int], begin: int, end: int) -> list[tuple[int, int]]:
+    rest = [(span[0], min(span[1], begin)), (max(span[0], end), span[1])]
+    return [(first, last) for first, last in rest if first < last]
