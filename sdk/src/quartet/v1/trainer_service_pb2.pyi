@@ -13,6 +13,8 @@ class LossKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LOSS_KIND_UNSPECIFIED: _ClassVar[LossKind]
     LOSS_KIND_POLICY_GRADIENT: _ClassVar[LossKind]
     LOSS_KIND_CROSS_ENTROPY: _ClassVar[LossKind]
+    LOSS_KIND_REFERENCE_KL: _ClassVar[LossKind]
+    LOSS_KIND_CUSTOM: _ClassVar[LossKind]
 
 class RatioTreatment(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -22,38 +24,123 @@ class RatioTreatment(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RATIO_TREATMENT_DPPO: _ClassVar[RatioTreatment]
     RATIO_TREATMENT_NONE: _ClassVar[RatioTreatment]
 
+class RatioLevel(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RATIO_LEVEL_UNSPECIFIED: _ClassVar[RatioLevel]
+    RATIO_LEVEL_TOKEN: _ClassVar[RatioLevel]
+    RATIO_LEVEL_SEQUENCE: _ClassVar[RatioLevel]
+
+class Aggregation(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    AGGREGATION_UNSPECIFIED: _ClassVar[Aggregation]
+    AGGREGATION_TOKEN: _ClassVar[Aggregation]
+    AGGREGATION_SEQUENCE: _ClassVar[Aggregation]
+
+class KlEstimator(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KL_ESTIMATOR_UNSPECIFIED: _ClassVar[KlEstimator]
+    KL_ESTIMATOR_K1: _ClassVar[KlEstimator]
+    KL_ESTIMATOR_K2: _ClassVar[KlEstimator]
+    KL_ESTIMATOR_K3: _ClassVar[KlEstimator]
+
+class CorrectionMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CORRECTION_MODE_UNSPECIFIED: _ClassVar[CorrectionMode]
+    CORRECTION_MODE_TRUNCATE: _ClassVar[CorrectionMode]
+    CORRECTION_MODE_MASK: _ClassVar[CorrectionMode]
+
+class OptimizerKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OPTIMIZER_KIND_UNSPECIFIED: _ClassVar[OptimizerKind]
+    OPTIMIZER_KIND_ADAMW: _ClassVar[OptimizerKind]
+    OPTIMIZER_KIND_MUON: _ClassVar[OptimizerKind]
+    OPTIMIZER_KIND_SGD: _ClassVar[OptimizerKind]
+
 class Schedule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     SCHEDULE_UNSPECIFIED: _ClassVar[Schedule]
     SCHEDULE_CONSTANT: _ClassVar[Schedule]
     SCHEDULE_LINEAR: _ClassVar[Schedule]
     SCHEDULE_COSINE: _ClassVar[Schedule]
+    SCHEDULE_WARMUP_STABLE_DECAY: _ClassVar[Schedule]
 LOSS_KIND_UNSPECIFIED: LossKind
 LOSS_KIND_POLICY_GRADIENT: LossKind
 LOSS_KIND_CROSS_ENTROPY: LossKind
+LOSS_KIND_REFERENCE_KL: LossKind
+LOSS_KIND_CUSTOM: LossKind
 RATIO_TREATMENT_UNSPECIFIED: RatioTreatment
 RATIO_TREATMENT_CISPO: RatioTreatment
 RATIO_TREATMENT_PPO: RatioTreatment
 RATIO_TREATMENT_DPPO: RatioTreatment
 RATIO_TREATMENT_NONE: RatioTreatment
+RATIO_LEVEL_UNSPECIFIED: RatioLevel
+RATIO_LEVEL_TOKEN: RatioLevel
+RATIO_LEVEL_SEQUENCE: RatioLevel
+AGGREGATION_UNSPECIFIED: Aggregation
+AGGREGATION_TOKEN: Aggregation
+AGGREGATION_SEQUENCE: Aggregation
+KL_ESTIMATOR_UNSPECIFIED: KlEstimator
+KL_ESTIMATOR_K1: KlEstimator
+KL_ESTIMATOR_K2: KlEstimator
+KL_ESTIMATOR_K3: KlEstimator
+CORRECTION_MODE_UNSPECIFIED: CorrectionMode
+CORRECTION_MODE_TRUNCATE: CorrectionMode
+CORRECTION_MODE_MASK: CorrectionMode
+OPTIMIZER_KIND_UNSPECIFIED: OptimizerKind
+OPTIMIZER_KIND_ADAMW: OptimizerKind
+OPTIMIZER_KIND_MUON: OptimizerKind
+OPTIMIZER_KIND_SGD: OptimizerKind
 SCHEDULE_UNSPECIFIED: Schedule
 SCHEDULE_CONSTANT: Schedule
 SCHEDULE_LINEAR: Schedule
 SCHEDULE_COSINE: Schedule
+SCHEDULE_WARMUP_STABLE_DECAY: Schedule
+
+class MismatchCorrection(_message.Message):
+    __slots__ = ("mode", "level", "cap", "floor")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    CAP_FIELD_NUMBER: _ClassVar[int]
+    FLOOR_FIELD_NUMBER: _ClassVar[int]
+    mode: CorrectionMode
+    level: RatioLevel
+    cap: float
+    floor: float
+    def __init__(self, mode: _Optional[_Union[CorrectionMode, str]] = ..., level: _Optional[_Union[RatioLevel, str]] = ..., cap: _Optional[float] = ..., floor: _Optional[float] = ...) -> None: ...
 
 class LossSpec(_message.Message):
-    __slots__ = ("kind", "ratio", "clip_low", "clip_high", "temperature")
+    __slots__ = ("kind", "ratio", "clip_low", "clip_high", "temperature", "ratio_level", "aggregation", "delta", "kl_coef", "kl_estimator", "target_kl", "entropy_coef", "proximal_version", "correction", "custom")
     KIND_FIELD_NUMBER: _ClassVar[int]
     RATIO_FIELD_NUMBER: _ClassVar[int]
     CLIP_LOW_FIELD_NUMBER: _ClassVar[int]
     CLIP_HIGH_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    RATIO_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    AGGREGATION_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    KL_COEF_FIELD_NUMBER: _ClassVar[int]
+    KL_ESTIMATOR_FIELD_NUMBER: _ClassVar[int]
+    TARGET_KL_FIELD_NUMBER: _ClassVar[int]
+    ENTROPY_COEF_FIELD_NUMBER: _ClassVar[int]
+    PROXIMAL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CORRECTION_FIELD_NUMBER: _ClassVar[int]
+    CUSTOM_FIELD_NUMBER: _ClassVar[int]
     kind: LossKind
     ratio: RatioTreatment
     clip_low: float
     clip_high: float
     temperature: float
-    def __init__(self, kind: _Optional[_Union[LossKind, str]] = ..., ratio: _Optional[_Union[RatioTreatment, str]] = ..., clip_low: _Optional[float] = ..., clip_high: _Optional[float] = ..., temperature: _Optional[float] = ...) -> None: ...
+    ratio_level: RatioLevel
+    aggregation: Aggregation
+    delta: float
+    kl_coef: float
+    kl_estimator: KlEstimator
+    target_kl: float
+    entropy_coef: float
+    proximal_version: int
+    correction: MismatchCorrection
+    custom: str
+    def __init__(self, kind: _Optional[_Union[LossKind, str]] = ..., ratio: _Optional[_Union[RatioTreatment, str]] = ..., clip_low: _Optional[float] = ..., clip_high: _Optional[float] = ..., temperature: _Optional[float] = ..., ratio_level: _Optional[_Union[RatioLevel, str]] = ..., aggregation: _Optional[_Union[Aggregation, str]] = ..., delta: _Optional[float] = ..., kl_coef: _Optional[float] = ..., kl_estimator: _Optional[_Union[KlEstimator, str]] = ..., target_kl: _Optional[float] = ..., entropy_coef: _Optional[float] = ..., proximal_version: _Optional[int] = ..., correction: _Optional[_Union[MismatchCorrection, _Mapping]] = ..., custom: _Optional[str] = ...) -> None: ...
 
 class TrainingSample(_message.Message):
     __slots__ = ("sample", "advantages", "reference_logprobs")
@@ -187,19 +274,33 @@ class ForwardResponse(_message.Message):
     def __init__(self, logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class LoraSpec(_message.Message):
-    __slots__ = ("rank", "alpha", "dropout", "target_modules")
+    __slots__ = ("rank", "alpha", "dropout", "target_modules", "rslora", "modules_to_save", "publish_merged")
     RANK_FIELD_NUMBER: _ClassVar[int]
     ALPHA_FIELD_NUMBER: _ClassVar[int]
     DROPOUT_FIELD_NUMBER: _ClassVar[int]
     TARGET_MODULES_FIELD_NUMBER: _ClassVar[int]
+    RSLORA_FIELD_NUMBER: _ClassVar[int]
+    MODULES_TO_SAVE_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_MERGED_FIELD_NUMBER: _ClassVar[int]
     rank: int
     alpha: float
     dropout: float
     target_modules: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, rank: _Optional[int] = ..., alpha: _Optional[float] = ..., dropout: _Optional[float] = ..., target_modules: _Optional[_Iterable[str]] = ...) -> None: ...
+    rslora: bool
+    modules_to_save: _containers.RepeatedScalarFieldContainer[str]
+    publish_merged: bool
+    def __init__(self, rank: _Optional[int] = ..., alpha: _Optional[float] = ..., dropout: _Optional[float] = ..., target_modules: _Optional[_Iterable[str]] = ..., rslora: _Optional[bool] = ..., modules_to_save: _Optional[_Iterable[str]] = ..., publish_merged: _Optional[bool] = ...) -> None: ...
+
+class ReferenceSpec(_message.Message):
+    __slots__ = ("sync_steps", "mixup_alpha")
+    SYNC_STEPS_FIELD_NUMBER: _ClassVar[int]
+    MIXUP_ALPHA_FIELD_NUMBER: _ClassVar[int]
+    sync_steps: int
+    mixup_alpha: float
+    def __init__(self, sync_steps: _Optional[int] = ..., mixup_alpha: _Optional[float] = ...) -> None: ...
 
 class OptimizerSpec(_message.Message):
-    __slots__ = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm", "schedule", "warmup_steps", "total_steps")
+    __slots__ = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm", "schedule", "warmup_steps", "total_steps", "kind", "momentum", "decay_steps", "adamw_learning_rate")
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     BETA1_FIELD_NUMBER: _ClassVar[int]
     BETA2_FIELD_NUMBER: _ClassVar[int]
@@ -209,6 +310,10 @@ class OptimizerSpec(_message.Message):
     SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     WARMUP_STEPS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MOMENTUM_FIELD_NUMBER: _ClassVar[int]
+    DECAY_STEPS_FIELD_NUMBER: _ClassVar[int]
+    ADAMW_LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     learning_rate: float
     beta1: float
     beta2: float
@@ -218,10 +323,14 @@ class OptimizerSpec(_message.Message):
     schedule: Schedule
     warmup_steps: int
     total_steps: int
-    def __init__(self, learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., max_grad_norm: _Optional[float] = ..., schedule: _Optional[_Union[Schedule, str]] = ..., warmup_steps: _Optional[int] = ..., total_steps: _Optional[int] = ...) -> None: ...
+    kind: OptimizerKind
+    momentum: float
+    decay_steps: int
+    adamw_learning_rate: float
+    def __init__(self, learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., max_grad_norm: _Optional[float] = ..., schedule: _Optional[_Union[Schedule, str]] = ..., warmup_steps: _Optional[int] = ..., total_steps: _Optional[int] = ..., kind: _Optional[_Union[OptimizerKind, str]] = ..., momentum: _Optional[float] = ..., decay_steps: _Optional[int] = ..., adamw_learning_rate: _Optional[float] = ...) -> None: ...
 
 class RunSpec(_message.Message):
-    __slots__ = ("base_model", "lora", "optimizer", "seed", "compute_dtype", "served_dtype", "from_scratch", "retain_versions", "microbatch_tokens")
+    __slots__ = ("base_model", "lora", "optimizer", "seed", "compute_dtype", "served_dtype", "from_scratch", "retain_versions", "microbatch_tokens", "reference", "gradient_checkpointing")
     BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
     LORA_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
@@ -231,6 +340,8 @@ class RunSpec(_message.Message):
     FROM_SCRATCH_FIELD_NUMBER: _ClassVar[int]
     RETAIN_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     MICROBATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_FIELD_NUMBER: _ClassVar[int]
+    GRADIENT_CHECKPOINTING_FIELD_NUMBER: _ClassVar[int]
     base_model: str
     lora: LoraSpec
     optimizer: OptimizerSpec
@@ -240,7 +351,9 @@ class RunSpec(_message.Message):
     from_scratch: bool
     retain_versions: int
     microbatch_tokens: int
-    def __init__(self, base_model: _Optional[str] = ..., lora: _Optional[_Union[LoraSpec, _Mapping]] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., seed: _Optional[int] = ..., compute_dtype: _Optional[str] = ..., served_dtype: _Optional[str] = ..., from_scratch: _Optional[bool] = ..., retain_versions: _Optional[int] = ..., microbatch_tokens: _Optional[int] = ...) -> None: ...
+    reference: ReferenceSpec
+    gradient_checkpointing: bool
+    def __init__(self, base_model: _Optional[str] = ..., lora: _Optional[_Union[LoraSpec, _Mapping]] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., seed: _Optional[int] = ..., compute_dtype: _Optional[str] = ..., served_dtype: _Optional[str] = ..., from_scratch: _Optional[bool] = ..., retain_versions: _Optional[int] = ..., microbatch_tokens: _Optional[int] = ..., reference: _Optional[_Union[ReferenceSpec, _Mapping]] = ..., gradient_checkpointing: _Optional[bool] = ...) -> None: ...
 
 class CreateRunRequest(_message.Message):
     __slots__ = ("run_id", "spec")
