@@ -10,13 +10,17 @@ from quartet.config import main
 from quartet.kit import logs
 
 from quartet_inference.config import InferenceConfig
+from quartet_inference.vllm import environment
 
 
 def _run(config: InferenceConfig) -> None:
     logs.configure("inference", config.log_level)
     # Before torch is loaded: its thread pool spins at barriers and starves the neighbours. The hub is
     # never asked.
-    os.environ["OMP_NUM_THREADS"] = str(config.embedded.threads)
+    if config.engine == "vllm":
+        environment.prepare(config.vllm.threads)
+    else:
+        os.environ["OMP_NUM_THREADS"] = str(config.embedded.threads)
     os.environ["HF_HUB_OFFLINE"] = "1"
     from quartet_inference.app import run
 

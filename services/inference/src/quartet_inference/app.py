@@ -13,21 +13,32 @@ from quartet.kit.health import Health
 from quartet.kit.server import Service, serve
 from quartet.v1 import inference_service_pb2_grpc, weights_pb2_grpc
 
+from quartet_inference.answering import Answerer
 from quartet_inference.chat import Chat
 from quartet_inference.config import InferenceConfig
 from quartet_inference.embedded import model
 from quartet_inference.embedded.engine import EmbeddedEngine, Limits
 from quartet_inference.engine import Engine, ServedWeights
-from quartet_inference.relay import UnservedWeights
+from quartet_inference.replication import replicating
 from quartet_inference.service import InferenceServicer
-from quartet_inference.updates import Follower, ServedNews
+from quartet_inference.updates import ServedNews
+from quartet_inference.vllm import environment
 
 INFERENCE = "quartet.v1.InferenceService"
 WEIGHTS = "quartet.v1.WeightService"
 
 
-def build_engine(config: InferenceConfig, chat: Chat, health: Health) -> EmbeddedEngine:
+def build_engine(config: InferenceConfig, chat: Chat, health: Health) -> Engine:
     """Load the model; without a weights address its own weights are version 0 of no run."""
+    if config.engine == "vllm":
+        environment.check()
+        from quartet_inference.vllm.start import start  # vLLM is not installed everywhere
+
+        return start(config, chat.end_tokens, chat.text, health.progress)
+    return _embedded(config, chat, health)
+
+
+def _embedded(config: InferenceConfig, chat: Chat, health: Health) -> EmbeddedEngine:
     settings = config.embedded
     torch.set_num_threads(settings.threads)
     network = model.load(config.model, settings.dtype, weights_follow=bool(config.weights_address))
@@ -56,7 +67,9 @@ def build_engine(config: InferenceConfig, chat: Chat, health: Health) -> Embedde
 @asynccontextmanager
 async def services(config: InferenceConfig, health: Health) -> AsyncIterator[list[Service]]:
     """The services of a running replica; left, its engine and follower are ended."""
-    chat = await asyncio.to_thread(Chat, config.model)
+    chat = await asyncio.to_thread(
+        Chat, config.model, config.chat.tool_parser, config.chat.template_file, config.chat.template_settings
+    )
     engine = await asyncio.to_thread(build_engine, config, chat, health)
 
     def busy() -> bool:
@@ -65,7 +78,8 @@ async def services(config: InferenceConfig, health: Health) -> AsyncIterator[lis
 
     health.watch_progress(config.stall_seconds, busy)
     news = ServedNews(engine)
-    servicer = InferenceServicer(engine, chat, news, str(config.model), config.version_wait_seconds)
+    answerer = Answerer(engine, chat, news, config.version_wait_seconds)
+    servicer = InferenceServicer(engine, answerer, str(config.model))
     try:
         async with _following(config, engine, news, health):
             yield [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pydantic
 from quartet.config import Config
@@ -13,6 +13,19 @@ from quartet.kit.server import ServerConfig
 GIB = 1 << 30
 #: The prompt's ids travel in one message of at most 4 MiB, at up to 5 bytes each and beside the text.
 MAX_MODEL_LEN = 262_144
+#: Arguments of vLLM that `args` may not name, and what to do instead.
+OWNED_VLLM_ARGS = {
+    "model": "give the folder as model",
+    "dtype": "give vllm.dtype",
+    "max_model_len": "give max_model_len",
+    "max_num_seqs": "give vllm.max_num_seqs",
+    "kv_cache_memory_bytes": "give vllm.kv_cache_bytes",
+    "logprobs_mode": "log-probabilities are those of the distribution that was sampled",
+    "logits_processors": "tokens are drawn by Quartet's own sampler",
+    "worker_extension_cls": "weights are changed by Quartet's own extension",
+    "skip_tokenizer_init": "text is made by the service, the engine knows tokens only",
+    "speculative_config": "drafted tokens are not drawn by Quartet's sampler",
+}
 
 
 class EmbeddedConfig(Config):
@@ -31,16 +44,71 @@ class EmbeddedConfig(Config):
     kv_on_update: Literal["keep", "recompute"] = "recompute"
 
 
+class VllmConfig(Config):
+    """The vLLM engine."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    # As for the embedded engine; only a CPU build looks at it.
+    threads: int = pydantic.Field(default=1, ge=1, le=256)
+    max_num_seqs: int = pydantic.Field(default=128, ge=1, le=4096)
+    max_waiting: int = pydantic.Field(default=4096, ge=1, le=1_000_000)
+    # Of each device; default: what vLLM finds free on an accelerator, 1 GiB on a CPU.
+    kv_cache_bytes: int | None = pydantic.Field(default=None, ge=1 << 16)
+    kv_on_update: Literal["keep", "recompute"] = "recompute"
+    # Where new weights wait for the swap, and every worker reads them: memory, if there is enough of it.
+    staging: Path = Path("/dev/shm")
+    # Any further arguments of vLLM's AsyncEngineArgs, such as tensor_parallel_size, data_parallel_size,
+    # enable_expert_parallel, quantization.
+    args: dict[str, Any] = pydantic.Field(default_factory=dict)
+
+    @pydantic.field_validator("args")
+    @classmethod
+    def _leaves_ours_alone(cls, args: dict[str, Any]) -> dict[str, Any]:
+        owned = sorted(OWNED_VLLM_ARGS.keys() & args.keys())
+        if owned:
+            raise ValueError(f"{owned[0]} is set by Quartet: {OWNED_VLLM_ARGS[owned[0]]}")
+        return args
+
+
+class ChatConfig(Config):
+    """Messages: the chat template and what is read out of sampled text."""
+
+    # How the model writes tool calls: "auto" asks the template, "none" reads none, else a name of
+    # quartet_inference.chat.formats.
+    tool_parser: str = "auto"
+    # A Jinja file instead of the model folder's own template.
+    template_file: Path | None = None
+    # Variables that the template is always given, such as enable_thinking = false.
+    template_settings: dict[str, Any] = pydantic.Field(default_factory=dict)
+
+    @pydantic.field_validator("template_file")
+    @classmethod
+    def _is_a_file(cls, file: Path | None) -> Path | None:
+        if file is not None and not file.is_file():
+            raise ValueError("no such file; give a Jinja template")
+        return file
+
+
 class InferenceConfig(Config):
     """The inference service."""
 
     model: Path
-    engine: Literal["embedded"] = "embedded"
+    engine: Literal["embedded", "vllm"] = "embedded"
     # The trainer's WeightService; empty serves the folder's own weights as version 0 of no run.
     weights_address: str = ""
     weights_security: ClientSecurity = ClientSecurity()
     # The run to follow; empty follows the run that the trainer created last.
     run_id: str = ""
+    # Replicas hand on to each other what they fetch; the trainer sends a version about once.
+    relay: bool = True
+    # Where other replicas reach this one; default: where it listens, or the host's name where it listens on
+    # every interface.
+    advertise_address: str = ""
+    # Versions kept for others, each a copy of the model in memory; one more is on its way during an update.
+    held_versions: int = pydantic.Field(default=2, ge=1, le=64)
+    # Mean difference of the log-probabilities of a version's canary from the trainer's that is still agreement;
+    # default: by the dtype.
+    canary_tolerance: float | None = pydantic.Field(default=None, gt=0)
     # Longest prompt plus completion; default: what the model was made for.
     max_model_len: int | None = pydantic.Field(default=None, ge=2, le=MAX_MODEL_LEN)
     # A request that waits for a run or a version waits no longer, whatever its own deadline.
@@ -49,6 +117,8 @@ class InferenceConfig(Config):
     stall_seconds: float = pydantic.Field(default=120.0, gt=0)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     embedded: EmbeddedConfig = EmbeddedConfig()
+    vllm: VllmConfig = VllmConfig()
+    chat: ChatConfig = ChatConfig()
     server: ServerConfig = ServerConfig()
 
     @pydantic.field_validator("model")

@@ -149,11 +149,11 @@ class EngineInfo:
     running: int
     waiting: int
     tokens_sampled: int
-    steps: int
     updates_applied: int
     last_update_pause_ms: float
     paused: bool
     closed: bool = False  # it will never answer again
+    out_of_service: str = ""  # why it answers nothing until other weights are served
 
 
 def refusal(request: Request | ScoreRequest, served: ServedWeights | None) -> QuartetError | None:

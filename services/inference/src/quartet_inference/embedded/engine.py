@@ -98,7 +98,7 @@ class EmbeddedEngine:
         dtype = str(next(network.parameters()).dtype).removeprefix("torch.")
         self._info = EngineInfo(
             "embedded", dtype, limits.max_model_len, limits.max_num_seqs, vocabulary,
-            tuple(sorted(end_tokens)), served, 0, 0, 0, 0, 0, 0.0, False,
+            tuple(sorted(end_tokens)), served, 0, 0, 0, 0, 0.0, False,
         )  # fmt: skip
         self._random = np.random.default_rng()
         self._waiting: deque[RunningSequence] = deque()
@@ -290,7 +290,7 @@ class EmbeddedEngine:
         if self._scorer:
             assert self._info.served is not None
             self._scorer.piece(self._info.served.version)
-        self._note(steps=self._info.steps + 1)
+        self._note()
         self._deliver()
         self._on_step()
 

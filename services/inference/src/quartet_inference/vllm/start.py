@@ -1,0 +1,99 @@
+"""Starting vLLM for a configuration.
+
+1. `args` of the configuration are AsyncEngineArgs; what Quartet relies on is set here and cannot
+   be overridden.
+2. The model is also loaded once by transformers, for the names, shapes and digest of its weights, and let go.
+3. What cannot be served is a ConfigError that says what to change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+from quartet.config import ConfigError
+from vllm import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from quartet_inference.completion import Detokenize
+from quartet_inference.config import GIB, InferenceConfig
+from quartet_inference.embedded import model
+from quartet_inference.engine import ServedWeights
+from quartet_inference.vllm.engine import Held, VllmEngine
+from quartet_inference.vllm.staging import Staging
+
+#: vLLM's default of 128 on a CPU would leave shorter prompts out of the prefix cache.
+CPU_BLOCK_TOKENS = 32
+
+
+def start(
+    config: InferenceConfig, end_tokens: frozenset[int], detokenize: Detokenize, on_step: Callable[[], None]
+) -> VllmEngine:
+    """Start it; takes seconds to minutes. Not for the event loop."""
+    settings = config.vllm
+    held = _held(config, end_tokens, detokenize)
+    arguments = engine_args(config)
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    for name in arguments.keys() - known:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"vllm.args.{name} is no argument of AsyncEngineArgs{hint}")
+    try:
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+        raise ConfigError(f"vLLM cannot serve model = {str(config.model)!r} so: {error}") from error
+    return VllmEngine(
+        llm,
+        held,
+        Staging(settings.staging),
+        settings.max_waiting,
+        settings.kv_on_update == "recompute",
+        on_step,
+    )
+
+
+def engine_args(config: InferenceConfig) -> dict[str, Any]:
+    """The AsyncEngineArgs of a configuration."""
+    settings = config.vllm
+    chosen: dict[str, Any] = {"enable_prefix_caching": True, "disable_log_stats": True, "seed": 0}
+    if current_platform.is_cpu():
+        chosen |= {
+            "enforce_eager": True,
+            "block_size": CPU_BLOCK_TOKENS,
+            "kv_cache_memory_bytes": settings.kv_cache_bytes or GIB,
+        }
+        if settings.args.get("tensor_parallel_size", 1) * settings.args.get("pipeline_parallel_size", 1) == 1:
+            chosen["distributed_executor_backend"] = "uni"  # one process less
+    elif settings.kv_cache_bytes is not None:
+        chosen["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+    owned = {
+        "model": str(config.model),
+        "dtype": settings.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # not the folder's idea of sampling
+        "logprobs_mode": "processed_logits",
+        "logits_processors": ["quartet_inference.vllm.drawing:DrawTokens"],
+        "worker_extension_cls": "quartet_inference.vllm.worker.WeightWorker",
+    }
+    if config.weights_address and not any(config.model.glob("*.safetensors")):
+        owned["load_format"] = "dummy"  # the first weights come from the trainer
+    return chosen | settings.args | owned
+
+
+def _held(config: InferenceConfig, end_tokens: frozenset[int], detokenize: Detokenize) -> Held:
+    network = model.load(config.model, config.vllm.dtype, weights_follow=bool(config.weights_address))
+    made_for = int(getattr(network.config, "max_position_embeddings"))  # noqa: B009 - nn.Module types it as a tensor
+    if (config.max_model_len or 0) > made_for:
+        raise ConfigError(
+            f"max_model_len = {config.max_model_len} is refused: "
+            f"the model was made for {made_for}; choose at most that"
+        )
+    weights = model.ModelWeights(network)
+    digest = weights.digest()
+    served = None if config.weights_address else ServedWeights("", 0, digest)
+    return Held(weights.layout(), digest, end_tokens, detokenize, served)

@@ -1,0 +1,66 @@
+"""What Quartet adds to each of vLLM's workers: changing the weights.
+
+1. Methods called by the engine never raise: with several workers an exception would leave the answers of the
+   others in the queue, to be taken for those of the next call.
+2. A version is loaded by vLLM's layerwise reload, which fuses (qkv, gate and up), shards and re-packs as at
+   the start. Everything is read before the first layer is touched.
+3. After a load no layer keeps old or half-loaded weights, or the load has failed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+
+class WeightWorker:
+    """Mixed into vLLM's worker class."""
+
+    model_runner: Any
+    model_config: Any
+    vllm_config: Any
+
+    def quartet_load(self, path: str) -> dict[str, Any]:
+        """Replace all weights by those of a safetensors file.
+
+        "touched" says whether a failure has left the worker without a whole model.
+        """
+        touched = False
+        try:
+            with safe_open(path, "pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            model = self.model_runner.get_model()
+            with set_current_vllm_config(self.vllm_config):
+                touched = True
+                initialize_layerwise_reload(model)
+                loaded = model.load_weights(iter(tensors.items()))
+                _check_complete(model)
+                finalize_layerwise_reload(model, self.model_config)
+                _repack_tied_heads(model)
+            self.model_runner.reset_lora_state()
+        except Exception as error:  # noqa: BLE001 - see 1
+            return {"ok": False, "touched": touched, "why": f"{type(error).__name__}: {error}"}
+        return {"ok": True, "loaded": len(loaded or ())}
+
+
+def _check_complete(model: torch.nn.Module) -> None:
+    """ValueError where a fused layer got some of its parts only."""
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if isinstance(layer, VocabParallelEmbedding) or not info.can_load():
+            continue  # embeddings are padded; the others are done
+        if 0 < info.load_numel < (info.load_numel_total or 0):
+            raise ValueError(f"{name} got {info.load_numel} of {info.load_numel_total} values")
+
+
+def _repack_tied_heads(model: torch.nn.Module) -> None:
+    """On a CPU a head packs its weights at the start, and a tied one is not packed again by the reload."""
+    for layer in model.modules():
+        if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):
+            layer.quant_method.process_weights_after_loading(layer)
