@@ -3,7 +3,10 @@
 1. Every member of an accepted request ends exactly once, as a result or a typed failure, in the order of
    ending; a cancelled one ends as CANCELLED.
 2. At most `max_in_flight` members are accepted and unfinished; more are refused whole as OVERLOADED.
-3. Equal (id, args) share their workers. At most `max_loaded` pairs have workers; an idle one makes room.
+3. Equal (id, args) share their workers. At most `max_loaded` pairs have workers; one that nobody loads, asks
+   or runs makes room, never another.
+4. While UNREAD_BYTES of a request's results wait for its reader, no further member of it starts: what waits
+   is bounded by that and by the members that have a place at the time.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import structlog
 from quartet.errors import QuartetError
@@ -21,45 +25,81 @@ from quartet_envhost import failures
 from quartet_envhost.config import EnvHostConfig, canonical_id
 from quartet_envhost.pool import WorkerPool
 
+# A reader takes results as fast as they come, unless it has stalled: a few dozen of the largest then wait.
+UNREAD_BYTES: Final = 128 * 1024 * 1024
+
 log = structlog.get_logger()
 
 
 class ActiveRequest:
-    """The members of one RunRollouts call."""
+    """The members of one RunRollouts call, and their results until they are read."""
 
-    def __init__(self, request: envhost_service_pb2.RunRolloutsRequest) -> None:
+    def __init__(self, request: envhost_service_pb2.RunRolloutsRequest, unread_bytes: int) -> None:
         """Nothing runs yet."""
         self.request = request
         self.cancelled = False
         self.started = False
         self.tasks: set[asyncio.Task[rollout_pb2.Rollout]] = set()
-        # At most one entry for each member.
-        self.ended: asyncio.Queue[rollout_pb2.Rollout | BaseException] = asyncio.Queue()
+        self._limit = unread_bytes
+        # At most one entry for each member, with its size.
+        self._ended: asyncio.Queue[tuple[rollout_pb2.Rollout | BaseException, int]] = asyncio.Queue()
+        self._unread = 0
+        self._room = asyncio.Event()
+        self._room.set()
 
     @property
     def unfinished(self) -> int:
         """Members that still run."""
         return len(self.tasks) if self.started else len(self.request.members)
 
-    def start(self, member: int, work: Coroutine[Any, Any, rollout_pb2.Rollout]) -> None:
-        """Run a member; however it ends, that is put into `ended`."""
-        task = asyncio.create_task(work)
-        self.tasks.add(task)
-
-        # A callback, because a task that is cancelled before its first step runs none of its own code.
-        def note(done: asyncio.Task[rollout_pb2.Rollout]) -> None:
-            self.tasks.discard(done)
-            if done.cancelled():
-                self.ended.put_nowait(_cancelled(member))
+    def start(self, run: Callable[[int], Coroutine[Any, Any, rollout_pb2.Rollout]], at_once: int) -> None:
+        """Run the members, at most so many at once; however each ends, `read` gives that."""
+        self.started = True
+        places = asyncio.Semaphore(at_once)
+        for member in self.request.members:
+            if self.cancelled:  # while the environment was being loaded
+                self._put(_cancelled(member))
             else:
-                self.ended.put_nowait(done.exception() or done.result())
+                task = asyncio.create_task(self._run(run, member, places))
+                self.tasks.add(task)
+                # A callback: a task that is cancelled before its first step runs none of its own code.
+                task.add_done_callback(partial(self._note, member))
 
-        task.add_done_callback(note)
+    async def read(self) -> rollout_pb2.Rollout:
+        """The next member that ended. Raises what only the whole request can end with."""
+        ended, size = await self._ended.get()
+        self._unread -= size
+        if self._unread < self._limit:
+            self._room.set()
+        if isinstance(ended, BaseException):
+            raise ended
+        return ended
 
     def cancel(self) -> int:
         """End all members as CANCELLED; how many that were."""
         self.cancelled = True
         return sum([task.cancel() for task in self.tasks]) if self.started else len(self.request.members)
+
+    async def _run(
+        self,
+        run: Callable[[int], Coroutine[Any, Any, rollout_pb2.Rollout]],
+        member: int,
+        places: asyncio.Semaphore,
+    ) -> rollout_pb2.Rollout:
+        async with places:
+            await self._room.wait()
+            return await run(member)
+
+    def _note(self, member: int, done: asyncio.Task[rollout_pb2.Rollout]) -> None:
+        self.tasks.discard(done)
+        self._put(_cancelled(member) if done.cancelled() else done.exception() or done.result())
+
+    def _put(self, ended: rollout_pb2.Rollout | BaseException) -> None:
+        size = ended.ByteSize() if isinstance(ended, rollout_pb2.Rollout) else 0
+        self._unread += size
+        if self._unread >= self._limit:
+            self._room.clear()
+        self._ended.put_nowait((ended, size))
 
 
 class EnvironmentHost:
@@ -73,6 +113,7 @@ class EnvironmentHost:
         self._active: dict[str, ActiveRequest] = {}
         self._in_flight = 0
         self._draining = False
+        self._changing = asyncio.Lock()
 
     @property
     def in_flight(self) -> int:
@@ -95,13 +136,17 @@ class EnvironmentHost:
 
     async def describe(self, ref: envhost_service_pb2.EnvironmentRef) -> envhost_service_pb2.EnvironmentInfo:
         """Load an environment and describe it."""
-        return await (await self._pool(ref)).open()
+        pool = await self._pool(ref)
+        with pool.used():
+            return await pool.open()
 
     async def tasks(
         self, request: envhost_service_pb2.GetTasksRequest
     ) -> envhost_service_pb2.GetTasksResponse:
         """Examples of an environment."""
-        return await (await self._pool(request.environment)).tasks(request)
+        pool = await self._pool(request.environment)
+        with pool.used():
+            return await pool.tasks(request)
 
     async def run(
         self, request: envhost_service_pb2.RunRolloutsRequest
@@ -119,27 +164,20 @@ class EnvironmentHost:
                 "OVERLOADED",
                 f"{self._in_flight} rollouts are in flight; the limit is {self._config.max_in_flight}",
             )
-        active = self._active[request.request_id] = ActiveRequest(request)
+        active = self._active[request.request_id] = ActiveRequest(request, UNREAD_BYTES)
         self._in_flight += len(request.members)
         left = len(request.members)
         try:
             pool = await self._pool(request.environment)
-            await pool.open()
-            active.started = True
-            if active.cancelled:  # While the environment was being loaded.
-                for member in request.members:
-                    active.ended.put_nowait(_cancelled(member))
-            else:
-                for member in request.members:
-                    active.start(member, pool.run(request, member))
-            while left:
-                ended = await active.ended.get()
-                if isinstance(ended, BaseException):
-                    raise ended
-                left -= 1
-                self._in_flight -= 1
-                self._progress()
-                yield ended
+            with pool.used():
+                await pool.open()
+                active.start(partial(pool.run, request), pool.places)
+                while left:
+                    ended = await active.read()
+                    left -= 1
+                    self._in_flight -= 1
+                    self._progress()
+                    yield ended
         finally:
             self._in_flight -= left
             del self._active[request.request_id]
@@ -171,8 +209,7 @@ class EnvironmentHost:
         self._pools.clear()
 
     async def _pool(self, ref: envhost_service_pb2.EnvironmentRef) -> WorkerPool:
-        if self._draining:
-            raise QuartetError("NOT_READY", "the environment host is draining")
+        self._refuse_if_draining()
         settings = self._config.environment(ref.id)
         if settings is None:
             hosted = sorted(self._config.environments)
@@ -185,20 +222,28 @@ class EnvironmentHost:
         args = _arguments(ref)
         key = (canonical_id(ref.id), json.dumps(args, sort_keys=True))
         pool = self._pools.get(key)
-        if pool is not None and pool.failed:
-            # Its error was told; whatever was wrong may have been put right since.
-            del self._pools[key]
-            await pool.close()
+        if pool is not None and not pool.failed:
+            return pool
+        async with self._changing:  # one at a time, or two would take the room that one has made
             pool = self._pools.get(key)
-        if pool is None:
-            await self._make_room()
-            pool = self._pools.setdefault(key, WorkerPool(ref.id, args, settings, self._config))
-        return pool
+            if pool is not None and pool.failed:
+                # Its error was told; whatever was wrong may have been put right since.
+                await self._pools.pop(key).close()
+                pool = None
+            if pool is None:
+                await self._make_room()
+                self._refuse_if_draining()
+                pool = self._pools[key] = WorkerPool(ref.id, args, settings, self._config)
+            return pool
+
+    def _refuse_if_draining(self) -> None:
+        if self._draining:
+            raise QuartetError("NOT_READY", "the environment host is draining")
 
     async def _make_room(self) -> None:
         if len(self._pools) < self._config.max_loaded:
             return
-        idle = [(pool.last_used, key) for key, pool in self._pools.items() if not pool.in_flight]
+        idle = [(pool.last_used, key) for key, pool in self._pools.items() if not pool.in_use]
         if not idle:
             raise QuartetError("OVERLOADED", f"{len(self._pools)} environments are loaded and all are in use")
         _, key = min(idle)

@@ -7,16 +7,17 @@
 3. A worker that dies is respawned after a bounded backoff; one that cannot load says why, and that error
    goes to every caller.
 4. At most `rollouts_per_worker` rollouts are under way in a worker; the others wait here, their clocks not
-   running.
+   running, and get their places in the order in which they asked.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any, Final
 
 import structlog
@@ -54,14 +55,31 @@ class WorkerPool:
         self._settings = settings
         self._config = config
         self._workers: list[WorkerProcess] = []
-        # Who waits for a worker with room, first come first; each free place wakes one.
-        self._waiters: deque[asyncio.Future[None]] = deque()
+        # Who waits for a worker with room. Only the first may take a place; the others stay behind it.
+        self._line: deque[asyncio.Event] = deque()
+        # Set once the environment is described, cannot be loaded, or is closed.
+        self._decided = asyncio.Event()
         self._keepers: list[asyncio.Task[None]] = []
         self._error: QuartetError | None = None
         self._closed = False
         self._info: envhost_service_pb2.EnvironmentInfo | None = None
-        self.in_flight = 0
+        self._users = 0
         self.last_used = time.monotonic()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether somebody loads it, asks it or runs rollouts in it."""
+        return self._users > 0
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """While inside, the pool is not closed to make room for another."""
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            self.last_used = time.monotonic()
 
     @property
     def failed(self) -> bool:
@@ -73,14 +91,19 @@ class WorkerPool:
         """Workers that take rollouts."""
         return len(self._workers)
 
+    @property
+    def places(self) -> int:
+        """Rollouts that can be under way at once."""
+        return self._settings.workers * self._settings.rollouts_per_worker
+
     async def open(self) -> envhost_service_pb2.EnvironmentInfo:
         """Start the workers and describe the environment. Raises QuartetError where it cannot be loaded."""
-        self.last_used = time.monotonic()
         if not self._keepers:
             self._keepers = [asyncio.create_task(self._keep(slot)) for slot in range(self._settings.workers)]
         # The first description stays true while workers are being respawned.
         if self._info is None:
-            await self._wait(lambda: self._info is not None)
+            await self._decided.wait()
+            self._refuse_if_ended()
         assert self._info is not None
         info = envhost_service_pb2.EnvironmentInfo()
         info.CopyFrom(self._info)
@@ -100,7 +123,7 @@ class WorkerPool:
             text = f"environment {self.env_id!r} did not list its tasks: {error or 'no answer in time'}"
             raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=self.env_id) from error
         finally:
-            self._wake(1)
+            self._call_next()
         return envhost_service_pb2.GetTasksResponse.FromString(answer)
 
     async def run(self, request: envhost_service_pb2.RunRolloutsRequest, member: int) -> rollout_pb2.Rollout:
@@ -111,23 +134,18 @@ class WorkerPool:
         one.members.append(member)
         if not one.timeout_ms:
             one.timeout_ms = round(self._config.timeout_seconds * 1000)
-        self.in_flight += 1
-        try:
-            for attempt in range(request.max_retries + 1):
-                if attempt:
-                    await asyncio.sleep(random.uniform(0, min(RETRY_CAP_S, RETRY_BASE_S * 2**attempt)))
-                rollout = await self._attempt(one)
-                if not rollout.failure.retryable:
-                    break
-            return rollout
-        finally:
-            self.in_flight -= 1
-            self.last_used = time.monotonic()
+        for attempt in range(request.max_retries + 1):
+            if attempt:
+                await asyncio.sleep(random.uniform(0, min(RETRY_CAP_S, RETRY_BASE_S * 2**attempt)))
+            rollout = await self._attempt(one)
+            if not rollout.failure.retryable:
+                break
+        return rollout
 
     async def close(self) -> None:
         """Stop every worker."""
         self._closed = True
-        self._wake_all()
+        self._decide()
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
@@ -148,47 +166,41 @@ class WorkerPool:
             text = f"not done after {timeout_s:g} s, and its worker no longer answered"
             return failures.failed(member, failures.TIMEOUT, text, retryable=False)
         finally:
-            self._wake(1)
+            self._call_next()
         return rollout_pb2.Rollout.FromString(answer)
 
     async def _acquire(self) -> WorkerProcess:
-        """The least loaded worker that has room."""
+        """The least loaded worker that has room, in the order of asking. The caller calls it at once."""
+        mine = asyncio.Event()
+        self._line.append(mine)
+        try:
+            while True:
+                self._refuse_if_ended()
+                room = [w for w in self._workers if w.alive and w.load < self._settings.rollouts_per_worker]
+                if room and self._line[0] is mine:
+                    return min(room, key=lambda one: one.load)
+                mine.clear()
+                await mine.wait()
+        finally:
+            self._line.remove(mine)
+            # Whoever is next looks for itself whether there is room: by then this one's call is counted.
+            self._call_next()
 
-        def best() -> WorkerProcess | None:
-            room = [w for w in self._workers if w.alive and w.load < self._settings.rollouts_per_worker]
-            return min(room, key=lambda one: one.load, default=None)
+    def _refuse_if_ended(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._closed:
+            raise QuartetError("NOT_READY", f"the workers of {self.env_id!r} are being stopped")
 
-        await self._wait(lambda: best() is not None)
-        worker = best()
-        assert worker is not None
-        return worker
+    def _call_next(self) -> None:
+        if self._line:
+            self._line[0].set()
 
-    async def _wait(self, done: Callable[[], bool]) -> None:
-        while True:
-            if self._error is not None:
-                raise self._error
-            if self._closed:
-                raise QuartetError("NOT_READY", f"the workers of {self.env_id!r} are being stopped")
-            if done():
-                return
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            try:
-                await waiter
-            except asyncio.CancelledError:
-                if not waiter.cancelled():  # Woken and cancelled at once: the place is the next one's.
-                    self._wake(1)
-                raise
-
-    def _wake(self, count: int) -> None:
-        while count and self._waiters:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                count -= 1
-
-    def _wake_all(self) -> None:
-        self._wake(len(self._waiters))
+    def _decide(self) -> None:
+        """Described, refused or closed: everybody who waits looks again."""
+        self._decided.set()
+        for waiting in self._line:
+            waiting.set()
 
     async def _keep(self, slot: int) -> None:
         """Keep one worker alive until the pool closes or the environment turns out not to load."""
@@ -214,7 +226,8 @@ class WorkerPool:
             finally:
                 if worker is not None:
                     await worker.stop()
-                self._wake_all()
+                if self._error is not None:
+                    self._decide()
             if self._error is None:
                 pause = min(RESPAWN_CAP_S, RESPAWN_BASE_S * 2 ** min(deaths - 1, 16))
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
@@ -245,11 +258,12 @@ class WorkerPool:
                 python=self._settings.python,
             ) from died
         self._info = envhost_service_pb2.EnvironmentInfo.FromString(answer)
+        self._decided.set()
 
     async def _watch(self, worker: WorkerProcess) -> None:
         """Offer the worker for calls until it ends; stop it when its loop is silent."""
         self._workers.append(worker)
-        self._wake_all()
+        self._call_next()
         ended = asyncio.create_task(worker.wait())
         try:
             while not ended.done():
