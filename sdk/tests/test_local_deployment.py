@@ -69,6 +69,39 @@ def test_the_services_point_at_each_other(tmp_path: Path) -> None:
         assert written["server"]["port_file"] == str(spec.port_file)
 
 
+def test_replicas_of_inference_are_processes_of_one_config(tmp_path: Path) -> None:
+    tables: dict[str, dict[str, object]] = {name: {} for name in SERVICES}
+    tables["inference"] = {"replicas": 3, "max_num_seqs": 7}
+    wired = wire("models/x", tmp_path / "data", tables)
+    names = ["inference-1", "inference-2", "inference-3"]
+    assert list(wired) == ["trainer", *names, "envhost", "orchestrator"]
+    addresses = [wired[name]["server"]["address"] for name in names]
+    assert len(set(addresses)) == 3
+    assert wired["envhost"]["inference_addresses"] == addresses
+    assert wired["orchestrator"]["inference_addresses"] == addresses
+    for name in names:
+        assert wired[name]["max_num_seqs"] == 7 and "replicas" not in wired[name]
+        assert wired[name]["weights_address"] == wired["trainer"]["server"]["address"]
+    specs = [spec for spec in write(wired, tmp_path) if spec.name in names]
+    assert all(spec.command[1:3] == ["-m", "quartet_inference"] for spec in specs)
+    assert len({(spec.log_file, spec.port_file, spec.command[-1]) for spec in specs}) == 3
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        ({"replicas": 0}, "inference.replicas = 0 is refused"),
+        ({"replicas": True}, "inference.replicas = True is refused"),
+        ({"replicas": "2"}, "inference.replicas = '2' is refused"),
+        ({"replicas": 2, "server": {"metrics_address": "127.0.0.1:9090"}}, "one port for 2 replicas"),
+        ({"replicas": 2, "server": {"address": "127.0.0.1:47813"}}, "cannot listen on 127.0.0.1:47813"),
+    ],
+)
+def test_replicas_that_cannot_be_are_refused(tmp_path: Path, table: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        wire("m", tmp_path, {"inference": table})
+
+
 def test_a_port_in_use_is_refused_in_a_sentence(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -1,9 +1,10 @@
-"""The deployment of one local run: four configs that point at each other, written to files, checked before
-anything starts.
+"""The deployment of one local run: configs of four services that point at each other, written to files,
+checked before anything starts.
 
 1. What the user wrote in [trainer], [orchestrator], [inference] and [envhost] wins over what the launcher
    would say, except for the port 0, which becomes a free port, and the port file.
-2. `check` runs every service's own `--dry-run` on the files it would be started with: whatever a
+2. `[inference] replicas = N` is the launcher's own key: N processes of equal config, each with an address.
+3. `check` runs every service's own `--dry-run` on the files it would be started with: whatever a
    service would refuse is refused here, in its own sentence, before any service runs.
 """
 
@@ -22,41 +23,68 @@ from quartet.local.toml_text import dumps
 
 SERVICES = ("trainer", "inference", "envhost", "orchestrator")
 ANY_PORT = "127.0.0.1:0"
+MAX_REPLICAS = 64  # of one machine; each is a process with the whole model
 CHECK_SECONDS = 60.0  # a dry run imports pydantic and grpc only; more means a broken installation
 
 Table = dict[str, Any]
 
 
 def wire(model: str, data: Path, tables: Mapping[str, Table]) -> dict[str, Table]:
-    """The complete config table of each service named in `tables`, every address in it final."""
-    names = list(tables)
-    servers = [dict(tables[name].get("server", {})) for name in names]
+    """The complete config table of each process of the services in `tables`, every address in it final."""
+    processes = _processes(tables)
+    servers = [dict(table.get("server", {})) for table in processes.values()]
     try:
-        addresses = dict(
-            zip(names, resolve([str(one.get("address", ANY_PORT)) for one in servers]), strict=True)
-        )
+        resolved = resolve([str(one.get("address", ANY_PORT)) for one in servers])
     except AddressRefused as error:
         raise ConfigError(str(error)) from error
+    addresses: dict[str, list[str]] = {name: [] for name in SERVICES}
+    for name, address in zip(processes, resolved, strict=True):
+        addresses[service_of(name)].append(address)
+    trainer = next(iter(addresses["trainer"]), None)
     known: dict[str, Table] = {
         "trainer": {"state_dir": str(data / "trainer")},
-        "inference": {"model": model, "weights_address": addresses.get("trainer")},
-        "envhost": {"inference_addresses": [addresses.get("inference", "")]},
+        "inference": {"model": model, "weights_address": trainer},
+        "envhost": {"inference_addresses": addresses["inference"]},
         "orchestrator": {
-            "trainer_address": addresses.get("trainer"),
-            "envhost_addresses": [addresses.get("envhost", "")],
-            "inference_addresses": [addresses.get("inference", "")],
+            "trainer_address": trainer,
+            "envhost_addresses": addresses["envhost"],
+            "inference_addresses": addresses["inference"],
             "data_dir": str(data / "orchestrator"),
         },
     }
     wired: dict[str, Table] = {}
-    for name, server in zip(names, servers, strict=True):
-        server |= {"address": addresses[name], "port_file": str(data / f"{name}.port")}
-        wired[name] = {**known[name], **tables[name], "server": server}
+    for (name, table), server, address in zip(processes.items(), servers, resolved, strict=True):
+        server |= {"address": address, "port_file": str(data / f"{name}.port")}
+        wired[name] = {**known[service_of(name)], **table, "server": server}
     return wired
 
 
+def service_of(process: str) -> str:
+    """The service that a process runs: "inference" for "inference-2"."""
+    return process.partition("-")[0]
+
+
+def _processes(tables: Mapping[str, Table]) -> dict[str, Table]:
+    """The table of each process, by its name: a service's, or "inference-1", "inference-2", ..."""
+    processes: dict[str, Table] = {}
+    for name, table in tables.items():
+        own = {key: value for key, value in table.items() if name != "inference" or key != "replicas"}
+        count = table.get("replicas", 1) if name == "inference" else 1
+        if type(count) is not int or not 1 <= count <= MAX_REPLICAS:
+            raise ConfigError(f"inference.replicas = {count!r} is refused: give 1 to {MAX_REPLICAS}")
+        metrics = str(own.get("server", {}).get("metrics_address", ""))
+        if count > 1 and metrics and not metrics.endswith(":0"):
+            raise ConfigError(
+                f"inference.server.metrics_address = {metrics!r} is one port for {count} replicas; "
+                "write port 0, or leave it out"
+            )
+        names = [name] if count == 1 else [f"{name}-{number}" for number in range(1, count + 1)]
+        processes |= dict.fromkeys(names, own)
+    return processes
+
+
 def write(wired: Mapping[str, Table], root: Path) -> list[ChildSpec]:
-    """Write the config files under root/config and say how each service is started."""
+    """Write the config files under root/config and say how each process is started."""
     folder = root / "config"
     folder.mkdir(parents=True, exist_ok=True)
     specs = []
@@ -65,7 +93,7 @@ def write(wired: Mapping[str, Table], root: Path) -> list[ChildSpec]:
         config_file.write_text(dumps(table), encoding="utf-8")
         port_file = Path(table["server"]["port_file"])
         port_file.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", f"quartet_{name}", "@", str(config_file)]
+        command = [sys.executable, "-m", f"quartet_{service_of(name)}", "@", str(config_file)]
         log_file = root / "logs" / f"{name}.log"
         specs.append(ChildSpec(name, command, table["server"]["address"], log_file, port_file))
     return specs
@@ -76,7 +104,7 @@ async def check(specs: Sequence[ChildSpec]) -> None:
     refusals = await asyncio.gather(*(_refusal(spec) for spec in specs))
     for spec, refusal in zip(specs, refusals, strict=True):
         if refusal:
-            raise ConfigError(f"[{spec.name}] {refusal}")
+            raise ConfigError(f"[{service_of(spec.name)}] {refusal}")
 
 
 async def _refusal(spec: ChildSpec) -> str:
