@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from quartet.errors import QuartetError
-from quartet_inference.chat import Chat, ParsedCall
+from quartet_inference.chat import Chat, ParsedCall, Turn
 
 END, NEWLINE = 258, 198
 
@@ -19,6 +19,13 @@ def chat(model_folder: Path) -> Chat:
 
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
+
+
+def read(chat: Chat, text: str, with_tools: bool = True) -> Turn:
+    """The turn of a text that was sampled after an ordinary prompt."""
+    tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
+    reader, _ = chat.reader(chat.render([user("hi")], []), [tool] if with_tools else [])
+    return reader.finish(text)
 
 
 def test_render_is_the_template(chat: Chat) -> None:
@@ -49,14 +56,14 @@ def test_tool_calls_are_parsed_as_written(chat: Chat) -> None:
         '<tool_call>{"arguments": "{\\"q\\": 1}", "name": "find"}</tool_call>'
         '<tool_call>{"name": "noargs"}</tool_call>'
     )
-    turn = chat.parse(text, with_tools=True)
+    turn = read(chat, text)
     assert turn.content == "Let me see."
     assert turn.calls == (
         ParsedCall("add", '{"a": 1,  "b": [2.50]}'),
         ParsedCall("find", '{"q": 1}'),
         ParsedCall("noargs", "{}"),
     )
-    assert chat.parse(text, with_tools=False).content == text
+    assert read(chat, text, with_tools=False).content == text
 
 
 @pytest.mark.parametrize(
@@ -72,15 +79,13 @@ def test_tool_calls_are_parsed_as_written(chat: Chat) -> None:
     ],
 )
 def test_unreadable_calls_stay_in_the_text(chat: Chat, broken: str) -> None:
-    turn = chat.parse(broken, with_tools=True)
+    turn = read(chat, broken)
     assert (turn.content, turn.calls) == (broken, ())
 
 
 def test_nested_braces_and_tags_in_strings(chat: Chat) -> None:
     arguments = json.dumps({"code": "if x: {y: {1}} }"})
-    turn = chat.parse(
-        f'<tool_call>{{"name": "python", "arguments": {arguments}}}</tool_call>', with_tools=True
-    )
+    turn = read(chat, f'<tool_call>{{"name": "python", "arguments": {arguments}}}</tool_call>')
     assert turn.calls == (ParsedCall("python", arguments),)
 
 

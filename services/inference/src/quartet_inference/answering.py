@@ -1,0 +1,244 @@
+"""Requests to the policy, whichever door they come through: gRPC and the OpenAI front answer from here.
+
+1. Nothing is decided here but whether a request is well-formed and which weights it waits for.
+2. A request waits for its run and version within its deadline, and never longer than `version_wait_s`.
+3. Rendering and parsing happen in a thread: the event loop never tokenizes.
+4. Given tokens are never rendered again (invariant 6). Where a template leaves no sound way to append to
+   them, the whole conversation is rendered if it is remembered, else refused; the break is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import prometheus_client
+from quartet.errors import QuartetError
+from quartet.v1 import common_pb2, rollout_pb2
+from quartet.v1 import inference_service_pb2 as pb
+
+from quartet_inference.chat import Chat, Unextendable
+from quartet_inference.conversations import Conversations, Messages
+from quartet_inference.engine import Delta, Engine, Finish, Reason, Request, ServedWeights
+from quartet_inference.messages import from_turn, to_template, tool_to_template
+from quartet_inference.sampling import refused, resolve
+from quartet_inference.updates import ServedNews
+
+#: GenerateRequest.n says so.
+MAX_COMPLETIONS = 256
+#: Left of the deadline when waiting ends: the typed error arrives before the caller's clock ends the call.
+DEADLINE_MARGIN_SECONDS = 0.25
+
+PREFIX_BREAKS = prometheus_client.Counter(
+    "quartet_prefix_breaks", "Requests whose prompt could not extend the caller's tokens."
+)
+_REASONS = {Reason.STOP: pb.FINISH_REASON_STOP, Reason.LENGTH: pb.FINISH_REASON_LENGTH}
+
+Tools = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    token_ids: tuple[int, ...]
+    tools: Tools
+    rendered: bool = True
+    kept: bool = True
+    resumed: int = 0  # the last so many tokens were sampled by this completion
+    messages: Messages | None = None  # the conversation, where it is known
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """What the completion answers."""
+        return self.token_ids[: len(self.token_ids) - self.resumed]
+
+    @property
+    def sampled(self) -> tuple[int, ...]:
+        """What of the completion is there already."""
+        return self.token_ids[len(self.token_ids) - self.resumed :]
+
+
+class Answerer:
+    """Frames for requests, from an engine and a chat template."""
+
+    def __init__(self, engine: Engine, chat: Chat, news: ServedNews, version_wait_s: float) -> None:
+        """`news` tells when the engine's weights change."""
+        self._engine = engine
+        self._chat = chat
+        self._news = news
+        self._version_wait_s = version_wait_s
+        self._conversations = Conversations()
+        self._lock = threading.Lock()
+        self.prefix_breaks = 0
+
+    async def answer(
+        self, request: pb.GenerateRequest, remaining_s: float | None
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """The start, deltas and finishes of a request; no heartbeats."""
+        if request.n > MAX_COMPLETIONS:
+            raise refused("n", request.n, f"ask for at most {MAX_COMPLETIONS} completions")
+        prompt = await asyncio.to_thread(self._prompt_of, request)
+        wanted = self._request_of(request, prompt)
+        await self._wait_for_weights(wanted, request.HasField("min_policy_version"), remaining_s)
+        sampled: list[list[int]] = [list(prompt.sampled) for _ in range(wanted.n)]
+        async with aclosing(self._engine.generate(wanted)) as events:  # type: ignore[type-var]
+            ids = prompt.token_ids if prompt.rendered else ()
+            yield pb.GenerateResponse(start=pb.GenerateStart(prompt_token_ids=ids, prefix_kept=prompt.kept))
+            async for event in events:
+                if isinstance(event, Delta):
+                    sampled[event.index].extend(event.token_ids)
+                    yield pb.GenerateResponse(delta=_delta(event))
+                else:
+                    finish = await asyncio.to_thread(self._finish, event, sampled[event.index], prompt)
+                    yield pb.GenerateResponse(finish=finish)
+
+    def _prompt_of(self, request: pb.GenerateRequest) -> _Prompt:
+        kind = request.WhichOneof("prompt")
+        if kind is None:
+            raise refused("prompt", "absent", "send messages or tokens")
+        tools = [tool_to_template(tool) for tool in request.tools]
+        if kind == "tokens":
+            return self._given(request, tools)
+        if request.resumed_tokens:
+            raise refused("resumed_tokens", request.resumed_tokens, "send tokens, not messages")
+        if not request.messages.messages:
+            raise refused("messages", "empty", "send at least one message")
+        messages = tuple(to_template(message) for message in request.messages.messages)
+        return _Prompt(tuple(self._chat.render(messages, tools)), tools, messages=messages)
+
+    def _given(self, request: pb.GenerateRequest, tools: Tools) -> _Prompt:
+        """A prompt of exact tokens."""
+        token_ids, resumed = tuple(request.tokens.token_ids), request.resumed_tokens
+        if not token_ids:
+            raise refused("tokens.token_ids", "empty", "send at least one token, or messages")
+        vocab_size = self._engine.info().vocab_size
+        if max(token_ids) >= vocab_size:
+            remedy = f"send tokens below the vocabulary's size, {vocab_size}"
+            raise refused("tokens.token_ids", max(token_ids), remedy)
+        tail = [to_template(message) for message in request.tokens.tail_messages]
+        if resumed and request.n > 1:
+            raise refused("resumed_tokens", resumed, "resume one completion, with n = 1")
+        if resumed and tail:
+            raise refused("resumed_tokens", resumed, "send no tail_messages: the prompt is complete")
+        if resumed >= len(token_ids):
+            raise refused("resumed_tokens", resumed, "leave at least one token of the prompt before them")
+        if tail:
+            return self._extended(token_ids, tail, tools)
+        return _Prompt(token_ids, tools, rendered=False, resumed=resumed)
+
+    def _extended(self, token_ids: tuple[int, ...], tail: list[dict[str, Any]], tools: Tools) -> _Prompt:
+        """Exact tokens with messages behind them."""
+        known = self._conversations.recall(token_ids) if self._chat.may_break else None
+        messages = (*known, *tail) if known is not None else None
+        try:
+            extended = tuple(self._chat.extend(token_ids, tail, tools))
+        except Unextendable as why:
+            if messages is None:
+                self._count_break()
+                remedy = "send the whole conversation as messages"
+                raise refused("tokens.tail_messages", f"{len(tail)} messages", f"{remedy}: {why}") from why
+            extended = tuple(self._chat.render(messages, tools))
+        kept = extended[: len(token_ids)] == token_ids
+        if not kept:
+            self._count_break()
+        return _Prompt(extended, tools, kept=kept, messages=messages)
+
+    def _count_break(self) -> None:
+        with self._lock:
+            self.prefix_breaks += 1
+        PREFIX_BREAKS.inc()
+
+    def _request_of(self, request: pb.GenerateRequest, prompt: _Prompt) -> Request:
+        info = self._engine.info()
+        if not prompt.token_ids:
+            raise refused("messages", "rendered to nothing", "send a message with content")
+        room = info.max_model_len - len(prompt.given)
+        if room < max(1, prompt.resumed):
+            raise QuartetError(
+                "PROMPT_TOO_LONG",
+                f"the prompt has {len(prompt.token_ids)} tokens, "
+                f"at most {info.max_model_len - 1} leave room for one",
+                tokens=len(prompt.token_ids),
+                limit=info.max_model_len - 1,
+            )
+        return Request(
+            prompt=prompt.token_ids,
+            sampling=resolve(request.sampling, room, info.vocab_size),
+            n=max(1, request.n),
+            run_id=request.run_id,
+            min_version=request.min_policy_version,
+            exact_version=request.exact_policy_version if request.HasField("exact_policy_version") else None,
+            keep_prefix=bool(request.session_id),
+            resumed=prompt.resumed,
+        )
+
+    async def _wait_for_weights(self, wanted: Request, has_minimum: bool, remaining_s: float | None) -> None:
+        """Wait for the run and the version that a request names; the engine checks the rest."""
+
+        def right_run(served: ServedWeights | None) -> bool:
+            return served is not None and wanted.run_id in ("", served.run_id)
+
+        def suits(served: ServedWeights | None) -> bool:
+            return right_run(served) and served is not None and served.version >= wanted.min_version
+
+        served = self._engine.info().served
+        if served is None and not wanted.run_id and not has_minimum:
+            raise QuartetError("NOT_READY", "no verified weights are served yet")
+        limit_s = self._version_wait_s
+        if remaining_s is not None:
+            limit_s = min(limit_s, max(0.0, remaining_s - DEADLINE_MARGIN_SECONDS))
+        if suits(served) or await self._news.wait_for(suits, limit_s):
+            return
+        served = self._engine.info().served
+        have = served.version if served is not None else "none"
+        if not right_run(served):
+            have_run = served.run_id if served is not None else ""
+            message = f"run {have_run or '(none)'} is served, run {wanted.run_id or '(any)'} was waited for"
+            raise QuartetError("RUN_NOT_SERVED", message, have=have_run, want=wanted.run_id)
+        raise QuartetError(
+            "DEADLINE",
+            f"version {wanted.min_version} did not arrive in time; version {have} is served",
+            waited_for=f"policy version {wanted.min_version}",
+            have=have,
+        )
+
+    def _finish(self, event: Finish, sampled: list[int], prompt: _Prompt) -> pb.GenerateFinish:
+        text_ids = sampled
+        stop_match = event.stop_string
+        if event.stop_token is not None:
+            stop_match = self._chat.text([event.stop_token], special=True)
+            text_ids = sampled[:-1]
+        elif event.reason is Reason.STOP and not event.stop_string:
+            text_ids = sampled[:-1]  # the end token
+        reader, special = self._chat.reader(prompt.given, prompt.tools)
+        text = self._chat.text(text_ids, keep=special)
+        if event.stop_string:
+            text = text.partition(event.stop_string)[0]
+        turn = reader.finish(text)
+        message = from_turn(turn)
+        reason = _REASONS[event.reason]
+        if turn.calls and event.reason is Reason.STOP and not stop_match:
+            reason = pb.FINISH_REASON_TOOL_CALLS
+        if self._chat.may_break and prompt.messages is not None:
+            self._conversations.keep([*prompt.given, *sampled], (*prompt.messages, to_template(message)))
+        usage = common_pb2.Usage(
+            prompt_tokens=len(prompt.given),
+            completion_tokens=len(sampled),
+            cached_tokens=event.cached_tokens,
+        )
+        return pb.GenerateFinish(
+            index=event.index, finish_reason=reason, stop_match=stop_match, message=message, usage=usage
+        )
+
+
+def _delta(event: Delta) -> pb.GenerateDelta:
+    spans = [
+        rollout_pb2.PolicySpan(start=span.start, length=span.length, policy_version=span.version)
+        for span in event.spans
+    ]
+    return pb.GenerateDelta(
+        index=event.index, token_ids=event.token_ids, logprobs=event.logprobs, spans=spans
+    )

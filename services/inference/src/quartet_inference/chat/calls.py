@@ -1,0 +1,160 @@
+"""Reading one tool call out of text: JSON, XML-like parameters, Python.
+
+1. Arguments that the model wrote as JSON are handed on exactly as written, to the character.
+2. What is not a call raises ValueError; nothing else is raised, however deep or long the text.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_DECODER = json.JSONDecoder()
+#: The keys under which the formats put the arguments; Llama says "parameters".
+ARGUMENT_KEYS = ("arguments", "parameters")
+
+
+@dataclass(frozen=True)
+class ParsedCall:
+    """A tool call as the model wrote it."""
+
+    name: str
+    arguments_json: str
+
+
+#: The JSON Schema of each parameter of each tool.
+Schemas = Mapping[str, Mapping[str, Any]]
+
+
+def schemas_of(tools: Sequence[Mapping[str, Any]]) -> Schemas:
+    """What the tools say of their parameters."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for tool in tools:
+        function = tool["function"]
+        parameters = function.get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, dict) else None
+        found[function["name"]] = properties if isinstance(properties, dict) else {}
+    return found
+
+
+def _only_value_errors(read: Callable[P, T]) -> Callable[P, T]:
+    @wraps(read)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return read(*args, **kwargs)
+        except (IndexError, TypeError, RecursionError, MemoryError, SyntaxError) as error:
+            raise ValueError(str(error)) from error
+
+    return guarded
+
+
+def skip_space(text: str, at: int) -> int:
+    """The next position that holds no white space."""
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at
+
+
+@_only_value_errors
+def json_object(text: str, at: int) -> tuple[str, int]:
+    """The object that begins here, as written, and where it ends."""
+    value, end = _DECODER.raw_decode(text, at)
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    return text[at:end], end
+
+
+@_only_value_errors
+def json_call(text: str, at: int) -> tuple[ParsedCall, int]:
+    """The call {"name": ..., "arguments": ...} that begins here, and where it ends."""
+    _, end = json_object(text, at)
+    members: dict[str, tuple[Any, str]] = {}
+    at = skip_space(text, at + 1)
+    while text[at] != "}":
+        key, at = _DECODER.raw_decode(text, at)
+        start = skip_space(text, skip_space(text, at) + 1)
+        value, at = _DECODER.raw_decode(text, start)
+        members[key] = (value, text[start:at])
+        at = skip_space(text, at)
+        if text[at] == ",":
+            at = skip_space(text, at + 1)
+    name, _ = members.get("name", (None, ""))
+    value, written = next((members[key] for key in ARGUMENT_KEYS if key in members), (None, ""))
+    if not isinstance(name, str) or not name:
+        raise ValueError("no name")
+    return ParsedCall(name, _as_object(value, written)), end
+
+
+def _as_object(value: Any, written: str) -> str:
+    """Arguments as written; some models quote the object, some write null for none."""
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return "{}"
+    if not isinstance(value, dict):
+        raise ValueError("arguments are no object")
+    return written
+
+
+@_only_value_errors
+def json_calls(text: str, at: int) -> tuple[list[ParsedCall], int]:
+    """A list of calls, or one, that begins here, and where it ends."""
+    if text[at] != "[":
+        call, end = json_call(text, at)
+        return [call], end
+    calls = []
+    at = skip_space(text, at + 1)
+    while text[at] != "]":
+        call, at = json_call(text, at)
+        calls.append(call)
+        at = skip_space(text, at)
+        if text[at] == ",":
+            at = skip_space(text, at + 1)
+    return calls, at + 1
+
+
+def typed_call(name: str, written: Sequence[tuple[str, str]], schemas: Schemas) -> ParsedCall:
+    """A call whose arguments are bare text: the tool's schema says what is a string and what is JSON."""
+    name = name.strip()
+    if not name:
+        raise ValueError("no name")
+    known = schemas.get(name, {})
+    arguments = {key: _typed(text, known.get(key)) for key, text in written}
+    return ParsedCall(name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _typed(text: str, schema: Any) -> Any:
+    if isinstance(schema, dict) and schema.get("type") in ("string", ["string"]):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+@_only_value_errors
+def python_calls(text: str) -> list[ParsedCall]:
+    """Calls with literal keyword arguments: `[f(a=1), g(b="x")]`, or one on each line."""
+    tree = ast.parse(text.strip())
+    calls = []
+    for statement in tree.body:
+        value = statement.value if isinstance(statement, ast.Expr) else None
+        nodes = value.elts if isinstance(value, ast.List) else [value]
+        for node in nodes:
+            if not isinstance(node, ast.Call) or node.args:
+                raise ValueError("not a call with keyword arguments")
+            if any(word.arg is None for word in node.keywords):
+                raise ValueError("arguments by name only")
+            arguments = {word.arg: ast.literal_eval(word.value) for word in node.keywords}
+            written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            calls.append(ParsedCall(ast.unparse(node.func), written))
+    if not calls:
+        raise ValueError("no call")
+    return calls

@@ -1,0 +1,143 @@
+"""The tokenizer of a model folder with its chat template and its formats of thinking and tool calls.
+
+1. `extend` never renders or encodes the given tokens again: its result begins with them, exactly.
+2. Special tokens are left out of texts, but for those that the formats are made of.
+3. Everything here takes time that grows with the text: call it in a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+from quartet.config import ConfigError
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from quartet_inference.chat.calls import schemas_of
+from quartet_inference.chat.formats import FORMATS, ToolFormat, format_of
+from quartet_inference.chat.reader import THINKING_MARKS, DeclaredReader, FormatReader, TurnReader
+from quartet_inference.chat.template import Template
+
+#: Tokens at a prompt's end among which an opened thinking or turn is looked for.
+OPENING_TOKENS = 64
+
+log = structlog.get_logger()
+
+
+class Chat:
+    """Everything between messages and tokens."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tool_parser: str = "auto",
+        template_file: Path | None = None,
+        template_settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Load the tokenizer. `tool_parser` is "auto", "none", or a name in FORMATS."""
+        self._tokenizer = _load(folder)
+        if template_file is not None:
+            self._tokenizer.chat_template = template_file.read_text(encoding="utf-8")
+        self.template = Template(self._tokenizer, template_settings or {})
+        self.end_tokens = _end_tokens(self._tokenizer, folder)
+        self._thinking = next((m for m in THINKING_MARKS if m[1] in self.template.text), None)
+        declared = getattr(self._tokenizer, "response_template", None)
+        self._declared: dict[str, Any] | None = declared if tool_parser == "auto" else None
+        self._format = _choose(tool_parser, self.template.text)
+        self._special = {
+            token: str(added.content)
+            for token, added in self._tokenizer.added_tokens_decoder.items()
+            if added.special
+        }
+        self.may_break = self.template.may_break()
+        self.rewrites_earlier_turns = self.template.rewrites_earlier_turns(self._thinking is not None)
+        log.info(
+            "chat template",
+            tool_parser=self.tool_parser,
+            thinking=self._thinking[0] if self._thinking else "",
+            rewrites_earlier_turns=self.rewrites_earlier_turns,
+            may_break=self.may_break,
+        )
+
+    @property
+    def tool_parser(self) -> str:
+        """The format of tool calls in use."""
+        if self._declared is not None:
+            return "response_template"
+        return self._format.name if self._format is not None else "none"
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The tokens of a conversation, opened for the assistant. Errors: INVALID_REQUEST."""
+        return self.encode(self.template.render(messages, tools))
+
+    def extend(
+        self,
+        token_ids: Sequence[int],
+        tail: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> list[int]:
+        """The given tokens, the close of the turn that they end with, the tail, the next turn's opening.
+
+        Raises Unextendable.
+        """
+        following = self.encode(self.template.following(tail, tools))
+        if following and token_ids[-1] in self.end_tokens and following[0] == token_ids[-1]:
+            following = following[1:]  # the turn was closed by the token that was sampled
+        return [*token_ids, *following]
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text that has its special tokens written out."""
+        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
+
+    def text(self, token_ids: Sequence[int], special: bool = False, keep: Collection[int] = ()) -> str:
+        """The text of tokens; special ones are left out unless all or these are asked for."""
+        if not special:
+            token_ids = [t for t in token_ids if t not in self._special or t in keep]
+        return str(
+            self._tokenizer.decode(
+                list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def reader(
+        self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[TurnReader, frozenset[int]]:
+        """A reader of what is sampled after a prompt, and the special tokens that it wants to see."""
+        opening = self.text(prompt[-OPENING_TOKENS:], special=True)
+        if self._declared is not None:
+            return DeclaredReader(self._declared, opening, tools), frozenset(self._special)
+        form = self._format if tools else None
+        opened = self._thinking is not None and opening.rstrip().endswith(self._thinking[0])
+        marks = [*(self._thinking or ()), *(form.special if form is not None else ())]
+        wanted = frozenset(token for token, text in self._special.items() if text in marks)
+        return FormatReader(self._thinking, opened, form, schemas_of(tools)), wanted
+
+
+def _load(folder: Path) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model = {str(folder)!r} has no tokenizer that can be loaded: {error}") from error
+    return tokenizer
+
+
+def _end_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path) -> frozenset[int]:
+    ends: set[int] = set()
+    if (folder / "generation_config.json").is_file():
+        eos = GenerationConfig.from_pretrained(str(folder), local_files_only=True).eos_token_id
+        ends.update([eos] if isinstance(eos, int) else eos or [])
+    if tokenizer.eos_token_id is not None:
+        ends.add(int(tokenizer.eos_token_id))
+    return frozenset(ends)
+
+
+def _choose(name: str, template: str) -> ToolFormat | None:
+    if name == "auto":
+        return format_of(template)
+    if name == "none":
+        return None
+    if name not in FORMATS:
+        raise ConfigError(f"chat.tool_parser = {name!r} is refused: choose auto, none, {', '.join(FORMATS)}")
+    return FORMATS[name]

@@ -1,0 +1,180 @@
+"""A sampled text as an assistant's turn: thinking, content, tool calls; whole, or while it is written.
+
+1. `TurnReader.finish` is the turn. What `feed` told before is a beginning of it, wherever the turn's parts
+   come in the order thinking, content, calls.
+2. Where the prompt opened the thinking, the text begins inside it; a text that ends inside it is all
+   thinking.
+3. A call that cannot be read stays in the content.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import structlog
+from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from quartet_inference.chat.calls import ParsedCall, Schemas
+from quartet_inference.chat.formats import ToolFormat
+
+#: How models mark their thinking; the first pair that a template knows is its own.
+THINKING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A sampled assistant turn."""
+
+    content: str
+    reasoning: str
+    calls: tuple[ParsedCall, ...]
+
+
+@dataclass(frozen=True)
+class Said:
+    """What can be told of a turn that is still being written."""
+
+    reasoning: str
+    content: str
+
+
+class TurnReader(Protocol):
+    """Reads one completion."""
+
+    def feed(self, text: str) -> Said:
+        """More text; what it adds."""
+        ...
+
+    def finish(self, text: str) -> Turn:
+        """The turn of the whole text. Independent of `feed`."""
+        ...
+
+
+class FormatReader:
+    """Reads by the template's thinking marks and a tool format; either may be None."""
+
+    def __init__(
+        self,
+        thinking: tuple[str, str] | None,
+        opened: bool,
+        form: ToolFormat | None,
+        schemas: Schemas,
+    ) -> None:
+        """`opened`: the prompt ends inside the thinking."""
+        self._thinking = thinking
+        self._opened = opened
+        self._form = form
+        self._schemas = schemas
+        self._text = ""
+        self._told = Said("", "")
+
+    def finish(self, text: str) -> Turn:
+        """The turn of the whole text."""
+        reasoning, content, _ = self._split(text)
+        if self._form is None:
+            return Turn(content, reasoning, ())
+        content, calls = self._form.read(content, self._schemas)
+        return Turn(content, reasoning, tuple(calls))
+
+    def feed(self, text: str) -> Said:
+        """More text; what it adds."""
+        self._text += text
+        reasoning, content, inside = self._split(self._text)
+        if inside:
+            assert self._thinking is not None
+            reasoning = _hold(reasoning, [self._thinking[1]]).rstrip("\n")
+        elif self._thinking is not None and self._thinking[0].startswith(content.lstrip()):
+            content = ""  # perhaps the thinking begins
+        elif self._form is not None:
+            content = self._before_calls(content)
+        told = self._told
+        self._told = Said(_longer(told.reasoning, reasoning), _longer(told.content, content))
+        return Said(
+            self._told.reasoning[len(told.reasoning) :],
+            self._told.content[len(told.content) :],
+        )
+
+    def _before_calls(self, content: str) -> str:
+        """Content that no call can take away any more."""
+        assert self._form is not None
+        if self._form.bare and content.lstrip()[:1] in ("", self._form.bare):
+            return ""
+        begins = [at for at in (content.find(mark) for mark in self._form.markers) if at >= 0]
+        content = content[: min(begins)] if begins else _hold(content, self._form.markers)
+        return content.rstrip()
+
+    def _split(self, text: str) -> tuple[str, str, bool]:
+        """Thinking, the rest, and whether the text ends inside the thinking."""
+        if self._thinking is None:
+            return "", text, False
+        begin, end = self._thinking
+        inside = self._opened or text.lstrip().startswith(begin)
+        if not inside and end not in text:
+            return "", text, False
+        reasoning, closed, rest = text.partition(end)
+        reasoning = reasoning.lstrip().removeprefix(begin).lstrip("\n")
+        if not closed:
+            return reasoning, "", True
+        return reasoning.rstrip("\n"), rest.lstrip("\n"), False
+
+
+def _hold(text: str, marks: Sequence[str]) -> str:
+    """The text without an end that may become one of the marks."""
+    longest = max(len(mark) for mark in marks) - 1
+    for at in range(max(0, len(text) - longest), len(text)):
+        if any(mark.startswith(text[at:]) for mark in marks):
+            return text[:at]
+    return text
+
+
+def _longer(told: str, now: str) -> str:
+    """What was told stays told."""
+    return now if now.startswith(told) else told
+
+
+class DeclaredReader:
+    """Reads by the response template that a tokenizer brings along, with transformers' own parser."""
+
+    def __init__(self, template: dict[str, Any], prefix: str, tools: Sequence[Mapping[str, Any]]) -> None:
+        """`prefix` is the end of the prompt, as text with special tokens."""
+        self._template = load_response_template(template)
+        known = self._template.start_anchor_re.search(prefix) is not None
+        self._arguments: dict[str, Any] = {"prefix": prefix if known else "", "tools": list(tools)}
+        self._parser = ResponseParser(self._template, **self._arguments)
+
+    def feed(self, text: str) -> Said:
+        """More text; what it adds."""
+        told = {"content": "", "reasoning_content": "", "thinking": ""}
+        try:
+            for event in self._parser.feed(text):
+                if event["type"] == "region_chunk" and event["field"] in told:
+                    told[event["field"]] += event["text"]
+        except (ValueError, RuntimeError) as error:  # a region that is not what the template says
+            log.debug("an answer does not follow the response template", why=str(error))
+        return Said(told["reasoning_content"] + told["thinking"], told["content"])
+
+    def finish(self, text: str) -> Turn:
+        """The turn of the whole text; all of it content where it does not follow the template."""
+        parser = ResponseParser(self._template, **self._arguments)
+        try:
+            parser.feed(text)
+            message, _ = parser.finalize()
+            calls = tuple(_declared_call(call) for call in message.get("tool_calls") or ())
+        except (ValueError, KeyError, TypeError) as error:
+            log.debug("an answer does not follow the response template", why=str(error))
+            return Turn(text, "", ())
+        reasoning = message.get("reasoning_content") or message.get("thinking") or ""
+        return Turn(str(message.get("content") or ""), str(reasoning), calls)
+
+
+def _declared_call(call: dict[str, Any]) -> ParsedCall:
+    function = call["function"]
+    arguments = function.get("arguments", {})
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return ParsedCall(str(function["name"]), written)

@@ -1,0 +1,62 @@
+"""Messages and tools between the contract and what chat templates know."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import Any
+
+from quartet.v1 import common_pb2
+
+from quartet_inference.chat import Turn
+from quartet_inference.sampling import refused
+
+
+def to_template(message: common_pb2.Message) -> dict[str, Any]:
+    """A message in the form that chat templates know."""
+    rendered: dict[str, Any] = {"role": message.role, "content": message.content}
+    for field in ("reasoning_content", "tool_call_id", "name"):
+        if getattr(message, field):
+            rendered[field] = getattr(message, field)
+    if message.tool_calls:
+        rendered["tool_calls"] = [
+            {
+                "id": c.id,
+                "type": "function",
+                "function": {"name": c.name, "arguments": _arguments(c.arguments_json)},
+            }
+            for c in message.tool_calls
+        ]
+    return rendered
+
+
+def _arguments(text: str) -> Any:
+    """Templates print arguments as JSON themselves; what is none is printed as it is."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def tool_to_template(tool: common_pb2.ToolDefinition) -> dict[str, Any]:
+    """A tool in the form that chat templates know. Errors: INVALID_REQUEST."""
+    try:
+        parameters = (
+            json.loads(tool.parameters_json) if tool.parameters_json else {"type": "object", "properties": {}}
+        )
+    except (ValueError, RecursionError) as error:
+        raise refused("tools.parameters_json", tool.parameters_json, f"send JSON Schema ({error})") from error
+    function = {"name": tool.name, "description": tool.description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def from_turn(turn: Turn) -> common_pb2.Message:
+    """A sampled turn as a message, its calls with fresh ids."""
+    calls = [
+        # Nine letters and digits: the only form that every template takes, Mistral's included.
+        common_pb2.ToolCall(id=uuid.uuid4().hex[:9], name=call.name, arguments_json=call.arguments_json)
+        for call in turn.calls
+    ]
+    return common_pb2.Message(
+        role="assistant", content=turn.content, reasoning_content=turn.reasoning, tool_calls=calls
+    )

@@ -1,0 +1,154 @@
+"""Later turns are exact tokens plus new messages, whatever a template would have made of the earlier ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quartet_inference.chat import Chat, Unextendable
+
+from . import chat_templates as templates
+
+END = 258
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+Make = Callable[..., Chat]
+
+
+@pytest.fixture
+def chat_with(model_folder: Path, tmp_path: Path) -> Make:
+    """`chat_with(template)`: the model's tokenizer with another template."""
+
+    def make(template: str, **settings: Any) -> Chat:
+        file = tmp_path / "template.jinja"
+        file.write_text(template)
+        return Chat(model_folder, template_file=file, **settings)
+
+    return make
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def result(text: str) -> dict[str, str]:
+    return {"role": "tool", "content": text, "tool_call_id": "abcdefghi", "name": "add"}
+
+
+#: Template, what was said, what follows; with these the whole rendering extends the tokens exactly.
+FAITHFUL = [
+    (templates.HERMES, said("four"), [user("and?")]),
+    (templates.HERMES, said("", tool_calls=[CALL]), [result("2")]),
+    (templates.HERMES, said("", tool_calls=[CALL, CALL]), [result("2"), result("3"), user("so?")]),
+    (templates.QWEN3, said("", tool_calls=[CALL], reasoning_content="hm"), [result("2"), result("3")]),
+    (templates.LLAMA3, said("four"), [user("and?")]),
+    (templates.LLAMA3, said("", tool_calls=[CALL]), [result("2")]),
+    (templates.MISTRAL, said("", tool_calls=[CALL]), [result("2")]),
+    (templates.MISTRAL, said("", tool_calls=[CALL, CALL]), [result("2"), result("3")]),
+]
+
+
+@pytest.mark.parametrize(("template", "turn", "tail"), FAITHFUL)
+@pytest.mark.parametrize("closed", [True, False])
+def test_an_extension_is_what_the_template_would_have_rendered(
+    chat_with: Make, template: str, turn: dict[str, Any], tail: list[dict[str, Any]], closed: bool
+) -> None:
+    """Invariant 6, where the template itself keeps what was said."""
+    chat = chat_with(template)
+    tools = [TOOL] if turn.get("tool_calls") else []
+    whole = chat.render([user("hi"), turn, *tail], tools)
+    alone = chat.encode(chat.template.render([user("hi"), turn], tools, opened=False))
+    end = len(alone) - alone[::-1].index(END)
+    sampled = alone[: end if closed else end - 1]
+    assert chat.extend(sampled, tail, tools) == whole
+    assert not chat.may_break
+
+
+def test_qwen3_drops_earlier_thinking_and_the_tokens_keep_it(chat_with: Make) -> None:
+    """Invariant 6: what was sampled stays, to the token, though the template would have dropped it."""
+    chat = chat_with(templates.QWEN3)
+    assert chat.rewrites_earlier_turns and not chat.may_break
+    prompt = chat.render([user("hi")], [])
+    sampled = chat.encode("<think>\nlet me see\n</think>\n\nfour<|im_end|>")
+    extended = chat.extend([*prompt, *sampled], [user("and?")], [])
+    assert extended[: len(prompt) + len(sampled)] == [*prompt, *sampled]
+    follows = "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
+    assert chat.text(extended[len(prompt) + len(sampled) :], special=True) == follows
+    turn = said("four", reasoning_content="let me see")
+    assert "let me see" not in chat.text(chat.render([user("hi"), turn, user("and?")], []))
+
+
+def test_an_opened_thinking_is_read_and_kept(chat_with: Make) -> None:
+    chat = chat_with(templates.THINKER)
+    assert chat.rewrites_earlier_turns
+    prompt = chat.render([user("hi")], [])
+    reader, _ = chat.reader(prompt, [])
+    turn = reader.finish("let me see\n</think>\n\nfour")
+    assert (turn.reasoning, turn.content) == ("let me see", "four")
+    cut = reader.finish("let me")
+    assert (cut.reasoning, cut.content) == ("let me", "")
+    sampled = chat.encode("let me see\n</think>\n\nfour<|im_end|>")
+    again = chat.extend([*prompt, *sampled], [user("and?")], [])
+    assert again[: len(prompt) + len(sampled)] == [*prompt, *sampled]
+    assert chat.text(again, special=True).endswith("<|im_start|>assistant\n<think>\n")
+
+
+def test_mistral_moves_its_tools_and_the_tokens_stay(chat_with: Make) -> None:
+    """The tools stand before the last question: the template changes earlier turns, the tokens stay."""
+    chat = chat_with(templates.MISTRAL)
+    assert chat.rewrites_earlier_turns and not chat_with(templates.HERMES).rewrites_earlier_turns
+    prompt = chat.render([user("hi")], [TOOL])
+    sampled = chat.encode("four<|im_end|>")
+    whole = chat.render([user("hi"), said("four"), user("and?")], [TOOL])
+    assert whole[: len(prompt)] != prompt
+    extended = chat.extend([*prompt, *sampled], [user("and?")], [TOOL])
+    assert extended[: len(prompt) + len(sampled)] == [*prompt, *sampled]
+    tools_at = chat.text(extended, special=True).rindex("[AVAILABLE_TOOLS]")
+    assert chat.text(extended, special=True)[tools_at:].endswith("[/AVAILABLE_TOOLS][INST]and?[/INST]")
+
+
+def test_two_answers_where_the_template_knows_single_calls(chat_with: Make) -> None:
+    chat = chat_with(templates.LLAMA3)
+    prompt = chat.render([user("hi")], [TOOL])
+    extended = chat.extend([*prompt, 97, END], [result("2"), result("3")], [TOOL])
+    follows = (
+        '<|im_start|>ipython\n\n"2"<|im_end|><|im_start|>ipython\n\n"3"<|im_end|><|im_start|>assistant\n\n'
+    )
+    assert chat.text(extended[len(prompt) + 2 :], special=True) == follows
+
+
+def test_a_turn_that_answers_continue_cannot_be_extended(chat_with: Make) -> None:
+    chat = chat_with(templates.CONTINUES_THE_TURN)
+    assert chat.may_break
+    prompt = chat.render([user("hi")], [TOOL])
+    assert chat.extend([*prompt, 97, END], [user("and?")], [TOOL])[: len(prompt) + 2] == [*prompt, 97, END]
+    with pytest.raises(Unextendable):
+        chat.extend([*prompt, 97, END], [result("2")], [TOOL])
+
+
+def test_a_message_that_holds_the_mark_changes_nothing(chat_with: Make) -> None:
+    chat = chat_with(templates.HERMES)
+    mark = "QUARTETSAMPLEDTURN"
+    for tail in ([user(f"say {mark}")], [result(mark), user(mark)]):
+        extended = chat.text(chat.extend([1, END], tail, []), special=True)
+        assert extended.count(mark) == len(tail) and "<|im_start|>system" not in extended
+
+
+def test_settings_reach_the_template(chat_with: Make) -> None:
+    chat = chat_with(templates.QWEN3, template_settings={"enable_thinking": False})
+    assert chat.text(chat.render([user("hi")], []), special=True).endswith("<think>\n\n</think>\n\n")
+    reader, _ = chat.reader(chat.render([user("hi")], []), [])
+    assert reader.finish("four").content == "four"
