@@ -1,0 +1,162 @@
+"""Invariants 6 and 9: one of two inference replicas is killed, frozen or stopped under sixteen generations.
+
+Traffic: greedy and seeded generations on two real replicas of one random model. Nemesis: a signal to the
+replica that is some way into most of its generations; what it chooses by chance is seeded, and the seed is
+printed. Checker: every generation ends, equal to the one that an undisturbed replica gives, and every
+log-probability is that of a plain forward pass over exactly these tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quartet.local.child import child_environment
+from quartet.replicas import Replicas, Settings
+from quartet.replicas.choice import ranking
+from quartet.v1 import common_pb2
+from quartet.v1 import inference_service_pb2 as pb
+
+from tests.conftest import REPOSITORY
+
+GENERATIONS = 16
+MAX_TOKENS = 300
+START_SECONDS = 120
+RUN_SECONDS = 60
+# What float32 engines promise of their log-probabilities (docs/numerics.md).
+TOLERANCE = 5e-5
+
+_path = REPOSITORY / "services/inference/tests/conftest.py"
+_spec = importlib.util.spec_from_file_location("inference_models", _path)
+assert _spec is not None and _spec.loader is not None
+models = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(models)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with its tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    models.qwen3(0).save_pretrained(folder)
+    models.byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def two_replicas(model: Path, folder: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Two inference services as processes, by address."""
+    processes = []
+    for number in range(2):
+        command = [sys.executable, "-m", "quartet_inference", "--model", str(model)]
+        command += ["--server.port-file", str(folder / f"{number}.port"), "--server.drain-seconds", "0.2"]
+        log = (folder / f"{number}.log").open("wb")
+        processes.append(subprocess.Popen(command, env=child_environment(), stdout=log, stderr=log))
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        ports = [folder / f"{number}.port" for number in range(2)]
+        while not all(port.exists() for port in ports):
+            for number, process in enumerate(processes):
+                assert process.poll() is None, (folder / f"{number}.log").read_text()[-4000:]
+            assert time.monotonic() < deadline, "the replicas did not start"
+            time.sleep(0.05)
+        yield dict(zip((port.read_text().strip() for port in ports), processes, strict=True))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def request_of(number: int, chance: random.Random) -> pb.GenerateRequest:
+    """Even ones are greedy, odd ones seeded; all go on to their last token."""
+    text = "".join(chance.choice("abcdefgh ") for _ in range(chance.randrange(5, 60)))
+    sampling = common_pb2.SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+    if number % 2:
+        sampling.seed, sampling.temperature = chance.randrange(2**63), 1.0
+    else:
+        sampling.temperature = 0.0
+    message = common_pb2.Message(role="user", content=text)
+    return pb.GenerateRequest(
+        messages=pb.MessagesPrompt(messages=[message]), sampling=sampling, session_id=f"session {number}"
+    )
+
+
+async def disturbed(
+    processes: dict[str, subprocess.Popen[bytes]], requests: list[pb.GenerateRequest], sign: signal.Signals
+) -> tuple[list[Any], Replicas, str]:
+    """All generations at once; the signal goes out when the victim is a third into its own."""
+    homes = [ranking(request.session_id, list(processes))[0] for request in requests]
+    victim = max(processes, key=homes.count)
+    progress = dict.fromkeys(range(len(requests)), 0)
+    # Tokens come all the time here, so a second of silence is a frozen replica.
+    replicas = Replicas(list(processes), settings=Settings(idle_timeout_seconds=2.0))
+
+    def watch(number: int, tokens: int) -> None:
+        progress[number] += tokens
+        mine = [count for at, count in progress.items() if homes[at] == victim]
+        if sum(mine) > len(mine) * MAX_TOKENS / 3 and processes[victim].poll() is None:
+            processes[victim].send_signal(sign)
+
+    async def one(number: int, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+        frames = []
+        async for frame in replicas.generate(request, RUN_SECONDS):
+            frames.append(frame)
+            if frame.HasField("delta"):
+                watch(number, len(frame.delta.token_ids))
+        return frames
+
+    async with replicas, asyncio.timeout(RUN_SECONDS + 10):
+        answers = await asyncio.gather(*(one(*item) for item in enumerate(requests)))
+    return answers, replicas, victim
+
+
+def logprobs_by_forward(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+    chosen: torch.Tensor = torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    return chosen
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
+async def test_invariant_9_generations_outlive_their_replica(
+    model_folder: Path, tmp_path: Path, sign: signal.Signals
+) -> None:
+    torch.set_num_threads(1)
+    seed = int(os.environ.get("QUARTET_FAULT_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
+    print(f"QUARTET_FAULT_SEED={seed}")
+    chance = random.Random(seed)
+    requests = [request_of(number, chance) for number in range(GENERATIONS)]
+    with two_replicas(model_folder, tmp_path) as processes:
+        answers, replicas, victim = await disturbed(processes, requests, sign)
+        print(f"{replicas.counts}")
+        assert replicas.counts.carried_on >= 2, "the signal came too late to disturb anything"
+        (survivor,) = set(processes) - {victim}
+        async with Replicas([survivor]) as undisturbed:
+            whole = await asyncio.gather(*(undisturbed.complete(one, RUN_SECONDS) for one in requests))
+    plain = models.qwen3(0)
+    for frames, wanted in zip(answers, whole, strict=True):
+        assert [f.WhichOneof("frame") for f in frames].count("start") == 1
+        deltas = [frame.delta for frame in frames if frame.HasField("delta")]
+        tokens = [token for delta in deltas for token in delta.token_ids]
+        assert frames[0].start.prompt_token_ids == wanted.prompt_ids
+        assert tokens == wanted.completions[0].token_ids and len(tokens) == MAX_TOKENS
+        spans = [(span.start, span.length) for delta in deltas for span in delta.spans]
+        assert [at for at, _ in spans] == [sum(n for _, n in spans[:i]) for i in range(len(spans))]
+        finish = frames[-1].finish
+        assert finish.message == wanted.completions[0].message
+        assert finish.usage.completion_tokens == MAX_TOKENS
+        assert finish.usage.prompt_tokens == len(wanted.prompt_ids)
+        told = torch.tensor([one for delta in deltas for one in delta.logprobs])
+        forward = logprobs_by_forward(plain, wanted.prompt_ids, tokens)
+        assert (told - forward).abs().max() <= TOLERANCE
