@@ -272,6 +272,7 @@ class World:
         self._servers: dict[str, RunningServer] = {}
         self.addresses: dict[str, str] = {}
         self.patience_s = 20.0
+        self.journal_keep_bytes = 1 << 30
 
     async def serve(self, name: str) -> None:
         add, servicer = {
@@ -294,6 +295,7 @@ class World:
                 envhost_addresses=[self.addresses["host"]],
                 security=ClientSecurity(),
                 patience_seconds=self.patience_s,
+                journal_keep_bytes=self.journal_keep_bytes,
             )
         )
 

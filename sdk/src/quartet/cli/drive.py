@@ -57,9 +57,10 @@ class Outcome:
 class Interrupts:
     """Counts Ctrl-C: the first sets `asked`, the second kills everything."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    def __init__(self, supervisor: Supervisor, display: Display) -> None:
         self.asked = asyncio.Event()
         self._supervisor = supervisor
+        self._display = display
 
     @contextmanager
     def caught(self) -> Iterator[None]:
@@ -78,6 +79,8 @@ class Interrupts:
             self.asked.set()
             return
         self._supervisor.kill_now()
+        self._display.say("killed; what was done is kept: go on with --resume")
+        self._display.close()  # gives the terminal back
         os._exit(EXIT_INTERRUPTED)
 
 
@@ -86,7 +89,7 @@ async def drive(
 ) -> Outcome:
     """Run it to its end. Raises ServiceFailed, QuartetError."""
     supervisor = Supervisor(specs)
-    interrupts = Interrupts(supervisor)
+    interrupts = Interrupts(supervisor, display)
     with interrupts.caught():
         supervisor.start()
         failed = asyncio.create_task(supervisor.wait_failed())

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from quartet.run.config import RunConfig
 
 from quartet_orchestrator.book import Book
+from quartet_orchestrator.calls import CallPlan
+from quartet_orchestrator.compaction import Compaction
 from quartet_orchestrator.config import OrchestratorConfig
 from quartet_orchestrator.envhosts import EnvHosts
 from quartet_orchestrator.evaluation import Evaluation
@@ -31,6 +33,7 @@ class Services:
     hosts: EnvHosts
     policies: Policies
     patience_s: float
+    journal_keep_bytes: int
 
     @classmethod
     def connect(cls, config: OrchestratorConfig) -> Services:
@@ -39,6 +42,7 @@ class Services:
             EnvHosts(config.envhost_addresses, config.security),
             Policies(config.inference_addresses, config.security),
             config.patience_seconds,
+            config.journal_keep_bytes,
         )
 
     async def close(self) -> None:
@@ -73,4 +77,5 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         run_id, version = book.state.run_id, book.state.step
         await model.through(lambda: services.policies.serving(run_id, version))
 
-    return TrainingRun(book, config, training, rollouts, evaluation, policy_ready)
+    compaction = Compaction(book, CallPlan.of(config), services.journal_keep_bytes)
+    return TrainingRun(book, config, training, rollouts, evaluation, policy_ready, compaction.run)

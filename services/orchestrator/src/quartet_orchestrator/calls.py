@@ -22,6 +22,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from enum import Enum
 
+from quartet.run.config import RunConfig
+
 
 class CallKind(Enum):
     PUBLISH = "PublishWeights"
@@ -50,6 +52,19 @@ class CallPlan:
         self._max_steps = max_steps
         self._interval = save_interval
         self._keep_last = keep_last
+
+    @classmethod
+    def of(cls, config: RunConfig) -> CallPlan:
+        return cls(
+            max_steps=config.max_steps, save_interval=config.ckpt.interval, keep_last=config.ckpt.keep_last
+        )
+
+    def covered_steps(self, applied_seq_id: int) -> int:
+        """The steps that every state which the trainer keeps contains, once so many calls are answered; 0
+        while it keeps fewer states than it may."""
+        saving = range(self._interval, self._max_steps, self._interval)
+        saved = bisect_right(saving, applied_seq_id, key=lambda steps: self.last_of(steps - 1))
+        return max(0, saved - self._keep_last + 1) * self._interval
 
     def first_of(self, batch: int) -> int:
         """seq_id of the batch's ForwardBackward."""

@@ -27,4 +27,7 @@ class OrchestratorConfig(Config):
     data_dir: Path = Path("outputs/orchestrator")
     #: How long a run waits for a service that is away before it stops, resumable.
     patience_seconds: float = Field(default=600.0, gt=0, le=7 * 24 * 3600)
+    #: A run's journal that is larger gives up tokens and conversations of rollouts that no saved state needs
+    #: for a replay any more (docs/journal.md).
+    journal_keep_bytes: int = Field(default=16 << 30, ge=0)
     log_level: Literal["debug", "info", "warning", "error"] = "info"

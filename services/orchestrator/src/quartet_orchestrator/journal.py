@@ -6,6 +6,8 @@
    OSError is raised and nothing was.
 3. The index (SQLite, WAL) is a cache: on opening it is brought up to the segments' end, or rebuilt where it
    disagrees.
+   A sealed segment is compacted (compaction.py says when) by `compact`, in a thread, and `swap`, on the loop.
+   Whoever reads holds `_layout`, so that where a record lies and what lies there belong together.
 4. One process holds a journal at a time (a lock on the folder).
 5. A journal that cannot be opened is `JournalCorrupt` or OSError; nothing stays open, no segment was changed.
 
@@ -17,21 +19,23 @@ from __future__ import annotations
 import fcntl
 import os
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
 from quartet.v1 import journal_pb2 as jpb
 
-from quartet_orchestrator.segments import SEGMENT_BYTES, Frame, JournalCorrupt, Segments
+from quartet_orchestrator.segments import REWRITTEN, SEGMENT_BYTES, Frame, JournalCorrupt, Segments, end_of
 
 # The kinds of record that WatchRun shows.
 EVENTS = frozenset({"rollout", "step", "eval_rollout", "eval", "phase", "note"})
 
 # Everything a journal puts into its folder.
-FILES = ("*.seg", "index.sqlite*", "lock")
+FILES = ("*.seg", "index.sqlite*", "lock", f"*{REWRITTEN}")
 
 # Raised when the tables change: an index of another layout is rebuilt.
 INDEX_LAYOUT = 1
@@ -46,10 +50,33 @@ CREATE UNIQUE INDEX IF NOT EXISTS by_event ON records (event) WHERE event IS NOT
 """
 
 
+@dataclass(frozen=True)
+class Compacted:
+    """A sealed segment as it will be."""
+
+    segment: int
+    file: Path
+    # Number, place now, place then, of every record in it.
+    moves: list[tuple[int, Frame, Frame]]
+
+    @property
+    def given_up_bytes(self) -> int:
+        _, now, then = self.moves[-1]
+        return end_of(now) - end_of(then)
+
+
+class _StaysAsItIs(Exception):
+    """A record of the segment is still needed whole."""
+
+
 class Journal:
     def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
+        self._segment_bytes = segment_bytes
+        self._layout = threading.Lock()
+        # Segments that were looked at and have nothing to give up.
+        self._compacted: set[int] = set()
         self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -92,14 +119,15 @@ class Journal:
     ) -> list[jpb.JournalRecord]:
         """The records of a kind, in order; of one group (calls: one seq_id) or one step (evaluations: steps
         applied before)."""
-        rows = self._index.execute(
-            "SELECT segment, offset, length FROM records WHERE kind = ?"
-            + (" AND grp = ?" if group is not None else "")
-            + (" AND step = ?" if step is not None else "")
-            + " ORDER BY number",
-            [kind, *(value for value in (group, step) if value is not None)],
-        ).fetchall()
-        return [self._read(Frame(*row)) for row in rows]
+        with self._layout:
+            rows = self._index.execute(
+                "SELECT segment, offset, length FROM records WHERE kind = ?"
+                + (" AND grp = ?" if group is not None else "")
+                + (" AND step = ?" if step is not None else "")
+                + " ORDER BY number",
+                [kind, *(value for value in (group, step) if value is not None)],
+            ).fetchall()
+            return [self._read(Frame(*row)) for row in rows]
 
     def without_rollouts(self) -> Iterator[jpb.JournalRecord]:
         """Everything but rollouts, in order: what a run's state is folded from."""
@@ -111,13 +139,71 @@ class Journal:
 
     def events(self, after: int, limit: int, *, rollouts: bool) -> list[jpb.JournalRecord]:
         """The next events after one, at most so many."""
-        rows = self._index.execute(
-            "SELECT segment, offset, length FROM records WHERE event > ?"
-            + ("" if rollouts else " AND kind NOT IN ('rollout', 'eval_rollout')")
-            + " ORDER BY event LIMIT ?",
-            (after, limit),
-        ).fetchall()
-        return [self._read(Frame(*row)) for row in rows]
+        with self._layout:
+            rows = self._index.execute(
+                "SELECT segment, offset, length FROM records WHERE event > ?"
+                + ("" if rollouts else " AND kind NOT IN ('rollout', 'eval_rollout')")
+                + " ORDER BY event LIMIT ?",
+                (after, limit),
+            ).fetchall()
+            return [self._read(Frame(*row)) for row in rows]
+
+    def size_bytes(self) -> int:
+        return self._segments.size_bytes()
+
+    def uncompacted(self) -> list[int]:
+        """The sealed segments that may have something to give up, oldest first. (One that gave it up is
+        smaller than a segment is when it is sealed.)"""
+        return [
+            number
+            for number, size in self._segments.sealed()
+            if size >= self._segment_bytes and number not in self._compacted
+        ]
+
+    def compact(
+        self, segment: int, slim: Callable[[jpb.JournalRecord], jpb.JournalRecord | None]
+    ) -> Compacted | None:
+        """Prepares a sealed segment of slimmer records; None where `slim` says that one has to stay as it is.
+        Meant for a thread."""
+        moves: list[tuple[int, Frame, Frame]] = []
+
+        def slimmed() -> Iterator[bytes]:
+            end = 0
+            for frame, payload in self._segments.scan(segment, last=segment):
+                record = slim(_parse(payload))
+                if record is None:
+                    raise _StaysAsItIs
+                slimmer = record.SerializeToString()
+                moves.append((record.number, frame, Frame(segment, end, len(slimmer))))
+                end = end_of(moves[-1][2])
+                yield slimmer
+
+        try:
+            return Compacted(segment, self._segments.rewrite(segment, slimmed()), moves)
+        except _StaysAsItIs:
+            return None
+
+    def swap(self, compacted: Compacted) -> None:
+        """Puts a compacted segment in its place. A kill between the two lines leaves an index that disagrees
+        with the file's size, and is rebuilt."""
+        with self._layout:
+            self._move([(number, then) for number, _, then in compacted.moves])
+            try:
+                self._segments.replace(compacted.segment, compacted.file)
+            except OSError:
+                self._move([(number, now) for number, now, _ in compacted.moves])
+                raise
+            self._compacted.add(compacted.segment)
+
+    def _move(self, places: list[tuple[int, Frame]]) -> None:
+        rows = [(frame.offset, frame.length, number) for number, frame in places]
+        self._index.execute("BEGIN")
+        try:
+            self._index.executemany("UPDATE records SET offset = ?, length = ? WHERE number = ?", rows)
+            self._index.execute("COMMIT")
+        except sqlite3.Error as error:
+            self._index.execute("ROLLBACK")
+            raise OSError(f"the index of {self._folder} cannot be written: {error}") from error
 
     def syncer(self) -> Callable[[], None]:
         """What makes everything appended so far survive a power cut; call it once, in a thread."""
@@ -154,7 +240,7 @@ class Journal:
         ).fetchone()
         if row is not None:
             frame = Frame(*row[1:])
-            if self._agrees(row[0], frame):
+            if self._agrees(row[0], frame) and self._ends_agree():
                 number = row[0]
                 segment, offset = self._segments.after(frame)
                 event = self._index.execute("SELECT coalesce(max(event), 0) FROM records").fetchone()[0]
@@ -176,6 +262,13 @@ class Journal:
             return self._segments.holds(frame) and self._read(frame).number == number
         except JournalCorrupt:
             return False
+
+    def _ends_agree(self) -> bool:
+        """Whether every sealed segment ends where the index says."""
+        ends: dict[int, int] = {}
+        for row in self._index.execute("SELECT segment, max(offset), length FROM records GROUP BY segment"):
+            ends[row[0]] = end_of(Frame(*row))
+        return all(ends[number] == size for number, size in self._segments.sealed() if number in ends)
 
     def _enter(self, record: jpb.JournalRecord, frame: Frame) -> None:
         kind = record.WhichOneof("kind")

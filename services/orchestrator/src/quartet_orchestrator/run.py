@@ -45,6 +45,7 @@ class TrainingRun:
         rollouts: Rollouts,
         evaluation: Evaluation,
         policy_ready: Callable[[], Coroutine[Any, Any, None]],
+        compact: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
         self._book = book
         self._config = config
@@ -52,6 +53,7 @@ class TrainingRun:
         self._rollouts = rollouts
         self._evaluation = evaluation
         self._policy_ready = policy_ready
+        self._compact = compact
         self._stop = asyncio.Event()
 
     def stop(self) -> None:
@@ -92,6 +94,7 @@ class TrainingRun:
             self._rollouts.published(batch + 1)
             if batch + 1 < self._config.max_steps:
                 await self._training.save(batch)
+                await self._compact()
 
     def _close(self, batch: int, groups: list[int], covered_tokens: int) -> None:
         normalizer = credit.normalizer(

@@ -9,6 +9,8 @@ Frame: length (u32 LE) | xxh3-64 of length and payload (u64 LE) | payload.
 3. A bad frame with whole ones behind it is `JournalCorrupt`, and so is one in an older segment (synced before
    its successor exists) or in anything read later: never skipped, and nothing is changed.
 4. A segment is closed when it reaches SEGMENT_BYTES, a frame holds at most MAX_PAYLOAD_BYTES.
+5. A sealed segment can be replaced as a whole: `rewrite` prepares the new file (synced), `replace` renames
+   it. Files that were prepared and not renamed are removed on opening.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +29,9 @@ import xxhash
 SEGMENT_BYTES = 64 << 20
 # A rollout arrives in one 4 MiB message; the record around it is small.
 MAX_PAYLOAD_BYTES = 8 << 20
+
+# The end of the name of a file that is to replace a segment.
+REWRITTEN = ".rewritten"
 
 _HEAD = struct.Struct("<IQ")
 # How every payload begins, a JournalRecord: field 1 (its number, a varint), then the tag of field 2. Only a
@@ -46,6 +52,10 @@ class Frame:
     length: int
 
 
+def end_of(frame: Frame) -> int:
+    return frame.offset + _HEAD.size + frame.length
+
+
 class Segments:
     def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._folder = folder
@@ -54,6 +64,8 @@ class Segments:
         numbers = sorted(int(path.stem) for path in folder.glob("*.seg"))
         if numbers != list(range(1, len(numbers) + 1)):
             raise JournalCorrupt(f"{folder} has segments {numbers}; one is missing")
+        for left in folder.glob(f"*{REWRITTEN}"):
+            left.unlink()
         self.torn_bytes = 0
         self._last = numbers[-1] if numbers else 0
         if self._last:
@@ -83,7 +95,7 @@ class Segments:
 
     def take_back(self, frame: Frame) -> None:
         """Undoes the last append."""
-        assert (frame.segment, frame.offset + _HEAD.size + frame.length) == (self._last, self._end), frame
+        assert (frame.segment, end_of(frame)) == (self._last, self._end), frame
         os.ftruncate(self._file, frame.offset)
         self._end = frame.offset
 
@@ -96,9 +108,11 @@ class Segments:
             raise JournalCorrupt(f"{self._path(frame.segment)} has a bad frame at byte {frame.offset}")
         return payload
 
-    def scan(self, segment: int = 1, offset: int = 0) -> Iterator[tuple[Frame, bytes]]:
-        """All frames from there on, in order."""
-        for number in range(segment, self._last + 1):
+    def scan(
+        self, segment: int = 1, offset: int = 0, last: int | None = None
+    ) -> Iterator[tuple[Frame, bytes]]:
+        """All frames from there on, in order, to the end of the last segment or of the one given."""
+        for number in range(segment, (last or self._last) + 1):
             data = self._path(number).read_bytes()
             while offset < len(data):
                 payload = _decode(data, offset)
@@ -108,15 +122,41 @@ class Segments:
                 offset += _HEAD.size + len(payload)
             offset = 0
 
+    def sealed(self) -> list[tuple[int, int]]:
+        """Number and bytes of every segment but the last."""
+        return [(number, self._path(number).stat().st_size) for number in range(1, self._last)]
+
+    def size_bytes(self) -> int:
+        return self._end + sum(size for _, size in self.sealed())
+
+    def rewrite(self, segment: int, payloads: Iterable[bytes]) -> Path:
+        """A synced file that can replace a sealed segment."""
+        assert segment < self._last, segment
+        descriptor, name = tempfile.mkstemp(f"{segment:06d}{REWRITTEN}", dir=self._folder)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                for payload in payloads:
+                    file.write(_encode(payload))
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            os.unlink(name)
+            raise
+        return Path(name)
+
+    def replace(self, segment: int, rewritten: Path) -> None:
+        assert segment < self._last, segment
+        rewritten.replace(self._path(segment))
+
     def holds(self, frame: Frame) -> bool:
         """Whether the frame lies inside what is on disk."""
         if not 1 <= frame.segment <= self._last:
             return False
         end = self._end if frame.segment == self._last else self._path(frame.segment).stat().st_size
-        return frame.offset + _HEAD.size + frame.length <= end
+        return end_of(frame) <= end
 
     def after(self, frame: Frame) -> tuple[int, int]:
-        return frame.segment, frame.offset + _HEAD.size + frame.length
+        return frame.segment, end_of(frame)
 
     def syncer(self) -> Callable[[], None]:
         """What makes everything appended so far survive a power cut; meant for a thread, called exactly once.

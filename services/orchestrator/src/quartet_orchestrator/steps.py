@@ -28,9 +28,7 @@ async def record_step(book: Book, config: RunConfig, batch: int, republished: in
 
 def _measure(book: Book, config: RunConfig, batch: int) -> tuple[dict[str, float], int]:
     """The metrics of the step, and how many rollouts it trained."""
-    plan = CallPlan(
-        max_steps=config.max_steps, save_interval=config.ckpt.interval, keep_last=config.ckpt.keep_last
-    )
+    plan = CallPlan.of(config)
     (closed,) = book.journal.select("batch", step=batch + 1)
     trained, stepped, published = (_answer(book, plan.first_of(batch) + offset) for offset in range(3))
     scored, failed = [], 0

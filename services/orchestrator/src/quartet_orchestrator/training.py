@@ -33,7 +33,7 @@ from quartet.v1 import trainer_service_pb2 as tpb
 from quartet_orchestrator import batches, credit
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.calls import Call, CallKind, CallPlan
-from quartet_orchestrator.outage import Outage, RunFailed
+from quartet_orchestrator.outage import Outage, RunFailed, RunInterrupted
 from quartet_orchestrator.trainer_client import TrainerClient
 
 log = structlog.get_logger()
@@ -95,9 +95,7 @@ class Training:
         self._config = config
         self._client = client
         self._outage = outage
-        self._plan = CallPlan(
-            max_steps=config.max_steps, save_interval=config.ckpt.interval, keep_last=config.ckpt.keep_last
-        )
+        self._plan = CallPlan.of(config)
         self._one_at_a_time = asyncio.Lock()
         # The next call to send; behind the book's applied_seq_id while a trainer is brought up again.
         self._next = 0
@@ -219,6 +217,11 @@ class Training:
     def _frames(self, call: Call) -> Iterator[tpb.ForwardBackwardRequest]:
         closed = self._book.closed_batch(call.batch)
         groups = [self._book.rollouts(group) for group in closed.groups]
+        if any(not rollout.samples for group in groups for rollout in group):
+            raise RunInterrupted(
+                f"the trainer stands before step {call.batch + 1}, whose rollouts were given up "
+                "(journal_keep_bytes): put its saved states back and resume the run, or submit a new one"
+            )
         rewards = [[rollout.reward for rollout in group] for group in groups]
         start = tpb.ForwardBackwardStart(
             run_id=self._book.state.run_id,

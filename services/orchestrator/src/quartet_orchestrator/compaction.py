@@ -1,0 +1,67 @@
+"""Compaction: keeps a run's journal within its size by giving up what no replay can need any more.
+
+1. Nothing is given up while the journal is within `journal_keep_bytes`.
+2. Given up are the samples and messages of rollouts, and nothing else: every record keeps its number, its
+   event, its time and its place in the order, so followers see no gaps, and a restart folds the same state.
+3. Only rollouts whose step is contained in every state that the trainer keeps (`CallPlan.covered_steps`):
+   they are trained or discarded, and no replay that starts from any of those states reaches them.
+4. Sealed segments only, oldest first, each replaced at once by a whole new file. A kill at any moment leaves
+   one or the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+from quartet.v1.journal_pb2 import JournalRecord
+
+from quartet_orchestrator.book import Book
+from quartet_orchestrator.calls import CallPlan
+from quartet_orchestrator.segments import JournalCorrupt
+
+log = structlog.get_logger()
+
+
+class Compaction:
+    def __init__(self, book: Book, plan: CallPlan, keep_bytes: int) -> None:
+        self._book = book
+        self._plan = plan
+        self._keep_bytes = keep_bytes
+
+    async def run(self) -> None:
+        """Compacts as much as it has to and may. Trouble is logged: the journal is as good as before."""
+        journal = self._book.journal
+        covered = self._plan.covered_steps(self._book.state.applied_seq_id)
+        for segment in journal.uncompacted():
+            if journal.size_bytes() <= self._keep_bytes:
+                return
+            try:
+                compacted = await asyncio.to_thread(journal.compact, segment, lambda r: slim(r, covered))
+                if compacted is None:
+                    return  # it holds rollouts that are still needed, and so do those after it
+                journal.swap(compacted)
+            except (OSError, JournalCorrupt) as error:
+                log.warning("segment not compacted", segment=segment, why=str(error))
+                return
+            log.info("segment compacted", segment=segment, given_up_bytes=compacted.given_up_bytes)
+
+
+def slim(record: JournalRecord, covered_steps: int) -> JournalRecord | None:
+    """The record without what is given up; None where it may not be given up yet."""
+    match record.WhichOneof("kind"):
+        case "rollout":
+            needed, rollout = record.rollout.step > covered_steps, record.rollout.rollout
+        case "eval_rollout":
+            # The evaluation after the newest of these steps may still be under way.
+            needed, rollout = (
+                record.eval_rollout.at_step >= covered_steps,
+                record.eval_rollout.rollout.rollout,
+            )
+        case _:
+            return record
+    if needed:
+        return None
+    rollout.ClearField("samples")
+    rollout.ClearField("messages")
+    return record

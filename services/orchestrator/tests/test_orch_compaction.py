@@ -1,0 +1,182 @@
+"""What the journal gives up, and that nobody misses it."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet_orchestrator import training
+from quartet_orchestrator.calls import CallKind, CallPlan
+from quartet_orchestrator.journal import Journal
+from quartet_orchestrator.segments import Segments
+from quartet_orchestrator.state import RESTING
+
+
+@pytest.fixture
+def small_segments(monkeypatch):
+    """About one batch of the fake world in each."""
+    monkeypatch.setattr(Journal.__init__, "__defaults__", (1500,))
+
+
+def rollouts(records):
+    for record in records:
+        match record.WhichOneof("kind"):
+            case "rollout":
+                yield record.rollout
+            case "eval_rollout":
+                yield record.eval_rollout.rollout
+
+
+@given(st.integers(1, 30), st.integers(1, 5), st.integers(1, 4), st.data())
+def test_covered_steps_are_in_every_state_that_the_trainer_keeps(max_steps, interval, keep_last, data):
+    plan = CallPlan(max_steps=max_steps, save_interval=interval, keep_last=keep_last)
+    applied = data.draw(st.integers(0, plan.last_of(max_steps - 1)))
+    states = {}
+    for call in map(plan.call, range(1, applied + 1)):
+        if call.kind is CallKind.SAVE and not call.export_model:
+            states[call.state_name] = call.batch + 1
+    oldest = min(states.values()) if len(states) == keep_last else 0
+    assert plan.covered_steps(applied) == oldest
+
+
+async def test_old_rollouts_are_given_up_and_nothing_else(world, small_segments):
+    """Invariant 8: the journal's size is bounded; followers still see every event."""
+    async with world.orchestrator() as runs:
+        await runs.submit("whole", world.toml(steps=12), dry_run=False)
+        await world.rest(runs, "whole")
+        whole = runs.get("whole").journal
+        whole_records = [r async for r in runs.get("whole").events(0, rollouts=True)]
+        whole_bytes = whole.size_bytes()
+    world.journal_keep_bytes = 0
+    async with world.orchestrator() as runs:
+        await runs.submit("run", world.toml(steps=12), dry_run=False)
+        run = await world.rest(runs)
+        book = runs.get("run")
+        records = [r async for r in book.events(0, rollouts=True)]
+        assert run.phase == pb.RUN_PHASE_COMPLETED, run.error
+        assert book.journal.size_bytes() < whole_bytes
+        state = book.state
+    assert [r.event for r in records] == list(range(1, run.last_event + 1))
+    assert len(records) == len(whole_records)
+    # Saved after steps 2, 4, ..., 10; two states are kept, so steps 1 to 8 are covered by both.
+    slim = [event for event in rollouts(records) if not event.rollout.samples]
+    assert {event.step for event in slim if event.HasField("step")} <= set(range(1, 9))
+    assert len(slim) > 40
+    assert all(event.rollout.rewards and event.rollout.usage.completion_tokens for event in slim)
+    async with world.orchestrator() as runs:
+        assert runs.get("run").state == state
+        assert [r async for r in runs.get("run").events(0, rollouts=True)] == records
+    for path in (world.folder / "runs" / "run").glob("index.sqlite*"):
+        path.unlink()
+    async with world.orchestrator() as runs:
+        assert runs.get("run").state == state
+        assert [r async for r in runs.get("run").events(0, rollouts=True)] == records
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_replays_never_miss_what_was_given_up(world, small_segments, monkeypatch, seed):
+    """Invariants 2 and 9, with trainer and orchestrator killed while the journal is compacted."""
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    monkeypatch.setattr(training, "GUARD_S", 0.05)
+    async with world.orchestrator() as runs:
+        await runs.submit("run", world.toml(steps=12, off_policy=0), dry_run=False)
+        await world.rest(runs)
+    undisturbed = world.trainer.disk["run", "final"].weights
+    for memory in (world.trainer.runs, world.trainer.disk, world.trainer.latest):
+        memory.clear()
+    world.folder, world.journal_keep_bytes, world.trainer.delay_s = world.folder / "again", 0, 0.01
+    seen, run = [], pb.Run()
+    while run.phase not in RESTING:
+        async with world.orchestrator() as runs:
+            run = await runs.submit("run", world.toml(steps=12, off_policy=0), dry_run=False)
+            with suppress(TimeoutError):
+                run = await world.rest(runs, timeout_s=chance.uniform(0.05, 0.4))
+            seen += [r.event for r in runs.get("run").journal.events(len(seen), 100_000, rollouts=True)]
+        if chance.random() < 0.5:
+            await world.kill("trainer")
+            await world.serve("trainer")
+    assert run.phase == pb.RUN_PHASE_COMPLETED, run.error
+    assert world.trainer.disk["run", "final"].weights == undisturbed
+    assert seen == list(range(1, run.last_event + 1))
+    journal = Journal(world.folder / "runs" / "run")
+    assert any(not event.rollout.samples for event in rollouts(journal.events(0, 100_000, rollouts=True)))
+    journal.close()
+
+
+async def test_a_trainer_that_lost_all_states_is_told_what_is_missing(world, small_segments, monkeypatch):
+    monkeypatch.setattr(training, "GUARD_S", 0.05)
+    world.journal_keep_bytes, world.trainer.delay_s = 0, 0.01
+    async with world.orchestrator() as runs:
+        await runs.submit("run", world.toml(steps=12), dry_run=False)
+        while runs.get("run").state.step < 8:
+            await runs.get("run").changed()
+        saved = dict(world.trainer.disk)
+        world.trainer.disk.clear()
+        world.trainer.forget()
+        run = await world.rest(runs)
+        assert run.phase == pb.RUN_PHASE_STOPPED
+        assert "before step 1, whose rollouts were given up (journal_keep_bytes)" in run.error
+        world.trainer.forget()
+        world.trainer.disk.update(saved)
+        await runs.resume("run")
+        run = await world.rest(runs)
+        assert run.phase == pb.RUN_PHASE_COMPLETED and run.ledger.trained == 96
+
+
+async def test_a_kill_between_the_index_and_the_file_is_mended(world, small_segments, monkeypatch):
+    async with world.orchestrator() as runs:
+        await runs.submit("run", world.toml(steps=6), dry_run=False)
+        await world.rest(runs)
+        records = [r async for r in runs.get("run").events(0, rollouts=True)]
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_):
+        raise Killed
+
+    def halved(record):
+        for event in rollouts([record]):
+            event.rollout.ClearField("messages")
+            event.rollout.ClearField("samples")
+        return record
+
+    journal = Journal(world.folder / "runs" / "run")
+    monkeypatch.setattr(Segments, "replace", killed)
+    with pytest.raises(Killed):
+        journal.swap(journal.compact(journal.uncompacted()[0], halved))
+    journal.close()
+    async with world.orchestrator() as runs:
+        assert [r async for r in runs.get("run").events(0, rollouts=True)] == records
+        assert not list((world.folder / "runs" / "run").glob("*.rewritten"))
+
+
+def test_a_rename_that_fails_leaves_everything_as_it_was(tmp_path, monkeypatch):
+    from quartet.v1.journal_pb2 import JournalRecord
+
+    journal = Journal(tmp_path, 300)
+    for number in range(30):
+        journal.append(JournalRecord(note=pb.NoteEvent(message=f"note {number}" * 3)))
+    before = journal.events(0, 100, rollouts=True)
+
+    def shorter(record):
+        record.note.message = "short"
+        return record
+
+    def full(*_):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Segments, "replace", full)
+        with pytest.raises(OSError, match="no space left"):
+            journal.swap(journal.compact(1, shorter))
+    assert journal.events(0, 100, rollouts=True) == before
+    journal.swap(journal.compact(1, shorter))
+    after = journal.events(0, 100, rollouts=True)
+    assert [r.event for r in after] == [r.event for r in before] and after[0].note.message == "short"
+    journal.close()
