@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quartet_trainer import logprobs
+from quartet_trainer import logprobs, packing
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.packing import pack
 from quartet_trainer.sample import Sample, make_sample
@@ -90,10 +91,30 @@ def test_every_covered_position_is_predicted_once_within_the_budget(seed: int, b
     assert sorted(m for batch in batches for m in batch.members) == list(range(len(samples)))
     for batch in batches:
         assert batch.tokens <= budget or len(batch.token_ids_RL) == 1
+        assert np.count_nonzero(batch.segments_RL == packing.PADDING) <= packing.MICROBATCH_COST_TOKENS
+        assert batch.token_ids_RL.shape[1] <= row or not batch.needs_mask
         expected = np.concatenate([samples[m].tokens_T[samples[m].covered_K] for m in batch.members])
         np.testing.assert_array_equal(batch.targets_K, expected)
         before = np.concatenate([samples[m].tokens_T[samples[m].covered_K - 1] for m in batch.members])
         np.testing.assert_array_equal(batch.token_ids_RL.reshape(-1)[batch.predictors_K], before)
+
+
+def test_long_samples_are_computed_without_a_mask(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one long sample among short groups costs a mask of its length squared, in every row."""
+    short = [make_sample(i, [*range(20), 50 + i, 60], [(20, 2, 0)], [], []) for i in range(4)]
+    long = [make_sample(4 + i, list(range(70 + i)), [(60, 10 + i, 0)], [], []) for i in range(3)]
+    shared, plain = pack([*short, *long], range(7), 10_000, 64)
+    assert shared.needs_mask and set(shared.members) == {0, 1, 2, 3}
+    assert not plain.needs_mask and set(plain.members) == {4, 5, 6}
+    np.testing.assert_array_equal(plain.position_ids_RL, [list(range(plain.token_ids_RL.shape[1]))] * 3)
+    policy, seen = load(folder), []
+    attention = policy.model.model.layers[0].self_attn
+    plainly = attention.forward
+    monkeypatch.setattr(
+        attention, "forward", lambda *a, **k: seen.append(k["attention_mask"]) or plainly(*a, **k)
+    )
+    policy(plain, 1.0)
+    assert seen == [None]
 
 
 def test_a_group_shares_its_prompt() -> None:
