@@ -19,6 +19,7 @@ from quartet.v1 import trainer_service_pb2 as pb
 from quartet.weights.fetch import fetch_version
 from quartet.weights.manifest import build_manifest
 from quartet_trainer.publish import snapshot, wire_tensors
+from safetensors.torch import load_file
 
 CROSS_ENTROPY = pb.LossSpec(kind=pb.LOSS_KIND_CROSS_ENTROPY)
 
@@ -295,24 +296,26 @@ async def test_a_client_that_dies_in_its_stream_applies_nothing(
         await refused(trainer.optim_step(1), "INVALID_REQUEST")
 
 
+@pytest.mark.parametrize("served", ["float32", "bfloat16"])
 async def test_exported_model_loads_and_equals_the_published_weights(
-    folder: Path, serve_trainer: Any, make_samples: Any
+    folder: Path, serve_trainer: Any, make_samples: Any, served: str
 ) -> None:
     async with serve_trainer() as trainer:
-        await trainer.create(base_model=str(folder))
+        await trainer.create(base_model=str(folder), served_dtype=served)
         *_, digest = await one_step(trainer, 1, make_samples())
         state = await trainer.save(4, "final", export=True)
         assert [
             one.name for one in (await trainer.stub.ListStates(pb.ListStatesRequest(run_id="r"))).states
         ] == ["final"]
     exported = Path(state.model_path)
-    model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
-    assert build_manifest("r", 1, wire_tensors(snapshot(model, "float32"))).digest == digest
+    assert "lm_head.weight" not in load_file(exported / "model.safetensors")  # tied: there once
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=getattr(torch, served))
+    assert build_manifest("r", 1, wire_tensors(snapshot(model, served))).digest == digest
     assert (exported / "tokenizer_config.json").read_bytes() == (
         folder / "tokenizer_config.json"
     ).read_bytes()
     config = transformers.AutoConfig.from_pretrained(exported)
-    assert (config.use_cache, config.dtype) == (True, torch.float32)
+    assert (config.use_cache, config.dtype) == (True, getattr(torch, served))
 
 
 # -- what is refused -------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -165,15 +166,25 @@ def export_folder(model: Any, source: Path, target: Path, served_dtype: str) -> 
         for file in source.glob(pattern):
             if file.is_file():
                 shutil.copyfile(file, target / file.name)
-    state = {name: tensor.detach().to("cpu", dtype) for name, tensor in model.state_dict().items()}
-    # save_pretrained writes the dtype of the live model into config.json; it is the exported one that must
-    # stand there.
-    held, held_cache = model.config.dtype, model.config.use_cache
-    model.config.dtype, model.config.use_cache = dtype, True
+    state = {name: tensor.detach().to("cpu", dtype) for name, tensor in _untied(model).items()}
+    held_cache, model.config.use_cache = model.config.use_cache, True
     try:
         model.save_pretrained(target, state_dict=state)
     finally:
-        model.config.dtype, model.config.use_cache = held, held_cache
+        model.config.use_cache = held_cache
+    # save_pretrained writes the dtype of the live model there; it is the exported one that readers go by.
+    file = target / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) | {"dtype": served_dtype}
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _untied(model: Any) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds: tied weights once. Their copies would no longer be recognised as tied."""
+    first: dict[int, str] = {}
+    tensors = model.state_dict(keep_vars=True)
+    for name, tensor in tensors.items():
+        first.setdefault(id(tensor), name)
+    return {name: tensors[name] for name in first.values()}
 
 
 def _refused(base_model: str, what: str, remedy: str) -> QuartetError:

@@ -11,8 +11,8 @@
 
 Measured on one thread of a 2-core CPU: a 0.63 M model, 16 prompts of 22 tokens x 8 tails of 11, forward and
 backward: 0.28 CPU s as 128 padded rows, 2.0 s as one row of 4,224 tokens under a block-diagonal mask, 0.125 s
-as 16 rows that share their prompt. Batches of the main job cut where padding exceeds MICROBATCH_COST_TOKENS: 12%
-less than in one piece.
+as 16 rows that share their prompt. Batches of the main job, cut where padding exceeds
+MICROBATCH_COST_TOKENS: 12% less than in one piece.
 
 Shapes: R rows, L padded length, K covered positions of the micro-batch.
 """
