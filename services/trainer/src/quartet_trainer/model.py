@@ -83,8 +83,7 @@ def load_model(folder: Path, base_model: str, *, from_scratch: bool, seed: int, 
     # eval: no dropout, so that trainer and sampler compute the same function.
     model = model.eval().to(device)
     model.config.use_cache = False
-    if model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation(attention.NAME)
+    attention.use(model)
     _check_attention(model.config, base_model)
     return model
 

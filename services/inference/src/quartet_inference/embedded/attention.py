@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-NAME = "sdpa_float64"
+NAME = "quartet_engine_float64"
 #: 8 MiB of float64: what is widened is used before it leaves the cache of a core or its neighbours.
 WIDENED_ELEMENTS = 1 << 20
 
@@ -31,10 +31,8 @@ def attend(q_BTKGD: Tensor, keys_BKCD: Tensor, values_BKCD: Tensor, mask_B1TC: T
     The mask is added to the scores; it is in float64.
     """
     step = max(1, WIDENED_ELEMENTS // keys_BKCD[0].numel())
-    parts = [
-        _attend(*part)
-        for part in zip(*(t.split(step) for t in (q_BTKGD, keys_BKCD, values_BKCD, mask_B1TC)), strict=True)
-    ]
+    tensors = (q_BTKGD, keys_BKCD, values_BKCD, mask_B1TC)
+    parts = [_attend(*part) for part in zip(*(torch.split(t, step) for t in tensors), strict=True)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -61,9 +59,10 @@ def use(model: Any) -> None:
         model.set_attn_implementation(NAME)
 
 
-def _hub_attend(
+def hub_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
+    """An attention function of transformers."""
     if query.dtype != torch.float32:
         plain, _ = sdpa_attention_forward(module, query, key, value, mask, **options)
         return plain, None
@@ -71,5 +70,5 @@ def _hub_attend(
     return wide.float(), None
 
 
-AttentionInterface.register(NAME, _hub_attend)
+AttentionInterface.register(NAME, hub_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)

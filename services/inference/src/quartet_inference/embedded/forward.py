@@ -28,6 +28,11 @@ LEAN_MODELS = frozenset({"llama", "qwen2", "qwen3"})
 # logits.
 DYNAMIC_ROPE = frozenset({"dynamic", "longrope"})
 
+#: From so many rows on, the result of a row does not depend on how many there are (MKL, measured).
+SUMMED_ALIKE = 4
+#: Weights of which a single row's product takes microseconds either way.
+SMALL_MATRIX = 1 << 18
+
 
 class Forward(Protocol):
     """How the engine runs the model."""
@@ -165,7 +170,7 @@ class LeanForward:
         if tokens > 1:
             last = torch.full((rows,), tokens - 1) if last_B is None else last_B
             x = x[torch.arange(rows) * tokens + last]
-        return F.linear(
+        return _linear(
             F.rms_norm(x, x.shape[-1:], self._final_norm, self._eps), self._head.weight, self._head.bias
         )
 
@@ -183,7 +188,7 @@ class LeanForward:
     ) -> Tensor:
         heads, kv_heads, dim = self._heads, self._kv_heads, self._head_dim
         rows, _, tokens, _ = mask.shape
-        qkv = F.linear(F.rms_norm(x, x.shape[-1:], layer.norm_1, self._eps), layer.qkv, layer.qkv_bias)
+        qkv = _linear(F.rms_norm(x, x.shape[-1:], layer.norm_1, self._eps), layer.qkv, layer.qkv_bias)
         qkv = qkv.view(-1, heads + 2 * kv_heads, dim)
         qk = qkv[:, : heads + kv_heads]
         if layer.qk_norms is not None:
@@ -203,11 +208,23 @@ class LeanForward:
         values = cache_rows[2 * number + 1, first_row : first_row + rows, :, :context]
         q = qk[:, :heads].view(rows, tokens, kv_heads, heads // kv_heads, dim)
         out = attend(q, keys, values, mask)
-        x = x + F.linear(out, layer.out, layer.out_bias)
-        gate, up = F.linear(
+        x = x + _linear(out, layer.out, layer.out_bias)
+        gate, up = _linear(
             F.rms_norm(x, x.shape[-1:], layer.norm_2, self._eps), layer.gate_up, layer.gate_up_bias
         ).chunk(2, -1)
-        return x + F.linear(F.silu(gate).mul_(up), layer.down, layer.down_bias)
+        return x + _linear(F.silu(gate).mul_(up), layer.down, layer.down_bias)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product, with the bits that the same row has among many.
+
+    Matrix libraries sum a product of fewer rows in another order. One row alone keeps it where the matrix is
+    large: there it costs half as much.
+    """
+    rows = len(x)
+    if rows >= SUMMED_ALIKE or (rows == 1 and weight.numel() > SMALL_MATRIX):
+        return F.linear(x, weight, bias)
+    return F.linear(F.pad(x, (0, 0, 0, SUMMED_ALIKE - rows)), weight, bias)[:rows]
 
 
 class _LeanLayer:

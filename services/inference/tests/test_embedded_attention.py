@@ -1,0 +1,83 @@
+"""The engine's float64 attention, and rows that do not change each other's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from quartet_inference.embedded import attention, forward
+from quartet_inference.embedded.kv_cache import KvCache
+from quartet_inference.embedded.model import kv_shape
+from quartet_inference.embedded.prefill import prefill
+from torch import Tensor
+
+ROWS, KV_HEADS, GROUP, CONTEXT, DIM = 3, 2, 3, 11, 8
+
+
+def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries of the last tokens, keys, values, and the causal mask."""
+    generator = torch.Generator().manual_seed(5)
+    keys, values = (3 * torch.randn(2, ROWS, KV_HEADS, CONTEXT, DIM, generator=generator)).unbind()
+    queries = 3 * torch.randn(ROWS, CONTEXT, KV_HEADS, GROUP, DIM, generator=generator)
+    mask = torch.zeros(ROWS, 1, CONTEXT, CONTEXT, dtype=torch.float64)
+    mask.masked_fill_(torch.ones(CONTEXT, CONTEXT, dtype=torch.bool).triu(1), -torch.inf)
+    return queries[:, -tokens:], keys, values, mask[:, :, -tokens:]
+
+
+def exact(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    scores = torch.einsum("btkgd,bkcd->bkgtc", q.double(), keys.double()) * DIM**-0.5 + mask[:, None]
+    out = torch.einsum("bkgtc,bkcd->btkgd", scores.softmax(-1), values.double())
+    return out.reshape(-1, KV_HEADS * GROUP * DIM)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("widened", [1, 1 << 20])
+def test_attention_is_float64_rounded_once(
+    tokens: int, widened: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "WIDENED_ELEMENTS", widened)
+    assert torch.equal(attention.attend(*inputs(tokens)), exact(*inputs(tokens)).float())
+
+
+def test_decode_step_prefill_and_hub_agree_in_bits() -> None:
+    step, many = attention.attend(*inputs(1)), attention.attend(*inputs(4))
+    assert torch.equal(step, many.view(ROWS, 4, -1)[:, -1])
+    q, keys, values, mask = inputs(4)
+    module: Any = SimpleNamespace(is_causal=True, num_key_value_groups=GROUP)
+    query = q.flatten(2, 3).transpose(1, 2)
+    hub, _ = attention.hub_attention(module, query, keys, values, mask)
+    assert torch.equal(hub.flatten(2).flatten(0, 1), many)
+    single = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask.float(), enable_gqa=True)
+    assert not torch.equal(single.transpose(1, 2).reshape(many.shape), many), "or this shows nothing"
+
+
+def test_bfloat16_models_keep_their_attention() -> None:
+    q, keys, values, mask = inputs(4)
+    module: Any = SimpleNamespace(is_causal=True, num_key_value_groups=GROUP)
+    half = [tensor.bfloat16() for tensor in (q.flatten(2, 3).transpose(1, 2), keys, values, mask)]
+    out, _ = attention.hub_attention(module, *half)
+    assert out.dtype == torch.bfloat16
+
+
+def test_a_row_alone_has_the_bits_that_it_has_among_others(make_model: Callable[..., Any]) -> None:
+    """On the matrix library that these wheels come with: the order of its sums is its own."""
+    model = make_model(0)
+    generator = torch.Generator().manual_seed(6)
+    prompts = torch.randint(0, 256, (8, 9), generator=generator).tolist()
+
+    def logits(rows: int) -> Tensor:
+        cache = KvCache(kv_shape(model), 8, 32, 1 << 24)
+        cache.reserve(rows, 12)
+        run = forward.choose(model, cache)
+        first = prefill(run, 0, prompts[:rows], [0] * rows)
+        ids, positions = first.argmax(-1)[:, None], torch.full((rows, 1), 9)
+        return torch.stack([first, run(0, ids, positions, 10, None)])
+
+    with torch.inference_mode():
+        together = logits(8)
+        for rows in (1, 2, 3, 5):
+            assert torch.equal(logits(rows), together[:, :rows]), rows
