@@ -18,7 +18,11 @@ import pytest
 import yaml
 
 SERVICES = ("trainer", "inference", "envhost", "orchestrator")
-FOLDERS = ("base", "overlays/gpu")
+FILES = (
+    *(("base", service) for service in SERVICES),
+    ("overlays/gpu", "trainer"),
+    ("overlays/gpu", "inference"),
+)
 PORT = 50051
 
 
@@ -32,7 +36,7 @@ def addresses(value: Any) -> Iterator[str]:
         for one in value:
             yield from addresses(one)
     elif isinstance(value, str) and value.endswith(f":{PORT}"):
-        yield value
+        yield value.removeprefix("dns:///")
 
 
 def dry_run(service: str, *arguments: str) -> dict[str, Any]:
@@ -52,8 +56,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize(("folder", "service"), FILES)
 def test_a_deployed_file_is_accepted(repository: Path, model: Path, folder: str, service: str) -> None:
     file = repository / "k8s" / folder / "config" / f"{service}.toml"
     replaced = ("--model", str(model)) if service == "inference" else ()
@@ -116,6 +119,21 @@ def test_kubernetes_knows_every_address(objects: list[dict[str, Any]]) -> None:
                 named.setdefault(service, set()).add(pod)
     for service, pods in named.items():
         assert pods == {f"{service}-{i}" for i in range(replicas[service])}
+
+
+def test_envhost_follows_every_replica_of_inference(objects: list[dict[str, Any]]) -> None:
+    """By a name that lists the pods: a virtual address would pin every stream to one of them."""
+    (content,) = next(
+        one["data"].values()
+        for one in objects
+        if one["kind"] == "ConfigMap" and one["metadata"]["name"].startswith("envhost")
+    )
+    (address,) = tomllib.loads(content)["inference_addresses"]
+    assert address == f"dns:///inference:{PORT}"
+    (service,) = [
+        one for one in objects if one["kind"] == "Service" and one["metadata"]["name"] == "inference"
+    ]
+    assert service["spec"]["clusterIP"] == "None"
 
 
 def test_a_config_map_holds_what_its_pods_read(objects: list[dict[str, Any]]) -> None:
