@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from quartet.cli import rl
 from quartet.cli.__main__ import build_parser, main
 from quartet.cli.job import RECORD, Job, default_folder, model_path, plan, taken
 from quartet.cli.rl import check_environments
@@ -180,6 +181,20 @@ def test_an_unknown_environment_is_refused_with_what_exists(
             check_environments(
                 config.model_copy(update={"env": (unknown,), "envhost": {"python": sys.executable}})
             )
+
+
+def test_an_environment_of_the_other_interpreter_is_pointed_to(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rl, "ENVIRONMENTS_PYTHON", str(tmp_path / "python"))
+    (tmp_path / "python").symlink_to(sys.executable)
+    (tmp_path / "empty").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "empty").chmod(0o755)
+    env = config.env[0].model_copy(update={"id": "json"})
+    wanted = config.model_copy(update={"env": (env,), "envhost": {"python": str(tmp_path / "empty")}})
+    with pytest.raises(ConfigError, match=f"has it: add --envhost.python {tmp_path}/python"):
+        check_environments(wanted)
 
 
 def test_default_folder_is_named_after_the_last_config() -> None:

@@ -104,7 +104,9 @@ def _need(*packages: str) -> None:
     """Refuse now what would fail at the end. Raises ConfigError."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"{', '.join(missing)} is not installed; pip install 'quartet[cli]'")
+        raise ConfigError(
+            f"{', '.join(missing)} is not installed; in the repository: pip install './sdk[cli]'"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:

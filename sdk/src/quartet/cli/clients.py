@@ -11,6 +11,7 @@ from quartet.cli.display import Plain, event_line
 from quartet.cli.progress import Progress, phase_name
 from quartet.cli.watch import history_of, watch_run
 from quartet.config import load
+from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, unary
 from quartet.kit.channel import ClientSecurity, connect
 from quartet.local.deployment import SERVICES
@@ -56,7 +57,14 @@ def run(client: Client, options: argparse.Namespace, rest: list[str]) -> int:
 async def _connected(client: Client, options: argparse.Namespace, rest: list[str]) -> int:
     async with connect(options.orchestrator, security=_security(options)) as channel:
         stub = OrchestratorServiceStub(channel)  # type: ignore[no-untyped-call]
-        return await client(stub, options, rest)
+        try:
+            return await client(stub, options, rest)
+        except QuartetError as error:
+            if "grpc_code" not in error.metadata or error.reason not in ("NOT_READY", "DEADLINE"):
+                raise
+            raise QuartetError(
+                error.reason, f"no orchestrator answers at {options.orchestrator} ({error.message})"
+            ) from error
 
 
 def _security(options: argparse.Namespace) -> ClientSecurity:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from quartet.cli.display import Display
 from quartet.cli.outputs import Outputs
+from quartet.cli.silence import name_the_silent
 from quartet.cli.watch import history_of, watch_run
 from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, unary
@@ -96,7 +97,8 @@ async def drive(
         work = asyncio.create_task(_work(supervisor, run_id, config_toml, outputs, display))
         ticks = asyncio.create_task(_tick(supervisor, outputs, display))
         stop = asyncio.create_task(_stop_when_asked(interrupts, supervisor, run_id, work, display))
-        tasks = (failed, work, ticks, stop)
+        silence = asyncio.create_task(name_the_silent(supervisor, outputs.progress, display))
+        tasks = (failed, work, ticks, stop, silence)
         try:
             await asyncio.wait({failed, work}, return_when=asyncio.FIRST_COMPLETED)
             if failed.done():

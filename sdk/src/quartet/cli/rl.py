@@ -42,6 +42,8 @@ if importlib.util.find_spec(sys.argv[1]) is None:
             print(one.metadata["Name"])
     sys.exit(1)
 """
+# Where `make install` puts the environments.
+ENVIRONMENTS_PYTHON = ".venv-envs/bin/python"
 # What SubmitRun says of a run that cannot be run as written; only the environment itself can know.
 REFUSALS = frozenset({"INVALID_CONFIG", "ENVIRONMENT_UNKNOWN"})
 PACKAGES = ("quartet", *(f"quartet-{name}" for name in SERVICES), "torch", "transformers", "grpcio")
@@ -139,23 +141,28 @@ def check_environments(config: RunConfig) -> None:
         module = env.id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
         own = config.envhost.get("environments", {}).get(env.id, {}).get("python")
         python = own or config.envhost.get("python") or sys.executable
-        try:
-            done = subprocess.run(
-                [python, "-c", FIND, module],
-                capture_output=True,
-                text=True,
-                timeout=FIND_SECONDS,
-                check=False,
-            )
-        except OSError as error:
-            raise ConfigError(f"envhost.python = {python!r} cannot be run: {error.strerror}") from None
-        if done.returncode:
-            remedy = _missing_environment(module, python, done.stdout.split())
+        found, installed = _find(module, python)
+        if not found:
+            remedy = _missing_environment(module, python, installed)
             raise ConfigError(f"env.id = {env.id!r}: no package {module!r} in {python}; {remedy}")
+
+
+def _find(module: str, python: str) -> tuple[bool, list[str]]:
+    """Whether an interpreter has an environment; else those that it has. Raises ConfigError."""
+    try:
+        done = subprocess.run(
+            [python, "-c", FIND, module], capture_output=True, text=True, timeout=FIND_SECONDS, check=False
+        )
+    except OSError as error:
+        raise ConfigError(f"envhost.python = {python!r} cannot be run: {error.strerror}") from None
+    return done.returncode == 0, done.stdout.split()
 
 
 def _missing_environment(module: str, python: str, installed: list[str]) -> str:
     """What to do about an environment that is not installed, naming only what exists."""
+    elsewhere = python != ENVIRONMENTS_PYTHON and Path(ENVIRONMENTS_PYTHON).exists()
+    if elsewhere and _find(module, ENVIRONMENTS_PYTHON)[0]:
+        return f"{ENVIRONMENTS_PYTHON} has it: add --envhost.python {ENVIRONMENTS_PYTHON}"
     folders = [file.parent for file in Path("environments").glob("*/pyproject.toml")]
     if here := next((folder for folder in folders if folder.name == module), None):
         return f"install it there: {python} -m pip install -e {here}"

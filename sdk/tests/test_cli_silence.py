@@ -1,0 +1,72 @@
+"""A frozen service is named; a busy or refusing one is not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import socket
+from types import SimpleNamespace
+
+import pytest
+from quartet.cli import silence
+from quartet.cli.display import Plain
+from quartet.cli.progress import Progress
+from quartet.kit.health import Health
+from quartet.kit.server import ServerConfig, start
+from quartet.local.supervisor import State, Status
+
+
+async def said(out: io.StringIO, what: str) -> None:
+    while what not in out.getvalue():  # noqa: ASYNC110 - a StringIO wakes nobody
+        await asyncio.sleep(0.02)
+
+
+async def test_only_the_frozen_service_is_named_and_again_when_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(silence, "SILENCE_SECONDS", 0.05)
+    monkeypatch.setattr(silence, "ANSWER_SECONDS", 0.5)
+    running = await start([], ServerConfig(), Health())
+    # A stopped process: the kernel accepts the connection, nobody reads from it.
+    frozen = socket.create_server(("127.0.0.1", 0))
+    closed = socket.create_server(("127.0.0.1", 0))
+    gone = f"127.0.0.1:{closed.getsockname()[1]}"
+    closed.close()
+    trainer = Status("trainer", running.address, State.UP)
+    inference = Status("inference", f"127.0.0.1:{frozen.getsockname()[1]}", State.UP, pid=7)
+    envhost = Status("envhost", gone, State.UP)
+    starting = Status("orchestrator", inference.address, State.STARTING)
+    supervisor = SimpleNamespace(statuses=[trainer, inference, envhost, starting])
+    out = io.StringIO()
+    task = asyncio.create_task(silence.name_the_silent(supervisor, Progress(), Plain(out)))
+    try:
+        async with asyncio.timeout(10):
+            await said(out, "does not answer")
+            inference.address = running.address
+            await said(out, "inference answers again")
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        frozen.close()
+        await running.stop(0)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 2 and "inference (process 7) does not answer" in lines[0]
+
+
+async def test_a_run_in_which_something_happens_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(silence, "SILENCE_SECONDS", 0.02)
+
+    async def asked(address: str) -> bool:
+        raise AssertionError("nobody is asked while events come")
+
+    monkeypatch.setattr(silence, "_answers", asked)
+    supervisor = SimpleNamespace(statuses=[Status("trainer", "127.0.0.1:1", State.UP)])
+    progress = Progress()
+    task = asyncio.create_task(silence.name_the_silent(supervisor, progress, Plain(io.StringIO())))
+    for number in range(1, 30):
+        progress.last_event = number
+        await asyncio.sleep(0.01)
+    assert not task.done()
+    task.cancel()

@@ -1,0 +1,95 @@
+"""Invariant 9 for the launcher: killed, interrupted twice, gone on with, the run ends as if nothing had been.
+
+No process outlives the launcher, however it ends; every step is recorded once; the ledger balances.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import QUARTET, REPOSITORY
+from tests.faults.test_kill_each_service import steps_done, wait_for_steps
+
+STEPS = 14
+START_SECONDS = 120
+GONE_SECONDS = 5.0
+
+
+def launch(model: Path, output: Path, log: Path, *more: str) -> subprocess.Popen[str]:
+    command = [*QUARTET, "rl", "@", "configs/reverse-text.toml", "--model", str(model)]
+    command += ["--max-steps", str(STEPS), "--eval.num-examples", "16", "--output-dir", str(output), *more]
+    with log.open("a") as out:
+        return subprocess.Popen(command, cwd=REPOSITORY, stdout=out, stderr=subprocess.STDOUT, text=True)
+
+
+def services_of(output: Path) -> list[int]:
+    """Processes that were started with this folder's configuration."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            line = (entry / "cmdline").read_bytes().decode(errors="replace") if entry.name.isdigit() else ""
+        except OSError:
+            continue
+        if f"{output}/config/" in line:
+            found.append(int(entry.name))
+    return found
+
+
+def wait_gone(output: Path) -> None:
+    deadline = time.monotonic() + GONE_SECONDS
+    while left := services_of(output):
+        assert time.monotonic() < deadline, f"processes {left} outlived the launcher"
+        time.sleep(0.05)
+
+
+@pytest.mark.timeout(500)
+def test_invariant_9_the_launcher_is_killed_and_interrupted(tiny_model: Path, tmp_path: Path) -> None:
+    seed = int(os.environ.get("QUARTET_FAULT_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
+    print(f"QUARTET_FAULT_SEED={seed}")
+    chance = random.Random(seed)
+    output, log = tmp_path / "run", tmp_path / "launcher.log"
+    process = launch(tiny_model, output, log)
+    try:
+        wait_for_steps(process, output, 2, START_SECONDS)
+        assert len(services_of(output)) >= 4
+        time.sleep(chance.uniform(0.0, 1.0))
+        process.kill()
+        process.wait()
+        wait_gone(output)
+
+        before = steps_done(output)
+        assert before < STEPS - 4, "the launcher was killed too late; raise STEPS"
+        process = launch(tiny_model, output, log, "--resume")
+        wait_for_steps(process, output, before + 2, START_SECONDS)
+        process.send_signal(signal.SIGINT)
+        time.sleep(chance.uniform(0.0, 0.2))
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=GONE_SECONDS) == 130
+        assert time.monotonic() - began < GONE_SECONDS
+        wait_gone(output)
+
+        process = launch(tiny_model, output, log, "--resume")
+        assert process.wait(timeout=START_SECONDS) == 0
+        wait_gone(output)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        print(log.read_text()[-6000:])
+    summary = json.loads((output / "summary.json").read_text())
+    ledger = summary["ledger"]
+    assert summary["steps"] == STEPS and ledger["trained"] == STEPS * 128 and ledger["in_flight"] == 0
+    assert ledger["dispatched"] == ledger["trained"] + sum(ledger["discarded"].values())
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "train/loss" in row] == list(range(1, STEPS + 1))
+    assert not any(row.get("train/versions_changed") for row in rows), "replays are bit-equal"
+    assert "go on with" in log.read_text()
