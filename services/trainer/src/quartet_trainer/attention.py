@@ -56,7 +56,8 @@ def attention(
     rows, heads, length, dim = query.shape
     understood = (
         query.device.type == "cpu"
-        and query.dtype == torch.float32
+        # Autocast may leave some of them wide: norms multiply by float32 masters.
+        and query.dtype == key.dtype == value.dtype == torch.float32
         and dropout == 0
         and module.is_causal
         and (attention_mask is None or (attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1))

@@ -95,9 +95,9 @@ class Passes:
         done = Pass.over(samples)
         replaced = {}
         if weights is not None:
+            # Moved as they are and widened there: in one call the CPU would widen them first.
             replaced = {
-                f"model.{name}": tensor.to(self._machine.device, torch.float32)
-                for name, tensor in weights.items()
+                f"model.{name}": tensor.to(self._machine.device).float() for name, tensor in weights.items()
             }
         with torch.no_grad():
             for batch in self._pack(samples, range(len(samples))):
