@@ -6,7 +6,9 @@
    fails later ends the engine, which says so.
 3. In `recompute` vLLM drops the keys of running requests and all prefixes; in `keep` running requests keep
    theirs. In both, new requests carry another cache salt, so that no prefix of older weights serves them.
-4. A request that is pinned to a run or version ends in the pause in which the weights leave it.
+4. Keys that broken weights have left non-finite would spoil whoever gets their place in the cache, masked or
+   not: they are wiped, and running requests recomputed, before anything goes on.
+5. A request that is pinned to a run or version ends in the pause in which the weights leave it.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import structlog
@@ -38,7 +41,7 @@ from quartet_inference.engine import (
 )
 from quartet_inference.layout import Layout, check_layout
 from quartet_inference.sampler import seeds_of
-from quartet_inference.vllm.flight import Flight, Submission, score_params
+from quartet_inference.vllm.flight import Flight, NonFiniteLogits, Submission, score_params
 from quartet_inference.vllm.staging import StagedFile, Staging
 
 log = structlog.get_logger()
@@ -84,6 +87,7 @@ class VllmEngine:
         self._epoch = 0  # of the weights
         self._flights: dict[Flight, None] = {}
         self._scores = 0
+        self._unsound = False  # the cache holds non-finite keys
         self._tasks: set[asyncio.Task[None]] = set()
         self._changing = asyncio.Lock()
         self._random = np.random.default_rng()
@@ -131,10 +135,14 @@ class VllmEngine:
             events.put_nowait(completion.finish)
             return flight
         self._flights[flight] = None
-        flight.task = asyncio.create_task(self._fly(flight), name="vllm-completion")
-        self._tasks.add(flight.task)
-        flight.task.add_done_callback(self._tasks.discard)
+        flight.task = self._spawn(self._fly(flight), "vllm-completion")
         return flight
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def _stop(self, flight: Flight, error: QuartetError | None = None) -> None:
         self._flights.pop(flight, None)
@@ -147,6 +155,10 @@ class VllmEngine:
         try:
             while not await self._attempt(flight):
                 log.debug("submitted again under new weights")
+        except NonFiniteLogits as error:
+            flight.events.put_nowait(error)
+            self._unsound = True
+            self._spawn(self._heal(), "vllm-heal")
         except QuartetError as error:
             flight.events.put_nowait(error)
         except EngineDeadError:
@@ -195,6 +207,10 @@ class VllmEngine:
                 refused = refusal(request, self._info.served)
                 if refused is not None:
                     raise refused
+        except NonFiniteLogits:
+            self._unsound = True
+            self._spawn(self._heal(), "vllm-heal")
+            raise
         except EngineDeadError:
             self._die("vLLM's core has ended")
             raise not_ready() from None
@@ -211,7 +227,7 @@ class VllmEngine:
         known += output.outputs[0].logprobs.logprobs
         covered = [known[at] for start, length in request.covered for at in range(start, start + length)]
         if not np.isfinite(covered).all():
-            raise QuartetError("INTERNAL", "the weights give non-finite logits")
+            raise NonFiniteLogits()
         return covered
 
     # ---- pause and weights
@@ -241,7 +257,7 @@ class VllmEngine:
         """Serve staged weights, or the ones held, under a name."""
         self._check_open()
         # Shielded: half a swap would stamp tokens with a version that did not sample them.
-        await asyncio.shield(asyncio.create_task(self._swap(staged, weights), name="vllm-swap"))
+        await asyncio.shield(self._spawn(self._swap(staged, weights), "vllm-swap"))
 
     async def _swap(self, staged: StagedFile | None, weights: ServedWeights) -> None:
         async with self._changing:
@@ -258,6 +274,7 @@ class VllmEngine:
             try:
                 self._end_pinned(weights)
                 await self._load(staged)
+                await self._wipe()
                 await self._llm.update_weight_version(str(weights.version))
                 self._epoch += 1
                 for flight in self._flights:
@@ -276,12 +293,33 @@ class VllmEngine:
             if refused is not None:
                 self._stop(flight, refused)
 
+    async def _heal(self) -> None:
+        """Wipe what non-finite logits have left behind; one for all that saw them."""
+        async with self._changing:
+            if self._info.closed or not self._unsound:
+                return
+            core = self._llm.engine_core
+            await core.pause_scheduler_async(mode="keep", clear_cache=True)
+            try:
+                await self._wipe()
+            finally:
+                if not self._info.paused:
+                    await core.resume_scheduler_async()
+
+    async def _wipe(self) -> None:
+        if self._unsound:
+            await self._in_workers("quartet_wipe")
+            self._unsound = False
+
+    async def _in_workers(self, method: str, *arguments: str) -> list[list[dict[str, Any]]]:
+        answers: list[list[dict[str, Any]]] = await self._llm.engine_core.call_utility_all_async(
+            "collective_rpc", method, None, arguments, None
+        )
+        return answers
+
     async def _load(self, staged: StagedFile) -> None:
         """Load in every worker of every core. Errors: INTERNAL; the engine ends where a model was touched."""
-        path = str(staged.path)
-        answers = await self._llm.engine_core.call_utility_all_async(
-            "collective_rpc", "quartet_load", None, (path,), None
-        )
+        answers = await self._in_workers("quartet_load", str(staged.path))
         failed = [answer for core in answers for answer in core if not answer["ok"]]
         if not failed:
             return

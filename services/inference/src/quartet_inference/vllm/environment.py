@@ -38,7 +38,7 @@ def prepare(threads: int) -> None:
     os.environ.update(
         HF_HUB_OFFLINE="1",
         VLLM_NO_USAGE_STATS="1",
-        VLLM_WORKER_MULTIPROCESSING_METHOD="spawn",  # gRPC's threads do not survive a fork
+        VLLM_WORKER_MULTIPROC_METHOD="spawn",  # gRPC's threads do not survive a fork
         # The second model runner knows logits processors of another kind, and has none for a CPU.
         VLLM_USE_V2_MODEL_RUNNER="0",
     )
@@ -50,6 +50,7 @@ def prepare(threads: int) -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # A helper that vLLM compiles at the first log-probability takes seconds and a C++ compiler, for nothing.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a single worker shares the process of its core
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the bytes asked for
 
 

@@ -29,6 +29,14 @@ from quartet_inference.vllm.drawing import KEY, Draw
 FIRST_LABEL = "default"
 
 
+class NonFiniteLogits(QuartetError):
+    """The weights have no distribution for a token."""
+
+    def __init__(self) -> None:
+        """INTERNAL."""
+        super().__init__("INTERNAL", "the weights give non-finite logits")
+
+
 @dataclass(eq=False)
 class Flight:
     """A completion, and where its events go."""
@@ -72,7 +80,7 @@ class Flight:
         first = self.received
         for token, logprob in zip(part.token_ids, logprobs, strict=True):
             if not math.isfinite(logprob):
-                raise QuartetError("INTERNAL", "the weights give non-finite logits")
+                raise NonFiniteLogits()
             finish = self.completion.accept(int(token), logprob, self._version_at(self.received, starts))
             self.received += 1
             if finish is not None or self.completion.untold >= FLUSH_TOKENS:

@@ -1,6 +1,6 @@
-"""What Quartet adds to each of vLLM's workers: changing the weights.
+"""What Quartet adds to each of vLLM's workers: changing the weights, wiping the keys.
 
-1. Methods called by the engine never raise: with several workers an exception would leave the answers of the
+1. Methods that the engine calls never raise: with several workers an exception would leave the answers of the
    others in the queue, to be taken for those of the next call.
 2. A version is loaded by vLLM's layerwise reload, which fuses (qkv, gate and up), shards and re-packs as at
    the start. Everything is read before the first layer is touched.
@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+# It warns at every update of layers without weights of their own, such as a tied head; see _check_complete.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
 class WeightWorker:
@@ -47,6 +51,16 @@ class WeightWorker:
         except Exception as error:  # noqa: BLE001 - see 1
             return {"ok": False, "touched": touched, "why": f"{type(error).__name__}: {error}"}
         return {"ok": True, "loaded": len(loaded or ())}
+
+    def quartet_wipe(self) -> dict[str, Any]:
+        """Make every key and value finite: masking multiplies by zero, which keeps a NaN."""
+        try:
+            for cache in self.model_runner.kv_caches:
+                if cache.is_floating_point():
+                    cache.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        except Exception as error:  # noqa: BLE001 - see 1
+            return {"ok": False, "touched": False, "why": f"{type(error).__name__}: {error}"}
+        return {"ok": True}
 
 
 def _check_complete(model: torch.nn.Module) -> None:
