@@ -25,15 +25,17 @@ NAME = "quartet_engine_float64"
 WIDENED_ELEMENTS = 1 << 20
 
 
-def attend(q_BTKGD: Tensor, keys_BKCD: Tensor, values_BKCD: Tensor, mask_B1TC: Tensor) -> Tensor:
+def attend(q_BTKGD: Tensor, keys_BKCD: Tensor, values_BKCD: Tensor, mask_BMTC: Tensor) -> Tensor:
     """Attention of K groups of G heads over a context of C. [B * T, K * G * D].
 
-    The mask is added to the scores; it is in float64.
+    The mask is added to the scores; it is in float64. M is 1, or K at a decode step.
     """
     step = max(1, WIDENED_ELEMENTS // keys_BKCD[0].numel())
-    tensors = (q_BTKGD, keys_BKCD, values_BKCD, mask_B1TC)
+    tensors = (q_BTKGD, keys_BKCD, values_BKCD, mask_BMTC)
+    if len(q_BTKGD) <= step:
+        return _attend(*tensors)
     parts = [_attend(*part) for part in zip(*(torch.split(t, step) for t in tensors), strict=True)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return torch.cat(parts)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:

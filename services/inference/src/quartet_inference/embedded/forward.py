@@ -159,7 +159,9 @@ class LeanForward:
         flat_positions = positions_BT.reshape(-1)
         x = F.embedding(ids_BT.reshape(-1), self._embed)
         cos, sin = self._cos[flat_positions][:, None], self._sin[flat_positions][:, None]
-        mask = torch.zeros(rows, 1, tokens, context, dtype=torch.float64)
+        # A decode step adds it to scores by key head: laid out once here and not in every layer.
+        mask_heads = self._kv_heads if tokens == 1 else 1
+        mask = torch.zeros(rows, mask_heads, tokens, context, dtype=torch.float64)
         mask.masked_fill_(~causal_mask(positions_BT, context), float("-inf"))
         head_offsets = torch.arange(first_row, first_row + rows)[:, None] * self._kv_heads + torch.arange(
             self._kv_heads
