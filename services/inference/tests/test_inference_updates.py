@@ -10,16 +10,19 @@ from typing import Any
 import grpc
 import pytest
 from quartet.errors import QuartetError
-from quartet.kit.channel import connect
+from quartet.kit.channel import ClientSecurity, connect
 from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
+from quartet.weights.sources import Relays
 from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
 from quartet_inference import updates
+from quartet_inference.canary import CanaryWatch
 from quartet_inference.engine import EngineInfo, ServedWeights
-from quartet_inference.updates import Follower
+from quartet_inference.relay import Holdings
+from quartet_inference.updates import Adopter, Follower
 
 
 class Publisher(WeightServicer):
@@ -70,7 +73,7 @@ class Recorder:
 
     def info(self) -> EngineInfo:
         served = self.swaps[-1][1] if self.swaps else None
-        return EngineInfo("", "", 1, 1, 1, (), served, 0, 0, 0, 0, len(self.swaps), 0.0, False)
+        return EngineInfo("", "float32", 1, 1, 1, (), served, 0, 0, 0, 0, len(self.swaps), 0.0, False)
 
     async def stage(self, tensors: Mapping[str, Tensor]) -> Any:
         return tensors
@@ -102,7 +105,9 @@ class Following:
         server = await start([Service(SERVICE, add_weight_service, self.publisher)], ServerConfig(), Health())
         async with connect(server.address, bulk=True) as channel:
             engine: Any = self.engine
-            follower = Follower(engine, channel, "", lambda: None, self.refused.append)
+            adopter = Adopter(engine, CanaryWatch(engine, None, lambda why: None), lambda: None)
+            publisher = updates.Publisher(channel, "", Relays(ClientSecurity()))
+            follower = Follower(engine, publisher, Holdings(2), adopter, self.refused.append)
             task = asyncio.create_task(follower.run())
             try:
                 yield

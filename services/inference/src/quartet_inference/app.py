@@ -5,27 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import cast
 
 import torch
 from quartet.config import ConfigError
-from quartet.kit.channel import connect
 from quartet.kit.health import Health
 from quartet.kit.server import Service, serve
-from quartet.v1 import inference_service_pb2_grpc, weights_pb2_grpc
+from quartet.v1 import inference_service_pb2_grpc
 
 from quartet_inference.answering import Answerer
+from quartet_inference.canary import Gate
 from quartet_inference.chat import Chat
 from quartet_inference.config import InferenceConfig
 from quartet_inference.embedded import model
 from quartet_inference.embedded.engine import EmbeddedEngine, Limits
 from quartet_inference.engine import Engine, ServedWeights
-from quartet_inference.replication import replicating
+from quartet_inference.replication import INFERENCE, replicating
 from quartet_inference.service import InferenceServicer
 from quartet_inference.updates import ServedNews
 from quartet_inference.vllm import environment
-
-INFERENCE = "quartet.v1.InferenceService"
-WEIGHTS = "quartet.v1.WeightService"
 
 
 def build_engine(config: InferenceConfig, chat: Chat, health: Health) -> Engine:
@@ -65,12 +63,19 @@ def _embedded(config: InferenceConfig, chat: Chat, health: Health) -> EmbeddedEn
 
 
 @asynccontextmanager
-async def services(config: InferenceConfig, health: Health) -> AsyncIterator[list[Service]]:
-    """The services of a running replica; left, its engine and follower are ended."""
+async def services(
+    config: InferenceConfig, health: Health, bound: asyncio.Future[str] | None = None
+) -> AsyncIterator[list[Service]]:
+    """The services of a running replica; left, its engine and follower are ended.
+
+    `bound` will be the address it listens on; without it the replica is no relay.
+    """
     chat = await asyncio.to_thread(
         Chat, config.model, config.chat.tool_parser, config.chat.template_file, config.chat.template_settings
     )
-    engine = await asyncio.to_thread(build_engine, config, chat, health)
+    ungated = await asyncio.to_thread(build_engine, config, chat, health)
+    gate = Gate(ungated)
+    engine = cast(Engine, gate)
 
     def busy() -> bool:
         info = engine.info()
@@ -81,49 +86,20 @@ async def services(config: InferenceConfig, health: Health) -> AsyncIterator[lis
     answerer = Answerer(engine, chat, news, config.version_wait_seconds)
     servicer = InferenceServicer(engine, answerer, str(config.model))
     try:
-        async with _following(config, engine, news, health):
+        async with replicating(config, ungated, gate, news, health, bound) as weights:
             yield [
                 Service(
                     INFERENCE, inference_service_pb2_grpc.add_InferenceServiceServicer_to_server, servicer
                 ),
-                Service(WEIGHTS, weights_pb2_grpc.add_WeightServiceServicer_to_server, UnservedWeights()),
+                *weights,
             ]
     finally:
         await engine.close()
 
 
-@asynccontextmanager
-async def _following(
-    config: InferenceConfig, engine: Engine, news: ServedNews, health: Health
-) -> AsyncIterator[None]:
-    def ready() -> None:
-        news.tell()
-        health.set_ready(INFERENCE)
-        health.set_ready(WEIGHTS)
-
-    def refused(why: str) -> None:
-        if engine.info().served is None:
-            health.set_not_ready(INFERENCE, why)
-
-    if not config.weights_address:
-        ready()
-        yield
-        return
-    health.set_not_ready(INFERENCE, f"no verified weights from {config.weights_address} yet")
-    health.set_not_ready(WEIGHTS, "no weights yet")
-    async with connect(config.weights_address, security=config.weights_security, bulk=True) as channel:
-        follower = Follower(engine, channel, config.run_id, ready, refused)
-        # In a group: were the follower to fail, the service ends instead of serving old weights for ever.
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(follower.run(), name="follow-weights")
-            try:
-                yield
-            finally:
-                task.cancel()
-
-
 async def run(config: InferenceConfig) -> None:
     """Serve until a signal."""
     health = Health()
-    async with services(config, health) as running:
-        await serve(running, config.server, health)
+    bound: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    async with services(config, health, bound) as running:
+        await serve(running, config.server, health, started=bound)

@@ -106,8 +106,8 @@ class InferenceConfig(Config):
     advertise_address: str = ""
     # Versions kept for others, each a copy of the model in memory; one more is on its way during an update.
     held_versions: int = pydantic.Field(default=2, ge=1, le=64)
-    # Mean difference of the log-probabilities of a version's canary from the trainer's that is still agreement;
-    # default: by the dtype.
+    # How far the log-probabilities of a version's canary may be from the trainer's, in the mean; default: by
+    # the dtype.
     canary_tolerance: float | None = pydantic.Field(default=None, gt=0)
     # Longest prompt plus completion; default: what the model was made for.
     max_model_len: int | None = pydantic.Field(default=None, ge=2, le=MAX_MODEL_LEN)

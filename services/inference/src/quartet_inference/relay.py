@@ -1,40 +1,155 @@
-"""The WeightService of a replica."""
+"""The WeightService of a replica: it serves the versions it holds, and passes on the one that it is fetching.
+
+1. Only versions that were verified whole are announced and described as held; what passes through early
+   carries its chunks' checksums, and no WeightEnd before this replica has verified everything itself.
+2. Who asks for the version that is fetched next waits for its manifest; after START_SECONDS it is told that
+   this replica lives and is about to have it. Who asks for one that is passed over is told so at once.
+3. Memory: the store's versions, and the one on its way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Any
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
 
 import grpc
-from quartet.errors import unimplemented
-from quartet.v1 import weights_pb2, weights_pb2_grpc
+from quartet.errors import QuartetError
+from quartet.v1 import weights_pb2 as pb
+from quartet.weights.arrival import Arrival
+from quartet.weights.service import WeightServicer
+from quartet.weights.sources import SILENT_SECONDS
+from quartet.weights.store import WeightStore
+
+#: Replicas hear of a version at once, but some are still busy with the last one. Below what a reader waits.
+START_SECONDS = 0.6 * SILENT_SECONDS
+#: Addresses that a server listens on and nobody can dial.
+WILDCARDS = frozenset({"0.0.0.0", "[::]", ""})
 
 
-class UnservedWeights(weights_pb2_grpc.WeightServiceServicer):
-    """The replica's relay is not part of this build: every RPC says so."""
+class Holdings:
+    """What a replica can hand out. For one event loop."""
 
-    async def Watch(
-        self, request: weights_pb2.WatchRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[weights_pb2.WatchResponse]:
-        """Not served by this build."""
-        raise unimplemented("WeightService.Watch")
-        yield  # a stream, so that the kit parses its request
+    def __init__(self, keep: int) -> None:
+        """Keep the last versions of a run."""
+        self.store = WeightStore(keep)
+        self._expected: tuple[str, int] | None = None
+        self._arrival: Arrival | None = None
+        self._changed = asyncio.Event()
+
+    def expect(self, run_id: str, version: int) -> None:
+        """This is what is fetched next."""
+        self._expected = (run_id, version)
+        self._wake()
+
+    def arriving(self, arrival: Arrival) -> None:
+        """This payload is on its way."""
+        self._arrival = arrival
+        self._wake()
+
+    def settled(self) -> None:
+        """What was on its way is held, or given up."""
+        self._arrival = None
+        self._wake()
+
+    async def arrival(
+        self, run_id: str, version: int, fits: Callable[[pb.WeightManifest], bool]
+    ) -> Arrival | None:
+        """The payload on its way to a version that fits; None where the version is held.
+
+        Errors: NOT_READY where it does not begin to come in time; VERSION_UNKNOWN where it will not.
+        """
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                while not self._holds(run_id, version):
+                    arrival = self._arrival
+                    if arrival is not None and arrival.manifest.run_id == run_id and fits(arrival.manifest):
+                        return arrival
+                    if self._passes_over(run_id, version):
+                        break
+                    await self._changed.wait()
+                else:
+                    return None
+        except TimeoutError:
+            if self._expected == (run_id, version):
+                raise QuartetError("NOT_READY", f"version {version} is about to be fetched here") from None
+        raise QuartetError(
+            "VERSION_UNKNOWN",
+            f"this replica neither holds nor fetches version {version} of run {run_id}",
+            version=version,
+            latest=self._expected[1] if self._expected else "",
+        )
+
+    def _passes_over(self, run_id: str, version: int) -> bool:
+        return self._expected is not None and self._expected[0] == run_id and self._expected[1] > version
+
+    def _holds(self, run_id: str, version: int) -> bool:
+        try:
+            self.store.get(run_id, version)
+        except QuartetError:
+            return False
+        return True
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class RelayServicer(WeightServicer):
+    """Watch, GetManifest and Fetch over what is held and what is on its way."""
+
+    def __init__(self, holdings: Holdings, draining: asyncio.Event) -> None:
+        super().__init__(holdings.store, draining)
+        self._holdings = holdings
 
     async def GetManifest(
-        self, request: weights_pb2.GetManifestRequest, context: grpc.aio.ServicerContext
-    ) -> weights_pb2.GetManifestResponse:
-        """Not served by this build."""
-        raise unimplemented("WeightService.GetManifest")
+        self, request: pb.GetManifestRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetManifestResponse:
+        """Describe a version that is held, or the payload that is on its way to it."""
+        if not (request.run_id and request.HasField("version")):
+            return await super().GetManifest(request, context)
 
-    async def Fetch(
-        self, request: weights_pb2.FetchRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[weights_pb2.FetchResponse]:
-        """Not served by this build."""
-        raise unimplemented("WeightService.Fetch")
-        yield  # a stream, so that the kit parses its request
+        def fits(manifest: pb.WeightManifest) -> bool:
+            full = manifest.version == request.version and not manifest.HasField("base_version")
+            return full or _same_base(manifest, request)
 
-    async def Push(
-        self, request_iterator: Any, context: grpc.aio.ServicerContext
-    ) -> weights_pb2.PushResponse:
-        """Not served by this build."""
-        raise unimplemented("WeightService.Push")
+        arrival = await self._holdings.arrival(request.run_id, request.version, fits)
+        if arrival is not None:
+            return pb.GetManifestResponse(manifest=arrival.manifest)
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                return await super().GetManifest(request, context)
+        except TimeoutError:
+            # The delta is still being made, for those who ask later; the full payload is there.
+            return pb.GetManifestResponse(manifest=self._store.get(request.run_id, request.version).manifest)
+
+    async def fetch_encoded(
+        self, request: pb.FetchRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[bytes]:
+        """Stream a payload that is held, or the one on its way as it comes."""
+
+        def fits(manifest: pb.WeightManifest) -> bool:
+            return manifest.version == request.version and _same_base(manifest, request)
+
+        arrival = await self._holdings.arrival(request.run_id, request.version, fits)
+        frames = (
+            super().fetch_encoded(request, context)
+            if arrival is None
+            else arrival.encoded_chunks(request.offset)
+        )
+        async for frame in frames:
+            yield frame
+
+
+def _same_base(manifest: pb.WeightManifest, request: pb.GetManifestRequest | pb.FetchRequest) -> bool:
+    if manifest.HasField("base_version") != request.HasField("base_version"):
+        return False
+    return (manifest.base_version, manifest.base_digest) == (request.base_version, request.base_digest)
+
+
+def relay_address(advertised: str, bound: str) -> str:
+    """Where others reach a replica that listens on `bound`: as configured, there, or by the host's name."""
+    host, _, port = bound.rpartition(":")
+    if advertised or bound.startswith("unix:") or host not in WILDCARDS:
+        return advertised or bound
+    return f"{socket.gethostname()}:{port}"

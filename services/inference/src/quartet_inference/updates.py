@@ -4,12 +4,14 @@
 2. Generation is disturbed only by the engine's swap: fetching, verifying and checking against the model come
    before.
 3. Whatever fails leaves the old version serving, and is tried again, for ever, after a bounded and growing
-   pause.
+   pause, and only once the publisher has announced its newest version anew: while it is away nobody asks it
+   for weights, and whoever comes back is told its place in the tree.
 4. What the publisher announces is the truth, also where its number is not larger: another run, a restored
    run, the same number with other contents. Weights whose digest the engine already holds are taken over
    without being fetched.
 5. Where fetched contents are not the announced ones they are served, being verified, and the follower waits
    for the announcement that agrees, looking again after the pauses of 3.
+6. What is fetched is held for others from the moment that it is verified, and is the base of the next delta.
 """
 
 from __future__ import annotations
@@ -18,14 +20,19 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import grpc
 import structlog
 from quartet.errors import QuartetError
 from quartet.weights.fetch import fetch_version, get_manifest, watch
+from quartet.weights.fetched import Fetched
+from quartet.weights.sources import Relays
+from quartet.weights.store import Version
 
+from quartet_inference.canary import CanaryWatch, check_canary
 from quartet_inference.engine import Engine, ServedWeights
+from quartet_inference.relay import Holdings
 
 #: Full jitter below a bound that doubles from the first to the second.
 BACKOFF_SECONDS = (0.1, 5.0)
@@ -57,97 +64,182 @@ class ServedNews:
         return True
 
 
+@dataclass(frozen=True)
+class Publisher:
+    """Whom a replica follows, and how it is known there."""
+
+    channel: grpc.aio.Channel
+    run_id: str
+    relays: Relays
+    #: Where this replica serves what it holds; empty where it does not.
+    relay_address: str = ""
+
+
+class Adopter:
+    """Takes verified versions into the engine."""
+
+    def __init__(self, engine: Engine, canaries: CanaryWatch, on_served: Callable[[], None]) -> None:
+        """`on_served` is called after every change."""
+        self._engine, self._canaries, self._on_served = engine, canaries, on_served
+
+    async def adopt(self, version: Version | Fetched) -> ServedWeights:
+        """Serve a version. Errors: INVALID_REQUEST, CHECKSUM_MISMATCH; the old one goes on serving."""
+        manifest = version.manifest
+        check_canary(manifest, self._engine.info().vocab_size)
+        staged = await self._engine.stage(version.tensors)
+        weights = ServedWeights(manifest.run_id, int(manifest.version), bytes(manifest.digest))
+        await self._engine.swap(staged, weights)
+        self._canaries.swapped(weights, manifest.canary if manifest.HasField("canary") else None)
+        self._serving(weights)
+        return weights
+
+    async def rename(self, weights: ServedWeights) -> None:
+        """Serve the weights that the engine holds as another version."""
+        await self._engine.swap(None, weights)
+        self._canaries.renamed(weights)
+        self._serving(weights)
+
+    def _serving(self, weights: ServedWeights) -> None:
+        pause_ms = self._engine.info().last_update_pause_ms
+        log.info("serving version", run_id=weights.run_id, version=weights.version, pause_ms=pause_ms)
+        self._on_served()
+
+
+class _Target:
+    """The newest announcement, or why there is none."""
+
+    def __init__(self) -> None:
+        self.weights: ServedWeights | None = None
+        self.sources: list[str] = []
+        self.error: QuartetError | None = None
+        self.changed = asyncio.Event()
+
+
 class Follower:
     """Keeps an engine at the newest version of a run."""
 
     def __init__(
         self,
         engine: Engine,
-        channel: grpc.aio.Channel,
-        run_id: str,
-        on_served: Callable[[], None],
+        publisher: Publisher,
+        holdings: Holdings,
+        adopter: Adopter,
         on_refused: Callable[[str], None],
     ) -> None:
-        """`on_served` is called after every change, `on_refused` with the reason when one fails."""
+        """`on_refused` is called with the reason when an update fails."""
         self._engine = engine
-        self._channel = channel
-        self._run_id = run_id
-        self._on_served = on_served
+        self._publisher = publisher
+        self._holdings = holdings
+        self._adopter = adopter
         self._on_refused = on_refused
-        self._target: ServedWeights | None = None
-        self._news = asyncio.Event()
+        #: What was fetched last: the base of the next delta, as long as the engine serves it.
+        self._held: Fetched | None = None
+        self._failures = 0
 
     async def run(self) -> None:
         """Follow until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._watch(), name="watch-weights")
-            tasks.create_task(self._fetch(), name="fetch-weights")
-
-    async def _watch(self) -> None:
-        failures = 0
         while True:
-            # No held version: what the publisher has is told first, and compared by digest.
+            target = _Target()
+            watching = asyncio.create_task(self._watch(target), name="watch-weights")
             try:
-                async with aclosing(watch(self._channel, self._run_id, None)) as announcements:
-                    async for news in announcements:
-                        failures = 0
-                        self._target = ServedWeights(news.run_id, int(news.version), bytes(news.digest))
-                        self._news.set()
+                await self._keep_up(target)
             except QuartetError as error:
-                # What no waiting mends at this publisher, the one that is started after it may mend.
-                failures += 1
-                log.warning("weights not announced", why=str(error), failures=failures)
-                self._on_refused(f"versions are not announced: {error.message}")
-            await asyncio.sleep(_backoff_s(failures))
+                log.warning("no update", why=str(error), failures=self._failures)
+                self._on_refused(error.message)
+            finally:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+            self._failures += 1
+            await asyncio.sleep(_backoff_s(self._failures))
 
-    async def _fetch(self) -> None:
-        failures = 0
+    async def _watch(self, target: _Target) -> None:
+        publisher = self._publisher
+        # No held version: what the publisher has is told first, and compared by digest.
+        announcements = watch(publisher.channel, publisher.run_id, None, publisher.relay_address)
+        try:
+            async with aclosing(announcements):
+                async for news in announcements:
+                    target.weights = ServedWeights(news.run_id, int(news.version), bytes(news.digest))
+                    target.sources = list(news.sources)
+                    self._holdings.expect(news.run_id, int(news.version))
+                    target.changed.set()
+        except QuartetError as error:
+            # What no waiting mends at this publisher, the one that is started after it may mend.
+            target.error = error
+            target.changed.set()
+
+    async def _keep_up(self, target: _Target) -> None:
+        """Adopt what is announced, until something fails."""
         while True:
-            await self._news.wait()
-            target = self._target
-            assert target is not None
-            if target == self._engine.info().served:
-                self._news.clear()
-                failures = 0
-                continue
-            try:
-                if await self._adopt(target) == target:
+            await target.changed.wait()
+            target.changed.clear()
+            if target.error is not None:
+                raise QuartetError(target.error.reason, f"versions are not announced: {target.error.message}")
+            wanted = target.weights
+            assert wanted is not None
+            if wanted != self._engine.info().served:
+                try:
+                    adopted = await self._adopt(wanted, target.sources)
+                except QuartetError as error:
+                    message = f"version {wanted.version} could not be taken: {error.message}"
+                    raise QuartetError(error.reason, message) from error
+                if adopted != wanted:
+                    # No fault of this version, and nothing to refuse: only to be looked at again.
+                    log.info("publisher holds other contents than announced", version=wanted.version)
+                    self._failures += 1
+                    await asyncio.sleep(_backoff_s(self._failures))
+                    target.changed.set()
                     continue
-                log.info("publisher holds other contents than announced", version=target.version)
-            except QuartetError as error:
-                log.warning("version refused", version=target.version, run_id=target.run_id, why=str(error))
-                self._on_refused(f"version {target.version} could not be taken: {error.message}")
-            failures += 1
-            await asyncio.sleep(_backoff_s(failures))
+            self._failures = 0
 
-    async def _adopt(self, target: ServedWeights) -> ServedWeights:
+    async def _adopt(self, target: ServedWeights, sources: list[str]) -> ServedWeights:
         """Serve what the publisher holds under the target's number, and return it.
 
         Its digest is the manifest's: the announcement may be older than the publisher's restart.
         """
-        served = self._engine.info().served
-        held = self._engine.base_digest() if served is None else served.digest
-        if served is not None and (served.run_id, served.version) == (target.run_id, target.version):
+        info = self._engine.info()
+        held = self._engine.base_digest() if info.served is None else info.served.digest
+        if info.served is not None and _same_number(info.served, target):
             # The number is served, with other contents: are they still there, before a payload is moved?
-            manifest = await get_manifest(self._channel, target.run_id, target.version)
+            manifest = await get_manifest(self._publisher.channel, target.run_id, target.version)
             target = replace(target, digest=bytes(manifest.digest))
-            if target == served:
-                return served
-        if target.digest == held:
-            await self._engine.swap(None, target)
-        else:
-            fetched = await fetch_version(self._channel, target.run_id, target.version)
-            staged = await self._engine.stage(fetched.tensors)
-            target = replace(target, digest=bytes(fetched.manifest.digest))
-            await self._engine.swap(staged, target)
-        log.info(
-            "serving version",
-            run_id=target.run_id,
-            version=target.version,
-            pause_ms=self._engine.info().last_update_pause_ms,
+            if target == info.served:
+                return target
+        if target.digest == held and not info.out_of_service:
+            await self._adopter.rename(target)
+            return target
+        return await self._adopter.adopt(await self._fetch(target, sources))
+
+    async def _fetch(self, target: ServedWeights, sources: list[str]) -> Fetched:
+        publisher, served = self._publisher, self._engine.info().served
+        held = self._held
+        follows = (
+            held
+            and served
+            and held.manifest.digest == served.digest
+            and held.manifest.run_id == target.run_id
         )
-        self._on_served()
-        return target
+        route = await publisher.relays.route(publisher.channel, sources, target.digest)
+        try:
+            fetched = await fetch_version(
+                route,
+                target.run_id,
+                target.version,
+                held if follows else None,
+                on_arrival=self._holdings.arriving,
+            )
+            await asyncio.to_thread(self._holdings.store.hold, fetched)
+        except QuartetError as error:
+            route.blame(error)
+            raise
+        finally:
+            self._holdings.settled()
+        self._held = fetched
+        return fetched
+
+
+def _same_number(one: ServedWeights, other: ServedWeights) -> bool:
+    return (one.run_id, one.version) == (other.run_id, other.version)
 
 
 def _backoff_s(failures: int) -> float:

@@ -1,0 +1,145 @@
+"""The canary: do the weights in the engine compute what the trainer says that this version computes?
+
+1. After a swap the engine scores the fixed sequence of the version's manifest, while it goes on decoding. If
+   the log-probabilities disagree by more than the tolerance the gate closes: what runs fails with NOT_READY,
+   nothing new begins.
+2. A closed gate opens only for a version whose canary agrees, or that has none.
+3. Only the newest swap counts: the check of an older one is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import structlog
+from quartet.errors import QuartetError
+from quartet.v1 import weights_pb2 as pb
+from quartet.weights.manifest import mismatch
+
+from quartet_inference.engine import Engine, EngineInfo, Event, Request, Scored, ScoreRequest, ServedWeights
+
+#: Mean difference of a log-probability. With float32 only the order of sums differs; with bfloat16 and
+#: float16 the engine computes in 8 or 11 bits what the trainer computed in 24.
+TOLERANCES = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.25}
+#: Canary.token_ids says so.
+MAX_TOKENS = 64
+#: A queue of scores that is full empties within some steps.
+RETRY_SECONDS = 0.5
+
+log = structlog.get_logger()
+
+
+class Gate:
+    """An engine that answers only while its weights are trusted. Everything else is the engine's own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._why = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def set_out_of_service(self, why: str) -> None:
+        """Answer nothing more; without a reason, answer again."""
+        self._why = why
+
+    def info(self) -> EngineInfo:
+        """The engine's, and why it does not answer."""
+        return replace(self._engine.info(), out_of_service=self._why)
+
+    async def generate(self, request: Request) -> AsyncIterator[Event]:
+        """Complete a prompt, for as long as the weights are trusted."""
+        self._check()
+        async with aclosing(self._engine.generate(request)) as events:  # type: ignore[type-var]
+            async for event in events:
+                self._check()
+                yield event
+
+    async def score(self, request: ScoreRequest) -> Scored:
+        """Score a sequence."""
+        self._check()
+        scored = await self._engine.score(request)
+        self._check()
+        return scored
+
+    def _check(self) -> None:
+        if self._why:
+            raise QuartetError("NOT_READY", f"out of service: {self._why}")
+
+
+class CanaryWatch:
+    """Checks in the background what was swapped in."""
+
+    def __init__(self, engine: Engine, tolerance: float | None, on_verdict: Callable[[str], None]) -> None:
+        """`on_verdict` is told why the weights are not to be trusted, or nothing."""
+        self._engine, self._on_verdict = engine, on_verdict
+        self._tolerance = TOLERANCES[engine.info().dtype] if tolerance is None else tolerance
+        self._canary: pb.Canary | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def swapped(self, weights: ServedWeights, canary: pb.Canary | None) -> None:
+        """Other weights are in the engine."""
+        self.close()
+        self._canary = canary
+        if canary is None:
+            self._on_verdict("")
+        else:
+            self._task = asyncio.create_task(self._judge(weights, canary), name="canary")
+
+    def renamed(self, weights: ServedWeights) -> None:
+        """The weights in the engine are those of this version too; they are trusted as they were."""
+        judged = self._task is None or self._task.done()
+        self.swapped(weights, None if judged else self._canary)
+
+    def close(self) -> None:
+        """Drop the check under way."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _judge(self, weights: ServedWeights, canary: pb.Canary) -> None:
+        difference = await self._difference(weights, canary)
+        if difference is None:
+            return
+        why = ""
+        if not difference <= self._tolerance:  # not a number is no agreement
+            why = (
+                f"the weights in the engine are not those of version {weights.version}: log-probabilities "
+                f"of its canary are {difference:.2g} off in the mean (tolerance {self._tolerance:g})"
+            )
+            log.error("canary died", run_id=weights.run_id, version=weights.version, difference=difference)
+        else:
+            log.debug("canary lives", run_id=weights.run_id, version=weights.version, difference=difference)
+        self._on_verdict(why)
+
+    async def _difference(self, weights: ServedWeights, canary: pb.Canary) -> float | None:
+        """In the mean; None where the weights were changed meanwhile, or the engine ended."""
+        # Less than a whole canary fits into a very short context.
+        tokens = tuple(canary.token_ids)[: self._engine.info().max_model_len]
+        request = ScoreRequest(tokens, ((1, len(tokens) - 1),), weights.run_id, weights.version)
+        while True:
+            try:
+                scored = await self._engine.score(request)
+            except QuartetError as error:
+                if error.reason == "OVERLOADED":
+                    await asyncio.sleep(RETRY_SECONDS)
+                    continue
+                log.warning("canary could not be scored", version=weights.version, why=str(error))
+                return math.inf if error.reason == "INTERNAL" else None
+            pairs = zip(scored.logprobs, canary.logprobs, strict=False)
+            return sum(abs(ours - theirs) for ours, theirs in pairs) / len(scored.logprobs)
+
+
+def check_canary(manifest: pb.WeightManifest, vocab_size: int) -> None:
+    """Refuse a canary that cannot be scored. Errors: CHECKSUM_MISMATCH."""
+    canary = manifest.canary
+    if manifest.HasField("canary") and not (
+        2 <= len(canary.token_ids) <= MAX_TOKENS
+        and len(canary.logprobs) == len(canary.token_ids) - 1
+        and max(canary.token_ids) < vocab_size
+    ):
+        raise mismatch("canary")
