@@ -113,3 +113,5 @@ def test_invariant_9_kill_each_service_once(tiny_model: Path, tmp_path: Path) ->
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     numbers = [row["step"] for row in rows if "train/loss" in row]
     assert numbers == list(range(1, STEPS + 1)), "every step once, in order"
+    skipped = [row["train/logprob_tokens_skipped"] for row in rows if "train/loss" in row]
+    assert skipped == [0] * STEPS, "a trainer that came back verifies the tokens of older versions, too"
