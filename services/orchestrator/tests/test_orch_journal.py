@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import tempfile
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.journal_pb2 import JournalRecord
+from quartet_orchestrator import journal as journal_module
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.journal import Journal
 from quartet_orchestrator.segments import JournalCorrupt
@@ -165,7 +167,6 @@ def test_an_unreadable_or_foreign_index_is_rebuilt(tmp_path):
 def test_a_failed_write_leaves_no_half_record(tmp_path, monkeypatch):
     journal = Journal(tmp_path)
     journal.append(note("one"))
-    import os
 
     whole = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: whole(fd, data[: len(data) // 2]))
@@ -203,6 +204,34 @@ def test_a_segment_that_cannot_be_started_is_started_later(tmp_path, monkeypatch
     journal.append(note("three"))
     journal.close()
     assert [r.note.message for r in contents(tmp_path)] == ["one", "three"]
+
+
+async def test_a_page_of_events_is_bounded_in_bytes(tmp_path, monkeypatch):
+    """Invariant 8: what a follower holds in memory."""
+    monkeypatch.setattr(journal_module, "PAGE_BYTES", 1000)
+    book = Book(tmp_path)
+    book.write(submitted={"run_id": "r", "config_toml": ""})
+    for number in range(30):
+        book.note(f"{number} " + "x" * 300)
+    assert len(book.journal.events(0, 64, rollouts=True)) == 4
+    seen = []
+    follower = book.events(0, rollouts=True)
+    async for record in follower:
+        seen.append(record.event)
+        if record.event == 30:
+            break
+    await follower.aclose()
+    assert seen == list(range(1, 31))
+    book.close()
+
+
+def test_reading_holds_few_files_open(tmp_path):
+    written = fill(tmp_path, 60, segment_bytes=100)
+    journal = Journal(tmp_path, 100)
+    before = len(os.listdir("/proc/self/fd"))
+    assert [*journal.without_rollouts()] == written
+    assert len(os.listdir("/proc/self/fd")) - before <= 4
+    journal.close()
 
 
 async def test_a_book_says_that_its_tail_was_torn(tmp_path):

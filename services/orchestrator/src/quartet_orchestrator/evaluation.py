@@ -54,17 +54,17 @@ class Evaluation:
         """Runs what is missing of the evaluation of a version, which has to be the published one, and writes
         the result."""
         done: dict[int, set[int]] = defaultdict(set)
-        for record in self._book.journal.select("eval_rollout", step=version):
-            event = record.eval_rollout.rollout
-            if not event.rollout.HasField("failure"):
-                done[event.group].add(event.rollout.member)
+        for event in await asyncio.to_thread(self._good, version):
+            done[event.group].add(event.rollout.member)
         examples = list(self._examples())
         members = set(range(self._config.eval.rollouts_per_example))
         async with asyncio.TaskGroup() as group:
             for example in examples:
                 if missing := members - done[example.place]:
                     group.create_task(self._measure(version, example, missing))
-        self._report(version, len(examples) * len(members))
+        asked = len(examples) * len(members)
+        values = await asyncio.to_thread(self._values, version, asked)
+        self._book.write(eval=pb.EvalEvent(step=version, policy_version=version, metrics=values))
 
     def _examples(self) -> Iterator[_Example]:
         place = 0
@@ -108,15 +108,16 @@ class Evaluation:
             }
         )
 
-    def _report(self, version: int, asked: int) -> None:
-        scored = []
-        for record in self._book.journal.select("eval_rollout", step=version):
-            event = record.eval_rollout.rollout
-            if not event.rollout.HasField("failure"):
-                scored.append(metrics.Scored(event.env_id, event.rollout))
+    def _good(self, version: int) -> list[pb.RolloutEvent]:
+        """The rollouts that succeeded so far. Reads and parses all of them: meant for a thread."""
+        records = self._book.journal.select("eval_rollout", step=version)
+        events = (record.eval_rollout.rollout for record in records)
+        return [event for event in events if not event.rollout.HasField("failure")]
+
+    def _values(self, version: int, asked: int) -> dict[str, float]:
+        scored = [metrics.Scored(event.env_id, event.rollout) for event in self._good(version)]
         if not scored:
             raise RunFailed(
                 f"all {asked} rollouts of the evaluation of version {version} failed; see their failures"
             )
-        values = metrics.of_evaluation(scored, asked)
-        self._book.write(eval=pb.EvalEvent(step=version, policy_version=version, metrics=values))
+        return metrics.of_evaluation(scored, asked)

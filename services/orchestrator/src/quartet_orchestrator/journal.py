@@ -37,6 +37,9 @@ EVENTS = frozenset({"rollout", "step", "eval_rollout", "eval", "phase", "note"})
 # Everything a journal puts into its folder.
 FILES = ("*.seg", "index.sqlite*", "lock", f"*{REWRITTEN}")
 
+# What a follower holds in memory at once: one rollout of the largest size, or many small ones.
+PAGE_BYTES = 4 << 20
+
 # Raised when the tables change: an index of another layout is rebuilt.
 INDEX_LAYOUT = 1
 
@@ -135,10 +138,10 @@ class Journal:
             "SELECT segment, offset, length FROM records"
             " WHERE kind NOT IN ('rollout', 'eval_rollout') ORDER BY number"
         ).fetchall()
-        return (self._read(Frame(*row)) for row in rows)
+        return (self._locked_read(Frame(*row)) for row in rows)
 
     def events(self, after: int, limit: int, *, rollouts: bool) -> list[jpb.JournalRecord]:
-        """The next events after one, at most so many."""
+        """The next events after one, at most so many, and no more than about PAGE_BYTES."""
         with self._layout:
             rows = self._index.execute(
                 "SELECT segment, offset, length FROM records WHERE event > ?"
@@ -146,7 +149,13 @@ class Journal:
                 + " ORDER BY event LIMIT ?",
                 (after, limit),
             ).fetchall()
-            return [self._read(Frame(*row)) for row in rows]
+            records, size = [], 0
+            for row in rows:
+                records.append(self._read(Frame(*row)))
+                size += records[-1].ByteSize()
+                if size >= PAGE_BYTES:
+                    break
+            return records
 
     def size_bytes(self) -> int:
         return self._segments.size_bytes()
@@ -210,7 +219,12 @@ class Journal:
         return self._segments.syncer()
 
     def close(self) -> None:
-        self._opened.close()
+        with self._layout:
+            self._opened.close()
+
+    def _locked_read(self, frame: Frame) -> jpb.JournalRecord:
+        with self._layout:
+            return self._read(frame)
 
     def _read(self, frame: Frame) -> jpb.JournalRecord:
         return _parse(self._segments.read(frame))

@@ -30,6 +30,8 @@ SEGMENT_BYTES = 64 << 20
 # A rollout arrives in one 4 MiB message; the record around it is small.
 MAX_PAYLOAD_BYTES = 8 << 20
 
+# Segments that are held open for reading: a follower at the beginning, one at the end, a replay between.
+MAX_READING = 4
 # The end of the name of a file that is to replace a segment.
 REWRITTEN = ".rewritten"
 
@@ -66,6 +68,8 @@ class Segments:
             raise JournalCorrupt(f"{folder} has segments {numbers}; one is missing")
         for left in folder.glob(f"*{REWRITTEN}"):
             left.unlink()
+        # Descriptors of segments that were read, the one that was opened first first.
+        self._reading: dict[int, int] = {}
         self.torn_bytes = 0
         self._last = numbers[-1] if numbers else 0
         if self._last:
@@ -100,9 +104,7 @@ class Segments:
         self._end = frame.offset
 
     def read(self, frame: Frame) -> bytes:
-        with self._path(frame.segment).open("rb") as file:
-            file.seek(frame.offset)
-            data = file.read(_HEAD.size + frame.length)
+        data = os.pread(self._readable(frame.segment), _HEAD.size + frame.length, frame.offset)
         payload = _decode(data, 0)
         if payload is None or len(payload) != frame.length:
             raise JournalCorrupt(f"{self._path(frame.segment)} has a bad frame at byte {frame.offset}")
@@ -121,6 +123,14 @@ class Segments:
                 yield Frame(number, offset, len(payload)), payload
                 offset += _HEAD.size + len(payload)
             offset = 0
+
+    def _readable(self, segment: int) -> int:
+        """A descriptor to read the segment with. Reads go through few segments for long."""
+        if segment not in self._reading:
+            while len(self._reading) >= MAX_READING:
+                os.close(self._reading.pop(next(iter(self._reading))))
+            self._reading[segment] = os.open(self._path(segment), os.O_RDONLY)
+        return self._reading[segment]
 
     def sealed(self) -> list[tuple[int, int]]:
         """Number and bytes of every segment but the last."""
@@ -147,6 +157,8 @@ class Segments:
     def replace(self, segment: int, rewritten: Path) -> None:
         assert segment < self._last, segment
         rewritten.replace(self._path(segment))
+        if segment in self._reading:
+            os.close(self._reading.pop(segment))
 
     def holds(self, frame: Frame) -> bool:
         """Whether the frame lies inside what is on disk."""
@@ -175,6 +187,9 @@ class Segments:
 
     def close(self) -> None:
         os.close(self._file)
+        for descriptor in self._reading.values():
+            os.close(descriptor)
+        self._reading.clear()
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:06d}.seg"
