@@ -18,7 +18,7 @@ from typing import Any
 
 import prometheus_client
 from quartet.errors import QuartetError
-from quartet.v1 import common_pb2, rollout_pb2
+from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 
 from quartet_inference.chat import Chat, Unextendable
@@ -61,8 +61,32 @@ class _Prompt:
         return self.token_ids[len(self.token_ids) - self.resumed :]
 
 
+@dataclass(frozen=True)
+class Started:
+    """What is completed, and with which tools."""
+
+    prompt: tuple[int, ...]
+    tools: Tools
+    rendered: bool  # from messages, wholly or in part
+    kept: bool  # it extends the tokens that were given
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of one completion."""
+
+    index: int
+    reason: pb.FinishReason
+    stop_match: str
+    text: str  # all of it, thinking and calls included
+    message: common_pb2.Message
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
 class Answerer:
-    """Frames for requests, from an engine and a chat template."""
+    """Answers to requests, from an engine and a chat template."""
 
     def __init__(self, engine: Engine, chat: Chat, news: ServedNews, version_wait_s: float) -> None:
         """`news` tells when the engine's weights change."""
@@ -76,8 +100,8 @@ class Answerer:
 
     async def answer(
         self, request: pb.GenerateRequest, remaining_s: float | None
-    ) -> AsyncIterator[pb.GenerateResponse]:
-        """The start, deltas and finishes of a request; no heartbeats."""
+    ) -> AsyncIterator[Started | Delta | Ended]:
+        """The start, deltas and ends of a request. Errors: those of Generate."""
         if request.n > MAX_COMPLETIONS:
             raise refused("n", request.n, f"ask for at most {MAX_COMPLETIONS} completions")
         prompt = await asyncio.to_thread(self._prompt_of, request)
@@ -85,15 +109,13 @@ class Answerer:
         await self._wait_for_weights(wanted, request.HasField("min_policy_version"), remaining_s)
         sampled: list[list[int]] = [list(prompt.sampled) for _ in range(wanted.n)]
         async with aclosing(self._engine.generate(wanted)) as events:  # type: ignore[type-var]
-            ids = prompt.token_ids if prompt.rendered else ()
-            yield pb.GenerateResponse(start=pb.GenerateStart(prompt_token_ids=ids, prefix_kept=prompt.kept))
+            yield Started(prompt.given, prompt.tools, prompt.rendered, prompt.kept)
             async for event in events:
                 if isinstance(event, Delta):
                     sampled[event.index].extend(event.token_ids)
-                    yield pb.GenerateResponse(delta=_delta(event))
+                    yield event
                 else:
-                    finish = await asyncio.to_thread(self._finish, event, sampled[event.index], prompt)
-                    yield pb.GenerateResponse(finish=finish)
+                    yield await asyncio.to_thread(self._end, event, sampled[event.index], prompt)
 
     def _prompt_of(self, request: pb.GenerateRequest) -> _Prompt:
         kind = request.WhichOneof("prompt")
@@ -205,7 +227,7 @@ class Answerer:
             have=have,
         )
 
-    def _finish(self, event: Finish, sampled: list[int], prompt: _Prompt) -> pb.GenerateFinish:
+    def _end(self, event: Finish, sampled: list[int], prompt: _Prompt) -> Ended:
         text_ids = sampled
         stop_match = event.stop_string
         if event.stop_token is not None:
@@ -219,26 +241,9 @@ class Answerer:
             text = text.partition(event.stop_string)[0]
         turn = reader.finish(text)
         message = from_turn(turn)
-        reason = _REASONS[event.reason]
-        if turn.calls and event.reason is Reason.STOP and not stop_match:
-            reason = pb.FINISH_REASON_TOOL_CALLS
         if self._chat.may_break and prompt.messages is not None:
             self._conversations.keep([*prompt.given, *sampled], (*prompt.messages, to_template(message)))
-        usage = common_pb2.Usage(
-            prompt_tokens=len(prompt.given),
-            completion_tokens=len(sampled),
-            cached_tokens=event.cached_tokens,
-        )
-        return pb.GenerateFinish(
-            index=event.index, finish_reason=reason, stop_match=stop_match, message=message, usage=usage
-        )
-
-
-def _delta(event: Delta) -> pb.GenerateDelta:
-    spans = [
-        rollout_pb2.PolicySpan(start=span.start, length=span.length, policy_version=span.version)
-        for span in event.spans
-    ]
-    return pb.GenerateDelta(
-        index=event.index, token_ids=event.token_ids, logprobs=event.logprobs, spans=spans
-    )
+        calls = bool(turn.calls) and event.reason is Reason.STOP and not stop_match
+        reason = pb.FINISH_REASON_TOOL_CALLS if calls else _REASONS[event.reason]
+        used = (len(prompt.given), len(sampled), event.cached_tokens)
+        return Ended(event.index, reason, stop_match, text, message, *used)

@@ -20,6 +20,7 @@ from quartet_inference.config import InferenceConfig
 from quartet_inference.embedded import model
 from quartet_inference.embedded.engine import EmbeddedEngine, Limits
 from quartet_inference.engine import Engine, ServedWeights
+from quartet_inference.openai.start import front
 from quartet_inference.replication import INFERENCE, replicating
 from quartet_inference.service import InferenceServicer
 from quartet_inference.updates import ServedNews
@@ -86,7 +87,10 @@ async def services(
     answerer = Answerer(engine, chat, news, config.version_wait_seconds)
     servicer = InferenceServicer(engine, answerer, str(config.model))
     try:
-        async with replicating(config, ungated, gate, news, health, bound) as weights:
+        async with (
+            replicating(config, ungated, gate, news, health, bound) as weights,
+            front(config, engine, answerer, chat, health),
+        ):
             yield [
                 Service(
                     INFERENCE, inference_service_pb2_grpc.add_InferenceServiceServicer_to_server, servicer

@@ -10,6 +10,8 @@ from quartet.config import Config
 from quartet.kit.security import ClientSecurity
 from quartet.kit.server import ServerConfig
 
+from quartet_inference.openai.config import OpenAiConfig
+
 GIB = 1 << 30
 #: The prompt's ids travel in one message of at most 4 MiB, at up to 5 bytes each and beside the text.
 MAX_MODEL_LEN = 262_144
@@ -119,6 +121,7 @@ class InferenceConfig(Config):
     embedded: EmbeddedConfig = EmbeddedConfig()
     vllm: VllmConfig = VllmConfig()
     chat: ChatConfig = ChatConfig()
+    openai: OpenAiConfig = OpenAiConfig()
     server: ServerConfig = ServerConfig()
 
     @pydantic.field_validator("model")

@@ -9,12 +9,12 @@ from contextlib import aclosing
 import grpc
 from quartet.errors import unimplemented
 from quartet.kit.stream import with_heartbeats
-from quartet.v1 import common_pb2
+from quartet.v1 import common_pb2, rollout_pb2
 from quartet.v1 import inference_service_pb2 as pb
 from quartet.v1 import inference_service_pb2_grpc as rpc
 
-from quartet_inference.answering import Answerer
-from quartet_inference.engine import Engine
+from quartet_inference.answering import Answerer, Ended, Started
+from quartet_inference.engine import Delta, Engine
 from quartet_inference.scoring import resolve_samples
 
 
@@ -32,10 +32,17 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Sample completions."""
         beat = pb.GenerateResponse(heartbeat=common_pb2.Heartbeat(in_flight=max(1, request.n)))
-        answer = self._answerer.answer(request, context.time_remaining())
-        async with aclosing(with_heartbeats(answer, lambda: beat)) as frames:  # type: ignore[type-var]
-            async for frame in frames:
+        frames = self._frames(request, context.time_remaining())
+        async with aclosing(with_heartbeats(frames, lambda: beat)) as beating:  # type: ignore[type-var]
+            async for frame in beating:
                 yield frame
+
+    async def _frames(
+        self, request: pb.GenerateRequest, remaining_s: float | None
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        async with aclosing(self._answerer.answer(request, remaining_s)) as events:  # type: ignore[type-var]
+            async for event in events:
+                yield _frame(event)
 
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreResponse:
         """Score given tokens: all samples together, answered in their order."""
@@ -94,3 +101,33 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             end_token_ids=info.end_token_ids,
             prefix_breaks=self._answerer.prefix_breaks,
         )
+
+
+def _frame(event: Started | Delta | Ended) -> pb.GenerateResponse:
+    if isinstance(event, Delta):
+        spans = [
+            rollout_pb2.PolicySpan(start=span.start, length=span.length, policy_version=span.version)
+            for span in event.spans
+        ]
+        return pb.GenerateResponse(
+            delta=pb.GenerateDelta(
+                index=event.index, token_ids=event.token_ids, logprobs=event.logprobs, spans=spans
+            )
+        )
+    if isinstance(event, Started):
+        ids = event.prompt if event.rendered else ()
+        return pb.GenerateResponse(start=pb.GenerateStart(prompt_token_ids=ids, prefix_kept=event.kept))
+    usage = common_pb2.Usage(
+        prompt_tokens=event.prompt_tokens,
+        completion_tokens=event.completion_tokens,
+        cached_tokens=event.cached_tokens,
+    )
+    return pb.GenerateResponse(
+        finish=pb.GenerateFinish(
+            index=event.index,
+            finish_reason=event.reason,
+            stop_match=event.stop_match,
+            message=event.message,
+            usage=usage,
+        )
+    )

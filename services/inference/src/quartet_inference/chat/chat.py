@@ -87,9 +87,9 @@ class Chat:
             following = following[1:]  # the turn was closed by the token that was sampled
         return [*token_ids, *following]
 
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a text that has its special tokens written out."""
-        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
+    def encode(self, text: str, add_special: bool = False) -> list[int]:
+        """The tokens of a text; by default it has its special tokens written out."""
+        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=add_special)]
 
     def text(self, token_ids: Sequence[int], special: bool = False, keep: Collection[int] = ()) -> str:
         """The text of tokens; special ones are left out unless all or these are asked for."""

@@ -88,7 +88,7 @@ class FormatReader:
         reasoning, content, inside = self._split(self._text)
         if inside:
             assert self._thinking is not None
-            reasoning = _hold(reasoning, [self._thinking[1]]).rstrip("\n")
+            reasoning = hold_partial(reasoning, [self._thinking[1]]).rstrip("\n")
         elif self._thinking is not None and self._thinking[0].startswith(content.lstrip()):
             content = ""  # perhaps the thinking begins
         elif self._form is not None:
@@ -106,7 +106,7 @@ class FormatReader:
         if self._form.bare and content.lstrip()[:1] in ("", self._form.bare):
             return ""
         begins = [at for at in (content.find(mark) for mark in self._form.markers) if at >= 0]
-        content = content[: min(begins)] if begins else _hold(content, self._form.markers)
+        content = content[: min(begins)] if begins else hold_partial(content, self._form.markers)
         return content.rstrip()
 
     def _split(self, text: str) -> tuple[str, str, bool]:
@@ -124,7 +124,7 @@ class FormatReader:
         return reasoning.rstrip("\n"), rest.lstrip("\n"), False
 
 
-def _hold(text: str, marks: Sequence[str]) -> str:
+def hold_partial(text: str, marks: Sequence[str]) -> str:
     """The text without an end that may become one of the marks."""
     longest = max(len(mark) for mark in marks) - 1
     for at in range(max(0, len(text) - longest), len(text)):

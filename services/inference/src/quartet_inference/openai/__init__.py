@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP front: the policy being trained, for clients that speak that dialect."""

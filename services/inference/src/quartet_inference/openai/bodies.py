@@ -1,0 +1,343 @@
+"""What clients send: checked, and turned into requests of the contract.
+
+1. A parameter is served, or it is harmless (it names the caller, or asks for what is done anyway), or it is
+   refused by name. None is ignored.
+2. `null` is the same as leaving a parameter out.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic
+from quartet.v1 import common_pb2
+from quartet.v1 import inference_service_pb2 as pb
+
+from quartet_inference.openai.errors import OpenAiError, malformed, unsupported
+
+#: Choices of one call, over all of its prompts.
+MAX_CHOICES = 256
+#: What the API's documentation gives /v1/completions where max_tokens is left out.
+COMPLETION_TOKENS = 16
+
+# They say who asks, or how an answer is kept and billed elsewhere.
+HARMLESS = frozenset(
+    {
+        "user",
+        "store",
+        "metadata",
+        "safety_identifier",
+        "prompt_cache_retention",
+        "service_tier",
+        "request_id",
+        "spaces_between_special_tokens",
+    }
+)
+# Accepted with these values only, because they ask for what is done anyway.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "min_tokens": (0,),
+    "priority": (0,),
+    "length_penalty": (1, 1.0),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "truncate_prompt_tokens": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template_kwargs": ({},),
+    "include_reasoning": (True,),
+    "bad_words": ([],),
+}
+_Text = str | list[Any] | None
+T = TypeVar("T", bound=pydantic.BaseModel)
+
+
+class _Strict(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+
+class _StreamOptions(_Strict):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # nothing is obfuscated
+
+
+class _Sampling(_Strict):
+    """What both kinds of completion have in common."""
+
+    model: str
+    n: Annotated[int, pydantic.Field(ge=1, le=MAX_CHOICES)] = 1
+    stream: bool = False
+    stream_options: _StreamOptions | None = None
+    max_tokens: Annotated[int, pydantic.Field(ge=1, lt=2**32)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stop: str | list[str] | None = None
+    seed: Annotated[int, pydantic.Field(ge=-(2**63), lt=2**64)] | None = None
+    # Beyond OpenAI's own, with vLLM's names.
+    top_k: Annotated[int, pydantic.Field(ge=-1, lt=2**32)] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[Annotated[int, pydantic.Field(ge=0, lt=2**32)]] | None = None
+    ignore_eos: bool = False
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    # And Quartet's: as in GenerateRequest.
+    run_id: str = ""
+    session_id: str = ""
+    prompt_cache_key: str = ""
+    min_policy_version: Annotated[int, pydantic.Field(ge=0, lt=2**64)] | None = None
+    exact_policy_version: Annotated[int, pydantic.Field(ge=0, lt=2**64)] | None = None
+
+    def limit(self) -> int | None:
+        """Most tokens of a choice."""
+        return self.max_tokens
+
+    def request(self) -> pb.GenerateRequest:
+        """The request, but for its prompt."""
+        if self.stream_options is not None and not self.stream:
+            raise malformed("stream_options", "only with stream = true")
+        request = pb.GenerateRequest(
+            run_id=self.run_id, session_id=self.session_id or self.prompt_cache_key, n=self.n
+        )
+        for name in ("min_policy_version", "exact_policy_version"):
+            if getattr(self, name) is not None:
+                setattr(request, name, getattr(self, name))
+        sampling = request.sampling
+        for name in _SCALARS:
+            if getattr(self, name) is not None:
+                setattr(sampling, name, getattr(self, name))
+        limit = self.limit()
+        if limit is not None:
+            sampling.max_tokens = limit
+        if self.seed is not None:
+            sampling.seed = self.seed % 2**64
+        if self.top_k is not None:
+            sampling.top_k = max(0, self.top_k)
+        sampling.ignore_eos = self.ignore_eos
+        sampling.stop.extend([self.stop] if isinstance(self.stop, str) else self.stop or ())
+        sampling.stop_token_ids.extend(self.stop_token_ids or ())
+        return request
+
+
+_SCALARS = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty")
+
+
+class _Called(_Strict):
+    name: str
+    arguments: str
+
+
+class _Call(_Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: _Called
+    index: int | None = None
+
+
+class _Message(_Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: _Text = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[_Call] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the newer name of the same
+    annotations: Annotated[list[Any], pydantic.Field(max_length=0)] | None = None
+
+    def wire(self, where: str) -> common_pb2.Message:
+        """The message of the contract."""
+        message = common_pb2.Message(
+            # A developer's message is what a system message was called before.
+            role="system" if self.role == "developer" else self.role,
+            content=_text(self.content, f"{where}.content"),
+            reasoning_content=self.reasoning_content or self.reasoning or "",
+            tool_call_id=self.tool_call_id or "",
+            name=self.name or "",
+        )
+        for call in self.tool_calls or ():
+            message.tool_calls.add(
+                id=call.id, name=call.function.name, arguments_json=call.function.arguments
+            )
+        return message
+
+
+class _Function(_Strict):
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] = False
+
+
+class _Tool(_Strict):
+    type: Literal["function"]
+    function: _Function
+
+
+class ChatBody(_Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[_Message], pydantic.Field(min_length=1)]
+    tools: list[_Tool] | None = None
+    tool_choice: Literal["auto", "none"] = "auto"
+    max_completion_tokens: Annotated[int, pydantic.Field(ge=1, lt=2**32)] | None = None
+    logprobs: bool = False
+
+    def limit(self) -> int | None:
+        """`max_completion_tokens` is the newer name; where both are given they must agree."""
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise malformed("max_completion_tokens", "differs from max_tokens; send one of them")
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def requests(self) -> list[pb.GenerateRequest]:
+        """The one request that this is."""
+        request = self.request()
+        for index, message in enumerate(self.messages):
+            request.messages.messages.append(message.wire(f"messages[{index}]"))
+        if self.tool_choice == "auto":
+            for tool in self.tools or ():
+                function = tool.function
+                parameters = "" if function.parameters is None else json.dumps(function.parameters)
+                request.tools.add(
+                    name=function.name, description=function.description, parameters_json=parameters
+                )
+        return [request]
+
+
+class CompletionBody(_Sampling):
+    """POST /v1/completions. Token prompts go to the engine as they are."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Annotated[int, pydantic.Field(ge=0)] | None = None
+    add_special_tokens: bool = True
+
+    def limit(self) -> int | None:
+        """The documented default is short."""
+        return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each a text or tokens."""
+        prompt = self.prompt
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+            prompts: list[Any] = [prompt]
+        else:
+            prompts = list(prompt)
+        if not prompts or len(prompts) * self.n > MAX_CHOICES:
+            raise malformed("prompt", f"send 1 to {MAX_CHOICES} prompts, times n")
+        return prompts
+
+    def requests(self, token_ids: list[list[int]]) -> list[pb.GenerateRequest]:
+        """One request for each prompt."""
+        if self.logprobs:
+            raise unsupported(
+                "logprobs", "ask for 0: log-probabilities are those of the tokens drawn, no others"
+            )
+        requests = []
+        for ids in token_ids:
+            if any(not 0 <= token < 2**32 for token in ids):
+                raise malformed("prompt", "tokens are from 0 up")
+            request = self.request()
+            request.tokens.token_ids.extend(ids)
+            requests.append(request)
+        return requests
+
+
+def _text(content: _Text, where: str) -> str:
+    """Text of a message; parts are joined."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for index, part in enumerate(content):
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            raise malformed(f"{where}[{index}]", "a content part has a type")
+        if part["type"] != "text":
+            raise unsupported(f"{where}[{index}].type", f"send text, not {part['type']}")
+        if not isinstance(part.get("text"), str):
+            raise malformed(f"{where}[{index}].text", "should be a string")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def parse_chat(raw: bytes) -> ChatBody:
+    """A chat request. Raises OpenAiError."""
+    fields = _fields(raw, set(ChatBody.model_fields))
+    for index, message in enumerate(_dicts(fields.get("messages"))):
+        fields["messages"][index] = _given(message)
+    for index, tool in enumerate(_dicts(fields.get("tools"))):
+        function = tool.get("function")
+        if isinstance(function, dict):
+            fields["tools"][index] = {**tool, "function": _given(function)}
+            if function.get("strict"):
+                raise unsupported(f"tools[{index}].function.strict", "send false: schemas are not enforced")
+    choice = fields.get("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        raise unsupported("tool_choice", 'choose "auto" or "none"')
+    return _validated(ChatBody, fields)
+
+
+def parse_completion(raw: bytes) -> CompletionBody:
+    """A completion request. Raises OpenAiError."""
+    return _validated(CompletionBody, _fields(raw, set(CompletionBody.model_fields)))
+
+
+def _fields(raw: bytes, served: set[str]) -> dict[str, Any]:
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise OpenAiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise OpenAiError(400, "the body should be a JSON object", code="invalid_json")
+    fields = _given(body)
+    for name in sorted(fields.keys() - served - HARMLESS):
+        if name not in NEUTRAL:
+            raise unsupported(name, "leave it out")
+        if not any(fields[name] == value for value in NEUTRAL[name]):
+            raise unsupported(name, f"leave {_short(fields[name])} out")
+    return {name: value for name, value in fields.items() if name in served}
+
+
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    """The list itself, where it is one of objects; the model's check says what is wrong otherwise."""
+    return value if isinstance(value, list) and all(isinstance(item, dict) for item in value) else []
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:80] + "..."
+
+
+def _validated(body: type[T], fields: dict[str, Any]) -> T:
+    try:
+        return body.model_validate(fields)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        name = ""
+        for part in first["loc"]:
+            if isinstance(part, int):
+                name += f"[{part}]"
+            elif part in _BRANCHES or "[" in part or "-" in part:
+                continue  # which member of a union was tried
+            else:
+                name += f".{part}" if name else part
+        if first["type"] == "extra_forbidden":
+            raise unsupported(name, "leave it out") from None
+        raise malformed(name, first["msg"]) from None
+
+
+_BRANCHES = frozenset({"str", "int", "float", "bool"})

@@ -1,0 +1,128 @@
+"""One choice of an answer while it grows, and as a whole.
+
+1. Text told while streaming is a beginning of the whole text: no half characters, nothing of a stop string,
+   of an end token, or of a call that is still being written. `rest` tells what remains.
+2. Log-probabilities and token ids are those of every sampled token, the ends included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quartet.v1 import inference_service_pb2 as pb
+
+from quartet_inference.answering import Ended
+from quartet_inference.chat import Said, TurnReader, hold_partial
+from quartet_inference.engine import Delta
+
+FINISH_REASONS = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
+#: Tokens after which half a character is told as it is: no character is so long.
+MAX_HALF_TOKENS = 16
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class TextStream:
+    """The text of tokens that come one after another."""
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._tokens: list[int] = []  # from the last place where the text was whole
+        self._told = ""  # text of those that were told
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """The text that these add, up to the last whole character."""
+        self._tokens.extend(tokens)
+        text = self._decode(self._tokens)
+        if text.endswith("\ufffd") and len(self._tokens) < len(tokens) + MAX_HALF_TOKENS:
+            return ""
+        added = text[len(self._told) :]
+        # The last token stays: some decoders treat the first token of a text in a special way.
+        self._tokens = self._tokens[-1:]
+        self._told = self._decode(self._tokens)
+        return added
+
+
+class Speaker:
+    """Tells a growing choice piece by piece."""
+
+    def __init__(self, decode: Decode, reader: TurnReader, stops: Sequence[str]) -> None:
+        self._stream = TextStream(decode)
+        self._reader = reader
+        self._stops = stops
+        self._last: list[int] = []  # the last token: it may be what ends the choice
+        self._held = ""
+        self._reasoning = ""
+        self._content = ""
+
+    def feed(self, delta: Delta) -> Said:
+        """More tokens; what can be told of them."""
+        tokens = [*self._last, *delta.token_ids]
+        self._last = tokens[-1:]
+        text = self._held + self._stream.feed(tokens[:-1])
+        ready = hold_partial(text, self._stops) if self._stops else text
+        for stop in self._stops:
+            ready = ready.partition(stop)[0]
+        self._held = text[len(ready) :]
+        said = self._reader.feed(ready)
+        self._reasoning += said.reasoning
+        self._content += said.content
+        return said
+
+    def rest(self, reasoning: str, content: str) -> Said:
+        """What the whole has beyond what was told."""
+        return Said(_beyond(self._reasoning, reasoning), _beyond(self._content, content))
+
+
+def _beyond(told: str, whole: str) -> str:
+    return whole[len(told) :] if whole.startswith(told) else ""
+
+
+class Choice:
+    """A choice that is collected."""
+
+    def __init__(self) -> None:
+        self.deltas: list[Delta] = []
+        self.ended: Ended | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All sampled tokens."""
+        return [token for delta in self.deltas for token in delta.token_ids]
+
+    @property
+    def logprobs(self) -> list[float]:
+        """One for each."""
+        return [value for delta in self.deltas for value in delta.logprobs]
+
+    @property
+    def versions(self) -> list[dict[str, int]]:
+        """Which policy version sampled which tokens."""
+        return versions_of(self.deltas)
+
+
+def versions_of(deltas: Sequence[Delta]) -> list[dict[str, int]]:
+    """Neighbouring spans of one version joined."""
+    spans: list[dict[str, int]] = []
+    for span in (span for delta in deltas for span in delta.spans):
+        last = spans[-1] if spans else None
+        if last is not None and last["policy_version"] == span.version:
+            last["length"] += span.length
+        else:
+            spans.append({"start": span.start, "length": span.length, "policy_version": span.version})
+    return spans
+
+
+def tool_calls(ended: Ended, indexed: bool) -> list[dict[str, Any]]:
+    """The calls of a message; with their index, as streams have them."""
+    calls = []
+    for index, call in enumerate(ended.message.tool_calls):
+        function = {"name": call.name, "arguments": call.arguments_json}
+        said = {"id": call.id, "type": "function", "function": function}
+        calls.append({"index": index, **said} if indexed else said)
+    return calls

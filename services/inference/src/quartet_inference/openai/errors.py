@@ -1,0 +1,63 @@
+"""Errors as OpenAI's clients know them: a status, a type, the parameter at fault."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quartet.errors import QuartetError
+
+#: reason -> (HTTP status, type, code). Clients repeat 408, 409, 429 and everything from 500 on.
+_STATUS: dict[str, tuple[int, str, str | None]] = {
+    "INVALID_REQUEST": (400, "invalid_request_error", None),
+    "PROMPT_TOO_LONG": (400, "invalid_request_error", "context_length_exceeded"),
+    "RUN_NOT_SERVED": (404, "invalid_request_error", "model_not_found"),
+    "VERSION_UNAVAILABLE": (412, "invalid_request_error", "version_unavailable"),
+    "UNAUTHENTICATED": (401, "authentication_error", "invalid_api_key"),
+    "OVERLOADED": (429, "rate_limit_error", "overloaded"),
+    "NOT_READY": (503, "server_error", "not_ready"),
+    "DEADLINE": (504, "server_error", "timeout"),
+}
+_INTERNAL = (500, "server_error", "internal_error")
+
+
+class OpenAiError(Exception):
+    """What is answered instead of a completion."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+        self._error = {"message": message, "type": kind, "param": param, "code": code}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON of the answer."""
+        return {"error": self._error}
+
+
+def unsupported(field: str, remedy: str) -> OpenAiError:
+    """A parameter that this server would otherwise have to ignore."""
+    return OpenAiError(
+        400, f"{field} is not supported here; {remedy}", param=field, code="unsupported_parameter"
+    )
+
+
+def malformed(field: str, message: str) -> OpenAiError:
+    """A parameter of the wrong form."""
+    return OpenAiError(400, f"{field}: {message}", param=field, code="invalid_value")
+
+
+def from_quartet(error: QuartetError) -> OpenAiError:
+    """A typed error of the service; faults keep their details in the log."""
+    status, kind, code = _STATUS.get(error.reason, _INTERNAL)
+    message = error.message if error.reason in _STATUS else "the server failed; its log says why"
+    wait_s = error.retry_after_ms / 1000 if error.retry_after_ms else None
+    return OpenAiError(status, message, kind, error.metadata.get("field"), code, wait_s)

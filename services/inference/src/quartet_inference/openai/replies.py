@@ -1,0 +1,241 @@
+"""Answers as OpenAI's API writes them: chat completions and completions, whole and in chunks.
+
+Beyond that API, as vLLM has it: `reasoning_content`, `stop_reason`, and with `return_token_ids` the prompt's
+and the choice's exact tokens; with those come `policy_versions`, the spans of tokens by the version that
+sampled them.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from quartet_inference.answering import Ended
+from quartet_inference.chat import Chat, FormatReader, Said
+from quartet_inference.engine import Delta
+from quartet_inference.openai.bodies import ChatBody, CompletionBody
+from quartet_inference.openai.choices import FINISH_REASONS, Choice, Speaker, tool_calls, versions_of
+
+
+class Reply:
+    """What the answers to one request have in common."""
+
+    object = ""
+    chunk_object = ""
+    prefix = ""
+
+    def __init__(self, chat: Chat, body: ChatBody | CompletionBody, fingerprint: str) -> None:
+        self._chat = chat
+        self._body = body
+        self._frame = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": body.model,
+            "system_fingerprint": fingerprint,
+        }
+
+    def whole(self, choices: Sequence[Choice], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """The answer with all of its choices; `prompts` are those of every n of them."""
+        ended = [choice.ended for choice in choices if choice.ended is not None]
+        return {
+            **self._frame,
+            "object": self.object,
+            "choices": [self._choice(index, choice, prompts) for index, choice in enumerate(choices)],
+            "usage": self.usage(ended),
+            **self._prompt_ids(prompts),
+        }
+
+    def chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
+        """A piece of a streamed answer."""
+        chunk = {**self._frame, "object": self.chunk_object, "choices": choices}
+        options = self._body.stream_options
+        return {**chunk, "usage": usage} if options is not None and options.include_usage else chunk
+
+    def usage(self, ended: Sequence[Ended]) -> dict[str, Any]:
+        """Tokens: a prompt counts once, whatever n is."""
+        first = ended[:: self._body.n]
+        prompt = sum(one.prompt_tokens for one in first)
+        completion = sum(one.completion_tokens for one in ended)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in first)},
+        }
+
+    def speaker(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]]) -> Speaker:
+        """Tells a choice while it grows."""
+        raise NotImplementedError
+
+    def rest(self, speaker: Speaker, ended: Ended) -> Said:
+        """What was not told yet when the choice ended."""
+        return speaker.rest(ended.message.reasoning_content, ended.message.content)
+
+    def first_chunks(self, index: int, prompt: Sequence[int]) -> list[dict[str, Any]]:
+        """What a choice begins with."""
+        raise NotImplementedError
+
+    def delta(self, index: int, said: Said, delta: Delta) -> dict[str, Any] | None:
+        """A piece of a choice; None where there is nothing to tell yet."""
+        raise NotImplementedError
+
+    def last_chunks(self, index: int, rest: Said, ended: Ended) -> list[dict[str, Any]]:
+        """What a choice ends with."""
+        raise NotImplementedError
+
+    def _choice(self, index: int, choice: Choice, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _prompt_ids(self, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        return {}
+
+    def _ids(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        if not self._body.return_token_ids:
+            return {}
+        ids = [token for delta in deltas for token in delta.token_ids]
+        return {"token_ids": ids, "policy_versions": versions_of(deltas)}
+
+    def _name(self, token: int) -> str:
+        """A token in a list of log-probabilities."""
+        if self._body.return_tokens_as_token_ids:
+            return f"token_id:{token}"
+        return self._chat.text([token], special=True)
+
+    def _stops(self) -> Sequence[str]:
+        stop = self._body.stop
+        return [stop] if isinstance(stop, str) else stop or ()
+
+    @staticmethod
+    def _end(ended: Ended) -> dict[str, Any]:
+        return {"finish_reason": FINISH_REASONS[ended.reason], "stop_reason": ended.stop_match or None}
+
+
+class ChatReply(Reply):
+    """Of /v1/chat/completions."""
+
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    prefix = "chatcmpl"
+    _body: ChatBody
+
+    def speaker(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]]) -> Speaker:
+        reader, special = self._chat.reader(prompt, tools)
+        return Speaker(lambda ids: self._chat.text(ids, keep=special), reader, self._stops())
+
+    def first_chunks(self, index: int, prompt: Sequence[int]) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        chunk = self.chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+        return [{**chunk, **self._prompt_ids([prompt])}]
+
+    def delta(self, index: int, said: Said, delta: Delta) -> dict[str, Any] | None:
+        told = _told(said)
+        logprobs = self._logprobs([delta])
+        if not told and logprobs is None and not self._body.return_token_ids:
+            return None
+        piece = {"index": index, "delta": told, "logprobs": logprobs, "finish_reason": None}
+        return self.chunk([{**piece, **self._ids([delta])}])
+
+    def last_chunks(self, index: int, rest: Said, ended: Ended) -> list[dict[str, Any]]:
+        told: dict[str, Any] = _told(rest)
+        calls = tool_calls(ended, indexed=True)
+        if calls:
+            told["tool_calls"] = calls
+        return [self.chunk([{"index": index, "delta": told, "logprobs": None, **self._end(ended)}])]
+
+    def _choice(self, index: int, choice: Choice, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        ended = choice.ended
+        assert ended is not None
+        calls = tool_calls(ended, indexed=False)
+        message: dict[str, Any] = {"role": "assistant", "content": ended.message.content}
+        if calls:
+            message |= {"content": ended.message.content or None, "tool_calls": calls}
+        if ended.message.reasoning_content:
+            message["reasoning_content"] = ended.message.reasoning_content
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(choice.deltas),
+            **self._end(ended),
+            **self._ids(choice.deltas),
+        }
+
+    def _prompt_ids(self, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        return {"prompt_token_ids": list(prompts[0])} if self._body.return_token_ids else {}
+
+    def _logprobs(self, deltas: Sequence[Delta]) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        content = []
+        for token, logprob in _pairs(deltas):
+            name = self._name(token)
+            content.append(
+                {"token": name, "logprob": logprob, "bytes": list(name.encode()), "top_logprobs": []}
+            )
+        return {"content": content, "refusal": None}
+
+
+class CompletionReply(Reply):
+    """Of /v1/completions: text as it was sampled, nothing parsed."""
+
+    object = "text_completion"
+    chunk_object = "text_completion"
+    prefix = "cmpl"
+    _body: CompletionBody
+
+    def speaker(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]]) -> Speaker:
+        reader = FormatReader(None, False, None, {})
+        return Speaker(self._chat.text, reader, self._stops())
+
+    def rest(self, speaker: Speaker, ended: Ended) -> Said:
+        return speaker.rest("", ended.text)
+
+    def first_chunks(self, index: int, prompt: Sequence[int]) -> list[dict[str, Any]]:
+        if not self._body.return_token_ids:
+            return []
+        piece = {"index": index, "text": "", "logprobs": None, "finish_reason": None}
+        return [self.chunk([{**piece, "prompt_token_ids": list(prompt)}])]
+
+    def delta(self, index: int, said: Said, delta: Delta) -> dict[str, Any] | None:
+        logprobs = self._logprobs([delta])
+        if not said.content and logprobs is None and not self._body.return_token_ids:
+            return None
+        piece = {"index": index, "text": said.content, "logprobs": logprobs, "finish_reason": None}
+        return self.chunk([{**piece, **self._ids([delta])}])
+
+    def last_chunks(self, index: int, rest: Said, ended: Ended) -> list[dict[str, Any]]:
+        return [self.chunk([{"index": index, "text": rest.content, "logprobs": None, **self._end(ended)}])]
+
+    def _choice(self, index: int, choice: Choice, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        assert choice.ended is not None
+        ids = self._ids(choice.deltas)
+        if ids:
+            ids["prompt_token_ids"] = list(prompts[index // self._body.n])
+        return {
+            "index": index,
+            "text": choice.ended.text,
+            "logprobs": self._logprobs(choice.deltas),
+            **self._end(choice.ended),
+            **ids,
+        }
+
+    def _logprobs(self, deltas: Sequence[Delta]) -> dict[str, Any] | None:
+        if self._body.logprobs is None:
+            return None
+        tokens, values, offsets, at = [], [], [], 0
+        for token, logprob in _pairs(deltas):
+            tokens.append(self._name(token))
+            values.append(logprob)
+            offsets.append(at)
+            at += len(tokens[-1])
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+
+
+def _pairs(deltas: Sequence[Delta]) -> list[tuple[int, float]]:
+    return [pair for delta in deltas for pair in zip(delta.token_ids, delta.logprobs, strict=True)]
+
+
+def _told(said: Said) -> dict[str, Any]:
+    told = {"reasoning_content": said.reasoning, "content": said.content}
+    return {name: text for name, text in told.items() if text}

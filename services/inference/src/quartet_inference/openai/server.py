@@ -1,0 +1,364 @@
+"""The HTTP server of the front, in the process and on the event loop of the service.
+
+1. Every answer is OpenAI's JSON, errors too; a fault's details stay in the log.
+2. A caller that goes away ends its generation; a request that takes longer than `request_seconds` ends.
+3. Bodies, requests at a time and choices are bounded; a stream that is idle shows a sign of life.
+4. Drains with the service: after the signal new requests get 503, those under way have the server's grace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import ssl
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import structlog
+from aiohttp import web
+from quartet.config import ConfigError
+from quartet.errors import QuartetError
+from quartet.kit import metrics
+from quartet.kit.health import Health
+from quartet.kit.security import ServerTls, TokenFile
+from quartet.kit.stream import with_heartbeats
+from quartet.v1 import inference_service_pb2 as pb
+
+from quartet_inference.answering import Answerer, Ended, Started
+from quartet_inference.chat import Chat
+from quartet_inference.engine import Delta, Engine
+from quartet_inference.openai.bodies import ChatBody, CompletionBody, parse_chat, parse_completion
+from quartet_inference.openai.choices import Choice, Speaker
+from quartet_inference.openai.config import OpenAiConfig
+from quartet_inference.openai.errors import OpenAiError, from_quartet
+from quartet_inference.openai.merge import Event, merged
+from quartet_inference.openai.replies import ChatReply, CompletionReply, Reply
+
+#: As a message of the contract.
+MAX_BODY_BYTES = 4 << 20
+INFERENCE = "quartet.v1.InferenceService"
+
+log = structlog.get_logger()
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Front:
+    """The routes."""
+
+    def __init__(
+        self,
+        config: OpenAiConfig,
+        engine: Engine,
+        answerer: Answerer,
+        chat: Chat,
+        health: Health,
+        base_model: str,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._answerer = answerer
+        self._chat = chat
+        self._health = health
+        self._base_model = base_model
+        self._name = config.model_name or os.path.basename(os.path.normpath(base_model))
+        self._key = TokenFile(config.api_key_file) if config.api_key_file else None
+        self._running = 0
+        self._created = int(time.time())
+
+    def application(self) -> web.Application:
+        """The application."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
+        app.router.add_get("/health", self._healthy)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{name:.+}", self._model)
+        app.router.add_post("/v1/chat/completions", self._chat_completions)
+        app.router.add_post("/v1/completions", self._completions)
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Key, bounds, and errors as JSON."""
+        known = request.match_info.route.resource
+        with metrics.observe("openai", known.canonical if known is not None else "unknown") as seen:
+            try:
+                self._admit(request)
+                self._running += 1
+                try:
+                    return await handler(request)
+                finally:
+                    self._running -= 1
+            except (OpenAiError, QuartetError, web.HTTPException) as error:
+                answer = _as_error(error)
+            except Exception:
+                log.exception("a request failed", path=request.path)
+                answer = from_quartet(QuartetError("INTERNAL", "fault"))
+            seen.code = str(answer.status)
+            return _error_response(answer)
+
+    def _admit(self, request: web.Request) -> None:
+        if request.path == "/health":
+            return
+        if self._key is not None:
+            scheme, _, offered = request.headers.get("Authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not self._key.accepts(offered.strip()):
+                raise QuartetError("UNAUTHENTICATED", "the API key is missing or wrong")
+        if self._health.draining.is_set():
+            raise QuartetError("NOT_READY", "the service is draining")
+        if self._running >= self._config.max_concurrent_requests:
+            raise QuartetError("OVERLOADED", f"{self._running} requests are under way", retry_after_ms=500)
+
+    async def _healthy(self, request: web.Request) -> web.Response:
+        why = "draining" if self._health.draining.is_set() else self._health.why_not(INFERENCE)
+        if why:
+            raise QuartetError("NOT_READY", why)
+        return web.json_response({"status": "ok"})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [self._card(name) for name in self._names()]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        self._run_of(name)
+        return web.json_response(self._card(name))
+
+    def _names(self) -> list[str]:
+        """The policy, by the model's name and by the run whose weights are served."""
+        served = self._engine.info().served
+        return [self._name] + ([served.run_id] if served is not None and served.run_id else [])
+
+    def _card(self, name: str) -> dict[str, Any]:
+        info = self._engine.info()
+        served = info.served
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "quartet",
+            "root": self._base_model,
+            "parent": None,
+            "max_model_len": info.max_model_len,
+            "policy_version": served.version if served is not None else None,
+        }
+
+    def _run_of(self, model: str) -> str:
+        """The run that a model's name asks for; empty: any."""
+        if model in (self._name, self._base_model):
+            return ""
+        if model in self._names():
+            return model
+        raise OpenAiError(
+            404,
+            f"the model {model!r} is not served; {', '.join(self._names())} is",
+            param="model",
+            code="model_not_found",
+        )
+
+    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
+        body = await asyncio.to_thread(parse_chat, await request.read())
+        return await self._complete(request, body, body.requests(), ChatReply)
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        body = await asyncio.to_thread(parse_completion, await request.read())
+        requests = await asyncio.to_thread(self._prompts, body)
+        return await self._complete(request, body, requests, CompletionReply)
+
+    def _prompts(self, body: CompletionBody) -> list[pb.GenerateRequest]:
+        return body.requests(
+            [
+                self._chat.encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
+                for prompt in body.prompts()
+            ]
+        )
+
+    async def _complete(
+        self,
+        http: web.Request,
+        body: ChatBody | CompletionBody,
+        requests: list[pb.GenerateRequest],
+        reply_type: type[Reply],
+    ) -> web.StreamResponse:
+        run_id = self._run_of(body.model)
+        for request in requests:
+            request.run_id = request.run_id or run_id
+            request.session_id = request.session_id or http.headers.get("X-Session-ID", "")
+        served = self._engine.info().served
+        fingerprint = f"{served.run_id or self._name}@{served.version}" if served is not None else ""
+        reply = reply_type(self._chat, body, fingerprint)
+        limit_s = self._config.request_seconds
+        events = merged([self._answerer.answer(request, limit_s) for request in requests])
+        async with aclosing(events):  # type: ignore[type-var]
+            if body.stream:
+                return await _stream(http, body, reply, events, limit_s)
+            return await _whole(body, reply, events, len(requests), limit_s)
+
+
+@asynccontextmanager
+async def _at_most(limit_s: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError:
+        raise QuartetError("DEADLINE", f"the answer took longer than {limit_s:g} s") from None
+
+
+async def _whole(
+    body: ChatBody | CompletionBody,
+    reply: Reply,
+    events: AsyncIterator[Event],
+    prompts: int,
+    limit_s: float,
+) -> web.Response:
+    choices = [Choice() for _ in range(prompts * body.n)]
+    given: list[tuple[int, ...]] = [()] * prompts
+    async with _at_most(limit_s):
+        async for number, event in events:
+            if isinstance(event, Started):
+                given[number] = event.prompt
+            elif isinstance(event, Delta):
+                choices[number * body.n + event.index].deltas.append(event)
+            else:
+                choices[number * body.n + event.index].ended = event
+    answer = await asyncio.to_thread(lambda: json.dumps(reply.whole(choices, given)))
+    return web.Response(text=answer, content_type="application/json")
+
+
+async def _stream(
+    http: web.Request,
+    body: ChatBody | CompletionBody,
+    reply: Reply,
+    events: AsyncIterator[Event],
+    limit_s: float,
+) -> web.StreamResponse:
+    """Server-sent events. What goes wrong before the first is an answer with its own status."""
+    source: AsyncIterator[Event | None] = events
+    beating = with_heartbeats(source, lambda: None)
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+    )
+    teller = _Teller(reply, body.n)
+    try:
+        async with _at_most(limit_s), aclosing(beating):  # type: ignore[type-var]
+            async for item in beating:
+                if not response.prepared:
+                    await response.prepare(http)
+                if item is None:
+                    await response.write(b": alive\n\n")
+                    continue
+                chunks = await asyncio.to_thread(teller.tell, *item)
+                if chunks:
+                    await response.write(b"".join(map(_event, chunks)))
+    except QuartetError as error:
+        if not response.prepared:
+            raise
+        await response.write(_event(from_quartet(error).body))
+        return response
+    if body.stream_options is not None and body.stream_options.include_usage:
+        await response.write(_event(reply.chunk([], reply.usage(teller.ended))))
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+class _Teller:
+    """Chunks for events."""
+
+    def __init__(self, reply: Reply, n: int) -> None:
+        self._reply = reply
+        self._n = n
+        self._speakers: dict[int, Speaker] = {}
+        self._ended: dict[int, Ended] = {}
+
+    @property
+    def ended(self) -> list[Ended]:
+        """The ends, in the order of their choices."""
+        return [ended for _, ended in sorted(self._ended.items())]
+
+    def tell(self, number: int, event: Started | Delta | Ended) -> list[dict[str, Any]]:
+        first = number * self._n
+        if isinstance(event, Started):
+            chunks = []
+            for index in range(first, first + self._n):
+                self._speakers[index] = self._reply.speaker(event.prompt, event.tools)
+                chunks += self._reply.first_chunks(index, event.prompt)
+            return chunks
+        index = first + event.index
+        speaker = self._speakers[index]
+        if isinstance(event, Delta):
+            chunk = self._reply.delta(index, speaker.feed(event), event)
+            return [] if chunk is None else [chunk]
+        self._ended[index] = event
+        return self._reply.last_chunks(index, self._reply.rest(speaker, event), event)
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+
+def _as_error(error: OpenAiError | QuartetError | web.HTTPException) -> OpenAiError:
+    if isinstance(error, OpenAiError):
+        return error
+    if isinstance(error, QuartetError):
+        return from_quartet(error)
+    if error.status == 413:
+        return OpenAiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
+    return OpenAiError(error.status, error.reason, code="unknown_url" if error.status == 404 else None)
+
+
+def _error_response(error: OpenAiError) -> web.Response:
+    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    return web.json_response(error.body, status=error.status, headers=headers)
+
+
+@asynccontextmanager
+async def serving(front: Front, config: OpenAiConfig, health: Health, grace_s: float) -> AsyncIterator[str]:
+    """Listen until left; yields the address. Raises ConfigError."""
+    runner = web.AppRunner(
+        front.application(), handler_cancellation=True, access_log=None, shutdown_timeout=grace_s
+    )
+    await runner.setup()
+    host, _, port = config.address.rpartition(":")
+    try:
+        site = web.TCPSite(
+            runner, host.strip("[]"), int(port), ssl_context=_tls(config.tls) if config.tls else None
+        )
+        await site.start()
+    except OSError as error:
+        await runner.cleanup()
+        raise ConfigError(
+            f"openai.address = {config.address!r} cannot be bound: {error.strerror}; choose another port"
+        ) from None
+    address = f"{host}:{runner.addresses[0][1]}"
+    if config.port_file is not None:
+        config.port_file.write_text(f"{address}\n", encoding="ascii")
+    log.info("serving OpenAI's API", address=address)
+
+    async def drain() -> None:
+        await health.draining.wait()
+        await runner.cleanup()
+
+    draining = asyncio.create_task(drain(), name="drain-openai")
+    try:
+        yield address
+    finally:
+        if health.draining.is_set():
+            await draining
+        draining.cancel()
+        await asyncio.gather(draining, return_exceptions=True)
+        await runner.cleanup()
+
+
+def _tls(tls: ServerTls) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(tls.cert_file, tls.key_file)
+        if tls.client_ca_file is not None:
+            context.load_verify_locations(tls.client_ca_file)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except OSError as error:
+        raise ConfigError(f"openai.tls cannot be loaded: {error.strerror or error}") from None
+    return context

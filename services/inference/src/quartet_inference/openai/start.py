@@ -1,0 +1,34 @@
+"""Whether there is a front."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from quartet.config import ConfigError
+from quartet.kit.health import Health
+
+from quartet_inference.answering import Answerer
+from quartet_inference.chat import Chat
+from quartet_inference.config import InferenceConfig
+from quartet_inference.engine import Engine
+
+
+@asynccontextmanager
+async def front(
+    config: InferenceConfig, engine: Engine, answerer: Answerer, chat: Chat, health: Health
+) -> AsyncIterator[str]:
+    """The OpenAI-compatible front, where it is configured; yields its address, or "". Raises ConfigError."""
+    if not config.openai.address:
+        yield ""
+        return
+    try:
+        from quartet_inference.openai.server import Front, serving
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"openai.address = {config.openai.address!r} needs {error.name}; "
+            "install quartet-inference[openai], or leave the address empty"
+        ) from None
+    routes = Front(config.openai, engine, answerer, chat, health, str(config.model))
+    async with serving(routes, config.openai, health, config.server.drain_seconds) as address:
+        yield address
