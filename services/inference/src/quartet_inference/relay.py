@@ -34,13 +34,18 @@ class Holdings:
         """Keep the last versions of a run."""
         self.store = WeightStore(keep)
         self._expected: tuple[str, int] | None = None
+        self._fetching: tuple[str, int] | None = None
         self._arrival: Arrival | None = None
         self._changed = asyncio.Event()
 
     def expect(self, run_id: str, version: int) -> None:
-        """This is what is fetched next."""
+        """This is the newest, and what is fetched next."""
         self._expected = (run_id, version)
         self._wake()
+
+    def fetching(self, run_id: str, version: int) -> None:
+        """This is fetched now, whatever is expected meanwhile."""
+        self._fetching = (run_id, version)
 
     def arriving(self, arrival: Arrival) -> None:
         """This payload is on its way."""
@@ -49,7 +54,7 @@ class Holdings:
 
     def settled(self) -> None:
         """What was on its way is held, or given up."""
-        self._arrival = None
+        self._arrival = self._fetching = None
         self._wake()
 
     async def arrival(
@@ -71,7 +76,7 @@ class Holdings:
                 else:
                     return None
         except TimeoutError:
-            if self._expected == (run_id, version):
+            if (run_id, version) in (self._expected, self._fetching):
                 raise QuartetError("NOT_READY", f"version {version} is about to be fetched here") from None
         raise QuartetError(
             "VERSION_UNKNOWN",
@@ -81,7 +86,9 @@ class Holdings:
         )
 
     def _passes_over(self, run_id: str, version: int) -> bool:
-        return self._expected is not None and self._expected[0] == run_id and self._expected[1] > version
+        if self._expected is None or self._fetching == (run_id, version):
+            return False
+        return self._expected[0] == run_id and self._expected[1] > version
 
     def _holds(self, run_id: str, version: int) -> bool:
         try:

@@ -220,6 +220,7 @@ class Follower:
             and held.manifest.run_id == target.run_id
         )
         route = await publisher.relays.route(publisher.channel, sources, target.digest)
+        self._holdings.fetching(target.run_id, target.version)
         try:
             fetched = await fetch_version(
                 route,
