@@ -1,0 +1,88 @@
+"""Invariants 1 and 9: one of two inference replicas is killed, twice, in the middle of the main job.
+
+The run does not wait for its restart: what the dead replica left goes on at the other one, so no rollout
+fails, none is discarded, and trainer and engine still agree on every sampled token.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+from quartet.kit import probe
+from quartet.replicas.replica import INFERENCE
+
+from tests.conftest import QUARTET, REPOSITORY
+from tests.faults.test_kill_each_service import children, steps_done, wait_for_steps
+
+STEPS = 30
+FIRST_STEP_SECONDS = 180
+RUN_SECONDS = 400
+START_SECONDS = 90.0
+# Two more steps after a kill: a step takes one to two seconds, on a loaded machine several times that.
+STEPS_SECONDS = 30.0
+
+
+def replica_pid(launcher: int, number: int) -> int | None:
+    return next((pid for pid, line in children(launcher) if f"/inference-{number}.toml" in line), None)
+
+
+def wait_until_serving(output: Path) -> None:
+    """Both replicas: the run needs one of them at any time."""
+    deadline = time.monotonic() + START_SECONDS
+    for number in (1, 2):
+        config = tomllib.loads((output / f"config/inference-{number}.toml").read_text())
+        while probe.main(["--address", config["server"]["address"], "--service", INFERENCE]):
+            assert time.monotonic() < deadline, f"inference-{number} does not serve"
+            time.sleep(0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(RUN_SECONDS + 60)
+def test_invariant_9_a_replica_of_two_dies(tiny_model: Path, tmp_path: Path) -> None:
+    seed = int(os.environ.get("QUARTET_FAULT_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
+    print(f"QUARTET_FAULT_SEED={seed}")
+    chance = random.Random(seed)
+    output = tmp_path / "run"
+    command = [*QUARTET, "rl", "@", "configs/reverse-text.toml", "--model", str(tiny_model)]
+    command += ["--max-steps", str(STEPS), "--eval.num-examples", "32", "--inference.replicas", "2"]
+    log = (tmp_path / "launcher.log").open("w+")
+    process = subprocess.Popen(
+        [*command, "--output-dir", str(output)],
+        cwd=REPOSITORY,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        wait_for_steps(process, output, 2, FIRST_STEP_SECONDS)
+        for number in chance.sample([1, 2], 2):
+            wait_until_serving(output)
+            time.sleep(chance.uniform(0.0, 1.0))
+            pid = replica_pid(process.pid, number)
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            recorded = steps_done(output)
+            took = wait_for_steps(process, output, min(recorded + 2, STEPS), STEPS_SECONDS)
+            print(f"two steps after inference-{number} was killed: {took:.1f} s")
+        assert process.wait(timeout=RUN_SECONDS) == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        log.seek(0)
+        print(log.read()[-4000:])
+    summary = json.loads((output / "summary.json").read_text())
+    ledger = summary["ledger"]
+    assert summary["restarts"]["inference-1"] >= 1 and summary["restarts"]["inference-2"] >= 1
+    assert summary["steps"] == STEPS and ledger["trained"] == STEPS * 128
+    assert ledger["dispatched"] == ledger["trained"] and not any(ledger["discarded"].values())
+    assert summary["max_off_policy_steps_seen"] <= 1
+    assert summary["max_logprob_difference"] < 1e-4
