@@ -15,20 +15,25 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget
+from quartet.kit.channel import ClientSecurity
 from quartet.kit.health import Health
 from quartet.kit.server import RunningServer, ServerConfig, Service, start
 from quartet.replicas import Replicas, Settings
+from quartet.replicas.addresses import Addresses
 from quartet.replicas.choice import LOAD_FACTOR, LOAD_SLACK, choose, ranking
 from quartet.v1 import common_pb2, rollout_pb2
 from quartet.v1 import inference_service_pb2 as pb
 from quartet.v1 import inference_service_pb2_grpc as rpc
 
 NAME = "quartet.v1.InferenceService"
+DOCUMENTATION = (Path(__file__).resolve().parents[2] / "docs/replicas.md").read_text()
 PIECE = 4
 QUICK = Settings(
     idle_timeout_seconds=0.5,
@@ -200,6 +205,18 @@ def check(generated: Any, text: str, wanted: list[int]) -> None:
     assert completion.message.content == " ".join(map(str, wanted))
     assert completion.usage.prompt_tokens == len(text)
     assert completion.usage.completion_tokens == len(wanted)
+
+
+async def test_the_program_in_the_documentation_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    program = DOCUMENTATION.split("```python\n")[1].split("```")[0]
+    async with fleet(2) as (scripted, _):
+        for number, one in enumerate(scripted):
+            assert f"127.0.0.1:5005{number + 1}" in program
+            program = program.replace(f"127.0.0.1:5005{number + 1}", one.address)
+        namespace: dict[str, Any] = {}
+        exec(program.replace("asyncio.run(main())", ""), namespace)
+        await namespace["main"]()
+    assert capsys.readouterr().out.count("(0, 4, 1)") == 8
 
 
 # --- affinity -----------------------------------------------------------------------------------------------
@@ -554,6 +571,49 @@ async def test_a_name_is_followed_as_its_addresses_change(monkeypatch: pytest.Mo
         assert not replicas.counts.carried_on, "what is in flight ends where it is"
     await first.end()
     await second.end()
+
+
+async def test_whoever_accepts_and_never_answers_is_not_waited_for() -> None:
+    """Invariant 7."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        black_hole = f"127.0.0.1:{silent.getsockname()[1]}"
+        one = ScriptedReplica()
+        await one.begin()
+        session = next(
+            f"s{i}" for i in range(99) if ranking(f"s{i}", [black_hole, one.address])[0] == black_hole
+        )
+        async with Replicas([black_hole, one.address], settings=QUICK) as replicas:
+            started = time.monotonic()
+            await replicas.complete(ask(session=session, max_tokens=1), 10)
+            assert time.monotonic() - started < 3
+            started = time.monotonic()
+            await replicas.complete(ask(session=session, max_tokens=1), 10)
+            assert time.monotonic() - started < 0.5, "its home is waited for once"
+        await one.end()
+
+
+async def test_names_are_checked_against_the_certificate_of_the_name() -> None:
+    security = ClientSecurity(tls=True)
+    found = await Addresses(["dns:///localhost:5", "10.0.0.9:5"], security).now()
+    assert found.pop("10.0.0.9:5").server_name == ""
+    assert found and all(one.server_name == "localhost" for one in found.values())
+    named = ClientSecurity(tls=True, server_name="inference")
+    found = await Addresses(["dns:///localhost:5"], named).now()
+    assert {one.server_name for one in found.values()} == {"inference"}
+
+
+@pytest.mark.parametrize(
+    ("addresses", "text"),
+    [
+        ([], "0 addresses"),
+        (["10.0.0.1:5"], "off loopback"),
+        (["dns:///localhost"], "write dns:///name:port"),
+        (["dns://8.8.8.8/localhost:5"], "write dns:///name:port"),
+    ],
+)
+def test_addresses_that_cannot_be_used_are_refused(addresses: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Replicas(addresses)
 
 
 async def test_addresses_can_be_replaced() -> None:

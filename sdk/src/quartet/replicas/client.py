@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final
@@ -125,7 +125,7 @@ class Replicas:
 
     async def generate(
         self, request: pb.GenerateRequest, timeout_s: float
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """The frames of an answer: one start, deltas, one finish for each completion; no heartbeats.
 
         Frames are the caller's own. Raises QuartetError. Whoever leaves the iterator early closes it
@@ -144,7 +144,7 @@ class Replicas:
         completions = [Completion() for _ in range(max(1, request.n))]
         # Where tokens were given without messages, they are the prompt.
         prompt_ids, prefix_kept = list(request.tokens.token_ids), True
-        async with aclosing(self.generate(request, timeout_s)) as frames:  # type: ignore[type-var]
+        async with aclosing(self.generate(request, timeout_s)) as frames:
             async for frame in frames:
                 which = frame.WhichOneof("frame")
                 if which == "start":
@@ -161,7 +161,7 @@ class Replicas:
 
     async def _sample(
         self, generation: Generation, lanes: list[Lane], deadline: float
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """The frames of some lanes, from one replica after the other."""
         rounds = _Rounds(self._settings.rounds)
         while True:
@@ -170,7 +170,7 @@ class Replicas:
             had = sum(len(lane.token_ids) for lane in lanes)
             failure = QuartetError("NOT_READY", "the answer ended before its last frame")
             try:
-                async with aclosing(self._ask(replica, generation, lanes, deadline)) as frames:  # type: ignore[type-var]
+                async with aclosing(self._ask(replica, generation, lanes, deadline)) as frames:
                     async for frame in frames:
                         yield frame
             except QuartetError as error:
@@ -190,7 +190,7 @@ class Replicas:
 
     async def _ask(
         self, replica: Replica, generation: Generation, lanes: list[Lane], deadline: float
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """One call."""
         timeout_s = max(0.001, deadline - time.monotonic())
         with replica.carrying(len(lanes)):

@@ -8,9 +8,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 T = TypeVar("T")
 
@@ -23,11 +23,10 @@ class _End:
         self.error = error
 
 
-async def merged(sources: Sequence[AsyncIterator[T]]) -> AsyncGenerator[T, None]:
+async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
     """The items of all sources, as they come."""
     if len(sources) == 1:
-        only: Any = sources[0]
-        async with aclosing(only) as items:
+        async with aclosing(sources[0]) as items:
             async for item in items:
                 yield item
         return
@@ -36,20 +35,20 @@ async def merged(sources: Sequence[AsyncIterator[T]]) -> AsyncGenerator[T, None]
     running = len(tasks)
     try:
         while running:
-            item = await queue.get()
-            if not isinstance(item, _End):
-                yield item
+            next_one = await queue.get()
+            if not isinstance(next_one, _End):
+                yield next_one
                 continue
             running -= 1
-            if item.error is not None:
-                raise item.error
+            if next_one.error is not None:
+                raise next_one.error
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _pump(source: Any, queue: asyncio.Queue[Any]) -> None:
+async def _pump(source: AsyncGenerator[T, None], queue: asyncio.Queue[T | _End]) -> None:
     error: Exception | None = None
     async with aclosing(source) as items:
         try:
