@@ -133,6 +133,27 @@ def test_saved_weights_that_give_another_digest_are_refused_and_change_nothing()
     assert versions.newest == 5 and store.get("r").manifest.digest.hex() == meta["published_digest"]
 
 
+async def test_a_run_that_cannot_be_restored_is_not_open(
+    folder: Path, serve_trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve_trainer(max_runs=1) as trainer:
+        await trainer.create(base_model=str(folder))
+        await trainer.publish(1)
+        await trainer.save(2, "a")
+        await trainer.stub.CloseRun(pb.CloseRunRequest(run_id="r"))
+        # As if this release cast otherwise than the one that saved.
+        monkeypatch.setattr(
+            "quartet_trainer.versions.build_manifest", lambda *_: weights_pb2.WeightManifest()
+        )
+        with pytest.raises(grpc.RpcError) as raised:
+            await trainer.create(base_model=str(folder))
+        assert from_rpc(raised.value).reason == "CHECKSUM_MISMATCH"
+        monkeypatch.undo()
+        with pytest.raises(QuartetError, match="RUN_UNKNOWN"):
+            await fetch_version(trainer.channel, "r", 0)
+        assert (await trainer.create(base_model=str(folder))).applied_seq_id == 2
+
+
 async def test_who_watches_learns_of_the_older_version_that_a_run_returned_to(
     folder: Path, serve_trainer: Any, make_samples: Any
 ) -> None:

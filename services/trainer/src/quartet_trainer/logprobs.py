@@ -77,7 +77,7 @@ def token_logprobs(
         logits_KV = logits_KV / temperature
     logp_KV = torch.log_softmax(logits_KV, dim=-1)
     with torch.no_grad():
-        entropy_K = -(logp_KV.exp() * logp_KV).sum(-1)
+        entropy_K = -logp_KV.exp().mul_(logp_KV).sum(-1)
     return logp_KV.gather(1, targets_K[:, None]).squeeze(1), entropy_K
 
 

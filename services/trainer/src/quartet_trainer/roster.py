@@ -151,7 +151,12 @@ class Roster:
         run = self._make_run(run_id, spec)
         applied = 0
         if found is not None:
-            applied = self._restore(run, *found)
+            try:
+                applied = self._restore(run, *found)
+            except BaseException:
+                # Not open, so not published either.
+                run.close()
+                raise
         return Entry(run, Sequence(applied), run.status, self._states.list(run_id))
 
     def _restore(self, run: Run, info: StateInfo, content: Content) -> int:
