@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,8 +81,8 @@ class Interrupts:
             self.asked.set()
             return
         self._supervisor.kill_now()
-        self._display.say("killed; what was done is kept: go on with --resume")
         self._display.close()  # gives the terminal back
+        print("killed; what was done is kept: go on with --resume", file=sys.stderr, flush=True)
         os._exit(EXIT_INTERRUPTED)
 
 
