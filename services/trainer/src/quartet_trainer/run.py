@@ -25,11 +25,12 @@ from quartet.weights.store import WeightStore
 
 from quartet_trainer import model as base
 from quartet_trainer.batch import check_batch, diagnose, weights_of
+from quartet_trainer.canary import canary
 from quartet_trainer.gradients import Gradients
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.optimizer import Optimizer, scheduled_rate
 from quartet_trainer.passes import Machine, Passes
-from quartet_trainer.publish import TORCH_DTYPES, cast, snapshot
+from quartet_trainer.publish import TORCH_DTYPES, Snapshot, cast, snapshot
 from quartet_trainer.sample import Floats, Sample, check_against_model
 from quartet_trainer.spec import LossSpec, RunSpec
 from quartet_trainer.states import Content
@@ -98,7 +99,7 @@ class Run:
         self._passes = Passes(policy, machine, budget_tokens, progress)
         self._gradients = Gradients(self._model.named_parameters())
         self._optimizer = Optimizer(self._model.named_parameters(), spec.optimizer)
-        self._versions = Versions(run_id, store, spec.retain_versions)
+        self._versions = Versions(run_id, store, spec.retain_versions, self._canary)
         self._policy_version = 0
         self._skipped_steps = 0
         # Whether a loss among the accumulated batches was not finite; their gradients may look sound.
@@ -231,3 +232,6 @@ class Run:
     def close(self) -> None:
         """Withdraw what was published. The run must not be used any more."""
         self._versions.close()
+
+    def _canary(self, weights: Snapshot) -> weights_pb2.Canary | None:
+        return canary(self._passes.score, weights, self._vocab_size, base.max_positions(self._model))

@@ -13,7 +13,7 @@ it, because both share its bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from quartet.errors import QuartetError
@@ -31,8 +31,15 @@ STEM = "version-"
 class Versions:
     """What one run has published."""
 
-    def __init__(self, run_id: str, store: WeightStore, keep: int) -> None:
-        self._run_id, self._store, self._keep = run_id, store, max(1, keep)
+    def __init__(
+        self,
+        run_id: str,
+        store: WeightStore,
+        keep: int,
+        canary: Callable[[Snapshot], weights_pb2.Canary | None] = lambda weights: None,
+    ) -> None:
+        """`canary` computes what goes into a version's manifest as its canary."""
+        self._run_id, self._store, self._keep, self._canary = run_id, store, max(1, keep), canary
         self._kept: dict[int, Snapshot] = {}
         self._newest: weights_pb2.WeightManifest | None = None
 
@@ -60,7 +67,9 @@ class Versions:
 
     def publish(self, version: int, weights: Snapshot) -> weights_pb2.WeightManifest:
         """Make weights a version. Errors: SEQUENCE_CONFLICT if it is held with other weights."""
-        manifest = self._store.publish(self._run_id, version, wire_tensors(weights))
+        manifest = self._store.publish(
+            self._run_id, version, wire_tensors(weights), canary=self._canary(weights)
+        )
         self._newest = manifest
         self._kept[version] = weights
         for old in sorted(self._kept)[: -self._keep]:
