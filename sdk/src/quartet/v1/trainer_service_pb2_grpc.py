@@ -93,7 +93,8 @@ class TrainerServiceServicer:
 
     def CreateRun(self, request, context):
         """CreateRun loads the base model, or restores the newest saved state of this run_id. Idempotent: an equal spec returns the run as it is,
-        another spec is RUN_CONFLICT. Errors: INVALID_CONFIG (model path, dtype), RUN_CONFLICT.
+        another spec is RUN_CONFLICT. Errors: INVALID_CONFIG (model path, dtype), RUN_CONFLICT, OVERLOADED (too many open runs; see CloseRun),
+        CHECKSUM_MISMATCH (the published version of the saved state comes out otherwise here).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
