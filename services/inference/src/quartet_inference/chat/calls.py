@@ -117,6 +117,8 @@ def json_calls(text: str, at: int) -> tuple[list[ParsedCall], int]:
         at = skip_space(text, at)
         if text[at] == ",":
             at = skip_space(text, at + 1)
+    if not calls:
+        raise ValueError("no call")
     return calls, at + 1
 
 

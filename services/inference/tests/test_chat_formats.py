@@ -1,0 +1,248 @@
+"""Tool calls in the formats that models write, whole and while they are written."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from quartet_inference.chat import FormatReader, ParsedCall
+from quartet_inference.chat.calls import schemas_of
+from quartet_inference.chat.formats import FORMATS, format_of
+from quartet_inference.chat.reader import DeclaredReader
+
+from . import chat_templates as templates
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "name": {"type": "string"}, "xs": {"type": "array"}},
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now", "parameters": None}},
+]
+SCHEMAS = schemas_of(TOOLS)
+ONE = ParsedCall("add", '{"a": 1}')
+TWO = ParsedCall("now", "{}")
+
+#: Format, text, content, calls.
+WRITTEN: list[tuple[str, str, str, list[ParsedCall]]] = [
+    ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', "", [ONE]),
+    ("hermes", 'Hm.\n<tool_call>{"name": "add", "arguments": {"a": 1}}', "Hm.", [ONE]),
+    (
+        "hermes",
+        '<tool_call>[{"name": "add", "arguments": {"a": 1}}, {"name": "now"}]</tool_call>',
+        "",
+        [ONE, TWO],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": {"a": "</tool_call>"}}</tool_call>',
+        "",
+        [ParsedCall("add", '{"a": "</tool_call>"}')],
+    ),
+    ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call> done', "done", [TWO]),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+        "",
+        [ONE],
+    ),
+    ("qwen3_coder", "So:\n<function=now>\n</function>", "So:", [TWO]),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=add>\n<parameter=name>\n12\n</parameter>\n"
+        "<parameter=xs>\n[1, 2]\n</parameter>\n"
+        "<parameter=other>\nif x:\n  {y}\n</parameter>\n</function>\n</tool_call>",
+        "",
+        [ParsedCall("add", '{"name": "12", "xs": [1, 2], "other": "if x:\\n  {y}"}')],
+    ),
+    ("glm45", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", "", [ONE]),
+    ("glm45", "Yes.<tool_call>now</tool_call>", "Yes.", [TWO]),
+    (
+        "mistral",
+        '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}, {"name": "now", "arguments": {}}]',
+        "",
+        [ONE, TWO],
+    ),
+    ("mistral", '[TOOL_CALLS] [{"arguments": {"a": 1}, "name": "add", "id": "abcdefghi"}]', "", [ONE]),
+    ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]now[CALL_ID]x1[ARGS]{}', "", [ONE, TWO]),
+    ("mistral", 'Text.[TOOL_CALLS]add{"a": 1}', "Text.", [ONE]),
+    (
+        "deepseek_v3",
+        "<｜tool▁calls▁begin｜>"
+        '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>\n'
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "",
+        [ONE, TWO],
+    ),
+    (
+        "deepseek_v3",
+        'Ok.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
+        "<｜tool▁calls▁end｜>",
+        "Ok.",
+        [ONE],
+    ),
+    (
+        "kimi_k2",
+        '<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}'
+        "<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        "",
+        [ONE, TWO],
+    ),
+    ("llama3_json", '{"name": "add", "parameters": {"a": 1}}', "", [ONE]),
+    (
+        "llama3_json",
+        '<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "now", "parameters": {}}',
+        "",
+        [ONE, TWO],
+    ),
+    ("pythonic", "[add(a=1), now()]", "", [ONE, TWO]),
+    ("pythonic", "<|python_start|>[add(a=1)]<|python_end|>", "", [ONE]),
+    ("pythonic", "<function_calls>\nadd(a=1)\nnow()\n</function_calls>", "", [ONE, TWO]),
+    (
+        "pythonic",
+        '[calendar.add(name="ü", xs=[1, {"k": None}])]',
+        "",
+        [ParsedCall("calendar.add", '{"name": "ü", "xs": [1, {"k": null}]}')],
+    ),
+    ("json_list", '<|tool_call|>[{"name": "add", "arguments": {"a": 1}}]<|/tool_call|>', "", [ONE]),
+    ("json_list", 'functools[{"name": "now", "arguments": {}}]', "", [TWO]),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), WRITTEN)
+def test_calls_are_read_as_written(form: str, text: str, content: str, calls: list[ParsedCall]) -> None:
+    turn = FormatReader(None, False, FORMATS[form], SCHEMAS).finish(text)
+    assert (turn.content, list(turn.calls)) == (content, calls)
+
+
+#: What is almost a call.
+BROKEN: list[tuple[str, str]] = [
+    ("qwen3_coder", "<tool_call>\n<function=>\n</function></tool_call>"),
+    ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>1</function></tool_call>"),
+    ("glm45", "<tool_call></tool_call>"),
+    ("glm45", "<tool_call>add <arg_key>a</arg_key></tool_call>"),
+    ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}'),
+    ("mistral", "[TOOL_CALLS]add[ARGS]{"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{<｜tool▁call▁end｜>"),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0"),
+    ("llama3_json", '{"name": "add", "parameters": {"a": 1}} and more'),
+    ("llama3_json", '{"verdict": "yes"}'),
+    ("llama3_json", "{"),
+    ("pythonic", "[1, 2, 3]"),
+    ("pythonic", "[add(1)]"),
+    ("pythonic", "[add(a=open('x'))]"),
+    ("pythonic", "[add(**{'a': 1})]"),
+    ("pythonic", "[add(a={[]: 1})]"),
+    ("pythonic", "[add(a=1e999)]"),
+    ("pythonic", "[" + "add(a=" * 500),
+    ("pythonic", "[" * 100_000),
+    ("json_list", "<|tool_call|>[]]"),
+    ("json_list", '<|tool_call|>[{"name": "add", "arguments": [1]}]'),
+]
+
+
+@pytest.mark.parametrize(("form", "text"), BROKEN)
+def test_what_is_not_a_call_stays_in_the_text(form: str, text: str) -> None:
+    turn = FormatReader(None, False, FORMATS[form], SCHEMAS).finish(text)
+    assert turn.calls == () and turn.content == text
+
+
+def streamed(reader: Any, text: str, chance: random.Random) -> tuple[str, str]:
+    reasoning = content = ""
+    at = 0
+    while at < len(text):
+        step = chance.randint(1, 9)
+        said = reader.feed(text[at : at + step])
+        reasoning, content, at = reasoning + said.reasoning, content + said.content, at + step
+    return reasoning, content
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), WRITTEN)
+def test_a_stream_never_tells_what_the_whole_does_not_have(
+    form: str, text: str, content: str, calls: list[ParsedCall]
+) -> None:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    chance = random.Random(seed)
+    for opened, before in ((False, "<think>\nso\n</think>\n\n"), (True, "so\n</think>\n\n"), (False, "")):
+        reader = FormatReader(("<think>", "</think>"), opened and bool(before), FORMATS[form], SCHEMAS)
+        turn = reader.finish(before + text)
+        assert (turn.content, list(turn.calls)) == (content, calls)
+        reasoning, told = streamed(reader, before + text, chance)
+        assert reasoning == turn.reasoning == ("so" if before else "")
+        assert turn.content.startswith(told) or not calls
+
+
+@pytest.mark.parametrize(
+    "text", ["a < b", "a <tool", "<thin", "x\n\n", "<think>", "<think>\nhm", "\n\nhi", "{ok}"]
+)
+def test_a_stream_tells_plain_text_up_to_what_may_become_a_mark(text: str) -> None:
+    for form in (FORMATS["hermes"], None):
+        reader = FormatReader(("<think>", "</think>"), False, form, SCHEMAS)
+        told = "".join(reader.feed(character).content for character in text)
+        assert reader.finish(text).content.startswith(told)
+        if "<" not in text:
+            assert told.strip() == text.strip()
+
+
+def test_text_that_ends_inside_the_thinking_is_thinking() -> None:
+    reader = FormatReader(("<think>", "</think>"), False, FORMATS["hermes"], SCHEMAS)
+    turn = reader.finish('<think>\nI could <tool_call>{"name": "add"}</tool_call>')
+    assert turn.content == "" and turn.calls == () and turn.reasoning.startswith("I could <tool_call>")
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        (templates.QWEN3, "hermes"),
+        (templates.HERMES, "hermes"),
+        (templates.LLAMA3, "llama3_json"),
+        (templates.MISTRAL, "hermes"),
+        ("{{ '[TOOL_CALLS]' }}", "mistral"),
+        ("<tool_call>\\n<function=example><parameter=x>", "qwen3_coder"),
+        ("<tool_call>{name}<arg_key>", "glm45"),
+        ("'<｜tool▁calls▁begin｜>'", "deepseek_v3"),
+        ("<|tool_calls_section_begin|>", "kimi_k2"),
+        ("[func_name1(params_name1=params_value1)]", "pythonic"),
+        ("", "hermes"),
+    ],
+)
+def test_the_template_gives_the_format_away(template: str, name: str) -> None:
+    assert format_of(template).name == (name if template != templates.MISTRAL else "mistral")
+
+
+def test_a_declared_response_template_is_followed() -> None:
+    """What a tokenizer brings along is read by transformers' own parser."""
+    declared = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "reasoning_content": {"open": "<think>", "close": "</think>"},
+            "tool_calls": {
+                "open_pattern": r"\s*<call>",
+                "close": "</call>",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {},
+        },
+    }
+    prompt = "user text<|im_start|>assistant\n"
+    text = '<think>hm</think>Sure.<call>{"name": "add", "arguments": {"a": 1}}</call>'
+    reader = DeclaredReader(declared, prompt, TOOLS)
+    turn = reader.finish(text)
+    assert (turn.reasoning, turn.content) == ("hm", "Sure.")
+    assert [(c.name, json.loads(c.arguments_json)) for c in turn.calls] == [("add", {"a": 1})]
+    assert streamed(reader, text, random.Random(0)) == ("hm", "Sure.")
+    broken = '<call>{"name": </call>'
+    assert DeclaredReader(declared, prompt, TOOLS).finish(broken).content == broken
+    assert DeclaredReader(declared, prompt + "<think>", TOOLS).finish("hm</think>Yes").reasoning == "hm"
