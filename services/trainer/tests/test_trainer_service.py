@@ -347,6 +347,15 @@ async def test_create_run_refuses(folder: Path, serve_trainer: Any, tmp_path: Pa
         )
         assert "later" in lora.message
         await refused(trainer.create(base_model=str(folder), schedule=pb.SCHEDULE_COSINE), "INVALID_CONFIG")
+        for key, value in (
+            ("reference", pb.ReferenceSpec()),
+            ("gradient_checkpointing", True),
+            ("optimizer.kind", pb.OPTIMIZER_KIND_MUON),
+            ("optimizer.momentum", 0.9),
+        ):
+            spec = {key.removeprefix("optimizer."): value}
+            unserved = await refused(trainer.create(base_model=str(folder), **spec), "INVALID_CONFIG")
+            assert unserved.metadata["key"] == key and "later" in unserved.message
         await trainer.create(base_model=str(folder))
         conflict = await refused(trainer.create(base_model=str(folder), beta1=0.5), "RUN_CONFLICT")
         assert conflict.metadata["field"] == "optimizer.beta1"
@@ -422,7 +431,18 @@ async def test_malformed_batches_are_refused_by_name_and_change_nothing(
         dppo = pb.LossSpec(kind=pb.LOSS_KIND_POLICY_GRADIENT, ratio=pb.RATIO_TREATMENT_DPPO)
         no_kind = pb.LossSpec()
         cold = pb.LossSpec(kind=pb.LOSS_KIND_POLICY_GRADIENT, temperature=0.0)
-        for loss in (dppo, no_kind, cold):
+        unserved = [
+            pb.LossSpec(kind=pb.LOSS_KIND_POLICY_GRADIENT, **{field: value})
+            for field, value in {
+                "ratio_level": pb.RATIO_LEVEL_SEQUENCE,
+                "aggregation": pb.AGGREGATION_SEQUENCE,
+                "delta": 2.0,
+                "kl_coef": 0.1,
+                "proximal_version": 0,
+                "correction": pb.MismatchCorrection(),
+            }.items()
+        ]
+        for loss in (dppo, no_kind, cold, *unserved):
             error = await refused(trainer.forward_backward(1, make_samples(), loss=loss), "INVALID_REQUEST")
             assert error.metadata["field"].startswith("loss.")
         for normalizer in (0.0, -1.0, float("nan")):

@@ -1,11 +1,12 @@
 """Protobuf <-> domain, and nothing else. What the contract leaves open is refused here by name. No torch.
 
-Fields that this build does not serve (adapters, DPPO, reference log-probabilities in a loss) are refused,
+Fields that this build does not serve (adapters, DPPO, reference models, ...) are refused,
 never ignored.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pydantic
@@ -29,8 +30,27 @@ _RATIOS = {
 }
 
 
+#: What a message may carry here. The contract has more, which the domain would silently lack.
+_SERVED = {
+    "": {
+        *("base_model", "lora", "optimizer", "seed", "compute_dtype", "served_dtype", "from_scratch"),
+        *("retain_versions", "microbatch_tokens"),
+    },
+    "optimizer.": {
+        *("kind", "learning_rate", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm", "schedule"),
+        *("warmup_steps", "total_steps"),
+    },
+    "loss.": {"kind", "ratio", "clip_low", "clip_high", "temperature", "ratio_level", "aggregation"},
+}
+_LATER = "comes in a later build; leave it out"
+
+
 def run_spec(spec: pb.RunSpec) -> RunSpec:
     """A run's spec. Errors: INVALID_CONFIG."""
+    _refuse_unserved(spec, "", _config)
+    _refuse_unserved(spec.optimizer, "optimizer.", _config)
+    if spec.optimizer.kind > pb.OPTIMIZER_KIND_ADAMW:
+        raise _config("optimizer.kind", pb.OptimizerKind.Name(spec.optimizer.kind), _LATER)
     if spec.HasField("lora"):
         raise _config(
             "lora", spec.lora.rank, "adapters come in a later build; leave lora out to train the full model"
@@ -62,6 +82,11 @@ def run_spec(spec: pb.RunSpec) -> RunSpec:
 
 def loss_spec(loss: pb.LossSpec) -> LossSpec:
     """A loss. Errors: INVALID_REQUEST."""
+    _refuse_unserved(loss, "loss.", _request)
+    if loss.ratio_level > pb.RATIO_LEVEL_TOKEN:
+        raise _request("loss.ratio_level", loss.ratio_level, _LATER)
+    if loss.aggregation > pb.AGGREGATION_TOKEN:
+        raise _request("loss.aggregation", loss.aggregation, _LATER)
     if loss.kind == pb.LOSS_KIND_CROSS_ENTROPY:
         ratio = Ratio.CROSS_ENTROPY
     elif loss.kind != pb.LOSS_KIND_POLICY_GRADIENT:
@@ -89,6 +114,12 @@ def training_sample(index: int, sample: pb.TrainingSample) -> Sample:
     inner = sample.sample
     spans = [(span.start, span.length, span.policy_version) for span in inner.spans]
     return make_sample(index, inner.token_ids, spans, inner.logprobs, sample.advantages)
+
+
+def _refuse_unserved(message: Any, prefix: str, refused: Callable[[str, Any, str], QuartetError]) -> None:
+    for field, _ in message.ListFields():
+        if field.name not in _SERVED[prefix]:
+            raise refused(prefix + field.name, str(getattr(message, field.name)).strip(), _LATER)
 
 
 def _given(message: Any, *fields: str) -> dict[str, Any]:
