@@ -229,7 +229,7 @@ async def test_bytes_pass_through_before_a_relay_has_them_all(fleet: Fleet) -> N
 
 
 async def test_invariant_3_what_was_not_verified_whole_is_never_complete(fleet: Fleet) -> None:
-    """Every chunk is sound, but not one of the manifest's: no relay closes its stream or holds the version."""
+    """Every chunk is sound, but not one of the manifest's: no relay closes its stream or holds it."""
     await fleet.add(3)
     await fleet.publish(0, tensors(1))
     await fleet.serve(0)

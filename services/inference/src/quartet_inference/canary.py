@@ -23,9 +23,10 @@ from quartet.weights.manifest import mismatch
 
 from quartet_inference.engine import Engine, EngineInfo, Event, Request, Scored, ScoreRequest, ServedWeights
 
-#: Mean difference of a log-probability. With float32 only the order of sums differs; with bfloat16 and
-#: float16 the engine computes in 8 or 11 bits what the trainer computed in 24.
-TOLERANCES = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.25}
+#: Mean difference of a log-probability. With float32 only the order of sums differs (measured: below 1e-6);
+#: with float16 and bfloat16 the engine computes in 11 or 8 bits what the trainer computed in 24 (measured on
+#: sharp random models: 0.003 and 0.02). One tensor that is 10 % off moves it by 0.02 to 0.2.
+TOLERANCES = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
 #: Canary.token_ids says so.
 MAX_TOKENS = 64
 #: A queue of scores that is full empties within some steps.

@@ -99,6 +99,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             last_update_pause_ms=info.last_update_pause_ms,
             paused=info.paused,
             end_token_ids=info.end_token_ids,
+            out_of_service=info.out_of_service,
             prefix_breaks=self._answerer.prefix_breaks,
         )
 

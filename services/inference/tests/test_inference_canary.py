@@ -1,0 +1,236 @@
+"""The canary: weights that were damaged in the engine take the replica out of service until good ones come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quartet.errors import QuartetError
+from quartet.kit.channel import connect
+from quartet.kit.health import Health
+from quartet.kit.server import RunningServer, ServerConfig, Service, start
+from quartet.v1 import inference_service_pb2 as ipb
+from quartet.v1 import inference_service_pb2_grpc as irpc
+from quartet.v1 import weights_pb2 as pb
+from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
+from quartet.weights.store import WeightStore
+from quartet.weights.tensor import Tensor
+from quartet_inference import app
+from quartet_inference.canary import CanaryWatch, Gate, check_canary
+from quartet_inference.config import InferenceConfig
+from quartet_inference.embedded.model import ModelWeights, StagedWeights
+from quartet_inference.engine import EngineInfo, Scored, ScoreRequest, ServedWeights
+
+INFERENCE = "quartet.v1.InferenceService"
+TOKENS = [7 * place % 250 + 1 for place in range(48)]
+Make = Callable[..., Any]
+DTYPES = {"float32": (torch.float32, "F32"), "bfloat16": (torch.bfloat16, "BF16")}
+
+
+def cast(model: Any, dtype: str) -> dict[str, Tensor]:
+    torch_dtype, name = DTYPES[dtype]
+    return {
+        key: Tensor(name, tuple(p.shape), p.detach().to(torch_dtype).view(torch.uint8).numpy().tobytes())
+        for key, p in model.named_parameters()
+    }
+
+
+def canary_of(model: Any, dtype: str) -> pb.Canary:
+    """What a trainer says: the cast, computed in float32."""
+    kept = {key: p.data for key, p in model.named_parameters()}
+    for p in model.parameters():
+        p.data = p.data.to(DTYPES[dtype][0]).float()
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([TOKENS])).logits[0]
+    for key, p in model.named_parameters():
+        p.data = kept[key]
+    logprobs = torch.log_softmax(logits, -1)[:-1].gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
+    return pb.Canary(token_ids=TOKENS, logprobs=logprobs.tolist())
+
+
+class Serving:
+    """A replica and the store that it follows."""
+
+    def __init__(self, stub: Any, health: Health, store: WeightStore, make_model: Make, dtype: str) -> None:
+        self.stub, self.health, self.store = stub, health, store
+        self._make_model, self._dtype = make_model, dtype
+
+    async def publish(self, version: int) -> None:
+        model = self._make_model(version + 1)
+        weights, canary = cast(model, self._dtype), canary_of(model, self._dtype)
+        await asyncio.to_thread(self.store.publish, "r", version, weights, canary=canary)
+
+    async def until(self, true: Callable[[Any], bool]) -> Any:
+        async with asyncio.timeout(30):
+            while not true(model := await self.stub.GetModel(ipb.GetModelRequest(), timeout=5)):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        return model
+
+    async def ready(self, version: int) -> Any:
+        return await self.until(
+            lambda model: model.policy_version == version and not self.health.why_not(INFERENCE)
+        )
+
+    async def generate(self, max_tokens: int = 4) -> set[int]:
+        request = ipb.GenerateRequest(tokens=ipb.TokensPrompt(token_ids=[1, 2, 3]))
+        request.sampling.max_tokens, request.sampling.ignore_eos = max_tokens, True
+        versions = set()
+        async for response in self.stub.Generate(request, timeout=60):
+            versions |= {span.policy_version for span in response.delta.spans}
+        return versions
+
+
+@asynccontextmanager
+async def serving(folder: Path, make_model: Make, dtype: str = "float32") -> AsyncIterator[Serving]:
+    store = WeightStore(keep=2)
+    service = Service(SERVICE, add_weight_service, WeightServicer(store))
+    trainer: RunningServer = await start([service], ServerConfig(), Health())
+    embedded: Any = {"kv_cache_bytes": 1 << 24, "max_num_seqs": 4, "dtype": dtype}
+    config = InferenceConfig(
+        model=folder, max_model_len=256, embedded=embedded, weights_address=trainer.address
+    )
+    health = Health()
+    async with app.services(config, health) as services:
+        server = await start(services, config.server, health)
+        async with connect(server.address) as channel:
+            yield Serving(irpc.InferenceServiceStub(channel), health, store, make_model, dtype)  # type: ignore[no-untyped-call]
+        await server.stop(0)
+    await trainer.stop(0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_weight_that_flips_in_the_engine_is_caught_and_the_next_version_heals(
+    model_folder: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    real = ModelWeights.apply
+    damaged: list[str] = []
+
+    def flip(self: ModelWeights, staged: StagedWeights) -> None:
+        real(self, staged)
+        if damaged:
+            # The top bit of one exponent, as a cosmic ray or a bad module would.
+            raw = self._parameters[damaged[0]].data.view(-1)
+            raw[5] = float(raw[5]) * 2**6 + 40
+
+    monkeypatch.setattr(ModelWeights, "apply", flip)
+    async with serving(model_folder, make_model, dtype) as replica:
+        await replica.publish(0)
+        await replica.ready(0)
+        assert await replica.generate() == {0}
+
+        damaged.append("model.layers.1.mlp.down_proj.weight")
+        running = asyncio.create_task(replica.generate(max_tokens=200))
+        await replica.until(lambda model: model.running > 0)
+        await replica.publish(1)
+        model = await replica.until(lambda model: bool(model.out_of_service))
+        assert "not those of version 1" in model.out_of_service
+        assert "not those of version 1" in replica.health.why_not(INFERENCE)
+        for call in (running, replica.generate()):
+            with pytest.raises(Exception, match="out of service"):
+                await call
+        await replica.until(lambda model: model.running == 0)
+
+        damaged.clear()
+        await replica.publish(2)
+        assert not (await replica.ready(2)).out_of_service
+        assert await replica.generate() == {2}
+
+
+async def test_sound_weights_stay_in_service_through_many_versions(
+    model_folder: Path, make_model: Make
+) -> None:
+    async with serving(model_folder, make_model) as replica:
+        for version in range(4):
+            await replica.publish(version)
+            await replica.ready(version)
+
+
+async def test_a_canary_that_cannot_be_scored_is_the_publishers_fault(
+    model_folder: Path, make_model: Make
+) -> None:
+    """It is refused before the swap: the old version goes on serving."""
+    async with serving(model_folder, make_model) as replica:
+        await replica.publish(0)
+        await replica.ready(0)
+        bad = pb.Canary(token_ids=[1, 2, 3], logprobs=[-1.0])
+        await asyncio.to_thread(replica.store.publish, "r", 1, cast(make_model(9), "float32"), canary=bad)
+        await asyncio.sleep(0.5)
+        assert await replica.generate() == {0}
+        await replica.publish(2)
+        await replica.ready(2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs"), [([1], []), ([1, 2], []), ([1, 400], [-1.0]), ([1] * 65, [-1.0] * 64)]
+)
+def test_malformed_canaries(tokens: list[int], logprobs: list[float]) -> None:
+    manifest = pb.WeightManifest(canary=pb.Canary(token_ids=tokens, logprobs=logprobs))
+    with pytest.raises(QuartetError, match="canary"):
+        check_canary(manifest, vocab_size=260)
+    check_canary(pb.WeightManifest(), vocab_size=260)
+
+
+class Scripted:
+    """An engine that scores as told."""
+
+    def __init__(self, *answers: list[float] | QuartetError) -> None:
+        self.answers = list(answers)
+        self.scored: list[ScoreRequest] = []
+
+    def info(self) -> EngineInfo:
+        return EngineInfo("", "float32", 64, 1, 1, (), None, 0, 0, 0, 0, 0, 0.0, False)
+
+    async def score(self, request: ScoreRequest) -> Scored:
+        self.scored.append(request)
+        answer = self.answers.pop(0)
+        if isinstance(answer, QuartetError):
+            raise answer
+        return Scored(answer, request.exact_version or 0)
+
+    async def generate(self, request: Any) -> AsyncIterator[int]:
+        for event in range(100):
+            await asyncio.sleep(0)
+            yield event
+
+
+async def verdicts(*answers: list[float] | QuartetError) -> list[str]:
+    engine: Any = Scripted(*answers)
+    told: list[str] = []
+    watch = CanaryWatch(engine, None, told.append)
+    watch.swapped(ServedWeights("r", 3, b""), pb.Canary(token_ids=[5, 6, 7], logprobs=[-1.0, -2.0]))
+    assert watch._task is not None
+    await asyncio.wait_for(watch._task, 5)
+    assert engine.scored[-1] == ScoreRequest((5, 6, 7), ((1, 2),), "r", 3)
+    return told
+
+
+async def test_verdicts() -> None:
+    assert await verdicts([-1.0004, -2.0004]) == [""]
+    assert "0.05 off" in (await verdicts([-1.1, -2.0]))[0]
+    assert "nan off" in (await verdicts([float("nan"), -2.0]))[0]
+    assert "inf off" in (await verdicts(QuartetError("INTERNAL", "non-finite logits")))[0]
+    assert await verdicts(QuartetError("OVERLOADED", "full"), [-1.0, -2.0]) == [""]
+    assert await verdicts(QuartetError("VERSION_UNAVAILABLE", "swapped again")) == [], "nothing was found out"
+
+
+async def test_a_closed_gate_fails_what_runs_and_what_comes() -> None:
+    engine: Any = Scripted()
+    gate = Gate(engine)
+    request: Any = None
+    events = gate.generate(request)
+    async with aclosing(events):  # type: ignore[type-var]
+        assert await anext(events) == 0
+        gate.set_out_of_service("bad memory")
+        assert gate.info().out_of_service == "bad memory"
+        with pytest.raises(QuartetError, match="bad memory"):
+            await anext(events)
+    with pytest.raises(QuartetError, match="bad memory"):
+        await gate.score(ScoreRequest((1, 2), ((1, 1),)))
+    gate.set_out_of_service("")
+    again = gate.generate(request)
+    assert [event async for event in again] == list(range(100))
