@@ -1,18 +1,15 @@
-"""Generations over several replicas (quartet.replicas), against servers that sample as the contract says.
-
-The scripted model is deterministic: a token depends on everything before it, the seed and the position, so a
-token that is lost, doubled or drawn at another position of its seed changes all later ones.
-"""
+"""Generations over several replicas (quartet.replicas), against servers that sample as the contract says."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import os
 import random
 import socket
+import sys
 import time
-import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
@@ -23,117 +20,31 @@ from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget
 from quartet.kit.channel import ClientSecurity
-from quartet.kit.health import Health
-from quartet.kit.server import RunningServer, ServerConfig, Service, start
 from quartet.replicas import Replicas, Settings
 from quartet.replicas.addresses import Addresses
 from quartet.replicas.choice import LOAD_FACTOR, LOAD_SLACK, choose, ranking
-from quartet.v1 import common_pb2, rollout_pb2
+from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
-from quartet.v1 import inference_service_pb2_grpc as rpc
 
-NAME = "quartet.v1.InferenceService"
-DOCUMENTATION = (Path(__file__).resolve().parents[2] / "docs/replicas.md").read_text()
-PIECE = 4
+HERE = Path(__file__).resolve().parent
+DOCUMENTATION = (HERE.parents[1] / "docs/replicas.md").read_text()
 QUICK = Settings(
     idle_timeout_seconds=0.5,
     resolve_seconds=0.1,
     rounds=RetryBudget(max_attempts=50, initial_backoff_s=0.02, max_backoff_s=0.1),
 )
 
-
-def next_token(tokens: list[int], position: int, seed: int) -> int:
-    return zlib.crc32(repr((tokens, position, seed)).encode()) % 997 + 10
-
-
-def logprob(token: int) -> float:
-    return -float(token % 64) / 64  # exact in float32
-
-
-class ScriptedReplica(rpc.InferenceServiceServicer):
-    """Samples by the contract; `before_piece` may raise or wait, given the tokens sampled so far."""
-
-    def __init__(self, version: int = 1) -> None:
-        self.version = version
-        self.requests: list[pb.GenerateRequest] = []
-        self.running = 0
-        self.sampled: list[tuple[int, ...]] = []  # every token ever sampled, with all that preceded it
-        self.before_piece: Callable[[int], Any] = lambda _sampled: None
-        self.health = Health()
-        self.health.set_ready(NAME)
-        self.server: RunningServer | None = None
-        self.address = ""
-
-    async def begin(self, address: str = "127.0.0.1:0") -> None:
-        add: Any = rpc.add_InferenceServiceServicer_to_server
-        self.server = await start([Service(NAME, add, self)], ServerConfig(address=address), self.health)
-        self.address = self.server.address
-
-    async def end(self) -> None:
-        if self.server is not None:
-            server, self.server = self.server, None
-            await server.stop(0)
-
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        self.requests.append(request)
-        self.running += 1
-        try:
-            async for frame in self._frames(request):
-                yield frame
-        finally:
-            self.running -= 1
-
-    async def _frames(self, request: Any) -> AsyncIterator[Any]:
-        if request.HasField("exact_policy_version") and request.exact_policy_version != self.version:
-            raise QuartetError("VERSION_UNAVAILABLE", f"version {self.version} is served")
-        told = [ord(c) for m in request.messages.messages for c in m.content]
-        told = told or [*request.tokens.token_ids] + [
-            ord(c) for m in request.tokens.tail_messages for c in m.content
-        ]
-        rendered = bool(request.messages.messages or request.tokens.tail_messages)
-        resumed = request.resumed_tokens
-        assert not resumed or request.n == 1
-        yield pb.GenerateResponse(
-            start=pb.GenerateStart(prompt_token_ids=told if rendered else (), prefix_kept=True)
-        )
-        limit = request.sampling.max_tokens
-        lanes = [list(told) for _ in range(request.n)]
-        first = len(told) - resumed
-        for at in range(resumed, limit, PIECE):
-            for index, tokens in enumerate(lanes):
-                waited = self.before_piece(at)
-                if waited is not None:
-                    await waited
-                yield self._piece(request, index, tokens, first, min(at + PIECE, limit))
-        for index, tokens in enumerate(lanes):
-            text = " ".join(map(str, tokens[first:]))
-            yield pb.GenerateResponse(
-                finish=pb.GenerateFinish(
-                    index=index,
-                    finish_reason=pb.FINISH_REASON_LENGTH,
-                    message=common_pb2.Message(role="assistant", content=text),
-                    usage=common_pb2.Usage(prompt_tokens=len(told), completion_tokens=limit - resumed),
-                )
-            )
-
-    def _piece(self, request: Any, index: int, tokens: list[int], first: int, until: int) -> Any:
-        at = len(tokens) - first
-        while len(tokens) - first < until:
-            position = len(tokens) - first
-            # Unseeded completions of one request differ, as they would by chance.
-            tokens.append(next_token(tokens, position, request.sampling.seed or 10_000 + index))
-            self.sampled.append(tuple(tokens))
-        new = tokens[first + at :]
-        span = rollout_pb2.PolicySpan(start=at, length=len(new), policy_version=self.version)
-        return pb.GenerateResponse(
-            delta=pb.GenerateDelta(index=index, token_ids=new, logprobs=map(logprob, new), spans=[span])
-        )
+_spec = importlib.util.spec_from_file_location("scripted_replica", HERE / "scripted_replica.py")
+assert _spec is not None and _spec.loader is not None
+scripted_replica = importlib.util.module_from_spec(_spec)
+sys.modules["scripted_replica"] = scripted_replica
+_spec.loader.exec_module(scripted_replica)
+ScriptedReplica, NAME = scripted_replica.ScriptedReplica, scripted_replica.NAME
+undisturbed, logprob = scripted_replica.undisturbed, scripted_replica.logprob
 
 
 @asynccontextmanager
-async def fleet(
-    count: int, settings: Settings = QUICK
-) -> AsyncIterator[tuple[list[ScriptedReplica], Replicas]]:
+async def fleet(count: int, settings: Settings = QUICK) -> AsyncIterator[tuple[list[Any], Replicas]]:
     scripted = [ScriptedReplica() for _ in range(count)]
     async with AsyncExitStack() as stack:
         for one in scripted:
@@ -155,14 +66,7 @@ def ask(text: str = "hello", session: str = "s", max_tokens: int = 22, **fields:
     )
 
 
-def undisturbed(text: str = "hello", max_tokens: int = 22, seed: int = 10_000) -> list[int]:
-    tokens = [ord(c) for c in text]
-    for position in range(max_tokens):
-        tokens.append(next_token(tokens, position, seed))
-    return tokens[len(text) :]
-
-
-def home(session: str, scripted: list[ScriptedReplica]) -> tuple[ScriptedReplica, list[ScriptedReplica]]:
+def home(session: str, scripted: list[Any]) -> tuple[Any, list[Any]]:
     """The replica that a session ranks first, and the others in their order."""
     by_address = {one.address: one for one in scripted}
     first, *others = [by_address[one] for one in ranking(session, list(by_address))]

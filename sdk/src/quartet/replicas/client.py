@@ -135,7 +135,7 @@ class Replicas:
         generation = Generation(request)
         self.counts.generations += 1
         parts = [self._sample(generation, lanes, deadline) for lanes in generation.parts]
-        async with aclosing(merged(parts)) as frames:
+        async with aclosing(merged(parts) if len(parts) > 1 else parts[0]) as frames:
             async for frame in frames:
                 yield frame
 
@@ -196,9 +196,9 @@ class Replicas:
         with replica.carrying(len(lanes)):
             call = replica.stub.Generate(generation.ask(lanes), timeout=timeout_s)
             idle_s = self._settings.idle_timeout_seconds
-            async with aclosing(stream(call, idle_timeout_s=idle_s)) as responses:  # type: ignore[type-var]
-                async for response in responses:
-                    for frame in generation.take(response, lanes):
+            async with aclosing(stream(call, idle_timeout_s=idle_s)) as frames:  # type: ignore[type-var]
+                async for frame in frames:
+                    if generation.take(frame, lanes):
                         yield frame
 
     async def _next(self, session_id: str, rounds: _Rounds, deadline: float) -> Replica:

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -91,36 +91,34 @@ class Generation:
             request.resumed_tokens = lanes[0].sampled
         return request
 
-    def take(self, frame: pb.GenerateResponse, lanes: Sequence[Lane]) -> Iterator[pb.GenerateResponse]:
-        """The frame as the client shall see it, if at all; `lanes` are those that were asked for."""
+    def take(self, frame: pb.GenerateResponse, lanes: Sequence[Lane]) -> bool:
+        """Note a frame, made as the client shall see it; whether it shall. `lanes` were asked for."""
         which = frame.WhichOneof("frame")
         if which == "start":
-            yield from self._start(frame, lanes)
-        elif which == "delta":
+            return self._start(frame.start, lanes)
+        if which == "delta":
             lane = self._lane(lanes, frame.delta.index)
             self._check(lane, frame.delta)
             lane.token_ids.extend(frame.delta.token_ids)
             frame.delta.index = lane.index
-            yield frame
         elif which == "finish":
             lane = self._lane(lanes, frame.finish.index)
             lane.finished = True
             frame.finish.index = lane.index
             if lane.taken_over_at:
                 self._account(lane, frame.finish.usage)
-            yield frame
+        return which in ("delta", "finish")
 
-    def _start(self, frame: pb.GenerateResponse, lanes: Sequence[Lane]) -> Iterator[pb.GenerateResponse]:
+    def _start(self, start: pb.GenerateStart, lanes: Sequence[Lane]) -> bool:
         if lanes[0].taken_over_at:
-            return  # the prompt of the call that goes on holds what was sampled, and the client knows its own
-        told = list(frame.start.prompt_token_ids)
+            return False  # the client knows its prompt; this call's holds what was sampled, too
+        told = list(start.prompt_token_ids)
         if told and self.prompt_ids is not None and told != self.prompt_ids:
             raise _broken("two replicas render the prompt differently; give all of them one chat template")
         if told:
             self.prompt_ids = told
-        if not self._started:
-            self._started = True
-            yield frame
+        first, self._started = not self._started, True
+        return first
 
     def _account(self, lane: Lane, usage: common_pb2.Usage) -> None:
         """The usage of a completion that several replicas sampled, as if it had been one."""
