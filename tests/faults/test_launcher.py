@@ -19,7 +19,8 @@ from tests.conftest import QUARTET, REPOSITORY
 from tests.faults.test_kill_each_service import steps_done, wait_for_steps
 
 STEPS = 14
-START_SECONDS = 120
+START_SECONDS = 180  # a machine under test load starts four services in a minute
+RUN_SECONDS = 300
 GONE_SECONDS = 5.0
 
 
@@ -50,7 +51,7 @@ def wait_gone(output: Path) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(900)
 def test_invariant_9_the_launcher_is_killed_and_interrupted(tiny_model: Path, tmp_path: Path) -> None:
     seed = int(os.environ.get("QUARTET_FAULT_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
     print(f"QUARTET_FAULT_SEED={seed}")
@@ -78,7 +79,7 @@ def test_invariant_9_the_launcher_is_killed_and_interrupted(tiny_model: Path, tm
         wait_gone(output)
 
         process = launch(tiny_model, output, log, "--resume")
-        assert process.wait(timeout=START_SECONDS) == 0
+        assert process.wait(timeout=RUN_SECONDS) == 0
         wait_gone(output)
     finally:
         if process.poll() is None:
