@@ -162,8 +162,6 @@ async def test_both_registrations_serve_the_same_bytes_from_any_offset(plane: Pl
     assert same(await fetch_version(fast, "r", 1), model())
     with pytest.raises(QuartetError, match="RUN_UNKNOWN"):
         await fetch_version(fast, "x", 1)
-    with pytest.raises(QuartetError, match="NOT_IMPLEMENTED"):
-        await call.unary(stub(fast).Push, iter([pb.PushRequest()]), timeout_s=5)
     await fast.close()
     await server.stop(0)
 
@@ -288,7 +286,7 @@ async def test_a_stream_that_lies_is_never_accepted_and_mended_by_the_next(plane
     plane.servicer.faults = [lie]
     assert same(await plane.fetch(), model())
     plane.servicer.faults = [lie] * 100
-    with pytest.raises(QuartetError, match="CHECKSUM_MISMATCH"):
+    with pytest.raises(QuartetError, match=r"CHECKSUM_MISMATCH|NOT_READY"):
         await plane.fetch()
 
 
@@ -349,12 +347,6 @@ async def test_unknown_runs_versions_bases_and_offsets_have_typed_errors(plane: 
         pb.GetManifestRequest(run_id="r", base_version=0), timeout=5
     )
     assert answer.manifest == manifest and not answer.manifest.HasField("base_version")
-
-
-async def test_push_is_not_implemented(plane: Plane) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub(plane.channel).Push(iter([pb.PushRequest()]), timeout=5)
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_watch_tells_the_newest_and_only_newer_ones(plane: Plane) -> None:

@@ -87,8 +87,12 @@ class WeightServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Push(self, request_iterator, context):
-        """Push uploads a version made elsewhere: staged, verified, then committed whole or not at all. Repeating a committed version with the
-        same digest succeeds. Errors: STREAM_TORN, CHECKSUM_MISMATCH, INVALID_REQUEST.
+        """Push uploads a version made elsewhere: staged, verified, then committed whole or not at all. Served by whoever was configured to take
+        versions of a foreign trainer. Repeating a committed version with the same digest succeeds. The server sends initial metadata
+        quartet-go-ahead once it has read the manifest and wants the payload; a client may wait for it, to learn of a refusal before it sends.
+        Errors: STREAM_TORN, CHECKSUM_MISMATCH, INVALID_REQUEST, SEQUENCE_CONFLICT (that version is held with other weights), VERSION_UNKNOWN
+        (the base is not held: push the full payload), OVERLOADED, DEADLINE, NOT_IMPLEMENTED (none are taken).
+        Example: Push manifest{version 7,...}, chunk..., commit{payload_bytes, payload_digest} -> PushResponse{version 7}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +35,8 @@ from quartet.weights.manifest import check_manifest, mismatch, of_full_payload
 from quartet.weights.payload import decode_payload
 from quartet.weights.receipt import Receipt
 from quartet.weights.service import SERVICE
+from quartet.weights.tensor import Tensor
+from quartet.weights.transport import Transport
 
 log = structlog.get_logger(__name__)
 
@@ -44,12 +46,14 @@ FETCH_METHOD = f"/{SERVICE}/Fetch"
 MAX_PAYLOAD_BYTES = 256 << 30
 #: A manifest is small and in memory; this is for a publisher whose process is busy, not for its work.
 MANIFEST_TIMEOUT_SECONDS = 30.0
-#: Making a delta takes a publisher some seconds per GiB; it goes on while nobody waits, and is kept.
-DELTA_TIMEOUT_SECONDS = 180.0
+#: Making a delta or a copy takes a publisher seconds per GiB; it goes on while nobody waits, and is kept.
+PREPARE_TIMEOUT_SECONDS = 180.0
 #: Links of a chain of deltas: more than any publisher keeps (quartet.weights.store).
 MAX_LINKS = 100
 #: Chunks follow each other at once; a publisher that sends none for so long is frozen or gone.
 FETCH_IDLE_SECONDS = 30.0
+#: Signs of life in a row from a relay that waits for its own source; one comes every second.
+MAX_SIGNS = 120
 #: Three heartbeats missed, and some.
 WATCH_IDLE_SECONDS = 20.0
 #: Streams in a row that bring no new byte before a fetch fails.
@@ -69,31 +73,37 @@ async def fetch_version(
     base: Held | None = None,
     *,
     on_arrival: Callable[[Arrival], None] | None = None,
+    transports: Sequence[Transport] = (),
 ) -> Fetched:
     """Pull a version whole; None means the newest. With a base the publisher may answer with deltas.
 
-    `on_arrival` is told of each payload as it begins to come.
+    `on_arrival` is told of each payload as it begins to come. The transports are tried in their order, before
+    Fetch.
     Errors: RUN_UNKNOWN, VERSION_UNKNOWN (also when it is evicted meanwhile), CHECKSUM_MISMATCH, NOT_READY.
     """
     deltas: list[Delta] = []
     received = 0
     for _ in range(MAX_LINKS):
-        manifest = await get_manifest(channel, run_id, version, base)
-        with _receipt(manifest, on_arrival) as receipt:
-            await _payload(channel, manifest, receipt)
+        answer = await _describe(channel, run_id, version, base, transports)
+        manifest: pb.WeightManifest = answer.manifest
+        buffer = await _carried(answer, transports)
+        with _receipt(manifest, buffer, on_arrival) as receipt:
+            if buffer is None:
+                await _payload(channel, manifest, receipt)
             received += receipt.size
-            if base is None or not manifest.HasField("base_version"):
-                tensors = await asyncio.to_thread(decode_payload, receipt.buffer, manifest)
-                receipt.announce()
-                return Fetched(manifest, tensors, (), received)
             try:
-                tensors = await asyncio.to_thread(apply_delta, receipt.buffer, manifest, base)
+                tensors = await asyncio.to_thread(_decoded, receipt, manifest, base)
             except QuartetError as error:
-                # The bytes are as they were sent: this delta, or our base, is not what it claims to be.
-                log.warning("delta refused", run_id=run_id, version=manifest.version, why=error.message)
-                base, deltas = None, []
+                if not manifest.HasField("base_version") and buffer is None:
+                    raise
+                # The bytes of a delta are as they were sent: it, or our base, is not what it claims to be.
+                # Another road than Fetch has no checksums.
+                log.warning("payload refused", run_id=run_id, version=manifest.version, why=error.message)
+                base, deltas, transports = None, [], ()
                 continue
             receipt.announce()
+        if base is None or not manifest.HasField("base_version"):
+            return Fetched(manifest, tensors, (), received)
         deltas.append(Delta(manifest, receipt.payload()))
         base = Fetched(of_full_payload(manifest), tensors, tuple(deltas), received)
         if version in (None, manifest.version):
@@ -101,13 +111,32 @@ async def fetch_version(
     raise mismatch(f"chain of deltas to version {version} (over {MAX_LINKS} links)")
 
 
+def _decoded(receipt: Receipt, manifest: pb.WeightManifest, base: Held | None) -> dict[str, Tensor]:
+    if receipt.end is None:
+        receipt.close()
+    if base is None or not manifest.HasField("base_version"):
+        return decode_payload(receipt.buffer, manifest)
+    return apply_delta(receipt.buffer, manifest, base)
+
+
+async def _carried(answer: pb.GetManifestResponse, transports: Sequence[Transport]) -> memoryview | None:
+    """The payload by the first transport that is open; None: it must be fetched."""
+    for transport in transports:
+        buffer = await transport.payload(answer)
+        if buffer is not None:
+            return buffer
+    return None
+
+
 @contextmanager
-def _receipt(manifest: pb.WeightManifest, on_arrival: Callable[[Arrival], None] | None) -> Iterator[Receipt]:
+def _receipt(
+    manifest: pb.WeightManifest, buffer: memoryview | None, on_arrival: Callable[[Arrival], None] | None
+) -> Iterator[Receipt]:
     """A receipt whose arrival ends when it is left: torn, unless it was announced."""
     size = manifest.payload_bytes
     # Unlike bytearray(size), untouched: the pages are first written by the bytes that arrive.
-    buffer = np.empty(size, np.uint8).data
-    receipt = Receipt(buffer, [(0, size)], Arrival(manifest, buffer))
+    place = np.empty(size, np.uint8).data if buffer is None else buffer
+    receipt = Receipt(place, [(0, size)] if buffer is None else [], Arrival(manifest, place))
     if on_arrival is not None:
         on_arrival(receipt.arrival)
     try:
@@ -120,13 +149,28 @@ async def get_manifest(
     channel: grpc.aio.Channel, run_id: str, version: int | None = None, base: Held | None = None
 ) -> pb.WeightManifest:
     """Ask for a manifest and refuse one that is not what was asked for or contradicts itself."""
+    answer = await _describe(channel, run_id, version, base, ())
+    manifest: pb.WeightManifest = answer.manifest
+    return manifest
+
+
+async def _describe(
+    channel: grpc.aio.Channel,
+    run_id: str,
+    version: int | None,
+    base: Held | None,
+    transports: Sequence[Transport],
+) -> pb.GetManifestResponse:
     request = pb.GetManifestRequest(run_id=run_id, version=version)
     if base is not None:
         request.base_version, request.base_digest = base.manifest.version, base.manifest.digest
-    response = await unary(
+    for transport in transports:
+        transport.ask(request)
+    prepares = base is not None or bool(transports)
+    response: pb.GetManifestResponse = await unary(
         _stub(channel).GetManifest,
         request,
-        timeout_s=MANIFEST_TIMEOUT_SECONDS if base is None else DELTA_TIMEOUT_SECONDS,
+        timeout_s=PREPARE_TIMEOUT_SECONDS if prepares else MANIFEST_TIMEOUT_SECONDS,
         budget=RetryBudget(),
     )
     manifest: pb.WeightManifest = response.manifest
@@ -143,7 +187,7 @@ async def get_manifest(
             "OVERLOADED",
             f"a payload of {manifest.payload_bytes} bytes is over the bound of {MAX_PAYLOAD_BYTES}",
         )
-    return manifest
+    return response
 
 
 def _leads_from(base: Held, manifest: pb.WeightManifest) -> bool:
@@ -175,6 +219,7 @@ async def _receive(channel: grpc.aio.Channel, manifest: pb.WeightManifest, recei
     # No deserializer: decode_frame reads the messages as they came.
     method = channel.unary_stream(FETCH_METHOD, request_serializer=pb.FetchRequest.SerializeToString)
     call = method(request)
+    signs = 0
     try:
         async for message in stream(call, idle_timeout_s=FETCH_IDLE_SECONDS):
             frame = decode_frame(message)
@@ -182,6 +227,9 @@ async def _receive(channel: grpc.aio.Channel, manifest: pb.WeightManifest, recei
                 raise mismatch(f"frame at byte {position}")
             if isinstance(frame, pb.WeightEnd):
                 return receipt.accept_end(frame, position)
+            signs = 0 if frame.data else signs + 1
+            if signs > MAX_SIGNS:
+                raise QuartetError("DEADLINE", f"{signs} signs of life, and no byte", waited_for="chunk")
             position = receipt.accept(frame, position)
             if not receipt.wants(position):
                 return None

@@ -1,9 +1,9 @@
-"""FetchResponse by hand: the same bytes as protobuf's, without its copies of every chunk.
+"""FetchResponse and PushRequest by hand: the same bytes as protobuf's, without its copies of every chunk.
 
-1. `encode_chunk` writes exactly what FetchResponse.SerializeToString writes: a peer cannot tell.
-2. `decode_frame` accepts whatever protobuf accepts; what protobuf itself would write is read
+1. `encode_chunk` writes exactly what SerializeToString writes: a peer cannot tell.
+2. `decode_frame` and `decode_push` accept whatever protobuf accepts; what protobuf itself would write is read
    without a copy, the rest by protobuf.
-3. Bytes that are no FetchResponse decode to None, never to an exception: the wire is not trusted.
+3. Bytes that are no such message decode to None, never to an exception: the wire is not trusted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from google.protobuf.message import DecodeError
 from quartet.v1 import weights_pb2 as pb
 
 # Tags of the wire format: (field number << 3) | wire type.
-_CHUNK = 0x0A
+FETCH_CHUNK = 0x0A
+PUSH_CHUNK = 0x12
 _OFFSET = 0x08
 _DATA = 0x12
 _CHECKSUM = 0x19
@@ -32,17 +33,19 @@ class Chunk:
     checksum: int
 
 
-def encode_chunk(offset: int, parts: Iterable[memoryview | bytes], size: int, checksum: int) -> bytes:
-    """A serialized FetchResponse with a chunk of `size` > 0 bytes, given as parts that are copied once."""
+def encode_chunk(
+    offset: int, parts: Iterable[memoryview | bytes], size: int, checksum: int, tag: int = FETCH_CHUNK
+) -> bytes:
+    """A serialized message with a chunk of `size` > 0 bytes, given as parts that are copied once."""
     head = b"\x08" + _varint(offset) if offset else b""
     head += b"\x12" + _varint(size)
     tail = b"\x19" + checksum.to_bytes(_CHECKSUM_BYTES, "little") if checksum else b""
-    return b"".join((b"\x0a", _varint(len(head) + size + len(tail)), head, *parts, tail))
+    return b"".join((bytes([tag]), _varint(len(head) + size + len(tail)), head, *parts, tail))
 
 
 def decode_frame(message: bytes) -> Chunk | pb.WeightEnd | None:
     """The frame of a serialized FetchResponse; None for one without a frame, and for bytes that are none."""
-    chunk = _decode_canonical(message)
+    chunk = _decode_canonical(message, FETCH_CHUNK)
     if chunk is not None:
         return chunk
     try:
@@ -51,16 +54,39 @@ def decode_frame(message: bytes) -> Chunk | pb.WeightEnd | None:
         return None
     match response.WhichOneof("frame"):
         case "chunk":
-            return Chunk(response.chunk.offset, memoryview(response.chunk.data), response.chunk.checksum)
+            return _chunk(response.chunk)
         case "end":
             return response.end
     return None
 
 
-def _decode_canonical(message: bytes) -> Chunk | None:
+def decode_push(message: bytes) -> Chunk | pb.WeightManifest | pb.WeightEnd | None:
+    """The frame of a serialized PushRequest; None for one without a frame, and for bytes that are none."""
+    chunk = _decode_canonical(message, PUSH_CHUNK)
+    if chunk is not None:
+        return chunk
+    try:
+        request = pb.PushRequest.FromString(message)
+    except DecodeError:
+        return None
+    match request.WhichOneof("frame"):
+        case "manifest":
+            return request.manifest
+        case "chunk":
+            return _chunk(request.chunk)
+        case "commit":
+            return request.commit
+    return None
+
+
+def _chunk(chunk: pb.WeightChunk) -> Chunk:
+    return Chunk(chunk.offset, memoryview(chunk.data), chunk.checksum)
+
+
+def _decode_canonical(message: bytes, tag: int) -> Chunk | None:
     """The chunk, if the message is offset, data and checksum in this order, each once, and nothing else."""
     try:
-        if message[0] != _CHUNK:
+        if message[0] != tag:
             return None
         size, at = _read_varint(message, 1)
         if at + size != len(message):

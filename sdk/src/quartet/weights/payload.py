@@ -17,7 +17,7 @@ from itertools import accumulate
 import xxhash
 
 from quartet.v1 import weights_pb2 as pb
-from quartet.weights.frames import encode_chunk
+from quartet.weights.frames import FETCH_CHUNK, encode_chunk
 from quartet.weights.layout import Extent, header_of, parse_header
 from quartet.weights.manifest import mismatch, verify_tensor
 from quartet.weights.tensor import Tensor
@@ -26,7 +26,7 @@ from quartet.weights.tensor import Tensor
 CHUNK_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Payload:
     """One payload: its parts in order, where each begins, its size and its digest."""
 
@@ -48,14 +48,14 @@ class Payload:
             index += 1
         return views
 
-    def encoded_chunks(self, offset: int) -> Iterator[bytes]:
-        """Serialized FetchResponses with the chunks from `offset` on; each byte is copied once."""
+    def encoded_chunks(self, offset: int, tag: int = FETCH_CHUNK) -> Iterator[bytes]:
+        """Serialized messages with the chunks from `offset` on; each byte is copied once."""
         for begin, end in chunk_spans(self.size, offset):
             views = self.slices(begin, end)
             state = xxhash.xxh3_64()
             for view in views:
                 state.update(view)
-            yield encode_chunk(begin, views, end - begin, state.intdigest())
+            yield encode_chunk(begin, views, end - begin, state.intdigest(), tag)
 
     def end(self) -> pb.WeightEnd:
         """The frame that closes it."""

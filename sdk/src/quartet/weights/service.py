@@ -1,9 +1,11 @@
 """WeightService over a WeightStore: the trainer serves what it published, an inference replica what it holds.
 
-1. Read-only: no request changes the store; Push is not served.
+1. No request but Push changes the store, and Push is refused unless the servicer was made to take it: by a
+   replica that follows nobody, for a foreign trainer (quartet.weights.push).
 2. A caller that names a base by number and digest gets the road of the fewest bytes from there
    (quartet.weights.store), any other the full payload. Deltas are made in one thread of their own.
 3. A Fetch keeps its payload alive until its stream ends, evicted or not.
+4. A caller that asks for it is told where the payload lies in shared memory, if it fits there.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from quartet.kit.stream import with_heartbeats
 from quartet.v1 import weights_pb2 as pb
 from quartet.v1 import weights_pb2_grpc as rpc
 from quartet.weights.payload import Payload, chunks
+from quartet.weights.push import GO_AHEAD, Pushes
+from quartet.weights.shared import SharedPayloads
 from quartet.weights.store import Base, Version, WeightStore
 from quartet.weights.tree import RelayTree
 
@@ -29,14 +33,18 @@ SERVICE = pb.DESCRIPTOR.services_by_name["WeightService"].full_name
 
 
 class WeightServicer(rpc.WeightServiceServicer):
-    """Watch, GetManifest and Fetch."""
+    """Watch, GetManifest, Fetch and, where it is taken, Push."""
 
-    def __init__(self, store: WeightStore, draining: asyncio.Event | None = None) -> None:
+    def __init__(
+        self, store: WeightStore, draining: asyncio.Event | None = None, *, accept_push: bool = False
+    ) -> None:
         """`draining` (health.draining) ends every Watch: its caller has nothing to lose."""
         self._store, self._draining = store, draining
         self._relays = RelayTree()
-        # One thread: whoever waits for a delta holds none of the threads that others need.
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="weight-deltas")
+        self._pushes = Pushes(store) if accept_push else None
+        self._shared = SharedPayloads()
+        # One thread: whoever waits for a delta or a copy holds none of the threads that others need.
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="weight-payloads")
 
     async def Watch(
         self, request: pb.WatchRequest, context: grpc.aio.ServicerContext
@@ -70,10 +78,16 @@ class WeightServicer(rpc.WeightServiceServicer):
         """Describe a version and the payload that leads the caller there."""
         version = request.version if request.HasField("version") else None
         base = _base(request)
-        if base is None:
+        if base is None and not request.shared_memory:
             return pb.GetManifestResponse(manifest=self._store.get(request.run_id, version).manifest)
-        road = await self._encoding(self._store.road, request.run_id, version, base)
-        return pb.GetManifestResponse(manifest=road.manifest)
+        return await self._in_thread(self._described, request.run_id, version, base, request.shared_memory)
+
+    def _described(
+        self, run_id: str, version: int | None, base: Base | None, shared: bool
+    ) -> pb.GetManifestResponse:
+        road = self._store.road(run_id, version, base)
+        offer = self._shared.offer(road.payload) if shared else None
+        return pb.GetManifestResponse(manifest=road.manifest, shared=offer)
 
     async def Fetch(
         self, request: pb.FetchRequest, context: grpc.aio.ServicerContext
@@ -98,7 +112,7 @@ class WeightServicer(rpc.WeightServiceServicer):
         if base is None:
             payload = self._store.get(request.run_id, request.version).payload
         else:
-            payload = await self._encoding(self._store.payload, request.run_id, request.version, base)
+            payload = await self._in_thread(self._store.payload, request.run_id, request.version, base)
         if request.offset > payload.size:
             raise QuartetError(
                 "OFFSET_OUT_OF_RANGE",
@@ -108,14 +122,22 @@ class WeightServicer(rpc.WeightServiceServicer):
             )
         return payload
 
-    async def _encoding(self, work: Callable[..., T], *arguments: object) -> T:
+    async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._encoder, work, *arguments)
 
     async def Push(
         self, request_iterator: AsyncIterator[pb.PushRequest], context: grpc.aio.ServicerContext
     ) -> pb.PushResponse:
-        """Not served by this build."""
-        raise unimplemented("WeightService.Push")
+        """Take a version of a foreign trainer, where such are taken."""
+        return await self.push_encoded((one.SerializeToString() async for one in request_iterator), context)
+
+    async def push_encoded(
+        self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> pb.PushResponse:
+        """Push, still serialized: what `add_weight_service` registers."""
+        if self._pushes is None:
+            raise unimplemented("WeightService.Push")
+        return await self._pushes.receive(messages, lambda: context.send_initial_metadata(((GO_AHEAD, "1"),)))
 
 
 def _base(request: pb.GetManifestRequest | pb.FetchRequest) -> Base | None:
@@ -135,7 +157,7 @@ def add_weight_service(servicer: WeightServicer, server: grpc.aio.Server) -> Non
             servicer.fetch_encoded, pb.FetchRequest.FromString, None
         ),
         "Push": grpc.stream_unary_rpc_method_handler(
-            servicer.Push, pb.PushRequest.FromString, pb.PushResponse.SerializeToString
+            servicer.push_encoded, None, pb.PushResponse.SerializeToString
         ),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))

@@ -152,20 +152,23 @@ class WeightStore:
         Errors: SEQUENCE_CONFLICT if this version is held with other weights; OVERLOADED beyond MAX_RUNS runs.
         """
         manifest = build_manifest(run_id, version, tensors, canary=canary, adapter_config=adapter_config)
-        payload = full_payload(tensors)
+        return self.commit(Fetched(manifest, dict(tensors))).manifest
+
+    def commit(self, made: Fetched) -> Version:
+        """Make a version available that was made elsewhere, and the deltas that led to it; as `publish`."""
+        manifest, payload = made.manifest, full_payload(made.tensors)
+        run_id, number = manifest.run_id, int(manifest.version)
         with self._lock:
             run = self._runs.get(run_id) or self._create(run_id)
-            held = run.versions.get(version)
+            held = run.versions.get(number)
             if held is not None and held.manifest.digest != manifest.digest:
                 raise QuartetError(
                     "SEQUENCE_CONFLICT",
-                    f"version {version} of run {run_id} is held with other weights; versions are immutable",
+                    f"version {number} of run {run_id} is held with other weights; versions are immutable",
                     have=held.manifest.digest.hex(),
                     want=manifest.digest.hex(),
                 )
-            kept = held or Version(manifest, dict(tensors), payload, run.generation)
-            self._take(run, kept)
-            return kept.manifest
+            return self._take(run, held or Version(manifest, made.tensors, payload, run.generation), made)
 
     def hold(self, fetched: Fetched) -> Version:
         """Hand on a version that was fetched elsewhere, as it is, and the deltas that led to it.
@@ -187,11 +190,8 @@ class WeightStore:
                 same = False
             run = run or self._create(run_id)
             if not same or held is None:
-                held = Version(manifest, dict(fetched.tensors), payload, run.generation)
-            self._take(run, held)
-            for delta in fetched.deltas:
-                self._keep_delta(run, delta)
-            return held
+                held = Version(manifest, fetched.tensors, payload, run.generation)
+            return self._take(run, held, fetched)
 
     def latest(self, run_id: str = "") -> Version | None:
         """The version with the highest number; None before the first. "" means the run opened last.
@@ -297,7 +297,7 @@ class WeightStore:
             raise QuartetError("RUN_UNKNOWN", f"run {run_id} is not published here", run_id=run_id)
         return self._runs[run_id]
 
-    def _take(self, run: _Run, version: Version) -> None:
+    def _take(self, run: _Run, version: Version, made: Fetched) -> Version:
         # Taken out first, so that a repeated version counts as published last.
         run.versions.pop(version.number, None)
         run.versions[version.number] = version
@@ -305,8 +305,11 @@ class WeightStore:
             del run.versions[next(iter(run.versions))]
         run.history = [number for number in run.history if number != version.number][-ANCHOR_EVERY:]
         run.history.append(version.number)
+        for delta in made.deltas:
+            self._keep_delta(run, delta)
         self._deltas.forget(lambda key: key.generation == run.generation and key.base not in run.history)
         self._wake()
+        return version
 
     def _held_base(self, target: Version, base: Base) -> Version | None:
         """The version that a reader says it holds, if it is held here with the same weights."""

@@ -1,0 +1,251 @@
+"""Push: a version made elsewhere, staged, verified, and committed whole or not at all.
+
+1. Only the commit frame counts: a stream that ends without it leaves nothing. To a server of grpc.aio a
+   client that was killed looks like one that ended its stream.
+2. What is committed has every tensor of its manifest with its digest; until then nobody can see it.
+3. Bounded: MAX_STAGED_BYTES and MAX_PUSHES at once, IDLE_SECONDS between two frames; a client waits for no
+   more than the time that its bytes justify.
+4. Repeating a committed version succeeds, without its bytes being read.
+5. The server sends GO_AHEAD as initial metadata once it wants the payload, and `push_version` waits for it: a
+   refusal comes before the bytes, and not while they are written, when grpc.aio loses it (grpc/grpc#36066).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+import structlog
+import xxhash
+
+from quartet.errors import QuartetError, from_rpc
+from quartet.v1 import weights_pb2 as pb
+from quartet.weights.delta import Delta, Held, apply_delta, make_delta
+from quartet.weights.fetched import Fetched
+from quartet.weights.frames import PUSH_CHUNK, Chunk, decode_push
+from quartet.weights.manifest import build_manifest, check_manifest, mismatch, of_full_payload
+from quartet.weights.payload import CHUNK_BYTES, Payload, decode_payload, full_payload
+from quartet.weights.store import WeightStore
+from quartet.weights.tensor import Tensor
+
+#: What all uploads together may occupy before they are committed: a model of some 30B parameters.
+MAX_STAGED_BYTES = 64 << 30
+#: Uploads at once; a run has one trainer.
+MAX_PUSHES = 4
+#: Between two frames; a client that sends none for so long is frozen or gone.
+IDLE_SECONDS = 30.0
+#: A client tries so often; whatever a repetition may mend.
+MAX_TRIES = 4
+RETRIED = frozenset({"NOT_READY", "OVERLOADED", "DEADLINE", "STREAM_TORN", "CHECKSUM_MISMATCH"})
+#: An upload takes no longer than this, and a second for so many bytes: several times slower than any network
+#: that weights should cross.
+PUSH_SECONDS, BYTES_PER_SECOND = 60.0, 10e6
+#: Full jitter is not needed: a run has one trainer.
+RETRY_SECONDS = 0.5
+
+#: Key of the initial metadata that asks for the payload.
+GO_AHEAD = "quartet-go-ahead"
+PUSH_METHOD = f"/{pb.DESCRIPTOR.services_by_name['WeightService'].full_name}/Push"
+
+#: What grpc.aio says instead of the status of a call that ended while a message was written.
+LOST_STATUS = "Internal error from Core"
+
+log = structlog.get_logger(__name__)
+
+
+class Pushes:
+    """The uploads under way to one store. For one event loop."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
+        self._staged_bytes: list[int] = []
+
+    async def receive(
+        self, messages: AsyncIterator[bytes], go_ahead: Callable[[], Awaitable[None]]
+    ) -> pb.PushResponse:
+        """Take one upload from serialized PushRequests; `go_ahead` is called when the payload is wanted.
+
+        Errors: STREAM_TORN, CHECKSUM_MISMATCH, INVALID_REQUEST, SEQUENCE_CONFLICT, VERSION_UNKNOWN (of the
+        base), OVERLOADED, DEADLINE.
+        """
+        manifest = await _next(messages)
+        if not isinstance(manifest, pb.WeightManifest):
+            raise _refused("the first frame is not a manifest", "send the manifest first")
+        if not manifest.run_id:
+            raise _refused("the manifest names no run", "set run_id")
+        check_manifest(manifest)
+        base = self._base(manifest)
+        if self._committed(manifest):
+            return pb.PushResponse(version=manifest.version)
+        with self._staging(manifest) as buffer:
+            await go_ahead()
+            await _receive(messages, buffer)
+            pushed = await asyncio.to_thread(_verified, buffer, manifest, base)
+            await asyncio.to_thread(self._store.commit, pushed)
+        log.info("version pushed", run_id=manifest.run_id, version=manifest.version, bytes=len(buffer))
+        return pb.PushResponse(version=manifest.version)
+
+    def _base(self, manifest: pb.WeightManifest) -> Held | None:
+        if not manifest.HasField("base_version"):
+            return None
+        base = self._store.get(manifest.run_id, manifest.base_version)
+        if base.manifest.digest != manifest.base_digest:
+            raise QuartetError(
+                "VERSION_UNKNOWN",
+                f"version {manifest.base_version} is held with other weights; push the full payload",
+                version=manifest.base_version,
+                latest=base.number,
+            )
+        return base
+
+    def _committed(self, manifest: pb.WeightManifest) -> bool:
+        try:
+            held = self._store.get(manifest.run_id, manifest.version)
+        except QuartetError:
+            return False
+        return bool(held.manifest.digest == manifest.digest)
+
+    @contextmanager
+    def _staging(self, manifest: pb.WeightManifest) -> Iterator[memoryview]:
+        """A buffer for the payload, within the bounds."""
+        # The tensors of a delta are made beside it, those of a full payload are views of it.
+        size = manifest.payload_bytes
+        if manifest.HasField("base_version"):
+            size += of_full_payload(manifest).payload_bytes
+        if len(self._staged_bytes) >= MAX_PUSHES or sum(self._staged_bytes) + size > MAX_STAGED_BYTES:
+            raise QuartetError(
+                "OVERLOADED",
+                f"{len(self._staged_bytes)} uploads of {sum(self._staged_bytes)} bytes are under way",
+                size=size,
+                bound=MAX_STAGED_BYTES,
+            )
+        self._staged_bytes.append(size)
+        try:
+            yield np.empty(manifest.payload_bytes, np.uint8).data
+        finally:
+            self._staged_bytes.remove(size)
+
+
+async def _receive(messages: AsyncIterator[bytes], buffer: memoryview) -> None:
+    """Fill the buffer, up to and with the commit."""
+    position = 0
+    state = xxhash.xxh3_128()
+    while True:
+        frame = await _next(messages)
+        match frame:
+            case Chunk():
+                position = _accept(frame, position, buffer)
+                state.update(frame.data)
+            case pb.WeightEnd():
+                if (frame.payload_bytes, position) != (len(buffer), len(buffer)):
+                    raise mismatch("size of the payload in the commit")
+                if frame.payload_digest != state.digest():
+                    raise mismatch("payload")
+                return
+            case _:
+                raise _refused("a second manifest", "send one manifest, then chunks, then the commit")
+
+
+def _accept(chunk: Chunk, position: int, buffer: memoryview) -> int:
+    if chunk.offset != position or not 0 < len(chunk.data) <= min(CHUNK_BYTES, len(buffer) - position):
+        raise mismatch(f"place of the chunk at {chunk.offset}")
+    if xxhash.xxh3_64_intdigest(chunk.data) != chunk.checksum:
+        raise mismatch(f"chunk at {position}")
+    buffer[position : position + len(chunk.data)] = chunk.data
+    return position + len(chunk.data)
+
+
+async def _next(messages: AsyncIterator[bytes]) -> Chunk | pb.WeightManifest | pb.WeightEnd:
+    try:
+        async with asyncio.timeout(IDLE_SECONDS):
+            message = await anext(messages)
+    except StopAsyncIteration:
+        raise QuartetError("STREAM_TORN", "the stream ended without a commit; push again") from None
+    except TimeoutError:
+        raise QuartetError("DEADLINE", f"no frame came for {IDLE_SECONDS:g} s", waited_for="frame") from None
+    frame = decode_push(message)
+    if frame is None:
+        raise _refused("a message without a frame", "send manifest, chunks and commit")
+    return frame
+
+
+def _refused(what: str, remedy: str) -> QuartetError:
+    return QuartetError("INVALID_REQUEST", f"{what}; {remedy}", field="frame", remedy=remedy)
+
+
+def _verified(buffer: memoryview, manifest: pb.WeightManifest, base: Held | None) -> Fetched:
+    if base is None:
+        return Fetched(manifest, decode_payload(buffer, manifest), (), len(buffer))
+    tensors = apply_delta(buffer, manifest, base)
+    payload = Payload((buffer.toreadonly(),), (0,), len(buffer), xxhash.xxh3_128_digest(buffer))
+    return Fetched(of_full_payload(manifest), tensors, (Delta(manifest, payload),), len(buffer))
+
+
+async def push_version(
+    channel: grpc.aio.Channel,
+    run_id: str,
+    version: int,
+    tensors: Mapping[str, Tensor],
+    *,
+    base: Held | None = None,
+    canary: pb.Canary | None = None,
+    adapter_config: str = "",
+) -> Fetched:
+    """Upload a version and return it: the base of the next one. With a base only what changed is sent.
+
+    Safe to repeat. Errors: those of Push; NOT_IMPLEMENTED where no uploads are taken.
+    """
+    manifest = await asyncio.to_thread(
+        build_manifest, run_id, version, tensors, canary=canary, adapter_config=adapter_config
+    )
+    made = Fetched(manifest, dict(tensors))
+    if base is not None:
+        delta = await asyncio.to_thread(make_delta, base, made)
+        try:
+            await _push(channel, delta.manifest, delta.payload)
+            return made
+        except QuartetError as error:
+            if error.reason not in ("VERSION_UNKNOWN", "RUN_UNKNOWN"):
+                raise
+            log.info("base not held there, pushing everything", run_id=run_id, version=version)
+    await _push(channel, manifest, await asyncio.to_thread(full_payload, made.tensors))
+    return made
+
+
+async def _push(channel: grpc.aio.Channel, manifest: pb.WeightManifest, payload: Payload) -> None:
+    for attempt in range(1, MAX_TRIES + 1):
+        try:
+            return await _push_once(channel, manifest, payload)
+        except QuartetError as error:
+            if error.reason not in RETRIED or attempt == MAX_TRIES:
+                raise
+            log.warning("push torn", run_id=manifest.run_id, version=manifest.version, why=error.message)
+            await asyncio.sleep(max(RETRY_SECONDS * attempt, (error.retry_after_ms or 0) / 1000))
+
+
+async def _push_once(channel: grpc.aio.Channel, manifest: pb.WeightManifest, payload: Payload) -> None:
+    async def messages() -> AsyncIterator[bytes]:
+        yield pb.PushRequest(manifest=manifest).SerializeToString()
+        if GO_AHEAD not in dict(await call.initial_metadata()):
+            # The call ends without the payload; nothing may be written until its status is there.
+            await call.code()
+            return
+        for message in payload.encoded_chunks(0, PUSH_CHUNK):
+            yield message
+        yield pb.PushRequest(commit=payload.end()).SerializeToString()
+
+    # No serializer: the messages are ready for the wire.
+    method: Any = channel.stream_unary(PUSH_METHOD, response_deserializer=pb.PushResponse.FromString)
+    call = method(messages(), timeout=PUSH_SECONDS + payload.size / BYTES_PER_SECOND)
+    try:
+        response = await call
+    except grpc.RpcError as error:
+        if error.details() == LOST_STATUS:
+            raise QuartetError("STREAM_TORN", "the upload was refused while it was sent") from None
+        raise from_rpc(error) from None
+    if response.version != manifest.version:
+        raise mismatch(f"version {response.version} in the answer to a push of {manifest.version}")
