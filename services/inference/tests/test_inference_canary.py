@@ -1,4 +1,4 @@
-"""The canary: weights that were damaged in the engine take the replica out of service until good ones come."""
+"""The canary: weights that are damaged in the engine take the replica out of service until good ones come."""
 
 from __future__ import annotations
 
