@@ -65,16 +65,14 @@ def test_invariant_4_staleness_is_bounded(finished: Path) -> None:
 def test_trainer_and_engine_agree_on_every_batch(finished: Path) -> None:
     """Every sampled token is compared with the trainer's float32 forward of the version stamped on it.
 
-    The gate of 2e-5 on the largest difference is measured by benchmarks/demo.py. A few tokens in fifty
-    thousand go past it: plain float32 differs from float64 by as much on this model (docs/numerics.md). So
-    the test holds the mean to a tenth of the gate, where a wrong version, mask or position would be seen at
-    once, and the rare tail to a bound that no such fault would meet.
+    Where the matrix library sums a row alike in large and small products, as the one of these wheels does,
+    the two agree in every bit; the gate leaves room for one that does not (docs/numerics.md).
     """
     rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "train/loss" in row]
     assert len(steps) == STEPS
     assert max(row["train/logprob_difference_mean"] for row in steps) <= 2e-6
-    assert max(row["train/logprob_difference_max"] for row in steps) <= 1e-4
+    assert max(row["train/logprob_difference_max"] for row in steps) <= 2e-5
     assert all(row["train/logprob_tokens_skipped"] == 0 for row in steps)
     assert all(row["train/logprob_tokens_compared"] == row["train/loss_tokens"] for row in steps)
 
