@@ -88,14 +88,16 @@ class OrchestratorServiceServicer:
 
     def SubmitRun(self, request, context):
         """SubmitRun checks a configuration against the other services and starts the run. Idempotent by run_id and contents.
-        Errors: INVALID_CONFIG (key, value, remedy), RUN_CONFLICT, ENVIRONMENT_UNKNOWN.
+        Errors: INVALID_CONFIG (key, value, remedy), RUN_CONFLICT, ENVIRONMENT_UNKNOWN, CHECKSUM_MISMATCH (the journal of the run that has this
+        id is damaged).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRunStatus(self, request, context):
-        """GetRunStatus returns a run. Read-only. Errors: RUN_UNKNOWN.
+        """GetRunStatus returns a run. Read-only. A run whose journal is damaged is FAILED, with the file, the place and the remedy as its error.
+        Errors: RUN_UNKNOWN.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -116,7 +118,8 @@ class OrchestratorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ResumeRun(self, request, context):
-        """ResumeRun goes on with a stopped run. Idempotent. Errors: RUN_UNKNOWN, INVALID_REQUEST (completed or failed).
+        """ResumeRun goes on with a stopped run. Idempotent. Errors: RUN_UNKNOWN, INVALID_REQUEST (completed or failed), INVALID_CONFIG (this version
+        refuses its configuration), CHECKSUM_MISMATCH (its journal is damaged).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,7 +127,9 @@ class OrchestratorServiceServicer:
 
     def WatchRun(self, request, context):
         """WatchRun streams events from after_event on, then new ones until the run is COMPLETED, FAILED or STOPPED. Called again with the last
-        number seen it goes on without gaps, also after the orchestrator's restart. Errors: RUN_UNKNOWN.
+        number seen it goes on without gaps, also after the orchestrator's restart. Old rollouts may have lost their samples and messages
+        (docs/journal.md). Errors: RUN_UNKNOWN, CHECKSUM_MISMATCH (its journal is damaged), NOT_READY (the orchestrator drains, or its disk is
+        full).
         Example: WatchRun{after_event 0} -> phase{PENDING} eval{...} phase{TRAINING} step{1} step{2} heartbeat ... phase{COMPLETED}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
