@@ -92,7 +92,9 @@ class FakeTrainer(TrainerServiceServicer):
 
     async def CloseRun(self, request, context):
         self.closed.append(request.run_id)
-        self.runs.pop(request.run_id, None)
+        run = self.runs.pop(request.run_id, None)
+        if run is not None and 0 < request.save_at_seq_id == run.applied:
+            self.disk[request.run_id, "closed"] = run
         return tpb.CloseRunResponse()
 
     async def ForwardBackward(self, request_iterator, context):

@@ -325,7 +325,22 @@ async def test_every_end_of_a_run_closes_it_on_the_trainer(world, trainer_away):
             await world.serve("trainer")
         await runs.resume(RUN)
         assert_complete(world, await world.rest(runs), steps=6)
-        assert world.trainer.closed == ["a", "b", RUN] if trainer_away else ["a", "b", RUN, RUN]
+        assert world.trainer.closed == (["a", "b", RUN] if trainer_away else ["a", "b", RUN, RUN])
+
+
+async def test_a_stopped_run_goes_on_where_it_was_closed(world):
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=6), dry_run=False)
+        book = runs.get(RUN)
+        while book.state.step < 3:
+            await book.changed()
+        runs.stop(RUN)
+        assert (await world.rest(runs)).phase == pb.RUN_PHASE_STOPPED
+        assert world.trainer.disk[RUN, "closed"].applied == book.state.applied_seq_id
+        await runs.resume(RUN)
+        assert_complete(world, await world.rest(runs), steps=6)
+        # Nothing had to be replayed.
+        assert set(world.trainer.applied_calls.values()) == {1}
 
 
 async def test_a_trainer_driven_by_somebody_else_is_refused(world):

@@ -20,6 +20,7 @@ from quartet.v1.orchestrator_service_pb2_grpc import (
     add_OrchestratorServiceServicer_to_server,
 )
 from quartet_orchestrator.book import Book
+from quartet_orchestrator.journal import Journal
 from quartet_orchestrator.service import SERVICE_NAME, OrchestratorServicer, listing
 
 TOML = """
@@ -212,6 +213,39 @@ async def test_followers_do_not_hold_up_a_drain(world):
             assert caught.value.reason == "NOT_READY"
         assert await asyncio.wait_for(process.wait(), 20) == 0
         assert asyncio.get_running_loop().time() - began < 3.0
+
+
+async def test_damage_that_a_follower_meets_is_a_typed_error(world, monkeypatch):
+    """A rollout of long ago went bad: whoever asks for it is told, nobody else is disturbed."""
+    monkeypatch.setattr(Journal.__init__, "__defaults__", (1500,))
+    async with serving(world) as stub:
+        await submit(stub)
+        _ = [e async for e in stream(stub.WatchRun(pb.WatchRunRequest(run_id="run")), idle_timeout_s=20)]
+    folder = world.folder / "runs" / "run"
+    journal = Journal(folder)
+    first = next(r for r in journal.events(0, 100, rollouts=True) if r.WhichOneof("kind") == "rollout")
+    segment, offset = journal._index.execute(
+        "SELECT segment, offset FROM records WHERE number = ?", (first.number,)
+    ).fetchone()
+    journal.close()
+    path = folder / f"{segment:06d}.seg"
+    data = bytearray(path.read_bytes())
+    data[offset + 20] ^= 1
+    path.write_bytes(data)
+    async with serving(world) as stub:
+        listed = (await unary(stub.ListRuns, pb.ListRunsRequest(), timeout_s=5)).runs
+        assert [run.phase for run in listed] == [pb.RUN_PHASE_COMPLETED]
+        steps = stub.WatchRun(pb.WatchRunRequest(run_id="run"))
+        assert [e async for e in stream(steps, idle_timeout_s=20)][-1].phase.run.reward_after > 0
+        seen = []
+        with pytest.raises(
+            QuartetError, match=rf"{segment:06d}\.seg has a bad frame at byte {offset}"
+        ) as caught:
+            request = pb.WatchRunRequest(run_id="run", include_rollouts=True)
+            async for event in stream(stub.WatchRun(request), idle_timeout_s=20):
+                seen.append(event.event)
+        assert caught.value.reason == "CHECKSUM_MISMATCH"
+        assert first.event not in seen
 
 
 async def test_what_this_build_does_not_serve_says_so(world):

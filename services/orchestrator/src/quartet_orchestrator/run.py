@@ -63,12 +63,12 @@ class TrainingRun:
     async def execute(self) -> None:
         await self._unless_stopped(self._training.open())
         await alongside(self._all_steps(), self._training.guard())
-        await self.close()
+        await self.close(goes_on=False)
         self._book.enter(state.COMPLETED)
 
-    async def close(self) -> None:
+    async def close(self, *, goes_on: bool) -> None:
         """The end of the run here, for now or for good: other runs get its place on the trainer."""
-        await self._training.close()
+        await self._training.close(goes_on=goes_on)
 
     async def _all_steps(self) -> None:
         last = self._config.max_steps

@@ -30,6 +30,8 @@ from quartet_orchestrator.segments import JournalCorrupt
 
 log = structlog.get_logger()
 
+# What leaves a run STOPPED: it can be resumed.
+RESUMABLE = (StopAsked, RunInterrupted, OSError, JournalCorrupt)
 # How often a full disk is tried again.
 FULL_DISK_S = 5.0
 
@@ -212,7 +214,7 @@ async def _live(book: Book, run: TrainingRun) -> None:
         await run.execute()
     except Exception as raised:  # noqa: BLE001 - the end of a run's task: every way to end becomes a phase
         cause = _first(raised)
-        await run.close()
+        await run.close(goes_on=isinstance(cause, RESUMABLE))
         while True:
             try:
                 return _ended(book, cause)
@@ -225,7 +227,7 @@ def _ended(book: Book, cause: BaseException) -> None:
     match cause:
         case StopAsked():
             book.enter(state.STOPPED)
-        case RunInterrupted() | OSError() | JournalCorrupt():
+        case _ if isinstance(cause, RESUMABLE):
             log.warning("run interrupted", why=str(cause))
             book.enter(state.STOPPING)
             book.enter(state.STOPPED, error=str(cause))

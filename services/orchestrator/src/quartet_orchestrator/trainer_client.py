@@ -36,8 +36,9 @@ class TrainerClient:
         )
         return response.run
 
-    async def close_run(self, run_id: str) -> None:
-        await unary(self._stub.CloseRun, tpb.CloseRunRequest(run_id=run_id), timeout_s=CLOSE_S)
+    async def close_run(self, run_id: str, save_at_seq_id: int) -> None:
+        request = tpb.CloseRunRequest(run_id=run_id, save_at_seq_id=save_at_seq_id)
+        await unary(self._stub.CloseRun, request, timeout_s=CLOSE_S)
 
     async def forward_backward(
         self, frames: Iterable[tpb.ForwardBackwardRequest]

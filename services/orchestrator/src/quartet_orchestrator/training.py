@@ -112,12 +112,14 @@ class Training:
             await self._restore()
             await self._through(max(self._plan.published_by(-1), self._book.state.applied_seq_id))
 
-    async def close(self) -> None:
+    async def close(self, *, goes_on: bool) -> None:
         """Frees what the trainer holds in memory for the run; one that is away has to forget it by itself."""
         if not self._opened:
             return
+        # Saved only where every answer is written down: what is replayed has its answers from the trainer.
+        save_at = self._book.state.applied_seq_id if goes_on else 0
         try:
-            await self._client.close_run(self._book.state.run_id)
+            await self._client.close_run(self._book.state.run_id, save_at)
         except QuartetError as error:
             log.warning("run not closed on the trainer", why=error.message)
 
