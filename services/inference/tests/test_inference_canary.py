@@ -183,7 +183,7 @@ class Scripted:
         self.scored: list[ScoreRequest] = []
 
     def info(self) -> EngineInfo:
-        return EngineInfo("", "float32", 64, 1, 1, (), None, 0, 0, 0, 0, 0, 0.0, False)
+        return EngineInfo("", "float32", 64, 1, 1, (), None, 0, 0, 0, 0, 0.0, False)
 
     async def score(self, request: ScoreRequest) -> Scored:
         self.scored.append(request)

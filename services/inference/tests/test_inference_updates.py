@@ -73,7 +73,7 @@ class Recorder:
 
     def info(self) -> EngineInfo:
         served = self.swaps[-1][1] if self.swaps else None
-        return EngineInfo("", "float32", 1, 1, 1, (), served, 0, 0, 0, 0, len(self.swaps), 0.0, False)
+        return EngineInfo("", "float32", 1, 1, 1, (), served, 0, 0, 0, len(self.swaps), 0.0, False)
 
     async def stage(self, tensors: Mapping[str, Tensor]) -> Any:
         return tensors

@@ -78,7 +78,7 @@ class Engine:
         return b"base"
 
     def info(self) -> EngineInfo:
-        return EngineInfo("", "float32", 64, 1, 1, (), self.served, 0, 0, 0, 0, self.swaps, 0.0, False)
+        return EngineInfo("", "float32", 64, 1, 1, (), self.served, 0, 0, 0, self.swaps, 0.0, False)
 
     async def stage(self, tensors: Mapping[str, Tensor]) -> Any:
         await self.staging.wait()
