@@ -22,7 +22,7 @@ SMALL_BYTES = 1 << 17
 SAMPLE_SHARE = 1 / 16
 SAMPLE_PIECE_BYTES = 1 << 13
 #: The sample decides alone where one way needs less than this share of the other's bytes.
-CLEARLY = 0.8
+CLEARLY = 0.93
 
 
 @dataclass(frozen=True, slots=True)

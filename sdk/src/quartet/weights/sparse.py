@@ -36,11 +36,14 @@ from quartet.weights.tensor import DTYPE_BYTES
 #: Values of one segment: some 2 MiB of bfloat16, with scratch memory of a few times that.
 SEGMENT_VALUES = 1 << 20
 #: Values handled at once inside a segment: what lies in a core's cache.
-BLOCK_VALUES = 1 << 17
+BLOCK_VALUES = 1 << 16
 #: Share of changed values above which listing all is smaller than gaps, and faster.
 EVERY_ABOVE = 0.15
 #: Higher levels gain less than 2 % of the bytes here and halve the speed.
 ZSTD_LEVEL = 1
+
+#: A stream whose first bytes do not shrink is noise all through: no time is spent on it.
+PROBE_BYTES = 1 << 14
 
 UNCHANGED, GAPS, EVERY = range(3)
 ESCAPE = 3
@@ -51,11 +54,13 @@ _SIZE = struct.Struct("<I")
 _COMPRESSED = 1 << 31
 #: Element size and sign-magnitude order of the dtypes that are floats; the rest are integers.
 _FLOATS = {"F64", "F32", "F16", "BF16", "C64", "F8_E4M3", "F8_E5M2"}
-#: The four codes of every byte.
+#: The four codes of every byte, and the steps that they stand for: none where escaped.
 _CODES = (np.arange(256, dtype=np.uint8)[:, None] >> np.array([0, 2, 4, 6], np.uint8)) & 3
+_STEPS = np.array([0, -1, 1, 0], np.int8)[_CODES]
 
 Ints = NDArray[Any]
 Bytes = NDArray[np.uint8]
+Bools = NDArray[np.bool_]
 
 
 class _Elements:
@@ -69,6 +74,7 @@ class _Elements:
         self.is_float = dtype in _FLOATS
         self._sign_shift = self.signed.type(8 * self.width - 1)
         self._magnitude = self.signed.type(np.iinfo(self.signed).max)
+        self._steps_of_byte = _STEPS.astype(self.signed)
 
     def values(self, data: memoryview | bytes) -> Ints:
         return np.frombuffer(data, self.signed)
@@ -83,10 +89,16 @@ class _Elements:
         steps = self.ordered(new) - self.ordered(base)
         return np.asarray((steps << self.signed.type(1)) ^ (steps >> self._sign_shift)).view(self.unsigned)
 
-    def moved(self, base: Ints, zigzag: Ints) -> Ints:
+    def steps(self, codes: Bytes, count: int, zigzags: Ints) -> Ints:
+        """How far each of `count` values moves: four in a byte, and those that are escaped."""
+        steps: Ints = self._steps_of_byte.take(codes, axis=0).reshape(-1)[:count]
+        if len(zigzags):
+            one = self.unsigned.type(1)
+            steps[_escapes(codes, count)] = ((zigzags >> one) ^ (~(zigzags & one) + one)).view(self.signed)
+        return steps
+
+    def moved(self, base: Ints, steps: Ints) -> Ints:
         """The values that lie so far from the base."""
-        one = self.unsigned.type(1)
-        steps = ((zigzag >> one) ^ (~(zigzag & one) + one)).view(self.signed)
         return self.ordered(self.ordered(base) + steps)
 
 
@@ -118,7 +130,8 @@ def _encode_segment(elements: _Elements, base: Ints, new: Ints) -> list[bytes]:
     for block in pairs:
         zigzag = elements.zigzag(*block)
         codes.append(np.minimum(zigzag, ESCAPE).astype(np.uint8))
-        escapes.append(zigzag[codes[-1] == ESCAPE])
+        escaping = codes[-1] == ESCAPE
+        escapes.append(zigzag[escaping if escaping.any() else slice(0)])
     escaped = np.concatenate(escapes)
     streams.append(_pack(codes))
     streams += [np.ascontiguousarray(plane) for plane in escaped.view(np.uint8).reshape(-1, elements.width).T]
@@ -130,8 +143,10 @@ def _blocks(count: int) -> Iterator[tuple[int, int]]:
 
 
 def _gaps(positions: NDArray[np.int64]) -> Bytes:
-    more, rest = np.divmod(np.diff(positions, prepend=-1) - 1, GAP_MORE)
-    ends = np.cumsum(more) + np.arange(len(more))
+    gaps = np.diff(positions, prepend=-1).astype(np.uint32) - np.uint32(1)
+    more = gaps // np.uint32(GAP_MORE)
+    rest = gaps - more * np.uint32(GAP_MORE)
+    ends = np.cumsum(more, dtype=np.int64) + np.arange(len(more))
     stream = np.full(int(ends[-1]) + 1, GAP_MORE, np.uint8)
     stream[ends] = rest
     return stream
@@ -145,13 +160,23 @@ def _pack(codes: list[Bytes]) -> Bytes:
 
 
 def _stream(data: Bytes) -> Iterator[bytes]:
-    packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(data.data) if len(data) else b""
-    if len(packed) < len(data):
-        yield _SIZE.pack(len(packed) | _COMPRESSED)
-        yield packed
-    else:
+    packed = _packed(data)
+    if packed is None:
         yield _SIZE.pack(len(data))
         yield data.tobytes()
+    else:
+        yield _SIZE.pack(len(packed) | _COMPRESSED)
+        yield packed
+
+
+def _packed(data: Bytes) -> bytes | None:
+    """The stream compressed; None where that does not make it smaller."""
+    compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
+    probe = data[:PROBE_BYTES]
+    if not len(data) or len(compressor.compress(probe.data)) >= len(probe):
+        return None
+    packed = compressor.compress(data.data)
+    return packed if len(packed) < len(data) else None
 
 
 def decode(blob: memoryview, base: memoryview | bytes, dtype: str, out: memoryview) -> None:
@@ -187,12 +212,18 @@ def _decode_segment(reader: _Reader, elements: _Elements, base: Ints, new: Ints)
     for plane in range(elements.width):
         escapes[:, plane] = reader.stream(escaped, None)
     zigzags = escapes.reshape(-1).view(elements.unsigned)
+    if np.count_nonzero(_escapes(codes, listed)) != escaped:
+        raise ValueError(f"{escaped} escapes where other ones are marked")
     if positions is None:
         _move_every(elements, base, new, codes, zigzags)
     else:
         new[:] = base
-        unpacked = _CODES[codes].reshape(-1)[:listed]
-        new[positions] = elements.moved(base[positions], _widened(elements, unpacked, zigzags))
+        new[positions] = elements.moved(base[positions], elements.steps(codes, listed, zigzags))
+
+
+def _escapes(codes: Bytes, count: int) -> Bools:
+    """Which of the values are escaped."""
+    return np.asarray(_CODES.take(codes, axis=0).reshape(-1)[:count] == ESCAPE)
 
 
 def _positions(stream: Bytes, listed: int, size: int) -> NDArray[np.int64]:
@@ -207,22 +238,11 @@ def _move_every(elements: _Elements, base: Ints, new: Ints, codes: Bytes, zigzag
     used = 0
     for at, end in _blocks(len(base)):
         # BLOCK_VALUES is a multiple of four, so blocks begin with a byte of codes.
-        unpacked = _CODES[codes[at // 4 : -(-end // 4)]].reshape(-1)[: end - at]
-        escaped = int(np.count_nonzero(unpacked == ESCAPE))
-        part = zigzags[used : used + escaped]
-        new[at:end] = elements.moved(base[at:end], _widened(elements, unpacked, part))
+        part = codes[at // 4 : -(-end // 4)]
+        escaped = int(np.count_nonzero(_escapes(part, end - at))) if len(zigzags) else 0
+        steps = elements.steps(part, end - at, zigzags[used : used + escaped])
+        new[at:end] = elements.moved(base[at:end], steps)
         used += escaped
-    if used != len(zigzags):
-        raise ValueError(f"{len(zigzags)} escapes for {used} values")
-
-
-def _widened(elements: _Elements, codes: Ints, zigzags: Ints) -> Ints:
-    wide = codes.astype(elements.unsigned)
-    escaped = codes == ESCAPE
-    if np.count_nonzero(escaped) != len(zigzags):
-        raise ValueError(f"{len(zigzags)} escapes where other ones are marked")
-    wide[escaped] = zigzags
-    return wide
 
 
 class _Reader:
