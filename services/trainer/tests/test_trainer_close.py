@@ -75,6 +75,38 @@ async def test_a_closed_run_is_freed_and_goes_on_from_its_newest_state(
         await close(trainer, "never-there")
 
 
+async def test_a_run_that_is_closed_with_its_state_is_opened_where_it_was(
+    folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = {"base_model": str(folder), "retain_versions": 2}
+    closing = pb.CloseRunRequest(run_id="r", save_at_seq_id=5)
+    async with serve_trainer() as trainer:
+        await trainer.create(**spec)
+        await trainer.save(1, "a")
+        await trainer.forward_backward(2, make_samples())
+        stepped = await trainer.optim_step(3)
+        published = await trainer.publish(4)
+        await trainer.forward_backward(5, make_samples(seed=1))
+        # Where it cannot be saved it stays open.
+        with monkeypatch.context() as patch:
+            patch.setattr("quartet_trainer.states.save_file", full_disk)
+            assert await reason(trainer.stub.CloseRun(closing)) == "INTERNAL"
+        await trainer.stub.CloseRun(closing)
+        run = await trainer.create(**spec)
+        assert (run.applied_seq_id, run.policy_version, run.published_version) == (5, 1, 1)
+        assert (await fetch_version(trainer.channel, "r", 1)).manifest.digest == published.digest
+        assert (await trainer.optim_step(6)).grad_norm != stepped.grad_norm
+        states = (await trainer.stub.ListStates(pb.ListStatesRequest(run_id="r"))).states
+        assert [(state.name, state.seq_id) for state in states] == [("a", 1), ("closed", 5)]
+        # One call further than its caller knows: it goes back to what was saved.
+        await trainer.stub.CloseRun(closing)
+        assert (await trainer.create(**spec)).applied_seq_id == 5
+
+
+def full_disk(*args: Any) -> None:
+    raise OSError(28, "no space left")
+
+
 @pytest.mark.parametrize("caller_leaves", [False, True])
 async def test_a_run_is_closed_after_the_call_under_way(
     folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch, caller_leaves: bool

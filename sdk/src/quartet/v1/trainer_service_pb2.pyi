@@ -400,10 +400,12 @@ class GetRunResponse(_message.Message):
     def __init__(self, run: _Optional[_Union[RunState, _Mapping]] = ...) -> None: ...
 
 class CloseRunRequest(_message.Message):
-    __slots__ = ("run_id",)
+    __slots__ = ("run_id", "save_at_seq_id")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SAVE_AT_SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     run_id: str
-    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+    save_at_seq_id: int
+    def __init__(self, run_id: _Optional[str] = ..., save_at_seq_id: _Optional[int] = ...) -> None: ...
 
 class CloseRunResponse(_message.Message):
     __slots__ = ()

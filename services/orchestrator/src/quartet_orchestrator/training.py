@@ -116,8 +116,13 @@ class Training:
         """Frees what the trainer holds in memory for the run; one that is away has to forget it by itself."""
         if not self._opened:
             return
-        # Saved only where every answer is written down: what is replayed has its answers from the trainer.
-        save_at = self._book.state.applied_seq_id if goes_on else 0
+        save_at = 0
+        try:
+            # Saved only where every answer is on disk here: a trainer that comes back has none of them.
+            await self._book.settled()
+            save_at = self._book.state.applied_seq_id if goes_on else 0
+        except OSError as error:
+            log.warning("run closed without its state", why=str(error))
         try:
             await self._client.close_run(self._book.state.run_id, save_at)
         except QuartetError as error:

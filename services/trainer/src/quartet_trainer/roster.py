@@ -4,7 +4,8 @@ worker.
 1. A run exists here after CreateRun, with its newest sound state restored where one was saved; creating it
    again with an equal spec changes nothing.
 2. Readers see the run as it stood after its last finished call; they never wait for the worker.
-3. Closing a run frees what it holds in memory, after the call under way; its saved states stay.
+3. Closing a run frees what it holds in memory, after the call under way; its saved states stay, the
+   one among them where it was closed, if that was asked for.
 4. A run whose state was saved under another spec is not opened: RUN_CONFLICT, naming the field.
 """
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from quartet_trainer.run import Run, RunStatus
 
 T = TypeVar("T")
+
+#: Name of the state that closing a run saves.
+CLOSED = "closed"
 
 log = structlog.get_logger()
 
@@ -82,14 +86,19 @@ class Roster:
             self._entries[run_id] = entry
             return entry
 
-    async def close(self, run_id: str) -> None:
-        """Close a run. Idempotent: one that is not open is closed already. Errors: OVERLOADED."""
+    async def close(self, run_id: str, save_at: int) -> None:
+        """Close a run, saved first if it stands at call `save_at`, which is not 0.
+
+        Idempotent: one that is not open is closed already. Errors: OVERLOADED.
+        """
         async with self._opening:
             entry = self._entries.pop(run_id, None)
             if entry is None:
                 return
             # No call finds the run from here on; those that found it come before on the worker.
             await entry.sequence.settle()
+            if save_at and save_at == entry.sequence.applied:
+                await self._save_closed(entry)
             entry.run.close()
             del entry
             await self._worker.run(release_memory)
@@ -113,6 +122,15 @@ class Roster:
 
         work: Callable[[], Awaitable[T]] = lambda: self._worker.run(job_then_status)  # noqa: E731
         return await entry.sequence.apply(seq_id, digest, work, moves_to)
+
+    async def _save_closed(self, entry: Entry) -> None:
+        applied = entry.sequence.applied
+        try:
+            await self._worker.run(lambda: self.save(entry, CLOSED, applied, False))
+        except BaseException:
+            # Still open: what it has in memory is all there is of it.
+            self._entries[entry.run.run_id] = entry
+            raise
 
     # -- states: jobs for the worker
 

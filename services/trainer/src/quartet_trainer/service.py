@@ -45,7 +45,7 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         self, request: pb.CloseRunRequest, context: grpc.aio.ServicerContext
     ) -> pb.CloseRunResponse:
         """Free a run's memory; what was begun is finished, whoever stopped waiting."""
-        await asyncio.shield(asyncio.create_task(self._roster.close(request.run_id)))
+        await asyncio.shield(asyncio.create_task(self._roster.close(request.run_id, request.save_at_seq_id)))
         return pb.CloseRunResponse()
 
     async def ForwardBackward(
