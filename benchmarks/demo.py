@@ -3,8 +3,8 @@
 For each seed: `quartet model tiny` and `quartet rl @ configs/reverse-text.toml`, from nothing, as `make
 demo` runs them. Bars: at most 180 s for both together; evaluation reward from <= 0.5 to >= 0.9; the largest
 |log-probability by trainer - by engine| over every sampled token of every batch <= 2e-5; the ledger
-balanced. Why the log-probabilities agree so closely is in docs/numerics.md; benchmarks/agreement.py measures it
-alone.
+balanced. Why the log-probabilities agree so closely is in docs/numerics.md; benchmarks/agreement.py measures
+that alone.
 
     python benchmarks/demo.py [--seeds 0,1,2,3,4] [--json FILE]
 """
