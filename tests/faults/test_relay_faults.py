@@ -29,6 +29,8 @@ from quartet.weights.tensor import Tensor
 
 from tests.conftest import REPOSITORY
 
+pytestmark = pytest.mark.slow
+
 CHUNKS = 40
 REPLICAS = 5
 #: What lies in sockets and flow-control windows between two processes when one of them dies.

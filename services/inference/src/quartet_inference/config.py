@@ -101,6 +101,10 @@ class InferenceConfig(Config):
     weights_security: ClientSecurity = ClientSecurity()
     # The run to follow; empty follows the run that the trainer created last.
     run_id: str = ""
+    # Where there is no weights_address: take versions that a foreign trainer pushes.
+    accept_push: bool = False
+    # Read versions of a trainer on this host (loopback) from its shared memory.
+    shared_memory: bool = True
     # Replicas hand on to each other what they fetch; the trainer sends a version about once.
     relay: bool = True
     # Where other replicas reach this one; default: where it listens, or the host's name where it listens on
@@ -132,3 +136,12 @@ class InferenceConfig(Config):
                 "no model folder is there (config.json is missing); give a local Hugging Face folder"
             )
         return folder
+
+    @pydantic.model_validator(mode="after")
+    def _one_publisher(self) -> InferenceConfig:
+        if self.accept_push and self.weights_address:
+            raise ValueError(
+                f"accept_push = true beside weights_address = {self.weights_address!r}: a replica follows a "
+                "trainer or takes what is pushed; leave one of them out"
+            )
+        return self

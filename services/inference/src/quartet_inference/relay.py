@@ -105,8 +105,8 @@ class Holdings:
 class RelayServicer(WeightServicer):
     """Watch, GetManifest and Fetch over what is held and what is on its way."""
 
-    def __init__(self, holdings: Holdings, draining: asyncio.Event) -> None:
-        super().__init__(holdings.store, draining)
+    def __init__(self, holdings: Holdings, draining: asyncio.Event, *, accept_push: bool = False) -> None:
+        super().__init__(holdings.store, draining, accept_push=accept_push)
         self._holdings = holdings
 
     async def GetManifest(

@@ -13,16 +13,19 @@ from typing import cast
 
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
+from quartet.kit.security import is_loopback
 from quartet.kit.server import Service
 from quartet.weights.service import SERVICE as WEIGHTS
 from quartet.weights.service import add_weight_service
+from quartet.weights.shared import SharedMemory
 from quartet.weights.sources import Relays
+from quartet.weights.transport import Transport
 
 from quartet_inference.canary import CanaryWatch, Gate
 from quartet_inference.config import InferenceConfig
 from quartet_inference.engine import Engine
 from quartet_inference.relay import Holdings, RelayServicer, relay_address
-from quartet_inference.updates import Adopter, Follower, Publisher, ServedNews
+from quartet_inference.updates import Adopter, Follower, Publisher, ServedNews, adopt_pushed
 
 INFERENCE = "quartet.v1.InferenceService"
 
@@ -41,7 +44,8 @@ async def replicating(
     `gate` stands before the engine; `bound` will be the address that the server listens on.
     """
     holdings = Holdings(config.held_versions)
-    services = [Service(WEIGHTS, add_weight_service, RelayServicer(holdings, health.draining))]
+    servicer = RelayServicer(holdings, health.draining, accept_push=config.accept_push)
+    services = [Service(WEIGHTS, add_weight_service, servicer)]
 
     def verdict(why: str) -> None:
         gate.set_out_of_service(why)
@@ -58,25 +62,29 @@ async def replicating(
         if engine.info().served is None:
             health.set_not_ready(INFERENCE, why)
 
-    if not config.weights_address:
-        verdict("")
-        health.set_ready(WEIGHTS)
-        yield services
-        return
-    health.set_not_ready(INFERENCE, f"no verified weights from {config.weights_address} yet")
-    health.set_not_ready(WEIGHTS, "no weights yet")
     canaries = CanaryWatch(engine, config.canary_tolerance, verdict)
+    adopter = Adopter(engine, canaries, served)
     relays = Relays(config.weights_security)
 
     async def follow() -> None:
+        if config.accept_push:
+            return await adopt_pushed(holdings.store, config.run_id, adopter, refused)
         address = ""
         if config.relay and bound is not None:
             address = relay_address(config.advertise_address, await bound)
         async with connect(config.weights_address, security=config.weights_security, bulk=True) as channel:
-            publisher = Publisher(channel, config.run_id, relays, address)
-            adopter = Adopter(engine, canaries, served)
+            publisher = Publisher(channel, config.run_id, relays, address, _transports(config))
             await Follower(cast(Engine, gate), publisher, holdings, adopter, refused).run()
 
+    if config.weights_address:
+        health.set_not_ready(INFERENCE, f"no verified weights from {config.weights_address} yet")
+        health.set_not_ready(WEIGHTS, "no weights yet")
+    else:
+        verdict("")
+        health.set_ready(WEIGHTS)
+    if not config.weights_address and not config.accept_push:
+        yield services
+        return
     async with asyncio.TaskGroup() as group:
         task = group.create_task(follow(), name="follow-weights")
         try:
@@ -85,3 +93,9 @@ async def replicating(
             task.cancel()
             canaries.close()
             await relays.close()
+
+
+def _transports(config: InferenceConfig) -> tuple[Transport, ...]:
+    """Shared memory where the publisher is on this host: one mapping for all replicas of it."""
+    near = is_loopback(config.weights_address)
+    return (SharedMemory(),) if near and config.shared_memory else ()

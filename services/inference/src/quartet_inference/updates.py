@@ -28,7 +28,8 @@ from quartet.errors import QuartetError
 from quartet.weights.fetch import fetch_version, get_manifest, watch
 from quartet.weights.fetched import Fetched
 from quartet.weights.sources import Relays
-from quartet.weights.store import Version
+from quartet.weights.store import Version, WeightStore
+from quartet.weights.transport import Transport
 
 from quartet_inference.canary import CanaryWatch, check_canary
 from quartet_inference.engine import Engine, ServedWeights
@@ -73,6 +74,8 @@ class Publisher:
     relays: Relays
     #: Where this replica serves what it holds; empty where it does not.
     relay_address: str = ""
+    #: Roads to the publisher itself that cost less than any relay.
+    transports: tuple[Transport, ...] = ()
 
 
 class Adopter:
@@ -219,7 +222,8 @@ class Follower:
             and held.manifest.digest == served.digest
             and held.manifest.run_id == target.run_id
         )
-        route = await publisher.relays.route(publisher.channel, sources, target.digest)
+        near = bool(publisher.transports)
+        route = await publisher.relays.route(publisher.channel, () if near else sources, target.digest)
         self._holdings.fetching(target.run_id, target.version)
         try:
             fetched = await fetch_version(
@@ -228,6 +232,7 @@ class Follower:
                 target.version,
                 held if follows else None,
                 on_arrival=self._holdings.arriving,
+                transports=publisher.transports,
             )
             await asyncio.to_thread(self._holdings.store.hold, fetched)
         except QuartetError as error:
@@ -237,6 +242,23 @@ class Follower:
             self._holdings.settled()
         self._held = fetched
         return fetched
+
+
+async def adopt_pushed(
+    store: WeightStore, run_id: str, adopter: Adopter, on_refused: Callable[[str], None]
+) -> None:
+    """Keep an engine at the newest version that was pushed into its own store, until cancelled."""
+    if run_id:
+        store.open_run(run_id)
+    version: Version | None = None
+    while True:
+        version = await store.wait_newer(run_id, version.number if version else None, version)
+        try:
+            await adopter.adopt(version)
+        except QuartetError as error:
+            # It stays what it is; the next one may fit.
+            log.warning("pushed version refused", version=version.number, why=str(error))
+            on_refused(f"version {version.number} could not be taken: {error.message}")
 
 
 def _same_number(one: ServedWeights, other: ServedWeights) -> bool:

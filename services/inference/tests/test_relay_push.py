@@ -1,0 +1,105 @@
+"""Versions that a foreign trainer pushes into a replica; and replicas that follow that one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+from quartet.errors import QuartetError
+from quartet.kit.channel import connect
+from quartet.kit.health import Health
+from quartet.kit.server import start
+from quartet.v1 import inference_service_pb2 as ipb
+from quartet.v1 import inference_service_pb2_grpc as irpc
+from quartet.weights.push import push_version
+from quartet.weights.tensor import Tensor
+from quartet_inference import app
+from quartet_inference.config import InferenceConfig
+
+INFERENCE = "quartet.v1.InferenceService"
+Make = Callable[..., Any]
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    return {
+        name: Tensor("F32", tuple(p.shape), p.detach().numpy().tobytes())
+        for name, p in model.named_parameters()
+    }
+
+
+class Replica:
+    """A running service and its channel."""
+
+    def __init__(self, channel: Any, address: str, health: Health) -> None:
+        self.channel, self.address, self.health = channel, address, health
+        self._stub: Any = irpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+
+    async def until(self, true: Callable[[Any], bool]) -> Any:
+        async with asyncio.timeout(30):
+            while not true(model := await self._stub.GetModel(ipb.GetModelRequest(), timeout=5)):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        return model
+
+    async def serves(self, digest: bytes) -> Any:
+        return await self.until(lambda model: model.weights_digest == digest)
+
+
+@asynccontextmanager
+async def serving(folder: Path, **settings: Any) -> AsyncIterator[Replica]:
+    embedded: Any = {"kv_cache_bytes": 1 << 24, "max_num_seqs": 4}
+    config = InferenceConfig(model=folder, max_model_len=256, embedded=embedded, **settings)
+    health = Health()
+    bound: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    async with app.services(config, health, bound) as services:
+        server = await start(services, config.server, health)
+        bound.set_result(server.address)
+        async with connect(server.address, bulk=True) as channel:
+            yield Replica(channel, server.address, health)
+        await server.stop(0)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+async def test_what_is_pushed_is_served_and_handed_on(
+    model_folder: Path, make_model: Make, shared_memory: bool
+) -> None:
+    async with (
+        serving(model_folder, accept_push=True) as first,
+        serving(model_folder, weights_address=first.address, shared_memory=shared_memory) as second,
+    ):
+        assert first.health.why_not(INFERENCE) == "", "its folder's own weights are served until then"
+        assert "no verified weights" in second.health.why_not(INFERENCE)
+        base = await push_version(first.channel, "mine", 1, weights_of(make_model(1)))
+        for replica in (first, second):
+            model = await replica.serves(base.manifest.digest)
+            assert (model.run_id, model.policy_version, model.updates_applied) == ("mine", 1, 1)
+        delta = await push_version(first.channel, "mine", 2, weights_of(make_model(2)), base=base)
+        for replica in (first, second):
+            assert (await replica.serves(delta.manifest.digest)).policy_version == 2
+
+
+async def test_a_pushed_version_that_does_not_fit_leaves_the_old_one(
+    model_folder: Path, make_model: Make
+) -> None:
+    async with serving(model_folder, accept_push=True, run_id="mine") as replica:
+        await push_version(replica.channel, "other", 9, weights_of(make_model(3)))
+        sound = await push_version(replica.channel, "mine", 1, weights_of(make_model(1)))
+        await replica.serves(sound.manifest.digest)
+        partial = dict(list(weights_of(make_model(2)).items())[:2])
+        await push_version(replica.channel, "mine", 2, partial)
+        await asyncio.sleep(0.3)
+        assert (await replica.serves(sound.manifest.digest)).policy_version == 1
+        mended = await push_version(replica.channel, "mine", 3, weights_of(make_model(2)))
+        await replica.serves(mended.manifest.digest)
+
+
+async def test_pushes_are_refused_where_they_are_not_asked_for(model_folder: Path, make_model: Make) -> None:
+    async with serving(model_folder) as replica:
+        with pytest.raises(QuartetError, match="NOT_IMPLEMENTED"):
+            await push_version(replica.channel, "mine", 1, weights_of(make_model(1)))
+    with pytest.raises(pydantic.ValidationError, match="accept_push"):
+        InferenceConfig(model=model_folder, accept_push=True, weights_address="127.0.0.1:1")
