@@ -1,6 +1,6 @@
-"""How one tensor of a delta is carried: the smallest of what was measured on this tensor in this step.
+"""How a changed tensor of a delta is carried: the smallest of what was measured on this tensor in this step.
 
-1. The choice is between UNCHANGED, SPARSE, XOR_ZSTD and DENSE; it is never larger than DENSE.
+1. The choice is between SPARSE, XOR_ZSTD and DENSE, and never larger than DENSE.
 2. Small tensors are encoded both ways. Of large ones a sample is, and the whole only the way that won
    CLEARLY; where the sample was not clear, or the whole did not keep what it promised, both ways again.
 3. The same base and tensor are always carried the same way.
@@ -27,7 +27,7 @@ CLEARLY = 0.93
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A tensor as a payload carries it: no parts for UNCHANGED."""
+    """A tensor as a payload carries it: no parts where it is UNCHANGED."""
 
     encoding: pb.TensorEncoding
     parts: list[memoryview | bytes]
@@ -39,11 +39,9 @@ class Encoded:
 
 
 def encode_tensor(base: Tensor | None, new: Tensor) -> Encoded:
-    """Carry a tensor to a reader that holds `base` under its name, or nothing."""
+    """Carry a tensor that changed to a reader that holds `base` under its name, or nothing."""
     if base is None or (base.dtype, base.shape) != (new.dtype, new.shape):
         return Encoded(pb.TENSOR_ENCODING_DENSE, [new.data])
-    if np.array_equal(np.frombuffer(base.data, np.uint8), np.frombuffer(new.data, np.uint8)):
-        return Encoded(pb.TENSOR_ENCODING_UNCHANGED, [])
     best = _best_delta(base, new)
     return best if best.size < new.nbytes else Encoded(pb.TENSOR_ENCODING_DENSE, [new.data])
 
