@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,11 @@ def test_a_config_map_holds_what_its_pods_read(objects: list[dict[str, Any]]) ->
             if mount["name"] in sources
             for name in maps[sources[mount["name"]]]
         }
-        assert set(container["args"]) - {"@"} == files
+        args = container["args"]
+        read = [file for mark, file in pairwise(args) if mark == "@"]
+        assert set(read) == files and len(args) == 2 * len(read) + 2 * sum(
+            one.startswith("--") for one in args
+        )
 
 
 def test_yaml_files_are_loaded_as_their_authors_meant(repository: Path) -> None:

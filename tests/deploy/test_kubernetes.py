@@ -16,6 +16,7 @@ EDGES = {
     ("orchestrator", "inference"),
     ("envhost", "inference"),
     ("inference", "trainer"),
+    ("inference", "inference"),
 }
 COMPONENT = "app.kubernetes.io/component"
 
