@@ -44,7 +44,10 @@ undisturbed, logprob = scripted_replica.undisturbed, scripted_replica.logprob
 
 
 @asynccontextmanager
-async def fleet(count: int, settings: Settings = QUICK) -> AsyncIterator[tuple[list[Any], Replicas]]:
+async def fleet(
+    count: int, settings: Settings = QUICK, *, settled: bool = True
+) -> AsyncIterator[tuple[list[Any], Replicas]]:
+    """Scripted replicas and a client of them; `settled` once all are in service."""
     scripted = [ScriptedReplica() for _ in range(count)]
     async with AsyncExitStack() as stack:
         for one in scripted:
@@ -53,6 +56,8 @@ async def fleet(count: int, settings: Settings = QUICK) -> AsyncIterator[tuple[l
         replicas = await stack.enter_async_context(
             Replicas([one.address for one in scripted], settings=settings)
         )
+        if settled:
+            await until(lambda: len(replicas.in_service) == count)
         yield scripted, replicas
 
 
@@ -127,7 +132,7 @@ async def test_the_program_in_the_documentation_runs(capsys: pytest.CaptureFixtu
 
 
 async def test_a_session_stays_at_home_and_sessions_are_spread() -> None:
-    async with fleet(3) as (scripted, replicas):
+    async with fleet(3, settled=False) as (scripted, replicas):
         for session in range(60):
             for _ in range(2):
                 await replicas.complete(ask(session=f"s{session}", max_tokens=1), 5)
@@ -165,7 +170,6 @@ def test_loads_are_bounded_and_small_groups_stay_together() -> None:
 async def test_a_crowded_home_spills_over() -> None:
     async with fleet(2) as (scripted, replicas):
         first, (second,) = home("s", scripted)
-        await until(lambda: len(replicas.in_service) == 2)
         gate = asyncio.Event()
         first.before_piece = lambda _at: gate.wait()
         crowd = [asyncio.create_task(replicas.complete(ask(max_tokens=1), 10)) for _ in range(60)]
@@ -236,7 +240,6 @@ async def test_a_frozen_replica_is_left_after_the_idle_time() -> None:
 async def test_one_that_is_not_serving_is_passed_over_until_it_serves() -> None:
     async with fleet(2) as (scripted, replicas):
         first, _others = home("s", scripted)
-        await until(lambda: len(replicas.in_service) == 2)
         first.health.set_not_ready(NAME, "its canary disagreed")
         await until(lambda: len(replicas.in_service) == 1)
         await replicas.complete(ask(max_tokens=1), 5)
@@ -522,7 +525,6 @@ def test_addresses_that_cannot_be_used_are_refused(addresses: list[str], text: s
 
 async def test_addresses_can_be_replaced() -> None:
     async with fleet(2) as ((one, two), replicas):
-        await until(lambda: len(replicas.in_service) == 2)
         await replicas.follow([two.address])
         assert replicas.in_service == [two.address]
         await replicas.follow([one.address, two.address])

@@ -117,6 +117,8 @@ async def disturbed(
         return frames
 
     async with replicas, asyncio.timeout(RUN_SECONDS + 10):
+        while len(replicas.in_service) < len(processes):  # noqa: ASYNC110 - processes answer when they do
+            await asyncio.sleep(0.01)
         answers = await asyncio.gather(*(one(*item) for item in enumerate(requests)))
     return answers, replicas, victim
 
