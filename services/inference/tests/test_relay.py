@@ -280,6 +280,47 @@ async def test_a_relay_that_freezes_is_gone_round_and_not_waited_for_again(fleet
     assert asked == 2
 
 
+async def test_a_relay_that_is_slow_is_gone_round(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "SLOW_SECONDS", 1.0)
+    monkeypatch.setattr(sources, "SLOW_BYTES_PER_SECOND", 8 * CHUNK_BYTES)
+    await fleet.add(2)
+    slow = fleet.replicas[0]
+    real = slow.holdings.arrival
+
+    async def trickling(*asked: Any) -> Any:
+        arrival = await real(*asked)
+        chunks = arrival.encoded_chunks
+
+        async def slowly(offset: int) -> AsyncIterator[bytes]:
+            async for frame in chunks(offset):
+                await asyncio.sleep(0.3)
+                yield frame
+
+        arrival.encoded_chunks = slowly
+        return arrival
+
+    monkeypatch.setattr(slow.holdings, "arrival", trickling)
+    full = await fleet.publish(0, tensors(1))
+    await fleet.serve(0)
+    assert fleet.trainer.streams == 2
+    assert fleet.trainer.sent < 2 * size(full), "what the slow one had sent was not sent again"
+
+
+async def test_what_the_engine_refuses_is_fetched_once(fleet: Fleet) -> None:
+    await fleet.add(1)
+    tries = 0
+
+    async def refuse(tensors: Mapping[str, Tensor]) -> Any:
+        nonlocal tries
+        tries += 1
+        raise QuartetError("INVALID_REQUEST", "another model's", field="tensors")
+
+    fleet.replicas[0].engine.stage = refuse  # type: ignore[method-assign]
+    await fleet.publish(0, tensors(1))
+    await until(lambda: tries > 3)
+    assert fleet.trainer.streams == 1 and "another model's" in fleet.replicas[0].refused[-1]
+
+
 async def test_a_relay_that_is_still_busy_is_waited_for(fleet: Fleet) -> None:
     """It lives, and is about to fetch the version: asking the trainer instead would not scale."""
     await fleet.add(3)

@@ -5,7 +5,8 @@
    before.
 3. Whatever fails leaves the old version serving, and is tried again, for ever, after a bounded and growing
    pause, and only once the publisher has announced its newest version anew: while it is away nobody asks it
-   for weights, and whoever comes back is told its place in the tree.
+   for weights, and whoever comes back is told its place in the tree. What was fetched and verified is not
+   fetched again because the engine refused it.
 4. What the publisher announces is the truth, also where its number is not larger: another run, a restored
    run, the same number with other contents. Weights whose digest the engine already holds are taken over
    without being fetched.
@@ -25,6 +26,7 @@ from dataclasses import dataclass, replace
 import grpc
 import structlog
 from quartet.errors import QuartetError
+from quartet.v1 import weights_pb2 as pb
 from quartet.weights.fetch import fetch_version, get_manifest, watch
 from quartet.weights.fetched import Fetched
 from quartet.weights.sources import Relays
@@ -90,7 +92,7 @@ class Adopter:
         manifest = version.manifest
         check_canary(manifest, self._engine.info().vocab_size)
         staged = await self._engine.stage(version.tensors)
-        weights = ServedWeights(manifest.run_id, int(manifest.version), bytes(manifest.digest))
+        weights = _weights(manifest)
         await self._engine.swap(staged, weights)
         self._canaries.swapped(weights, manifest.canary if manifest.HasField("canary") else None)
         self._serving(weights)
@@ -211,6 +213,10 @@ class Follower:
         if target.digest == held and not info.out_of_service:
             await self._adopter.rename(target)
             return target
+        again = self._held
+        if again is not None and _weights(again.manifest) == target and not info.out_of_service:
+            # Fetched already, but the engine did not take it.
+            return await self._adopter.adopt(again)
         return await self._adopter.adopt(await self._fetch(target, sources))
 
     async def _fetch(self, target: ServedWeights, sources: list[str]) -> Fetched:
@@ -259,6 +265,10 @@ async def adopt_pushed(
             # It stays what it is; the next one may fit.
             log.warning("pushed version refused", version=version.number, why=str(error))
             on_refused(f"version {version.number} could not be taken: {error.message}")
+
+
+def _weights(manifest: pb.WeightManifest) -> ServedWeights:
+    return ServedWeights(manifest.run_id, int(manifest.version), bytes(manifest.digest))
 
 
 def _same_number(one: ServedWeights, other: ServedWeights) -> bool:
