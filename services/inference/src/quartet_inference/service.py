@@ -8,13 +8,14 @@ from contextlib import aclosing
 
 import grpc
 from quartet.errors import unimplemented
-from quartet.kit.stream import with_heartbeats
+from quartet.kit.stream import HEARTBEAT_SECONDS
 from quartet.v1 import common_pb2, rollout_pb2
 from quartet.v1 import inference_service_pb2 as pb
 from quartet.v1 import inference_service_pb2_grpc as rpc
 
 from quartet_inference.answering import Answerer, Ended, Started
 from quartet_inference.engine import Delta, Engine
+from quartet_inference.joined import joined
 from quartet_inference.scoring import resolve_samples
 
 
@@ -32,17 +33,13 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Sample completions."""
         beat = pb.GenerateResponse(heartbeat=common_pb2.Heartbeat(in_flight=max(1, request.n)))
-        frames = self._frames(request, context.time_remaining())
-        async with aclosing(with_heartbeats(frames, lambda: beat)) as beating:  # type: ignore[type-var]
-            async for frame in beating:
-                yield frame
-
-    async def _frames(
-        self, request: pb.GenerateRequest, remaining_s: float | None
-    ) -> AsyncIterator[pb.GenerateResponse]:
-        async with aclosing(self._answerer.answer(request, remaining_s)) as events:  # type: ignore[type-var]
-            async for event in events:
-                yield _frame(event)
+        answer = self._answerer.answer(request, context.time_remaining())
+        async with aclosing(joined(answer, HEARTBEAT_SECONDS)) as batches:  # type: ignore[type-var]
+            async for batch in batches:
+                for event in batch:
+                    yield _frame(event)
+                if not batch:
+                    yield beat
 
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreResponse:
         """Score given tokens: all samples together, answered in their order."""
