@@ -1,4 +1,4 @@
-"""Completions carried on elsewhere, breaks of the prefix, and answers told together, over the real service."""
+"""Completions carried on elsewhere, breaks of the prefix, answers told together, over the real service."""
 
 from __future__ import annotations
 
@@ -158,8 +158,7 @@ async def test_a_break_of_the_prefix_is_reported_and_counted(model_folder: Path,
         answer.tokens.tail_messages.add(role="tool", content="42")
         begun, _, _ = await generate(stub, answer)
         assert not begun.prefix_kept
-        text = bytes(b for b in begun.prompt_token_ids if b < 256)
-        assert b"42" in bytes_of(begun) and text
+        assert b"42" in bytes_of(begun)
         assert (await stub.GetModel(pb.GetModelRequest(), timeout=5)).prefix_breaks == 1
 
         unknown = tokens([*known, 1], max_tokens=4)
