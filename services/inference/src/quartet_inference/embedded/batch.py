@@ -177,19 +177,14 @@ class Batch:
             self._cache.clean_row(self.rows.index(sequence))
 
     def weights_changed(self, apply: Callable[[], None], recompute: bool) -> list[RunningSequence]:
-        """Change the weights by `apply`: no prefix is known any more, running rows are recomputed if asked.
+        """Change the weights by `apply`: no prefix is known any more.
 
-        Returns the rows for which the new weights give non-finite logits.
+        Where keys shall be recomputed, all rows leave: they join again as prompts do. Returned in order.
         """
         self._epoch += 1
         self._prefixes.clear()
         apply()
-        if not recompute or not self.rows:
-            return []
-        sequences = [row.tokens[:-1] for row in self.rows]
-        self._cache.reserve(len(self.rows), max(len(tokens) for tokens in sequences) + 1)
-        logits = prefill(self._forward, 0, sequences, [0] * len(sequences))
-        for row in self.rows:
-            row.kv_epoch = self._epoch
-        sound = torch.isfinite(logits.logsumexp(-1)).tolist()
-        return [row for row, whole in zip(self.rows, sound, strict=True) if not whole]
+        leaving = list(self.rows) if recompute else []
+        for row in reversed(leaving):
+            self.remove(row)
+        return leaving

@@ -17,7 +17,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -277,10 +277,7 @@ class EmbeddedEngine:
                     self._admitted -= len(joiners)
                 self._accept(self._batch.join(joiners))
             if self._batch.rows:
-                for row in self._batch.make_room():
-                    self._waiting.appendleft(row)
-                    with self._wake:
-                        self._admitted += 1
+                self._hand_back(self._batch.make_room())
                 self._accept(self._batch.step())
         except Exception:
             log.exception("decode step failed")
@@ -352,15 +349,22 @@ class EmbeddedEngine:
         if staged is None:
             self._info = replace(self._info, served=weights)
             return
-        broken = self._batch.weights_changed(
+        leaving = self._batch.weights_changed(
             lambda: self._weights.apply(staged), self._limits.recompute_on_update
         )
-        self._fail_broken(broken)
+        self._hand_back(reversed(leaving))
         pause_ms = (time.perf_counter() - began) * 1000
         updates = self._info.updates_applied + 1
         self._info = replace(
             self._info, served=weights, updates_applied=updates, last_update_pause_ms=pause_ms
         )
+
+    def _hand_back(self, rows: Iterable[RunningSequence]) -> None:
+        """Let rows that have left the batch wait before all others, the last one foremost."""
+        for row in rows:
+            self._waiting.appendleft(row)
+            with self._wake:
+                self._admitted += 1
 
     def _set_paused(self, paused: bool) -> int:
         self._info = replace(self._info, paused=paused)

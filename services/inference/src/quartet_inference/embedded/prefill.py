@@ -1,6 +1,6 @@
 """Computing keys and values of whole sequences.
 
-For requests that join, and for all rows after a weight update.
+For requests that join, new ones and those whose keys were lost.
 
 1. Rows of one call are neighbours. Every row ends with the keys and values of all its tokens.
 2. One forward pass handles at most PREFILL_TOKENS padded tokens and MASK_ELEMENTS of attention mask; a longer

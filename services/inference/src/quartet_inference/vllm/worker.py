@@ -13,12 +13,15 @@ import logging
 from typing import Any
 
 import torch
+from quartet.kit.memory import tune_allocator
 from safetensors import safe_open
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+# A load takes and frees the size of the model twice; from fresh pages that would be a third of the pause.
+tune_allocator()
 # It warns at every update of layers without weights of their own, such as a tied head; see _check_complete.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
