@@ -92,7 +92,7 @@ async def fetch_version(
                 await _payload(channel, manifest, receipt)
             received += receipt.size
             try:
-                tensors = await asyncio.to_thread(_decoded, receipt, manifest, base)
+                tensors = await asyncio.to_thread(_decoded, receipt, manifest, base, on_arrival is not None)
             except QuartetError as error:
                 if not manifest.HasField("base_version") and buffer is None:
                     raise
@@ -101,7 +101,8 @@ async def fetch_version(
                 log.warning("payload refused", run_id=run_id, version=manifest.version, why=error.message)
                 base, deltas, transports = None, [], ()
                 continue
-            receipt.announce()
+            if receipt.end is not None:
+                receipt.arrival.finish(receipt.end)
         if base is None or not manifest.HasField("base_version"):
             return Fetched(manifest, tensors, (), received)
         deltas.append(Delta(manifest, receipt.payload()))
@@ -111,12 +112,16 @@ async def fetch_version(
     raise mismatch(f"chain of deltas to version {version} (over {MAX_LINKS} links)")
 
 
-def _decoded(receipt: Receipt, manifest: pb.WeightManifest, base: Held | None) -> dict[str, Tensor]:
-    if receipt.end is None:
+def _decoded(
+    receipt: Receipt, manifest: pb.WeightManifest, base: Held | None, passed_on: bool
+) -> dict[str, Tensor]:
+    is_delta = base is not None and manifest.HasField("base_version")
+    # Who hands a payload on must know its digest; its reader knows every tensor's.
+    if receipt.end is None and (passed_on or is_delta):
         receipt.close()
-    if base is None or not manifest.HasField("base_version"):
-        return decode_payload(receipt.buffer, manifest)
-    return apply_delta(receipt.buffer, manifest, base)
+    if base is not None and is_delta:
+        return apply_delta(receipt.buffer, manifest, base)
+    return decode_payload(receipt.buffer, manifest)
 
 
 async def _carried(answer: pb.GetManifestResponse, transports: Sequence[Transport]) -> memoryview | None:

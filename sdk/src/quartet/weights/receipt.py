@@ -81,11 +81,6 @@ class Receipt:
         assert self.end is not None
         return Payload((self.buffer.toreadonly(),), (0,), self.size, self.end.payload_digest)
 
-    def announce(self) -> None:
-        """Tell those who follow the arrival that every tensor was verified."""
-        assert self.end is not None
-        self.arrival.finish(self.end)
-
     def accept_end(self, end: pb.WeightEnd, position: int) -> None:
         """Take WeightEnd, which is true only after the last byte."""
         if position != self.size or end.payload_bytes != self.size:

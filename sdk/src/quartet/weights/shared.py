@@ -154,8 +154,7 @@ class SharedMemory:
                 return None
             if os.pread(descriptor, TOKEN_BYTES, 0) != shared.token or len(shared.token) != TOKEN_BYTES:
                 return None
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            mapping = mmap.mmap(descriptor, TOKEN_BYTES + size, flags=flags, prot=mmap.PROT_READ)
+            mapping = mmap.mmap(descriptor, TOKEN_BYTES + size, prot=mmap.PROT_READ)
             return memoryview(mapping)[TOKEN_BYTES:]
         finally:
             os.close(descriptor)
