@@ -1,0 +1,45 @@
+"""What defines a run, as values that are compared and saved."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pydantic
+
+from quartet_trainer.spec.optimizer import OptimizerSpec
+from quartet_trainer.spec.value import Value
+
+DType = Literal["", "float32", "bfloat16"]
+
+
+class RunSpec(Value):
+    """Everything that defines a run, as the caller gave it.
+
+    Empty dtypes and a zero budget mean "as the trainer's device and configuration say". They stay so here, so
+    that a run can be restored by a trainer that is configured otherwise.
+    """
+
+    base_model: str = pydantic.Field(min_length=1)
+    optimizer: OptimizerSpec
+    seed: int = pydantic.Field(default=0, ge=0, lt=2**63)
+    compute_dtype: DType = ""
+    served_dtype: DType = ""
+    from_scratch: bool = False
+    retain_versions: int = pydantic.Field(default=0, ge=0, le=64)
+    microbatch_tokens: int = pydantic.Field(default=0, ge=0)
+
+
+def difference(held: RunSpec, wanted: RunSpec) -> tuple[str, object, object] | None:
+    """The first differing field as (dotted name, held, wanted), or None."""
+    ours, theirs = _flat(held.model_dump(mode="json")), _flat(wanted.model_dump(mode="json"))
+    keys = [*ours, *(key for key in theirs if key not in ours)]
+    return next(
+        ((key, ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)), None
+    )
+
+
+def _flat(values: dict[str, object], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

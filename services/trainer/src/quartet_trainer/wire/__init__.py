@@ -1,0 +1,10 @@
+"""Protobuf <-> domain, and nothing else. What the contract leaves open is refused here by name. No torch.
+
+Fields that this build does not serve are refused, never ignored.
+"""
+
+from quartet_trainer.wire.loss import loss_spec
+from quartet_trainer.wire.run import run_spec
+from quartet_trainer.wire.sample import training_sample
+
+__all__ = ["loss_spec", "run_spec", "training_sample"]

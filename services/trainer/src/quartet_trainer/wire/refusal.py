@@ -1,0 +1,48 @@
+"""How the border refuses: which field, which value, what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from typing import Any
+
+import pydantic
+from quartet.errors import QuartetError
+
+LATER = "comes in a later build; leave it out"
+
+
+def refuse_unserved(
+    message: Any, prefix: str, served: Set[str], refused: Callable[[str, Any, str], QuartetError]
+) -> None:
+    """Raise where a message has a field set that this build does not serve: never ignore one."""
+    for field, _ in message.ListFields():
+        if field.name not in served:
+            raise refused(prefix + field.name, str(getattr(message, field.name)).strip(), LATER)
+
+
+def given(message: Any, *fields: str) -> dict[str, Any]:
+    """The optional fields that were set, so that the domain's defaults hold for the others."""
+    return {field: getattr(message, field) for field in fields if message.HasField(field)}
+
+
+def first(error: pydantic.ValidationError, whole: str) -> tuple[str, Any, str]:
+    """The first problem as (key, value, why); `whole` names what has no single key at fault."""
+    problem = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in problem["loc"]) or whole
+    value = problem["input"]
+    shown = value if isinstance(value, (int, float, str)) else ""
+    return key, shown, problem["msg"].removeprefix("Value error, ")
+
+
+def config(key: str, value: Any, why: str) -> QuartetError:
+    """What defines a run is refused."""
+    return QuartetError(
+        "INVALID_CONFIG", f"{key} = {value!r} is refused: {why}", key=key, value=value, remedy=why
+    )
+
+
+def request(field: str, value: Any, why: str) -> QuartetError:
+    """What a call carries is refused."""
+    return QuartetError(
+        "INVALID_REQUEST", f"{field} = {value!r} is refused: {why}", field=field, value=value, remedy=why
+    )
