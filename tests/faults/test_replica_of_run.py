@@ -22,7 +22,7 @@ from quartet.replicas.replica import INFERENCE
 from tests.conftest import QUARTET, REPOSITORY
 from tests.faults.test_kill_each_service import children, steps_done, wait_for_steps
 
-STEPS = 30
+STEPS = 40
 FIRST_STEP_SECONDS = 180
 RUN_SECONDS = 400
 START_SECONDS = 90.0
