@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 from quartet.errors import QuartetError
-from quartet.weights.tree import FANOUT, MAX_RELAYS, MAX_SOURCES, RelayTree, Watcher
+from quartet.weights.tree import FANOUT, MAX_RELAYS, MAX_SOURCES, RANK_SECONDS, RelayTree, Watcher
 
 
 def grown(count: int) -> tuple[RelayTree, list[Watcher]]:
@@ -69,6 +70,25 @@ def test_nobody_is_sent_to_whoever_joined_later_however_the_members_change() -> 
             else:
                 assert bool(sources) == bool(relays)
         assert sum(not tree.sources(relay) for relay in relays) == min(1, len(relays))
+
+
+def test_whoever_comes_back_has_its_place_again_and_after_a_while_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise two that fail at once could be sent to each other, each by what was true before."""
+    tree, relays = grown(4)
+    tree.leave(relays[0])
+    assert names(tree.sources(relays[2])) == [1]
+    again = tree.join("", relays[0].address)
+    assert tree.sources(again) == [] and names(tree.sources(relays[1])) == [0]
+    twice = tree.join("", relays[0].address)
+    assert twice.rank == again.rank, "its old watch is not yet known to be gone"
+    tree.leave(again)
+    tree.leave(twice)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + RANK_SECONDS + 1)
+    late = tree.join("", relays[0].address)
+    assert names(tree.sources(late))[0] == 2 and tree.sources(relays[1]) == []
 
 
 def test_watchers_that_serve_nobody_are_spread_over_the_relays() -> None:

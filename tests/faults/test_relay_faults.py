@@ -81,6 +81,7 @@ class Replica:
             line: dict[str, Any] = json.loads(text)
             self.address = line.get("address", self.address)
             if "version" in line:
+                assert line["version"] not in self.served, "served twice"
                 self.served[line["version"]] = line["digest"]
 
     async def end(self) -> None:
@@ -109,6 +110,12 @@ class Fleet:
         self.server = await start([service], ServerConfig(address=address), Health())
 
     async def add(self, count: int) -> None:
+        """Start replicas, and wait until they have joined."""
+        await self.spawn(count)
+        await self.until(lambda: len(self.publisher.relays()) == len(self.replicas))
+        self.replicas.sort(key=lambda replica: self.publisher.relays().index(replica.address))
+
+    async def spawn(self, count: int) -> None:
         script = REPOSITORY / "benchmarks" / "light_replica.py"
         for _ in range(count):
             process = await asyncio.create_subprocess_exec(
@@ -116,11 +123,9 @@ class Fleet:
                 stdout=asyncio.subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
             self.replicas.append(Replica(process))
-        await self.until(lambda: len(self.publisher.relays()) == len(self.replicas))
-        self.replicas.sort(key=lambda replica: self.publisher.relays().index(replica.address))
 
-    async def publish(self, version: int, seed: int) -> pb.WeightManifest:
-        data = random.Random(seed).randbytes(CHUNKS * CHUNK_BYTES)
+    async def publish(self, version: int, seed: int, chunks: int = CHUNKS) -> pb.WeightManifest:
+        data = random.Random(seed).randbytes(chunks * CHUNK_BYTES)
         weights = {"w": Tensor("BF16", (len(data) // 2,), data)}
         return await asyncio.to_thread(self.store.publish, "r", version, weights)
 
@@ -180,6 +185,39 @@ async def test_a_relay_in_the_middle_dies_and_the_publisher_notices_nothing() ->
         fleet.replicas[1].process.kill()
         await fleet.all_serve(full, [fleet.replicas[0], *fleet.replicas[2:]])
         assert fleet.publisher.streams == 1 and fleet.publisher.sent < 1.01 * full.payload_bytes
+
+
+async def test_a_fleet_under_random_faults_follows_every_version_and_never_lies() -> None:
+    """Invariants 3 and 9: whatever is killed, frozen or added, what is served is what was published."""
+    async with a_fleet() as fleet:
+        published: dict[int, str] = {}
+        frozen: list[Replica] = []
+        for version in range(8):
+            manifest = await fleet.publish(version, seed=version, chunks=8)
+            published[version] = manifest.digest.hex()
+            await asyncio.sleep(fleet.chance.uniform(0, 0.3))
+            alive = [one for one in fleet.replicas if one not in frozen]
+            victim = fleet.chance.choice(alive)
+            action = fleet.chance.choice(["kill", "freeze", "thaw", "add", "nothing"])
+            print(f"version {version}: {action}, victim {victim.address}, {len(alive)} alive")
+            match action:
+                case "kill" if len(alive) > 2:
+                    await victim.end()
+                    fleet.replicas.remove(victim)
+                case "freeze" if len(alive) > 2:
+                    victim.process.send_signal(signal.SIGSTOP)
+                    frozen.append(victim)
+                case "thaw" if frozen:
+                    frozen.pop().process.send_signal(signal.SIGCONT)
+                case "add":
+                    await fleet.spawn(1)
+            survivors = [one for one in fleet.replicas if one not in frozen]
+            await fleet.all_serve(manifest, survivors)
+        for one in frozen:
+            one.process.send_signal(signal.SIGCONT)
+        await fleet.all_serve(manifest, fleet.replicas)
+        for one in fleet.replicas:
+            assert one.served.items() <= published.items()
 
 
 async def test_the_publisher_restarts_in_mid_fetch() -> None:

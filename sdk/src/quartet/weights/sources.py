@@ -17,6 +17,7 @@ For one event loop.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,9 @@ SILENT_SECONDS = 5 * SIGN_SECONDS
 #: A relay that lives, but has no bytes for so long, waits for what does not come. Longer than it waits for
 #: its own source (FETCH_IDLE_SECONDS): where the publisher is slow, its readers must not all run to it.
 STARVED_SECONDS = 60.0
+#: A relay that is about to begin is waited for so long. Drawn, so that of two that wait for each other (which
+#: a restart of the publisher may bring about) one goes on alone.
+BEGIN_SECONDS = (15.0, 30.0)
 #: A relay that has bytes and sends fewer than this over SLOW_SECONDS is no help.
 SLOW_BYTES_PER_SECOND = 1 << 20
 SLOW_SECONDS = 10.0
@@ -131,6 +135,7 @@ class Route(grpc.aio.Channel):  # type: ignore[misc]
         self._relays, self._announcer, self._left, self._digest = relays, announcer, list(sources), digest
         #: Of the relay in use, over all streams.
         self.pace = _Pace()
+        self._patience_s = random.uniform(*BEGIN_SECONDS)
 
     @property
     def relay(self) -> str:
@@ -146,15 +151,15 @@ class Route(grpc.aio.Channel):  # type: ignore[misc]
             return
         if error.reason == "NOT_READY" and "grpc_code" not in error.metadata:
             # The relay's own words: not those of gRPC for a peer that is gone.
-            try:
-                return self.pace.note(waited_s, 0, sign_of_life=True)
-            except QuartetError as starved:
-                error = starved
+            self._patience_s -= waited_s
+            if self._patience_s > 0:
+                return
         if error.reason in GIVEN_UP and not self._relays.strike(relay):
             raise error
         log.info("relay passed over", relay=relay, why=error.message)
         self._left.pop(0)
         self.pace = _Pace()
+        self._patience_s = random.uniform(*BEGIN_SECONDS)
         if error.reason in USELESS:
             self._relays.shun(relay)
 
