@@ -21,6 +21,8 @@ from quartet_orchestrator.segments import Segments
 from quartet_orchestrator.state import RESTING
 
 RUN = "run"
+# Calls 2..4 and 5..7 are two steps, 8 is the SaveState after them, 9..11 and 12..14 the next two steps.
+SECOND_SKIPPED = 13
 
 
 def assert_complete(world, run, steps=4):
@@ -302,6 +304,25 @@ async def test_a_model_that_gives_no_numbers_any_more_ends_its_run(world):
     assert "learning_rate" in run.error
     assert run.ledger.in_flight == 0
     assert world.trainer.closed == [RUN]
+
+
+async def test_a_skipped_step_that_is_replayed_is_not_counted_again(world, monkeypatch):
+    """Two steps in a row that were skipped stay two, however often the trainer comes back before them."""
+    monkeypatch.setattr(training, "GUARD_S", 0.05)
+    world.trainer.losses = [0.5, 0.5, float("nan"), float("nan")]
+    world.trainer.delay_s = 0.02
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=8), dry_run=False)
+        # The state of step 2 is the last one that is saved: a replay begins with the skipped steps.
+        while runs.get(RUN).state.applied_seq_id < SECOND_SKIPPED:
+            await runs.get(RUN).changed()
+        world.trainer.losses = [float("nan"), float("nan")]
+        world.trainer.forget()
+        assert_complete(world, await world.rest(runs), steps=8)
+        seen = await events(runs)
+    assert any("replaying" in r.note.message for r in seen)
+    notes = [r.note.message for r in seen if "skipped the step" in r.note.message]
+    assert len(notes) == 2
 
 
 @pytest.mark.parametrize("trainer_away", [False, True])

@@ -101,7 +101,8 @@ class Training:
         self._next = 0
         self._restores = 0
         self._versions_changed = 0
-        self._skipped = 0
+        # The batches in a row that were skipped; a set, because a replay meets them again.
+        self._skipped: set[int] = set()
         # Whether the trainer's run is this one, not somebody else's under the same name.
         self._opened = False
 
@@ -271,13 +272,16 @@ class Training:
         """A step that the trainer skipped is part of the run; too many in a row are its end."""
         if not isinstance(answer, tpb.OptimStepResponse):
             return
-        self._skipped = self._skipped + 1 if answer.skipped_nonfinite else 0
-        if self._skipped >= MAX_SKIPPED_STEPS:
+        if not answer.skipped_nonfinite:
+            self._skipped.clear()
+            return
+        self._skipped.add(call.batch)
+        if len(self._skipped) >= MAX_SKIPPED_STEPS:
             raise RunFailed(
-                f"step {call.batch + 1}: the loss or the gradients of {self._skipped} steps in a row were no "
-                "finite numbers; lower learning_rate or max_grad_norm, and submit a new run"
+                f"step {call.batch + 1}: the loss or the gradients of {MAX_SKIPPED_STEPS} steps in a row "
+                "were no finite numbers; lower learning_rate or max_grad_norm, and submit a new run"
             )
-        if self._skipped and call.seq_id > self._book.state.applied_seq_id:
+        if call.seq_id > self._book.state.applied_seq_id:
             self._book.note(
                 f"step {call.batch + 1}: the loss or the gradients were no finite numbers; the trainer "
                 "skipped the step and the run goes on with the weights it has",
