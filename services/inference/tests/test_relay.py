@@ -108,9 +108,9 @@ class Replica:
 
     async def kill(self) -> None:
         """No goodbye: the server is gone at once, and so is the follower."""
+        await self.server.stop(0)
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
-        await self.server.stop(0)
 
     @asynccontextmanager
     async def running(self, trainer: str) -> AsyncIterator[Replica]:
