@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quartet.errors import QuartetError
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights.layout import header_of, parse_header
-from quartet.weights.manifest import build_manifest, check_manifest, verify_tensor
+from quartet.weights.manifest import build_manifest, check_manifest, sealed, verify_tensor
 from quartet.weights.payload import CHUNK_BYTES, chunk_spans, chunks, decode_payload, full_payload
 from quartet.weights.tensor import DTYPE_BYTES, Tensor, tensor_bytes
 
@@ -168,13 +168,56 @@ def spoil(manifest: pb.WeightManifest, field: str) -> None:
             manifest.payload_bytes = 1 << 40
         case "signature":
             manifest.layout_signature = "0"
+        case "encoding":
+            manifest.tensors[0].encoding = pb.TENSOR_ENCODING_SPARSE
 
 
-@pytest.mark.parametrize("field", ["digest", "tensor", "shape", "order", "dtype", "size", "signature"])
-def test_a_manifest_that_contradicts_itself_is_refused(field: str) -> None:
+@pytest.mark.parametrize(
+    "field", ["digest", "tensor", "shape", "order", "dtype", "size", "signature", "encoding"]
+)
+@pytest.mark.parametrize("seal", [sealed, lambda manifest: manifest])
+def test_a_manifest_that_contradicts_itself_is_refused(field: str, seal: Any) -> None:
     manifest = build_manifest("run", 0, example())
     check_manifest(manifest)
     spoil(manifest, field)
+    seal(manifest)
+    with pytest.raises(QuartetError, match="CHECKSUM_MISMATCH"):
+        check_manifest(manifest)
+
+
+def other_run(manifest: pb.WeightManifest) -> None:
+    manifest.run_id = "other"
+
+
+def other_version(manifest: pb.WeightManifest) -> None:
+    manifest.version += 1
+
+
+def other_base(manifest: pb.WeightManifest) -> None:
+    manifest.base_version = 0
+
+
+def other_canary(manifest: pb.WeightManifest) -> None:
+    manifest.canary.logprobs[1] += 0.5
+
+
+def no_canary(manifest: pb.WeightManifest) -> None:
+    manifest.ClearField("canary")
+
+
+def other_adapter(manifest: pb.WeightManifest) -> None:
+    manifest.adapter_config += " "
+
+
+@pytest.mark.parametrize(
+    "damage", [other_run, other_version, other_base, other_canary, no_canary, other_adapter]
+)
+def test_nothing_of_a_manifest_can_change_on_its_way(damage: Any) -> None:
+    """Invariant 3."""
+    canary = pb.Canary(token_ids=[1, 2, 3], logprobs=[-0.5, -1.5])
+    manifest = build_manifest("run", 5, example(), canary=canary, adapter_config="{}")
+    check_manifest(manifest)
+    damage(manifest)
     with pytest.raises(QuartetError, match="CHECKSUM_MISMATCH"):
         check_manifest(manifest)
 

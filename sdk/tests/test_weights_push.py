@@ -18,7 +18,7 @@ from quartet.v1 import weights_pb2_grpc as rpc
 from quartet.weights import push
 from quartet.weights.fetched import Fetched
 from quartet.weights.frames import PUSH_CHUNK
-from quartet.weights.manifest import build_manifest
+from quartet.weights.manifest import build_manifest, sealed
 from quartet.weights.payload import CHUNK_BYTES, full_payload
 from quartet.weights.push import PUSH_METHOD, push_version
 from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
@@ -171,6 +171,11 @@ def _no_frame(sent: list[pb.PushRequest]) -> None:
 
 def _no_run(sent: list[pb.PushRequest]) -> None:
     sent[0].manifest.run_id = ""
+    sealed(sent[0].manifest)
+
+
+def _another_version(sent: list[pb.PushRequest]) -> None:
+    sent[0].manifest.version = 2
 
 
 def _flipped(sent: list[pb.PushRequest]) -> None:
@@ -195,6 +200,7 @@ def _wrong_commit(sent: list[pb.PushRequest]) -> None:
 def _unknown_base(sent: list[pb.PushRequest]) -> None:
     sent[0].manifest.base_version = 7
     sent[0].manifest.base_digest = bytes(16)
+    sealed(sent[0].manifest)
 
 
 @pytest.mark.parametrize(
@@ -210,6 +216,7 @@ def _unknown_base(sent: list[pb.PushRequest]) -> None:
         (_other_tensor, "CHECKSUM_MISMATCH"),
         (_lying_manifest, "CHECKSUM_MISMATCH"),
         (_wrong_commit, "CHECKSUM_MISMATCH"),
+        (_another_version, "CHECKSUM_MISMATCH"),
         (_two_manifests, "INVALID_REQUEST"),
         (_no_manifest, "INVALID_REQUEST"),
         (_no_frame, "INVALID_REQUEST"),

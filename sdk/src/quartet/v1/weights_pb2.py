@@ -24,47 +24,47 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quartet/v1/weights.proto\x12\nquartet.v1\"v\n\nTensorInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x06\x12,\n\x08\x65ncoding\x18\x05 \x01(\x0e\x32\x1a.quartet.v1.TensorEncoding\"\x98\x02\n\x0eWeightManifest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x19\n\x0c\x62\x61se_version\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\'\n\x07tensors\x18\x04 \x03(\x0b\x32\x16.quartet.v1.TensorInfo\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x18\n\x10layout_signature\x18\x06 \x01(\t\x12\x15\n\rpayload_bytes\x18\x07 \x01(\x04\x12\x13\n\x0b\x62\x61se_digest\x18\x08 \x01(\x0c\x12\x16\n\x0e\x61\x64\x61pter_config\x18\t \x01(\t\x12\"\n\x06\x63\x61nary\x18\n \x01(\x0b\x32\x12.quartet.v1.CanaryB\x0f\n\r_base_version\"-\n\x06\x43\x61nary\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"=\n\x0bWeightChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\":\n\tWeightEnd\x12\x15\n\rpayload_bytes\x18\x01 \x01(\x04\x12\x16\n\x0epayload_digest\x18\x02 \x01(\x0c\"a\n\x0cWatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x19\n\x0cheld_version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x15\n\rrelay_address\x18\x03 \x01(\tB\x0f\n\r_held_version\"|\n\rWatchResponse\x12\x31\n\tannounced\x18\x01 \x01(\x0b\x32\x1c.quartet.v1.VersionAnnouncedH\x00\x12/\n\theartbeat\x18\x02 \x01(\x0b\x32\x1a.quartet.v1.WatchHeartbeatH\x00\x42\x07\n\x05\x65vent\"T\n\x10VersionAnnounced\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x0f\n\x07sources\x18\x04 \x03(\t\"@\n\x0eWatchHeartbeat\x12\x1b\n\x0elatest_version\x18\x01 \x01(\x04H\x00\x88\x01\x01\x42\x11\n\x0f_latest_version\"\x9e\x01\n\x12GetManifestRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x14\n\x07version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x19\n\x0c\x62\x61se_version\x18\x03 \x01(\x04H\x01\x88\x01\x01\x12\x13\n\x0b\x62\x61se_digest\x18\x04 \x01(\x0c\x12\x15\n\rshared_memory\x18\x05 \x01(\x08\x42\n\n\x08_versionB\x0f\n\r_base_version\"n\n\x13GetManifestResponse\x12,\n\x08manifest\x18\x01 \x01(\x0b\x32\x1a.quartet.v1.WeightManifest\x12)\n\x06shared\x18\x02 \x01(\x0b\x32\x19.quartet.v1.SharedPayload\",\n\rSharedPayload\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\"\x80\x01\n\x0c\x46\x65tchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x19\n\x0c\x62\x61se_version\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x13\n\x0b\x62\x61se_digest\x18\x05 \x01(\x0c\x42\x0f\n\r_base_version\"h\n\rFetchResponse\x12(\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x17.quartet.v1.WeightChunkH\x00\x12$\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x15.quartet.v1.WeightEndH\x00\x42\x07\n\x05\x66rame\"\x99\x01\n\x0bPushRequest\x12.\n\x08manifest\x18\x01 \x01(\x0b\x32\x1a.quartet.v1.WeightManifestH\x00\x12(\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x17.quartet.v1.WeightChunkH\x00\x12\'\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x15.quartet.v1.WeightEndH\x00\x42\x07\n\x05\x66rame\"\x1f\n\x0cPushResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04*\xa5\x01\n\x0eTensorEncoding\x12\x1f\n\x1bTENSOR_ENCODING_UNSPECIFIED\x10\x00\x12\x19\n\x15TENSOR_ENCODING_DENSE\x10\x01\x12\x1c\n\x18TENSOR_ENCODING_XOR_ZSTD\x10\x02\x12\x1a\n\x16TENSOR_ENCODING_SPARSE\x10\x03\x12\x1d\n\x19TENSOR_ENCODING_UNCHANGED\x10\x04\x32\x9c\x02\n\rWeightService\x12>\n\x05Watch\x12\x18.quartet.v1.WatchRequest\x1a\x19.quartet.v1.WatchResponse0\x01\x12N\n\x0bGetManifest\x12\x1e.quartet.v1.GetManifestRequest\x1a\x1f.quartet.v1.GetManifestResponse\x12>\n\x05\x46\x65tch\x12\x18.quartet.v1.FetchRequest\x1a\x19.quartet.v1.FetchResponse0\x01\x12;\n\x04Push\x12\x17.quartet.v1.PushRequest\x1a\x18.quartet.v1.PushResponse(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quartet/v1/weights.proto\x12\nquartet.v1\"v\n\nTensorInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x06\x12,\n\x08\x65ncoding\x18\x05 \x01(\x0e\x32\x1a.quartet.v1.TensorEncoding\"\xaa\x02\n\x0eWeightManifest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x19\n\x0c\x62\x61se_version\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\'\n\x07tensors\x18\x04 \x03(\x0b\x32\x16.quartet.v1.TensorInfo\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x18\n\x10layout_signature\x18\x06 \x01(\t\x12\x15\n\rpayload_bytes\x18\x07 \x01(\x04\x12\x13\n\x0b\x62\x61se_digest\x18\x08 \x01(\x0c\x12\x16\n\x0e\x61\x64\x61pter_config\x18\t \x01(\t\x12\"\n\x06\x63\x61nary\x18\n \x01(\x0b\x32\x12.quartet.v1.Canary\x12\x10\n\x08\x63hecksum\x18\x0b \x01(\x06\x42\x0f\n\r_base_version\"-\n\x06\x43\x61nary\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"=\n\x0bWeightChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\":\n\tWeightEnd\x12\x15\n\rpayload_bytes\x18\x01 \x01(\x04\x12\x16\n\x0epayload_digest\x18\x02 \x01(\x0c\"a\n\x0cWatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x19\n\x0cheld_version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x15\n\rrelay_address\x18\x03 \x01(\tB\x0f\n\r_held_version\"|\n\rWatchResponse\x12\x31\n\tannounced\x18\x01 \x01(\x0b\x32\x1c.quartet.v1.VersionAnnouncedH\x00\x12/\n\theartbeat\x18\x02 \x01(\x0b\x32\x1a.quartet.v1.WatchHeartbeatH\x00\x42\x07\n\x05\x65vent\"T\n\x10VersionAnnounced\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x0f\n\x07sources\x18\x04 \x03(\t\"@\n\x0eWatchHeartbeat\x12\x1b\n\x0elatest_version\x18\x01 \x01(\x04H\x00\x88\x01\x01\x42\x11\n\x0f_latest_version\"\x9e\x01\n\x12GetManifestRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x14\n\x07version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x19\n\x0c\x62\x61se_version\x18\x03 \x01(\x04H\x01\x88\x01\x01\x12\x13\n\x0b\x62\x61se_digest\x18\x04 \x01(\x0c\x12\x15\n\rshared_memory\x18\x05 \x01(\x08\x42\n\n\x08_versionB\x0f\n\r_base_version\"n\n\x13GetManifestResponse\x12,\n\x08manifest\x18\x01 \x01(\x0b\x32\x1a.quartet.v1.WeightManifest\x12)\n\x06shared\x18\x02 \x01(\x0b\x32\x19.quartet.v1.SharedPayload\",\n\rSharedPayload\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\"\x80\x01\n\x0c\x46\x65tchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x19\n\x0c\x62\x61se_version\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x13\n\x0b\x62\x61se_digest\x18\x05 \x01(\x0c\x42\x0f\n\r_base_version\"h\n\rFetchResponse\x12(\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x17.quartet.v1.WeightChunkH\x00\x12$\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x15.quartet.v1.WeightEndH\x00\x42\x07\n\x05\x66rame\"\x99\x01\n\x0bPushRequest\x12.\n\x08manifest\x18\x01 \x01(\x0b\x32\x1a.quartet.v1.WeightManifestH\x00\x12(\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x17.quartet.v1.WeightChunkH\x00\x12\'\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x15.quartet.v1.WeightEndH\x00\x42\x07\n\x05\x66rame\"\x1f\n\x0cPushResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04*\xa5\x01\n\x0eTensorEncoding\x12\x1f\n\x1bTENSOR_ENCODING_UNSPECIFIED\x10\x00\x12\x19\n\x15TENSOR_ENCODING_DENSE\x10\x01\x12\x1c\n\x18TENSOR_ENCODING_XOR_ZSTD\x10\x02\x12\x1a\n\x16TENSOR_ENCODING_SPARSE\x10\x03\x12\x1d\n\x19TENSOR_ENCODING_UNCHANGED\x10\x04\x32\x9c\x02\n\rWeightService\x12>\n\x05Watch\x12\x18.quartet.v1.WatchRequest\x1a\x19.quartet.v1.WatchResponse0\x01\x12N\n\x0bGetManifest\x12\x1e.quartet.v1.GetManifestRequest\x1a\x1f.quartet.v1.GetManifestResponse\x12>\n\x05\x46\x65tch\x12\x18.quartet.v1.FetchRequest\x1a\x19.quartet.v1.FetchResponse0\x01\x12;\n\x04Push\x12\x17.quartet.v1.PushRequest\x1a\x18.quartet.v1.PushResponse(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quartet.v1.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TENSORENCODING']._serialized_start=1736
-  _globals['_TENSORENCODING']._serialized_end=1901
+  _globals['_TENSORENCODING']._serialized_start=1754
+  _globals['_TENSORENCODING']._serialized_end=1919
   _globals['_TENSORINFO']._serialized_start=40
   _globals['_TENSORINFO']._serialized_end=158
   _globals['_WEIGHTMANIFEST']._serialized_start=161
-  _globals['_WEIGHTMANIFEST']._serialized_end=441
-  _globals['_CANARY']._serialized_start=443
-  _globals['_CANARY']._serialized_end=488
-  _globals['_WEIGHTCHUNK']._serialized_start=490
-  _globals['_WEIGHTCHUNK']._serialized_end=551
-  _globals['_WEIGHTEND']._serialized_start=553
-  _globals['_WEIGHTEND']._serialized_end=611
-  _globals['_WATCHREQUEST']._serialized_start=613
-  _globals['_WATCHREQUEST']._serialized_end=710
-  _globals['_WATCHRESPONSE']._serialized_start=712
-  _globals['_WATCHRESPONSE']._serialized_end=836
-  _globals['_VERSIONANNOUNCED']._serialized_start=838
-  _globals['_VERSIONANNOUNCED']._serialized_end=922
-  _globals['_WATCHHEARTBEAT']._serialized_start=924
-  _globals['_WATCHHEARTBEAT']._serialized_end=988
-  _globals['_GETMANIFESTREQUEST']._serialized_start=991
-  _globals['_GETMANIFESTREQUEST']._serialized_end=1149
-  _globals['_GETMANIFESTRESPONSE']._serialized_start=1151
-  _globals['_GETMANIFESTRESPONSE']._serialized_end=1261
-  _globals['_SHAREDPAYLOAD']._serialized_start=1263
-  _globals['_SHAREDPAYLOAD']._serialized_end=1307
-  _globals['_FETCHREQUEST']._serialized_start=1310
-  _globals['_FETCHREQUEST']._serialized_end=1438
-  _globals['_FETCHRESPONSE']._serialized_start=1440
-  _globals['_FETCHRESPONSE']._serialized_end=1544
-  _globals['_PUSHREQUEST']._serialized_start=1547
-  _globals['_PUSHREQUEST']._serialized_end=1700
-  _globals['_PUSHRESPONSE']._serialized_start=1702
-  _globals['_PUSHRESPONSE']._serialized_end=1733
-  _globals['_WEIGHTSERVICE']._serialized_start=1904
-  _globals['_WEIGHTSERVICE']._serialized_end=2188
+  _globals['_WEIGHTMANIFEST']._serialized_end=459
+  _globals['_CANARY']._serialized_start=461
+  _globals['_CANARY']._serialized_end=506
+  _globals['_WEIGHTCHUNK']._serialized_start=508
+  _globals['_WEIGHTCHUNK']._serialized_end=569
+  _globals['_WEIGHTEND']._serialized_start=571
+  _globals['_WEIGHTEND']._serialized_end=629
+  _globals['_WATCHREQUEST']._serialized_start=631
+  _globals['_WATCHREQUEST']._serialized_end=728
+  _globals['_WATCHRESPONSE']._serialized_start=730
+  _globals['_WATCHRESPONSE']._serialized_end=854
+  _globals['_VERSIONANNOUNCED']._serialized_start=856
+  _globals['_VERSIONANNOUNCED']._serialized_end=940
+  _globals['_WATCHHEARTBEAT']._serialized_start=942
+  _globals['_WATCHHEARTBEAT']._serialized_end=1006
+  _globals['_GETMANIFESTREQUEST']._serialized_start=1009
+  _globals['_GETMANIFESTREQUEST']._serialized_end=1167
+  _globals['_GETMANIFESTRESPONSE']._serialized_start=1169
+  _globals['_GETMANIFESTRESPONSE']._serialized_end=1279
+  _globals['_SHAREDPAYLOAD']._serialized_start=1281
+  _globals['_SHAREDPAYLOAD']._serialized_end=1325
+  _globals['_FETCHREQUEST']._serialized_start=1328
+  _globals['_FETCHREQUEST']._serialized_end=1456
+  _globals['_FETCHRESPONSE']._serialized_start=1458
+  _globals['_FETCHRESPONSE']._serialized_end=1562
+  _globals['_PUSHREQUEST']._serialized_start=1565
+  _globals['_PUSHREQUEST']._serialized_end=1718
+  _globals['_PUSHRESPONSE']._serialized_start=1720
+  _globals['_PUSHRESPONSE']._serialized_end=1751
+  _globals['_WEIGHTSERVICE']._serialized_start=1922
+  _globals['_WEIGHTSERVICE']._serialized_end=2206
 # @@protoc_insertion_point(module_scope)

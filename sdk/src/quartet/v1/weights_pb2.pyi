@@ -35,7 +35,7 @@ class TensorInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., encoding: _Optional[_Union[TensorEncoding, str]] = ...) -> None: ...
 
 class WeightManifest(_message.Message):
-    __slots__ = ("run_id", "version", "base_version", "tensors", "digest", "layout_signature", "payload_bytes", "base_digest", "adapter_config", "canary")
+    __slots__ = ("run_id", "version", "base_version", "tensors", "digest", "layout_signature", "payload_bytes", "base_digest", "adapter_config", "canary", "checksum")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,7 @@ class WeightManifest(_message.Message):
     BASE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_CONFIG_FIELD_NUMBER: _ClassVar[int]
     CANARY_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     version: int
     base_version: int
@@ -56,7 +57,8 @@ class WeightManifest(_message.Message):
     base_digest: bytes
     adapter_config: str
     canary: Canary
-    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ..., base_version: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorInfo, _Mapping]]] = ..., digest: _Optional[bytes] = ..., layout_signature: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., base_digest: _Optional[bytes] = ..., adapter_config: _Optional[str] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ...) -> None: ...
+    checksum: int
+    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ..., base_version: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorInfo, _Mapping]]] = ..., digest: _Optional[bytes] = ..., layout_signature: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., base_digest: _Optional[bytes] = ..., adapter_config: _Optional[str] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Canary(_message.Message):
     __slots__ = ("token_ids", "logprobs")

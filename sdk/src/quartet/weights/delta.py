@@ -20,7 +20,7 @@ import numpy as np
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights.encodings import Encoded, decode_tensor, encode_tensor
 from quartet.weights.layout import Extent, header_of
-from quartet.weights.manifest import mismatch, verify_tensor
+from quartet.weights.manifest import mismatch, sealed, verify_tensor
 from quartet.weights.payload import Payload, open_payload, payload_of
 from quartet.weights.tensor import Tensor
 
@@ -75,7 +75,7 @@ def make_delta(base: Held, new: Held) -> Delta:
             specs[info.name] = ("U8", (encoded.size,))
         parts[info.name] = encoded.parts
     header, order, manifest.payload_bytes = header_of(specs)
-    return Delta(manifest, payload_of([header, *(part for name in order for part in parts[name])]))
+    return Delta(sealed(manifest), payload_of([header, *(part for name in order for part in parts[name])]))
 
 
 def apply_delta(buffer: memoryview, manifest: pb.WeightManifest, base: Held) -> dict[str, Tensor]:

@@ -3,8 +3,8 @@
 1. Equal `digest`s mean equal weights: it covers every name, dtype, shape and tensor digest, and an adapter's
    configuration, and neither run nor version number.
 2. Equal `layout_signature`s mean that one version can be copied over the other in place.
-3. `check_manifest` accepts only manifests that are consistent in themselves, so a damaged one never judges a
-   payload.
+3. `check_manifest` accepts only manifests that are consistent in themselves and have their checksum, so a
+   damaged one never judges a payload, and is never taken for another version.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
+import numpy as np
 import xxhash
 
 from quartet.errors import QuartetError
@@ -45,7 +46,7 @@ def build_manifest(
         for name in sorted(tensors)
     ]
     _, _, size = header_of({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
-    return pb.WeightManifest(
+    manifest = pb.WeightManifest(
         run_id=run_id,
         version=version,
         tensors=infos,
@@ -55,6 +56,25 @@ def build_manifest(
         canary=canary,
         adapter_config=adapter_config,
     )
+    return sealed(manifest)
+
+
+def sealed(manifest: pb.WeightManifest) -> pb.WeightManifest:
+    """The manifest, its checksum set: the last thing that is done to one."""
+    manifest.checksum = _checksum(manifest)
+    return manifest
+
+
+def _checksum(manifest: pb.WeightManifest) -> int:
+    base = str(manifest.base_version) if manifest.HasField("base_version") else ""
+    words = (manifest.run_id, str(manifest.version), base, str(manifest.payload_bytes), "")
+    state = xxhash.xxh3_64("\0".join(words).encode())
+    state.update(manifest.digest + manifest.base_digest)
+    # An enum may hold any number; no encoding that is known is beyond a byte.
+    state.update(bytes(info.encoding & 0xFF for info in manifest.tensors))
+    state.update(np.array(manifest.canary.token_ids, "<u4").tobytes())
+    state.update(np.array(manifest.canary.logprobs, "<f4").tobytes())
+    return int(state.intdigest())
 
 
 def of_full_payload(manifest: pb.WeightManifest) -> pb.WeightManifest:
@@ -67,7 +87,7 @@ def of_full_payload(manifest: pb.WeightManifest) -> pb.WeightManifest:
         info.encoding = pb.TENSOR_ENCODING_DENSE
     specs = {info.name: (info.dtype, tuple(info.shape)) for info in full.tensors}
     _, _, full.payload_bytes = header_of(specs)
-    return full
+    return sealed(full)
 
 
 def _layout_bytes(info: pb.TensorInfo) -> bytes:
@@ -94,6 +114,8 @@ def layout_signature(infos: Iterable[pb.TensorInfo]) -> str:
 
 def check_manifest(manifest: pb.WeightManifest) -> None:
     """Refuse a manifest that contradicts itself, with CHECKSUM_MISMATCH."""
+    if manifest.checksum != _checksum(manifest):
+        raise mismatch("manifest")
     names = [info.name for info in manifest.tensors]
     if any(a >= b for a, b in pairwise(names)):
         raise mismatch("order of tensors in the manifest")
