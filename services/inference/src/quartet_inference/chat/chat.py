@@ -7,13 +7,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import structlog
 from quartet.config import ConfigError
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, TokenizersBackend
 
 from quartet_inference.chat.calls import schemas_of
 from quartet_inference.chat.formats import FORMATS, ToolFormat, format_of
@@ -51,6 +51,11 @@ class Chat:
             for token, added in self._tokenizer.added_tokens_decoder.items()
             if added.special
         }
+        self._decode = _decoder(self._tokenizer)
+        self._token_texts: dict[int, str] = {}  # at most the vocabulary
+        self._wanted = self._tokens_of(self._thinking or ())
+        calls = self._format.special if self._format is not None else ()
+        self._wanted_with_calls = self._wanted | self._tokens_of(calls)
         self.may_break = self.template.may_break()
         self.rewrites_earlier_turns = self.template.rewrites_earlier_turns(self._thinking is not None)
         log.info(
@@ -60,6 +65,10 @@ class Chat:
             rewrites_earlier_turns=self.rewrites_earlier_turns,
             may_break=self.may_break,
         )
+
+    def _tokens_of(self, marks: Collection[str]) -> frozenset[int]:
+        """The special tokens that are these marks."""
+        return frozenset(token for token, text in self._special.items() if text in marks)
 
     @property
     def tool_parser(self) -> str:
@@ -95,24 +104,29 @@ class Chat:
         """The text of tokens; special ones are left out unless all or these are asked for."""
         if not special:
             token_ids = [t for t in token_ids if t not in self._special or t in keep]
-        return str(
-            self._tokenizer.decode(
-                list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        return self._decode(list(token_ids))
+
+    def token_text(self, token: int) -> str:
+        """The text of one token, alone."""
+        text = self._token_texts.get(token)
+        if text is None:
+            text = self._token_texts[token] = self._decode([token])
+        return text
 
     def reader(
         self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[TurnReader, frozenset[int]]:
         """A reader of what is sampled after a prompt, and the special tokens that it wants to see."""
-        opening = self.text(prompt[-OPENING_TOKENS:], special=True)
+        opening = prompt[-OPENING_TOKENS:]
         if self._declared is not None:
-            return DeclaredReader(self._declared, opening, tools), frozenset(self._special)
+            prefix = self.text(opening, special=True)
+            return DeclaredReader(self._declared, prefix, tools), frozenset(self._special)
         form = self._format if tools else None
-        opened = self._thinking is not None and opening.rstrip().endswith(self._thinking[0])
-        marks = [*(self._thinking or ()), *(form.special if form is not None else ())]
-        wanted = frozenset(token for token, text in self._special.items() if text in marks)
-        return FormatReader(self._thinking, opened, form, schemas_of(tools)), wanted
+        opened = False
+        if self._thinking is not None:
+            opened = self.text(opening, special=True).rstrip().endswith(self._thinking[0])
+        reader = FormatReader(self._thinking, opened, form, schemas_of(tools))
+        return reader, self._wanted if form is None else self._wanted_with_calls
 
 
 def _load(folder: Path) -> PreTrainedTokenizerBase:
@@ -121,6 +135,22 @@ def _load(folder: Path) -> PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         raise ConfigError(f"model = {str(folder)!r} has no tokenizer that can be loaded: {error}") from error
     return tokenizer
+
+
+def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """Tokens to text, special ones included, by a fast tokenizer's own decoder: the way there costs more."""
+    if isinstance(tokenizer, TokenizersBackend):
+        backend = tokenizer.backend_tokenizer
+
+        def fast(token_ids: list[int]) -> str:
+            return str(backend.decode(token_ids, skip_special_tokens=False))
+
+        return fast
+
+    def plain(token_ids: list[int]) -> str:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    return plain
 
 
 def _end_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path) -> frozenset[int]:

@@ -101,7 +101,7 @@ class Reply:
         """A token in a list of log-probabilities."""
         if self._body.return_tokens_as_token_ids:
             return f"token_id:{token}"
-        return self._chat.text([token], special=True)
+        return self._chat.token_text(token)
 
     def _stops(self) -> Sequence[str]:
         stop = self._body.stop

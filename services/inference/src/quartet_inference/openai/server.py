@@ -27,7 +27,7 @@ from quartet.kit.security import ServerTls, TokenFile
 from quartet.kit.stream import with_heartbeats
 from quartet.v1 import inference_service_pb2 as pb
 
-from quartet_inference.answering import Answerer, Ended, Started
+from quartet_inference.answering import INLINE_BYTES, INLINE_TOKENS, Answerer, Ended, Started
 from quartet_inference.chat import Chat
 from quartet_inference.engine import Delta, Engine
 from quartet_inference.openai.bodies import ChatBody, CompletionBody, parse_chat, parse_completion
@@ -157,21 +157,23 @@ class Front:
         )
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
-        body = await asyncio.to_thread(parse_chat, await request.read())
+        raw = await request.read()
+        body = parse_chat(raw) if len(raw) <= INLINE_BYTES else await asyncio.to_thread(parse_chat, raw)
         return await self._complete(request, body, body.requests(), ChatReply)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        body = await asyncio.to_thread(parse_completion, await request.read())
-        requests = await asyncio.to_thread(self._prompts, body)
-        return await self._complete(request, body, requests, CompletionReply)
+        raw = await request.read()
+        small = len(raw) <= INLINE_BYTES
+        parsed = self._prompts(raw) if small else await asyncio.to_thread(self._prompts, raw)
+        return await self._complete(request, *parsed, CompletionReply)
 
-    def _prompts(self, body: CompletionBody) -> list[pb.GenerateRequest]:
-        return body.requests(
-            [
-                self._chat.encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
-                for prompt in body.prompts()
-            ]
-        )
+    def _prompts(self, raw: bytes) -> tuple[CompletionBody, list[pb.GenerateRequest]]:
+        body = parse_completion(raw)
+        prompts = [
+            self._chat.encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
+            for prompt in body.prompts()
+        ]
+        return body, body.requests(prompts)
 
     async def _complete(
         self,
@@ -221,8 +223,13 @@ async def _whole(
                 choices[number * body.n + event.index].deltas.append(event)
             else:
                 choices[number * body.n + event.index].ended = event
-    answer = await asyncio.to_thread(lambda: json.dumps(reply.whole(choices, given)))
-    return web.Response(text=answer, content_type="application/json")
+
+    def write() -> bytes:
+        return json.dumps(reply.whole(choices, given)).encode()
+
+    tokens = sum(choice.ended.completion_tokens for choice in choices if choice.ended is not None)
+    answer = write() if tokens <= INLINE_TOKENS else await asyncio.to_thread(write)
+    return web.Response(body=answer, content_type="application/json")
 
 
 async def _stream(
@@ -247,7 +254,7 @@ async def _stream(
                 if item is None:
                     await response.write(b": alive\n\n")
                     continue
-                chunks = await asyncio.to_thread(teller.tell, *item)
+                chunks = teller.tell(*item)  # at most a delta's tokens: cheaper than the way to a thread
                 if chunks:
                     await response.write(b"".join(map(_event, chunks)))
     except QuartetError as error:
