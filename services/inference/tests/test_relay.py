@@ -339,6 +339,23 @@ async def test_a_relay_that_is_still_busy_is_waited_for(fleet: Fleet) -> None:
     assert fleet.trainer.streams == streams + 1
 
 
+async def test_a_relay_that_is_always_about_to_begin_is_gone_round(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that wait for each other say just that, for ever."""
+    monkeypatch.setattr(sources, "BEGIN_SECONDS", (0.5, 1.0))
+    await fleet.add(3)
+
+    async def never(*_: object) -> None:
+        await asyncio.sleep(0.1)
+        raise QuartetError("NOT_READY", "about to")
+
+    monkeypatch.setattr(fleet.replicas[0].holdings, "arrival", never)
+    await fleet.publish(0, tensors(1))
+    await fleet.serve(0)
+    assert fleet.trainer.streams == 2
+
+
 async def test_a_version_that_a_relay_passes_over_is_given_up_below_it_too(fleet: Fleet) -> None:
     await fleet.add(2)
     await fleet.publish(0, tensors(1))
