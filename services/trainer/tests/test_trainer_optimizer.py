@@ -1,4 +1,4 @@
-"""Schedules, AdamW and clipping against their definitions; state that comes back bit-equal."""
+"""Schedules, optimizers and clipping against definitions and torch.optim; state comes back bit-equal."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from quartet_trainer.optimizer import Optimizer, scheduled_rate
-from quartet_trainer.spec import OptimizerSpec, Schedule
+from quartet_trainer.optimizer import Optimizer
+from quartet_trainer.schedule import scheduled_rate
+from quartet_trainer.spec.optimizer import OptimizerKind, OptimizerSpec, Schedule
 
 
 def test_schedules() -> None:
@@ -19,6 +20,31 @@ def test_schedules() -> None:
     cosine = OptimizerSpec(learning_rate=2.0, total_steps=4, schedule=Schedule.COSINE)
     assert scheduled_rate(cosine, 1) == pytest.approx(1 + math.cos(math.pi / 4))
     assert scheduled_rate(cosine, 4) == 0.0
+
+
+def test_warmup_stable_decay() -> None:
+    spec = OptimizerSpec(
+        learning_rate=2.0, warmup_steps=2, total_steps=8, decay_steps=4, schedule=Schedule.WARMUP_STABLE_DECAY
+    )
+    assert [scheduled_rate(spec, s) for s in range(10)] == [1, 2, 2, 2, 2, 1.5, 1, 0.5, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"schedule": "warmup_stable_decay", "total_steps": 8}, "decay_steps from 1 to 8"),
+        (
+            {"schedule": "warmup_stable_decay", "total_steps": 8, "warmup_steps": 4, "decay_steps": 5},
+            "1 to 4",
+        ),
+        ({"decay_steps": 5}, "belongs to the schedule"),
+        ({"momentum": 0.5}, "sgd and muon"),
+        ({"kind": "sgd", "adamw_learning_rate": 0.5}, "belongs to muon"),
+    ],
+)
+def test_what_a_kind_or_schedule_does_not_use_is_refused(fields: dict[str, object], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        OptimizerSpec.model_validate({"learning_rate": 1.0, **fields})
 
 
 def test_a_schedule_without_an_end_is_refused() -> None:
@@ -65,8 +91,61 @@ def test_adamw_equals_its_definition() -> None:
     assert not optimizer.has_gradients
 
 
-def test_restored_state_continues_bit_equal() -> None:
-    spec = OptimizerSpec(learning_rate=0.1)
+def test_sgd_equals_its_definition() -> None:
+    spec = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.1, momentum=0.7, weight_decay=0.05)
+    held = parameters()
+    optimizer = Optimizer(held.items(), spec)
+    ours = {name: parameter.detach().double().numpy().copy() for name, parameter in held.items()}
+    velocity = {name: np.zeros_like(value) for name, value in ours.items()}
+    for step in range(3):
+        set_gradients(held, step)
+        for name, parameter in held.items():
+            assert parameter.grad is not None
+            decayed = parameter.grad.double().numpy() + (0.05 * ours[name] if name == "matrix" else 0.0)
+            velocity[name] = 0.7 * velocity[name] + decayed
+            ours[name] -= 0.1 * velocity[name]
+        optimizer.step(0.1, optimizer.gradient_norm())
+        for name in ours:
+            np.testing.assert_allclose(held[name].detach(), ours[name], atol=1e-6)
+
+
+def test_muon_moves_matrices_of_blocks_and_adamw_the_rest() -> None:
+    spec = OptimizerSpec(
+        kind=OptimizerKind.MUON, learning_rate=0.1, weight_decay=0.05, adamw_learning_rate=0.02
+    )
+    held = parameters() | {"embedding": torch.nn.Parameter(torch.ones(5, 3))}
+    held["stack"] = torch.nn.Parameter(torch.ones(2, 3, 3))
+    optimizer = Optimizer(held.items(), spec, embeddings={"embedding"})
+    copies = {name: torch.nn.Parameter(parameter.detach().clone()) for name, parameter in held.items()}
+    muon = torch.optim.Muon(
+        [copies["matrix"]], lr=0.05, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
+    decayed = {"params": [copies["embedding"], copies["stack"]], "weight_decay": 0.05}
+    groups = [decayed, {"params": [copies["norm"]], "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=0.01)  # half the spec's rates, as the step is told
+    for step in range(3):
+        set_gradients(held, step)
+        set_gradients(copies, step)
+        optimizer.step(0.05, optimizer.gradient_norm())
+        muon.step()
+        adamw.step()
+        for name in held:
+            torch.testing.assert_close(held[name], copies[name], rtol=0, atol=1e-6)
+
+
+def test_an_update_of_muon_is_nearly_orthogonal() -> None:
+    """Newton-Schulz brings every singular value near one: what is left of the gradient is its directions."""
+    matrix = torch.nn.Parameter(torch.zeros(6, 4))
+    optimizer = Optimizer([("m", matrix)], OptimizerSpec(kind=OptimizerKind.MUON, learning_rate=1.0))
+    matrix.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
+    optimizer.step(1.0, 1.0)
+    values = torch.linalg.svdvals(matrix.detach() / (0.2 * math.sqrt(6)))
+    assert 0.6 < float(values.min()) <= float(values.max()) < 1.3
+
+
+@pytest.mark.parametrize("kind", list(OptimizerKind))
+def test_restored_state_continues_bit_equal(kind: OptimizerKind) -> None:
+    spec = OptimizerSpec(kind=kind, learning_rate=0.1)
     held = parameters()
     optimizer = Optimizer(held.items(), spec)
     for step in range(3):

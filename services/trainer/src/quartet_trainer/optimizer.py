@@ -1,56 +1,64 @@
-"""AdamW with warm-up, a schedule and clipping, whose whole state can be taken out and put back bit for bit.
+"""AdamW, Muon and SGD with clipping, whose whole state can be taken out and put back bit for bit.
 
 1. Masters and moments are float32.
-2. Weight decay acts on matrices only; norms and biases are not pulled towards zero.
-3. Steps count from 0. The rate of step s follows from the spec and s alone, so a restored run continues on
-   its schedule.
+2. Weight decay acts on matrices only; norms and biases are not pulled towards zero. AdamW and Muon decouple
+   it from the gradient, SGD adds it to the gradient.
+3. Muon (Nesterov momentum, five Newton-Schulz steps, the update scaled by 0.2 * sqrt(max(rows, columns)) so
+   that rates made for AdamW suit it; Liu et al., arXiv 2502.16982) moves the matrices of the blocks. AdamW
+   moves the rest: vectors, embeddings and head, stacks of matrices.
+4. A rate given for a step is that of the spec's learning_rate; the rate of Muon's AdamW part keeps its
+   proportion to it.
+
+The arithmetic is torch.optim's.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quartet_trainer.spec import OptimizerSpec, Schedule
+from quartet_trainer.spec.optimizer import OptimizerKind, OptimizerSpec
 
-FIRST = "first."
-SECOND = "second."
+SGD_MOMENTUM = 0.9
+MUON_MOMENTUM = 0.95
+#: What torch keeps for a parameter, and how its name begins in a saved state.
+STEMS = {"exp_avg": "first.", "exp_avg_sq": "second.", "momentum_buffer": "momentum."}
 
-
-def scheduled_rate(spec: OptimizerSpec, step: int) -> float:
-    """Learning rate of a step. Warm-up rises linearly and reaches the peak in its last step."""
-    if step < spec.warmup_steps:
-        return spec.learning_rate * (step + 1) / spec.warmup_steps
-    if spec.schedule is Schedule.CONSTANT:
-        return spec.learning_rate
-    progress = min(1.0, (step - spec.warmup_steps) / (spec.total_steps - spec.warmup_steps))
-    if spec.schedule is Schedule.LINEAR:
-        return spec.learning_rate * (1.0 - progress)
-    return spec.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
+Named = Mapping[str, nn.Parameter]
 
 
 class Optimizer:
-    """AdamW over named parameters."""
+    """One of the kinds over named parameters."""
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], spec: OptimizerSpec) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        spec: OptimizerSpec,
+        embeddings: Collection[str] = (),
+    ) -> None:
+        """`embeddings` names the parameters among them that embed tokens or read them out."""
         self._spec = spec
         self._parameters = dict(parameters)
-        matrices = [one for one in self._parameters.values() if one.ndim >= 2]
-        vectors = [one for one in self._parameters.values() if one.ndim < 2]
-        groups = [
-            {"params": matrices, "weight_decay": spec.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=spec.learning_rate,
-            betas=(spec.beta1, spec.beta2),
-            eps=spec.eps,
-            fused=True,
-        )
+        #: Each of torch's optimizers, and its rate as a multiple of the step's.
+        self._parts: list[tuple[torch.optim.Optimizer, float]] = []
+        matrices = {name: one for name, one in self._parameters.items() if one.ndim >= 2}
+        vectors = {name: one for name, one in self._parameters.items() if one.ndim < 2}
+        if spec.kind is OptimizerKind.ADAMW:
+            self._parts = [(_adamw(spec, matrices, vectors), 1.0)]
+        elif spec.kind is OptimizerKind.SGD:
+            self._parts = [(_sgd(spec, matrices, vectors), 1.0)]
+        else:
+            blocks = {name: one for name, one in matrices.items() if one.ndim == 2 and name not in embeddings}
+            others = {name: one for name, one in matrices.items() if name not in blocks}
+            if blocks:
+                self._parts.append((_muon(spec, blocks), 1.0))
+            if others or vectors:
+                rate = spec.learning_rate if spec.adamw_learning_rate is None else spec.adamw_learning_rate
+                share = rate / spec.learning_rate if spec.learning_rate else 1.0
+                self._parts.append((_adamw(spec, others, vectors), share))
 
     @property
     def has_gradients(self) -> bool:
@@ -68,32 +76,71 @@ class Optimizer:
             for parameter in self._parameters.values():
                 if parameter.grad is not None:
                     parameter.grad.mul_(self._spec.max_grad_norm / norm)
-        for group in self._adamw.param_groups:
-            group["lr"] = rate
-        self._adamw.step()
+        for part, share in self._parts:
+            for group in part.param_groups:
+                group["lr"] = rate * share
+            part.step()
         self.clear()
 
     def clear(self) -> None:
         """Drop the gradients."""
-        self._adamw.zero_grad(set_to_none=True)
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def moments(self) -> dict[str, Tensor]:
-        """Both moments by parameter name; empty before the first step."""
+        """What is kept of earlier gradients, by parameter name; empty before the first step."""
         taken: dict[str, Tensor] = {}
-        for name, parameter in self._parameters.items():
-            state = self._adamw.state.get(parameter)
-            if state:
-                taken[FIRST + name], taken[SECOND + name] = state["exp_avg"], state["exp_avg_sq"]
+        for name, parameter, part in self._moved():
+            state = part.state.get(parameter, {})
+            taken |= {stem + name: state[key] for key, stem in STEMS.items() if state.get(key) is not None}
         return taken
 
     def restore(self, moments: Mapping[str, Tensor], steps: int) -> None:
         """Put moments back as they were after `steps` steps."""
-        self._adamw.state.clear()
-        if not moments:
-            return
-        for name, parameter in self._parameters.items():
-            self._adamw.state[parameter] = {
-                "step": torch.tensor(float(steps), dtype=torch.float32, device=parameter.device),
-                "exp_avg": moments[FIRST + name].to(parameter.device, copy=True),
-                "exp_avg_sq": moments[SECOND + name].to(parameter.device, copy=True),
+        for name, parameter, part in self._moved():
+            part.state.pop(parameter, None)
+            state: dict[str, Any] = {
+                key: moments[stem + name].to(parameter.device, copy=True)
+                for key, stem in STEMS.items()
+                if stem + name in moments
             }
+            if "exp_avg" in state:
+                state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=parameter.device)
+            if state:
+                part.state[parameter] = state
+
+    def _moved(self) -> Iterator[tuple[str, nn.Parameter, torch.optim.Optimizer]]:
+        """Each parameter and what moves it, in the order of the parameters."""
+        movers = {
+            id(one): part for part, _ in self._parts for group in part.param_groups for one in group["params"]
+        }
+        for name, parameter in self._parameters.items():
+            yield name, parameter, movers[id(parameter)]
+
+
+def _adamw(spec: OptimizerSpec, matrices: Named, vectors: Named) -> torch.optim.Optimizer:
+    groups, betas = _groups(spec, matrices, vectors), (spec.beta1, spec.beta2)
+    return torch.optim.AdamW(groups, lr=spec.learning_rate, betas=betas, eps=spec.eps, fused=True)
+
+
+def _sgd(spec: OptimizerSpec, matrices: Named, vectors: Named) -> torch.optim.Optimizer:
+    momentum = SGD_MOMENTUM if spec.momentum is None else spec.momentum
+    return torch.optim.SGD(_groups(spec, matrices, vectors), lr=spec.learning_rate, momentum=momentum)
+
+
+def _muon(spec: OptimizerSpec, blocks: Named) -> torch.optim.Optimizer:
+    return torch.optim.Muon(
+        list(blocks.values()),
+        lr=spec.learning_rate,
+        weight_decay=spec.weight_decay,
+        momentum=MUON_MOMENTUM if spec.momentum is None else spec.momentum,
+        adjust_lr_fn="match_rms_adamw",
+    )
+
+
+def _groups(spec: OptimizerSpec, matrices: Named, vectors: Named) -> list[dict[str, Any]]:
+    groups = (
+        {"params": list(matrices.values()), "weight_decay": spec.weight_decay},
+        {"params": list(vectors.values()), "weight_decay": 0.0},
+    )
+    return [group for group in groups if group["params"]]

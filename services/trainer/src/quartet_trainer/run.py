@@ -28,10 +28,11 @@ from quartet_trainer.batch import check_batch, diagnose, weights_of
 from quartet_trainer.canary import canary
 from quartet_trainer.gradients import Gradients
 from quartet_trainer.logprobs import PolicyForward
-from quartet_trainer.optimizer import Optimizer, scheduled_rate
+from quartet_trainer.optimizer import Optimizer
 from quartet_trainer.passes import Machine, Passes
 from quartet_trainer.publish import TORCH_DTYPES, Snapshot, cast, snapshot
 from quartet_trainer.sample import Floats, Sample, check_against_model
+from quartet_trainer.schedule import scheduled_rate
 from quartet_trainer.spec import LossSpec, RunSpec
 from quartet_trainer.states import Content
 from quartet_trainer.verification import Verification, verify

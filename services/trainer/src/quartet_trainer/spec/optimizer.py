@@ -15,11 +15,21 @@ class Schedule(StrEnum):
     CONSTANT = "constant"
     LINEAR = "linear"
     COSINE = "cosine"
+    WARMUP_STABLE_DECAY = "warmup_stable_decay"
+
+
+class OptimizerKind(StrEnum):
+    """Which optimizer."""
+
+    ADAMW = "adamw"
+    MUON = "muon"
+    SGD = "sgd"
 
 
 class OptimizerSpec(Value):
-    """AdamW, its schedule and clipping."""
+    """An optimizer, its schedule and clipping. See optimizer.py and schedule.py for the formulas."""
 
+    kind: OptimizerKind = OptimizerKind.ADAMW
     learning_rate: float = pydantic.Field(ge=0)
     beta1: float = pydantic.Field(default=0.9, ge=0, lt=1)
     beta2: float = pydantic.Field(default=0.999, ge=0, lt=1)
@@ -29,6 +39,9 @@ class OptimizerSpec(Value):
     schedule: Schedule = Schedule.CONSTANT
     warmup_steps: int = pydantic.Field(default=0, ge=0)
     total_steps: int = pydantic.Field(default=0, ge=0)
+    momentum: float | None = pydantic.Field(default=None, ge=0, lt=1)
+    decay_steps: int = pydantic.Field(default=0, ge=0)
+    adamw_learning_rate: float | None = pydantic.Field(default=None, ge=0)
 
     @pydantic.model_validator(mode="after")
     def _has_an_end(self) -> OptimizerSpec:
@@ -37,4 +50,24 @@ class OptimizerSpec(Value):
                 f"a {self.schedule.value} schedule needs total_steps above warmup_steps "
                 f"({self.total_steps} is not above {self.warmup_steps})"
             )
+        stable = self.schedule is Schedule.WARMUP_STABLE_DECAY
+        most = self.total_steps - self.warmup_steps
+        if stable and not 0 < self.decay_steps <= most:
+            raise ValueError(
+                f"warmup_stable_decay needs decay_steps from 1 to {most}, the steps after the warm-up, "
+                f"not {self.decay_steps}"
+            )
+        if self.decay_steps and not stable:
+            raise ValueError("decay_steps belongs to the schedule warmup_stable_decay; leave it out")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _belongs_to_the_kind(self) -> OptimizerSpec:
+        if self.momentum is not None and self.kind is OptimizerKind.ADAMW:
+            raise ValueError("momentum belongs to sgd and muon; adamw has beta1 and beta2")
+        if self.adamw_learning_rate is not None:
+            if self.kind is not OptimizerKind.MUON:
+                raise ValueError("adamw_learning_rate belongs to muon; leave it out")
+            if self.learning_rate == 0:
+                raise ValueError("adamw_learning_rate keeps its proportion to learning_rate, which is 0 here")
         return self

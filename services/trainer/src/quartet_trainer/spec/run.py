@@ -6,6 +6,7 @@ from typing import Literal
 
 import pydantic
 
+from quartet_trainer.spec.lora import LoraSpec
 from quartet_trainer.spec.optimizer import OptimizerSpec
 from quartet_trainer.spec.value import Value
 
@@ -20,6 +21,8 @@ class RunSpec(Value):
     """
 
     base_model: str = pydantic.Field(min_length=1)
+    #: Train this adapter instead of the full model.
+    lora: LoraSpec | None = None
     optimizer: OptimizerSpec
     seed: int = pydantic.Field(default=0, ge=0, lt=2**63)
     compute_dtype: DType = ""

@@ -1,0 +1,37 @@
+"""The learning rate of a step: warm-up, then a schedule. It follows from the spec and the step alone, so a
+restored run continues on its schedule.
+
+With peak p, w = warmup_steps, n = total_steps, d = decay_steps; steps s count from 0.
+
+  warm-up              p * (s + 1) / w                                  s < w, whatever the schedule
+  constant             p
+  linear               p * (1 - (s - w) / (n - w))
+  cosine               p * (1 + cos(pi * (s - w) / (n - w))) / 2
+  warmup_stable_decay  p while s < n - d, then p * (n - s) / d
+
+From s = n on a schedule that ends stays at zero.
+"""
+
+from __future__ import annotations
+
+import math
+
+from quartet_trainer.spec.optimizer import OptimizerSpec, Schedule
+
+
+def scheduled_rate(spec: OptimizerSpec, step: int) -> float:
+    """Learning rate of a step. Warm-up reaches the peak in its last step."""
+    if step < spec.warmup_steps:
+        return spec.learning_rate * (step + 1) / spec.warmup_steps
+    return spec.learning_rate * _share_of_peak(spec, step)
+
+
+def _share_of_peak(spec: OptimizerSpec, step: int) -> float:
+    if spec.schedule is Schedule.CONSTANT:
+        return 1.0
+    if spec.schedule is Schedule.WARMUP_STABLE_DECAY:
+        return max(0.0, min(1.0, (spec.total_steps - step) / spec.decay_steps))
+    progress = min(1.0, (step - spec.warmup_steps) / (spec.total_steps - spec.warmup_steps))
+    if spec.schedule is Schedule.LINEAR:
+        return 1.0 - progress
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
