@@ -19,12 +19,19 @@ from quartet.config.load import validate
 
 #: More staleness than this means that the trainer keeps more than two dozen copies of the model.
 MAX_OFF_POLICY_STEPS = 24
+#: Rollouts of one task in one request to an environment host; more is a mistake, not a group.
+MAX_GROUP = 1024
+#: Tries of one rollout inside the host; more would hide an environment that is broken.
+MAX_RETRIES = 16
+#: Limits of a rollout's time: it travels in whole milliseconds, and nothing waits longer than a week.
+MIN_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS = 0.001, 7 * 24 * 3600.0
 #: SamplingParams.stop takes no more.
 MAX_STOP_STRINGS = 16
 
 # Strict: TOML has numbers, so "8" and true are mistakes, not numbers. Counts travel as uint32.
 Count = Annotated[int, Field(ge=0, lt=2**32, strict=True)]
 PositiveCount = Annotated[int, Field(ge=1, lt=2**32, strict=True)]
+GroupSize = Annotated[int, Field(ge=1, le=MAX_GROUP, strict=True)]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
@@ -72,8 +79,10 @@ class EnvConfig(Config):
     id: Text
     args: Table
     weight: Positive = 1.0
-    timeout_seconds: Positive = 600.0
-    max_retries: Annotated[int, Field(ge=0, le=100, strict=True)] = 2
+    timeout_seconds: Annotated[
+        float, Field(ge=MIN_TIMEOUT_SECONDS, le=MAX_TIMEOUT_SECONDS, allow_inf_nan=False, strict=True)
+    ] = 600.0
+    max_retries: Annotated[int, Field(ge=0, le=MAX_RETRIES, strict=True)] = 2
 
 
 class AlgorithmConfig(Config):
@@ -104,7 +113,7 @@ class EvalConfig(Config):
     """Evaluations at a pinned version; num_examples = 0 switches them off."""
 
     num_examples: Count = 64
-    rollouts_per_example: PositiveCount = 1
+    rollouts_per_example: GroupSize = 1
     before: bool = True
     after: bool = True
     temperature: NonNegative | None = None
@@ -129,7 +138,7 @@ class RunConfig(Config):
 
     model: Text
     max_steps: Count = 100
-    rollouts_per_example: PositiveCount = 8
+    rollouts_per_example: GroupSize = 8
     batch_size: PositiveCount = 128
     seed: Seed = 0
     learning_rate: NonNegative = 1e-6
@@ -208,6 +217,16 @@ class RunConfig(Config):
             raise ValueError(
                 f"eval.interval = {self.eval.interval} has nothing to evaluate; set eval.num_examples "
                 "above 0, or eval.interval to 0"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _evaluation_fits(self) -> Self:
+        group = self.eval.rollouts_per_example
+        if self.eval.num_examples and self.max_concurrent < group:
+            raise ValueError(
+                f"max_concurrent = {self.max_concurrent} is less than eval.rollouts_per_example = {group}, "
+                f"which run together; set max_concurrent to at least {group}"
             )
         return self
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 import grpc
 from quartet.errors import QuartetError, unimplemented
 from quartet.kit.stream import with_heartbeats
+from quartet.run.config import MAX_GROUP, MAX_RETRIES
 from quartet.v1 import common_pb2, envhost_service_pb2, envhost_service_pb2_grpc
 
 from quartet_envhost.host import EnvironmentHost
@@ -16,10 +17,6 @@ from quartet_envhost.host import EnvironmentHost
 SERVICE_NAME: Final = "quartet.v1.EnvHostService"
 # The contract's limit of GetTasks.
 MAX_TASKS: Final = 4096
-# A group is tens of members; more than this is a mistake.
-MAX_MEMBERS: Final = 1024
-# More tries than this would hide an environment that is broken.
-MAX_RETRIES: Final = 16
 
 
 class EnvHostServicer(envhost_service_pb2_grpc.EnvHostServiceServicer):
@@ -103,8 +100,8 @@ def _check_run(request: envhost_service_pb2.RunRolloutsRequest) -> None:
     _check_ref(request.environment)
     if not request.request_id:
         raise _invalid("request_id", "", "give every attempt an id of its own")
-    if not 1 <= len(request.members) <= MAX_MEMBERS:
-        raise _invalid("members", len(request.members), f"name 1 to {MAX_MEMBERS} members")
+    if not 1 <= len(request.members) <= MAX_GROUP:
+        raise _invalid("members", len(request.members), f"name 1 to {MAX_GROUP} members")
     if len(set(request.members)) != len(request.members):
         raise _invalid("members", list(request.members), "name each member once")
     if request.max_retries > MAX_RETRIES:
