@@ -150,8 +150,9 @@ def test_a_damaged_record_is_refused_on_resume(tmp_path: Path, config: RunConfig
 
 
 def test_run_ids_are_checked(tmp_path: Path, config: RunConfig) -> None:
-    with pytest.raises(ConfigError, match="--run-id 'a/b' is refused"):
-        planned(config, tmp_path / "x", "a/b")
+    for run_id in ("a/b", "..", "x" * 65):
+        with pytest.raises(ConfigError, match=f"--run-id '{run_id}' is refused"):
+            planned(config, tmp_path / "x", run_id)
 
 
 def test_environments_are_looked_for_in_their_interpreter(config: RunConfig) -> None:

@@ -25,8 +25,8 @@ from quartet.config import ConfigError
 from quartet.local.deployment import SERVICES
 from quartet.local.toml_text import dumps
 from quartet.run.config import RunConfig
+from quartet.run.name import RULE, is_run_id
 
-RUN_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 RECORD = "run.json"
 # Any of these is a tokenizer that transformers can load.
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt")
@@ -105,8 +105,8 @@ def plan(config: RunConfig, folder: Path, run_id: str | None, *, resume: bool, o
         if not record.exists():
             raise ConfigError(f"--overwrite: {folder} was not written by quartet rl; delete it yourself")
     run_id = run_id or re.sub(r"[^A-Za-z0-9_.-]", "-", folder.name)[:64]
-    if not RUN_ID.fullmatch(run_id):
-        raise ConfigError(f"--run-id {run_id!r} is refused: use 1 to 64 of A-Z a-z 0-9 _ . -")
+    if not is_run_id(run_id):
+        raise ConfigError(f"--run-id {run_id!r} is refused: {RULE}")
     return Job(config, run_id, folder)
 
 

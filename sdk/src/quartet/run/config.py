@@ -25,6 +25,8 @@ MAX_GROUP = 1024
 MAX_RETRIES = 16
 #: Limits of a rollout's time: it travels in whole milliseconds, and nothing waits longer than a week.
 MIN_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS = 0.001, 7 * 24 * 3600.0
+#: Each environment has at least one in this many groups (quartet_orchestrator.prompts).
+MAX_ENVIRONMENTS = 100
 #: SamplingParams.stop takes no more.
 MAX_STOP_STRINGS = 16
 
@@ -153,7 +155,7 @@ class RunConfig(Config):
     microbatch_tokens: Count = 0
     sampling: SamplingConfig = SamplingConfig()
     # The default is refused by _distinct, which knows better than "required" what to write.
-    env: tuple[EnvConfig, ...] = ()
+    env: Annotated[tuple[EnvConfig, ...], Field(max_length=MAX_ENVIRONMENTS)] = ()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     eval: EvalConfig = EvalConfig()
     ckpt: CheckpointConfig = CheckpointConfig()
@@ -210,6 +212,20 @@ class RunConfig(Config):
         if twice:
             raise ValueError(f"env.id = {twice[0]!r} is given twice; keep one and set its weight")
         return env
+
+    @pydantic.model_validator(mode="after")
+    def _credit_is_defined(self) -> Self:
+        advantage = self.algorithm.advantage
+        if advantage != "none" and self.rollouts_per_example < 2:
+            raise ValueError(
+                f"rollouts_per_example = 1 is refused: algorithm.advantage = {advantage!r} compares rollouts "
+                'of one task; set at least 2, or algorithm.advantage to "none"'
+            )
+        if advantage == "dr_grpo" and self.sampling.max_tokens is None:
+            raise ValueError(
+                'sampling.max_tokens is not set, and algorithm.advantage = "dr_grpo" divides by it; set it'
+            )
+        return self
 
     @pydantic.model_validator(mode="after")
     def _evaluates_something(self) -> Self:

@@ -17,9 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from quartet.run.config import MAX_ENVIRONMENTS
+
 # Weights are honoured to one part in this many, and an environment never waits longer than two cycles for its
-# turn.
-CYCLE = 100
+# turn; so a cycle has room for every environment that a run may have.
+CYCLE = MAX_ENVIRONMENTS
 
 
 @dataclass(frozen=True)
