@@ -1,0 +1,185 @@
+"""Rewards, data and conversations of alphabet-sort, through Verifiers itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import unittest
+from itertools import islice
+from pathlib import Path
+
+import verifiers.v1 as vf
+from alphabet_sort import TAGS, AlphabetSortTaskset, similarity
+from alphabet_sort.demonstrations import ARGS, demonstrations
+from alphabet_sort.episodes import sorting_key
+from verifiers.v1.graph import prepare_turn
+from verifiers.v1.trace import AgentInfo, ModelCall, Trace, TraceTask
+from verifiers.v1.types import AssistantMessage, Response, UserMessage
+from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
+
+
+def taskset(**arguments: object) -> AlphabetSortTaskset:
+    """The taskset as the host loads it."""
+    config = taskset_config_type("alphabet-sort").model_validate({"id": "alphabet-sort", **arguments})
+    return load_taskset(config)
+
+
+def tasks(**arguments: object) -> list[vf.Task]:
+    return list(taskset(num_train=50, num_eval=20, **arguments))
+
+
+def oracle(task: vf.Task) -> list[str]:
+    """The right answers."""
+    lists = ["\n".join(right) for right in task.data.ground_truths]
+    tags = [TAGS[0], *[TAGS[1]] * (len(lists) - 1)]
+    return [f"<{tag}>\n{one}\n</{tag}>" for tag, one in zip(tags, lists, strict=True)]
+
+
+def scored(task: vf.Task, replies: list[str], finish: str = "stop") -> Trace:
+    """The trace of an episode with these replies, scored by the task."""
+    agent = AgentInfo(config=vf.AgentConfig(model="none"))
+    trace = Trace(task=TraceTask(type="AlphabetSortTask", data=task.data), agent=agent)
+    messages: list[object] = []
+    for line, reply in zip(task.data.user_turns, replies, strict=False):
+        messages.append(UserMessage(content=line))
+        message = AssistantMessage(content=reply)
+        response = Response(id="", created=0, model="none", message=message, finish_reason=finish)
+        node = prepare_turn(trace, messages).commit(response)
+        trace.calls.append(ModelCall(node=node, finish_reason=finish))
+        messages.append(message)
+    asyncio.run(task.score(trace))
+    return trace
+
+
+class Rewards(unittest.TestCase):
+    def test_the_right_lists_earn_one(self) -> None:
+        for task in tasks():
+            trace = scored(task, oracle(task))
+            self.assertEqual((trace.reward, trace.metrics["perfect_turns"]), (1.0, 1.0))
+
+    def test_wrong_lists_earn_less_and_no_list_nothing(self) -> None:
+        for task in tasks(min_turns=2, min_names_per_turn=3):
+            right = oracle(task)
+            backwards = ["\n".join(reply.split("\n")[::-1]) for reply in right]
+            self.assertEqual(scored(task, backwards).reward, 0.0, "the tags are the wrong way round")
+            lines = [reply.split("\n") for reply in right]
+            reversed_lists = ["\n".join([one[0], *one[-2:0:-1], one[-1]]) for one in lines]
+            self.assertLess(scored(task, reversed_lists).reward, 0.8)
+            self.assertEqual(scored(task, ["no"] * len(right)).reward, 0.0)
+
+    def test_turns_that_were_not_reached_count(self) -> None:
+        for task in tasks(min_turns=2, max_turns=4):
+            turns = len(task.data.user_turns)
+            self.assertAlmostEqual(scored(task, oracle(task)[:1]).reward, 1 / turns)
+
+    def test_power(self) -> None:
+        for per_turn, power in ((True, 1), (True, 4), (False, 2)):
+            (task, *_) = tasks(min_turns=2, max_turns=2, power_per_turn=per_turn, similarity_power=power)
+            right = oracle(task)
+            near = right[1].replace("\n", "\nx", 1)
+            part = similarity(near, TAGS[1], task.data.ground_truths[1])
+            self.assertTrue(0.5 < part < 1)
+            expected = (1 + part**power) / 2 if per_turn else ((1 + part) / 2) ** power
+            self.assertAlmostEqual(scored(task, [right[0], near]).reward, expected)
+
+    def test_several_attempts_must_improve(self) -> None:
+        right = ["Ada", "Bob", "Cleo"]
+        good, bad = ("<t>\nAda\nBob\nCleo\n</t>", "<t>\nCleo\nBob\n</t>")
+        self.assertEqual(similarity(f"{bad} then {good}", "t", right), 1.0)
+        self.assertEqual(similarity(good + bad, "t", right), 0.0)
+        self.assertEqual(similarity(good + good, "t", right), 0.0)
+        self.assertEqual(similarity("<t></t>", "t", right), 0.0)
+
+    def test_clean_end(self) -> None:
+        for required, expected in ((True, 0.0), (False, 1.0)):
+            (task, *_) = tasks(require_clean_end=required)
+            self.assertEqual(scored(task, [f"{one} junk" for one in oracle(task)]).reward, expected)
+            self.assertEqual(scored(task, oracle(task), "length").reward, expected)
+
+
+class Data(unittest.TestCase):
+    def test_episodes_are_as_configured_and_have_one_right_order(self) -> None:
+        seen = set()
+        for task in tasks(min_turns=2, max_turns=3, min_names_per_turn=2, max_names_per_turn=4):
+            turns = task.data.user_turns
+            seen.add(len(turns))
+            by_first = "by FIRST name" in turns[0]
+            self.assertIn("<alphabetical_sorted>", turns[0])
+            names: list[str] = []
+            for turn, right in zip(turns, task.data.ground_truths, strict=True):
+                new = turn.splitlines()[0].split(": ")[1].split(", ")
+                self.assertTrue(2 <= len(new) <= 4)
+                names += new
+                keys = [sorting_key(one.removesuffix(" // new name!"), by_first) for one in right]
+                self.assertEqual(keys, sorted(set(keys)))
+                marked = [one for one in right if one.endswith(" // new name!")]
+                self.assertEqual(len(marked), 0 if turn is turns[0] else len(new))
+                self.assertEqual({one.removesuffix(" // new name!") for one in right}, set(names))
+        self.assertEqual(seen, {2, 3})
+
+    def test_streams(self) -> None:
+        def turns(**arguments: object) -> list[str]:
+            return [" ".join(task.data.user_turns) for task in tasks(**arguments)]
+
+        self.assertEqual(turns(), turns())
+        self.assertNotEqual(turns(), turns(seed=1))
+        self.assertFalse(set(turns()) & set(turns(split="eval")))
+        self.assertEqual(len(turns(split="eval")), 20)
+
+    def test_names_of_ones_own(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "names.jsonl")
+            rows = [{"name": "Ida Keller"}, "Bo Ek", {"names": ["Cy Abt", "Di Roe", "Em Paz", "Fay Oz"]}]
+            file.write_text("\n".join(json.dumps(row) for row in rows))
+            (task, *_) = tasks(names=file, max_turns=1, min_names_per_turn=5, sort_by="last")
+            self.assertTrue(
+                {one.strip() for one in task.data.ground_truths[0]}
+                <= {"IdaKeller", "BoEk", "CyAbt", "DiRoe", "EmPaz", "FayOz"}
+            )
+            with self.assertRaisesRegex(ValueError, "too few different keys"):
+                tasks(names=file, min_names_per_turn=9, max_names_per_turn=9)
+            file.write_text('{"wort": 1}')
+            with self.assertRaisesRegex(ValueError, "line 1"):
+                tasks(names=file)
+
+    def test_refusals(self) -> None:
+        for arguments, why in (
+            ({"min_turns": 4}, "min_turns = 4 is more than"),
+            ({"name_style": "short"}, "no last names"),
+            ({"name_style": "short", "sort_by": "first", "max_turns": 6}, "26 short ones"),
+        ):
+            with self.assertRaisesRegex(ValueError, why):
+                taskset(**arguments)
+
+
+class Demonstrations(unittest.TestCase):
+    def rewards(self, habit_share: float) -> list[float]:
+        by_opening = {task.data.user_turns[0]: task for task in taskset(num_train=1, **ARGS)}
+        (template,) = by_opening.values()
+        rewards = []
+        for conversation in islice(demonstrations(3, habit_share), 200):
+            said = [str(message["content"]) for message in conversation]
+            right = (
+                [[line for line in text.splitlines()[1:-1]] for text in said[1::2]]
+                if not habit_share
+                else None
+            )
+            names = [line.split(": ")[1].split(", ") for line in said[::2]]
+            both = sorted([*names[0], *[f"{name} // new name!" for name in names[1]]])
+            truths = [sorted(names[0]), both]
+            if right is not None:
+                self.assertEqual(right, truths)
+            task = template.with_data(user_turns=said[::2], ground_truths=truths)
+            rewards.append(scored(task, said[1::2]).reward)
+        return rewards
+
+    def test_clean_ones_earn_one_and_bad_habits_less(self) -> None:
+        self.assertEqual(set(self.rewards(0.0)), {1.0})
+        spoiled = self.rewards(0.9)
+        self.assertLess(sum(spoiled) / len(spoiled), 0.7)
+        self.assertGreater(sum(reward < 1 for reward in spoiled), 100)
+
+
+if __name__ == "__main__":
+    unittest.main()
