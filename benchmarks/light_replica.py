@@ -30,6 +30,7 @@ from quartet_inference.updates import Adopter, Follower, Publisher
 
 #: One: the versions of a benchmark differ, and the memory is that of one machine.
 HELD_VERSIONS = 1
+HELD_DELTA_BYTES = 1 << 30
 
 
 class NoEngine:
@@ -65,7 +66,7 @@ async def follow(publisher_address: str, relays: bool) -> None:
     """Follow and relay until killed."""
     tune_allocator()
     engine: Any = NoEngine()
-    holdings = Holdings(HELD_VERSIONS)
+    holdings = Holdings(HELD_VERSIONS, HELD_DELTA_BYTES)
     service = Service(SERVICE, add_weight_service, RelayServicer(holdings, asyncio.Event()))
     server = await start([service], ServerConfig(), Health())
     say(address=server.address)

@@ -107,7 +107,7 @@ class Following:
             engine: Any = self.engine
             adopter = Adopter(engine, CanaryWatch(engine, None, lambda why: None), lambda: None)
             publisher = updates.Publisher(channel, "", Relays(ClientSecurity()))
-            follower = Follower(engine, publisher, Holdings(2), adopter, self.refused.append)
+            follower = Follower(engine, publisher, Holdings(2, 1 << 30), adopter, self.refused.append)
             task = asyncio.create_task(follower.run())
             try:
                 yield

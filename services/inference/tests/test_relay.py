@@ -94,7 +94,7 @@ class Replica:
     def __init__(self, name: str) -> None:
         self.name = name
         self.engine = Engine()
-        self.holdings = Holdings(2)
+        self.holdings = Holdings(2, 1 << 30)
         self.servicer = RelayServicer(self.holdings, asyncio.Event())
         self.refused: list[str] = []
         self.relays = Relays(ClientSecurity())

@@ -112,6 +112,8 @@ class InferenceConfig(Config):
     advertise_address: str = ""
     # Versions kept for others, each a copy of the model in memory; one more is on its way during an update.
     held_versions: int = pydantic.Field(default=2, ge=1, le=64)
+    # Deltas kept for others beside them; without one a replica that asks gets the full payload.
+    held_delta_bytes: int = pydantic.Field(default=GIB, ge=0)
     # How far the log-probabilities of a version's canary may be from the trainer's, in the mean; default: by
     # the dtype.
     canary_tolerance: float | None = pydantic.Field(default=None, gt=0)

@@ -4,7 +4,7 @@
    carries its chunks' checksums, and no WeightEnd before this replica has verified everything itself.
 2. Who asks for the version that is fetched next waits for its manifest; after START_SECONDS it is told that
    this replica lives and is about to have it. Who asks for one that is passed over is told so at once.
-3. Memory: the store's versions, and the one on its way.
+3. Memory: the store's versions and deltas, and the version on its way.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ WILDCARDS = frozenset({"0.0.0.0", "[::]", ""})
 class Holdings:
     """What a replica can hand out. For one event loop."""
 
-    def __init__(self, keep: int) -> None:
-        """Keep the last versions of a run."""
-        self.store = WeightStore(keep)
+    def __init__(self, keep: int, delta_bytes: int) -> None:
+        """Keep the last versions of a run, and so many bytes of deltas between versions."""
+        self.store = WeightStore(keep, delta_bytes=delta_bytes)
         self._expected: tuple[str, int] | None = None
         self._fetching: tuple[str, int] | None = None
         self._arrival: Arrival | None = None

@@ -43,7 +43,7 @@ async def replicating(
 
     `gate` stands before the engine; `bound` will be the address that the server listens on.
     """
-    holdings = Holdings(config.held_versions)
+    holdings = Holdings(config.held_versions, config.held_delta_bytes)
     servicer = RelayServicer(holdings, health.draining, accept_push=config.accept_push)
     services = [Service(WEIGHTS, add_weight_service, servicer)]
 
