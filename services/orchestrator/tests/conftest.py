@@ -220,6 +220,8 @@ class FakeHost(EnvHostServiceServicer):
         self.kind = rpb.FAILURE_KIND_ENVIRONMENT
         self.lie_about_version: dict[int, int] = {}
         self.break_streams = 0
+        # Answers with rollouts that sampled nothing.
+        self.silent = False
 
     async def DescribeEnvironment(self, request, context):
         if request.environment.id == "nowhere":
@@ -256,6 +258,8 @@ class FakeHost(EnvHostServiceServicer):
             version = self.lie_about_version.pop(request.task_index, version)
         rollout.reward = ((request.task_index * 7 + member * 13 + version) % 10) / 10
         rollout.rewards["match"] = rollout.reward
+        if self.silent:
+            return rollout
         sample = rollout.samples.add(token_ids=[request.task_index, member, version, 9])
         sample.spans.add(start=2, length=2, policy_version=version)
         sample.logprobs.extend([-0.5, -0.25])

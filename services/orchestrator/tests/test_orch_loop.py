@@ -17,6 +17,8 @@ from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
 from quartet_orchestrator import outage, training
 from quartet_orchestrator.book import Book
+from quartet_orchestrator.permits import Permits
+from quartet_orchestrator.sampling import MEMBER_ATTEMPTS, Sampling
 from quartet_orchestrator.segments import Segments
 from quartet_orchestrator.state import RESTING
 
@@ -241,6 +243,47 @@ async def test_a_model_that_answers_nobody_is_an_outage(world, monkeypatch):
     assert_complete(world, run)
     assert not run.ledger.discarded
     assert any("is away" in note for note in notes) and any("is back" in note for note in notes)
+
+
+async def test_rollouts_without_a_sampled_token_are_no_outage(world):
+    """An environment that never asks the model is at fault itself: its groups fail, the run says why."""
+    world.host.silent = True
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(evals=0), dry_run=False)
+        run = await world.rest(runs)
+    assert run.phase == pb.RUN_PHASE_FAILED
+    assert "failed:ENVIRONMENT" in run.error and "no token was sampled" in run.error
+
+
+async def test_a_member_that_the_model_refuses_fails_while_others_are_answered():
+    """Answers between two tries of a member say as well as those during one that the model is there."""
+
+    class Hosts:
+        tries = 0
+
+        async def run(self, asked):
+            self.tries += 1
+            rollout = rpb.Rollout(member=0)
+            rollout.failure.kind, rollout.failure.retryable = rpb.FAILURE_KIND_MODEL, True
+            yield rollout
+
+    def note(message, *, warning=False):
+        pass
+
+    hosts, model = Hosts(), outage.Outage("the model", 60.0, note)
+    sampling = Sampling(hosts, Permits(1), outage.Outage("the host", 60.0, note), model)
+
+    async def others():
+        while True:
+            model.answered()
+            await asyncio.sleep(0.001)
+
+    beside = asyncio.create_task(others())
+    async with asyncio.timeout(20):
+        failed = await sampling.complete(epb.RunRolloutsRequest(), [0], lambda _: True, all_or_nothing=True)
+    beside.cancel()
+    # The first try had nothing before it to compare with.
+    assert set(failed) == {0} and hosts.tries <= MEMBER_ATTEMPTS + 1
 
 
 async def test_a_service_away_for_too_long_stops_the_run_resumable(world):

@@ -2,8 +2,8 @@
 
 1. Every member ends as a rollout that succeeded or as a failure that further attempts do not mend.
 2. A member is tried MEMBER_ATTEMPTS times (each with the host's own retries inside). A host that is away
-   costs no attempt, nor does a model that answers nobody: those are outages (outage.py), waited out within
-   the run's patience.
+   costs no attempt, nor does a model that answered nobody since the try before: those are outages
+   (outage.py), waited out within the run's patience.
 3. At most `max_concurrent` rollouts are under way at once, over training and evaluations together.
 4. What comes back is checked before anybody sees it: a reward that is no number, or a success without a
    sampled token, is a failure. A failure never has a reward.
@@ -58,9 +58,12 @@ class Sampling:
         missing, failed = set(members), Failures()
         charged: Counter[int] = Counter()
         tries = internal_errors = 0
+        answers_before = self._model_outage.answers
         while missing:
             try:
-                goes_on = await self._attempt(request, missing, failed, charged, ended, all_or_nothing)
+                goes_on = await self._attempt(
+                    request, missing, failed, charged, ended, answers_before, all_or_nothing=all_or_nothing
+                )
                 self._host_outage.answered()
                 if not goes_on:
                     return failed
@@ -71,6 +74,7 @@ class Sampling:
                     self._host_outage.failed(error.message)
                 else:
                     raise RunFailed(f"environment {request.environment.id!r}: {error.message}") from error
+            answers_before = self._model_outage.answers
             if missing:
                 await asyncio.sleep(backoff_s(tries))
                 tries += 1
@@ -83,6 +87,8 @@ class Sampling:
         failed: Failures,
         charged: Counter[int],
         ended: Callable[[rpb.Rollout], bool],
+        answers_before: int,
+        *,
         all_or_nothing: bool,
     ) -> bool:
         """One stream for all missing members. Returns whether to go on."""
@@ -93,7 +99,6 @@ class Sampling:
         held = len(missing)
         await self._permits.take(held)
         try:
-            model_answers = self._model_outage.answers
             async with aclosing(self._hosts.run(asked)) as rollouts:
                 async for rollout in rollouts:
                     self._permits.give_back(1)
@@ -104,7 +109,7 @@ class Sampling:
                         missing.discard(rollout.member)
                     if not ended(rollout):
                         return False
-                    if rollout.HasField("failure") and self._for_good(rollout, charged, model_answers):
+                    if rollout.HasField("failure") and self._for_good(rollout, charged, answers_before):
                         missing.discard(rollout.member)
                         failed[rollout.member] = rollout.failure
                         if all_or_nothing:
@@ -114,11 +119,11 @@ class Sampling:
                 self._permits.give_back(held)
         return True
 
-    def _for_good(self, rollout: rpb.Rollout, charged: Counter[int], model_answers: int) -> bool:
+    def _for_good(self, rollout: rpb.Rollout, charged: Counter[int], answers_before: int) -> bool:
         failure = rollout.failure
         if not failure.retryable:
             return True
-        nobody_was_answered = self._model_outage.answers == model_answers
+        nobody_was_answered = self._model_outage.answers == answers_before
         if failure.kind == rpb.FAILURE_KIND_MODEL and nobody_was_answered:
             self._model_outage.failed(failure.message)
             return False
@@ -136,6 +141,7 @@ def checked(rollout: rpb.Rollout) -> None:
         rollout.failure.retryable = True
         rollout.reward = 0.0
     elif covered_tokens([rollout]) == 0:
-        rollout.failure.kind = rpb.FAILURE_KIND_MODEL
+        # Not the model's: the environment asked it nothing, or kept no answer.
+        rollout.failure.kind = rpb.FAILURE_KIND_ENVIRONMENT
         rollout.failure.message = "no token was sampled"
         rollout.failure.retryable = True
