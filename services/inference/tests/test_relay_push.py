@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ import pytest
 from quartet.errors import QuartetError
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
-from quartet.kit.server import start
+from quartet.kit.server import ServerConfig, Service, start
 from quartet.v1 import inference_service_pb2 as ipb
 from quartet.v1 import inference_service_pb2_grpc as irpc
 from quartet.weights.push import push_version
+from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
+from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
 from quartet_inference import app
 from quartet_inference.config import InferenceConfig
@@ -61,6 +63,38 @@ async def serving(folder: Path, **settings: Any) -> AsyncIterator[Replica]:
         async with connect(server.address, bulk=True) as channel:
             yield Replica(channel, server.address, health)
         await server.stop(0)
+
+
+class Counting(WeightServicer):
+    """The trainer's servicer; counts the streams that it is asked for."""
+
+    streams = 0
+
+    async def fetch_encoded(self, request: Any, context: Any) -> AsyncIterator[bytes]:
+        self.streams += 1
+        async for frame in super().fetch_encoded(request, context):
+            yield frame
+
+
+async def test_services_relay_to_each_other(model_folder: Path, make_model: Make) -> None:
+    store = WeightStore(keep=2)
+    trainer = Counting(store)
+    server = await start([Service(SERVICE, add_weight_service, trainer)], ServerConfig(), Health())
+    following = {"weights_address": server.address, "shared_memory": False}
+    async with AsyncExitStack() as stack:
+        replicas = [await stack.enter_async_context(serving(model_folder, **following)) for _ in range(3)]
+        alone = await stack.enter_async_context(serving(model_folder, **following, relay=False))
+        async with asyncio.timeout(10):
+            while len(trainer._relays._relays.get("", [])) < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        for version in range(3):
+            manifest = await asyncio.to_thread(
+                store.publish, "r", version, weights_of(make_model(version + 1))
+            )
+            for replica in (*replicas, alone):
+                await replica.serves(manifest.digest)
+            assert trainer.streams == version + 1
+    await server.stop(0)
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
