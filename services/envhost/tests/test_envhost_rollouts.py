@@ -96,6 +96,26 @@ async def test_a_broken_prefix_starts_a_new_sample_and_is_counted(hosted: Any) -
     assert covered == rollout.usage.completion_tokens
 
 
+async def test_a_template_that_cannot_be_extended_gets_the_whole_conversation(
+    hosted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariant 6: what is rendered whole is a break only where it does not extend the tokens."""
+    frames = hosted.policy._frames
+
+    def unextendable(request: Any) -> list[Any]:
+        if request.HasField("tokens"):
+            field = "tokens.tail_messages"
+            raise QuartetError("INVALID_REQUEST", f"{field}: send messages", field=field)
+        return list(frames(request))
+
+    monkeypatch.setattr(hosted.policy, "_frames", unextendable)
+    (rollout,) = await hosted.run("two_turns")
+    assert not rollout.HasField("failure"), rollout.failure
+    assert rollout.num_turns == 3 and rollout.prefix_breaks == 0 and len(rollout.samples) == 1
+    whole = [r.messages.messages for r in hosted.policy.requests if r.HasField("messages")]
+    assert [len(messages) for messages in whole] == [1, 3, 5]
+
+
 async def test_seeds_differ_by_member_and_turn_and_repeat(hosted: Any) -> None:
     seeded = common_pb2.SamplingParams(seed=11, temperature=0.7, top_k=5, stop=["x"], max_tokens=100)
     await hosted.run("two_turns", members=[0, 1], sampling=seeded)

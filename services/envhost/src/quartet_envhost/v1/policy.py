@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quartet.errors import QuartetError
-from quartet.replicas import Completion, Replicas
+from quartet.replicas import Completion, Generated, Replicas
 from quartet.v1 import common_pb2, envhost_service_pb2, inference_service_pb2
 from verifiers.v1.clients.client import Client
 from verifiers.v1.clients.train import serialize_completion
@@ -120,7 +120,7 @@ class RolloutPolicy(Client):  # type: ignore[misc]
         request = self._generate_request(sampling, turn)
         started = time.monotonic()
         try:
-            generated = await self._replicas.complete(request, self._deadline - started)
+            generated = await self._complete(request, turn)
         except QuartetError as error:
             raise ProviderError(str(error), status_code=_STATUS.get(error.reason, 400)) from error
         finally:
@@ -132,6 +132,17 @@ class RolloutPolicy(Client):  # type: ignore[misc]
         response = _response(answer, body["model"], bridged=kept)
         response.raw = serialize_completion(response, body["model"])
         return response
+
+    async def _complete(self, request: inference_service_pb2.GenerateRequest, turn: PendingTurn) -> Generated:
+        """Exact tokens first; the whole conversation where its template leaves no way to append to them."""
+        try:
+            return await self._replicas.complete(request, self._deadline - time.monotonic())
+        except QuartetError as error:
+            if error.metadata.get("field") != "tokens.tail_messages":
+                raise
+        messages = [_message(m) for m in turn.prompt]
+        request.messages.CopyFrom(inference_service_pb2.MessagesPrompt(messages=messages))
+        return await self._replicas.complete(request, self._deadline - time.monotonic())
 
     def _generate_request(
         self, sampling: SamplingConfig, turn: PendingTurn
