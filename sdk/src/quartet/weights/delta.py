@@ -6,12 +6,13 @@
    neither base nor payload.
 3. Tensors that did not change are not copied, unless they are small: a small one would keep the whole buffer
    of an old version alive.
-4. Memory beside the result is bounded by one segment of one tensor (quartet.weights.sparse).
+4. Memory beside the result is bounded by one segment of THREADS tensors (quartet.weights.sparse).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +25,9 @@ from quartet.weights.manifest import mismatch, sealed, verify_tensor
 from quartet.weights.payload import Payload, open_payload, payload_of
 from quartet.weights.tensor import Tensor
 
+#: Tensors that are encoded or decoded at once: numpy and zstd let go of the interpreter. Not more, because the
+#: machine has other work: a trainer steps on while its last version is encoded.
+THREADS = 2
 #: Unchanged tensors below this size are copied.
 COPIED_BELOW_BYTES = 1 << 20
 
@@ -55,25 +59,28 @@ class Delta:
 
 def make_delta(base: Held, new: Held) -> Delta:
     """Encode every tensor against its base. Takes seconds for a large model: not for the event loop."""
-    known = {info.name: info for info in base.manifest.tensors}
     manifest = pb.WeightManifest()
     manifest.CopyFrom(new.manifest)
     manifest.base_version = base.manifest.version
     manifest.base_digest = base.manifest.digest
+    known = {info.name: info for info in base.manifest.tensors}
+
+    def encoded(info: pb.TensorInfo) -> Encoded:
+        before = known.get(info.name)
+        if before and (before.digest, before.dtype, before.shape) == (info.digest, info.dtype, info.shape):
+            return Encoded(pb.TENSOR_ENCODING_UNCHANGED, [])
+        return encode_tensor(base.tensors.get(info.name), new.tensors[info.name])
+
     specs: dict[str, tuple[str, tuple[int, ...]]] = {}
     parts = {}
-    for info in manifest.tensors:
-        before, tensor = known.get(info.name), new.tensors[info.name]
-        if before and (before.digest, before.dtype, before.shape) == (info.digest, info.dtype, info.shape):
-            encoded = Encoded(pb.TENSOR_ENCODING_UNCHANGED, [])
-        else:
-            encoded = encode_tensor(base.tensors.get(info.name), tensor)
-        info.encoding = encoded.encoding
-        if encoded.encoding == pb.TENSOR_ENCODING_DENSE:
-            specs[info.name] = (info.dtype, tuple(info.shape))
-        elif encoded.encoding != pb.TENSOR_ENCODING_UNCHANGED:
-            specs[info.name] = ("U8", (encoded.size,))
-        parts[info.name] = encoded.parts
+    with ThreadPoolExecutor(THREADS) as threads:
+        for info, one in zip(manifest.tensors, threads.map(encoded, manifest.tensors), strict=True):
+            info.encoding = one.encoding
+            if one.encoding == pb.TENSOR_ENCODING_DENSE:
+                specs[info.name] = (info.dtype, tuple(info.shape))
+            elif one.encoding != pb.TENSOR_ENCODING_UNCHANGED:
+                specs[info.name] = ("U8", (one.size,))
+            parts[info.name] = one.parts
     header, order, manifest.payload_bytes = header_of(specs)
     return Delta(sealed(manifest), payload_of([header, *(part for name in order for part in parts[name])]))
 
@@ -87,12 +94,15 @@ def apply_delta(buffer: memoryview, manifest: pb.WeightManifest, base: Held) -> 
     carried = {info.name for info in manifest.tensors if info.encoding != pb.TENSOR_ENCODING_UNCHANGED}
     if extents.keys() != carried:
         raise mismatch("set of tensor names")
-    tensors = {}
-    for info in manifest.tensors:
+    names = [info.name for info in manifest.tensors]
+
+    def verified(info: pb.TensorInfo) -> Tensor:
         tensor = _decoded(info, extents.get(info.name), buffer, base.tensors.get(info.name))
         verify_tensor(info, tensor.data)
-        tensors[info.name] = tensor
-    return tensors
+        return tensor
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        return dict(zip(names, threads.map(verified, manifest.tensors), strict=True))
 
 
 def _decoded(info: pb.TensorInfo, extent: Extent | None, buffer: memoryview, base: Tensor | None) -> Tensor:

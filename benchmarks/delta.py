@@ -1,0 +1,292 @@
+"""Deltas: their size, what they cost to make and to apply, and a version end to end against the disk road.
+
+Sizes and costs, for a model of bf16 weights (standard deviation 0.02), one core's CPU seconds:
+
+1. `adamw`: the change is one AdamW step (beta 0.9, 0.95) on fp32 masters, after eight others, both cast to
+   bf16. The learning rate is the one at which the wanted share of values changes; how many steps of bf16 the
+   changed values moved is reported beside it.
+2. `random`: so many values, at random places, replaced by random bits: the worst that can happen.
+3. Encoding is `make_delta`; applying is `apply_delta`, which verifies every tensor. The result is compared
+   bit by bit. zstd(XOR) is the whole tensor XORed with its base at zstd's levels 1 and 3, whichever is smaller.
+
+End to end, for models of several sizes, two processes, from the order to publish until the reader has the new
+tensors in memory of its own:
+
+4. `delta`: publish, manifest, fetch, apply, verify, with 1 % of the values changed by AdamW.
+5. `disk`: safetensors written into a folder (no fsync), the file loaded and every tensor copied; unverified.
+
+    python benchmarks/delta.py [--mib 256] [--rounds 5] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import zstandard
+from figures import Figure, arguments, report
+from quartet.kit.channel import connect
+from quartet.kit.health import Health
+from quartet.kit.memory import tune_allocator
+from quartet.kit.server import ServerConfig, Service, start
+from quartet.weights.delta import apply_delta, make_delta
+from quartet.weights.fetch import fetch_version
+from quartet.weights.fetched import Fetched
+from quartet.weights.manifest import build_manifest
+from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
+from quartet.weights.store import WeightStore
+from quartet.weights.tensor import Tensor
+from safetensors.torch import load_file, save_file
+
+MIB = 1 << 20
+TENSOR_MIB = 16
+ADAM_STEPS = 8
+END_TO_END_MIB = (16, 64, 256, 1024)
+
+Bits = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
+
+
+def to_bf16(values: np.ndarray) -> Bits:
+    """Round to nearest even, as torch casts."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A tensor before and after."""
+
+    before: Bits
+    after: Bits
+    learning_rate: float = 0.0
+
+
+def adamw(count: int, share: float, seed: int) -> Change:
+    """One AdamW step that changes this share of the values."""
+    rng = np.random.default_rng(seed)
+    master = rng.standard_normal(count, np.float32) * np.float32(0.02)
+    drift = rng.standard_normal(count, np.float32)
+    first = np.zeros(count, np.float32)
+    second = np.zeros(count, np.float32)
+    for _ in range(ADAM_STEPS):
+        gradient = 0.3 * drift + rng.standard_normal(count, np.float32)
+        first += np.float32(0.1) * (gradient - first)
+        second += np.float32(0.05) * (gradient * gradient - second)
+    corrected = (first / np.float32(1 - 0.9**ADAM_STEPS)) / np.sqrt(second / np.float32(1 - 0.95**ADAM_STEPS))
+    before = to_bf16(master)
+    low, high = 1e-9, 1.0
+    # On a part of the tensor: the share grows with the rate.
+    part = slice(0, min(count, 1 << 20))
+    for _ in range(40):
+        rate = (low * high) ** 0.5
+        moved = to_bf16(master[part] - np.float32(rate) * corrected[part])
+        low, high = (rate, high) if np.mean(moved != before[part]) < share else (low, rate)
+    return Change(before, to_bf16(master - np.float32(low) * corrected), low)
+
+
+def random_bits(count: int, share: float, seed: int) -> Change:
+    """That share of the values replaced by random bits."""
+    rng = np.random.default_rng(seed)
+    before = to_bf16(rng.standard_normal(count, np.float32) * np.float32(0.02))
+    hit = rng.random(count, np.float32) < share
+    return Change(before, np.where(hit, rng.integers(0, 1 << 16, count, np.uint16), before))
+
+
+def steps_moved(change: Change) -> np.ndarray:
+    """How many representable numbers the changed values moved."""
+    before, after = (bits.view(np.int16).astype(np.int32) for bits in (change.before, change.after))
+    ordered = [np.where(bits < 0, -1 - (bits & 0x7FFF), bits) for bits in (before, after)]
+    moved = np.abs(ordered[1] - ordered[0])
+    return moved[moved > 0]
+
+
+def as_version(number: int, tensors: list[Bits]) -> Fetched:
+    named = {f"layers.{i}.weight": Tensor("BF16", bits.shape, bits.data) for i, bits in enumerate(tensors)}
+    return Fetched(build_manifest("r", number, named), named)
+
+
+def xored_bytes(change: Change) -> int:
+    differing = (change.before ^ change.after).data
+    return min(len(zstandard.ZstdCompressor(level=level).compress(differing)) for level in (1, 3))
+
+
+def codec(kind: str, share: float, mib: int, rounds: int) -> list[Figure]:
+    """Size and costs of one kind of change."""
+    count = TENSOR_MIB * MIB // 2
+    make = adamw if kind == "adamw" else random_bits
+    changes = [make(count, share, seed) for seed in range(max(1, mib // TENSOR_MIB))]
+    base, new = (
+        as_version(n, [getattr(one, side) for one in changes]) for n, side in enumerate(("before", "after"))
+    )
+    size = new.manifest.payload_bytes
+    encode_s, apply_s = [], []
+    for _ in range(rounds):
+        began = time.process_time()
+        delta = make_delta(base, new)
+        encode_s.append(time.process_time() - began)
+        received = memoryview(b"".join(delta.payload.parts))
+        began = time.process_time()
+        tensors = apply_delta(received, delta.manifest, base)
+        apply_s.append(time.process_time() - began)
+        assert tensors == new.tensors
+    best = min(sum(map(xored_bytes, changes)), size)
+    name = f"{kind}, {share:.1%} changed"
+    bound = kind == "adamw" and share in (0.01, 0.4)
+    figures = [
+        Figure(
+            f"{name}: delta",
+            100 * delta.payload.size / size,
+            "% of full",
+            "<= 1" if bound and share < 0.1 else "",
+        ),
+        Figure(f"{name}: delta / best of zstd(XOR) and dense", delta.payload.size / best, "x", "<= 1"),
+        Figure(
+            f"{name}: encode", size / 1e6 / statistics.median(encode_s), "MB/CPU s", ">= 500" if bound else ""
+        ),
+        Figure(
+            f"{name}: apply", size / 1e6 / statistics.median(apply_s), "MB/CPU s", ">= 500" if bound else ""
+        ),
+    ]
+    if kind == "adamw":
+        moved = steps_moved(changes[0])
+        one, few = (100 * float(np.mean(moved <= limit)) for limit in (1, 8))
+        figures += [
+            Figure(f"{name}: learning rate", changes[0].learning_rate, ""),
+            Figure(f"{name}: changed values that moved one step of bf16", one, "%"),
+            Figure(f"{name}: changed values that moved up to 8", few, "%"),
+        ]
+    return figures
+
+
+# End to end.
+
+
+def model(mib: int) -> list[Change]:
+    """A model whose next version differs in 1 % of its values."""
+    tensor_mib = min(mib, TENSOR_MIB)
+    # Every tensor is drawn from the same few: drawing takes longer than everything that is measured.
+    drawn = [adamw(tensor_mib * MIB // 2, 0.01, seed) for seed in range(min(4, mib // tensor_mib))]
+    return [drawn[index % len(drawn)] for index in range(mib // tensor_mib)]
+
+
+async def publisher(mib: int, folder: Path) -> None:
+    """Publish or write a version for every line that says so."""
+    changes = model(mib)
+    sides = [[one.before for one in changes], [one.after for one in changes]]
+    wire = [
+        {f"layers.{i}.weight": Tensor("BF16", bits.shape, bits.data) for i, bits in enumerate(side)}
+        for side in sides
+    ]
+    tensors = [
+        {
+            f"layers.{i}.weight": torch.from_numpy(bits.copy()).view(torch.bfloat16)
+            for i, bits in enumerate(side)
+        }
+        for side in sides
+    ]
+    store = WeightStore(keep=2)
+    store.publish("r", 0, wire[0])
+    server = await start(
+        [Service(SERVICE, add_weight_service, WeightServicer(store))], ServerConfig(), Health()
+    )
+    print(json.dumps({"grpc": server.address}), flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        road, number = line.split()
+        if road == "delta":
+            await asyncio.to_thread(store.publish, "r", int(number), wire[int(number) % 2])
+        else:
+            await asyncio.to_thread(save_file, tensors[int(number) % 2], folder / f"{number}.safetensors")
+        print(json.dumps({"done": number}), flush=True)
+    await server.stop(0)
+
+
+async def end_to_end(mib: int, rounds: int) -> list[Figure]:
+    """Both roads in turns, each from the version before."""
+    with tempfile.TemporaryDirectory(prefix="quartet-delta-") as folder:
+        command = [sys.executable, __file__, "--publish", str(mib), "--folder", folder]
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+        assert process.stdin is not None and process.stdout is not None
+
+        async def answer() -> dict[str, str]:
+            while True:
+                line = await process.stdout.readline()  # type: ignore[union-attr]
+                if line.startswith(b"{"):
+                    return dict(json.loads(line))
+
+        async def timed(road: str, number: int, finish: Callable[[], Awaitable[object]]) -> float:
+            began = time.perf_counter()
+            process.stdin.write(f"{road} {number}\n".encode())  # type: ignore[union-attr]
+            await answer()
+            kept = await finish()
+            wall_s = time.perf_counter() - began
+            del kept
+            return wall_s
+
+        def reload(number: int) -> object:
+            path = Path(folder) / f"{number}.safetensors"
+            loaded = {name: tensor.clone() for name, tensor in load_file(path).items()}
+            path.unlink()
+            return loaded
+
+        delta_s, disk_s = [], []
+        address = (await answer())["grpc"]
+        async with connect(address, bulk=True) as channel:
+            base = await fetch_version(channel, "r", 0)
+
+            async def follow(number: int) -> None:
+                nonlocal base
+                base = await fetch_version(channel, "r", number, base)
+                assert base.deltas
+
+            for number in range(1, rounds + 2):
+                delta_s.append(await timed("delta", number, lambda number=number: follow(number)))  # type: ignore[misc]
+                disk_s.append(
+                    await timed("disk", number, lambda number=number: asyncio.to_thread(reload, number))  # type: ignore[misc]
+                )
+        process.stdin.close()
+        await process.wait()
+    # The first round warms both processes up.
+    ratio = statistics.median(disk / delta for disk, delta in zip(disk_s[1:], delta_s[1:], strict=True))
+    return [
+        Figure(f"{mib} MiB end to end: delta", 1000 * statistics.median(delta_s[1:]), "ms"),
+        Figure(f"{mib} MiB end to end: disk", 1000 * statistics.median(disk_s[1:]), "ms"),
+        Figure(f"{mib} MiB end to end: disk / delta", ratio, "x", ">= 1"),
+    ]
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument(
+        "--mib", type=int, default=256, help="size of the model of which sizes and costs are told"
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--publish", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    tune_allocator()
+    torch.set_num_threads(1)
+    if options.publish:
+        asyncio.run(publisher(options.publish, options.folder))
+        return
+    figures = []
+    for kind in ("adamw", "random"):
+        for share in (0.003, 0.01, 0.1, 0.4, 0.9):
+            figures += codec(kind, share, options.mib, options.rounds)
+    for mib in END_TO_END_MIB:
+        figures += asyncio.run(end_to_end(mib, options.rounds))
+    report(figures, options.json, rounds=options.rounds)
+
+
+if __name__ == "__main__":
+    main()
