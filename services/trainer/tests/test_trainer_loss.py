@@ -1,72 +1,222 @@
-"""Every loss against the same formula written in numpy float64."""
+"""Every switch of the loss against the formula of its paper, written in numpy float64, loss and gradient.
+
+Ragged samples; the gradient is the derivative with respect to log p, worked out by hand below.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from quartet_trainer.loss import diagnostics, token_losses
-from quartet_trainer.spec import LossSpec, Ratio
+from pydantic import ValidationError
+from quartet_trainer.loss import Tokens, diagnostics, token_losses
+from quartet_trainer.spec import (
+    Aggregation,
+    Correction,
+    CorrectionMode,
+    KlEstimator,
+    LossKind,
+    LossSpec,
+    Ratio,
+    RatioLevel,
+)
 
 rng = np.random.default_rng(3)
-K = 500
+LENGTHS = np.array([1, 7, 40, 3, 120, 29])
+K = int(LENGTHS.sum())
+SAMPLE = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
 LOGP = rng.uniform(-5, -0.1, K)
-SAMPLED = LOGP + rng.normal(0, 0.8, K)
+SAMPLED = np.minimum(LOGP + rng.normal(0, 0.8, K), -0.01)
+PROXIMAL = np.minimum(LOGP + rng.normal(0, 0.3, K), -0.01)
+REFERENCE = LOGP + rng.normal(0, 0.5, K)
 ADVANTAGE = rng.normal(0, 1, K)
-RATIO = np.exp(LOGP - SAMPLED)
+ENTROPY = rng.uniform(0, 2, K)
 
 
-def expected(spec: LossSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(loss, d loss / d log p, clipped) per token."""
+def tokens(**changed: Any) -> Tokens:
+    values = {"sampled_K": SAMPLED, "reference_K": REFERENCE, "proximal_K": None} | changed
+    columns = {name: None if value is None else torch.tensor(value) for name, value in values.items()}
+    logp, entropy = (torch.tensor(value, requires_grad=True) for value in (LOGP, ENTROPY))
+    return Tokens(logp, entropy, torch.tensor(ADVANTAGE), torch.tensor(LENGTHS), **columns)
+
+
+def mean_of_sample(values: np.ndarray) -> np.ndarray:
+    return np.array([values[s == SAMPLE].mean() for s in range(len(LENGTHS))])[SAMPLE]
+
+
+def surrogate(
+    spec: LossSpec, logp: np.ndarray, compared: np.ndarray, advantage: np.ndarray, at: np.ndarray
+) -> np.ndarray:
+    """Loss of each token as a function of logp; `at` is logp where the formula stops the gradient."""
+    level = mean_of_sample if spec.ratio_level is RatioLevel.SEQUENCE else lambda values: values
+    ratio, stopped = np.exp(level(logp - compared)), np.exp(level(at - compared))
+    if spec.ratio is Ratio.NONE:
+        return -advantage * logp
     if spec.ratio is Ratio.CISPO:
-        cap = 4.0 if spec.clip_high is None else spec.clip_high
-        weight = np.minimum(RATIO, cap)
-        return -weight * ADVANTAGE * LOGP, -weight * ADVANTAGE, cap < RATIO
-    if spec.ratio is Ratio.PPO:
-        low = 0.2 if spec.clip_low is None else spec.clip_low
-        high = 0.2 if spec.clip_high is None else spec.clip_high
-        free = RATIO * ADVANTAGE
-        bound = np.where(1 + high < RATIO, 1 + high, np.where(1 - low > RATIO, 1 - low, RATIO)) * ADVANTAGE
-        clipped = bound < free
-        return -np.where(clipped, bound, free), np.where(clipped, 0.0, -free), clipped
-    return -ADVANTAGE * LOGP, -ADVANTAGE, np.zeros(K, bool)
+        return -np.minimum(stopped, 4.0 if spec.clip_high is None else spec.clip_high) * advantage * logp
+    low = 0.2 if spec.clip_low is None else spec.clip_low
+    high = 0.2 if spec.clip_high is None else spec.clip_high
+    if spec.ratio is Ratio.DPPO:
+        moved = np.exp(at) - np.exp(compared)
+        drop = np.where(advantage > 0, moved > high, moved < -low)
+        return np.where(drop, 0, -advantage * ratio)
+    free = ratio if spec.delta is None else np.minimum(ratio, spec.delta)
+    return -np.minimum(free * advantage, np.clip(ratio, 1 - low, 1 + high) * advantage)
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        LossSpec(ratio=Ratio.CISPO),
-        LossSpec(ratio=Ratio.CISPO, clip_high=1.1),
-        LossSpec(ratio=Ratio.PPO),
-        LossSpec(ratio=Ratio.PPO, clip_low=0.1, clip_high=0.28),
-        LossSpec(ratio=Ratio.NONE),
-        LossSpec(ratio=Ratio.CROSS_ENTROPY),
-    ],
-    ids=str,
-)
+def formula(spec: LossSpec, logp: np.ndarray, at: np.ndarray, proximal: bool) -> np.ndarray:
+    compared = PROXIMAL if proximal else SAMPLED
+    advantage = ADVANTAGE
+    if spec.kind is LossKind.CROSS_ENTROPY:
+        loss = -ADVANTAGE * logp
+    else:
+        if spec.kind is LossKind.REFERENCE_KL:
+            advantage = ADVANTAGE + REFERENCE - at
+        loss = surrogate(spec, logp, compared, advantage, at)
+    if spec.correction is not None:
+        log_w = PROXIMAL - SAMPLED
+        if spec.correction.level is RatioLevel.SEQUENCE:
+            log_w = mean_of_sample(log_w) * LENGTHS[SAMPLE]
+        w = np.exp(np.clip(log_w, -20, 20))
+        inside = (w >= spec.correction.floor) & (w <= spec.correction.cap)
+        masks = spec.correction.mode is CorrectionMode.MASK
+        loss = loss * (np.where(inside, w, 0) if masks else np.minimum(w, spec.correction.cap))
+    d = REFERENCE - logp
+    kl = {KlEstimator.K1: -d, KlEstimator.K2: d * d / 2, KlEstimator.K3: np.exp(d) - d - 1}[spec.kl_estimator]
+    loss = loss + spec.kl_coef * kl - spec.entropy_coef * ENTROPY
+    return loss / LENGTHS[SAMPLE] if spec.aggregation is Aggregation.SEQUENCE else loss
+
+
+SEQUENCE = {"ratio_level": RatioLevel.SEQUENCE}
+SPECS = [
+    LossSpec(),
+    LossSpec(clip_high=1.1),
+    LossSpec(**SEQUENCE, clip_high=1.05),
+    LossSpec(ratio=Ratio.PPO),
+    LossSpec(ratio=Ratio.PPO, clip_low=0.1, clip_high=0.28),
+    LossSpec(ratio=Ratio.PPO, delta=1.5, clip_high=0.28),
+    LossSpec(ratio=Ratio.PPO, aggregation=Aggregation.SEQUENCE),
+    LossSpec(ratio=Ratio.PPO, **SEQUENCE, aggregation=Aggregation.SEQUENCE, clip_low=3e-2, clip_high=4e-2),
+    LossSpec(ratio=Ratio.DPPO),
+    LossSpec(ratio=Ratio.DPPO, clip_low=0.05, clip_high=0.1),
+    LossSpec(ratio=Ratio.NONE),
+    LossSpec(ratio=Ratio.NONE, entropy_coef=0.3, aggregation=Aggregation.SEQUENCE),
+    LossSpec(kind=LossKind.CROSS_ENTROPY),
+    LossSpec(kind=LossKind.CROSS_ENTROPY, kl_coef=0.2),
+    LossSpec(kind=LossKind.REFERENCE_KL),
+    LossSpec(kind=LossKind.REFERENCE_KL, ratio=Ratio.NONE),
+    LossSpec(kind=LossKind.REFERENCE_KL, ratio=Ratio.DPPO),
+    *(LossSpec(ratio=Ratio.PPO, kl_coef=0.7, kl_estimator=one) for one in KlEstimator),
+    LossSpec(ratio=Ratio.PPO, proximal_version=3),
+    *(
+        LossSpec(ratio=Ratio.PPO, proximal_version=3, correction=Correction(mode=mode, level=level, cap=1.6))
+        for mode in CorrectionMode
+        for level in RatioLevel
+    ),
+    LossSpec(proximal_version=3, correction=Correction(mode=CorrectionMode.MASK, cap=1.5, floor=0.5)),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: repr(spec.model_dump(exclude_defaults=True)))
 def test_loss_and_gradient_equal_the_formula(spec: LossSpec) -> None:
-    logp = torch.tensor(LOGP, requires_grad=True)
-    sampled, advantage = torch.tensor(SAMPLED), torch.tensor(ADVANTAGE)
-    losses = token_losses(spec, logp, sampled, advantage)
+    proximal = spec.proximal_version is not None
+    ours = tokens(proximal_K=PROXIMAL if proximal else None)
+    losses = token_losses(spec, ours, spec.kl_coef)
+    np.testing.assert_allclose(losses.detach(), formula(spec, LOGP, LOGP, proximal), atol=1e-6)
     losses.sum().backward()
-    loss, gradient, clipped = expected(spec)
-    np.testing.assert_allclose(losses.detach(), loss, atol=1e-6)
-    np.testing.assert_allclose(logp.grad, gradient, atol=1e-6)
-    values = diagnostics(spec, logp.detach(), sampled, advantage, torch.zeros(K))
-    assert values["clipped_fraction"] == pytest.approx(clipped.mean(), abs=1e-9)
-    assert values["ratio_max"] == pytest.approx(RATIO.max(), rel=1e-6)
-    assert values["ratio_mean"] == pytest.approx(RATIO.mean(), rel=1e-6)
-    assert values["mismatch_kl"] == pytest.approx((RATIO - 1 - np.log(RATIO)).mean(), rel=1e-6)
-    assert values["logprob_difference_max"] == pytest.approx(np.abs(LOGP - SAMPLED).max(), rel=1e-6)
+    step = 1e-5
+    for place in range(0, K, 7):
+        moved = np.zeros(K)
+        moved[place] = step
+        up, down = (formula(spec, LOGP + sign * moved, LOGP, proximal).sum() for sign in (1, -1))
+        assert float(ours.logp_K.grad[place]) == pytest.approx((up - down) / (2 * step), abs=1e-6), place
+    if spec.entropy_coef:
+        weight = 1 / LENGTHS[SAMPLE] if spec.aggregation is Aggregation.SEQUENCE else 1.0
+        np.testing.assert_allclose(ours.entropy_K.grad, -spec.entropy_coef * weight, atol=1e-9)
+
+
+def test_diagnostics_equal_the_formulas() -> None:
+    values = diagnostics(LossSpec(ratio=Ratio.PPO, kl_coef=0.1), detached(tokens()))
+    ratio = np.exp(LOGP - SAMPLED)
+    clipped = np.where(ADVANTAGE > 0, ratio > 1.2, ratio < 0.8)
+    d = REFERENCE - LOGP
+    assert values == pytest.approx(
+        {
+            "entropy": ENTROPY.mean(),
+            "logprob_mean": LOGP.mean(),
+            "ratio_max": ratio.max(),
+            "ratio_mean": ratio.mean(),
+            "clipped_fraction": clipped.mean(),
+            "mismatch_kl": (ratio - 1 - np.log(ratio)).mean(),
+            "logprob_difference_mean": np.abs(LOGP - SAMPLED).mean(),
+            "logprob_difference_max": np.abs(LOGP - SAMPLED).max(),
+            "effective_sample_size": ratio.sum() ** 2 / (K * (ratio**2).sum()),
+            "reference_kl": (np.exp(d) - d - 1).mean(),
+        },
+        rel=1e-6,
+    )
+
+
+def test_diagnostics_of_a_correction_and_of_probability_masks() -> None:
+    correction = Correction(mode=CorrectionMode.TRUNCATE, cap=1.6)
+    spec = LossSpec(ratio=Ratio.DPPO, clip_high=0.05, proximal_version=1, correction=correction)
+    values = diagnostics(spec, detached(tokens(proximal_K=PROXIMAL)))
+    w, moved = np.exp(PROXIMAL - SAMPLED), np.exp(LOGP) - np.exp(PROXIMAL)
+    assert values["correction_mean"] == pytest.approx(np.minimum(w, 1.6).mean(), rel=1e-6)
+    assert values["correction_bounded_fraction"] == pytest.approx((w > 1.6).mean(), rel=1e-6)
+    masked = np.where(ADVANTAGE > 0, moved > 0.05, moved < -0.2)
+    assert values["clipped_fraction"] == pytest.approx(masked.mean(), rel=1e-6)
+    assert values["ratio_max"] == pytest.approx(np.exp(LOGP - PROXIMAL).max(), rel=1e-6)
+
+
+def detached(given: Tokens) -> Tokens:
+    return Tokens(
+        given.logp_K.detach(),
+        given.entropy_K.detach(),
+        *(given.advantages_K, given.lengths_S, given.sampled_K, given.proximal_K, given.reference_K),
+    )
+
+
+def one_token(logp: float, sampled: float) -> Tokens:
+    ones = torch.ones(1)
+    return Tokens(torch.tensor([logp]), ones, -ones, torch.tensor([1]), torch.tensor([sampled]))
 
 
 def test_mismatch_kl_keeps_small_differences() -> None:
-    sampled = torch.full((8,), -2.0)
-    values = diagnostics(LossSpec(ratio=Ratio.CISPO), sampled + 1e-4, sampled, torch.ones(8), torch.zeros(8))
+    values = diagnostics(LossSpec(), one_token(-2.0 + 1e-4, -2.0))
     assert values["mismatch_kl"] == pytest.approx(5e-9, rel=0.01)
 
 
 def test_a_vanished_probability_does_not_make_the_batch_infinite() -> None:
-    logp = torch.tensor([-1.0], requires_grad=True)
-    loss = token_losses(LossSpec(ratio=Ratio.PPO), logp, torch.tensor([-500.0]), torch.tensor([-1.0])).sum()
-    assert torch.isfinite(loss)
+    for spec in (LossSpec(ratio=Ratio.PPO), LossSpec(ratio=Ratio.PPO, **SEQUENCE)):
+        assert torch.isfinite(token_losses(spec, one_token(-1.0, -500.0))).all()
+
+
+@pytest.mark.parametrize(
+    ("why", "settings"),
+    [
+        ("clip_high", {"kind": LossKind.CROSS_ENTROPY, "clip_high": 0.2}),
+        ("ratio_level", {"ratio": Ratio.NONE, **SEQUENCE}),
+        ("clip_low", {"ratio": Ratio.NONE, "clip_low": 0.2}),
+        ("proximal_version", {"ratio": Ratio.NONE, "proximal_version": 1}),
+        ("delta", {"ratio": Ratio.CISPO, "delta": 4.0}),
+        ("delta", {"ratio": Ratio.PPO, "delta": 1.1}),
+        ("probabilities of tokens", {"ratio": Ratio.DPPO, **SEQUENCE}),
+        ("proximal_version", {"correction": Correction(mode=CorrectionMode.MASK)}),
+        ("kl_coef above 0", {"target_kl": 0.1}),
+        ("kl_coef above 0", {"kl_estimator": KlEstimator.K1}),
+        ("custom", {"kind": LossKind.CUSTOM}),
+        ("custom", {"custom": "mine"}),
+    ],
+)
+def test_combinations_that_mean_nothing_are_refused(why: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=why):
+        LossSpec(**settings)
+
+
+def test_bounds_of_a_correction_are_checked() -> None:
+    for bounds in ({"cap": 0.5, "floor": 0.5}, {"mode": CorrectionMode.TRUNCATE, "floor": 0.1}):
+        with pytest.raises(ValidationError, match=r"correction\.floor"):
+            Correction(**({"mode": CorrectionMode.MASK} | bounds))

@@ -348,7 +348,6 @@ async def test_create_run_refuses(folder: Path, serve_trainer: Any, tmp_path: Pa
         assert "later" in lora.message
         await refused(trainer.create(base_model=str(folder), schedule=pb.SCHEDULE_COSINE), "INVALID_CONFIG")
         for key, value in (
-            ("reference", pb.ReferenceSpec()),
             ("gradient_checkpointing", True),
             ("optimizer.kind", pb.OPTIMIZER_KIND_MUON),
             ("optimizer.momentum", 0.9),
@@ -396,8 +395,8 @@ def broken(change: str, one: pb.TrainingSample) -> None:
             one.advantages[0] = float("inf")
         case "no advantages":
             del one.advantages[:]
-        case "reference logprobs":
-            one.reference_logprobs.append(0.0)
+        case "too many reference logprobs":
+            one.reference_logprobs.extend([0.0] * 20)
         case _:
             raise AssertionError(change)
 
@@ -414,7 +413,7 @@ CHANGES = [
     "a logprob that is not finite",
     "an advantage that is not finite",
     "no advantages",
-    "reference logprobs",
+    "too many reference logprobs",
 ]
 
 
@@ -428,23 +427,23 @@ async def test_malformed_batches_are_refused_by_name_and_change_nothing(
             broken(change, samples[3])
             error = await refused(trainer.forward_backward(1, samples), "INVALID_REQUEST")
             assert "sample" in error.metadata["field"] and "[3]" in error.metadata["field"], change
-        dppo = pb.LossSpec(kind=pb.LOSS_KIND_POLICY_GRADIENT, ratio=pb.RATIO_TREATMENT_DPPO)
         no_kind = pb.LossSpec()
         cold = pb.LossSpec(kind=pb.LOSS_KIND_POLICY_GRADIENT, temperature=0.0)
-        unserved = [
-            pb.LossSpec(kind=pb.LOSS_KIND_POLICY_GRADIENT, **{field: value})
-            for field, value in {
-                "ratio_level": pb.RATIO_LEVEL_SEQUENCE,
-                "aggregation": pb.AGGREGATION_SEQUENCE,
-                "delta": 2.0,
-                "kl_coef": 0.1,
-                "proximal_version": 0,
-                "correction": pb.MismatchCorrection(),
-            }.items()
+        meaningless = [
+            pb.LossSpec(kind=pb.LOSS_KIND_POLICY_GRADIENT, **fields)
+            for fields in (
+                {"ratio": pb.RATIO_TREATMENT_DPPO, "ratio_level": pb.RATIO_LEVEL_SEQUENCE},
+                {"delta": 2.0},
+                {"target_kl": 0.1},
+                {"correction": pb.MismatchCorrection(cap=3.0)},
+                {"correction": pb.MismatchCorrection(mode=pb.CORRECTION_MODE_MASK)},
+                {"custom": "mine"},
+                {"ratio": 17},
+            )
         ]
-        for loss in (dppo, no_kind, cold, *unserved):
+        for loss in (no_kind, cold, *meaningless):
             error = await refused(trainer.forward_backward(1, make_samples(), loss=loss), "INVALID_REQUEST")
-            assert error.metadata["field"].startswith("loss.")
+            assert error.metadata["field"].startswith("loss")
         for normalizer in (0.0, -1.0, float("nan")):
             call = trainer.forward_backward(1, make_samples(), normalizer=normalizer)
             await refused(call, "INVALID_REQUEST")

@@ -292,12 +292,14 @@ class LoraSpec(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., alpha: _Optional[float] = ..., dropout: _Optional[float] = ..., target_modules: _Optional[_Iterable[str]] = ..., rslora: _Optional[bool] = ..., modules_to_save: _Optional[_Iterable[str]] = ..., publish_merged: _Optional[bool] = ...) -> None: ...
 
 class ReferenceSpec(_message.Message):
-    __slots__ = ("sync_steps", "mixup_alpha")
+    __slots__ = ("sync_steps", "mixup_alpha", "model")
     SYNC_STEPS_FIELD_NUMBER: _ClassVar[int]
     MIXUP_ALPHA_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     sync_steps: int
     mixup_alpha: float
-    def __init__(self, sync_steps: _Optional[int] = ..., mixup_alpha: _Optional[float] = ...) -> None: ...
+    model: str
+    def __init__(self, sync_steps: _Optional[int] = ..., mixup_alpha: _Optional[float] = ..., model: _Optional[str] = ...) -> None: ...
 
 class OptimizerSpec(_message.Message):
     __slots__ = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm", "schedule", "warmup_steps", "total_steps", "kind", "momentum", "decay_steps", "adamw_learning_rate")

@@ -15,6 +15,7 @@ from quartet.weights.service import WeightServicer, add_weight_service
 from quartet.weights.store import WeightStore
 
 from quartet_trainer.config import TrainerConfig
+from quartet_trainer.loss.custom import load_losses
 from quartet_trainer.passes import Machine
 from quartet_trainer.roster import Roster, state_root
 from quartet_trainer.run import Run
@@ -49,7 +50,11 @@ def assemble(config: TrainerConfig) -> Trainer:
     health = Health()
     worker = Worker(config.threads, config.deterministic)
     store = WeightStore(config.published_versions)
-    machine = Machine(_device(config.device), config.microbatch_tokens, config.row_tokens, config.hub)
+    try:
+        losses = load_losses(config.losses)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    machine = Machine(_device(config.device), config.microbatch_tokens, config.row_tokens, config.hub, losses)
 
     def make_run(run_id: str, spec: RunSpec) -> Run:
         run = Run(run_id, spec, machine, store, health.progress)

@@ -1,4 +1,4 @@
-"""A batch to train on: what its loss demands of its samples, and what is reported about it.
+"""A batch to train on: what its loss demands of its samples, what it reads of them, and what is reported.
 
 1. A batch that passes `check_batch` computes: every token is in the vocabulary, and every covered position
    has what the loss reads there.
@@ -7,60 +7,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from quartet.errors import QuartetError
 from torch import Tensor
 
-from quartet_trainer.loss import diagnostics
+from quartet_trainer.loss import Tokens, diagnostics
 from quartet_trainer.sample import Floats, Sample, check_against_model
-from quartet_trainer.spec import LossSpec, Ratio
+from quartet_trainer.spec import LossKind, LossSpec
+
+Column = Sequence[Floats | None]
 
 
-def check_batch(samples: Sequence[Sample], loss: LossSpec, vocab_size: int, max_tokens: int) -> None:
+def check_batch(
+    samples: Sequence[Sample],
+    loss: LossSpec,
+    *,
+    vocab_size: int,
+    max_tokens: int,
+    holds_reference: bool,
+    custom: Collection[str],
+) -> None:
     """Errors: INVALID_REQUEST."""
     check_against_model(samples, vocab_size, max_tokens)
-    if not any(sample.is_covered for sample in samples):
+    if loss.kind is LossKind.CUSTOM and loss.custom not in custom:
+        known = ", ".join(sorted(custom)) or "none"
+        raise _refused(
+            "loss.custom", f"{loss.custom!r} is not among this trainer's losses ({known})", "name one"
+        )
+    covered = {index: sample for index, sample in enumerate(samples) if sample.is_covered}
+    if not covered:
         raise _refused("samples", "no position of the batch is covered", "give the samples spans")
-    for index, sample in enumerate(samples):
-        if not sample.is_covered or loss.ratio is Ratio.CROSS_ENTROPY:
-            continue
-        if sample.advantages_K is None:
+    # Once some samples carry a reference's log-probabilities, those of the others cannot be guessed.
+    sent = any(sample.reference_K is not None for sample in covered.values())
+    for index, sample in covered.items():
+        if sample.advantages_K is None and loss.needs_advantages:
             field = f"samples[{index}].advantages"
             raise _refused(field, "a policy gradient needs advantages", "send one, or one for each position")
-        if sample.logprobs_K is None and loss.ratio is not Ratio.NONE:
+        if sample.logprobs_K is None and _reads_sampler(loss):
             field = f"samples[{index}].sample.logprobs"
             raise _refused(field, f"{loss.ratio.value} needs the sampler's log-probabilities", "send them")
+        if sample.reference_K is None and loss.needs_reference and (sent or not holds_reference):
+            field = f"samples[{index}].reference_logprobs"
+            raise _refused(
+                field,
+                "the loss reads a reference's log-probabilities",
+                "send them, or create the run with one",
+            )
 
 
-def weights_of(sample: Sample) -> Floats:
+def _reads_sampler(loss: LossSpec) -> bool:
+    return loss.compares and (loss.proximal_version is None or loss.correction is not None)
+
+
+def weights_of(sample: Sample, loss: LossSpec) -> Floats:
     """What multiplies the log-probability of each covered position."""
-    if sample.advantages_K is None:
-        return np.ones(len(sample.covered_K), dtype=np.float32)
-    return sample.advantages_K
+    if sample.advantages_K is not None:
+        return sample.advantages_K
+    # What a reference thinks of a token is added to them; likelihood alone counts every token once.
+    nothing = loss.kind is LossKind.REFERENCE_KL
+    return np.full(len(sample.covered_K), 0.0 if nothing else 1.0, dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What a loss reads beside the policy's own values: one array for each sample."""
+
+    advantages: Sequence[Floats]
+    sampled: Column
+    reference: Column
+    device: torch.device
+    # None: there is no proximal policy, or it is the live one.
+    proximal: Column | None = None
+    proximal_is_live: bool = False
+
+    def tokens(self, members: Sequence[int], logp_K: Tensor, entropy_K: Tensor) -> Tokens:
+        """Those of some samples, with what the policy says of them."""
+        advantages_K = self._joined(self.advantages, members)
+        assert advantages_K is not None
+        lengths = [len(self.advantages[member]) for member in members]
+        proximal_K = None if self.proximal is None else self._joined(self.proximal, members)
+        return Tokens(
+            logp_K,
+            entropy_K,
+            advantages_K,
+            torch.tensor(lengths, device=self.device),
+            self._joined(self.sampled, members),
+            logp_K.detach() if self.proximal_is_live else proximal_K,
+            self._joined(self.reference, members),
+        )
+
+    def _joined(self, column: Column, members: Sequence[int]) -> Tensor | None:
+        present = [array for member in members if (array := column[member]) is not None]
+        if len(present) < len(members):
+            return None
+        return torch.from_numpy(np.concatenate(present)).to(self.device)
 
 
 def diagnose(
-    samples: Sequence[Sample],
-    weights: Sequence[Floats],
-    loss: LossSpec,
-    logprobs: Sequence[Floats],
-    entropies: Sequence[Floats],
+    columns: Columns, loss: LossSpec, logprobs: Sequence[Floats], entropies: Sequence[Floats]
 ) -> dict[str, float]:
     """Diagnostics over all covered tokens of a batch, from the outputs of its forward pass."""
-    covered = [index for index, sample in enumerate(samples) if sample.is_covered]
+    covered = [index for index, advantages in enumerate(columns.advantages) if len(advantages)]
 
-    def joined(arrays: Sequence[Any]) -> Tensor:
-        return torch.from_numpy(np.concatenate([arrays[index] for index in covered]))
+    def joined(arrays: Sequence[Floats]) -> Tensor:
+        return torch.from_numpy(np.concatenate([arrays[index] for index in covered])).to(columns.device)
 
-    sampled = [sample.logprobs_K for sample in samples]
-    complete = all(sampled[index] is not None for index in covered)
-    return diagnostics(
-        loss, joined(logprobs), joined(sampled) if complete else None, joined(weights), joined(entropies)
-    )
+    return diagnostics(loss, columns.tokens(covered, joined(logprobs), joined(entropies)))
 
 
 def _refused(field: str, what: str, remedy: str) -> QuartetError:

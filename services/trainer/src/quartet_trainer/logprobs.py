@@ -1,7 +1,7 @@
 """Log-probabilities of covered tokens: one forward pass of a micro-batch.
 
 1. Only covered positions go through the output layer, in chunks whose logits are bounded; a pass of more than
-   one chunk recomputes the logits in its backward pass instead of keeping them.
+   one chunk computes the logits anew in its backward pass instead of keeping them (head.py).
 2. Whatever the compute dtype, logits become float32 before the softmax.
 3. Log-probabilities are taken at the temperature that the samples were drawn at.
 
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from quartet_trainer.head import chunked_logprobs
 from quartet_trainer.packing import PROMPT, MicroBatch
 
-#: Logits held at once, float32: 256 MiB.
-LOGIT_CHUNK_ELEMENTS = 2**26
+#: Logits of a chunk, float32: 64 MiB. Larger ones are no faster on a CPU; a few of them exist at a time.
+LOGIT_CHUNK_ELEMENTS = 2**24
 
 
 class PolicyForward(nn.Module):
@@ -32,13 +33,17 @@ class PolicyForward(nn.Module):
         self._autocast_dtype = autocast_dtype
 
     def forward(
-        self, batch: MicroBatch, temperature: float, full_precision: bool = False
+        self,
+        batch: MicroBatch,
+        temperature: float,
+        full_precision: bool = False,
+        entropy_learns: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """(log-probability of each covered token, entropy in nats there, without gradient)."""
+        """(log-probability of each covered token, entropy in nats there, with gradient if it learns)."""
         enabled = self._autocast_dtype is not None and not full_precision
         with torch.autocast(self._device.type, dtype=self._autocast_dtype, enabled=enabled):
             hidden_KH = self._hidden(batch)
-            return self._read_out(hidden_KH, self._tensor(batch.targets_K), temperature)
+            return self._read_out(hidden_KH, self._tensor(batch.targets_K), temperature, entropy_learns)
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
         mask = attention_mask(self._tensor(batch.segments_RL)) if batch.needs_mask else None
@@ -51,13 +56,19 @@ class PolicyForward(nn.Module):
         hidden_RLH = cast(Tensor, output.last_hidden_state)
         return hidden_RLH.flatten(0, 1).index_select(0, self._tensor(batch.predictors_K))
 
-    def _read_out(self, hidden_KH: Tensor, targets_K: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def _read_out(
+        self, hidden_KH: Tensor, targets_K: Tensor, temperature: float, entropy_learns: bool
+    ) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()
         chunk = max(1, LOGIT_CHUNK_ELEMENTS // head.out_features)
         if len(hidden_KH) <= chunk:
-            return token_logprobs(head, hidden_KH, targets_K, temperature)
+            return token_logprobs(head, hidden_KH, targets_K, temperature, entropy_learns)
+        if type(head) is nn.Linear and head.bias is None:
+            return chunked_logprobs(hidden_KH, head.weight, targets_K, temperature, chunk)
         parts = [
-            checkpoint(token_logprobs, head, hidden, targets, temperature, use_reentrant=False)
+            checkpoint(
+                token_logprobs, head, hidden, targets, temperature, entropy_learns, use_reentrant=False
+            )
             for hidden, targets in zip(
                 torch.split(hidden_KH, chunk), torch.split(targets_K, chunk), strict=True
             )
@@ -69,15 +80,18 @@ class PolicyForward(nn.Module):
 
 
 def token_logprobs(
-    head: nn.Module, hidden_KH: Tensor, targets_K: Tensor, temperature: float
+    head: nn.Module, hidden_KH: Tensor, targets_K: Tensor, temperature: float, entropy_learns: bool = False
 ) -> tuple[Tensor, Tensor]:
     """log p of each target and the entropy of each distribution, at the temperature."""
     logits_KV = head(hidden_KH).float()
     if temperature != 1.0:
         logits_KV = logits_KV / temperature
     logp_KV = torch.log_softmax(logits_KV, dim=-1)
-    with torch.no_grad():
-        entropy_K = -logp_KV.exp().mul_(logp_KV).sum(-1)
+    if entropy_learns:
+        entropy_K = -(logp_KV.exp() * logp_KV).sum(-1)
+    else:
+        with torch.no_grad():
+            entropy_K = -logp_KV.exp().mul_(logp_KV).sum(-1)
     return logp_KV.gather(1, targets_K[:, None]).squeeze(1), entropy_K
 
 

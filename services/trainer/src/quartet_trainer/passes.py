@@ -1,23 +1,24 @@
 """Passes of samples through the model, micro-batch by micro-batch: to train on them, or to score them.
 
 1. Micro-batches follow from the samples alone and come in one order: equal calls give equal bits.
-2. Scoring under other weights than the live ones touches neither the model nor its gradients, and computes in
-   float32.
+2. Scoring under other weights than the live ones touches neither the model nor its gradients.
 3. `progress` is called after every micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from quartet_trainer.batch import Columns
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.loss import token_losses
+from quartet_trainer.loss.custom import CustomLoss
 from quartet_trainer.packing import MicroBatch, pack
 from quartet_trainer.publish import Snapshot
 from quartet_trainer.sample import Floats, Sample
@@ -32,6 +33,8 @@ class Machine:
     microbatch_tokens: int
     row_tokens: int
     hub: bool
+    # Losses that the configuration names.
+    losses: Mapping[str, CustomLoss] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -68,30 +71,40 @@ class Passes:
         self._budget_tokens, self._progress = budget_tokens, progress
 
     def train(
-        self, samples: Sequence[Sample], weights: Sequence[Floats], loss: LossSpec, normalizer: float
+        self, samples: Sequence[Sample], columns: Columns, loss: LossSpec, normalizer: float, kl_coef: float
     ) -> Pass:
         """Forward and backward; the gradients are left on the parameters."""
         done = Pass.over(samples)
-        moving = [index for index, weight in enumerate(weights) if weight.any()]
+        always = loss.moves_without_advantage
+        moving = [index for index, weight in enumerate(columns.advantages) if always or weight.any()]
         still = sorted(set(range(len(samples))) - set(moving))
         for members, learns in ((moving, True), (still, False)):
             # Where every weight is zero so is the gradient: the forward pass alone gives the diagnostics.
             for batch in self._pack(samples, members):
                 with torch.set_grad_enabled(learns):
-                    logp_K, entropy_K = self._policy(batch, loss.temperature)
-                    sampled_K = self._joined([samples[m].logprobs_K for m in batch.members])
-                    weights_K = self._joined([weights[m] for m in batch.members])
-                    assert weights_K is not None
-                    total = token_losses(loss, logp_K, sampled_K, weights_K).sum() / normalizer
+                    logp_K, entropy_K = self._policy(
+                        batch, loss.temperature, entropy_learns=loss.entropy_coef != 0
+                    )
+                    tokens = columns.tokens(batch.members, logp_K, entropy_K)
+                    total = token_losses(loss, tokens, kl_coef, self._machine.losses).sum() / normalizer
                 if learns:
                     torch.autograd.backward(total)
                 done.loss += float(total.detach())
-                done.keep(samples, batch.members, logp_K.detach(), entropy_K)
+                done.keep(samples, batch.members, logp_K.detach(), entropy_K.detach())
                 self._progress()
         return done
 
-    def score(self, samples: Sequence[Sample], weights: Snapshot | None, temperature: float) -> list[Floats]:
-        """Log-probabilities of the covered positions of each sample; weights None: the live ones."""
+    def score(
+        self,
+        samples: Sequence[Sample],
+        weights: Snapshot | None,
+        temperature: float,
+        full_precision: bool = True,
+    ) -> list[Floats]:
+        """Log-probabilities of the covered positions of each sample; weights None: the live ones.
+
+        Other weights compute in float32, or without full_precision as the live ones do.
+        """
         done = Pass.over(samples)
         replaced = {}
         if weights is not None:
@@ -104,16 +117,10 @@ class Passes:
                 if weights is None:
                     output = self._policy(batch, temperature)
                 else:
-                    output = functional_call(self._policy, replaced, (batch, temperature, True))
+                    output = functional_call(self._policy, replaced, (batch, temperature, full_precision))
                 done.keep(samples, batch.members, *output)
                 self._progress()
         return done.logprobs
 
     def _pack(self, samples: Sequence[Sample], members: Sequence[int]) -> list[MicroBatch]:
         return pack(samples, members, self._budget_tokens, self._machine.row_tokens)
-
-    def _joined(self, arrays: Sequence[Floats | None]) -> Tensor | None:
-        present = [array for array in arrays if array is not None]
-        if len(present) < len(arrays):
-            return None
-        return torch.from_numpy(np.concatenate(present)).to(self._machine.device)

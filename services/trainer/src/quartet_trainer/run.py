@@ -24,13 +24,15 @@ from quartet.v1 import weights_pb2
 from quartet.weights.store import WeightStore
 
 from quartet_trainer import model as base
-from quartet_trainer.batch import check_batch, diagnose, weights_of
+from quartet_trainer.batch import Columns, check_batch, diagnose, weights_of
 from quartet_trainer.canary import canary
 from quartet_trainer.gradients import Gradients
+from quartet_trainer.kl_control import KlControl
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.optimizer import Optimizer
 from quartet_trainer.passes import Machine, Passes
 from quartet_trainer.publish import TORCH_DTYPES, Snapshot, cast, snapshot
+from quartet_trainer.reference import REFERENCE, Reference
 from quartet_trainer.sample import Floats, Sample, check_against_model
 from quartet_trainer.schedule import scheduled_rate
 from quartet_trainer.spec import LossSpec, RunSpec
@@ -80,7 +82,7 @@ class Run:
         self, run_id: str, spec: RunSpec, machine: Machine, store: WeightStore, progress: Callable[[], None]
     ) -> None:
         """Load or initialise the base model. Errors: INVALID_CONFIG."""
-        self.run_id, self.spec = run_id, spec
+        self.run_id, self.spec, self._machine = run_id, spec, machine
         self._folder = base.resolve_folder(spec.base_model, machine.hub)
         self._model = base.load_model(
             self._folder,
@@ -92,15 +94,18 @@ class Run:
         default_dtype = "bfloat16" if machine.device.type == "cuda" else "float32"
         self._compute_dtype = spec.compute_dtype or default_dtype
         self._served_dtype = spec.served_dtype or self._compute_dtype
-        autocast = None if self._compute_dtype == "float32" else TORCH_DTYPES[self._compute_dtype]
-        policy = PolicyForward(self._model, machine.device, autocast)
+        self._autocast = None if self._compute_dtype == "float32" else TORCH_DTYPES[self._compute_dtype]
+        policy = PolicyForward(self._model, machine.device, self._autocast)
         self._vocab_size = int(self._model.get_input_embeddings().num_embeddings)
         base.probe(policy, self._vocab_size, spec.base_model)
-        budget_tokens = spec.microbatch_tokens or machine.microbatch_tokens
-        self._passes = Passes(policy, machine, budget_tokens, progress)
+        self._budget_tokens = spec.microbatch_tokens or machine.microbatch_tokens
+        self._passes = Passes(policy, machine, self._budget_tokens, progress)
+        self._parameters = dict(self._model.named_parameters())
         self._gradients = Gradients(self._model.named_parameters())
         self._optimizer = Optimizer(self._model.named_parameters(), spec.optimizer)
         self._versions = Versions(run_id, store, spec.retain_versions, self._canary)
+        self._reference = self._make_reference(progress)
+        self._kl_control = KlControl()
         self._policy_version = 0
         self._skipped_steps = 0
         # Whether a loss among the accumulated batches was not finite; their gradients may look sound.
@@ -118,17 +123,51 @@ class Run:
         self, samples: Sequence[Sample], loss: LossSpec, normalizer: float, verify_logprobs: bool
     ) -> BatchResult:
         """Add the gradients of a batch. Errors: INVALID_REQUEST."""
-        check_batch(samples, loss, self._vocab_size, base.max_positions(self._model))
-        weights = [weights_of(sample) for sample in samples]
+        check_batch(
+            samples,
+            loss,
+            vocab_size=self._vocab_size,
+            max_tokens=base.max_positions(self._model),
+            holds_reference=self._reference is not None,
+            custom=self._machine.losses,
+        )
+        columns = self._columns(samples, loss)
+        kl_coef = self._kl_control.of(loss)
         with self._gradients.joined():
-            done = self._passes.train(samples, weights, loss, normalizer)
+            done = self._passes.train(samples, columns, loss, normalizer, kl_coef)
         self._loss_broken = self._loss_broken or not math.isfinite(done.loss)
+        loss_tokens = sum(len(sample.covered_K) for sample in samples)
+        values = diagnose(columns, loss, done.logprobs, done.entropies)
+        if loss.kl_coef:
+            values["kl_coef"] = kl_coef
+            self._kl_control.observe(loss, values["reference_kl"], loss_tokens)
         return BatchResult(
             done.loss,
-            sum(len(sample.covered_K) for sample in samples),
+            loss_tokens,
             sum(len(sample.tokens_T) for sample in samples),
-            diagnose(samples, weights, loss, done.logprobs, done.entropies),
+            values,
             self._verify(samples, loss.temperature, done.logprobs) if verify_logprobs else None,
+        )
+
+    def _columns(self, samples: Sequence[Sample], loss: LossSpec) -> Columns:
+        """What the loss reads beside the pass itself. Errors: VERSION_UNKNOWN."""
+        reference: Sequence[Floats | None] = [sample.reference_K for sample in samples]
+        sent = any(one is not None for one in reference)
+        if loss.needs_reference and not sent:
+            assert self._reference is not None, "checked with the batch"
+            reference = self._reference.score(samples, loss.temperature)
+        version = loss.proximal_version
+        proximal: Sequence[Floats] | None = None
+        if version is not None and version != self._policy_version:
+            weights = self._versions.find(version)
+            proximal = self._passes.score(samples, weights, loss.temperature, full_precision=False)
+        return Columns(
+            [weights_of(sample, loss) for sample in samples],
+            [sample.logprobs_K for sample in samples],
+            reference,
+            self._machine.device,
+            proximal,
+            proximal_is_live=version == self._policy_version,
         )
 
     def optim_step(self, learning_rate: float | None) -> StepResult:
@@ -151,6 +190,9 @@ class Run:
             self._optimizer.step(rate, norm)
         self._loss_broken = False
         self._policy_version += 1
+        self._kl_control.step(not skipped)
+        if self._reference is not None:
+            self._reference.stepped(self._policy_version, self._parameters)
         return StepResult(norm, rate, self._policy_version, skipped)
 
     # -- scoring
@@ -196,6 +238,7 @@ class Run:
             "policy_version": self._policy_version,
             "skipped_steps": self._skipped_steps,
             "loss_broken": self._loss_broken,
+            "kl_control": self._kl_control.meta(),
             "served_dtype": self._served_dtype,
             **self._versions.meta(),
         }
@@ -203,6 +246,7 @@ class Run:
             WEIGHTS: {name: parameter.detach() for name, parameter in self._model.named_parameters()},
             MOMENTS: self._optimizer.moments(),
             GRADIENTS: self._gradients.taken(),
+            REFERENCE: {} if self._reference is None else self._reference.tensors(),
             **self._versions.tensors(self._policy_version),
         }
         return Content(meta, {stem: named for stem, named in tensors.items() if named})
@@ -223,12 +267,32 @@ class Run:
                 parameter.copy_(weights[name])
         self._gradients.restore(content.tensors.get(GRADIENTS, {}))
         self._optimizer.restore(content.tensors.get(MOMENTS, {}), policy_version - skipped)
+        if self._reference is not None:
+            self._reference.restore(content.tensors.get(REFERENCE, {}))
+        self._kl_control.restore(meta["kl_control"])
         self._policy_version, self._skipped_steps = policy_version, skipped
         self._loss_broken, self._served_dtype = bool(meta["loss_broken"]), served_dtype
 
     def export(self, target: Path) -> None:
         """Write the live model as a Hugging Face folder."""
-        base.export_folder(self._model, self._folder, target, self._served_dtype)
+        base.export_folder(self._model, base.untied(self._model), self._folder, target, self._served_dtype)
+
+    def _make_reference(self, progress: Callable[[], None]) -> Reference | None:
+        spec = self.spec.reference
+        if spec is None:
+            return None
+        if not spec.model:
+            return Reference.of_policy(spec, self._passes, self._parameters)
+        model = base.load_model(
+            base.resolve_folder(spec.model, self._machine.hub),
+            spec.model,
+            from_scratch=False,
+            seed=0,
+            device=self._machine.device,
+        ).requires_grad_(False)
+        policy = PolicyForward(model, self._machine.device, self._autocast)
+        base.probe(policy, self._vocab_size, spec.model)
+        return Reference.of_model(spec, Passes(policy, self._machine, self._budget_tokens, progress))
 
     def close(self) -> None:
         """Withdraw what was published. The run must not be used any more."""

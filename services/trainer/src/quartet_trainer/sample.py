@@ -31,6 +31,8 @@ class Sample:
     logprobs_K: Floats | None
     # One value for each covered position; None where none were sent.
     advantages_K: Floats | None
+    # A reference's log-probabilities; None where none were sent.
+    reference_K: Floats | None = None
 
     @property
     def is_covered(self) -> bool:
@@ -54,6 +56,7 @@ def make_sample(
     spans: Sequence[tuple[int, int, int]],
     logprobs: Sequence[float],
     advantages: Sequence[float],
+    reference: Sequence[float] = (),
 ) -> Sample:
     """Check one sample; spans are (start, length, policy_version). Errors: INVALID_REQUEST."""
     tokens_T = np.array(token_ids, dtype=np.int64)
@@ -79,6 +82,7 @@ def make_sample(
         versions_K,
         _per_position(index, "logprobs", logprobs, (0, count), count),
         _per_position(index, "advantages", advantages, (0, 1, count), count),
+        _per_position(index, "reference_logprobs", reference, (0, count), count),
     )
 
 

@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 
 MARK = "COMPLETE.json"
 #: Raised with every change of what run.json or the tensors mean.
-FORMAT = 2
+FORMAT = 3
 #: Outside the digests, because returning to a state changes it.
 ORDER = "ORDER"
 META = "run.json"

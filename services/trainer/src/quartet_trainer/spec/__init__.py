@@ -5,17 +5,37 @@
 3. `difference` names the first field in which two specs disagree.
 """
 
-from quartet_trainer.spec.loss import LossSpec, Ratio
-from quartet_trainer.spec.optimizer import OptimizerSpec, Schedule
+from quartet_trainer.spec.lora import LoraSpec
+from quartet_trainer.spec.loss import (
+    Aggregation,
+    Correction,
+    CorrectionMode,
+    KlEstimator,
+    LossKind,
+    LossSpec,
+    Ratio,
+    RatioLevel,
+)
+from quartet_trainer.spec.optimizer import OptimizerKind, OptimizerSpec, Schedule
+from quartet_trainer.spec.reference import ReferenceSpec
 from quartet_trainer.spec.run import DType, RunSpec, difference
 from quartet_trainer.spec.value import NAME_PATTERN, check_name
 
 __all__ = [
     "NAME_PATTERN",
+    "Aggregation",
+    "Correction",
+    "CorrectionMode",
     "DType",
+    "KlEstimator",
+    "LoraSpec",
+    "LossKind",
     "LossSpec",
+    "OptimizerKind",
     "OptimizerSpec",
     "Ratio",
+    "RatioLevel",
+    "ReferenceSpec",
     "RunSpec",
     "Schedule",
     "check_name",

@@ -1,27 +1,176 @@
-"""What defines a loss, as values."""
+"""What defines a loss, as values. The formulas are in quartet_trainer/loss.
+
+1. A LossSpec that exists can be computed: a setting that its loss would not read is refused, not ignored.
+2. Defaults that depend on another setting (clips) are filled in by `clip_bounds`.
+"""
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 
 import pydantic
 
 from quartet_trainer.spec.value import Value
 
+CISPO_CLIP_HIGH = 4.0
+PPO_CLIP = 0.2
+#: Of probabilities, not of ratios: how far one may move (DPPO, arXiv 2602.04879).
+DPPO_CLIP = 0.2
+
+
+class LossKind(StrEnum):
+    """Which loss."""
+
+    POLICY_GRADIENT = "policy_gradient"
+    CROSS_ENTROPY = "cross_entropy"
+    REFERENCE_KL = "reference_kl"
+    CUSTOM = "custom"
+
 
 class Ratio(StrEnum):
-    """What is done with the ratio between trainer and sampler; CROSS_ENTROPY has none."""
+    """What is done with the ratio between the current policy and the one it is compared with."""
 
     CISPO = "cispo"
     PPO = "ppo"
+    DPPO = "dppo"
     NONE = "none"
-    CROSS_ENTROPY = "cross_entropy"
+
+
+class RatioLevel(StrEnum):
+    """Of what a ratio is taken."""
+
+    TOKEN = "token"
+    SEQUENCE = "sequence"
+
+
+class Aggregation(StrEnum):
+    """How the tokens of a sample weigh."""
+
+    TOKEN = "token"
+    SEQUENCE = "sequence"
+
+
+class KlEstimator(StrEnum):
+    """How the divergence from the reference is estimated."""
+
+    K1 = "k1"
+    K2 = "k2"
+    K3 = "k3"
+
+
+class CorrectionMode(StrEnum):
+    """What happens to tokens on which sampler and proximal policy disagree."""
+
+    TRUNCATE = "truncate"
+    MASK = "mask"
+
+
+class Correction(Value):
+    """A weight of each token: proximal over sampler's probability, bounded."""
+
+    mode: CorrectionMode
+    level: RatioLevel = RatioLevel.TOKEN
+    cap: float = pydantic.Field(default=2.0, gt=0)
+    floor: float = pydantic.Field(default=0.0, ge=0)
+
+    @pydantic.model_validator(mode="after")
+    def _bounds(self) -> Correction:
+        if self.floor and self.mode is CorrectionMode.TRUNCATE:
+            raise ValueError("correction.floor belongs to MASK; leave it out")
+        if self.floor >= self.cap:
+            raise ValueError(f"correction.floor = {self.floor} is not below cap = {self.cap}")
+        return self
 
 
 class LossSpec(Value):
-    """A loss as values. See loss.py for the formulas."""
+    """A loss."""
 
-    ratio: Ratio
+    kind: LossKind = LossKind.POLICY_GRADIENT
+    ratio: Ratio = Ratio.CISPO
     clip_low: float | None = pydantic.Field(default=None, ge=0)
     clip_high: float | None = pydantic.Field(default=None, gt=0)
     temperature: float = pydantic.Field(default=1.0, gt=0)
+    ratio_level: RatioLevel = RatioLevel.TOKEN
+    aggregation: Aggregation = Aggregation.TOKEN
+    delta: float | None = pydantic.Field(default=None, gt=0)
+    kl_coef: float = pydantic.Field(default=0.0, ge=0)
+    kl_estimator: KlEstimator = KlEstimator.K3
+    target_kl: float | None = pydantic.Field(default=None, gt=0)
+    entropy_coef: float = 0.0
+    proximal_version: int | None = pydantic.Field(default=None, ge=0)
+    correction: Correction | None = None
+    custom: str = ""
+
+    @property
+    def compares(self) -> bool:
+        """Whether the loss has a ratio, so that it needs what the policy is compared with."""
+        return self.kind in (LossKind.POLICY_GRADIENT, LossKind.REFERENCE_KL) and self.ratio is not Ratio.NONE
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads log-probabilities of a reference."""
+        return self.kind is LossKind.REFERENCE_KL or self.kl_coef > 0
+
+    @property
+    def needs_advantages(self) -> bool:
+        """Whether a sample without them cannot be trained on."""
+        return self.kind in (LossKind.POLICY_GRADIENT, LossKind.CUSTOM)
+
+    @property
+    def moves_without_advantage(self) -> bool:
+        """Whether a sample whose advantages are all zero has a gradient."""
+        return (
+            self.kind in (LossKind.REFERENCE_KL, LossKind.CUSTOM)
+            or self.kl_coef > 0
+            or self.entropy_coef != 0
+        )
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """The interval that the ratio is clamped to; for DPPO that of the difference of probabilities."""
+        low, high = self.clip_low, self.clip_high
+        match self.ratio:
+            case Ratio.CISPO:
+                return low or 0.0, CISPO_CLIP_HIGH if high is None else high
+            case Ratio.PPO:
+                return 1.0 - (PPO_CLIP if low is None else low), 1.0 + (PPO_CLIP if high is None else high)
+            case Ratio.DPPO:
+                return -(DPPO_CLIP if low is None else low), DPPO_CLIP if high is None else high
+            case Ratio.NONE:
+                return 0.0, math.inf
+
+    @pydantic.model_validator(mode="after")
+    def _is_read(self) -> LossSpec:
+        given = self.model_fields_set
+        if (self.kind is LossKind.CUSTOM) != bool(self.custom):
+            raise ValueError("custom names the function of LOSS_KIND_CUSTOM, and of no other kind")
+        if not self.compares:
+            what = self.kind.value if self.kind is LossKind.CROSS_ENTROPY else "a loss without a ratio"
+            unread = ["clip_low", "clip_high", "delta", "correction"]
+            # A function of one's own reads what it likes; only the proximal policy has to be computed for it.
+            unread = ["correction"] if self.kind is LossKind.CUSTOM else [*unread, "proximal_version"]
+            for name in unread:
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{what} does not read {name}; leave it out")
+            if self.ratio_level is RatioLevel.SEQUENCE and self.kind is not LossKind.CUSTOM:
+                raise ValueError(f"{what} does not read ratio_level; leave it out")
+        elif self.ratio is Ratio.DPPO and self.ratio_level is RatioLevel.SEQUENCE:
+            raise ValueError("DPPO bounds probabilities of tokens; choose ratio_level TOKEN")
+        self._check_delta()
+        if self.correction is not None and self.proximal_version is None:
+            raise ValueError("correction weighs proximal against sampler; give proximal_version, too")
+        if self.target_kl is not None and not self.kl_coef:
+            raise ValueError("target_kl adapts kl_coef; give a kl_coef above 0 to begin with")
+        if "kl_estimator" in given and not self.kl_coef:
+            raise ValueError("kl_estimator belongs to kl_coef; give a kl_coef above 0, or leave it out")
+        return self
+
+    def _check_delta(self) -> None:
+        if self.delta is None or self.kind is LossKind.CUSTOM:
+            return
+        if self.ratio is not Ratio.PPO:
+            raise ValueError(f"delta bounds the ratio of PPO; {self.ratio.value} does not read it")
+        _, high = self.clip_bounds
+        if self.delta <= high:
+            raise ValueError(f"delta = {self.delta} is not above 1 + clip_high = {high}, so it replaces it")

@@ -8,6 +8,7 @@ import pydantic
 
 from quartet_trainer.spec.lora import LoraSpec
 from quartet_trainer.spec.optimizer import OptimizerSpec
+from quartet_trainer.spec.reference import ReferenceSpec
 from quartet_trainer.spec.value import Value
 
 DType = Literal["", "float32", "bfloat16"]
@@ -30,6 +31,7 @@ class RunSpec(Value):
     from_scratch: bool = False
     retain_versions: int = pydantic.Field(default=0, ge=0, le=64)
     microbatch_tokens: int = pydantic.Field(default=0, ge=0)
+    reference: ReferenceSpec | None = None
 
 
 def difference(held: RunSpec, wanted: RunSpec) -> tuple[str, object, object] | None:

@@ -2,40 +2,94 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pydantic
 from quartet.v1 import trainer_service_pb2 as pb
 
-from quartet_trainer.spec import LossSpec, Ratio
-from quartet_trainer.wire.refusal import LATER, first, given, refuse_unserved, request
+from quartet_trainer.spec import (
+    Aggregation,
+    Correction,
+    CorrectionMode,
+    KlEstimator,
+    LossKind,
+    LossSpec,
+    Ratio,
+    RatioLevel,
+)
+from quartet_trainer.wire.refusal import first, given, request
 
+_KINDS = {
+    pb.LOSS_KIND_POLICY_GRADIENT: LossKind.POLICY_GRADIENT,
+    pb.LOSS_KIND_CROSS_ENTROPY: LossKind.CROSS_ENTROPY,
+    pb.LOSS_KIND_REFERENCE_KL: LossKind.REFERENCE_KL,
+    pb.LOSS_KIND_CUSTOM: LossKind.CUSTOM,
+}
 _RATIOS = {
     pb.RATIO_TREATMENT_UNSPECIFIED: Ratio.CISPO,
     pb.RATIO_TREATMENT_CISPO: Ratio.CISPO,
     pb.RATIO_TREATMENT_PPO: Ratio.PPO,
+    pb.RATIO_TREATMENT_DPPO: Ratio.DPPO,
     pb.RATIO_TREATMENT_NONE: Ratio.NONE,
 }
-_SERVED = {"kind", "ratio", "clip_low", "clip_high", "temperature", "ratio_level", "aggregation"}
+_LEVELS = {
+    pb.RATIO_LEVEL_UNSPECIFIED: RatioLevel.TOKEN,
+    pb.RATIO_LEVEL_TOKEN: RatioLevel.TOKEN,
+    pb.RATIO_LEVEL_SEQUENCE: RatioLevel.SEQUENCE,
+}
+_AGGREGATIONS = {
+    pb.AGGREGATION_UNSPECIFIED: Aggregation.TOKEN,
+    pb.AGGREGATION_TOKEN: Aggregation.TOKEN,
+    pb.AGGREGATION_SEQUENCE: Aggregation.SEQUENCE,
+}
+_ESTIMATORS = {
+    pb.KL_ESTIMATOR_K1: KlEstimator.K1,
+    pb.KL_ESTIMATOR_K2: KlEstimator.K2,
+    pb.KL_ESTIMATOR_K3: KlEstimator.K3,
+}
+_MODES = {
+    pb.CORRECTION_MODE_TRUNCATE: CorrectionMode.TRUNCATE,
+    pb.CORRECTION_MODE_MASK: CorrectionMode.MASK,
+}
 
 
 def loss_spec(loss: pb.LossSpec) -> LossSpec:
     """A loss. Errors: INVALID_REQUEST."""
-    refuse_unserved(loss, "loss.", _SERVED, request)
-    if loss.ratio_level > pb.RATIO_LEVEL_TOKEN:
-        raise request("loss.ratio_level", loss.ratio_level, LATER)
-    if loss.aggregation > pb.AGGREGATION_TOKEN:
-        raise request("loss.aggregation", loss.aggregation, LATER)
-    if loss.kind == pb.LOSS_KIND_CROSS_ENTROPY:
-        ratio = Ratio.CROSS_ENTROPY
-    elif loss.kind != pb.LOSS_KIND_POLICY_GRADIENT:
-        raise request("loss.kind", loss.kind, "choose POLICY_GRADIENT or CROSS_ENTROPY")
-    elif loss.ratio == pb.RATIO_TREATMENT_DPPO:
-        raise request("loss.ratio", "DPPO", "DPPO comes in a later build; choose CISPO, PPO or NONE")
-    elif loss.ratio not in _RATIOS:
-        raise request("loss.ratio", loss.ratio, "choose CISPO, PPO or NONE")
-    else:
-        ratio = _RATIOS[loss.ratio]
+    values = given(
+        loss,
+        *("clip_low", "clip_high", "temperature", "delta", "kl_coef", "target_kl", "entropy_coef"),
+        "proximal_version",
+    )
+    if loss.kl_estimator != pb.KL_ESTIMATOR_UNSPECIFIED:
+        values["kl_estimator"] = _chosen("kl_estimator", loss.kl_estimator, _ESTIMATORS)
     try:
-        return LossSpec(ratio=ratio, **given(loss, "clip_low", "clip_high", "temperature"))
+        return LossSpec(
+            kind=_chosen("kind", loss.kind, _KINDS),
+            ratio=_chosen("ratio", loss.ratio, _RATIOS),
+            ratio_level=_chosen("ratio_level", loss.ratio_level, _LEVELS),
+            aggregation=_chosen("aggregation", loss.aggregation, _AGGREGATIONS),
+            correction=_correction(loss.correction),
+            custom=loss.custom,
+            **values,
+        )
     except pydantic.ValidationError as error:
         key, value, why = first(error, "")
-        raise request(f"loss.{key}", value, why) from None
+        raise request(f"loss.{key}".rstrip("."), value, why) from None
+
+
+def _correction(correction: pb.MismatchCorrection) -> Correction | None:
+    if correction.mode == pb.CORRECTION_MODE_UNSPECIFIED:
+        if correction.ByteSize():
+            raise request("loss.correction.mode", "UNSPECIFIED", "choose TRUNCATE or MASK")
+        return None
+    return Correction(
+        mode=_chosen("correction.mode", correction.mode, _MODES),
+        level=_chosen("correction.level", correction.level, _LEVELS),
+        **given(correction, "cap", "floor"),
+    )
+
+
+def _chosen(field: str, value: int, choices: dict[Any, Any]) -> Any:
+    if value not in choices:
+        raise request(f"loss.{field}", value, f"choose one of {', '.join(sorted(set(choices.values())))}")
+    return choices[value]

@@ -1,0 +1,59 @@
+"""The loss, whole: every switch of LossSpec in the order in which it acts.
+
+  policy gradient  treatment(ratio, A)          times the correction's weights
+  reference KL     the same with A + sg(log reference - log p)
+  cross-entropy    -A * log p                   A = 1 where none are given
+  custom           the function that was named
+  + kl_coef * divergence from the reference - entropy_coef * entropy
+  each token weighted as the aggregation says
+
+The caller sums and divides by the normalizer of the batch; there is no other averaging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from quartet_trainer.loss.aggregation import aggregated
+from quartet_trainer.loss.correction import correction_weights
+from quartet_trainer.loss.custom import CustomLoss
+from quartet_trainer.loss.kl import divergence
+from quartet_trainer.loss.ratio import ratio
+from quartet_trainer.loss.reference_kl import distilled_advantages
+from quartet_trainer.loss.tokens import Tokens
+from quartet_trainer.loss.treatment import treated
+from quartet_trainer.spec import LossKind, LossSpec, Ratio
+
+NO_CUSTOM: Mapping[str, CustomLoss] = {}
+
+
+def token_losses(
+    spec: LossSpec, tokens: Tokens, kl_coef: float = 0.0, custom: Mapping[str, CustomLoss] = NO_CUSTOM
+) -> Tensor:
+    """The loss of each covered token. kl_coef: that of the spec, or what it was adapted to."""
+    match spec.kind:
+        case LossKind.POLICY_GRADIENT:
+            losses_K = _policy_gradient(spec, tokens, tokens.advantages_K)
+        case LossKind.REFERENCE_KL:
+            losses_K = _policy_gradient(spec, tokens, distilled_advantages(tokens))
+        case LossKind.CROSS_ENTROPY:
+            losses_K = -tokens.advantages_K * tokens.logp_K
+        case LossKind.CUSTOM:
+            losses_K = custom[spec.custom](spec, tokens)
+    if kl_coef:
+        assert tokens.reference_K is not None, "checked at the border"
+        losses_K = losses_K + kl_coef * divergence(spec.kl_estimator, tokens.logp_K, tokens.reference_K)
+    if spec.entropy_coef:
+        losses_K = losses_K - spec.entropy_coef * tokens.entropy_K
+    return aggregated(spec.aggregation, losses_K, tokens)
+
+
+def _policy_gradient(spec: LossSpec, tokens: Tokens, advantages_K: Tensor) -> Tensor:
+    if spec.ratio is Ratio.NONE:
+        return -advantages_K * tokens.logp_K
+    losses_K = treated(spec, tokens, ratio(spec.ratio_level, tokens), advantages_K)
+    if spec.correction is None:
+        return losses_K
+    return losses_K * correction_weights(spec.correction, tokens)

@@ -1,0 +1,63 @@
+"""The reference model of a run: what the policy must not leave too far behind, or what it learns from.
+
+1. Frozen, it is the base model as it was loaded, or another model that the spec names (a teacher). Neither is
+   written into states: CreateRun loads both again.
+2. Synchronised, it moves every `sync_steps` optimizer steps: reference = alpha * policy + (1 - alpha) *
+   reference. (TR-DPO, arXiv 2404.09656; TRL's ref_model_sync_steps and ref_model_mixup_alpha.) Then it
+   belongs to the run's state, and a restored run continues bit-equally.
+3. It computes in the arithmetic of the policy's own pass: where weights are equal, so are log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from quartet_trainer.passes import Passes
+from quartet_trainer.sample import Floats, Sample
+from quartet_trainer.spec import ReferenceSpec
+
+#: Its file in a state.
+REFERENCE = "reference"
+
+#: Log-probabilities of the covered positions of each sample, at a temperature.
+Scorer = Callable[[Sequence[Sample], float], list[Floats]]
+
+
+class Reference:
+    """A model beside the policy. `score` is how it computes; `weights` are what a synchronisation moves."""
+
+    def __init__(self, spec: ReferenceSpec, score: Scorer, weights: Mapping[str, Tensor]) -> None:
+        self._spec, self.score, self._weights = spec, score, weights
+
+    @classmethod
+    def of_policy(
+        cls, spec: ReferenceSpec, passes: Passes, parameters: Mapping[str, nn.Parameter]
+    ) -> Reference:
+        """A copy of the policy as it stands now."""
+        weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        return cls(spec, lambda samples, t: passes.score(samples, weights, t, full_precision=False), weights)
+
+    @classmethod
+    def of_model(cls, spec: ReferenceSpec, passes: Passes) -> Reference:
+        """Another model, with passes of its own."""
+        return cls(spec, lambda samples, t: passes.score(samples, None, t), {})
+
+    def stepped(self, steps: int, parameters: Mapping[str, nn.Parameter]) -> None:
+        """The policy has taken so many optimizer steps."""
+        if not self._spec.sync_steps or steps % self._spec.sync_steps:
+            return
+        with torch.no_grad():
+            for name, weight in self._weights.items():
+                weight.lerp_(parameters[name], self._spec.share)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What a state keeps."""
+        return self._weights if self._spec.sync_steps else {}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put back what a state kept."""
+        for name, tensor in tensors.items():
+            self._weights[name].copy_(tensor)
