@@ -7,6 +7,8 @@ import random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from quartet_inference.chat import FormatReader, ParsedCall
 from quartet_inference.chat.calls import schemas_of
 from quartet_inference.chat.formats import FORMATS, format_of
@@ -220,6 +222,34 @@ def test_the_template_gives_the_format_away(template: str, name: str) -> None:
     assert format_of(template).name == (name if template != templates.MISTRAL else "mistral")
 
 
+MARKS = sorted({mark for form in FORMATS.values() for mark in (*form.markers, *form.special)})
+FRAGMENTS = [
+    *MARKS, '{"name": "add", "arguments": {"a": 1}}', '{"name": ', "}", "[", "]", "(", "a=1", "add", "\n",
+    " ", "<parameter=a>", "</parameter>", "</function>", "```json\n", "```", "é", "text", '"', "<think>",
+    "</think>",
+]  # fmt: skip
+
+
+@given(st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.booleans())
+def test_no_text_is_a_fault_and_nothing_told_is_taken_back(name: str, parts: list[str], opened: bool) -> None:
+    text = "".join(parts)
+    for thinking in (None, ("<think>", "</think>")):
+        reader = FormatReader(thinking, opened and thinking is not None, FORMATS[name], SCHEMAS)
+        turn = reader.finish(text)
+        said = [reader.feed(part) for part in parts]
+        reasoning = "".join(one.reasoning for one in said)
+        content = "".join(one.content for one in said)
+        if (
+            thinking is not None
+            and not opened
+            and not text.lstrip().startswith("<think>")
+            and "</think>" in text
+        ):
+            continue  # the mark's missing half was known only later
+        assert turn.reasoning.startswith(reasoning)
+        assert turn.content.startswith(content) or turn.content.startswith(content.lstrip())
+
+
 def test_a_declared_response_template_is_followed() -> None:
     """What a tokenizer brings along is read by transformers' own parser."""
     declared = {
@@ -244,5 +274,6 @@ def test_a_declared_response_template_is_followed() -> None:
     assert [(c.name, json.loads(c.arguments_json)) for c in turn.calls] == [("add", {"a": 1})]
     assert streamed(reader, text, random.Random(0)) == ("hm", "Sure.")
     broken = '<call>{"name": </call>'
+    assert streamed(DeclaredReader(declared, prompt, TOOLS), broken + "more", random.Random(0))[1] == ""
     assert DeclaredReader(declared, prompt, TOOLS).finish(broken).content == broken
     assert DeclaredReader(declared, prompt + "<think>", TOOLS).finish("hm</think>Yes").reasoning == "hm"

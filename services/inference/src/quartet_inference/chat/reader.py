@@ -146,17 +146,22 @@ class DeclaredReader:
         self._template = load_response_template(template)
         known = self._template.start_anchor_re.search(prefix) is not None
         self._arguments: dict[str, Any] = {"prefix": prefix if known else "", "tools": list(tools)}
-        self._parser = ResponseParser(self._template, **self._arguments)
+        self._parser: ResponseParser | None = ResponseParser(self._template, **self._arguments)
 
     def feed(self, text: str) -> Said:
         """More text; what it adds."""
         told = {"content": "", "reasoning_content": "", "thinking": ""}
+        if self._parser is None:
+            return Said("", "")
         try:
-            for event in self._parser.feed(text):
-                if event["type"] == "region_chunk" and event["field"] in told:
-                    told[event["field"]] += event["text"]
-        except (ValueError, RuntimeError) as error:  # a region that is not what the template says
+            events = self._parser.feed(text)
+        except (ValueError, KeyError, TypeError) as error:  # a region that is not what the template says
             log.debug("an answer does not follow the response template", why=str(error))
+            self._parser = None  # the rest is told at the end
+            return Said("", "")
+        for event in events:
+            if event["type"] == "region_chunk" and event["field"] in told:
+                told[event["field"]] += event["text"]
         return Said(told["reasoning_content"] + told["thinking"], told["content"])
 
     def finish(self, text: str) -> Turn:
