@@ -33,7 +33,7 @@ os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
 
 VLLM_PYTHON = Path(__file__).resolve().parent.parent / ".venv-vllm/bin/python"
 STREAMS, PROMPT_TOKENS, NEW_TOKENS, VOCABULARY = 8, 64, 256, 4096
-QUIET_SECONDS, UPDATES, INTERVAL = 8.0, 16, 0.5
+QUIET_SECONDS, UPDATES, INTERVAL = 6.0, 8, 1.5
 BARS_MS = {"embedded": 50, "vllm": 100}
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8,
@@ -155,7 +155,9 @@ def measured_by(python: Path, engine: str, kv_on_update: str) -> Measured:
     with TemporaryDirectory() as folder:
         answer = Path(folder) / "measured.json"
         command = [python, __file__, "--measure", engine, kv_on_update, answer]
-        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode:
+            raise SystemExit(f"{engine} failed:\n{done.stdout[-4000:]}")
         return Measured(**json.loads(answer.read_text()))
 
 

@@ -268,17 +268,18 @@ class VllmEngine:
                 self._info = replace(self._info, served=weights)
                 return
             core = self._llm.engine_core
-            began = time.perf_counter()
             # Of the core, not of AsyncLLM: that one sleeps for 20 ms after every pause.
             await core.pause_scheduler_async(mode="keep", clear_cache=self._recompute)
+            began = time.perf_counter()  # before that, the step that was under way went on sampling
             try:
                 self._end_pinned(weights)
                 await self._load(staged)
                 await self._wipe()
                 await self._llm.update_weight_version(str(weights.version))
                 self._epoch += 1
-                for flight in self._flights:
-                    flight.again = not flight.started
+                if not self._recompute:
+                    for flight in self._flights:
+                        flight.again = not flight.started
                 self._info = replace(self._info, served=weights)
             finally:
                 if not self._info.paused and not self._info.closed:

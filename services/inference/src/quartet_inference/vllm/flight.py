@@ -2,8 +2,8 @@
 
 1. vLLM's report of which weights sampled a token is what a token is stamped with; it labels weights by their
    version number.
-2. A submission whose weights were replaced before its first token arrived is submitted again: what it has
-   computed comes from older weights.
+2. A submission whose weights were replaced before its first token arrived is submitted again where keys are
+   kept: what it has computed, or found in the prefix cache, comes from older weights.
 3. However it ends, its request has left vLLM.
 """
 
