@@ -7,7 +7,7 @@ Sizes and costs, for a model of bf16 weights (standard deviation 0.02), one core
    changed values moved is reported beside it.
 2. `random`: so many values, at random places, replaced by random bits: the worst that can happen.
 3. Encoding is `make_delta`; applying is `apply_delta`, which verifies every tensor. The result is compared
-   bit by bit. zstd(XOR) is the whole tensor XORed with its base at zstd's levels 1 and 3, whichever is smaller.
+   bit by bit. zstd(XOR) is the whole tensor XORed with its base, at level 1 or 3, whichever is smaller.
 
 End to end, for models of several sizes, two processes, from the order to publish until the reader has the new
 tensors in memory of its own:

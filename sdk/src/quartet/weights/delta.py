@@ -25,8 +25,8 @@ from quartet.weights.manifest import mismatch, sealed, verify_tensor
 from quartet.weights.payload import Payload, open_payload, payload_of
 from quartet.weights.tensor import Tensor
 
-#: Tensors that are encoded or decoded at once: numpy and zstd let go of the interpreter. Not more, because the
-#: machine has other work: a trainer steps on while its last version is encoded.
+#: Tensors that are encoded or decoded at once: numpy and zstd let go of the interpreter. Not more, because
+#: the machine has other work: a trainer steps on while its last version is encoded.
 THREADS = 2
 #: Unchanged tensors below this size are copied.
 COPIED_BELOW_BYTES = 1 << 20

@@ -58,10 +58,12 @@ _FLOATS = {"F64", "F32", "F16", "BF16", "C64", "F8_E4M3", "F8_E5M2"}
 #: The four codes of every byte, and the steps that they stand for: none where escaped.
 _CODES = (np.arange(256, dtype=np.uint8)[:, None] >> np.array([0, 2, 4, 6], np.uint8)) & 3
 _STEPS = np.array([0, -1, 1, 0], np.int8)[_CODES]
+_ESCAPED = _CODES == ESCAPE
+#: Of each code in a byte.
+_LOW_BITS = np.uint8(0b01010101)
 
 Ints = NDArray[Any]
 Bytes = NDArray[np.uint8]
-Bools = NDArray[np.bool_]
 
 
 class _Elements:
@@ -90,15 +92,19 @@ class _Elements:
         steps = self.ordered(new) - self.ordered(base)
         return np.asarray((steps << self.signed.type(1)) ^ (steps >> self._sign_shift)).view(self.unsigned)
 
-    def steps(self, codes: Bytes, count: int, zigzags: Ints) -> Ints:
-        """How far each of `count` values moves: four in a byte, and those that are escaped."""
+    def unzigzag(self, zigzag: Ints) -> Ints:
+        one = self.unsigned.type(1)
+        return np.asarray((zigzag >> one) ^ (~(zigzag & one) + one)).view(self.signed)
+
+    def steps(self, codes: Bytes, count: int, escaped: Ints) -> tuple[Ints, int]:
+        """How far each of `count` values moves, and how many of the escaped ones are among them."""
         steps: Ints = self._steps_of_byte.take(codes, axis=0).reshape(-1)[:count]
-        if len(zigzags):
-            one = self.unsigned.type(1)
-            steps[np.flatnonzero(_escapes(codes, count))] = (
-                (zigzags >> one) ^ (~(zigzags & one) + one)
-            ).view(self.signed)
-        return steps
+        if not np.any(codes & (codes >> 1) & _LOW_BITS):
+            return steps, 0
+        places = np.flatnonzero(_ESCAPED.take(codes, axis=0).reshape(-1)[:count])
+        # A ValueError where fewer are left than are marked.
+        steps[places] = escaped[: len(places)]
+        return steps, len(places)
 
     def moved(self, base: Ints, steps: Ints) -> Ints:
         """The values that lie so far from the base."""
@@ -214,19 +220,15 @@ def _decode_segment(reader: _Reader, elements: _Elements, base: Ints, new: Ints)
     escapes = np.empty((escaped, elements.width), np.uint8)
     for plane in range(elements.width):
         escapes[:, plane] = reader.stream(escaped, None)
-    zigzags = escapes.reshape(-1).view(elements.unsigned)
-    if np.count_nonzero(_escapes(codes, listed)) != escaped:
-        raise ValueError(f"{escaped} escapes where other ones are marked")
+    steps_escaped = elements.unzigzag(escapes.reshape(-1).view(elements.unsigned))
     if positions is None:
-        _move_every(elements, base, new, codes, zigzags)
+        used = _move_every(elements, base, new, codes, steps_escaped)
     else:
         new[:] = base
-        new[positions] = elements.moved(base[positions], elements.steps(codes, listed, zigzags))
-
-
-def _escapes(codes: Bytes, count: int) -> Bools:
-    """Which of the values are escaped."""
-    return np.asarray(_CODES.take(codes, axis=0).reshape(-1)[:count] == ESCAPE)
+        steps, used = elements.steps(codes, listed, steps_escaped)
+        new[positions] = elements.moved(base[positions], steps)
+    if used != escaped:
+        raise ValueError(f"{escaped} escapes where {used} are marked")
 
 
 def _positions(stream: Bytes, listed: int, size: int) -> NDArray[np.int64]:
@@ -237,14 +239,13 @@ def _positions(stream: Bytes, listed: int, size: int) -> NDArray[np.int64]:
     return np.asarray(reached[ends] - 1)
 
 
-def _move_every(elements: _Elements, base: Ints, new: Ints, codes: Bytes, zigzags: Ints) -> None:
+def _move_every(elements: _Elements, base: Ints, new: Ints, codes: Bytes, escaped: Ints) -> int:
     used = 0
     for at, end in _blocks(len(base)):
-        part = codes[at // 4 : -(-end // 4)]
-        escaped = int(np.count_nonzero(_escapes(part, end - at))) if len(zigzags) else 0
-        steps = elements.steps(part, end - at, zigzags[used : used + escaped])
+        steps, more = elements.steps(codes[at // 4 : -(-end // 4)], end - at, escaped[used:])
         new[at:end] = elements.moved(base[at:end], steps)
-        used += escaped
+        used += more
+    return used
 
 
 class _Reader:
