@@ -90,6 +90,7 @@ async def hosted(envs_python: str, tmp_path_factory: pytest.TempPathFactory) -> 
             "environments": {
                 "trial-env": {"env": {"PYTHONPATH": str(HERE / "envs")}},
                 "tool-env": {"env": {"PYTHONPATH": str(HERE / "envs")}},
+                "endless-env": {"env": {"PYTHONPATH": str(HERE / "envs")}},
                 "reverse-text": {},
             },
         }

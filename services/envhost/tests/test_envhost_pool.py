@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
+import socket
 from typing import Any
 
 import pytest
@@ -52,6 +54,22 @@ async def test_results_that_nobody_reads_are_bounded_in_bytes() -> None:
         assert await asyncio.wait_for(active.read(), 2) == large
         await asyncio.sleep(0.001)
     assert begun == list(range(20)) and not active.tasks
+
+
+async def test_a_host_that_has_no_descriptor_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invariant 7: whoever waits for the environment is told, and nobody waits for ever."""
+
+    def none_left() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket, "socketpair", none_left)
+    config = EnvHostConfig(inference_addresses=ADDRESSES)
+    settings = config.environment("x")
+    assert settings is not None
+    pool = WorkerPool("x", {}, settings, config)
+    with pytest.raises(QuartetError, match="Too many open files"):
+        await asyncio.wait_for(pool.open(), 10)
+    await pool.close()
 
 
 class Place:

@@ -243,12 +243,14 @@ async def test_killed_worker_fails_its_members_and_they_are_retried(hosted: Any)
 
 async def test_wedged_worker_is_stopped_and_only_it_fails(hosted: Any) -> None:
     """Invariant 7."""
+    # The times below are a rollout's; starting a worker takes as long as the machine is busy.
+    await hosted.run("ok", timeout_ms=60_000)
     wedged = asyncio.create_task(hosted.run("wedges", timeout_ms=1000))
     await asyncio.sleep(0.3)
     beside = asyncio.create_task(hosted.run("ok", max_retries=1))
     (rollout,) = await asyncio.wait_for(wedged, 8)
     assert kind(rollout) == "TIMEOUT" and "no longer answered" in rollout.failure.message
-    (rollout,) = await asyncio.wait_for(beside, 20)
+    (rollout,) = await asyncio.wait_for(beside, 60)
     assert not rollout.HasField("failure"), "retried on the respawned worker"
 
 
@@ -291,6 +293,31 @@ async def test_refusals_are_typed_and_say_what_to_do(hosted: Any) -> None:
     assert error.reason == "OVERLOADED" and hosted.host.in_flight == 0
     error = await refusal(stub.Interact(iter([]), timeout=60))
     assert error.reason == "NOT_IMPLEMENTED"
+
+
+async def test_tasks_that_never_end_are_read_as_far_as_they_are_bounded(hosted: Any) -> None:
+    """Invariant 8: no index makes a worker read for ever."""
+    ref = envhost_service_pb2.EnvironmentRef(id="endless-env")
+    described = await hosted.stub.DescribeEnvironment(
+        envhost_service_pb2.DescribeEnvironmentRequest(environment=ref), timeout=60
+    )
+    assert described.environment.infinite
+    request = envhost_service_pb2.GetTasksRequest(environment=ref, start=3, count=2)
+    assert [t.index for t in (await hosted.stub.GetTasks(request, timeout=60)).tasks] == [3, 4]
+    request.start = 2**64 - 4
+    assert not (await hosted.stub.GetTasks(request, timeout=10)).tasks
+    error = await refusal(
+        hosted.stub.RunRollouts(hosted.request("endless-env", task_index=2**63), timeout=10)
+    )
+    assert error.reason == "RESOURCE_UNKNOWN"
+
+
+async def test_a_taskset_that_breaks_while_it_is_read_answers_at_once(hosted: Any) -> None:
+    """Invariant 7: the call ends with the environment's own error, not with the time for loading."""
+    ref = envhost_service_pb2.EnvironmentRef(id="endless-env", args_json='{"breaks": true}')
+    request = envhost_service_pb2.GetTasksRequest(environment=ref, count=10)
+    error = await refusal(hosted.stub.GetTasks(request, timeout=60))
+    assert error.reason == "ENVIRONMENT_UNAVAILABLE" and "row 7 is damaged" in error.message
 
 
 async def test_bad_arguments_are_one_clear_sentence(hosted: Any) -> None:

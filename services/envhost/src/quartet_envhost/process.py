@@ -59,8 +59,11 @@ class WorkerProcess:
 
     @classmethod
     async def spawn(cls, python: str, env: Mapping[str, str]) -> WorkerProcess:
-        """Start a worker on an interpreter."""
-        ours, theirs = socket.socketpair()
+        """Start a worker on an interpreter. Raises WorkerDied."""
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise WorkerDied(f"no line to a worker can be made: {error.strerror}") from error
         try:
             process = await asyncio.create_subprocess_exec(
                 python,

@@ -1,8 +1,8 @@
 """A worker: one process that runs rollouts of one environment, spoken to over the socket it was given.
 
 1. It ends with the front: the kernel kills it when the front dies, and the end of the socket ends it too.
-2. Every RUN is answered exactly once, also when it is cancelled, times out or breaks. The deadline is over
-   rollout and scoring.
+2. Every RUN and every TASKS is answered exactly once, also when it is cancelled, times out or breaks. The
+   deadline of a RUN is over rollout and scoring.
 3. What the environment prints goes to stderr; the socket carries frames alone.
 4. A heartbeat leaves every second while the event loop runs, so a wedged loop shows.
 """
@@ -51,6 +51,7 @@ class Worker:
         self._environment: Any = None
         self._replicas: Replicas | None = None
         self._info = b""
+        self._env_id = ""
 
     async def run(self) -> None:
         """Serve until the front closes the line."""
@@ -83,7 +84,7 @@ class Worker:
         from quartet_envhost.v1.environment import HostedEnvironment
         from quartet_envhost.v1.tuning import freeze_heap, remember_default_factories
 
-        env_id = settings["id"]
+        env_id = self._env_id = settings["id"]
         try:
             self._environment = HostedEnvironment(env_id, settings["args"])
             # Reads the data too, so that what is wrong with it shows now.
@@ -120,7 +121,17 @@ class Worker:
 
     async def _tasks(self, payload: bytes) -> Message:
         request = envhost_service_pb2.GetTasksRequest.FromString(payload)
-        response: envhost_service_pb2.GetTasksResponse = self._environment.tasks(request)
+        try:
+            response: envhost_service_pb2.GetTasksResponse = self._environment.tasks(request)
+        except QuartetError:
+            raise
+        # The environment's own code, as in _load: an infinite taskset is read only now.
+        except Exception as error:
+            logging.getLogger(__name__).exception(
+                "tasks %d to %d", request.start, request.start + request.count
+            )
+            text = f"tasks of {self._env_id!r} cannot be read: {type(error).__name__}: {error}"
+            raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=self._env_id) from error
         if response.ByteSize() > MAX_ROLLOUT_BYTES:
             raise QuartetError(
                 "INVALID_REQUEST",

@@ -16,6 +16,7 @@ import difflib
 import importlib.metadata
 import itertools
 import json
+import sys
 import time
 import typing
 from collections.abc import AsyncIterator, Iterator
@@ -47,6 +48,9 @@ _EVAL_SPLITS: Final = ("eval", "test", "validation")
 MODEL_NAME: Final = "policy"
 # A longer list is asked for in parts; it would not fit into a message with its data.
 MAX_TASKS: Final = 4096
+# Where a taskset without an end is taken to end. To read so far takes about half a GiB of memory and half a
+# minute of the worker's loop, which is stopped after a minute of silence.
+MAX_READ: Final = 500_000
 
 
 class HostedEnvironment:
@@ -147,16 +151,19 @@ class HostedEnvironment:
 
 
 class _Tasks:
-    """A split as a list that grows as far as it is read; infinite tasksets are never read to the end."""
+    """A split as a list that grows as far as it is read; an infinite taskset is read to MAX_READ at most."""
 
     def __init__(self, taskset: Any) -> None:
         self._source: Iterator[Any] = iter(taskset)
+        self._bounded = taskset.bounded
         self._read: list[Any] = []
 
     def get(self, index: int) -> Any | None:
+        if not self._bounded and index >= MAX_READ:
+            return None
         missing = index + 1 - len(self._read)
         if missing > 0:
-            self._read.extend(itertools.islice(self._source, missing))
+            self._read.extend(itertools.islice(self._source, min(missing, sys.maxsize)))
         return self._read[index] if index < len(self._read) else None
 
     def size(self) -> int:
