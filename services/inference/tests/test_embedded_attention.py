@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from quartet_inference.embedded import attention, forward
 from quartet_inference.embedded.kv_cache import KvCache
+from quartet_inference.embedded.lora import Bank
 from quartet_inference.embedded.model import kv_shape
 from quartet_inference.embedded.prefill import prefill
 from torch import Tensor
@@ -72,7 +73,7 @@ def test_a_row_alone_has_the_bits_that_it_has_among_others(make_model: Callable[
     def logits(rows: int) -> Tensor:
         cache = KvCache(kv_shape(model), 8, 32, 1 << 24)
         cache.reserve(rows, 12)
-        run = forward.choose(model, cache)
+        run = forward.choose(model, cache, Bank(0, 0))
         first = prefill(run, 0, prompts[:rows], [0] * rows)
         ids, positions = first.argmax(-1)[:, None], torch.full((rows, 1), 9)
         return torch.stack([first, run(0, ids, positions, 10, None)])

@@ -9,7 +9,8 @@ A stream of tokens for each request, and weights that change between two steps.
 3. `stage` may take long and disturbs nobody; `swap` is short, happens between two steps, and drops no
    request.
 4. A request that is pinned to a run or version fails when the weights leave it; no token of it is sampled by
-   others.
+   others. A request that names the run of an adapter is answered by base model and adapter, any other by the
+   weights of the base model.
 5. No gRPC, chat template or weight plane in here. Faults are QuartetError.
 """
 
@@ -154,6 +155,11 @@ class EngineInfo:
     paused: bool
     closed: bool = False  # it will never answer again
     out_of_service: str = ""  # why it answers nothing until other weights are served
+    adapters: tuple[ServedWeights, ...] = ()
+
+    def serving(self, run_id: str) -> ServedWeights | None:
+        """What answers requests that name this run, or none."""
+        return next((one for one in self.adapters if one.run_id == run_id), self.served)
 
 
 def refusal(request: Request | ScoreRequest, served: ServedWeights | None) -> QuartetError | None:
@@ -175,6 +181,23 @@ def refusal(request: Request | ScoreRequest, served: ServedWeights | None) -> Qu
             "VERSION_UNAVAILABLE", f"version {served.version} is served", have=served.version, want=want
         )
     return None
+
+
+def adapter_gone(run_id: str) -> QuartetError:
+    """The error of requests whose adapter is served no more."""
+    return QuartetError("RUN_NOT_SERVED", f"the adapter of run {run_id} was unloaded", have="", want=run_id)
+
+
+def no_base(served: ServedWeights | None) -> QuartetError:
+    """The error of an adapter where its base model is not served."""
+    have = "no weights" if served is None else f"version {served.version} of run {served.run_id}"
+    return QuartetError(
+        "INVALID_REQUEST",
+        f"adapters are served upon the model of this replica's folder; {have} is in the engine",
+        field="run_id",
+        value=have,
+        remedy="use a replica that follows no run that trains the whole model",
+    )
 
 
 def not_ready() -> QuartetError:
@@ -213,6 +236,22 @@ class Engine(Protocol):
 
     async def swap(self, staged: Any, weights: ServedWeights) -> None:
         """Serve staged weights, or, where staged is None, the ones already held, under a name."""
+        ...
+
+    async def stage_adapter(self, config_json: str, tensors: Mapping[str, Tensor]) -> Any:
+        """Check an adapter against the model and prepare it for `swap_adapter`. Errors: INVALID_REQUEST."""
+        ...
+
+    async def swap_adapter(self, staged: Any, weights: ServedWeights) -> None:
+        """Serve a staged adapter as that of its run, or, where staged is None, the one held under a name.
+
+        Errors: OVERLOADED (too many, too large), INVALID_REQUEST (the base model is not the one it was made
+        for: other weights were swapped in).
+        """
+        ...
+
+    async def drop_adapter(self, run_id: str, why: QuartetError) -> None:
+        """Serve a run's adapter no more; its requests fail so. Idempotent."""
         ...
 
     def base_digest(self) -> bytes:

@@ -1,8 +1,8 @@
 """The running batch: rows join and leave between decode steps.
 
 1. Row i of the KV cache belongs to `rows[i]`; there are no holes.
-2. Equal prompts that join together are computed once; later ones and longer ones take what the prefix cache
-   has.
+2. Equal prompts of one adapter that join together are computed once; later ones and longer ones take what
+   the prefix cache has.
 3. Where the KV budget does not hold all rows at their next length, the row that joined last leaves and is
    handed back: it loses its keys and values, never a token.
 4. `step` samples one token for every row. Weights do not change inside any method.
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from quartet_inference.embedded.forward import Forward
 from quartet_inference.embedded.kv_cache import KvCache
+from quartet_inference.embedded.lora import Bank, Slot
 from quartet_inference.embedded.prefill import PREFILL_TOKENS, prefill
-from quartet_inference.embedded.prefix_cache import Prefix, PrefixCache
+from quartet_inference.embedded.prefix_cache import Key, Prefix, PrefixCache
 from quartet_inference.embedded.sequence import RunningSequence
 from quartet_inference.sampler import Sampler
 
@@ -45,8 +46,9 @@ class Drawn:
 class Batch:
     """The rows that decode together."""
 
-    def __init__(self, forward: Forward, cache: KvCache, prefixes: PrefixCache) -> None:
+    def __init__(self, forward: Forward, cache: KvCache, prefixes: PrefixCache, bank: Bank) -> None:
         self._forward = forward
+        self._bank = bank
         self._cache = cache
         self._prefixes = prefixes
         self._epoch = 0
@@ -72,10 +74,10 @@ class Batch:
 
     def join(self, joiners: Sequence[RunningSequence]) -> list[Drawn]:
         """Compute the prompts of new rows and sample the first token of each."""
-        groups: dict[tuple[int, ...], list[RunningSequence]] = {}
+        groups: dict[Key, list[RunningSequence]] = {}
         for sequence in joiners:
-            groups.setdefault(tuple(sequence.tokens), []).append(sequence)
-        prompts = sorted(groups, key=len)
+            groups.setdefault((sequence.owner, tuple(sequence.tokens)), []).append(sequence)
+        prompts = sorted(groups, key=lambda key: len(key[1]))
         longest = max(len(row.tokens) for row in [*self.rows, *joiners])
         self._cache.reserve(len(self.rows) + len(joiners), min(longest + 1, self._cache.max_length))
         first = len(self.rows)
@@ -87,28 +89,28 @@ class Batch:
             others = groups[prompt][1:]
             if others:
                 at = leaders_end + len(followers)
-                self._cache.copy_row(first + number, list(range(at, at + len(others))), len(prompt))
+                self._cache.copy_row(first + number, list(range(at, at + len(others))), len(prompt[1]))
                 followers.extend(others)
                 order.extend([number] * len(others))
                 for other in others:
-                    other.cached_tokens = len(prompt) if other.cached_tokens is None else other.cached_tokens
+                    if other.cached_tokens is None:
+                        other.cached_tokens = len(prompt[1])
         new = [groups[prompt][0] for prompt in prompts] + followers
         for sequence in new:
-            sequence.kv_epoch = self._epoch
+            sequence.kv_of = (self._epoch, sequence.owner)
         self.rows.extend(new)
+        self._bank.set_rows(first, [sequence.slot for sequence in new])
         self._sampler = None
         drawn = self._draw(new, Sampler(new), logits[order])
         self._ids[first : len(self.rows)] = torch.tensor([item.token for item in drawn])
         self._positions[first : len(self.rows)] = torch.tensor([len(sequence.tokens) for sequence in new])
         return drawn
 
-    def _compute(
-        self, first: int, prompts: list[tuple[int, ...]], groups: dict[tuple[int, ...], list[RunningSequence]]
-    ) -> Tensor:
+    def _compute(self, first: int, prompts: list[Key], groups: dict[Key, list[RunningSequence]]) -> Tensor:
         """Fill the leaders' rows; the logits after each prompt."""
-        found = [self._prefixes.find(prompt) for prompt in prompts]
+        found = [self._prefixes.find(tokens, owner) for owner, tokens in prompts]
         # Prompts that are known whole go first, so that those to be computed are neighbours.
-        known = [i for i, prompt in enumerate(prompts) if found[i][1] == len(prompt)]
+        known = [i for i, (_, tokens) in enumerate(prompts) if found[i][1] == len(tokens)]
         order = known + [i for i in range(len(prompts)) if i not in set(known)]
         prompts[:] = [prompts[i] for i in order]
         found = [found[i] for i in order]
@@ -122,13 +124,16 @@ class Batch:
         ]
         if len(known) == len(prompts):
             return torch.stack(known_logits)
+        self._bank.set_rows(first, [groups[prompt][0].slot for prompt in prompts])
         starts = [shared for _, shared in found[len(known) :]]
-        computed = prefill(self._forward, first + len(known), prompts[len(known) :], starts)
+        sequences = [tokens for _, tokens in prompts[len(known) :]]
+        computed = prefill(self._forward, first + len(known), sequences, starts)
         for number in range(len(known), len(prompts)):
             after = computed[number - len(known)]
             if torch.isfinite(after).all():
-                kv = self._cache.read_row(first + number, len(prompts[number]))
-                self._prefixes.add(Prefix(prompts[number], kv, after.clone()))
+                owner, tokens = prompts[number]
+                kv = self._cache.read_row(first + number, len(tokens))
+                self._prefixes.add(Prefix(tokens, kv, after.clone(), owner))
         return torch.cat([torch.stack(known_logits), computed]) if known_logits else computed
 
     def make_room(self) -> list[RunningSequence]:
@@ -162,13 +167,14 @@ class Batch:
         """Take a row out; its place goes to the last row."""
         hole, last = self.rows.index(sequence), len(self.rows) - 1
         held = len(sequence.tokens) - 1
-        if keep_prefix and sequence.kv_epoch == self._epoch:
+        if keep_prefix and sequence.kv_of == (self._epoch, sequence.owner):
             tokens = tuple(sequence.tokens[:held])
-            self._prefixes.add(Prefix(tokens, self._cache.read_row(hole, held), None))
+            self._prefixes.add(Prefix(tokens, self._cache.read_row(hole, held), None, sequence.owner))
         self._cache.fill_hole(hole, last, len(self.rows[last].tokens))
         self._ids[hole], self._positions[hole] = self._ids[last], self._positions[last]
         self.rows[hole] = self.rows[last]
         self.rows.pop()
+        self._bank.set_rows(0, [row.slot for row in self.rows])
         self._sampler = None
 
     def clean(self, broken: Sequence[RunningSequence]) -> None:
@@ -177,14 +183,26 @@ class Batch:
             self._cache.clean_row(self.rows.index(sequence))
 
     def weights_changed(self, apply: Callable[[], None], recompute: bool) -> list[RunningSequence]:
-        """Change the weights by `apply`: no prefix is known any more.
+        """Change the weights of the base model by `apply`: no prefix is known any more.
 
         Where keys shall be recomputed, all rows leave: they join again as prompts do. Returned in order.
         """
         self._epoch += 1
         self._prefixes.clear()
         apply()
-        leaving = list(self.rows) if recompute else []
+        return self._leave(self.rows) if recompute else []
+
+    def adapter_changed(self, slot: Slot, before: int, recompute: bool) -> list[RunningSequence]:
+        """The slot, whose serial was `before`, has other matrices; the same for its rows."""
+        self._prefixes.forget(before)
+        return self._leave([row for row in self.rows if row.slot is slot]) if recompute else []
+
+    def adapter_gone(self, serial: int) -> None:
+        """No row has this adapter any more, and none will."""
+        self._prefixes.forget(serial)
+
+    def _leave(self, rows: Sequence[RunningSequence]) -> list[RunningSequence]:
+        leaving = list(rows)
         for row in reversed(leaving):
             self.remove(row)
         return leaving

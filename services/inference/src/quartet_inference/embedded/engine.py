@@ -32,6 +32,7 @@ from quartet_inference.completion import FLUSH_TOKENS, Detokenize, StopWatch
 from quartet_inference.embedded import forward, model
 from quartet_inference.embedded.batch import Batch, Drawn
 from quartet_inference.embedded.kv_cache import KvCache
+from quartet_inference.embedded.lora import Bank, Matrices, Slot
 from quartet_inference.embedded.prefix_cache import PrefixCache
 from quartet_inference.embedded.score import ScoreJob, Scorer
 from quartet_inference.embedded.sequence import RunningSequence
@@ -44,9 +45,12 @@ from quartet_inference.engine import (
     Scored,
     ScoreRequest,
     ServedWeights,
+    adapter_gone,
+    no_base,
     not_ready,
     refusal,
 )
+from quartet_inference.lora import read_adapter
 from quartet_inference.sampler import seeds_of
 
 T = TypeVar("T")
@@ -63,6 +67,8 @@ class Limits:
     kv_cache_bytes: int = 1 << 30
     prefix_cache_bytes: int = 128 << 20
     recompute_on_update: bool = True
+    max_adapters: int = 16
+    adapter_bytes: int = 1 << 30
 
 
 class EmbeddedEngine:
@@ -87,8 +93,11 @@ class EmbeddedEngine:
         cache = KvCache(
             model.kv_shape(network), limits.max_num_seqs, limits.max_model_len, limits.kv_cache_bytes
         )
-        self._batch = Batch(forward.choose(network, cache), cache, PrefixCache(limits.prefix_cache_bytes))
-        self._scorer = Scorer(network, limits.max_waiting)
+        self._network = network
+        self._bank = Bank(limits.max_adapters, limits.adapter_bytes)
+        prefixes = PrefixCache(limits.prefix_cache_bytes)
+        self._batch = Batch(forward.choose(network, cache, self._bank), cache, prefixes, self._bank)
+        self._scorer = Scorer(network, limits.max_waiting, self._bank)
         self._limits = limits
         self._end_tokens = end_tokens
         self._detokenize = detokenize
@@ -156,7 +165,7 @@ class EmbeddedEngine:
         with self._wake:
             if self._closing:
                 raise not_ready()
-            self._post(lambda: self._scorer.add(job, self._info.served))
+            self._post(lambda: self._enqueue_score(job))
         try:
             return await answer
         finally:
@@ -177,6 +186,23 @@ class EmbeddedEngine:
     async def swap(self, staged: model.StagedWeights | None, weights: ServedWeights) -> None:
         """Serve staged weights, or the ones held, under a name."""
         await self._call(lambda: self._swap(staged, weights))
+
+    async def stage_adapter(self, config_json: str, tensors: Mapping[str, Tensor]) -> Matrices:
+        """Check an adapter against the model."""
+
+        def stage() -> Matrices:
+            adapter = read_adapter(config_json, tensors, self._weights.layout())
+            return Matrices.of(adapter, next(self._network.parameters()).dtype)
+
+        return await asyncio.to_thread(stage)
+
+    async def swap_adapter(self, staged: Matrices | None, weights: ServedWeights) -> None:
+        """Serve a staged adapter, or the one held, under a name."""
+        await self._call(lambda: self._swap_adapter(staged, weights))
+
+    async def drop_adapter(self, run_id: str, why: QuartetError) -> None:
+        """Serve it no more."""
+        await self._call(lambda: self._drop_adapter(run_id, why))
 
     def base_digest(self) -> bytes:
         """Digest of the weights at the start."""
@@ -286,19 +312,20 @@ class EmbeddedEngine:
                 self._fail(ticket, QuartetError("INTERNAL", "the decode step failed"))
         if self._scorer:
             assert self._info.served is not None
-            self._scorer.piece(self._info.served.version)
+            self._scorer.piece(self._info.served)
         self._note()
         self._deliver()
         self._on_step()
 
     def _accept(self, drawn: list[Drawn]) -> None:
-        assert self._info.served is not None
-        version = self._info.served.version
+        served = self._info.served
+        assert served is not None
         ended = []
         for item in drawn:
             if not item.sound:
                 continue
             row = item.row
+            version = (served if row.slot is None else row.slot.weights).version
             finish = row.accept(item.token, item.logprob, version)
             if finish is not None:
                 self._send(row.ticket, row.tell())
@@ -321,7 +348,7 @@ class EmbeddedEngine:
 
     def _enqueue(self, ticket: Ticket) -> None:
         request = ticket.request
-        refused = refusal(request, self._info.served)
+        refused = refusal(request, self._info.serving(request.run_id))
         if refused is not None:
             with self._wake:
                 self._admitted -= request.n
@@ -330,7 +357,8 @@ class EmbeddedEngine:
         for index, seed in enumerate(seeds_of(request, self._random)):
             stops = request.sampling.stop
             watch = StopWatch(stops, self._detokenize) if stops else None
-            sequence = RunningSequence(request, index, seed, self._end_tokens, watch, ticket)
+            slot = self._bank.slots.get(request.run_id)
+            sequence = RunningSequence(request, index, seed, self._end_tokens, watch, ticket, slot)
             if sequence.finish is not None:  # it ended where it ran before
                 with self._wake:
                     self._admitted -= 1
@@ -339,25 +367,77 @@ class EmbeddedEngine:
                 ticket.sequences.append(sequence)
         self._waiting.extend(ticket.sequences)
 
-    def _swap(self, staged: model.StagedWeights | None, weights: ServedWeights) -> None:
-        began = time.perf_counter()
-        for ticket in {row.ticket: None for row in [*self._batch.rows, *self._waiting]}:
+    def _enqueue_score(self, job: ScoreJob) -> None:
+        run_id = job.request.run_id
+        job.slot = self._bank.slots.get(run_id)
+        self._scorer.add(job, self._info.serving(run_id))
+
+    def _tickets_of(self, slot: Slot | None) -> list[Ticket]:
+        rows = [*self._batch.rows, *self._waiting]
+        return list({row.ticket: None for row in rows if row.slot is slot})
+
+    def _fail_pinned(self, slot: Slot | None, weights: ServedWeights) -> None:
+        """What an adapter, or the base model, has to answer is answered by these weights from now on."""
+        for ticket in self._tickets_of(slot):
             refused = refusal(ticket.request, weights)
             if refused is not None:
                 self._fail(ticket, refused)
-        self._scorer.weights_change(weights)
+        self._scorer.weights_change(weights, slot)
+
+    def _swap(self, staged: model.StagedWeights | None, weights: ServedWeights) -> None:
+        began = time.perf_counter()
+        self._fail_pinned(None, weights)
         if staged is None:
             self._info = replace(self._info, served=weights)
             return
+        for run_id in list(self._bank.slots):  # they were made for the weights that go
+            self._drop_adapter(run_id, adapter_gone(run_id))
         leaving = self._batch.weights_changed(
             lambda: self._weights.apply(staged), self._limits.recompute_on_update
         )
         self._hand_back(reversed(leaving))
+        self._updated(began, served=weights)
+
+    def _swap_adapter(self, staged: Matrices | None, weights: ServedWeights) -> None:
+        began = time.perf_counter()
+        slot = self._bank.slots.get(weights.run_id)
+        if staged is None:
+            assert slot is not None, "only what is served can be renamed"
+            self._fail_pinned(slot, weights)
+            slot.weights = weights
+            self._updated(None)
+            return
+        served = self._info.served
+        if served is None or served.digest != self._base_digest:
+            raise no_base(served)
+        before = 0 if slot is None else slot.serial
+        self._bank.hook(self._network, staged)
+        self._bank.put(staged, weights)
+        if slot is not None:
+            self._fail_pinned(slot, weights)
+            leaving = self._batch.adapter_changed(slot, before, self._limits.recompute_on_update)
+            self._hand_back(reversed(leaving))
+        self._updated(began)
+
+    def _drop_adapter(self, run_id: str, why: QuartetError) -> None:
+        slot = self._bank.slots.pop(run_id, None)
+        if slot is None:
+            return
+        for ticket in self._tickets_of(slot):
+            self._fail(ticket, why)
+        self._scorer.slot_gone(slot, why)
+        self._batch.adapter_gone(slot.serial)
+        self._updated(None)
+
+    def _updated(self, began: float | None, **changes: ServedWeights) -> None:
+        """Other weights are served; those of an update that began then."""
+        adapters = tuple(slot.weights for slot in self._bank.slots.values())
+        self._info = replace(self._info, adapters=adapters, **changes)  # type: ignore[arg-type]
+        if began is None:
+            return
         pause_ms = (time.perf_counter() - began) * 1000
         updates = self._info.updates_applied + 1
-        self._info = replace(
-            self._info, served=weights, updates_applied=updates, last_update_pause_ms=pause_ms
-        )
+        self._info = replace(self._info, updates_applied=updates, last_update_pause_ms=pause_ms)
 
     def _hand_back(self, rows: Iterable[RunningSequence]) -> None:
         """Let rows that have left the batch wait before all others, the last one foremost."""

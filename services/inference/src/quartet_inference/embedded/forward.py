@@ -8,10 +8,12 @@
    transformers code.
 3. Fused projections are the storage of the module's own parameters, which become views: copying new weights
    into the parameters is all that a weight update has to do.
+4. Every row of the cache gets the low-rank products of the adapter that the bank says it has.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -21,17 +23,14 @@ from transformers.cache_utils import Cache
 
 from quartet_inference.embedded.attention import attend
 from quartet_inference.embedded.kv_cache import KvCache
+from quartet_inference.embedded.lora import Bank, Plan
+from quartet_inference.embedded.products import linear
 
 # Pre-norm decoders with a gated SiLU MLP and rotary positions: what LeanForward computes.
 LEAN_MODELS = frozenset({"llama", "qwen2", "qwen3"})
 # Rotary variants whose table depends on the length of the batch at hand: rows would change each other's
 # logits.
 DYNAMIC_ROPE = frozenset({"dynamic", "longrope"})
-
-#: From so many rows on, the result of a row does not depend on how many there are (MKL, measured).
-SUMMED_ALIKE = 4
-#: Weights of which a single row's product takes microseconds either way.
-SMALL_MATRIX = 1 << 18
 
 
 class Forward(Protocol):
@@ -64,7 +63,7 @@ def check_supported(config: Any, max_model_len: int) -> None:
         )
 
 
-def choose(model: nn.Module, cache: KvCache) -> Forward:
+def choose(model: nn.Module, cache: KvCache, bank: Bank) -> Forward:
     """The lean forward where it applies, else the model's own."""
     config: Any = model.config
     if (
@@ -72,8 +71,8 @@ def choose(model: nn.Module, cache: KvCache) -> Forward:
         and config.hidden_act == "silu"
         and next(model.parameters()).dtype == torch.float32
     ):
-        return LeanForward(model, cache)
-    return HubForward(model, cache)
+        return LeanForward(model, cache, bank)
+    return HubForward(model, cache, bank)
 
 
 def causal_mask(positions_BT: Tensor, context: int) -> Tensor:
@@ -84,9 +83,10 @@ def causal_mask(positions_BT: Tensor, context: int) -> Tensor:
 class HubForward:
     """Any causal decoder of transformers."""
 
-    def __init__(self, model: nn.Module, cache: KvCache) -> None:
+    def __init__(self, model: nn.Module, cache: KvCache, bank: Bank) -> None:
         self._model = model
         self._cache = cache
+        self._bank = bank
 
     def __call__(
         self, first_row: int, ids_BT: Tensor, positions_BT: Tensor, context: int, last_B: Tensor | None
@@ -95,14 +95,15 @@ class HubForward:
         if last_B is None:
             last_B = torch.full((rows,), tokens - 1)
         wanted, where_B = torch.unique(last_B, return_inverse=True)
-        out = self._model(
-            input_ids=ids_BT,
-            attention_mask=causal_mask(positions_BT, context),
-            position_ids=positions_BT,
-            past_key_values=_RowsCache(self._cache, first_row, positions_BT, context),
-            use_cache=True,
-            logits_to_keep=wanted,
-        )
+        with self._bank.active(self._bank.plan(first_row, rows)):
+            out = self._model(
+                input_ids=ids_BT,
+                attention_mask=causal_mask(positions_BT, context),
+                position_ids=positions_BT,
+                past_key_values=_RowsCache(self._cache, first_row, positions_BT, context),
+                use_cache=True,
+                logits_to_keep=wanted,
+            )
         logits: Tensor = out.logits[torch.arange(rows), where_B]
         return logits.float()
 
@@ -132,17 +133,20 @@ class _RowsCache(Cache):
 class LeanForward:
     """Llama, Qwen2 and Qwen3 in float32 with few, large operations."""
 
-    def __init__(self, model: nn.Module, cache: KvCache) -> None:
+    def __init__(self, model: nn.Module, cache: KvCache, bank: Bank) -> None:
         base: Any = model.get_submodule("model")
         config: Any = model.config
         self._cache = cache
+        self._bank = bank
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._head_dim = cache.shape.head_dim
         self._eps = config.rms_norm_eps
         self._embed: Tensor = base.embed_tokens.weight
         self._final_norm: Tensor = base.norm.weight
         self._head: Any = model.get_submodule("lm_head")
-        self._layers = [_LeanLayer(layer, self._heads, self._kv_heads) for layer in base.layers]
+        self._layers = [
+            _LeanLayer(f"model.layers.{number}", layer) for number, layer in enumerate(base.layers)
+        ]
         positions = torch.arange(cache.max_length)[None]
         cos, sin = base.rotary_emb(torch.zeros(1), positions)
         half = self._head_dim // 2
@@ -167,19 +171,22 @@ class LeanForward:
             self._kv_heads
         )
         index = (head_offsets[:, None, :] * cache.length + positions_BT[:, :, None]).reshape(-1)
+        plan = self._bank.plan(first_row, rows)
         for number, layer in enumerate(self._layers):
-            x = self._layer(number, layer, x, cos, sin, mask, index, first_row, context)
+            x = self._layer(number, layer, plan, x, cos, sin, mask, index, first_row, context)
         if tokens > 1:
             last = torch.full((rows,), tokens - 1) if last_B is None else last_B
             x = x[torch.arange(rows) * tokens + last]
-        return _linear(
-            F.rms_norm(x, x.shape[-1:], self._final_norm, self._eps), self._head.weight, self._head.bias
-        )
+        normed = F.rms_norm(x, x.shape[-1:], self._final_norm, self._eps)
+        logits = linear(normed, self._head.weight, self._head.bias)
+        plan.add(logits, normed, "lm_head")
+        return logits
 
     def _layer(
         self,
         number: int,
         layer: _LeanLayer,
+        plan: Plan,
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
@@ -190,7 +197,8 @@ class LeanForward:
     ) -> Tensor:
         heads, kv_heads, dim = self._heads, self._kv_heads, self._head_dim
         rows, _, tokens, _ = mask.shape
-        qkv = _linear(F.rms_norm(x, x.shape[-1:], layer.norm_1, self._eps), layer.qkv, layer.qkv_bias)
+        normed = F.rms_norm(x, x.shape[-1:], layer.norm_1, self._eps)
+        qkv = layer.project("qkv", plan, normed)
         qkv = qkv.view(-1, heads + 2 * kv_heads, dim)
         qk = qkv[:, : heads + kv_heads]
         if layer.qk_norms is not None:
@@ -210,51 +218,58 @@ class LeanForward:
         values = cache_rows[2 * number + 1, first_row : first_row + rows, :, :context]
         q = qk[:, :heads].view(rows, tokens, kv_heads, heads // kv_heads, dim)
         out = attend(q, keys, values, mask)
-        x = x + _linear(out, layer.out, layer.out_bias)
-        gate, up = _linear(
-            F.rms_norm(x, x.shape[-1:], layer.norm_2, self._eps), layer.gate_up, layer.gate_up_bias
-        ).chunk(2, -1)
-        return x + _linear(F.silu(gate).mul_(up), layer.down, layer.down_bias)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product, with the bits that the same row has among many.
-
-    Matrix libraries sum a product of fewer rows in another order. One row alone keeps it where the matrix is
-    large: there it costs half as much.
-    """
-    rows = len(x)
-    if rows >= SUMMED_ALIKE or (rows == 1 and weight.numel() > SMALL_MATRIX):
-        return F.linear(x, weight, bias)
-    return F.linear(F.pad(x, (0, 0, 0, SUMMED_ALIKE - rows)), weight, bias)[:rows]
+        x = x + layer.project("out", plan, out)
+        normed = F.rms_norm(x, x.shape[-1:], layer.norm_2, self._eps)
+        gate, up = layer.project("gate_up", plan, normed).chunk(2, -1)
+        return x + layer.project("down", plan, F.silu(gate).mul_(up))
 
 
 class _LeanLayer:
     """One layer's weights, projections fused."""
 
-    def __init__(self, layer: Any, heads: int, kv_heads: int) -> None:
+    def __init__(self, path: str, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.norm_1: Tensor = layer.input_layernorm.weight
         self.norm_2: Tensor = layer.post_attention_layernorm.weight
-        self.qkv, self.qkv_bias = _fuse([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.gate_up, self.gate_up_bias = _fuse([mlp.gate_proj, mlp.up_proj])
-        self.out: Tensor = attention.o_proj.weight
-        self.out_bias: Tensor | None = attention.o_proj.bias
-        self.down: Tensor = mlp.down_proj.weight
-        self.down_bias: Tensor | None = mlp.down_proj.bias
+        self._projections = {
+            "qkv": _Projection(f"{path}.self_attn", attention, ("q_proj", "k_proj", "v_proj")),
+            "out": _Projection(f"{path}.self_attn", attention, ("o_proj",)),
+            "gate_up": _Projection(f"{path}.mlp", mlp, ("gate_proj", "up_proj")),
+            "down": _Projection(f"{path}.mlp", mlp, ("down_proj",)),
+        }
         names = dict(attention.named_children())
         self.qk_norms = (names["q_norm"].weight, names["k_norm"].weight) if "q_norm" in names else None
+
+    def project(self, name: str, plan: Plan, x: Tensor) -> Tensor:
+        """The outputs of the fused modules side by side."""
+        projection = self._projections[name]
+        out = linear(x, projection.weight, projection.bias)
+        for module, start in projection.parts:
+            plan.add(out, x, module, start)
+        return out
+
+
+class _Projection:
+    """Linear modules with one input."""
+
+    def __init__(self, path: str, parent: Any, names: tuple[str, ...]) -> None:
+        modules = [parent.get_submodule(name) for name in names]
+        self.weight, self.bias = _fuse(modules)
+        starts = accumulate((module.out_features for module in modules[:-1]), initial=0)
+        self.parts = [(f"{path}.{name}", start) for name, start in zip(names, starts, strict=True)]
 
 
 def _fuse(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """One matrix out of several; the modules' own parameters become views of its rows."""
-    weight = torch.cat([linear.weight.data for linear in linears])
-    bias = None if linears[0].bias is None else torch.cat([linear.bias.data for linear in linears])
+    if len(linears) == 1:
+        return linears[0].weight, linears[0].bias
+    weight = torch.cat([module.weight.data for module in linears])
+    bias = None if linears[0].bias is None else torch.cat([module.bias.data for module in linears])
     start = 0
-    for linear in linears:
-        end = start + linear.out_features
-        linear.weight.data = weight[start:end]
+    for module in linears:
+        end = start + module.out_features
+        module.weight.data = weight[start:end]
         if bias is not None:
-            linear.bias.data = bias[start:end]
+            module.bias.data = bias[start:end]
         start = end
     return weight, bias

@@ -1,6 +1,7 @@
 """Keys and values of prompts already computed, for the next prompt that begins alike.
 
-1. Everything in it comes from one state of the weights: `clear` is called at every change.
+1. What is found for an owner was computed by that owner's weights: an owner is the serial of an adapter, or 0
+   for the base model, whose every change calls `clear`.
 2. It never holds more than its budget; what was used longest ago goes first.
 3. `find` returns a true common prefix: tokens are compared, hashes only find the candidates.
 """
@@ -17,6 +18,9 @@ from torch import Tensor
 BLOCK_TOKENS = 16
 
 
+Key = tuple[int, tuple[int, ...]]
+
+
 @dataclass(frozen=True, eq=False)
 class Prefix:
     """Computed tokens: keys and values of each, and the logits that follow the last where they are known."""
@@ -24,6 +28,12 @@ class Prefix:
     tokens: tuple[int, ...]
     kv: Tensor
     logits: Tensor | None
+    owner: int = 0
+
+    @property
+    def key(self) -> Key:
+        """Where it is kept."""
+        return self.owner, self.tokens
 
     @property
     def nbytes(self) -> int:
@@ -36,8 +46,8 @@ class PrefixCache:
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
-        self._prefixes: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
-        self._blocks: dict[int, tuple[int, ...]] = {}  # hash of the first k blocks -> a prefix that begins so
+        self._prefixes: OrderedDict[Key, Prefix] = OrderedDict()
+        self._blocks: dict[int, Key] = {}  # hash of the first k blocks -> a prefix that begins so
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -49,20 +59,25 @@ class PrefixCache:
         self._blocks.clear()
         self.nbytes = 0
 
-    def find(self, tokens: tuple[int, ...]) -> tuple[Prefix | None, int]:
+    def forget(self, owner: int) -> None:
+        """Forget what an owner has."""
+        for key in [key for key in self._prefixes if key[0] == owner]:
+            self._drop(key)
+
+    def find(self, tokens: tuple[int, ...], owner: int = 0) -> tuple[Prefix | None, int]:
         """The best prefix and how many of its positions serve.
 
         All of them only where the logits come along.
         """
-        exact = self._prefixes.get(tokens)
+        exact = self._prefixes.get((owner, tokens))
         if exact is not None and exact.logits is not None:
-            self._prefixes.move_to_end(tokens)
+            self._prefixes.move_to_end((owner, tokens))
             return exact, len(tokens)
-        for block in reversed(list(_block_hashes(tokens))):
+        for block in reversed(list(_block_hashes(owner, tokens))):
             key = self._blocks.get(block)
-            if key is None:
+            if key is None or key[0] != owner:
                 continue
-            shared = min(_common(key, tokens), len(tokens) - 1)
+            shared = min(_common(key[1], tokens), len(tokens) - 1)
             if shared >= BLOCK_TOKENS:
                 self._prefixes.move_to_end(key)
                 return self._prefixes[key], shared
@@ -72,29 +87,29 @@ class PrefixCache:
         """Keep a prefix, if it fits at all."""
         if prefix.nbytes > self._budget_bytes:
             return
-        held = self._prefixes.get(prefix.tokens)
+        held = self._prefixes.get(prefix.key)
         if held is not None:
             if held.logits is not None or prefix.logits is None:
-                self._prefixes.move_to_end(prefix.tokens)
+                self._prefixes.move_to_end(prefix.key)
                 return
-            self._drop(prefix.tokens)
-        self._prefixes[prefix.tokens] = prefix
+            self._drop(prefix.key)
+        self._prefixes[prefix.key] = prefix
         self.nbytes += prefix.nbytes
-        for block in _block_hashes(prefix.tokens):
-            self._blocks[block] = prefix.tokens
+        for block in _block_hashes(*prefix.key):
+            self._blocks[block] = prefix.key
         while self.nbytes > self._budget_bytes:
             self._drop(next(iter(self._prefixes)))
 
-    def _drop(self, key: tuple[int, ...]) -> None:
+    def _drop(self, key: Key) -> None:
         prefix = self._prefixes.pop(key)
         self.nbytes -= prefix.nbytes
-        for block in _block_hashes(key):
+        for block in _block_hashes(*key):
             if self._blocks.get(block) == key:
                 del self._blocks[block]
 
 
-def _block_hashes(tokens: Sequence[int]) -> Iterator[int]:
-    value = 0
+def _block_hashes(owner: int, tokens: Sequence[int]) -> Iterator[int]:
+    value = owner
     for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
         value = hash((value, tuple(tokens[end - BLOCK_TOKENS : end])))
         yield value

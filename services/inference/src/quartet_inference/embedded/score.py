@@ -2,8 +2,8 @@
 
 1. One call of `piece` computes at most PIECE_TOKENS tokens: a decode step waits for no more.
 2. Short sequences share a pass; a longer one goes through its own key-value cache, piece by piece.
-3. A sequence is scored by one version: when the weights change, what was begun starts anew, and what is
-   pinned to others fails.
+3. A sequence is scored by one version of the base model or of one adapter: when these weights change, what
+   was begun starts anew, and what is pinned to others fails.
 4. At most `max_waiting` sequences wait; more are refused with OVERLOADED.
 5. Runs in the decoding thread, which is the only one that touches the weights.
 """
@@ -22,6 +22,7 @@ from quartet.errors import QuartetError
 from torch import nn
 from transformers import DynamicCache
 
+from quartet_inference.embedded.lora import Bank, Slot, plan_of
 from quartet_inference.engine import Scored, ScoreRequest, ServedWeights, refusal
 
 #: Tokens of one pass: a decode step is delayed by about as much as by a short prompt that joins.
@@ -38,6 +39,7 @@ class ScoreJob:
 
     request: ScoreRequest
     settle: Callable[[Scored | QuartetError], None]
+    slot: Slot | None = None  # of the adapter that scores it; None: the base model does
     done: int = 0  # tokens whose keys and values are in the cache
     cache: DynamicCache | None = None
     logprobs: list[float] = field(default_factory=list)
@@ -60,8 +62,9 @@ class ScoreJob:
 class Scorer:
     """The sequences that wait for their log-probabilities."""
 
-    def __init__(self, network: nn.Module, max_waiting: int) -> None:
+    def __init__(self, network: nn.Module, max_waiting: int, bank: Bank) -> None:
         config: Any = network.config
+        self._bank = bank
         self._network: Any = network
         self._device = next(network.parameters()).device
         self._max_waiting = max_waiting
@@ -88,28 +91,37 @@ class Scorer:
         if job in self._jobs:
             self._jobs.remove(job)
 
-    def weights_change(self, weights: ServedWeights) -> None:
-        """Begin anew with other weights."""
-        for job in list(self._jobs):
+    def weights_change(self, weights: ServedWeights, slot: Slot | None = None) -> None:
+        """Begin anew with other weights of an adapter, or of the base model."""
+        for job in [job for job in self._jobs if job.slot is slot]:
             refused = refusal(job.request, weights)
             if refused is not None:
                 self._jobs.remove(job)
                 job.settle(refused)
             job.restart()
 
+    def slot_gone(self, slot: Slot, error: QuartetError) -> None:
+        """End those that wait for an adapter."""
+        for job in [job for job in self._jobs if job.slot is slot]:
+            self._jobs.remove(job)
+            job.settle(error)
+
     def fail(self, error: QuartetError) -> None:
         """End all of them."""
         while self._jobs:
             self._jobs.popleft().settle(error)
 
-    def piece(self, version: int) -> None:
-        """Compute one pass for those that wait longest."""
+    def piece(self, served: ServedWeights) -> None:
+        """Compute one pass for those that wait longest; `served` is the base model."""
         jobs = self._together()
+        slot = jobs[0].slot
+        version = (served if slot is None else slot.weights).version
         try:
-            if len(jobs) == 1 and jobs[0].needed > self._piece_tokens:
-                self._long(jobs[0])
-            else:
-                self._short(jobs)
+            with self._bank.active(plan_of([slot] * len(jobs))):
+                if len(jobs) == 1 and jobs[0].needed > self._piece_tokens:
+                    self._long(jobs[0])
+                else:
+                    self._short(jobs)
         except Exception:
             log.exception("scoring failed")
             for job in jobs:
@@ -129,7 +141,7 @@ class Scorer:
             return jobs
         for job in list(self._jobs)[1 : self._piece_tokens]:
             longer = max(longest, job.needed)
-            if longer * (len(jobs) + 1) <= self._piece_tokens:
+            if job.slot is first.slot and longer * (len(jobs) + 1) <= self._piece_tokens:
                 jobs.append(job)
                 longest = longer
         return jobs

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quartet_inference.completion import Completion
+from quartet_inference.embedded.lora import Slot
 from quartet_inference.engine import Finish
 
 
@@ -21,9 +22,16 @@ class RunningSequence(Completion):
 
     ticket: Any  # the request that it belongs to, for whoever delivers its events
     tokens: list[int] = field(default_factory=list, init=False)
-    kv_epoch: int = field(default=-1, init=False)  # the weights that all of its keys and values come from
+    slot: Slot | None  # of its run's adapter; None: the base model answers
+    # The weights that all of its keys and values come from: the base's epoch and the adapter's serial.
+    kv_of: tuple[int, int] | None = field(default=None, init=False)
     _counts: Tensor | None = field(default=None, init=False)
     _seen: Tensor | None = field(default=None, init=False)
+
+    @property
+    def owner(self) -> int:
+        """Serial of the adapter that computes it."""
+        return 0 if self.slot is None else self.slot.serial
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import structlog
-from quartet.errors import QuartetError
+from quartet.errors import QuartetError, unimplemented
 from quartet.weights.tensor import Tensor
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -330,6 +330,17 @@ class VllmEngine:
         raise QuartetError("INTERNAL", f"the weights could not be loaded: {failed[0]['why']}")
 
     # ---- state
+
+    async def stage_adapter(self, config_json: str, tensors: Mapping[str, Tensor]) -> Any:
+        """Not served by this engine. Errors: NOT_IMPLEMENTED."""
+        raise unimplemented("adapters with engine vllm")
+
+    async def swap_adapter(self, staged: Any, weights: ServedWeights) -> None:
+        """Nothing was staged. Errors: NOT_IMPLEMENTED."""
+        raise unimplemented("adapters with engine vllm")
+
+    async def drop_adapter(self, run_id: str, why: QuartetError) -> None:
+        """There is none."""
 
     def base_digest(self) -> bytes:
         """Digest of the weights at the start."""

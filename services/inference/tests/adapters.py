@@ -1,0 +1,43 @@
+"""Random adapters for the tests: as the weight plane carries them, and merged into a model."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from quartet.weights.tensor import Tensor
+
+PREFIX = "base_model.model."
+EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass
+class Adapter:
+    """One version of an adapter."""
+
+    config: str
+    tensors: dict[str, Tensor]
+    merged: Any  # the model that computes the same
+
+
+def random_adapter(
+    model: Any, seed: int, rank: int = 4, alpha: float = 8.0, targets: tuple[str, ...] = EVERY
+) -> Adapter:
+    """An adapter that changes what the model prefers."""
+    generator = torch.Generator().manual_seed(seed)
+    merged = copy.deepcopy(model)
+    tensors: dict[str, Tensor] = {}
+    for name, module in merged.named_modules():
+        if not (isinstance(module, torch.nn.Linear) and name.endswith(targets)):
+            continue
+        low = 0.2 * torch.randn(rank, module.in_features, generator=generator)
+        high = 0.2 * torch.randn(module.out_features, rank, generator=generator)
+        module.weight.data = module.weight.data + (high @ low) * (alpha / rank)
+        for side, matrix in (("lora_A", low), ("lora_B", high)):
+            wire = Tensor("F32", tuple(matrix.shape), matrix.numpy().tobytes())
+            tensors[f"{PREFIX}{name}.{side}.weight"] = wire
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": list(targets)}
+    return Adapter(json.dumps(config), tensors, merged)
