@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -157,15 +158,27 @@ def max_positions(model: Any) -> int:
     return int(getattr(model.config, "max_position_embeddings", None) or np.iinfo(np.int64).max)
 
 
-def export_folder(model: Any, source: Path, target: Path, served_dtype: str) -> None:
-    """Write a Hugging Face folder into `target`, which must not exist. Not atomic: the caller renames."""
+def embedding_names(model: Any) -> frozenset[str]:
+    """The parameters that embed tokens or read them out; a tied one has one name."""
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    ends = {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
+    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in ends)
+
+
+def export_folder(
+    model: Any, tensors: Mapping[str, torch.Tensor], source: Path, target: Path, served_dtype: str
+) -> None:
+    """Write tensors as a Hugging Face folder into `target`, which must not exist.
+
+    Not atomic: the caller renames.
+    """
     dtype = TORCH_DTYPES[served_dtype]
     target.mkdir(parents=True)
     for pattern in COMPANION_PATTERNS:
         for file in source.glob(pattern):
             if file.is_file():
                 shutil.copyfile(file, target / file.name)
-    state = {name: tensor.detach().to("cpu", dtype) for name, tensor in _untied(model).items()}
+    state = {name: tensor.detach().to("cpu", dtype) for name, tensor in tensors.items()}
     held_cache, model.config.use_cache = model.config.use_cache, True
     try:
         model.save_pretrained(target, state_dict=state)
@@ -177,7 +190,7 @@ def export_folder(model: Any, source: Path, target: Path, served_dtype: str) -> 
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _untied(model: Any) -> dict[str, torch.Tensor]:
+def untied(model: Any) -> dict[str, torch.Tensor]:
     """What a checkpoint holds: tied weights once. Their copies would no longer be recognised as tied."""
     first: dict[int, str] = {}
     tensors = model.state_dict(keep_vars=True)

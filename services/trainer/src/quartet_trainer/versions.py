@@ -37,9 +37,11 @@ class Versions:
         store: WeightStore,
         keep: int,
         canary: Callable[[Snapshot], weights_pb2.Canary | None] = lambda weights: None,
+        adapter_config: str = "",
     ) -> None:
-        """`canary` computes what goes into a version's manifest as its canary."""
+        """`canary` computes what goes into a version's manifest as its canary; `adapter_config` does, too."""
         self._run_id, self._store, self._keep, self._canary = run_id, store, max(1, keep), canary
+        self._adapter_config = adapter_config
         self._kept: dict[int, Snapshot] = {}
         self._newest: weights_pb2.WeightManifest | None = None
 
@@ -68,7 +70,11 @@ class Versions:
     def publish(self, version: int, weights: Snapshot) -> weights_pb2.WeightManifest:
         """Make weights a version. Errors: SEQUENCE_CONFLICT if it is held with other weights."""
         manifest = self._store.publish(
-            self._run_id, version, wire_tensors(weights), canary=self._canary(weights)
+            self._run_id,
+            version,
+            wire_tensors(weights),
+            canary=self._canary(weights),
+            adapter_config=self._adapter_config,
         )
         self._newest = manifest
         self._kept[version] = weights
@@ -106,7 +112,8 @@ class Versions:
             self.publish(published, newest)
 
     def _check(self, version: int, weights: Snapshot, saved: str) -> None:
-        digest = build_manifest(self._run_id, version, wire_tensors(weights)).digest.hex()
+        tensors, config = wire_tensors(weights), self._adapter_config
+        digest = build_manifest(self._run_id, version, tensors, adapter_config=config).digest.hex()
         if digest != saved:
             raise QuartetError(
                 "CHECKSUM_MISMATCH",
