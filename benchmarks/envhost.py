@@ -1,18 +1,17 @@
 """How many single-turn rollouts one worker core runs: the whole way over gRPC, against a policy that
 answers at once.
 
-    .venv/bin/python benchmarks/envhost.py [--rollouts 2048] [--group 8]
+The policy is a separate process, so that its CPU time is not in the worker's figure. Measured once the
+environment is loaded and WARM_UP groups have run. Printed: rollouts per second of wall time, CPU milliseconds
+per rollout of worker and front, and the worker's rate alone (1 / its CPU per rollout).
 
-The policy is a separate process, so that its CPU time is not in the worker's figure. Printed: rollouts per
-second of wall time, CPU milliseconds per rollout of worker and front, and the worker's rate alone (1 / its
-CPU per rollout).
+    python benchmarks/envhost.py [--rollouts 2048] [--group 8] [--concurrency 128] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -22,12 +21,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "services/envhost/tests"))
 
+from figures import Figure, arguments, report  # noqa: E402
 from quartet.kit.logs import configure  # noqa: E402
 from quartet.v1 import common_pb2, envhost_service_pb2  # noqa: E402
 from quartet_envhost.config import EnvHostConfig  # noqa: E402
 from quartet_envhost.host import EnvironmentHost  # noqa: E402
 
 TICKS = os.sysconf("SC_CLK_TCK")
+WARM_UP = 8
 
 
 def cpu_seconds(pid: int) -> float:
@@ -46,7 +47,7 @@ async def policy() -> None:
     await server.stop(0)
 
 
-async def measure(address: str, rollouts: int, group: int, concurrency: int, python: str) -> dict[str, float]:
+async def measure(address: str, rollouts: int, group: int, concurrency: int, python: str) -> list[Figure]:
     """Run the rollouts in groups and measure."""
     host = EnvironmentHost(EnvHostConfig(inference_addresses=[address], python=python))
     ref = envhost_service_pb2.EnvironmentRef(id="reverse-text")
@@ -68,7 +69,7 @@ async def measure(address: str, rollouts: int, group: int, concurrency: int, pyt
         async with gate:
             return sum([rollout.reward async for rollout in host.run(request)])
 
-    await asyncio.gather(*(one(-1 - i) for i in range(8)))
+    await asyncio.gather(*(one(-1 - i) for i in range(WARM_UP)))
     before = cpu_seconds(worker), time.process_time(), time.perf_counter()
     groups = rollouts // group
     rewards = await asyncio.gather(*(one(i) for i in range(groups)))
@@ -78,18 +79,18 @@ async def measure(address: str, rollouts: int, group: int, concurrency: int, pyt
     worker_ms = (cpu_seconds(worker) - before[0]) * 1000 / count
     front_ms = (time.process_time() - before[1]) * 1000 / count
     await host.close()
-    return {
-        "load_seconds": round(loaded, 2),
-        "rollouts_per_second": round(count / wall, 1),
-        "worker_cpu_ms_per_rollout": round(worker_ms, 3),
-        "front_cpu_ms_per_rollout": round(front_ms, 3),
-        "rollouts_per_worker_core_second": round(1000 / worker_ms, 1),
-    }
+    return [
+        Figure("loading the environment", loaded, "s"),
+        Figure("whole way", count / wall, "rollouts/s"),
+        Figure("worker", worker_ms, "CPU ms/rollout"),
+        Figure("front", front_ms, "CPU ms/rollout"),
+        Figure("one worker core", 1000 / worker_ms, "rollouts/s"),
+    ]
 
 
 def main() -> None:
-    """Run both processes and print the figures as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Run both processes and report the figures."""
+    parser = arguments(__doc__ or "")
     parser.add_argument("--rollouts", type=int, default=2048)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--concurrency", type=int, default=128)
@@ -109,7 +110,7 @@ def main() -> None:
         )
         assert server.stdin is not None
         server.stdin.close()
-    print(json.dumps(figures))
+    report(figures, options.json)
 
 
 if __name__ == "__main__":

@@ -35,12 +35,12 @@ from quartet.v1 import orchestrator_service_pb2_grpc as orchestrator_grpc
 from quartet.v1 import rollout_pb2 as rollout
 from quartet.v1 import trainer_service_pb2 as trainer
 from quartet.v1 import trainer_service_pb2_grpc as trainer_grpc
+from quartet_orchestrator.batches import frames
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 VOCABULARY = 151_000
 GROUP = 16
 GROUPS = 8
-MESSAGE_BYTES = 1 << 20  # samples are sent on in messages of about this size
 START_SECONDS = 120.0
 JOB_STEPS = 10
 
@@ -94,22 +94,6 @@ class Trainer(trainer_grpc.TrainerServiceServicer):
         return trainer.ForwardBackwardResponse()
 
 
-def batch_messages(rollouts: Sequence[rollout.Rollout]) -> list[trainer.ForwardBackwardRequest]:
-    """A batch as the orchestrator sends it."""
-    messages = [trainer.ForwardBackwardRequest(start=trainer.ForwardBackwardStart(run_id="r", seq_id=1))]
-    batch, size = trainer.SampleBatch(), 0
-    for one in rollouts:
-        for sample in one.samples:
-            batch.samples.append(trainer.TrainingSample(sample=sample, advantages=[0.25]))
-            size += sample.ByteSize()
-        if size > MESSAGE_BYTES:
-            messages.append(trainer.ForwardBackwardRequest(batch=batch))
-            batch, size = trainer.SampleBatch(), 0
-    messages.append(trainer.ForwardBackwardRequest(batch=batch))
-    messages.append(trainer.ForwardBackwardRequest(commit=trainer.StreamCommit(sample_count=len(rollouts))))
-    return messages
-
-
 async def two_hops(tokens: int, seed: int) -> tuple[float, float]:
     """Bytes per token from envhost to orchestrator and from orchestrator to trainer."""
     chance = random.Random(seed)
@@ -128,8 +112,11 @@ async def two_hops(tokens: int, seed: int) -> tuple[float, float]:
             received = [response.rollout async for response in stub.RunRollouts(request)]
             assert received == groups[index]
     async with connect(second.address) as channel:
-        messages = batch_messages([one for group in groups for one in group])
-        await trainer_grpc.TrainerServiceStub(channel).ForwardBackward(iter(messages), timeout=60)
+        rollouts = [one for group in groups for one in group]
+        batch_start = trainer.ForwardBackwardStart(run_id="r", seq_id=1)
+        # The orchestrator's own frames.
+        messages = frames(batch_start, rollouts, [0.25] * len(rollouts))
+        await trainer_grpc.TrainerServiceStub(channel).ForwardBackward(messages, timeout=60)
     await server.stop(None)
     return first.total_bytes / total, second.total_bytes / total
 
