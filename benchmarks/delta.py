@@ -12,8 +12,11 @@ Sizes and costs, for a model of bf16 weights (standard deviation 0.02), one core
 End to end, for models of several sizes, two processes, from the order to publish until the reader has the new
 tensors in memory of its own:
 
-4. `delta`: publish, manifest, fetch, apply, verify, with 1 % of the values changed by AdamW.
-5. `disk`: safetensors written into a folder (no fsync), the file loaded and every tensor copied; unverified.
+4. `delta`: publish, manifest, fetch over loopback, apply, verify, with 1 % of the values changed by AdamW.
+5. `disk`: safetensors written into a folder and synced, as whoever reads on another machine needs it; the
+   file loaded (from the page cache) and every tensor copied; unverified.
+6. `page cache`: the same without the sync: what only a reader on the same machine can do.
+7. `shared memory`: the full payload, for a reader on the same machine, verified in place.
 
     python benchmarks/delta.py [--mib 256] [--rounds 5] [--json FILE]
 """
@@ -23,6 +26,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -31,6 +35,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import numpy as np
 import torch
 import zstandard
@@ -44,6 +49,7 @@ from quartet.weights.fetch import fetch_version
 from quartet.weights.fetched import Fetched
 from quartet.weights.manifest import build_manifest
 from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
+from quartet.weights.shared import SharedMemory
 from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
 from safetensors.torch import load_file, save_file
@@ -202,67 +208,107 @@ async def publisher(mib: int, folder: Path) -> None:
     print(json.dumps({"grpc": server.address}), flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         road, number = line.split()
-        if road == "delta":
+        if road == "publish":
             await asyncio.to_thread(store.publish, "r", int(number), wire[int(number) % 2])
         else:
-            await asyncio.to_thread(save_file, tensors[int(number) % 2], folder / f"{number}.safetensors")
+            await asyncio.to_thread(write, tensors[int(number) % 2], folder / number, synced=road == "disk")
         print(json.dumps({"done": number}), flush=True)
     await server.stop(0)
 
 
+def write(tensors: dict[str, torch.Tensor], path: Path, *, synced: bool) -> None:
+    save_file(tensors, path)
+    if synced:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def reload(path: Path) -> object:
+    loaded = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    path.unlink()
+    return loaded
+
+
+class Publisher:
+    """The other process."""
+
+    def __init__(self, process: asyncio.subprocess.Process, folder: Path) -> None:
+        self.process, self.folder = process, folder
+
+    async def answer(self) -> dict[str, str]:
+        """The next line that is for us; logs are passed over."""
+        assert self.process.stdout is not None
+        while True:
+            line = await self.process.stdout.readline()
+            if line.startswith(b"{"):
+                return dict(json.loads(line))
+
+    async def timed(self, road: str, number: int, finish: Callable[[], Awaitable[object]]) -> float:
+        """From the order until `finish` has the tensors."""
+        assert self.process.stdin is not None
+        began = time.perf_counter()
+        self.process.stdin.write(f"{road} {number}\n".encode())
+        await self.answer()
+        kept = await finish()
+        wall_s = time.perf_counter() - began
+        del kept
+        return wall_s
+
+
 async def end_to_end(mib: int, rounds: int) -> list[Figure]:
-    """Both roads in turns, each from the version before."""
+    """The roads in turns, each from the version before."""
+    seconds: dict[str, list[float]] = {"delta": [], "disk": [], "page_cache": [], "shared": []}
     with tempfile.TemporaryDirectory(prefix="quartet-delta-") as folder:
         command = [sys.executable, __file__, "--publish", str(mib), "--folder", folder]
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
-        assert process.stdin is not None and process.stdout is not None
-
-        async def answer() -> dict[str, str]:
-            while True:
-                line = await process.stdout.readline()  # type: ignore[union-attr]
-                if line.startswith(b"{"):
-                    return dict(json.loads(line))
-
-        async def timed(road: str, number: int, finish: Callable[[], Awaitable[object]]) -> float:
-            began = time.perf_counter()
-            process.stdin.write(f"{road} {number}\n".encode())  # type: ignore[union-attr]
-            await answer()
-            kept = await finish()
-            wall_s = time.perf_counter() - began
-            del kept
-            return wall_s
-
-        def reload(number: int) -> object:
-            path = Path(folder) / f"{number}.safetensors"
-            loaded = {name: tensor.clone() for name, tensor in load_file(path).items()}
-            path.unlink()
-            return loaded
-
-        delta_s, disk_s = [], []
-        address = (await answer())["grpc"]
-        async with connect(address, bulk=True) as channel:
+        other = Publisher(process, Path(folder))
+        async with connect((await other.answer())["grpc"], bulk=True) as channel:
             base = await fetch_version(channel, "r", 0)
-
-            async def follow(number: int) -> None:
-                nonlocal base
-                base = await fetch_version(channel, "r", number, base)
-                assert base.deltas
-
-            for number in range(1, rounds + 2):
-                delta_s.append(await timed("delta", number, lambda number=number: follow(number)))  # type: ignore[misc]
-                disk_s.append(
-                    await timed("disk", number, lambda number=number: asyncio.to_thread(reload, number))  # type: ignore[misc]
-                )
+            for number in range(1, 2 * (rounds + 1), 2):
+                wall_s, base = await one_round(other, channel, number, base)
+                for road, one in wall_s.items():
+                    seconds[road].append(one)
+        assert process.stdin is not None
         process.stdin.close()
         await process.wait()
     # The first round warms both processes up.
-    ratio = statistics.median(disk / delta for disk, delta in zip(disk_s[1:], delta_s[1:], strict=True))
+    took = {road: each[1:] for road, each in seconds.items()}
+
+    def faster(road: str, rival: str) -> float:
+        return statistics.median(b / a for a, b in zip(took[road], took[rival], strict=True))
+
+    name = f"{mib} MiB end to end"
     return [
-        Figure(f"{mib} MiB end to end: delta", 1000 * statistics.median(delta_s[1:]), "ms"),
-        Figure(f"{mib} MiB end to end: disk", 1000 * statistics.median(disk_s[1:]), "ms"),
-        Figure(f"{mib} MiB end to end: disk / delta", ratio, "x", ">= 1"),
+        *(Figure(f"{name}: {road}", 1000 * statistics.median(each), "ms") for road, each in took.items()),
+        Figure(f"{name}: disk / delta", faster("delta", "disk"), "x", ">= 1"),
+        Figure(f"{name}: page cache / delta", faster("delta", "page_cache"), "x"),
+        Figure(f"{name}: page cache / shared memory", faster("shared", "page_cache"), "x"),
     ]
+
+
+async def one_round(
+    other: Publisher, channel: grpc.aio.Channel, number: int, base: Fetched
+) -> tuple[dict[str, float], Fetched]:
+    """Two versions: one by delta and by both files, the next through shared memory."""
+    held = [base]
+
+    async def by_delta() -> None:
+        held.append(await fetch_version(channel, "r", number, held[-1]))
+        assert held[-1].deltas
+
+    async def by_sharing() -> Fetched:
+        return await fetch_version(channel, "r", number + 1, transports=[SharedMemory()])
+
+    def by_file() -> Awaitable[object]:
+        return asyncio.to_thread(reload, other.folder / str(number))
+
+    wall_s = {"delta": await other.timed("publish", number, by_delta)}
+    wall_s["disk"] = await other.timed("disk", number, by_file)
+    wall_s["page_cache"] = await other.timed("page_cache", number, by_file)
+    wall_s["shared"] = await other.timed("publish", number + 1, by_sharing)
+    # The base of the next round's delta, fetched beside the measurements.
+    return wall_s, await fetch_version(channel, "r", number + 1, held[-1])
 
 
 def main() -> None:

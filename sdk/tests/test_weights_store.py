@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -160,3 +161,71 @@ async def test_a_run_that_is_closed_and_opened_again_begins_anew_for_its_waiters
     assert (await asyncio.wait_for(waiting, 5)).number == 3
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(store.wait_newer("a", 7), 0.02)
+
+
+def changing(version: int) -> dict[str, Tensor]:
+    """Noise in every version: a delta is about as large as its tensor."""
+    values = np.random.default_rng(version).integers(0, 256, 5000, np.uint8)
+    steady = np.random.default_rng(0).integers(0, 256, 5000, np.uint8)
+    return {"w": Tensor("U8", (5000,), values.data), "steady": Tensor("U8", (5000,), steady.data)}
+
+
+def held(store: WeightStore, version: int) -> tuple[int, bytes]:
+    return version, bytes(store.get("r", version).manifest.digest)
+
+
+def test_deltas_are_bounded_in_bytes_the_last_one_excepted() -> None:
+    """Invariant 8."""
+    store = WeightStore(keep=9, delta_bytes=12_000)
+    for version in range(5):
+        store.publish("r", version, changing(version))
+    for version in range(4):
+        store.payload("r", version + 1, held(store, version))
+        assert store._deltas.nbytes <= 12_000
+    tiny = WeightStore(keep=9, delta_bytes=1)
+    tiny.publish("r", 0, changing(0))
+    tiny.publish("r", 1, changing(1))
+    made = tiny.payload("r", 1, held(tiny, 0))
+    assert tiny.payload("r", 1, held(tiny, 0)) is made
+
+
+def test_deltas_go_with_their_run() -> None:
+    for forget in (WeightStore.close_run, WeightStore.reopen_run):
+        store = WeightStore(keep=9)
+        store.publish("r", 0, changing(0))
+        store.publish("r", 1, changing(1))
+        base = held(store, 0)
+        store.payload("r", 1, base)
+        assert store._deltas.nbytes > 0
+        forget(store, "r")
+        assert store._deltas.nbytes == 0
+        store.open_run("r")
+        store.publish("r", 1, changing(2))
+        with pytest.raises(QuartetError, match="VERSION_UNKNOWN"):
+            store.payload("r", 1, base)
+
+
+def test_a_delta_that_saves_nothing_is_not_offered() -> None:
+    store = WeightStore(keep=9)
+    store.publish("r", 0, {"w": changing(0)["w"]})
+    store.publish("r", 1, {"w": changing(1)["w"]})
+    assert not store.road("r", 1, held(store, 0)).manifest.HasField("base_version")
+    assert store.road("r", 1, held(store, 1)).manifest.base_version == 1
+
+
+def test_one_delta_is_made_for_all_who_ask_at_once() -> None:
+    store = WeightStore(keep=9)
+    store.publish("r", 0, changing(0))
+    store.publish("r", 1, changing(1))
+    base = held(store, 0)
+    with ThreadPoolExecutor(4) as threads:
+        made = list(threads.map(lambda _: store.payload("r", 1, base), range(8)))
+    assert all(one is made[0] for one in made)
+
+
+def test_another_adapter_configuration_is_another_version() -> None:
+    store = WeightStore(keep=9)
+    store.publish("r", 0, weights(0), adapter_config='{"r": 8}')
+    with pytest.raises(QuartetError, match="SEQUENCE_CONFLICT"):
+        store.publish("r", 0, weights(0), adapter_config='{"r": 16}')
+    assert store.get("r", 0).manifest.adapter_config == '{"r": 8}'

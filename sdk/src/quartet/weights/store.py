@@ -135,7 +135,9 @@ class WeightStore:
     def close_run(self, run_id: str) -> None:
         """Forget a run and its versions. Idempotent."""
         with self._lock:
-            self._runs.pop(run_id, None)
+            run = self._runs.pop(run_id, None)
+            if run is not None:
+                self._forget_deltas(run)
             self._wake()
 
     def publish(
