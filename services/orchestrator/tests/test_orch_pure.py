@@ -106,9 +106,10 @@ def test_credit_is_finite_and_centred(kind, groups):
 
 
 def test_normalizer():
-    of = credit.normalizer
-    assert of("grpo", covered_tokens=40, rollouts=8, max_tokens=None) == 40
-    assert of("dr_grpo", covered_tokens=40, rollouts=8, max_tokens=16) == 128
+    of, size = credit.normalizer, credit.Size(tokens=40, samples=9)
+    assert of("token", size, rollouts=8, max_tokens=None) == 40
+    assert of("sequence", size, rollouts=8, max_tokens=None) == 9
+    assert of("constant", size, rollouts=8, max_tokens=16) == 128
 
 
 def rollout(tokens: int, version: int = 0, reward: float = 1.0) -> Rollout:

@@ -16,6 +16,19 @@ from pydantic import Field
 
 from quartet.config import Config, ConfigError
 from quartet.config.load import validate
+from quartet.run.algorithm import AlgorithmConfig
+from quartet.run.values import (
+    Count,
+    Decay,
+    Fraction,
+    NonNegative,
+    Penalty,
+    Positive,
+    PositiveCount,
+    Seed,
+    Table,
+    Text,
+)
 
 #: More staleness than this means that the trainer keeps more than two dozen copies of the model.
 MAX_OFF_POLICY_STEPS = 24
@@ -30,18 +43,7 @@ MAX_ENVIRONMENTS = 100
 #: SamplingParams.stop takes no more.
 MAX_STOP_STRINGS = 16
 
-# Strict: TOML has numbers, so "8" and true are mistakes, not numbers. Counts travel as uint32.
-Count = Annotated[int, Field(ge=0, lt=2**32, strict=True)]
-PositiveCount = Annotated[int, Field(ge=1, lt=2**32, strict=True)]
 GroupSize = Annotated[int, Field(ge=1, le=MAX_GROUP, strict=True)]
-Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
-Fraction = Annotated[float, Field(ge=0, le=1, strict=True)]
-Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
-Penalty = Annotated[float, Field(ge=-2, le=2, strict=True)]
-Text = Annotated[str, Field(min_length=1)]
-Table = Annotated[dict[str, Any], Field(default_factory=dict)]
 
 
 class SamplingConfig(Config):
@@ -85,30 +87,6 @@ class EnvConfig(Config):
         float, Field(ge=MIN_TIMEOUT_SECONDS, le=MAX_TIMEOUT_SECONDS, allow_inf_nan=False, strict=True)
     ] = 600.0
     max_retries: Annotated[int, Field(ge=0, le=MAX_RETRIES, strict=True)] = 2
-
-
-class AlgorithmConfig(Config):
-    """Credit and loss, as values."""
-
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "max_rl", "none"] = "grpo"
-    loss: Literal["cispo", "ppo", "none"] = "cispo"
-    clip_low: NonNegative | None = None
-    clip_high: Positive | None = None
-
-    @pydantic.field_validator("clip_low", "clip_high")
-    @classmethod
-    def _clip_is_used(cls, value: float | None, info: pydantic.ValidationInfo) -> float | None:
-        loss = info.data.get("loss")
-        if value is None or loss is None:
-            return value
-        if loss == "none":
-            raise ValueError('loss = "none" does not clip; remove it, or choose "cispo" or "ppo"')
-        if info.field_name == "clip_low":
-            if loss == "cispo":
-                raise ValueError('loss = "cispo" has only clip_high, the cap of the ratio; remove clip_low')
-            if value >= 1:
-                raise ValueError("the ratio is clipped to 1 - clip_low at least; set it below 1")
-        return value
 
 
 class EvalConfig(Config):
@@ -166,8 +144,13 @@ class RunConfig(Config):
     envhost: Table
 
     @property
+    def versions_per_step(self) -> int:
+        """Optimizer steps on one batch, which is how far the policy's version goes on with each."""
+        return self.algorithm.num_iterations
+
+    @property
     def groups_per_batch(self) -> int:
-        """Groups of rollouts_per_example rollouts that one optimizer step trains on."""
+        """Groups of rollouts_per_example rollouts that one batch consists of."""
         return self.batch_size // self.rollouts_per_example
 
     @pydantic.field_validator("batch_size")
@@ -216,14 +199,26 @@ class RunConfig(Config):
     @pydantic.model_validator(mode="after")
     def _credit_is_defined(self) -> Self:
         advantage = self.algorithm.advantage
-        if advantage != "none" and self.rollouts_per_example < 2:
+        if advantage not in ("none", "zero") and self.rollouts_per_example < 2:
             raise ValueError(
                 f"rollouts_per_example = 1 is refused: algorithm.advantage = {advantage!r} compares rollouts "
                 'of one task; set at least 2, or algorithm.advantage to "none"'
             )
-        if advantage == "dr_grpo" and self.sampling.max_tokens is None:
+        if self.algorithm.normalised_by == "constant" and self.sampling.max_tokens is None:
+            key = "aggregation" if self.algorithm.aggregation else "advantage"
             raise ValueError(
-                'sampling.max_tokens is not set, and algorithm.advantage = "dr_grpo" divides by it; set it'
+                f'sampling.max_tokens is not set, and algorithm.{key} = "{getattr(self.algorithm, key)}" '
+                "divides by it; set it"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _teacher_is_comparable(self) -> Self:
+        reference = self.algorithm.reference
+        if reference is not None and reference.address and self.sampling.temperature != 1.0:
+            raise ValueError(
+                f"sampling.temperature = {self.sampling.temperature} is refused: algorithm.reference.address "
+                "scores at temperature 1; set it to 1, or let the trainer hold the model"
             )
         return self
 

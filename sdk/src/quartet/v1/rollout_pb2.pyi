@@ -38,14 +38,16 @@ class PolicySpan(_message.Message):
     def __init__(self, start: _Optional[int] = ..., length: _Optional[int] = ..., policy_version: _Optional[int] = ...) -> None: ...
 
 class Sample(_message.Message):
-    __slots__ = ("token_ids", "spans", "logprobs")
+    __slots__ = ("token_ids", "spans", "logprobs", "reference_logprobs")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     spans: _containers.RepeatedCompositeFieldContainer[PolicySpan]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., spans: _Optional[_Iterable[_Union[PolicySpan, _Mapping]]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+    reference_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., spans: _Optional[_Iterable[_Union[PolicySpan, _Mapping]]] = ..., logprobs: _Optional[_Iterable[float]] = ..., reference_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Task(_message.Message):
     __slots__ = ("index", "key", "data_json")

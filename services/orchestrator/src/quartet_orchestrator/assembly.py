@@ -21,6 +21,7 @@ from quartet_orchestrator.prompts import Prompts, Source
 from quartet_orchestrator.rollouts import Rollouts
 from quartet_orchestrator.run import TrainingRun
 from quartet_orchestrator.sampling import Sampling
+from quartet_orchestrator.teacher import Teachers
 from quartet_orchestrator.trainer_client import TrainerClient
 from quartet_orchestrator.training import Training
 
@@ -32,6 +33,7 @@ class Services:
     trainer: TrainerClient
     hosts: EnvHosts
     policies: Policies
+    teachers: Teachers
     patience_s: float
     journal_keep_bytes: int
 
@@ -41,6 +43,7 @@ class Services:
             TrainerClient(config.trainer_address, config.security),
             EnvHosts(config.envhost_addresses, config.security),
             Policies(config.inference_addresses, config.security),
+            Teachers(config.security),
             config.patience_seconds,
             config.journal_keep_bytes,
         )
@@ -49,6 +52,7 @@ class Services:
         await self.trainer.close()
         await self.hosts.close()
         await self.policies.close()
+        await self.teachers.close()
 
 
 def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
@@ -56,25 +60,31 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         return Outage(service, services.patience_s, book.note)
 
     model = outage("the model")
-    sampling = Sampling(services.hosts, Permits(config.max_concurrent), outage("the environment host"), model)
+    permits, host = Permits(config.max_concurrent), outage("the environment host")
+    reference = config.algorithm.reference
+    teacher = None
+    if reference is not None and reference.address:
+        teacher = services.teachers.at(reference.address, outage("the teacher"))
     pace = Pace(
         max_off_policy_steps=config.max_off_policy_steps,
         groups_per_batch=config.groups_per_batch,
         max_steps=config.max_steps,
         published=book.state.step,
+        versions_per_step=config.versions_per_step,
     )
     sources = [
         Source(env.id, env.weight, None if info.infinite else info.train_size)
         for env, info in zip(config.env, book.state.environments, strict=True)
     ]
     training = Training(book, config, services.trainer, outage("the trainer"))
+    sampling = Sampling(services.hosts, permits, host, model, teacher.judge if teacher else None)
     rollouts = Rollouts(book, config, pace, Prompts(sources, config.seed), sampling)
-    evaluation = Evaluation(book, config, sampling)
+    evaluation = Evaluation(book, config, Sampling(services.hosts, permits, host, model))
 
     async def policy_ready() -> None:
         """Waits until the published version is served somewhere, so that no rollout is spent on finding
         out."""
-        run_id, version = book.state.run_id, book.state.step
+        run_id, version = book.state.run_id, book.state.step * config.versions_per_step
         await model.through(lambda: services.policies.serving(run_id, version))
 
     compaction = Compaction(book, CallPlan.of(config), services.journal_keep_bytes)

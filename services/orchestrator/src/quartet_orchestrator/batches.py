@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.rollout_pb2 import Rollout
 
+from quartet_orchestrator.credit import Size
+
 # A frame is sent when it has grown this large; small enough that sending and packing overlap.
 FRAME_BYTES = 1 << 20
 # Length prefix and tag of a sample inside a frame, rounded up.
@@ -24,6 +26,20 @@ SAMPLE_OVERHEAD_BYTES = 8
 
 def covered_tokens(rollouts: Sequence[Rollout]) -> int:
     return sum(len(sample.logprobs) for rollout in rollouts for sample in rollout.samples)
+
+
+def size_of(rollout: Rollout) -> Size:
+    return Size(covered_tokens([rollout]), len(rollout.samples))
+
+
+def without_overlong(
+    rollouts: Sequence[Rollout], advantages: Sequence[float]
+) -> tuple[list[Rollout], list[float]]:
+    """Those that no limit cut, with their advantages; if there are none, all of them, with 0 as advantage."""
+    whole = [index for index, rollout in enumerate(rollouts) if not rollout.truncated]
+    if not whole:
+        return list(rollouts), [0.0] * len(rollouts)
+    return [rollouts[index] for index in whole], [advantages[index] for index in whole]
 
 
 def frames(
@@ -35,7 +51,10 @@ def frames(
     batch, size, samples, tokens = tpb.SampleBatch(), 0, 0, 0
     for rollout, advantage in zip(rollouts, advantages, strict=True):
         for sample in rollout.samples:
-            credited = tpb.TrainingSample(sample=sample, advantages=[advantage])
+            credited = tpb.TrainingSample(
+                sample=sample, advantages=[advantage], reference_logprobs=sample.reference_logprobs
+            )
+            credited.sample.ClearField("reference_logprobs")
             grown = credited.ByteSize() + SAMPLE_OVERHEAD_BYTES
             if size and size + grown > FRAME_BYTES:
                 yield tpb.ForwardBackwardRequest(batch=batch)

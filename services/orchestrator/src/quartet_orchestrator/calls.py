@@ -1,14 +1,14 @@
 """Calls: the one list of mutating calls that a run makes to its trainer.
 
   seq 1                        PublishWeights           version 0, what the first rollouts are sampled with
-  then for s = 0, 1, ...       ForwardBackward          batch s
-                               OptimStep                version s becomes s + 1
-                               PublishWeights           version s + 1
+  then for s = 0, 1, ...       ForwardBackward          batch s     } num_iterations times
+                               OptimStep                            }
+                               PublishWeights           the version of s + 1 steps
                                SaveState                where (s + 1) is a multiple of the interval
   after the last step          SaveState(export)        always, instead of the plain one
 
-1. The list follows from max_steps, interval and keep_last alone, so both sides agree on every number after
-   any restart.
+1. The list follows from max_steps, num_iterations, interval and keep_last alone, so both sides agree on every
+   number after any restart.
 2. Numbers are contiguous from 1. With max_steps 0 the list is PublishWeights, SaveState(export).
 3. Saved states take `keep_last` names in turn: a state replaces the oldest one, atomically, on the trainer's
    side.
@@ -38,17 +38,21 @@ class Call:
     kind: CallKind
     # The batch that it belongs to; -1 for the first publication.
     batch: int
+    # Which pass over the batch, from 0.
+    iteration: int = 0
     # SaveState: name of the state, and whether the model is exported.
     state_name: str = ""
     export_model: bool = False
 
 
-CALLS_PER_STEP = 3
-
-
 class CallPlan:
-    def __init__(self, *, max_steps: int, save_interval: int, keep_last: int) -> None:
-        assert max_steps >= 0 and save_interval > 0 and keep_last > 0
+    def __init__(
+        self, *, max_steps: int, save_interval: int, keep_last: int, num_iterations: int = 1
+    ) -> None:
+        assert max_steps >= 0 and save_interval > 0 and keep_last > 0 and num_iterations > 0
+        self.num_iterations = num_iterations
+        # Two calls for each pass, and the publication.
+        self._calls_per_step = 2 * num_iterations + 1
         self._max_steps = max_steps
         self._interval = save_interval
         self._keep_last = keep_last
@@ -56,7 +60,10 @@ class CallPlan:
     @classmethod
     def of(cls, config: RunConfig) -> CallPlan:
         return cls(
-            max_steps=config.max_steps, save_interval=config.ckpt.interval, keep_last=config.ckpt.keep_last
+            max_steps=config.max_steps,
+            save_interval=config.ckpt.interval,
+            keep_last=config.ckpt.keep_last,
+            num_iterations=config.algorithm.num_iterations,
         )
 
     def covered_steps(self, applied_seq_id: int) -> int:
@@ -67,12 +74,12 @@ class CallPlan:
         return max(0, saved - self._keep_last + 1) * self._interval
 
     def first_of(self, batch: int) -> int:
-        """seq_id of the batch's ForwardBackward."""
-        return 2 + CALLS_PER_STEP * batch + batch // self._interval
+        """seq_id of the batch's first ForwardBackward."""
+        return 2 + self._calls_per_step * batch + batch // self._interval
 
     def published_by(self, batch: int) -> int:
         """seq_id of the PublishWeights after the batch; batch -1 is the start."""
-        return self.first_of(batch) + 2 if batch >= 0 else 1
+        return self.first_of(batch) + self._calls_per_step - 1 if batch >= 0 else 1
 
     def last_of(self, batch: int) -> int:
         """The last call that belongs to the batch; batch -1 is the start."""
@@ -83,12 +90,14 @@ class CallPlan:
         if seq_id == 1:
             return Call(1, CallKind.PUBLISH, -1)
         batch = bisect_right(range(self._max_steps), seq_id, key=self.first_of) - 1
-        offset = seq_id - self.first_of(batch) if batch >= 0 else CALLS_PER_STEP
-        if offset < CALLS_PER_STEP:
-            kinds = (CallKind.FORWARD_BACKWARD, CallKind.OPTIM_STEP, CallKind.PUBLISH)
-            return Call(seq_id, kinds[offset], batch)
+        offset = seq_id - self.first_of(batch) if batch >= 0 else self._calls_per_step
+        if offset < self._calls_per_step - 1:
+            kind = CallKind.OPTIM_STEP if offset % 2 else CallKind.FORWARD_BACKWARD
+            return Call(seq_id, kind, batch, offset // 2)
+        if offset == self._calls_per_step - 1:
+            return Call(seq_id, CallKind.PUBLISH, batch)
         export = batch + 1 == self._max_steps
-        return Call(seq_id, CallKind.SAVE, batch, self._state_name(batch), export)
+        return Call(seq_id, CallKind.SAVE, batch, state_name=self._state_name(batch), export_model=export)
 
     def _saves(self, batch: int) -> bool:
         due = batch >= 0 and (batch + 1) % self._interval == 0

@@ -8,10 +8,13 @@ r is a reward, m and s are mean and population standard deviation over its group
   reinforce_pp  (r - m) / (S + EPSILON)      REINFORCE++ with group baseline, arXiv 2501.03262; S of all r - m
   max_rl        (r - m) / m, 0 where m is 0  MaxRL: the maximum-likelihood gradient for rewards of 0 and 1
   none          r                            REINFORCE without a baseline
+  zero          0                            what is learned comes from the loss: distillation
 
 1. Failures are not here: a caller passes rewards of rollouts that succeeded, only.
 2. All advantages are finite; a group of equal rewards gets zeros (except `none`).
-3. The normaliser is the number of covered tokens (a token mean); for dr_grpo it is rollouts * max_tokens.
+3. The normaliser follows from the aggregation: the number of covered tokens (token), of samples (sequence),
+   or rollouts * max_tokens (constant). With overlong filtering a rollout that a limit cut counts for the
+   baseline of its group and for nothing else, unless all of a batch were cut: then their advantages are 0.
 
 Pure.
 """
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 # Keeps a group of nearly equal rewards from exploding; as in TRL and verl.
@@ -28,19 +32,30 @@ EPSILON = 1e-4
 Groups = Sequence[Sequence[float]]
 
 
+@dataclass(frozen=True)
+class Size:
+    """What a batch, or a part of it, puts before the loss."""
+
+    tokens: int = 0
+    samples: int = 0
+
+    def __add__(self, other: Size) -> Size:
+        return Size(self.tokens + other.tokens, self.samples + other.samples)
+
+
 def advantages(kind: str, groups: Groups) -> list[list[float]]:
     assert groups and all(len(group) > 0 for group in groups)
     assert all(math.isfinite(reward) for group in groups for reward in group)
     return CREDIT[kind](groups)
 
 
-def normalizer(kind: str, *, covered_tokens: int, rollouts: int, max_tokens: int | None) -> float:
+def normalizer(aggregation: str, size: Size, *, rollouts: int, max_tokens: int | None) -> float:
     """What the batch's summed loss is divided by."""
-    assert covered_tokens > 0 and rollouts > 0
-    if kind == "dr_grpo":
+    assert size.tokens > 0 and size.samples > 0 and rollouts > 0
+    if aggregation == "constant":
         assert max_tokens is not None, "checked when the run was submitted"
         return float(rollouts * max_tokens)
-    return float(covered_tokens)
+    return float(size.samples if aggregation == "sequence" else size.tokens)
 
 
 def _centred(group: Sequence[float]) -> list[float]:
@@ -86,6 +101,10 @@ def _none(groups: Groups) -> list[list[float]]:
     return [list(group) for group in groups]
 
 
+def _zero(groups: Groups) -> list[list[float]]:
+    return [[0.0] * len(group) for group in groups]
+
+
 CREDIT: Mapping[str, Callable[[Groups], list[list[float]]]] = {
     "grpo": _grpo,
     "dr_grpo": _dr_grpo,
@@ -93,4 +112,5 @@ CREDIT: Mapping[str, Callable[[Groups], list[list[float]]]] = {
     "reinforce_pp": _reinforce_pp,
     "max_rl": _max_rl,
     "none": _none,
+    "zero": _zero,
 }

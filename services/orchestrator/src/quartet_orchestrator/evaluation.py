@@ -50,21 +50,27 @@ class Evaluation:
         )
         return wanted and config.num_examples > 0 and step not in self._book.state.evaluations
 
-    async def measure(self, version: int) -> None:
-        """Runs what is missing of the evaluation of a version, which has to be the published one, and writes
-        the result."""
+    async def measure(self, step: int) -> None:
+        """Runs what is missing of the evaluation after so many steps, whose version has to be the published
+        one, and writes the result."""
         done: dict[int, set[int]] = defaultdict(set)
-        for event in await asyncio.to_thread(self._good, version):
+        for event in await asyncio.to_thread(self._good, step):
             done[event.group].add(event.rollout.member)
         examples = list(self._examples())
         members = set(range(self._config.eval.rollouts_per_example))
         async with asyncio.TaskGroup() as group:
             for example in examples:
                 if missing := members - done[example.place]:
-                    group.create_task(self._measure(version, example, missing))
+                    group.create_task(self._measure(step, example, missing))
         asked = len(examples) * len(members)
-        values = await asyncio.to_thread(self._values, version, asked)
-        self._book.write(eval=pb.EvalEvent(step=version, policy_version=version, metrics=values))
+        values = await asyncio.to_thread(self._values, step, asked)
+        self._book.write(
+            eval=pb.EvalEvent(
+                step=step,
+                policy_version=step * self._config.versions_per_step,
+                metrics=values,
+            )
+        )
 
     def _examples(self) -> Iterator[_Example]:
         place = 0
@@ -73,34 +79,34 @@ class Evaluation:
                 yield _Example(place, environment, task_index)
                 place += 1
 
-    async def _measure(self, version: int, example: _Example, members: set[int]) -> None:
+    async def _measure(self, step: int, example: _Example, members: set[int]) -> None:
         env = self._config.env[example.environment]
         request = rollouts_request(
             self._book.state.run_id,
             self._config,
-            f"eval-{version}-{example.place}",
+            f"eval-{step}-{example.place}",
             env,
             epb.SPLIT_EVAL,
             example.task_index,
         )
-        request.min_policy_version = version
-        request.exact_policy_version = version
+        request.min_policy_version = request.exact_policy_version = step * self._config.versions_per_step
         if self._config.eval.temperature is not None:
             request.sampling.temperature = self._config.eval.temperature
 
         def ended(rollout: rpb.Rollout) -> bool:
-            self._ended(version, example, env.id, rollout)
+            self._ended(step, example, env.id, rollout)
             return True
 
         await self._sampling.complete(request, members, ended, all_or_nothing=False)
 
-    def _ended(self, version: int, example: _Example, env_id: str, rollout: rpb.Rollout) -> None:
+    def _ended(self, step: int, example: _Example, env_id: str, rollout: rpb.Rollout) -> None:
         versions = {span.policy_version for sample in rollout.samples for span in sample.spans}
-        if not rollout.HasField("failure") and versions != {version}:
-            raise RunFailed(f"an evaluation of version {version} was sampled by versions {sorted(versions)}")
+        wanted = step * self._config.versions_per_step
+        if not rollout.HasField("failure") and versions != {wanted}:
+            raise RunFailed(f"an evaluation of version {wanted} was sampled by versions {sorted(versions)}")
         self._book.write(
             eval_rollout={
-                "at_step": version,
+                "at_step": step,
                 "environment": example.environment,
                 "rollout": pb.RolloutEvent(
                     group=example.place, env_id=env_id, task_index=example.task_index, rollout=rollout
@@ -108,16 +114,16 @@ class Evaluation:
             }
         )
 
-    def _good(self, version: int) -> list[pb.RolloutEvent]:
+    def _good(self, step: int) -> list[pb.RolloutEvent]:
         """The rollouts that succeeded so far. Reads and parses all of them: meant for a thread."""
-        records = self._book.journal.select("eval_rollout", step=version)
+        records = self._book.journal.select("eval_rollout", step=step)
         events = (record.eval_rollout.rollout for record in records)
         return [event for event in events if not event.rollout.HasField("failure")]
 
-    def _values(self, version: int, asked: int) -> dict[str, float]:
-        scored = [metrics.Scored(event.env_id, event.rollout) for event in self._good(version)]
+    def _values(self, step: int, asked: int) -> dict[str, float]:
+        scored = [metrics.Scored(event.env_id, event.rollout) for event in self._good(step)]
         if not scored:
             raise RunFailed(
-                f"all {asked} rollouts of the evaluation of version {version} failed; see their failures"
+                f"all {asked} rollouts of the evaluation after {step} steps failed; see their failures"
             )
         return metrics.of_evaluation(scored, asked)

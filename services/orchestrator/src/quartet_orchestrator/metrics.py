@@ -16,6 +16,14 @@ from statistics import fmean, pstdev
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.rollout_pb2 import Rollout
 
+# The trainer's diagnostics that have another name here; "train/logprob_difference_*" is what verification
+# found, under equal weights.
+DIAGNOSTICS = {
+    "mismatch_kl": "kl_divergence",
+    "logprob_difference_mean": "mismatch_mean",
+    "logprob_difference_max": "mismatch_max",
+}
+
 
 @dataclass(frozen=True)
 class Scored:
@@ -39,6 +47,7 @@ def of_step(
     stepped: tpb.OptimStepResponse,
     times: StepTimes,
     failed_rollouts: int,
+    versions_per_step: int = 1,
 ) -> dict[str, float]:
     sampled = sum(s.rollout.usage.completion_tokens for s in scored)
     values = {
@@ -55,18 +64,28 @@ def of_step(
     }
     if times.step_s > 0:
         values["tokens_per_second"] = sampled / times.step_s
-    for name, diagnostic in (("train/kl_divergence", "mismatch_kl"), ("train/entropy", "entropy")):
-        if diagnostic in trained.diagnostics:
-            values[name] = trained.diagnostics[diagnostic]
+    for diagnostic, value in trained.diagnostics.items():
+        values[f"train/{DIAGNOSTICS.get(diagnostic, diagnostic)}"] = value
     if trained.HasField("verification"):
         values["train/logprob_tokens_compared"] = float(trained.verification.tokens_compared)
         values["train/logprob_tokens_skipped"] = float(trained.verification.tokens_skipped)
     if trained.HasField("verification") and trained.verification.tokens_compared:
         values["train/logprob_difference_max"] = trained.verification.max_difference
         values["train/logprob_difference_mean"] = trained.verification.mean_difference
-    values |= _rewards("train", scored) | _shape(scored) | _staleness(batch, scored)
+    values |= _rewards("train", scored) | _shape(scored) | _staleness(batch, scored, versions_per_step)
     # A skipped step has a loss or a norm that is no number, and neither has JSON.
     return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def over_iterations(passes: Sequence[tpb.ForwardBackwardResponse]) -> tpb.ForwardBackwardResponse:
+    """All passes over one batch as one answer: means, the largest of maxima, the first's verification."""
+    whole = tpb.ForwardBackwardResponse()
+    whole.CopyFrom(passes[0])
+    whole.loss = fmean([one.loss for one in passes])
+    for name in whole.diagnostics:
+        values = [one.diagnostics[name] for one in passes]
+        whole.diagnostics[name] = max(values) if name.endswith("_max") else fmean(values)
+    return whole
 
 
 def of_evaluation(scored: Sequence[Scored], asked: int) -> dict[str, float]:
@@ -110,9 +129,9 @@ def _shape(scored: Sequence[Scored]) -> dict[str, float]:
     }
 
 
-def _staleness(batch: int, scored: Sequence[Scored]) -> dict[str, float]:
+def _staleness(batch: int, scored: Sequence[Scored], versions_per_step: int) -> dict[str, float]:
     spans = [
-        (span.length, batch - span.policy_version)
+        (span.length, batch - span.policy_version // versions_per_step)
         for s in scored
         for sample in s.rollout.samples
         for span in sample.spans

@@ -1,6 +1,7 @@
 """Pace: which place of which batch may be filled next, and how stale a token may be.
 
-Batch s trains policy version s to s + 1. K is `max_off_policy_steps`.
+Batch s trains the policy of s steps to that of s + 1. K is `max_off_policy_steps`. A step is n optimizer
+steps (`versions_per_step`), so the version of s steps is n * s; below, versions are counted in steps.
 
 1. A place of batch s is given out only while the published version is at least s - K (admission).
 2. Its rollouts ask the engine for at least `min_policy_version(s)` = max(0, s - K). So a token of version v
@@ -31,12 +32,19 @@ class Place:
 
 class Pace:
     def __init__(
-        self, *, max_off_policy_steps: int, groups_per_batch: int, max_steps: int, published: int = 0
+        self,
+        *,
+        max_off_policy_steps: int,
+        groups_per_batch: int,
+        max_steps: int,
+        published: int = 0,
+        versions_per_step: int = 1,
     ) -> None:
         assert max_off_policy_steps >= 0 and groups_per_batch > 0 and max_steps >= 0 and published >= 0
         self.max_off_policy_steps = max_off_policy_steps
         self.groups_per_batch = groups_per_batch
         self.max_steps = max_steps
+        self.versions_per_step = versions_per_step
         self.published = published
         self._given_back: list[Place] = []
         # The next place that no group has had yet.
@@ -46,7 +54,7 @@ class Pace:
         return batch < self.max_steps and self.published >= batch - self.max_off_policy_steps
 
     def min_policy_version(self, batch: int) -> int:
-        return max(0, batch - self.max_off_policy_steps)
+        return max(0, batch - self.max_off_policy_steps) * self.versions_per_step
 
     def take(self) -> Place | None:
         """The first free place that is admitted now, or None."""
@@ -91,9 +99,10 @@ class Pace:
         """Why tokens of these versions may not be trained in the batch, as a reason for the ledger, or
         None."""
         for version in versions:
-            if batch - version > self.max_off_policy_steps:
+            steps, between = divmod(version, self.versions_per_step)
+            if batch - steps > self.max_off_policy_steps:
                 return "stale"
-            if version > batch:
-                # No such version exists before the batch is trained: the stamp is wrong.
+            if steps > batch or between:
+                # No such version is published before the batch is trained: the stamp is wrong.
                 return "version_unpublished"
         return None

@@ -26,6 +26,7 @@ from quartet_orchestrator import credit, state
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.evaluation import Evaluation
 from quartet_orchestrator.rollouts import Rollouts
+from quartet_orchestrator.state import Group, size_before_loss
 from quartet_orchestrator.steps import record_step
 from quartet_orchestrator.training import Training
 
@@ -87,8 +88,7 @@ class TrainingRun:
                 await self._measure(batch)
             groups = await self._unless_stopped(self._rollouts.batch(batch))
             if batch not in self._book.state.batches:
-                tokens = sum(group.covered_tokens for group in groups)
-                self._close(batch, [group.number for group in groups], tokens)
+                self._close(batch, groups)
             await self._training.train(batch)
             await record_step(self._book, self._config, batch, self._training.versions_changed())
             self._rollouts.published(batch + 1)
@@ -96,14 +96,15 @@ class TrainingRun:
                 await self._training.save(batch)
                 await self._compact()
 
-    def _close(self, batch: int, groups: list[int], covered_tokens: int) -> None:
+    def _close(self, batch: int, groups: list[Group]) -> None:
         normalizer = credit.normalizer(
-            self._config.algorithm.advantage,
-            covered_tokens=covered_tokens,
+            self._config.algorithm.normalised_by,
+            size_before_loss(groups, overlong_filtering=self._config.algorithm.overlong_filtering),
             rollouts=self._config.batch_size,
             max_tokens=self._config.sampling.max_tokens,
         )
-        self._book.write(batch={"batch": batch, "groups": groups, "normalizer": normalizer})
+        numbers = [group.number for group in groups]
+        self._book.write(batch={"batch": batch, "groups": numbers, "normalizer": normalizer})
 
     async def _measure(self, version: int) -> None:
         """Evaluates the published version where that is due."""

@@ -15,7 +15,7 @@ import asyncio
 import math
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
 
 from quartet.errors import QuartetError
@@ -36,11 +36,20 @@ Failures = dict[int, rpb.RolloutFailure]
 
 
 class Sampling:
-    def __init__(self, hosts: EnvHosts, permits: Permits, host_outage: Outage, model_outage: Outage) -> None:
+    def __init__(
+        self,
+        hosts: EnvHosts,
+        permits: Permits,
+        host_outage: Outage,
+        model_outage: Outage,
+        judge: Callable[[rpb.Rollout], Awaitable[None]] | None = None,
+    ) -> None:
+        """`judge` adds to a rollout that succeeded what a teacher thinks of it, before anybody is told."""
         self._hosts = hosts
         self._permits = permits
         self._host_outage = host_outage
         self._model_outage = model_outage
+        self._judge = judge
 
     async def complete(
         self,
@@ -105,6 +114,8 @@ class Sampling:
                     held -= 1
                     checked(rollout)
                     if not rollout.HasField("failure"):
+                        if self._judge is not None:
+                            await self._judge(rollout)
                         self._model_outage.answered()
                         missing.discard(rollout.member)
                     if not ended(rollout):

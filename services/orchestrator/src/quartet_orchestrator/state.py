@@ -11,13 +11,15 @@ Pure.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quartet.v1 import journal_pb2 as jpb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 
-from quartet_orchestrator.batches import covered_tokens
+from quartet_orchestrator.batches import size_of
+from quartet_orchestrator.credit import Size
 from quartet_orchestrator.ledger import Ledger
 from quartet_orchestrator.pace import Place
 
@@ -50,12 +52,20 @@ class Group:
     task_index: int
     members: int
     done: set[int] = field(default_factory=set)
-    # Tokens that the loss will cover, of the members that are done.
-    covered_tokens: int = 0
+    # What the members that are done put before the loss; and of it, what a limit cut.
+    size: Size = field(default_factory=Size)
+    truncated: Size = field(default_factory=Size)
 
     @property
     def missing(self) -> list[int]:
         return [member for member in range(self.members) if member not in self.done]
+
+
+def size_before_loss(groups: Sequence[Group], *, overlong_filtering: bool) -> Size:
+    """What the groups put before the loss; see batches.without_overlong."""
+    whole = sum((group.size for group in groups), Size())
+    cut = sum((group.truncated for group in groups), Size()) if overlong_filtering else Size()
+    return Size(whole.tokens - cut.tokens, whole.samples - cut.samples) if cut != whole else whole
 
 
 @dataclass
@@ -157,7 +167,10 @@ class RunState:
         if not rollout.HasField("failure"):
             assert rollout.member in group.missing, f"group {group.number} member {rollout.member} twice"
             group.done.add(rollout.member)
-            group.covered_tokens += covered_tokens([rollout])
+            size = size_of(rollout)
+            group.size += size
+            if rollout.truncated:
+                group.truncated += size
 
     def _step(self, event: pb.StepEvent, at_ms: int) -> None:
         assert event.step == self.step + 1, event.step

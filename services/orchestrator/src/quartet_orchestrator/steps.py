@@ -30,7 +30,9 @@ def _measure(book: Book, config: RunConfig, batch: int) -> tuple[dict[str, float
     """The metrics of the step, and how many rollouts it trained."""
     plan = CallPlan.of(config)
     (closed,) = book.journal.select("batch", step=batch + 1)
-    trained, stepped, published = (_answer(book, plan.first_of(batch) + offset) for offset in range(3))
+    first, last = plan.first_of(batch), plan.published_by(batch)
+    passes = [_answer(book, seq_id).call.forward_backward for seq_id in range(first, last, 2)]
+    stepped, published = _answer(book, last - 1), _answer(book, last)
     scored, failed = [], 0
     for number in closed.batch.groups:
         env_id = config.env[book.state.groups[number].environment].id
@@ -46,10 +48,11 @@ def _measure(book: Book, config: RunConfig, batch: int) -> tuple[dict[str, float
     values = metrics.of_step(
         batch,
         scored,
-        trained.call.forward_backward,
+        metrics.over_iterations(passes),
         stepped.call.optim_step,
         times,
         failed,
+        config.versions_per_step,
     )
     return values, len(scored)
 

@@ -34,6 +34,7 @@ from quartet_orchestrator import batches, credit
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.calls import Call, CallKind, CallPlan
 from quartet_orchestrator.outage import Outage, RunFailed, RunInterrupted
+from quartet_orchestrator.specs import loss_spec, run_spec
 from quartet_orchestrator.trainer_client import TrainerClient
 
 log = structlog.get_logger()
@@ -47,46 +48,9 @@ MAX_INTERNAL_ERRORS = 3
 # One batch may be bad; a model that gives no numbers this often in a row has diverged.
 MAX_SKIPPED_STEPS = 3
 
-SCHEDULES = {"constant": tpb.SCHEDULE_CONSTANT, "linear": tpb.SCHEDULE_LINEAR, "cosine": tpb.SCHEDULE_COSINE}
-RATIOS = {
-    "cispo": tpb.RATIO_TREATMENT_CISPO,
-    "ppo": tpb.RATIO_TREATMENT_PPO,
-    "none": tpb.RATIO_TREATMENT_NONE,
-}
-
 Answer = (
     tpb.ForwardBackwardResponse | tpb.OptimStepResponse | tpb.PublishWeightsResponse | tpb.SaveStateResponse
 )
-
-
-def run_spec(config: RunConfig) -> tpb.RunSpec:
-    return tpb.RunSpec(
-        base_model=config.model,
-        optimizer=tpb.OptimizerSpec(
-            learning_rate=config.learning_rate,
-            beta1=config.adam_beta1,
-            beta2=config.adam_beta2,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
-            schedule=SCHEDULES[config.lr_scheduler],
-            warmup_steps=config.warmup_steps,
-            total_steps=config.max_steps,
-        ),
-        seed=config.seed,
-        # The versions that a batch's tokens may come from, and one to spare.
-        retain_versions=config.max_off_policy_steps + 2 if config.checks.verify_logprobs else 0,
-        microbatch_tokens=config.microbatch_tokens,
-    )
-
-
-def loss_spec(config: RunConfig) -> tpb.LossSpec:
-    return tpb.LossSpec(
-        kind=tpb.LOSS_KIND_POLICY_GRADIENT,
-        ratio=RATIOS[config.algorithm.loss],
-        clip_low=config.algorithm.clip_low,
-        clip_high=config.algorithm.clip_high,
-        temperature=config.sampling.temperature,
-    )
 
 
 class Training:
@@ -234,13 +198,17 @@ class Training:
         start = tpb.ForwardBackwardStart(
             run_id=self._book.state.run_id,
             seq_id=call.seq_id,
-            loss=loss_spec(self._config),
+            loss=loss_spec(self._config, call.batch),
             normalizer=closed.normalizer,
-            verify_logprobs=self._config.checks.verify_logprobs,
+            # Later passes would find what the first one found.
+            verify_logprobs=self._config.checks.verify_logprobs and call.iteration == 0,
         )
         credited = credit.advantages(self._config.algorithm.advantage, rewards)
         rollouts = [rollout for group in groups for rollout in group]
-        return batches.frames(start, rollouts, [value for group in credited for value in group])
+        advantages = [value for group in credited for value in group]
+        if self._config.algorithm.overlong_filtering:
+            rollouts, advantages = batches.without_overlong(rollouts, advantages)
+        return batches.frames(start, rollouts, advantages)
 
     def _write(self, call: Call, answer: Answer) -> None:
         field = {

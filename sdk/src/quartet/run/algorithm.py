@@ -1,0 +1,217 @@
+"""The [algorithm] table: credit and loss, as values. docs/algorithms.md says what each of them computes.
+
+1. A preset is a set of values; every key that is given beside it wins.
+2. The names of the field are keys, too: epsilon (clip_low, and clip_high where epsilon_high is not given),
+   epsilon_high (clip_high), beta (kl_coef).
+3. A setting that the chosen loss would not read is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+import pydantic
+from pydantic import Field
+
+from quartet.config import Config
+from quartet.run.presets import OF_THE_LOSS, PRESETS
+from quartet.run.values import Count, NonNegative, Number, Positive, Text
+
+#: Each is a pass over the batch; what so many do not teach it, another batch will.
+MAX_ITERATIONS = 16
+#: Of the losses with a ratio.
+RATIO_LOSSES = ("cispo", "ppo", "dppo")
+
+
+class ReferenceConfig(Config):
+    """A second model: what the policy must not leave too far behind, or the teacher that it learns from."""
+
+    #: A model folder or hub id, held by the trainer; absent: the run's own base model.
+    model: Text | None = None
+    #: host:port of an inference service that serves it; then the trainer holds none.
+    address: Text | None = None
+    #: Optimizer steps between synchronisations with the policy; 0: frozen.
+    sync_steps: Count = 0
+    #: What the policy gets of it at a synchronisation.
+    mixup_alpha: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if self.model is not None and self.address is not None:
+            raise ValueError("model is held by the trainer, address is served elsewhere; give one of the two")
+        elsewhere = self.model is not None or self.address is not None
+        if self.sync_steps and elsewhere:
+            raise ValueError("another model does not follow the policy; leave out sync_steps")
+        if self.mixup_alpha is not None and not self.sync_steps:
+            raise ValueError("mixup_alpha is used at synchronisations; set sync_steps above 0, or remove it")
+        return self
+
+
+class CorrectionConfig(Config):
+    """Weights for what lies between the sampler and the proximal policy."""
+
+    mode: Literal["truncate", "mask"]
+    level: Literal["token", "sequence"] = "token"
+    cap: Positive = 2.0
+    floor: NonNegative = 0.0
+
+    @pydantic.model_validator(mode="after")
+    def _has_room(self) -> Self:
+        if self.floor and self.mode == "truncate":
+            raise ValueError('floor belongs to mode = "mask"; remove it')
+        if self.floor >= self.cap:
+            raise ValueError(f"floor = {self.floor} leaves nothing below cap = {self.cap}; lower it")
+        return self
+
+
+class AlgorithmConfig(Config):
+    """Credit and loss."""
+
+    preset: (
+        Literal[
+            "grpo",
+            "dr_grpo",
+            "dapo",
+            "cispo",
+            "gspo",
+            "dppo",
+            "rloo",
+            "reinforce_pp",
+            "max_rl",
+            "sft",
+            "opd",
+        ]
+        | None
+    ) = None
+    #: From rewards to advantages.
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "max_rl", "none", "zero"] = "grpo"
+    #: What is done with the importance ratio; or another loss altogether.
+    loss: Literal["cispo", "ppo", "dppo", "none", "cross_entropy", "custom"] = "cispo"
+    clip_low: NonNegative | None = None
+    clip_high: Positive | None = None
+    delta: Positive | None = None
+    ratio_level: Literal["token", "sequence"] = "token"
+    #: Absent: "constant" for dr_grpo, else "token".
+    aggregation: Literal["token", "sequence", "constant"] | None = None
+    #: Weight of the divergence from the reference.
+    kl_coef: NonNegative = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    target_kl: Positive | None = None
+    entropy_coef: Number = 0.0
+    #: Optimizer steps on each batch.
+    num_iterations: Annotated[int, Field(ge=1, le=MAX_ITERATIONS, strict=True)] = 1
+    #: Take the ratio against the policy at the beginning of the batch instead of the sampler.
+    proximal: bool = False
+    correction: CorrectionConfig | None = None
+    #: Advantages get what the reference thinks of each token: on-policy distillation.
+    distill: bool = False
+    reference: ReferenceConfig | None = None
+    #: Rollouts that a limit cut count for the group's baseline, and not for the loss.
+    overlong_filtering: bool = False
+    #: loss = "custom": a name of `losses` in the trainer's configuration.
+    custom: Text | None = None
+
+    @property
+    def normalised_by(self) -> Literal["token", "sequence", "constant"]:
+        """The aggregation that is used."""
+        return self.aggregation or ("constant" if self.advantage == "dr_grpo" else "token")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads log-probabilities of a reference."""
+        return self.distill or self.kl_coef > 0
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _by_any_name(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        given = {key.replace("-", "_") if isinstance(key, str) else key: value for key, value in data.items()}
+        return _with_preset(_without_aliases(given))
+
+    @pydantic.field_validator("clip_low", "clip_high")
+    @classmethod
+    def _clip_is_used(cls, value: float | None, info: pydantic.ValidationInfo) -> float | None:
+        loss = info.data.get("loss")
+        if value is None or loss is None:
+            return value
+        if loss not in RATIO_LOSSES:
+            raise ValueError(f'loss = "{loss}" does not clip; remove it, or choose "cispo" or "ppo"')
+        if info.field_name == "clip_low":
+            if loss == "cispo":
+                raise ValueError('loss = "cispo" has only clip_high, the cap of the ratio; remove clip_low')
+            if value >= 1:
+                raise ValueError("the ratio is clipped to 1 - clip_low at least; set it below 1")
+        return value
+
+    @pydantic.model_validator(mode="after")
+    def _ratio_is_read(self) -> Self:
+        if self.loss not in RATIO_LOSSES:
+            unread = {
+                "delta": self.delta is not None,
+                "ratio_level": self.ratio_level == "sequence",
+                "proximal": self.proximal and self.loss != "custom",
+                "correction": self.correction is not None,
+            }
+            for key, is_set in unread.items():
+                if is_set:
+                    raise ValueError(
+                        f'{key} belongs to the importance ratio, which loss = "{self.loss}" has not'
+                    )
+        if self.delta is not None and self.loss != "ppo":
+            raise ValueError(f'delta bounds the ratio of loss = "ppo"; loss = "{self.loss}" does not read it')
+        if self.delta is not None and self.delta <= 1 + (0.2 if self.clip_high is None else self.clip_high):
+            raise ValueError(f"delta = {self.delta} is not above 1 + clip_high, so it would replace it")
+        if self.ratio_level == "sequence" and self.loss == "dppo":
+            raise ValueError('loss = "dppo" bounds probabilities of tokens; set ratio_level to "token"')
+        if self.correction is not None and not self.proximal:
+            raise ValueError(
+                "correction weighs the proximal policy against the sampler; set proximal to true"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _reference_is_read(self) -> Self:
+        if self.distill and self.loss in ("cross_entropy", "custom"):
+            raise ValueError(
+                f'distill gives advantages to a policy gradient, which loss = "{self.loss}" is not'
+            )
+        teaches = self.reference is not None and (self.reference.model or self.reference.address)
+        if self.distill and not teaches:
+            raise ValueError("distill needs a teacher: give algorithm.reference a model or an address")
+        if self.reference is not None and not self.needs_reference:
+            raise ValueError("reference is not read: set kl_coef above 0, or distill to true, or remove it")
+        if self.target_kl is not None and not self.kl_coef:
+            raise ValueError("target_kl adapts kl_coef; set a kl_coef above 0 to begin with")
+        if self.advantage == "zero" and not self.distill and not self.kl_coef and not self.entropy_coef:
+            raise ValueError(
+                'advantage = "zero" leaves nothing to learn from; set distill, or another advantage'
+            )
+        if (self.loss == "custom") != (self.custom is not None):
+            raise ValueError('custom names the function of loss = "custom"; give both or neither')
+        return self
+
+
+def _without_aliases(given: dict[Any, Any]) -> dict[Any, Any]:
+    epsilon, high, beta = (given.pop(name, None) for name in ("epsilon", "epsilon_high", "beta"))
+    for name, value, key in (
+        ("epsilon", epsilon, "clip_low"),
+        ("epsilon_high", high, "clip_high"),
+        ("beta", beta, "kl_coef"),
+    ):
+        if value is None:
+            continue
+        if given.get(key) is not None:
+            raise ValueError(f"{name} is another name of {key}; give one of the two")
+        given[key] = value
+    if epsilon is not None and high is None and given.get("clip_high") is None:
+        given["clip_high"] = epsilon
+    return given
+
+
+def _with_preset(given: dict[Any, Any]) -> dict[Any, Any]:
+    preset = given.get("preset")
+    values = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
+    if "loss" in given and given["loss"] != values.get("loss"):
+        values = {key: value for key, value in values.items() if key not in OF_THE_LOSS}
+    return {**values, **given}

@@ -1,0 +1,75 @@
+"""Named algorithms: values of the [algorithm] table, and nothing more. docs/algorithms.md has their formulas.
+
+Whatever a preset sets can be set otherwise beside it. With another loss beside it, its clips are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # DeepSeekMath, arXiv 2402.03300; the divergence from a reference (there beta = 0.04) is off.
+    "grpo": {
+        "advantage": "grpo",
+        "loss": "ppo",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "aggregation": "sequence",
+    },
+    # arXiv 2503.20783
+    "dr_grpo": {
+        "advantage": "dr_grpo",
+        "loss": "ppo",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "aggregation": "constant",
+    },
+    # arXiv 2503.14476
+    "dapo": {
+        "advantage": "grpo",
+        "loss": "ppo",
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "aggregation": "token",
+        "overlong_filtering": True,
+    },
+    # MiniMax-M1, arXiv 2506.13585
+    "cispo": {"advantage": "grpo", "loss": "cispo", "clip_high": 4.0, "aggregation": "token"},
+    # arXiv 2507.18071
+    "gspo": {
+        "advantage": "grpo",
+        "loss": "ppo",
+        "ratio_level": "sequence",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "aggregation": "sequence",
+    },
+    # arXiv 2602.04879
+    "dppo": {
+        "advantage": "dr_grpo",
+        "loss": "dppo",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "aggregation": "token",
+    },
+    # arXiv 2402.14740; on-policy the truncated ratio is 1 and this is REINFORCE.
+    "rloo": {"advantage": "rloo", "loss": "cispo", "aggregation": "token"},
+    # REINFORCE++ with group baseline, arXiv 2501.03262
+    "reinforce_pp": {
+        "advantage": "reinforce_pp",
+        "loss": "ppo",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "aggregation": "token",
+    },
+    # Maximum-likelihood RL
+    "max_rl": {"advantage": "max_rl", "loss": "cispo", "aggregation": "token"},
+    # Likelihood of its own rollouts, weighted by their rewards: rejection sampling where these are 0 and 1.
+    "sft": {"advantage": "none", "loss": "cross_entropy", "aggregation": "token"},
+    # On-policy distillation, arXiv 2306.13649; the teacher is algorithm.reference.
+    "opd": {"advantage": "zero", "loss": "cispo", "distill": True, "aggregation": "token"},
+}
+
+#: Of a preset, what belongs to its loss.
+OF_THE_LOSS = ("clip_low", "clip_high", "ratio_level")

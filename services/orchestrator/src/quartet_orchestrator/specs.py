@@ -1,0 +1,104 @@
+"""What a run asks of its trainer, from its configuration: the run's spec and the loss of each batch. Pure."""
+
+from __future__ import annotations
+
+from quartet.run.algorithm import AlgorithmConfig, CorrectionConfig
+from quartet.run.config import RunConfig
+from quartet.v1 import trainer_service_pb2 as tpb
+
+SCHEDULES = {"constant": tpb.SCHEDULE_CONSTANT, "linear": tpb.SCHEDULE_LINEAR, "cosine": tpb.SCHEDULE_COSINE}
+RATIOS = {
+    "cispo": tpb.RATIO_TREATMENT_CISPO,
+    "ppo": tpb.RATIO_TREATMENT_PPO,
+    "dppo": tpb.RATIO_TREATMENT_DPPO,
+    "none": tpb.RATIO_TREATMENT_NONE,
+}
+LEVELS = {"token": tpb.RATIO_LEVEL_TOKEN, "sequence": tpb.RATIO_LEVEL_SEQUENCE}
+AGGREGATIONS = {
+    "token": tpb.AGGREGATION_TOKEN,
+    "sequence": tpb.AGGREGATION_SEQUENCE,
+    # Equal weights, and a constant as normalizer.
+    "constant": tpb.AGGREGATION_TOKEN,
+}
+ESTIMATORS = {"k1": tpb.KL_ESTIMATOR_K1, "k2": tpb.KL_ESTIMATOR_K2, "k3": tpb.KL_ESTIMATOR_K3}
+MODES = {"truncate": tpb.CORRECTION_MODE_TRUNCATE, "mask": tpb.CORRECTION_MODE_MASK}
+
+
+def run_spec(config: RunConfig) -> tpb.RunSpec:
+    steps = config.versions_per_step
+    return tpb.RunSpec(
+        base_model=config.model,
+        optimizer=tpb.OptimizerSpec(
+            learning_rate=config.learning_rate,
+            beta1=config.adam_beta1,
+            beta2=config.adam_beta2,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+            schedule=SCHEDULES[config.lr_scheduler],
+            warmup_steps=config.warmup_steps * steps,
+            total_steps=config.max_steps * steps,
+        ),
+        seed=config.seed,
+        # The versions that a batch's tokens may come from, and one to spare.
+        retain_versions=config.max_off_policy_steps + 2 if config.checks.verify_logprobs else 0,
+        microbatch_tokens=config.microbatch_tokens,
+        reference=_held_reference(config.algorithm),
+    )
+
+
+def loss_spec(config: RunConfig, batch: int) -> tpb.LossSpec:
+    algorithm = config.algorithm
+    loss = tpb.LossSpec(
+        kind=_kind(algorithm),
+        ratio=RATIOS.get(algorithm.loss, tpb.RATIO_TREATMENT_UNSPECIFIED),
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        temperature=config.sampling.temperature,
+        ratio_level=LEVELS[algorithm.ratio_level],
+        aggregation=AGGREGATIONS[algorithm.normalised_by],
+        delta=algorithm.delta,
+        custom=algorithm.custom or "",
+    )
+    if algorithm.kl_coef:
+        loss.kl_coef = algorithm.kl_coef
+        loss.kl_estimator = ESTIMATORS[algorithm.kl_estimator]
+    if algorithm.target_kl is not None:
+        loss.target_kl = algorithm.target_kl
+    if algorithm.entropy_coef:
+        loss.entropy_coef = algorithm.entropy_coef
+    if algorithm.proximal:
+        # The version that was published before the batch: the newest, so the trainer has it.
+        loss.proximal_version = batch * config.versions_per_step
+    if algorithm.correction is not None:
+        loss.correction.CopyFrom(_correction(algorithm.correction))
+    return loss
+
+
+def _kind(algorithm: AlgorithmConfig) -> tpb.LossKind:
+    if algorithm.distill:
+        return tpb.LOSS_KIND_REFERENCE_KL
+    return {
+        "cross_entropy": tpb.LOSS_KIND_CROSS_ENTROPY,
+        "custom": tpb.LOSS_KIND_CUSTOM,
+    }.get(algorithm.loss, tpb.LOSS_KIND_POLICY_GRADIENT)
+
+
+def _held_reference(algorithm: AlgorithmConfig) -> tpb.ReferenceSpec | None:
+    """What the trainer holds; nothing where nobody reads it, or a service gives it."""
+    reference = algorithm.reference
+    if not algorithm.needs_reference or (reference is not None and reference.address):
+        return None
+    if reference is None:
+        return tpb.ReferenceSpec()
+    return tpb.ReferenceSpec(
+        model=reference.model or "", sync_steps=reference.sync_steps, mixup_alpha=reference.mixup_alpha
+    )
+
+
+def _correction(correction: CorrectionConfig) -> tpb.MismatchCorrection:
+    return tpb.MismatchCorrection(
+        mode=MODES[correction.mode],
+        level=LEVELS[correction.level],
+        cap=correction.cap,
+        floor=correction.floor if correction.mode == "mask" else None,
+    )

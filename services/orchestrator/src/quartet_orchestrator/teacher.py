@@ -1,0 +1,102 @@
+"""The teacher of a run that distils: asked what it thinks of every token of a rollout, before the rollout is
+written down.
+
+1. A rollout that was judged has one finite number for each covered position of its samples; they are in the
+   journal with it, so a batch that is sent again carries the same ones.
+2. A teacher that is away is waited for, within the run's patience; one that refuses is RunFailed.
+3. Requests stay below the limit of messages: REQUEST_BYTES and one sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import grpc
+from quartet.errors import QuartetError
+from quartet.kit.call import unary
+from quartet.kit.channel import ClientSecurity, connect
+from quartet.v1 import inference_service_pb2 as ipb
+from quartet.v1 import rollout_pb2 as rpb
+from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
+
+from quartet_orchestrator.outage import Outage, RunFailed
+
+# Scoring is a forward pass over one rollout, behind those that others asked for.
+SCORE_S = 600.0
+REQUEST_BYTES = 1 << 20
+# Rollouts end in bursts; more requests than this at once would only wait inside the teacher.
+AT_ONCE = 16
+
+
+class Teachers:
+    """Connections to the teachers of all runs, one for each address."""
+
+    def __init__(self, security: ClientSecurity) -> None:
+        self._security = security
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def at(self, address: str, outage: Outage) -> Teacher:
+        """The teacher of a run."""
+        if address not in self._channels:
+            self._channels[address] = connect(address, security=self._security)
+        return Teacher(address, self._channels[address], outage)
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+
+
+class Teacher:
+    def __init__(self, address: str, channel: grpc.aio.Channel, outage: Outage) -> None:
+        self._address = address
+        self._stub = InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._outage = outage
+        self._turns = asyncio.Semaphore(AT_ONCE)
+
+    async def judge(self, rollout: rpb.Rollout) -> None:
+        """Fills in the reference_logprobs of a rollout that succeeded."""
+        for samples in _parts(rollout.samples):
+            try:
+                async with self._turns:
+                    answer = await self._outage.through(partial(self._score, samples))
+            except QuartetError as error:
+                raise RunFailed(f"the teacher at {self._address}: {error.message}") from error
+            if len(answer.samples) != len(samples):
+                raise RunFailed(
+                    f"the teacher at {self._address} scored {len(answer.samples)} samples of {len(samples)}"
+                )
+            for sample, scored in zip(samples, answer.samples, strict=True):
+                self._check(sample, scored)
+                sample.reference_logprobs[:] = scored.logprobs
+
+    async def _score(self, samples: Sequence[rpb.Sample]) -> ipb.ScoreResponse:
+        request = ipb.ScoreRequest(samples=[_question(sample) for sample in samples])
+        response: ipb.ScoreResponse = await unary(self._stub.Score, request, timeout_s=SCORE_S)
+        return response
+
+    def _check(self, sample: rpb.Sample, scored: ipb.ScoredSample) -> None:
+        if len(scored.logprobs) != len(sample.logprobs) or not all(map(math.isfinite, scored.logprobs)):
+            raise RunFailed(
+                f"the teacher at {self._address} gave {len(scored.logprobs)} log-probabilities for "
+                f"{len(sample.logprobs)} tokens, or some that are no numbers; it needs the run's tokenizer"
+            )
+
+
+def _question(sample: rpb.Sample) -> rpb.Sample:
+    return rpb.Sample(token_ids=sample.token_ids, spans=sample.spans)
+
+
+def _parts(samples: Sequence[rpb.Sample]) -> Iterator[list[rpb.Sample]]:
+    part: list[rpb.Sample] = []
+    size = 0
+    for sample in samples:
+        part.append(sample)
+        size += sample.ByteSize()
+        if size >= REQUEST_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
