@@ -80,7 +80,8 @@ check: install
 	$(PY) -m pytest tests/deploy tests/contract/test_stubs_current.py
 
 bench: install models/tiny/config.json
-	$(foreach b,demo overlap wire relay generate_cpu generate envhost,$(PY) benchmarks/$(b).py &&) true
+	$(foreach b,demo overlap wire weights delta relay replicas generate_cpu generate pause agreement envhost,\
+	  $(PY) benchmarks/$(b).py &&) true
 
 protos: .venv/installed
 	$(PY) -m grpc_tools.protoc -Iprotos --python_out=sdk/src --pyi_out=sdk/src --grpc_python_out=sdk/src protos/quartet/v1/*.proto

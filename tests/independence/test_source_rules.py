@@ -5,7 +5,8 @@
 3. Only the worker of an environment imports verifiers, never the front of envhost.
 4. A module's name says its concept.
 5. Every file and folder that a document names exists.
-6. Nothing pickles (invariant 10), and every invariant of docs/design.md is named by a test.
+6. `make bench` runs every benchmark.
+7. Nothing pickles (invariant 10), and every invariant of docs/design.md is named by a test.
 """
 
 from __future__ import annotations
@@ -115,6 +116,18 @@ def test_names_say_the_concept() -> None:
         if (path.suffix == ".py" or path.is_dir()) and path.stem in VAGUE_NAMES
     ]
     assert vague == []
+
+
+def test_make_bench_runs_every_benchmark() -> None:
+    recipe = (REPOSITORY / "Makefile").read_text().partition("\nbench:")[2].partition("\n\n")[0]
+    listed = re.search(r"foreach b,([\w ]+),", recipe)
+    assert listed is not None
+    benchmarks = {
+        path.stem
+        for path in (REPOSITORY / "benchmarks").glob("*.py")
+        if "from figures import" in path.read_text()
+    }
+    assert set(listed[1].split()) == benchmarks
 
 
 def test_documents_name_only_what_exists() -> None:
