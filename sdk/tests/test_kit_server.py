@@ -242,3 +242,13 @@ def test_the_kit_imports_no_torch() -> None:
     modules = "quartet.kit.server, quartet.kit.channel, quartet.kit.call, quartet.kit.stream, quartet.config"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one() -> None:
+    code = (
+        "import resource as r; from quartet.kit.limits import raise_open_files\n"
+        "r.setrlimit(r.RLIMIT_NOFILE, (64, 128))\n"
+        "assert raise_open_files() == 128\n"
+        "files = [open('/dev/null') for _ in range(100)]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -7,6 +7,7 @@ import sys
 
 from quartet.config import main
 from quartet.kit.health import Health
+from quartet.kit.limits import raise_open_files
 from quartet.kit.logs import configure
 from quartet.kit.server import Service, serve
 from quartet.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServicer_to_server
@@ -36,6 +37,8 @@ async def _serve(config: OrchestratorConfig) -> None:
 def run(config: OrchestratorConfig) -> None:
     """Serve until a signal ends it."""
     configure("orchestrator", config.log_level)
+    # Every run's journal stays open, also a finished one's: about six descriptors each.
+    raise_open_files()
     asyncio.run(_serve(config))
 
 
