@@ -30,6 +30,9 @@ class Receipt:
     arrival: Arrival
     end: pb.WeightEnd | None = None
     refetches: dict[int, int] = field(default_factory=dict)
+    #: Over the first `hashed` bytes, taken while they are in the cache.
+    state: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
+    hashed: int = 0
 
     @property
     def size(self) -> int:
@@ -57,6 +60,9 @@ class Receipt:
         until = position + len(data)
         if xxhash.xxh3_64_intdigest(data) == chunk.checksum:
             self.buffer[position:until] = data
+            if position == self.hashed:
+                self.state.update(data)
+                self.hashed = until
             self.missing = [span for old in self.missing for span in _without(old, position, until)]
             self.arrival.advance(self.missing[0][0] if self.missing else self.size)
             return until
@@ -73,7 +79,9 @@ class Receipt:
     def verify_whole(self) -> None:
         """Compare the digest of the whole; CHECKSUM_MISMATCH. Not for the event loop."""
         assert self.complete and self.end is not None
-        if xxhash.xxh3_128_digest(self.buffer) != self.end.payload_digest:
+        # What came out of its order, because it was fetched again.
+        self.state.update(self.buffer[self.hashed :])
+        if self.state.digest() != self.end.payload_digest:
             raise mismatch("payload")
 
     def payload(self) -> Payload:
