@@ -17,6 +17,7 @@ from quartet.v1 import weights_pb2
 from quartet.v1.weights_pb2_grpc import WeightServiceStub
 from quartet.weights.fetch import fetch_version
 from quartet.weights.store import WeightStore
+from quartet_trainer.bases import Bases
 from quartet_trainer.passes import Machine
 from quartet_trainer.publish import cast
 from quartet_trainer.run import Run
@@ -111,9 +112,9 @@ def test_versions_keep_the_dtype_they_were_published_in(folder: Path) -> None:
     store = WeightStore(4)
     machine = Machine(torch.device("cpu"), microbatch_tokens=4096, row_tokens=256, hub=False)
     spec = {"base_model": str(folder), "optimizer": OptimizerSpec(learning_rate=1e-2)}
-    there = Run("r", RunSpec(**spec, served_dtype="bfloat16"), machine, store, lambda: None)
+    there = Run("r", RunSpec(**spec, served_dtype="bfloat16"), machine, store, lambda: None, Bases())
     published = there.publish()
-    here = Run("r", RunSpec(**spec), machine, store, lambda: None)
+    here = Run("r", RunSpec(**spec), machine, store, lambda: None, Bases())
     here.restore(there.content(1))
     assert here.status.published_version == 0
     assert store.get("r").manifest.digest == published.digest == here.publish().digest

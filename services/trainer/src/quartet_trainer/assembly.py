@@ -14,6 +14,7 @@ from quartet.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_se
 from quartet.weights.service import WeightServicer, add_weight_service
 from quartet.weights.store import WeightStore
 
+from quartet_trainer.bases import Bases
 from quartet_trainer.config import TrainerConfig
 from quartet_trainer.loss.custom import load_losses
 from quartet_trainer.passes import Machine
@@ -50,6 +51,7 @@ def assemble(config: TrainerConfig) -> Trainer:
     health = Health()
     worker = Worker(config.threads, config.deterministic)
     store = WeightStore(config.published_versions)
+    bases = Bases()
     try:
         losses = load_losses(config.losses)
     except ValueError as error:
@@ -57,7 +59,7 @@ def assemble(config: TrainerConfig) -> Trainer:
     machine = Machine(_device(config.device), config.microbatch_tokens, config.row_tokens, config.hub, losses)
 
     def make_run(run_id: str, spec: RunSpec) -> Run:
-        run = Run(run_id, spec, machine, store, health.progress)
+        run = Run(run_id, spec, machine, store, health.progress, bases)
         store.open_run(run_id)
         log.info("run_opened", run_id=run_id, base_model=spec.base_model, device=str(machine.device))
         return run

@@ -153,6 +153,11 @@ def parameter_counts(model: Any) -> tuple[int, int]:
     return sum(size for trainable, size in sizes if trainable), sum(size for _, size in sizes)
 
 
+def vocab_size(model: Any) -> int:
+    """Tokens that the model embeds."""
+    return int(model.get_input_embeddings().num_embeddings)
+
+
 def max_positions(model: Any) -> int:
     """Longest sequence that the model's positions allow."""
     return int(getattr(model.config, "max_position_embeddings", None) or np.iinfo(np.int64).max)

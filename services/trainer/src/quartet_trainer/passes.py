@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +24,10 @@ from quartet_trainer.packing import MicroBatch, pack
 from quartet_trainer.publish import Snapshot
 from quartet_trainer.sample import Floats, Sample
 from quartet_trainer.spec import LossSpec
+from quartet_trainer.trained import replaced
+
+#: How a model is made to be a version, or to be as it is.
+Standing = Callable[[Snapshot | None], AbstractContextManager[Mapping[str, Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +70,15 @@ class Passes:
     """One model's passes."""
 
     def __init__(
-        self, policy: PolicyForward, machine: Machine, budget_tokens: int, progress: Callable[[], None]
+        self,
+        policy: PolicyForward,
+        machine: Machine,
+        budget_tokens: int,
+        progress: Callable[[], None],
+        standing: Standing = replaced,
     ) -> None:
-        self._policy, self._machine = policy, machine
+        """`standing` makes the model stand as a version while samples are scored."""
+        self._policy, self._machine, self._standing = policy, machine, standing
         self._budget_tokens, self._progress = budget_tokens, progress
 
     def train(
@@ -106,18 +117,16 @@ class Passes:
         Other weights compute in float32, or without full_precision as the live ones do.
         """
         done = Pass.over(samples)
-        replaced = {}
-        if weights is not None:
+        with torch.no_grad(), self._standing(weights) as placed:
             # Moved as they are and widened there: in one call the CPU would widen them first.
-            replaced = {
-                f"model.{name}": tensor.to(self._machine.device).float() for name, tensor in weights.items()
+            named = {
+                f"model.{name}": tensor.to(self._machine.device).float() for name, tensor in placed.items()
             }
-        with torch.no_grad():
             for batch in self._pack(samples, range(len(samples))):
                 if weights is None:
                     output = self._policy(batch, temperature)
                 else:
-                    output = functional_call(self._policy, replaced, (batch, temperature, full_precision))
+                    output = functional_call(self._policy, named, (batch, temperature, full_precision))
                 done.keep(samples, batch.members, *output)
                 self._progress()
         return done.logprobs

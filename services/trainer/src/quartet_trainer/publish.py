@@ -9,7 +9,6 @@ plane.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from quartet.weights.tensor import Tensor
@@ -20,13 +19,8 @@ _WIRE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 Snapshot = Mapping[str, torch.Tensor]
 
 
-def snapshot(model: Any, served_dtype: str) -> Snapshot:
-    """Copy every parameter, cast, to the CPU."""
-    return cast(model.named_parameters(), served_dtype)
-
-
 def cast(masters: Iterable[tuple[str, torch.Tensor]], served_dtype: str) -> Snapshot:
-    """The same of masters that are in no model."""
+    """Copy masters, cast, to the CPU."""
     dtype = TORCH_DTYPES[served_dtype]
     return {name: master.detach().to("cpu", dtype, copy=True).contiguous() for name, master in masters}
 

@@ -2,8 +2,8 @@
 worker's thread.
 
 1. A batch is applied whole or not at all (gradients.py).
-2. Equal calls in equal order give equal bits, in this process or another: nothing random happens after
-   initialisation, and sums are taken in a fixed order.
+2. Equal calls in equal order give equal bits, in this process or another, whichever other runs share the
+   model: all that is random follows from the seed and the run's place, and sums are taken in a fixed order.
 3. `content` holds all that the future of the run depends on, accumulated gradients and retained versions
    included; `restore` of it continues bit-equally.
 4. policy_version = optimizer steps, skipped ones included. Published weights of a version are immutable.
@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from quartet.errors import QuartetError
@@ -24,19 +25,21 @@ from quartet.v1 import weights_pb2
 from quartet.weights.store import WeightStore
 
 from quartet_trainer import model as base
+from quartet_trainer.bases import Bases
 from quartet_trainer.batch import Columns, check_batch, diagnose, weights_of
 from quartet_trainer.canary import canary
 from quartet_trainer.gradients import Gradients
 from quartet_trainer.kl_control import KlControl
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.optimizer import Optimizer
-from quartet_trainer.passes import Machine, Passes
-from quartet_trainer.publish import TORCH_DTYPES, Snapshot, cast, snapshot
+from quartet_trainer.passes import Machine, Passes, Standing
+from quartet_trainer.publish import TORCH_DTYPES, Snapshot
 from quartet_trainer.reference import REFERENCE, Reference
 from quartet_trainer.sample import Floats, Sample, check_against_model
 from quartet_trainer.schedule import scheduled_rate
 from quartet_trainer.spec import LossSpec, RunSpec
 from quartet_trainer.states import Content
+from quartet_trainer.trained import Trained, WholeModel, replaced
 from quartet_trainer.verification import Verification, verify
 from quartet_trainer.versions import Versions
 
@@ -79,42 +82,68 @@ class Run:
     """A run that can compute. Not thread-safe: one worker thread owns it."""
 
     def __init__(
-        self, run_id: str, spec: RunSpec, machine: Machine, store: WeightStore, progress: Callable[[], None]
+        self,
+        run_id: str,
+        spec: RunSpec,
+        machine: Machine,
+        store: WeightStore,
+        progress: Callable[[], None],
+        bases: Bases,
     ) -> None:
-        """Load or initialise the base model. Errors: INVALID_CONFIG."""
+        """Load or initialise the base model, unless it is in `bases`. Errors: INVALID_CONFIG."""
         self.run_id, self.spec, self._machine = run_id, spec, machine
         self._folder = base.resolve_folder(spec.base_model, machine.hub)
-        self._model = base.load_model(
-            self._folder,
-            spec.base_model,
-            from_scratch=spec.from_scratch,
-            seed=spec.seed,
-            device=machine.device,
-        )
         default_dtype = "bfloat16" if machine.device.type == "cuda" else "float32"
         self._compute_dtype = spec.compute_dtype or default_dtype
         self._served_dtype = spec.served_dtype or self._compute_dtype
         self._autocast = None if self._compute_dtype == "float32" else TORCH_DTYPES[self._compute_dtype]
-        policy = PolicyForward(self._model, machine.device, self._autocast)
-        self._vocab_size = int(self._model.get_input_embeddings().num_embeddings)
-        base.probe(policy, self._vocab_size, spec.base_model)
         self._budget_tokens = spec.microbatch_tokens or machine.microbatch_tokens
-        self._passes = Passes(policy, machine, self._budget_tokens, progress)
-        self._parameters = dict(self._model.named_parameters())
-        self._gradients = Gradients(self._model.named_parameters())
-        self._optimizer = Optimizer(self._model.named_parameters(), spec.optimizer)
-        self._versions = Versions(run_id, store, spec.retain_versions, self._canary)
-        self._reference = self._make_reference(progress)
+        self._progress = progress
+        self._trained: Trained
+        bare = None
+        if spec.lora is None:
+            self._trained = WholeModel(self._load())
+        else:
+            shared = bases.open(self._folder, spec, self._load)
+            self._trained = adapter = shared.join(spec.lora, spec.base_model, spec.seed)
+            bare = adapter.bare
+        try:
+            self._model = self._trained.model
+            self._vocab_size = base.vocab_size(self._model)
+            self._passes = self._passes_of(self._model, self._trained.standing)
+            self._reference = self._make_reference(bare)
+        except BaseException:
+            self._trained.close()
+            raise
+        parameters = self._trained.parameters
+        self._gradients = Gradients(parameters.items())
+        self._optimizer = Optimizer(parameters.items(), spec.optimizer, self._trained.embeddings)
+        config = self._trained.adapter_config
+        self._versions = Versions(run_id, store, spec.retain_versions, self._canary, config)
         self._kl_control = KlControl()
         self._policy_version = 0
         self._skipped_steps = 0
         # Whether a loss among the accumulated batches was not finite; their gradients may look sound.
         self._loss_broken = False
 
+    def _load(self) -> Any:
+        """The base model, which computes rightly here."""
+        spec, device = self.spec, self._machine.device
+        model = base.load_model(
+            self._folder, spec.base_model, from_scratch=spec.from_scratch, seed=spec.seed, device=device
+        )
+        policy = PolicyForward(model, device, self._autocast)
+        base.probe(policy, base.vocab_size(model), spec.base_model)
+        return model
+
+    def _passes_of(self, model: Any, standing: Standing = replaced) -> Passes:
+        policy = PolicyForward(model, self._machine.device, self._autocast)
+        return Passes(policy, self._machine, self._budget_tokens, self._progress, standing)
+
     @property
     def status(self) -> RunStatus:
         """The run as it stands."""
-        trainable, total = base.parameter_counts(self._model)
+        trainable, total = self._trained.counts()
         return RunStatus(self._policy_version, self._skipped_steps, trainable, total, self._versions.newest)
 
     # -- training
@@ -133,7 +162,7 @@ class Run:
         )
         columns = self._columns(samples, loss)
         kl_coef = self._kl_control.of(loss)
-        with self._gradients.joined():
+        with self._gradients.joined(), self._trained.learning():
             done = self._passes.train(samples, columns, loss, normalizer, kl_coef)
         self._loss_broken = self._loss_broken or not math.isfinite(done.loss)
         loss_tokens = sum(len(sample.covered_K) for sample in samples)
@@ -192,7 +221,7 @@ class Run:
         self._policy_version += 1
         self._kl_control.step(not skipped)
         if self._reference is not None:
-            self._reference.stepped(self._policy_version, self._parameters)
+            self._reference.stepped(self._policy_version, self._trained.parameters)
         return StepResult(norm, rate, self._policy_version, skipped)
 
     # -- scoring
@@ -210,7 +239,7 @@ class Run:
         self, samples: Sequence[Sample], temperature: float, live_logprobs: Sequence[Floats]
     ) -> Verification:
         # Whether the live weights compute exactly what their published copy computes in float32.
-        publishes_exactly = self._compute_dtype == self._served_dtype == "float32"
+        publishes_exactly = self._trained.exact and self._compute_dtype == self._served_dtype == "float32"
         return verify(
             samples,
             self._versions.kept,
@@ -226,7 +255,7 @@ class Run:
 
         Errors: SEQUENCE_CONFLICT if that version is held with other weights.
         """
-        weights = snapshot(self._model, self._served_dtype)
+        weights = self._trained.published(self._trained.parameters, self._served_dtype)
         return self._versions.publish(self._policy_version, weights)
 
     def content(self, applied_seq_id: int) -> Content:
@@ -240,10 +269,11 @@ class Run:
             "loss_broken": self._loss_broken,
             "kl_control": self._kl_control.meta(),
             "served_dtype": self._served_dtype,
+            "trained": self._trained.meta(),
             **self._versions.meta(),
         }
         tensors = {
-            WEIGHTS: {name: parameter.detach() for name, parameter in self._model.named_parameters()},
+            WEIGHTS: {name: parameter.detach() for name, parameter in self._trained.parameters.items()},
             MOMENTS: self._optimizer.moments(),
             GRADIENTS: self._gradients.taken(),
             REFERENCE: {} if self._reference is None else self._reference.tensors(),
@@ -260,11 +290,13 @@ class Run:
         policy_version, skipped = int(meta["policy_version"]), int(meta["skipped_steps"])
         # What was served when the state was taken, on whatever device that was.
         served_dtype = str(meta["served_dtype"])
-        live = cast(weights.items(), served_dtype)
+        self._trained.check(meta["trained"])
+        live = self._trained.published(weights, served_dtype)
         self._versions.restore(meta, content.tensors, policy_version, live)
         with torch.no_grad():
-            for name, parameter in self._model.named_parameters():
+            for name, parameter in self._trained.parameters.items():
                 parameter.copy_(weights[name])
+        self._trained.restore(meta["trained"])
         self._gradients.restore(content.tensors.get(GRADIENTS, {}))
         self._optimizer.restore(content.tensors.get(MOMENTS, {}), policy_version - skipped)
         if self._reference is not None:
@@ -275,14 +307,17 @@ class Run:
 
     def export(self, target: Path) -> None:
         """Write the live model as a Hugging Face folder."""
-        base.export_folder(self._model, base.untied(self._model), self._folder, target, self._served_dtype)
+        self._trained.export(self._folder, target, self._served_dtype)
 
-    def _make_reference(self, progress: Callable[[], None]) -> Reference | None:
+    def _make_reference(self, bare: Standing | None) -> Reference | None:
+        """`bare` makes the model of an adapter stand as its base."""
         spec = self.spec.reference
         if spec is None:
             return None
+        if not spec.model and bare is not None and not spec.sync_steps:
+            return Reference.of_model(spec, self._passes_of(self._model, bare))
         if not spec.model:
-            return Reference.of_policy(spec, self._passes, self._parameters)
+            return Reference.of_policy(spec, self._passes, self._trained.parameters)
         model = base.load_model(
             base.resolve_folder(spec.model, self._machine.hub),
             spec.model,
@@ -290,13 +325,13 @@ class Run:
             seed=0,
             device=self._machine.device,
         ).requires_grad_(False)
-        policy = PolicyForward(model, self._machine.device, self._autocast)
-        base.probe(policy, self._vocab_size, spec.model)
-        return Reference.of_model(spec, Passes(policy, self._machine, self._budget_tokens, progress))
+        base.probe(PolicyForward(model, self._machine.device, self._autocast), self._vocab_size, spec.model)
+        return Reference.of_model(spec, self._passes_of(model))
 
     def close(self) -> None:
         """Withdraw what was published. The run must not be used any more."""
         self._versions.close()
+        self._trained.close()
 
     def _canary(self, weights: Snapshot) -> weights_pb2.Canary | None:
         return canary(self._passes.score, weights, self._vocab_size, base.max_positions(self._model))

@@ -20,8 +20,6 @@ _SERVED_RUN = {
 def run_spec(spec: pb.RunSpec) -> RunSpec:
     """A run's spec. Errors: INVALID_CONFIG."""
     refuse_unserved(spec, "", _SERVED_RUN, config)
-    if spec.HasField("lora"):
-        raise config("lora", spec.lora.rank, "adapters come in a later build; leave lora out")
     try:
         return RunSpec(
             base_model=spec.base_model,

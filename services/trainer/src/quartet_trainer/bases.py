@@ -1,0 +1,30 @@
+"""The base models in memory that adapters are trained upon: one for all runs on it, gone with the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+from quartet_trainer.spec import RunSpec
+
+if TYPE_CHECKING:
+    from quartet_trainer.lora import Base
+
+
+class Bases:
+    """Bases by what they were made of. For one thread."""
+
+    def __init__(self) -> None:
+        self._held: WeakValueDictionary[tuple[object, ...], Base] = WeakValueDictionary()
+
+    def open(self, folder: Path, spec: RunSpec, load: Callable[[], Any]) -> Base:
+        """The base of a run, loaded unless it is there."""
+        from quartet_trainer.lora import Base  # peft takes seconds to import
+
+        key = (folder.resolve(), spec.from_scratch, spec.seed if spec.from_scratch else None)
+        shared = self._held.get(key)
+        if shared is None:
+            shared = self._held[key] = Base(load())
+        return shared

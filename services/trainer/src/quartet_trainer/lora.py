@@ -1,0 +1,305 @@
+"""LoRA by peft: adapters of several runs in one base model that is in memory once.
+
+1. An adapter's parameters have peft's names (`base_model.model.....q_proj.lora_A.weight`), and are published
+   under them with peft's adapter_config.json; or merged, W + scale * B A, as a whole model.
+2. Only the adapter of the run that computes is switched on: runs on one base do not see each other, and each
+   computes what it would compute alone.
+3. Initial weights depend on spec and seed alone. Dropout is drawn from the seed and the number of batches so
+   far, which is saved: a restored run continues bit-equally.
+4. Scoring never drops anything out.
+5. The base is no part of a state; its digest is, so that an adapter never goes on upon another base.
+6. An exported folder holds the merged model, and the adapter as peft writes it in ADAPTER_FOLDER.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import xxhash
+from peft.tuners.lora import LoraLayer
+from quartet.errors import QuartetError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from quartet_trainer import model as base
+from quartet_trainer.publish import TORCH_DTYPES, Snapshot, cast
+from quartet_trainer.spec import LoraSpec
+from quartet_trainer.trained import Masters
+
+#: In an exported folder.
+ADAPTER_FOLDER = "adapter"
+#: What peft puts before the names of the model.
+PREFIX = "base_model.model."
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+
+
+class Base:
+    """A frozen model and the adapters in it. For one thread, but for `leave`."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.size = base.parameter_counts(model)[1]
+        self._tied = bool(getattr(model.config, "tie_word_embeddings", False))
+        self._embeddings = base.embedding_names(model)
+        self._linear = {
+            name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+        }
+        self._head = model.get_output_embeddings()
+        self._modules = {name for name, _ in model.named_modules() if name}
+        self._peft: Any = None
+        self._joined = 0
+        self._active = ""
+        self._left: list[str] = []
+        self._digest = ""
+
+    def join(self, spec: LoraSpec, base_model: str, seed: int) -> Adapter:
+        """Put another adapter into the model. Errors: INVALID_CONFIG."""
+        config = peft.LoraConfig(
+            r=spec.rank,
+            lora_alpha=int(spec.alpha) if spec.alpha == int(spec.alpha) else spec.alpha,  # type: ignore[arg-type]
+            lora_dropout=spec.dropout,
+            target_modules=self._targets(spec),
+            use_rslora=spec.rslora,
+            modules_to_save=self._saved(spec) or None,
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=base_model,
+        )
+        # No run_id: module names have no dots, and a run may come back while it is still being removed.
+        name = f"adapter{self._joined}"
+        self._joined += 1
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+            torch.manual_seed(seed)
+            if self._peft is None:
+                self._peft = peft.PeftModel(self.model, config, adapter_name=name)
+            else:
+                self._peft.add_adapter(name, config)
+        return Adapter(self, name, spec, _config_json(config), seed)
+
+    def _targets(self, spec: LoraSpec) -> list[str]:
+        """The last parts of the names of the modules that get low-rank matrices."""
+        if not spec.target_modules:
+            rest = [name for name, module in self._linear.items() if module is not self._head]
+            return sorted({name.rpartition(".")[2] for name in rest})
+        for target in spec.target_modules:
+            found = self._found("target_modules", target)
+            odd = sorted(found - self._linear.keys())
+            if odd:
+                raise _refused("target_modules", target, f"{odd[0]} is no linear module; name linear ones")
+        return sorted(set(spec.target_modules))
+
+    def _saved(self, spec: LoraSpec) -> list[str]:
+        for module in spec.modules_to_save:
+            self._found("modules_to_save", module)
+        return sorted(set(spec.modules_to_save))
+
+    def _found(self, key: str, wanted: str) -> set[str]:
+        found = {name for name in self._modules if name == wanted or name.endswith(f".{wanted}")}
+        if not found:
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in self._linear}))
+            raise _refused(key, wanted, f"the model has no such module; its linear ones are {known}")
+        ends = {name.rpartition(".")[0] for name in self._embeddings} | {"lm_head"}
+        if self._tied and found & ends:
+            raise _refused(key, wanted, "embedding and head are one matrix in this model; leave it out")
+        return found
+
+    def use(self, adapter: str) -> None:
+        """Switch on this adapter and no other."""
+        if adapter != self._active:
+            self._peft.set_adapter(adapter)
+            self._active = adapter
+        while self._left:
+            self._peft.delete_adapter(self._left.pop())
+
+    @contextmanager
+    def bare(self) -> Iterator[None]:
+        """The model without any adapter."""
+        with self._peft.disable_adapter():
+            yield
+
+    def leave(self, adapter: str) -> None:
+        """Nobody uses this adapter any more; it is removed when another one is used."""
+        self._left.append(adapter)
+
+    def digest(self) -> str:
+        """Of the frozen weights."""
+        if not self._digest:
+            state = xxhash.xxh3_128()
+            for name, parameter in sorted(self.frozen().items()):
+                state.update(name.encode())
+                state.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            self._digest = state.hexdigest()
+        return self._digest
+
+    def frozen(self) -> dict[str, nn.Parameter]:
+        """The parameters of the model by their own names, tied ones once."""
+        return {_plain(name): one for name, one in self.model.named_parameters() if _is_frozen(name)}
+
+
+class Adapter:
+    """One run's adapter. Implements `quartet_trainer.trained.Trained`."""
+
+    def __init__(self, shared: Base, name: str, spec: LoraSpec, config: str, seed: int) -> None:
+        self.model = shared.model
+        self.exact = not (spec.publish_merged or spec.dropout)
+        self.adapter_config = "" if spec.publish_merged else config
+        self._shared, self._name, self._spec, self._config, self._seed = shared, name, spec, config, seed
+        self._scale = spec.alpha / (math.sqrt(spec.rank) if spec.rslora else spec.rank)
+        self._batches = 0
+        #: Saved name -> name in the model.
+        self._inner = {
+            _saved_name(inner, name): inner
+            for inner, _ in shared.model.named_parameters()
+            if f".{name}." in inner
+        }
+        named = dict(shared.model.named_parameters())
+        self.parameters: Mapping[str, nn.Parameter] = {
+            saved: named[inner] for saved, inner in self._inner.items()
+        }
+        ends = base.embedding_names(shared.model)
+        self.embeddings = frozenset(saved for saved, inner in self._inner.items() if inner in ends)
+        self._dropouts = [
+            layer.lora_dropout[name]
+            for layer in shared.model.modules()
+            if isinstance(layer, LoraLayer) and name in layer.lora_dropout
+        ]
+
+    def counts(self) -> tuple[int, int]:
+        """The adapter, and with the base."""
+        own = sum(one.numel() for one in self.parameters.values())
+        return own, own + self._shared.size
+
+    def published(self, masters: Masters, served_dtype: str) -> Snapshot:
+        """The adapter, or the merged model."""
+        whole = self._merged(masters, self._shared.frozen()) if self._spec.publish_merged else masters
+        return cast(whole.items(), served_dtype)
+
+    def _merged(self, masters: Masters, plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        merged = {}
+        for name, weight in plain.items():
+            module = PREFIX + name.removesuffix(".weight")
+            whole = masters.get(PREFIX + name, weight.detach())
+            if module + _A in masters:
+                low, high = masters[module + _A].detach(), masters[module + _B].detach()
+                whole = whole + (high.to(whole.device) @ low.to(whole.device)) * self._scale
+            merged[name] = whole
+        return merged
+
+    @contextmanager
+    def standing(self, weights: Snapshot | None) -> Iterator[Mapping[str, Tensor]]:
+        """The adapter's parameters are replaced; or, with the adapter off, the base's by merged ones."""
+        self._shared.use(self._name)
+        if weights is None:
+            yield {}
+        elif not weights.keys() <= self._inner.keys():
+            frozen = {_plain(name): name for name, _ in self.model.named_parameters() if _is_frozen(name)}
+            with self._shared.bare():
+                yield {frozen[name]: tensor for name, tensor in weights.items()}
+        else:
+            replaced = {self._inner[name]: tensor for name, tensor in weights.items()}
+            yield self._served_base(weights) | replaced
+
+    def _served_base(self, weights: Snapshot) -> dict[str, Tensor]:
+        """The base in the dtype that the adapter was published in, where that is not the base's own."""
+        (dtype,) = {tensor.dtype for tensor in weights.values()}
+        named = [(name, one) for name, one in self.model.named_parameters() if _is_frozen(name)]
+        return {name: one.detach().to(dtype) for name, one in named if one.dtype != dtype}
+
+    @contextmanager
+    def bare(self, weights: Snapshot | None = None) -> Iterator[Mapping[str, Tensor]]:
+        """The base alone, in the place of `standing`: a reference model without a second copy."""
+        assert weights is None, "the base has no versions"
+        self._shared.use(self._name)
+        with self._shared.bare():
+            yield {}
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """Switched on, with dropout."""
+        self._shared.use(self._name)
+        if not self._spec.dropout:
+            yield
+            return
+        device = self.model.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(xxhash.xxh3_64_intdigest(f"{self._seed}/{self._batches}".encode()) >> 1)
+            try:
+                for dropout in self._dropouts:
+                    dropout.train()
+                yield
+            finally:
+                for dropout in self._dropouts:
+                    dropout.eval()
+        self._batches += 1
+
+    def export(self, source: Path, target: Path, served_dtype: str) -> None:
+        """Write the merged model, and the adapter beside it."""
+        plain = {_plain(name): tensor for name, tensor in base.untied(self.model).items() if _is_frozen(name)}
+        base.export_folder(self.model, self._merged(self.parameters, plain), source, target, served_dtype)
+        folder = target / ADAPTER_FOLDER
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text(self._config + "\n", encoding="utf-8")
+        dtype = TORCH_DTYPES[served_dtype]
+        own = {name: one.detach().to("cpu", dtype).contiguous() for name, one in self.parameters.items()}
+        save_file(own, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+    def meta(self) -> dict[str, Any]:
+        """The base that it belongs to, and how much randomness it has used."""
+        return {"base_digest": self._shared.digest(), "batches": self._batches}
+
+    def check(self, meta: Mapping[str, Any]) -> None:
+        """Refuse a state of another base."""
+        if meta["base_digest"] != self._shared.digest():
+            raise QuartetError(
+                "CHECKSUM_MISMATCH",
+                "the adapter was trained upon other base weights than those that base_model has now; nothing "
+                "was loaded",
+                what="base_model",
+            )
+
+    def restore(self, meta: Mapping[str, Any]) -> None:
+        """Go on where a state was taken."""
+        self._batches = int(meta["batches"])
+
+    def close(self) -> None:
+        """Leave the base."""
+        self._shared.leave(self._name)
+
+
+def _is_frozen(name: str) -> bool:
+    """Whether a parameter of the model with adapters in it is the model's own."""
+    return ".lora_" not in name and ".modules_to_save." not in name
+
+
+def _plain(name: str) -> str:
+    """The name that the model's own parameter has without adapters."""
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+
+
+def _saved_name(inner: str, adapter: str) -> str:
+    return PREFIX + inner.replace(".modules_to_save.", ".").replace(f".{adapter}.", ".")
+
+
+def _config_json(config: peft.LoraConfig) -> str:
+    values: dict[str, Any] = {**config.to_dict(), "inference_mode": True}  # type: ignore[no-untyped-call]
+    # Equal adapters are equal, whichever release wrote them and in whatever order sets came.
+    values.pop("peft_version", None)
+    return json.dumps(values, indent=2, sort_keys=True, default=sorted)
+
+
+def _refused(key: str, value: str, why: str) -> QuartetError:
+    return QuartetError(
+        "INVALID_CONFIG",
+        f"lora.{key} = {value!r} is refused: {why}",
+        key=f"lora.{key}",
+        value=value,
+        remedy=why,
+    )

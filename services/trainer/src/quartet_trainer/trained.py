@@ -1,0 +1,123 @@
+"""What of a model a run trains: the whole of it here, an adapter in lora.py.
+
+1. `parameters` have the names under which they are saved. Published names are those of the Hugging Face
+   checkpoint, or peft's for an adapter.
+2. `published` is a function of the given masters alone.
+3. Passes compute inside `standing` or `learning` and nowhere else: a model may be shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from quartet_trainer import model as base
+from quartet_trainer.publish import Snapshot, cast
+
+Masters = Mapping[str, Tensor]
+
+
+class Trained(Protocol):
+    """A model with something in it that learns."""
+
+    #: The model as transformers knows it.
+    model: Any
+    parameters: Mapping[str, nn.Parameter]
+    #: The names of those that embed tokens or read them out.
+    embeddings: frozenset[str]
+    #: adapter_config.json of what is published; empty for a whole model.
+    adapter_config: str
+    #: Whether a pass that learns computes what the published tensors compute, where no cast is between them.
+    exact: bool
+
+    def counts(self) -> tuple[int, int]:
+        """Parameters: (trainable, all), tied ones once."""
+        ...
+
+    def published(self, masters: Masters, served_dtype: str) -> Snapshot:
+        """What is published of masters of these names: a copy."""
+        ...
+
+    def standing(self, weights: Snapshot | None) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """The model as it scores: the parameters of it to replace, for it to be that version; None: live."""
+        ...
+
+    def learning(self) -> AbstractContextManager[None]:
+        """The model as it learns."""
+        ...
+
+    def export(self, source: Path, target: Path, served_dtype: str) -> None:
+        """Write the live model as a Hugging Face folder; `source` has its tokenizer."""
+        ...
+
+    def meta(self) -> dict[str, Any]:
+        """What a state says of it, besides the parameters."""
+        ...
+
+    def check(self, meta: Mapping[str, Any]) -> None:
+        """Whether a state can be restored upon this model. Errors: CHECKSUM_MISMATCH."""
+        ...
+
+    def restore(self, meta: Mapping[str, Any]) -> None:
+        """Go on where a state was taken."""
+        ...
+
+    def close(self) -> None:
+        """Nobody uses it any more. From any thread."""
+        ...
+
+
+@contextmanager
+def replaced(weights: Snapshot | None) -> Iterator[Mapping[str, Tensor]]:
+    """How a whole model stands as a version."""
+    yield weights or {}
+
+
+class WholeModel:
+    """Every parameter of a model learns."""
+
+    adapter_config = ""
+    exact = True
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
+        self.embeddings = base.embedding_names(model)
+
+    def counts(self) -> tuple[int, int]:
+        """All of them, and as many."""
+        return base.parameter_counts(self.model)
+
+    def published(self, masters: Masters, served_dtype: str) -> Snapshot:
+        """Their cast."""
+        return cast(masters.items(), served_dtype)
+
+    def standing(self, weights: Snapshot | None) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """All parameters, or none, are replaced."""
+        return replaced(weights)
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """Nothing changes."""
+        yield
+
+    def export(self, source: Path, target: Path, served_dtype: str) -> None:
+        """Write the folder."""
+        base.export_folder(self.model, base.untied(self.model), source, target, served_dtype)
+
+    def meta(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def check(self, meta: Mapping[str, Any]) -> None:
+        """It can."""
+
+    def restore(self, meta: Mapping[str, Any]) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""
