@@ -13,14 +13,11 @@ import grpc
 import pytest
 from quartet.v1 import common_pb2
 
-# Filled in by later work; each answers NOT_IMPLEMENTED until then.
+# Filled in by later work; each answers NOT_IMPLEMENTED until then. Push is served where it is asked for.
 NOT_SERVED = {
     "inference": {
         "InferenceService.LoadAdapter",
         "InferenceService.UnloadAdapter",
-        "WeightService.Watch",
-        "WeightService.GetManifest",
-        "WeightService.Fetch",
         "WeightService.Push",
     },
     "trainer": {"WeightService.Push"},
