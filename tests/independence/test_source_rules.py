@@ -27,6 +27,8 @@ TORCH_STACK = {"torch", "transformers", "safetensors", "accelerate"}
 TORCH_FREE = ("sdk", "orchestrator", "envhost")
 PICKLES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 INVARIANTS = range(1, 11)
+# "invariant_9_...", "Invariant 3", "Invariants 1, 2 and 9", and no other number of the sentence.
+NAMED = re.compile(r"[Ii]nvariants?[ _](\d+(?:(?:, | and )\d+)*)")
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "stuff", "manager"}
 # What a document names in backticks or links to, as far as it looks like a path of this repository.
 FOLDERS = "sdk|services|environments|configs|k8s|tests|benchmarks|docs|protos"
@@ -102,8 +104,8 @@ def test_every_invariant_is_named_by_a_test() -> None:
             for node in ast.walk(ast.parse(path.read_text(), str(path))):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
                     said = node.name + " " + (ast.get_docstring(node) or "").partition(":")[0]
-                    if "nvariant" in said:
-                        named.update(int(n) for n in re.findall(r"\d+", said))
+                    for numbers in NAMED.findall(said):
+                        named.update(int(n) for n in re.findall(r"\d+", numbers))
     assert set(INVARIANTS) <= named, f"no test names {sorted(set(INVARIANTS) - named)}"
 
 
