@@ -82,7 +82,11 @@ class Worker:
     def _load(self, settings: dict[str, Any]) -> None:
         _require_verifiers()
         from quartet_envhost.v1.environment import HostedEnvironment
-        from quartet_envhost.v1.tuning import freeze_heap, remember_default_factories
+        from quartet_envhost.v1.tuning import (
+            freeze_heap,
+            remember_certificates,
+            remember_default_factories,
+        )
 
         env_id = self._env_id = settings["id"]
         try:
@@ -90,6 +94,7 @@ class Worker:
             # Reads the data too, so that what is wrong with it shows now.
             self._info = self._environment.describe().SerializeToString()
             remember_default_factories()
+            remember_certificates()
         except QuartetError:
             raise
         # The environment's own code: whatever it raises is a refusal to load, reported as such.

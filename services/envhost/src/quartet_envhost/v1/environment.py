@@ -71,14 +71,16 @@ class HostedEnvironment:
 
         The steps of `Env.serving()` with our interception (verifiers 0.4.0).
         """
-        async with self._env.shared_tools() as shared, HostInterception() as interception:
-            self._env._shared_tools, self._env._interception = shared, interception
-            try:
-                await self._env.start()
-                yield
-            finally:
-                await self._env.stop()
-                self._env._shared_tools, self._env._interception = {}, None
+        async with self._env.shared_tools() as shared:
+            secrets = [server.state_secret for server in shared.values() if server.state_secret]
+            async with HostInterception(state_service_secrets=secrets) as interception:
+                self._env._shared_tools, self._env._interception = shared, interception
+                try:
+                    await self._env.start()
+                    yield
+                finally:
+                    await self._env.stop()
+                    self._env._shared_tools, self._env._interception = {}, None
 
     def describe(self) -> envhost_service_pb2.EnvironmentInfo:
         """The description, with sizes."""
