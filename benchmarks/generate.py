@@ -51,9 +51,20 @@ def stub_engine(end_tokens: frozenset[int]) -> Any:
     tokens = [32 + i % 90 for i in range(NEW_TOKENS)]
     logprobs = [-0.01 * i - 0.123456 for i in range(NEW_TOKENS)]
     info = EngineInfo(
-        "stub", "float32", 4096, 256, 1 << 20, tuple(end_tokens), ServedWeights("", 0, b""),
-        0, 0, 0, 0, 0, 0.0, False,
-    )  # fmt: skip
+        name="stub",
+        dtype="float32",
+        max_model_len=4096,
+        max_num_seqs=256,
+        vocab_size=1 << 20,
+        end_token_ids=tuple(end_tokens),
+        served=ServedWeights("", 0, b""),
+        running=0,
+        waiting=0,
+        tokens_sampled=0,
+        updates_applied=0,
+        last_update_pause_ms=0.0,
+        paused=False,
+    )
 
     class Stub:
         def info(self) -> EngineInfo:

@@ -212,15 +212,17 @@ class Answerer:
         def suits(served: ServedWeights | None) -> bool:
             return right_run(served) and served is not None and served.version >= wanted.min_version
 
-        served = self._engine.info().served
+        served = self._engine.info().serving(wanted.run_id)
         if served is None and not wanted.run_id and not has_minimum:
             raise QuartetError("NOT_READY", "no verified weights are served yet")
         limit_s = self._version_wait_s
         if remaining_s is not None:
             limit_s = min(limit_s, max(0.0, remaining_s - DEADLINE_MARGIN_SECONDS))
-        if suits(served) or await self._news.wait_for(suits, limit_s):
+        if suits(served) or await self._news.wait_for(
+            lambda _: suits(self._engine.info().serving(wanted.run_id)), limit_s
+        ):
             return
-        served = self._engine.info().served
+        served = self._engine.info().serving(wanted.run_id)
         have = served.version if served is not None else "none"
         if not right_run(served):
             have_run = served.run_id if served is not None else ""

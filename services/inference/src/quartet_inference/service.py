@@ -98,6 +98,10 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             end_token_ids=info.end_token_ids,
             out_of_service=info.out_of_service,
             prefix_breaks=self._answerer.prefix_breaks,
+            adapters=[
+                pb.ServedAdapter(run_id=one.run_id, policy_version=one.version, weights_digest=one.digest)
+                for one in info.adapters
+            ],
         )
 
 

@@ -125,13 +125,14 @@ class Front:
         return web.json_response(self._card(name))
 
     def _names(self) -> list[str]:
-        """The policy, by the model's name and by the run whose weights are served."""
-        served = self._engine.info().served
-        return [self._name] + ([served.run_id] if served is not None and served.run_id else [])
+        """The policy, by the model's name and by the runs whose weights or adapters are served."""
+        info = self._engine.info()
+        runs = [one.run_id for one in (info.served, *info.adapters) if one is not None and one.run_id]
+        return [self._name, *runs]
 
     def _card(self, name: str) -> dict[str, Any]:
         info = self._engine.info()
-        served = info.served
+        served = info.serving(name)
         return {
             "id": name,
             "object": "model",
@@ -186,7 +187,7 @@ class Front:
         for request in requests:
             request.run_id = request.run_id or run_id
             request.session_id = request.session_id or http.headers.get("X-Session-ID", "")
-        served = self._engine.info().served
+        served = self._engine.info().serving(run_id)
         fingerprint = f"{served.run_id or self._name}@{served.version}" if served is not None else ""
         reply = reply_type(self._chat, body, fingerprint)
         limit_s = self._config.request_seconds
