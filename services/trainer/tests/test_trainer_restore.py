@@ -144,7 +144,7 @@ async def test_a_run_that_cannot_be_restored_is_not_open(
         await trainer.stub.CloseRun(pb.CloseRunRequest(run_id="r"))
         # As if this release cast otherwise than the one that saved.
         monkeypatch.setattr(
-            "quartet_trainer.versions.build_manifest", lambda *_: weights_pb2.WeightManifest()
+            "quartet_trainer.versions.build_manifest", lambda *_, **__: weights_pb2.WeightManifest()
         )
         with pytest.raises(grpc.RpcError) as raised:
             await trainer.create(base_model=str(folder))

@@ -345,7 +345,7 @@ async def test_create_run_refuses(folder: Path, serve_trainer: Any, tmp_path: Pa
         lora = await refused(
             trainer.create(base_model=str(folder), lora=pb.LoraSpec(rank=8)), "INVALID_CONFIG"
         )
-        assert "later" in lora.message
+        assert lora.metadata["key"] == "alpha"
         await refused(trainer.create(base_model=str(folder), schedule=pb.SCHEDULE_COSINE), "INVALID_CONFIG")
         for key, value in (
             ("gradient_checkpointing", True),
