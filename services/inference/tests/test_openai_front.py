@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from quartet.v1 import inference_service_pb2 as pb
 from quartet_inference import app
 from quartet_inference.answering import Answerer
 from quartet_inference.config import InferenceConfig
-from quartet_inference.engine import Delta, Finish, Reason, Request, Span
+from quartet_inference.engine import Delta, Finish, Reason, Request, ServedWeights, Span
 from quartet_inference.openai import server
 
 Make = Callable[..., Any]
@@ -285,6 +286,28 @@ async def test_models_are_the_policy(door: Door) -> None:
         assert (await client.models.retrieve(door.model)).id == door.model
         with pytest.raises(openai.NotFoundError):
             await client.models.retrieve("another")
+
+
+async def test_a_served_adapter_is_a_model(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = replace(door.engine.info(), adapters=(ServedWeights("run-7", 3, b"d"),))
+    monkeypatch.setattr(door.engine, "info", lambda: info)
+    say(monkeypatch, door, "hello")
+    asked: list[Request] = []
+    written = door.engine.generate
+
+    def spied(request: Request) -> Any:
+        asked.append(request)
+        return written(request)
+
+    monkeypatch.setattr(door.engine, "generate", spied)
+    cards = (await door.plain.models.list()).data
+    assert [(card.id, card.policy_version) for card in cards] == [  # type: ignore[attr-defined]
+        (door.model, 0),
+        ("run-7", 3),
+    ]
+    answer = await door.chat(model="run-7", extra_body={"min_policy_version": 3})
+    assert answer.choices[0].message.content == "hello" and answer.system_fingerprint == "run-7@3"
+    assert (asked[0].run_id, asked[0].min_version) == ("run-7", 3)
 
 
 async def test_the_key_is_asked_for(model_folder: Path, tmp_path: Path) -> None:
