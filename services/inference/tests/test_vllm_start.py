@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,32 @@ def test_the_environment_is_what_the_build_needs(monkeypatch: pytest.MonkeyPatch
     )
     assert ("VLLM_CPU_KVCACHE_SPACE" in now) is not cpu
     assert now.get("VLLM_CPU_OMP_THREADS_BIND") == ("nobind" if cpu else None)
+
+
+def test_vllms_processes_end_with_the_one_that_serves() -> None:
+    """Invariant 9: a service that is killed leaves no engine behind."""
+    worker = (
+        "import time\n"
+        "from quartet_inference.vllm import environment\n"
+        "environment.end_with_service()\n"
+        "print('up', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    service = (
+        "import os, socket, subprocess, sys, time\n"
+        "from quartet_inference.vllm import environment\n"
+        "os.environ[environment.SERVING] = f'{os.getpid()}@{socket.gethostname()}'\n"
+        f"worker = subprocess.Popen([sys.executable, '-c', {worker!r}], stdout=subprocess.PIPE)\n"
+        "worker.stdout.readline()\n"
+        "print(worker.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", service], stdout=subprocess.PIPE, text=True) as serving:
+        assert serving.stdout is not None
+        descriptor = os.pidfd_open(int(serving.stdout.readline()))
+        serving.kill()
+        ended, _, _ = select.select([descriptor], [], [], 20)
+    assert ended, "the worker outlives its service"
 
 
 def test_a_cpu_without_avx512_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

