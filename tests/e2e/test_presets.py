@@ -109,7 +109,7 @@ async def world(tmp_path: Path) -> AsyncIterator[tuple[Any, str, Teacher]]:
     from quartet_trainer.assembly import assemble
     from quartet_trainer.config import TrainerConfig
 
-    losses = {"mine": "tests.e2e.test_presets:twice_the_likelihood"}
+    losses = {"mine": f"{__name__}:twice_the_likelihood"}
     trainer = assemble(TrainerConfig(state_dir=tmp_path / "states", device="cpu", losses=losses))
     teacher, here = Teacher(), ServerConfig(address="127.0.0.1:0")
     servers = [

@@ -1,0 +1,357 @@
+"""Reference models, proximal policies, adaptive coefficients and losses of one's own, through the service."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import torch
+import transformers
+from quartet.config import ConfigError
+from quartet.errors import QuartetError, from_rpc
+from quartet.v1 import trainer_service_pb2 as pb
+from quartet_trainer.config import TrainerConfig
+from quartet_trainer.kl_control import KlControl
+from quartet_trainer.loss.custom import load_losses
+from quartet_trainer.spec import LossSpec
+
+HERE = __name__
+
+
+def loss(**fields: Any) -> pb.LossSpec:
+    return pb.LossSpec(**{"kind": pb.LOSS_KIND_POLICY_GRADIENT, **fields})
+
+
+PENALTY = {"kl_coef": 0.5, "kl_estimator": pb.KL_ESTIMATOR_K3}
+
+
+async def refused(call: Any, reason: str) -> QuartetError:
+    with pytest.raises(grpc.RpcError) as raised:
+        await call
+    error = from_rpc(raised.value)
+    assert error.reason == reason, error
+    return error
+
+
+async def step(trainer: Any, seq_id: int, samples: Any, spec: pb.LossSpec) -> dict[str, float]:
+    done = await trainer.forward_backward(seq_id, samples, loss=spec)
+    await trainer.optim_step(seq_id + 1)
+    return dict(done.diagnostics)
+
+
+# -- reference models ------------------------------------------------------------------------------------
+
+
+async def test_a_frozen_reference_stays_where_the_policy_began(
+    folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder), reference=pb.ReferenceSpec())
+        base = await trainer.forward(make_samples())
+        assert (await step(trainer, 1, make_samples(), loss(**PENALTY)))["reference_kl"] == 0.0
+        moved = await trainer.forward(make_samples())
+        found = (await step(trainer, 3, make_samples(), loss(**PENALTY)))["reference_kl"]
+        d = np.concatenate(base).astype(np.float64) - np.concatenate(moved)
+        assert found == pytest.approx((np.exp(d) - d - 1).mean(), rel=1e-4) and found > 0
+
+
+async def test_a_reference_that_follows_is_the_stated_mixture(
+    folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    samples, spec = make_samples(), loss(**PENALTY)
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder), reference=pb.ReferenceSpec(sync_steps=2))
+        kl = [(await step(trainer, seq_id, samples, spec))["reference_kl"] for seq_id in (1, 3, 5, 7)]
+        # Synchronised whole after steps 2 and 4; so at the beginning of step 3 it is the policy.
+        assert kl[0] == 0.0 and kl[1] > 0 and kl[2] == 0.0 and kl[3] > 0
+        await trainer.stub.CloseRun(pb.CloseRunRequest(run_id="r"))
+    async with serve_trainer() as trainer:
+        await trainer.create(
+            "half", base_model=str(folder), reference=pb.ReferenceSpec(sync_steps=1, mixup_alpha=0.25)
+        )
+
+        async def weights(seq_id: int, name: str) -> dict[str, dict[str, torch.Tensor]]:
+            from safetensors.torch import load_file
+
+            request = pb.SaveStateRequest(run_id="half", seq_id=seq_id, name=name)
+            path = Path((await trainer.stub.SaveState(request)).state.path)
+            return {stem: load_file(path / f"{stem}.safetensors") for stem in ("weights", "reference")}
+
+        before = await weights(1, "before")
+        await trainer.forward_backward(2, samples, run_id="half", loss=spec)
+        await trainer.stub.OptimStep(pb.OptimStepRequest(run_id="half", seq_id=3))
+        after = await weights(4, "after")
+        for name, reference in after["reference"].items():
+            mixed = 0.25 * after["weights"][name] + 0.75 * before["weights"][name]
+            torch.testing.assert_close(reference, mixed, atol=1e-7, rtol=1e-6)
+
+
+async def test_another_model_teaches(
+    folder: Path, serve_trainer: Any, make_samples: Any, tmp_path: Path
+) -> None:
+    """On-policy distillation from a model that the trainer holds: the policy comes to agree with it."""
+    torch.manual_seed(99)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.num_hidden_layers, config.layer_types = 1, config.layer_types[:1]
+    teacher = transformers.Qwen3ForCausalLM(config).eval()
+    teacher.save_pretrained(tmp_path / "teacher")
+    samples = make_samples()
+    for one in samples:
+        del one.advantages[:]
+    one = samples[0].sample
+    logits = teacher(input_ids=torch.tensor([list(one.token_ids)])).logits[0]
+    start, length = one.spans[0].start, one.spans[0].length
+    logp = torch.log_softmax(logits, -1)[range(start - 1, start + length - 1), list(one.token_ids)[start:]]
+    distil = pb.LossSpec(kind=pb.LOSS_KIND_REFERENCE_KL, ratio=pb.RATIO_TREATMENT_NONE)
+    async with serve_trainer() as trainer:
+        await trainer.create(
+            base_model=str(folder), reference=pb.ReferenceSpec(model=str(tmp_path / "teacher"))
+        )
+        (policy,) = await trainer.forward([samples[0]])
+        done = await trainer.forward_backward(1, samples[:1], loss=distil)
+        expected = -np.mean((logp.detach().numpy() - np.array(policy)) * np.array(policy))
+        assert done.loss == pytest.approx(expected, rel=1e-4)
+        # The gradient pushes each token towards the teacher's opinion of it.
+        await trainer.optim_step(2, learning_rate=1e-3)
+        (moved,) = await trainer.forward([samples[0]])
+        direction = np.sign(logp.detach().numpy() - np.array(policy))
+        assert np.sum(direction * (np.array(moved) - np.array(policy))) > 0
+        await refused(
+            trainer.create("x", base_model=str(folder), reference=pb.ReferenceSpec(model="nowhere")),
+            "INVALID_CONFIG",
+        )
+
+
+async def test_references_that_samples_carry_go_before_the_held_one(
+    folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    samples = make_samples()
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        error = await refused(trainer.forward_backward(1, samples, loss=loss(**PENALTY)), "INVALID_REQUEST")
+        assert error.metadata["field"] == "samples[0].reference_logprobs"
+        logprobs = await trainer.forward(samples)
+        for one, logp in zip(samples, logprobs, strict=True):
+            one.reference_logprobs.extend(value - 0.5 for value in logp)
+        done = await trainer.forward_backward(
+            1, samples, loss=loss(kl_coef=0.5, kl_estimator=pb.KL_ESTIMATOR_K2)
+        )
+        assert done.diagnostics["reference_kl"] == pytest.approx(0.125, rel=1e-4)
+        del samples[5].reference_logprobs[:]
+        error = await refused(trainer.forward_backward(2, samples, loss=loss(**PENALTY)), "INVALID_REQUEST")
+        assert error.metadata["field"] == "samples[5].reference_logprobs"
+
+
+async def test_samples_without_advantage_learn_from_the_divergence(
+    folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    samples = make_samples()
+    for one in samples:
+        one.advantages[:] = [0.0]
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder), reference=pb.ReferenceSpec())
+        await trainer.forward_backward(1, make_samples(), loss=loss())
+        await trainer.optim_step(2)
+        await trainer.forward_backward(3, samples, loss=loss())
+        assert (await trainer.optim_step(4)).grad_norm == 0
+        await trainer.forward_backward(5, samples, loss=loss(**PENALTY))
+        assert (await trainer.optim_step(6)).grad_norm > 0
+        await trainer.forward_backward(7, samples, loss=loss(entropy_coef=0.1))
+        assert (await trainer.optim_step(8)).grad_norm > 0
+
+
+# -- the adaptive coefficient ----------------------------------------------------------------------------
+
+
+def test_the_coefficient_follows_the_formula() -> None:
+    control, spec = KlControl(), LossSpec(kl_coef=0.2, target_kl=0.1)
+    assert control.of(spec) == 0.2
+    control.observe(spec, 0.5, 10)
+    control.observe(spec, 0.1, 30)
+    control.step(taken=True)
+    assert control.of(spec) == pytest.approx(0.2 * (1 + 0.1 * 0.2)), (
+        "kl 0.2 is 1 above target; bounded by 0.2"
+    )
+    control.observe(spec, 0.09, 10)
+    control.step(taken=True)
+    assert control.of(spec) == pytest.approx(0.2 * 1.02 * (1 + 0.1 * -0.1))
+    assert control.of(LossSpec(kl_coef=0.7)) == 0.7
+    held = control.of(spec)
+    control.observe(spec, 5.0, 10)
+    control.step(taken=False)
+    control.step(taken=True)
+    assert control.of(spec) == held, "a skipped step measures nothing"
+    control.observe(spec, math.inf, 10)
+    control.step(taken=True)
+    assert control.of(spec) == held
+
+
+async def test_invariant_9_reference_and_coefficient_are_restored_bit_equally(
+    folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    spec = loss(kl_coef=0.5, target_kl=1e-3)
+    run = {
+        "base_model": str(folder),
+        "reference": pb.ReferenceSpec(sync_steps=2, mixup_alpha=0.5),
+        "retain_versions": 2,
+    }
+
+    async def rest(trainer: Any) -> list[Any]:
+        # The batch before the save was measured and not stepped yet.
+        await trainer.optim_step(7)
+        found = [await step(trainer, seq_id, make_samples(seed=seq_id), spec) for seq_id in (8, 10, 12)]
+        return [*found, (await trainer.publish(14)).digest]
+
+    async with serve_trainer() as trainer:
+        await trainer.create(**run)
+        await step(trainer, 1, make_samples(seed=1), spec)
+        await step(trainer, 3, make_samples(seed=2), spec)
+        await trainer.forward_backward(5, make_samples(seed=3), loss=spec)
+        await trainer.save(6, "mid")
+        straight = await rest(trainer)
+    async with serve_trainer() as trainer:
+        await trainer.create(**run)
+        assert await rest(trainer) == straight
+    assert len({values["kl_coef"] for values in straight[:3]}) == 3
+
+
+# -- proximal policies -----------------------------------------------------------------------------------
+
+
+async def test_the_ratio_is_taken_against_the_version_that_is_named(
+    folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    samples = make_samples()
+    ppo = {"ratio": pb.RATIO_TREATMENT_PPO, "proximal_version": 0}
+    correction = pb.MismatchCorrection(mode=pb.CORRECTION_MODE_TRUNCATE, cap=1.5)
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        await trainer.publish(1)
+        begun = np.concatenate(await trainer.forward(samples)).astype(np.float64)
+        sampled = np.concatenate([one.sample.logprobs for one in samples]).astype(np.float64)
+        done = await trainer.forward_backward(2, samples, loss=loss(**ppo, correction=correction))
+        assert done.diagnostics["ratio_max"] == done.diagnostics["ratio_mean"] == 1.0, "it is the live one"
+        weight = np.minimum(np.exp(begun - sampled), 1.5)
+        assert done.diagnostics["correction_mean"] == pytest.approx(weight.mean(), rel=1e-5)
+        advantages = np.repeat([a.advantages[0] for a in samples], [len(a.sample.logprobs) for a in samples])
+        assert done.loss == pytest.approx(-(weight * advantages).mean(), rel=1e-4)
+        await trainer.optim_step(3)
+        now = np.concatenate(await trainer.forward(samples)).astype(np.float64)
+        done = await trainer.forward_backward(4, samples, loss=loss(**ppo))
+        assert done.diagnostics["ratio_mean"] == pytest.approx(np.exp(now - begun).mean(), rel=1e-5)
+        assert done.diagnostics["mismatch_kl"] == pytest.approx(
+            np.mean(np.exp(now - sampled) - 1 - (now - sampled)), rel=1e-4
+        )
+        unknown = {**ppo, "proximal_version": 7}
+        await refused(trainer.forward_backward(5, samples, loss=loss(**unknown)), "VERSION_UNKNOWN")
+
+
+@pytest.mark.parametrize("budget", [40, 10_000])
+async def test_losses_of_samples_do_not_depend_on_the_packing(
+    folder: Path, serve_trainer: Any, make_samples: Any, budget: int
+) -> None:
+    samples = make_samples(groups=2)
+    gspo = {
+        "ratio": pb.RATIO_TREATMENT_PPO,
+        "ratio_level": pb.RATIO_LEVEL_SEQUENCE,
+        "aggregation": pb.AGGREGATION_SEQUENCE,
+    }
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder), microbatch_tokens=budget)
+        logprobs = await trainer.forward(samples)
+        done = await trainer.forward_backward(1, samples, loss=loss(**gspo), normalizer=len(samples))
+        expected = 0.0
+        for one, logp in zip(samples, logprobs, strict=True):
+            ratio = math.exp(np.mean(np.array(logp) - np.array(one.sample.logprobs)))
+            a = one.advantages[0]
+            expected -= min(ratio * a, min(max(ratio, 0.8), 1.2) * a) / len(samples)
+        assert done.loss == pytest.approx(expected, rel=1e-5)
+
+
+# -- losses of one's own ---------------------------------------------------------------------------------
+
+
+def own_cispo(spec: LossSpec, tokens: Any) -> torch.Tensor:
+    ratio = (tokens.logp_K - tokens.sampled_K).exp().clamp(max=4.0).detach()
+    return -ratio * tokens.advantages_K * tokens.logp_K
+
+
+def own_nan(spec: LossSpec, tokens: Any) -> torch.Tensor:
+    return tokens.logp_K * float("nan")
+
+
+def own_number(spec: LossSpec, tokens: Any) -> Any:
+    return 3.0
+
+
+def own_sum(spec: LossSpec, tokens: Any) -> torch.Tensor:
+    return tokens.logp_K.sum()
+
+
+def own_detached(spec: LossSpec, tokens: Any) -> torch.Tensor:
+    return -tokens.logp_K.detach()
+
+
+def own_mistake(spec: LossSpec, tokens: Any) -> torch.Tensor:
+    raise KeyError("advantage")
+
+
+NONSENSE = {
+    "own_nan": "no finite numbers",
+    "own_number": "returned float, not a tensor",
+    "own_sum": "returned shape ()",
+    "own_detached": "does not depend on tokens.logp_K",
+    "own_mistake": "raised KeyError",
+}
+
+
+@pytest.fixture
+def own() -> dict[str, str]:
+    return {name: f"{HERE}:{name}" for name in ("own_cispo", *NONSENSE)}
+
+
+async def test_a_loss_of_ones_own_is_applied_like_any_other(
+    folder: Path, serve_trainer: Any, make_samples: Any, own: dict[str, str]
+) -> None:
+    results = []
+    for spec in (pb.LossSpec(kind=pb.LOSS_KIND_CUSTOM, custom="own_cispo"), loss()):
+        async with serve_trainer(losses=own) as trainer:
+            await trainer.create(str(len(results)), base_model=str(folder))
+            done = await trainer.forward_backward(1, make_samples(), run_id=str(len(results)), loss=spec)
+            request = pb.OptimStepRequest(run_id=str(len(results)), seq_id=2)
+            results.append((done.loss, (await trainer.stub.OptimStep(request)).grad_norm))
+    assert results[0] == pytest.approx(results[1], rel=1e-6)
+
+
+async def test_a_loss_that_returns_nonsense_is_refused_and_nothing_is_applied(
+    folder: Path, serve_trainer: Any, make_samples: Any, own: dict[str, str]
+) -> None:
+    async with serve_trainer(losses=own) as trainer:
+        await trainer.create(base_model=str(folder))
+        for name, why in NONSENSE.items():
+            spec = pb.LossSpec(kind=pb.LOSS_KIND_CUSTOM, custom=name)
+            error = await refused(trainer.forward_backward(1, make_samples(), loss=spec), "INVALID_REQUEST")
+            assert why in error.message and f"losses.{name}" in error.message
+        unknown = pb.LossSpec(kind=pb.LOSS_KIND_CUSTOM, custom="absent")
+        error = await refused(trainer.forward_backward(1, make_samples(), loss=unknown), "INVALID_REQUEST")
+        assert "own_cispo" in error.message
+        assert (await refused(trainer.optim_step(1), "INVALID_REQUEST")).metadata["field"] == "seq_id"
+
+
+def test_functions_that_cannot_be_loaded_are_refused_in_one_sentence() -> None:
+    from quartet_trainer.assembly import assemble
+
+    for path, why in {
+        "no_colon": "write",
+        "absent_module:f": "cannot be imported",
+        f"{HERE}:absent": "cannot be imported",
+        f"{HERE}:HERE": "not a function",
+    }.items():
+        with pytest.raises(ValueError, match=why):
+            load_losses({"mine": path})
+    with pytest.raises(ConfigError, match=r"losses\.mine"):
+        assemble(TrainerConfig(losses={"mine": "absent_module:f"}))
