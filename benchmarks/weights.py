@@ -75,7 +75,7 @@ def model(size: int) -> dict[str, Tensor]:
 
 
 async def publisher(size: int) -> None:
-    """Serve one version in the three ways until killed; the first line printed says where."""
+    """Serve one version in the three ways until its input ends; the first line printed says where."""
     store = WeightStore(keep=1)
     store.publish("r", 1, model(size))
     payload = store.get("r", 1).payload
@@ -98,7 +98,10 @@ async def publisher(size: int) -> None:
     web = asyncio.create_task(uvicorn.Server(config).serve(sockets=[listener]))
     places = {"grpc": server.address, "raw": raw, "http": listener.getsockname()[1], "bytes": payload.size}
     print(json.dumps(places), flush=True)
-    await web
+    # An end that lets the process clean up its shared memory.
+    await asyncio.to_thread(sys.stdin.read)
+    web.cancel()
+    await server.stop(0)
 
 
 def raw_publisher(payload: Payload) -> int:
@@ -185,8 +188,9 @@ def copies(size: int) -> dict[str, Cost]:
 async def compare(size: int, rounds: int) -> list[Figure]:
     """Start the publisher, and alternate between the roads."""
     command = [sys.executable, __file__, "--publish", str(size)]
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    assert process.stdout is not None
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    assert process.stdin is not None and process.stdout is not None
     places: dict[str, object] = {}
     while not places:
         line = await process.stdout.readline()
@@ -213,7 +217,7 @@ async def compare(size: int, rounds: int) -> list[Figure]:
                     for name, cost in copies(total).items():
                         costs.setdefault(name, []).append(cost)
     finally:
-        process.terminate()
+        process.stdin.close()
         await process.wait()
     return figures(total, first, costs)
 

@@ -114,6 +114,15 @@ def test_files_are_bounded_in_bytes(tmp_path: Path) -> None:
     assert files(tmp_path) == []
 
 
+def test_files_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Invariant 8."""
+    monkeypatch.setattr(shared, "MAX_FILES", 2)
+    made = SharedPayloads(folder=tmp_path)
+    payloads = [full_payload(model(seed)) for seed in range(4)]
+    offers = [made.offer(payload) for payload in payloads]
+    assert {str(path) for path in files(tmp_path)} == {offer.path for offer in offers[-2:] if offer}
+
+
 def test_no_room_means_no_offer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")

@@ -3,7 +3,7 @@
 1. A file in SHARED_FOLDER is a token, then the payload. It appears under its name complete, or not at all.
 2. It lives no longer than its payload, and not longer than its process: whoever is killed leaves files that
    nobody holds a lock on, and the next publisher on the host removes those.
-3. Bounded in bytes: the oldest files go first. A reader that has mapped one keeps its memory, not its name.
+3. Bounded in bytes and number: the oldest files go first. A reader that has mapped one keeps its memory.
 4. A reader believes nothing: what is no such file, has another token or another size is not taken, and the
    tensors are verified as if they had come over the network.
 """
@@ -29,6 +29,8 @@ PREFIX = "quartet-weights-"
 TOKEN_BYTES = 16
 #: Of all files of one process; memory that the tensors do not share.
 SHARED_BYTES = 16 << 30
+#: Each holds a descriptor open.
+MAX_FILES = 64
 
 log = structlog.get_logger(__name__)
 
@@ -59,7 +61,7 @@ class SharedPayloads:
         if payload.size > self._limit_bytes:
             return None
         sweep(self._folder)
-        while payload.size + sum(file.size for file in self._files.values()) > self._limit_bytes:
+        while len(self._files) >= MAX_FILES or payload.size > self._limit_bytes - self._occupied_bytes:
             self._files.pop(next(iter(self._files))).finalizer()
         token = secrets.token_bytes(TOKEN_BYTES)
         path = self._folder / f"{PREFIX}{os.getpid()}-{token.hex()}"
@@ -75,6 +77,10 @@ class SharedPayloads:
         )
         self._files[id(payload)] = made
         return made.offer
+
+    @property
+    def _occupied_bytes(self) -> int:
+        return sum(file.size for file in self._files.values())
 
 
 def _write(path: Path, token: bytes, payload: Payload) -> int:
