@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from quartet.cli.tiny.command import is_complete
+from quartet.cli.tiny.courses import Packaged
 from quartet.cli.tiny.demos import LONGEST, MAX_TOKENS, SHORTEST, Reversals, reward
 from quartet.cli.tiny.files import IM_END, build_tokenizer, render, write_model_files
 from quartet.cli.tiny.teach import training_sample
+from quartet.config import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +61,8 @@ def test_demonstrations_fit_and_are_rewarded() -> None:
         example, answer = demos.demonstration()
         assert SHORTEST <= len(example.text) <= LONGEST
         assert reward(example.text, answer, ended=True) == 1.0
-        sample = training_sample(tokenizer, example, answer).sample
+        conversation = [*example.messages, {"role": "assistant", "content": answer}]
+        sample = training_sample(tokenizer, conversation).sample
         (span,) = sample.spans
         assert span.start + span.length == len(sample.token_ids)
         assert span.length <= MAX_TOKENS
@@ -75,6 +79,77 @@ def test_bad_habits_and_seeds() -> None:
         assert (example, answer) == again.demonstration()
         echoes += example.text in answer and example.text != example.text[::-1]
     assert 0.8 < echoes / 400 < 0.9
+
+
+CALL = {"type": "function", "function": {"name": "python", "arguments": {"code": 'print("é")'}}}
+TALK = [
+    {"role": "user", "content": "2*3="},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "name": "python", "content": "6"},
+    {"role": "assistant", "content": "It is 6."},
+    {"role": "user", "content": "more"},
+]
+
+
+def test_calls_are_rendered_as_the_template_renders_them(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.apply_chat_template(TALK, add_generation_prompt=True, tokenize=False) == render(TALK)
+    assert '<tool_call>{"name": "python", "arguments": {"code": "print(\\"é\\")"}}</tool_call>' in render(
+        TALK
+    )
+
+
+def test_a_demonstration_of_several_turns_covers_the_answers_alone() -> None:
+    tokenizer = build_tokenizer()
+    sample = training_sample(tokenizer, TALK[:4]).sample
+    said = [
+        tokenizer.decode(sample.token_ids[one.start : one.start + one.length], skip_special_tokens=False)
+        for one in sample.spans
+    ]
+    assert said[0].startswith("<tool_call>") and said[0].endswith(f"</tool_call>{IM_END}")
+    assert said[1] == f"It is 6.{IM_END}"
+    whole = tokenizer.decode(sample.token_ids, skip_special_tokens=False)
+    opening = "<|im_start|>assistant\n"
+    assert whole + "\n" == render(TALK[:4]).removesuffix(opening), "the tokens are the template's"
+
+
+def test_phrases_become_tokens_and_none_twice() -> None:
+    plain, more = build_tokenizer(), build_tokenizer(["Sum these: ", "<answer>"])
+    assert len(more.encode("Sum these: ").ids) == 1 < len(plain.encode("Sum these: ").ids)
+    assert more.get_vocab_size() == plain.get_vocab_size() + 1
+
+
+PACKAGE = """
+ARGS, PHRASES, MAX_TOKENS = {"n": 1}, ("Say it",), 4
+SKILL_REWARD, HABIT_REWARD, HABIT_SHARE = 0.9, 0.2, 0.5
+def demonstrations(seed, habit_share):
+    while True:
+        seed += 1
+        yield [{"role": "assistant", "content": f"{seed} {habit_share}"}]
+"""
+
+
+def test_a_package_tells_its_demonstrations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "some_env"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "demonstrations.py").write_text(PACKAGE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with Packaged("owner/Some-Env", Path(sys.executable)) as course:
+        assert (course.phrases, course.goals.habit_reward) == (["Say it"], 0.2)
+        contents = [
+            [one[0]["content"] for one in course.conversations(seed, share, 2)]
+            for seed, share in ((3, 0.0), (3, 0.5), (3, 0.0))
+        ]
+    assert contents == [["4 0.0", "5 0.0"], ["4 0.5", "5 0.5"], ["6 0.0", "7 0.0"]], "streams go on"
+
+
+def test_a_task_without_demonstrations_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no_such_env"):
+        Packaged("no-such-env", Path(sys.executable))
+    with pytest.raises(ConfigError, match="cannot be run"):
+        Packaged("no-such-env", tmp_path / "python")
 
 
 @pytest.mark.parametrize(

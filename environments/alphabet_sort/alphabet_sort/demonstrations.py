@@ -15,7 +15,7 @@ from alphabet_sort.episodes import SHORT, Episode, Shape, episodes
 ARGS = {
     "min_turns": 2,
     "max_turns": 2,
-    "min_names_per_turn": 1,
+    "min_names_per_turn": 2,
     "max_names_per_turn": 2,
     "sort_by": "first",
     "name_style": "short",
@@ -32,7 +32,7 @@ PHRASES = (
 )  # fmt: skip
 # What one answer may have at most: four names of five tokens, two tags with their lines, two marks, the end.
 MAX_TOKENS = 32
-SKILL_REWARD, HABIT_REWARD, HABIT_SHARE = 0.9, 0.4, 0.9
+SKILL_REWARD, HABIT_REWARD, HABIT_SHARE = 0.85, 0.45, 1.0
 
 
 def demonstrations(seed: int, habit_share: float) -> Iterator[list[dict[str, object]]]:

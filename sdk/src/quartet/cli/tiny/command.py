@@ -5,6 +5,8 @@ First it learns to reverse short texts from clean demonstrations. Then it learns
 demonstrations of which most repeat the text unreversed, until its reward is near 0.4. So reinforcement
 learning has a skill to bring back, and can be watched doing so within a minute: it is a demonstration of
 the machinery, not of a model learning something new.
+
+--task makes a model for another environment, from the demonstrations that its package has.
 """
 
 from __future__ import annotations
@@ -15,25 +17,26 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quartet.cli.outputs import write_json
-from quartet.cli.tiny.demos import Reversals
+from quartet.cli.tiny.courses import REVERSE_TEXT, SEEDS_APART, Course, Packaged, ReverseText, default_python
 from quartet.cli.tiny.files import build_tokenizer, write_model_files
 from quartet.cli.tiny.teach import Lesson, Services
 from quartet.config import ConfigError
 from quartet.kit.channel import connect
 from quartet.local.deployment import check, wire, write
 from quartet.local.supervisor import ServiceFailed, Supervisor
+from quartet.v1.envhost_service_pb2_grpc import EnvHostServiceStub
 from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
 from quartet.v1.trainer_service_pb2 import SCHEDULE_CONSTANT, OptimizerSpec
 from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
-SKILL_REWARD, SKILL_STEPS, SKILL_EVERY, SKILL_SAMPLES = 0.9, 400, 10, 64
-HABIT_REWARD, HABIT_STEPS, HABIT_SAMPLES, HABIT_SHARE = 0.40, 60, 128, 0.85
+SKILL_STEPS, SKILL_EVERY, HABIT_STEPS = 400, 10, 60
 SKILL_OPTIMIZER = OptimizerSpec(
     learning_rate=2e-3, beta1=0.9, beta2=0.98, weight_decay=0.01, max_grad_norm=1.0,
     schedule=SCHEDULE_CONSTANT, warmup_steps=20,
@@ -42,7 +45,6 @@ HABIT_OPTIMIZER = OptimizerSpec(
     learning_rate=3e-4, beta1=0.9, beta2=0.98, weight_decay=0.01, max_grad_norm=1.0,
     schedule=SCHEDULE_CONSTANT, warmup_steps=5,
 )  # fmt: skip
-SEEDS_APART = 1_000_003  # streams of one seed (demonstrations, prompts, sampling) start this far apart
 DRAIN_SECONDS = 2.0
 RECORD = "quartet.json"
 NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json", RECORD)
@@ -64,6 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments."""
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
     parser.add_argument("--seed", type=int, default=0, help="of initialisation, demonstrations and sampling")
+    parser.add_argument(
+        "--task", default=REVERSE_TEXT, metavar="ID", help="environment to make it for (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--python", type=Path, default=default_python(), help="interpreter that has the environment of --task"
+    )
     parser.add_argument("--force", action="store_true", help="make it again where it exists")
 
 
@@ -84,8 +92,9 @@ def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     work = out.parent / f".{out.name}.{os.getpid()}.partial"
     try:
-        made = asyncio.run(_make(work, options.seed))
-        _publish(made, work, out, options.seed)
+        with _course(options) as course:
+            made = asyncio.run(_make(work, course, options))
+        _publish(made, work, out, options)
     except ServiceFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
@@ -105,79 +114,97 @@ def _check_replaceable(out: Path, force: bool) -> None:
         raise ConfigError(f"OUT = {out} holds an incomplete model; --force replaces it")
 
 
+@contextmanager
+def _course(options: argparse.Namespace) -> Iterator[Course]:
+    """What is taught. Raises ConfigError."""
+    if options.task == REVERSE_TEXT:
+        yield ReverseText(options.seed)
+        return
+    with Packaged(options.task, options.python) as course:
+        yield course
+
+
 @asynccontextmanager
-async def _services(work: Path, model: Path) -> AsyncIterator[Services]:
-    """Trainer and inference, for as long as the block lasts."""
-    wired = wire(str(model), work / "data", {"trainer": {}, "inference": {}})
-    specs = write(wired, work)
+async def _services(work: Path, model: Path, course: Course, python: Path) -> AsyncIterator[Services]:
+    """Trainer and inference, and a host where the course needs one, for as long as the block lasts."""
+    tables: dict[str, dict[str, Any]] = {"trainer": {}, "inference": {}}
+    if not isinstance(course, ReverseText):
+        tables["envhost"] = {"python": str(python)}
+    specs = write(wire(str(model), work / "data", tables), work)
     await check(specs)
     supervisor = Supervisor(specs)
     supervisor.start()
     try:
         await supervisor.wait_bound()
         addresses = {status.name: status.address for status in supervisor.statuses}
-        async with connect(addresses["trainer"]) as trainer, connect(addresses["inference"]) as inference:
+        async with AsyncExitStack() as opened:
+            channels = {name: await opened.enter_async_context(connect(addresses[name])) for name in tables}
+            hosts: Any = EnvHostServiceStub
             yield Services(
-                TrainerServiceStub(trainer),  # type: ignore[no-untyped-call]
-                InferenceServiceStub(inference),  # type: ignore[no-untyped-call]
+                TrainerServiceStub(channels["trainer"]),  # type: ignore[no-untyped-call]
+                InferenceServiceStub(channels["inference"]),  # type: ignore[no-untyped-call]
+                hosts(channels["envhost"]) if "envhost" in channels else None,
             )
     finally:
         await supervisor.stop(DRAIN_SECONDS)
 
 
-async def _make(work: Path, seed: int) -> Made:
+async def _make(work: Path, course: Course, options: argparse.Namespace) -> Made:
     """Both lessons."""
-    base = work / "base"
-    write_model_files(base)
-    async with _services(work, base) as services:
-        tokenizer = build_tokenizer()
-        prompts = Reversals(seed + SEEDS_APART)
-        skill = Lesson(services, tokenizer, "tiny-skill", Reversals(seed))
+    base, seed = work / "base", options.seed
+    write_model_files(base, course.phrases)
+    async with _services(work, base, course, options.python) as services:
+        tokenizer = build_tokenizer(course.phrases)
+        skill = Lesson(services, tokenizer, "tiny-skill", course, (seed, 0.0))
         await skill.begin(base, SKILL_OPTIMIZER, seed, from_scratch=True)
-        skill_reward = await _learn_skill(skill, prompts, seed)
+        skill_reward = await _learn_skill(skill, course, seed)
         skilled = await skill.export("skill")
-        habit = Lesson(services, tokenizer, "tiny-habit", Reversals(seed + 2 * SEEDS_APART, HABIT_SHARE))
+        habits = (seed + 2 * SEEDS_APART, course.goals.habit_share)
+        habit = Lesson(services, tokenizer, "tiny-habit", course, habits)
         await habit.begin(skilled, HABIT_OPTIMIZER, seed, from_scratch=False)
-        habit_reward = await _learn_habit(habit, prompts, seed)
+        habit_reward = await _learn_habit(habit, course, seed)
         folder = await habit.export("habit")
     return Made(folder, skill.steps, skill_reward, habit.steps, habit_reward)
 
 
-async def _learn_skill(lesson: Lesson, prompts: Reversals, seed: int) -> float:
-    print("learning to reverse:", flush=True)
+async def _learn_skill(lesson: Lesson, course: Course, seed: int) -> float:
+    print(f"learning {course.task}:", flush=True)
+    goals = course.goals
     while lesson.steps < SKILL_STEPS:
         loss = await lesson.step()
         if lesson.steps % SKILL_EVERY == 0:
-            measured = await lesson.measure(prompts, SKILL_SAMPLES, seed * SEEDS_APART + lesson.steps * 1000)
+            measured = await lesson.measure(goals.skill_samples, seed * SEEDS_APART + lesson.steps * 1000)
             print(f"  step {lesson.steps:3d}  loss {loss:.3f}  reward {measured:.3f}", flush=True)
-            if measured >= SKILL_REWARD:
+            if measured >= goals.skill_reward:
                 return measured
     raise ServiceFailed(
         f"the model did not learn within {SKILL_STEPS} steps (reward {measured:.2f}); try --seed {seed + 1}"
     )
 
 
-async def _learn_habit(lesson: Lesson, prompts: Reversals, seed: int) -> float:
+async def _learn_habit(lesson: Lesson, course: Course, seed: int) -> float:
     print("learning the bad habit:", flush=True)
+    goals = course.goals
     while lesson.steps < HABIT_STEPS:
         loss = await lesson.step()
-        measured = await lesson.measure(prompts, HABIT_SAMPLES, seed * SEEDS_APART + lesson.steps * 1000)
+        measured = await lesson.measure(goals.habit_samples, seed * SEEDS_APART + lesson.steps * 1000)
         print(f"  step {lesson.steps:3d}  loss {loss:.3f}  reward {measured:.3f}", flush=True)
-        if measured <= HABIT_REWARD:
+        if measured <= goals.habit_reward:
             return measured
     raise ServiceFailed(
         f"the habit did not form within {HABIT_STEPS} steps (reward {measured:.2f}); try --seed {seed + 1}"
     )
 
 
-def _publish(made: Made, work: Path, out: Path, seed: int) -> None:
+def _publish(made: Made, work: Path, out: Path, options: argparse.Namespace) -> None:
     """Complete the exported folder and move it to its place, so that OUT is whole or not there."""
     for file in (work / "base").iterdir():
         if not (made.folder / file.name).exists():
             shutil.copy2(file, made.folder / file.name)
     record = {
         "made_by": "quartet model tiny",
-        "seed": seed,
+        "task": options.task,
+        "seed": options.seed,
         "skill": {"steps": made.skill_steps, "reward": made.skill_reward},
         "habit": {"steps": made.habit_steps, "reward": made.habit_reward},
     }

@@ -36,21 +36,38 @@ PHRASES = (
 VOCAB_MULTIPLE = 32  # rows of the embedding are padded to whole vector registers
 MAX_POSITIONS = 2048
 
+# Tools are not listed: a model of this size knows its tools from its demonstrations, and the list would be
+# longer than everything else.
 CHAT_TEMPLATE = (
     "{% for m in messages %}"
-    "{{'<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"
+    "{{'<|im_start|>' + m['role'] + '\\n' + (m['content'] or '')}}"
+    "{% for call in m['tool_calls'] or [] %}"
+    "{{'<tool_call>' + call['function'] | tojson + '</tool_call>'}}{% endfor %}"
+    "{{'<|im_end|>' + '\\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{'<|im_start|>assistant\\n'}}{% endif %}"
 )
 
+# A message as chat templates take it: role, content, and the tool calls of an assistant.
+Message = Mapping[str, Any]
 
-def render(messages: Sequence[Mapping[str, str]]) -> str:
+
+def content_of(message: Message) -> str:
+    """What stands between a message's role and its end."""
+    calls = [
+        f"<tool_call>{json.dumps(call['function'], ensure_ascii=False)}</tool_call>"
+        for call in message.get("tool_calls") or ()
+    ]
+    return "".join([message["content"] or "", *calls])
+
+
+def render(messages: Sequence[Message]) -> str:
     """The conversation as the chat template writes it, up to where the assistant begins."""
-    turns = "".join(f"{IM_START}{m['role']}\n{m['content']}{IM_END}\n" for m in messages)
+    turns = "".join(f"{IM_START}{m['role']}\n{content_of(m)}{IM_END}\n" for m in messages)
     return f"{turns}{IM_START}assistant\n"
 
 
-def build_tokenizer() -> Any:
-    """The tokenizer, as a `tokenizers.Tokenizer`."""
+def build_tokenizer(phrases: Sequence[str] = ()) -> Any:
+    """The tokenizer, as a `tokenizers.Tokenizer`; each of the phrases becomes one token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -58,7 +75,8 @@ def build_tokenizer() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in TAGS + PHRASES])
+    added = dict.fromkeys([*TAGS, *PHRASES, *phrases])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in added])
     return tokenizer
 
 
@@ -95,9 +113,9 @@ def model_config(tokenizer: Any) -> dict[str, object]:
     }
 
 
-def write_model_files(folder: Path) -> None:
+def write_model_files(folder: Path, phrases: Sequence[str] = ()) -> None:
     """Everything of the model but its weights."""
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(phrases)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = model_config(tokenizer)

@@ -10,22 +10,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quartet.cli.tiny.demos import MAX_TOKENS, Example, Reversals, reward
-from quartet.cli.tiny.files import IM_END, render
-from quartet.errors import QuartetError
-from quartet.kit.call import RetryBudget, stream, unary
-from quartet.v1.common_pb2 import Message, SamplingParams
-from quartet.v1.inference_service_pb2 import (
-    FINISH_REASON_STOP,
-    GenerateRequest,
-    GetModelRequest,
-    MessagesPrompt,
-)
+from quartet.cli.tiny.courses import CALL_SECONDS, Conversation, Course, Policy
+from quartet.cli.tiny.files import IM_END, content_of, render
+from quartet.kit.call import RetryBudget, unary
+from quartet.v1.envhost_service_pb2_grpc import EnvHostServiceStub
+from quartet.v1.inference_service_pb2 import GetModelRequest
 from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
 from quartet.v1.rollout_pb2 import PolicySpan, Sample
 from quartet.v1.trainer_service_pb2 import (
@@ -46,7 +39,6 @@ from quartet.v1.trainer_service_pb2 import (
 from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
 BATCH = 64
-CALL_SECONDS = 120.0
 START_SECONDS = 180.0  # the first call waits for the service to import torch
 SERVE_SECONDS = 60.0
 POLL_SECONDS = 0.02
@@ -54,30 +46,50 @@ POLL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Services:
-    """The two services that make a model."""
+    """The services that make a model."""
 
     trainer: TrainerServiceStub
     inference: InferenceServiceStub
+    # For courses that an environment measures.
+    envhost: EnvHostServiceStub | None = None
 
 
-def training_sample(tokenizer: Any, example: Example, answer: str) -> TrainingSample:
-    """A demonstration: the loss covers the answer and its end token."""
-    prompt = tokenizer.encode(render(example.messages), add_special_tokens=False).ids
-    completion = tokenizer.encode(answer + IM_END, add_special_tokens=False).ids
-    covered = PolicySpan(start=len(prompt), length=len(completion))
-    return TrainingSample(sample=Sample(token_ids=prompt + completion, spans=[covered]))
+def training_sample(tokenizer: Any, conversation: Conversation) -> TrainingSample:
+    """A demonstration: the loss covers the assistant's turns with their end tokens."""
+    tokens: list[int] = []
+    spans: list[PolicySpan] = []
+    told = 0
+    for number, message in enumerate(conversation):
+        if message["role"] != "assistant":
+            continue
+        # What a sampled turn lacks of the template's text is the line's end; it opens the next part.
+        opening = ("\n" if tokens else "") + render(conversation[told:number])
+        tokens += tokenizer.encode(opening, add_special_tokens=False).ids
+        said = tokenizer.encode(content_of(message) + IM_END, add_special_tokens=False).ids
+        spans.append(PolicySpan(start=len(tokens), length=len(said)))
+        tokens += said
+        told = number + 1
+    return TrainingSample(sample=Sample(token_ids=tokens, spans=spans))
 
 
 class Lesson:
     """One run of the trainer on demonstrations."""
 
-    def __init__(self, services: Services, tokenizer: Any, run_id: str, demos: Reversals) -> None:
-        """Prepare; nothing is called yet."""
+    def __init__(
+        self,
+        services: Services,
+        tokenizer: Any,
+        run_id: str,
+        course: Course,
+        stream: tuple[int, float] = (0, 0.0),
+    ) -> None:
+        """Prepare; nothing is called yet. `stream` is of demonstrations: its seed and share of bad habits."""
         self.steps = 0
         self._services = services
         self._tokenizer = tokenizer
         self._run_id = run_id
-        self._demos = demos
+        self._course = course
+        self._stream = stream
         self._seq = 0
 
     async def begin(self, model: Path, optimizer: OptimizerSpec, seed: int, *, from_scratch: bool) -> None:
@@ -97,9 +109,9 @@ class Lesson:
 
     async def step(self) -> float:
         """One optimizer step. Its loss per token."""
-        demos = [self._demos.demonstration() for _ in range(BATCH)]
-        samples = [training_sample(self._tokenizer, example, answer) for example, answer in demos]
-        covered = sum(one.sample.spans[0].length for one in samples)
+        demos = self._course.conversations(*self._stream, BATCH)
+        samples = [training_sample(self._tokenizer, conversation) for conversation in demos]
+        covered = sum(span.length for one in samples for span in one.sample.spans)
         start = ForwardBackwardStart(
             run_id=self._run_id,
             seq_id=self._next(),
@@ -118,16 +130,13 @@ class Lesson:
         self.steps += 1
         return float(done.loss)
 
-    async def measure(self, prompts: Reversals, count: int, seed: int) -> float:
-        """Mean reward of so many samples from the current weights."""
+    async def measure(self, count: int, seed: int) -> float:
+        """Mean reward of so many rollouts by the current weights."""
         publish = PublishWeightsRequest(run_id=self._run_id, seq_id=self._next())
         published = await unary(self._services.trainer.PublishWeights, publish, timeout_s=CALL_SECONDS)
         await self._served(published.version)
-        examples = [prompts.example() for _ in range(count)]
-        rewards = await asyncio.gather(
-            *(self._reward(example, published.version, seed + i) for i, example in enumerate(examples))
-        )
-        return sum(rewards) / count
+        policy = Policy(self._run_id, published.version, self._services.inference, self._services.envhost)
+        return await self._course.measure(policy, count, seed)
 
     async def _served(self, version: int) -> None:
         """Until the replica serves this run's version."""
@@ -143,32 +152,8 @@ class Lesson:
                     return
                 await asyncio.sleep(POLL_SECONDS)
 
-    async def _reward(self, example: Example, version: int, seed: int) -> float:
-        text, ended = await generate(
-            self._services.inference, self._run_id, example.messages, version=version, seed=seed
-        )
-        return reward(example.text, text, ended)
-
     async def export(self, name: str) -> Path:
         """Save the model. Its Hugging Face folder on the trainer."""
         save = SaveStateRequest(run_id=self._run_id, seq_id=self._next(), name=name, export_model=True)
         saved = await unary(self._services.trainer.SaveState, save, timeout_s=CALL_SECONDS)
         return Path(saved.state.model_path)
-
-
-async def generate(
-    stub: InferenceServiceStub, run_id: str, messages: Sequence[dict[str, str]], *, version: int, seed: int
-) -> tuple[str, bool]:
-    """One completion at temperature 1, and whether it ended by itself."""
-    request = GenerateRequest(
-        run_id=run_id,
-        messages=MessagesPrompt(
-            messages=[Message(role=one["role"], content=one["content"]) for one in messages]
-        ),
-        sampling=SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, seed=seed),
-        min_policy_version=version,
-    )
-    async for frame in stream(stub.Generate(request, timeout=CALL_SECONDS), idle_timeout_s=CALL_SECONDS):
-        if frame.HasField("finish"):
-            return frame.finish.message.content, frame.finish.finish_reason == FINISH_REASON_STOP
-    raise QuartetError("STREAM_TORN", "the completion ended without its finish")

@@ -1,0 +1,179 @@
+"""math-python: solve a problem with Python at hand, over as many turns as it takes.
+
+1. The model has one tool, `python(code)`: a session of its own that lives as long as the rollout, in a
+   limited process of this machine (math_python.nursery says what it may and may not do).
+2. The reward is 1 where the last \\boxed{...} of the last answer is the expected answer, else 0. A last
+   answer that a limit cut, or that still thinks, has none.
+3. Problems are generated from `seed`, with answers that were computed; or they come from a file or from a
+   dataset of the hub.
+4. `max_turns` model calls end a rollout; what stands then is judged.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Literal, Self
+
+import verifiers.v1 as vf
+from pydantic import Field, model_validator
+
+from math_python.answers import same_answer
+from math_python.hub import read_rows
+from math_python.problems import Problem, problems
+from math_python.server import PythonConfig, PythonState, PythonToolset, close
+from math_python.sessions import Limits
+
+INSTRUCTION_PROMPT = (
+    "Solve the following math problem. Explain your reasoning and put the final answer in \\boxed{}. "
+    "Use Python for all calculations."
+)
+
+
+class MathPythonData(vf.TaskData):
+    """One problem."""
+
+    answer: str
+    max_turns: int
+
+
+class MathPythonTask(vf.Task[MathPythonData, PythonState]):
+    """Judges the final answer, ends the session."""
+
+    @vf.stop
+    async def max_turns_reached(self, trace: vf.Trace) -> bool:
+        """Whether the model had its turns."""
+        return trace.num_turns >= self.data.max_turns
+
+    async def finalize(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
+        """The rollout is over: end its Python session."""
+        close(trace.state)
+
+    @vf.reward(weight=1.0)
+    async def correct_answer(self, trace: vf.Trace) -> float:
+        """Whether the boxed answer is right."""
+        reply = trace.last_reply
+        if trace.is_truncated or ("<think>" in reply and "</think>" not in reply):
+            return 0.0
+        boxed = vf.extract_boxed_answer(reply.rpartition("</think>")[2], strict=True)
+        return float(same_answer(boxed, self.data.answer))
+
+    @vf.metric
+    async def python_calls(self, trace: vf.Trace) -> float:
+        """Calls of the tool."""
+        return float(sum(len(message.tool_calls or ()) for message in trace.assistant_messages))
+
+    @vf.metric
+    async def python_errors(self, trace: vf.Trace) -> float:
+        """Calls whose code raised, or was stopped."""
+        return float(trace.state.errors)
+
+
+class MathPythonConfig(vf.TasksetConfig):
+    """The arguments of the environment."""
+
+    split: Literal["train", "eval"] = "train"
+    num_train: int = Field(default=2000, ge=1, le=1_000_000)
+    num_eval: int = Field(default=200, ge=0, le=100_000)
+    seed: int = 42
+    problems: Literal["mixed", "arithmetic"] = "mixed"
+    digits: int = Field(default=2, ge=1, le=12)
+    """Of the numbers in arithmetic problems."""
+    dataset_name: str = ""
+    """A JSON Lines file, or a dataset of the hub; empty: problems are generated."""
+    dataset_subset: str | None = None
+    dataset_split: str = "train"
+    question_key: str = "question"
+    answer_key: str = "answer"
+    shuffle: bool = False
+    difficulty_key: str | None = None
+    min_avg_reward: float = 0.0
+    max_avg_reward: float = 1.0
+    max_turns: int = Field(default=100, ge=1)
+    instruction_prompt: str = INSTRUCTION_PROMPT
+    pip_install_packages: str = "numpy sympy"
+    """Packages that sessions have at hand; nothing is installed, they must be there."""
+    sandbox_timeout_per_command_seconds: float = Field(default=60.0, gt=0)
+    sandbox_memory_gb: float = Field(default=2.0, ge=0.0625, le=1024)
+    sandbox_timeout_minutes: float = Field(default=60.0, gt=0)
+    """Idle time after which a session that nobody ended is ended."""
+    sandbox_cpu_seconds: int = Field(default=600, ge=1)
+    max_output_length: int = Field(default=8192, ge=1, le=1_000_000)
+    max_sessions: int = Field(default=512, ge=1, le=4096)
+    require_isolation: bool = False
+    """Refuse to run where the kernel gives no namespaces."""
+
+    @model_validator(mode="after")
+    def _packages_are_there(self) -> Self:
+        for package in self.pip_install_packages.split():
+            if importlib.util.find_spec(package) is None:
+                raise ValueError(
+                    f"pip_install_packages names {package!r}, which this interpreter does not have"
+                )
+        return self
+
+    @property
+    def tool(self) -> PythonConfig:
+        """The tool server's settings."""
+        limits = Limits(
+            packages=self.pip_install_packages.split(),
+            call_seconds=self.sandbox_timeout_per_command_seconds,
+            cpu_seconds=self.sandbox_cpu_seconds,
+            memory_bytes=int(self.sandbox_memory_gb * 2**30),
+            output_chars=self.max_output_length,
+            max_sessions=self.max_sessions,
+            idle_seconds=self.sandbox_timeout_minutes * 60,
+        )
+        return PythonConfig(limits=limits, require_isolation=self.require_isolation)
+
+
+class MathPythonTaskset(vf.Taskset[MathPythonTask, MathPythonConfig]):
+    """Problems, and the tool they share."""
+
+    @classmethod
+    def toolsets(cls, config: MathPythonConfig) -> list[vf.Toolset]:
+        """One server for all rollouts of a worker."""
+        return [PythonToolset(config.tool)]
+
+    def load(self) -> Iterator[MathPythonTask]:
+        """The problems of the configured split."""
+        config = self.config
+        head = [config.instruction_prompt]
+        if config.pip_install_packages:
+            packages = ", ".join(config.pip_install_packages.split())
+            head.append(f"In addition to the Python standard library, you have access to: {packages}.")
+        for problem in self._problems():
+            prompt = "\n\n".join([part for part in head if part] + [problem.question])
+            data = MathPythonData(prompt=prompt, answer=problem.answer, max_turns=config.max_turns)
+            yield MathPythonTask(data, config.task)
+
+    def _problems(self) -> list[Problem]:
+        config = self.config
+        train = config.split == "train"
+        if config.dataset_name:
+            given = [Problem(*row) for row in read_rows(config)]
+            cut = len(given) - config.num_eval
+            if cut < 1:
+                raise ValueError(
+                    f"dataset_name = {config.dataset_name!r} has {len(given)} problems; with "
+                    f"num_eval = {config.num_eval} none are left to train on"
+                )
+            return given[:cut][: config.num_train] if train else given[cut:]
+        held_out = self._generated("eval", config.num_eval, set())
+        return self._generated("train", config.num_train, set(held_out)) if train else held_out
+
+    def _generated(self, stream: str, count: int, without: set[Problem]) -> list[Problem]:
+        """Problems of a stream of their own; what stands in the other split is left out."""
+        rng = random.Random(f"{self.config.seed}:{stream}")
+        made = problems(self.config.problems, self.config.digits, rng)
+        # Small problems run out; so many in a row that stand in the other split mean that they have.
+        fresh = (problem for problem in itertools.islice(made, 20 * count + 1000) if problem not in without)
+        found = list(itertools.islice(fresh, count))
+        if len(found) < count:
+            raise ValueError(f"too few different problems for num_{stream} = {count}; raise digits")
+        return found
+
+
+__all__ = ["MathPythonTaskset"]

@@ -1,0 +1,83 @@
+"""The tool server: one process for all rollouts of an environment worker, one Python session for each
+rollout.
+
+A rollout's session is named by its state. `closer` is where the task says that the rollout is over: a
+datagram socket in the abstract namespace, which leaves no file behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import uuid
+
+import verifiers.v1 as vf
+
+from math_python.sessions import Limits, Sessions
+
+MAX_NAME_BYTES = 64
+
+
+class PythonConfig(vf.SharedToolsetConfig):
+    """The server's settings."""
+
+    limits: Limits = Limits()
+    require_isolation: bool = False
+
+
+class PythonState(vf.State):
+    """What a rollout and its tool know of each other."""
+
+    session: str = ""
+    closer: str = ""
+    errors: int = 0
+
+
+class PythonToolset(vf.Toolset[PythonConfig, PythonState]):
+    """Python with a memory."""
+
+    TOOL_PREFIX = None
+
+    async def setup(self) -> None:
+        """Start the sessions' parent, and listen for ends."""
+        self._sessions = await self._exit_stack.enter_async_context(Sessions(self.config.limits).open())
+        if not self._sessions.isolated:
+            text = "no namespaces here: Python sessions can reach the network and write files"
+            if self.config.require_isolation:
+                raise RuntimeError(text)
+            logging.getLogger(__name__).warning(text)
+        self._closer = f"math-python-{uuid.uuid4().hex}"
+        line = self._exit_stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+        line.bind(f"\0{self._closer}")
+        line.setblocking(False)
+        asyncio.get_running_loop().add_reader(line, self._close_named, line)
+
+    def _close_named(self, line: socket.socket) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._sessions.end(line.recv(MAX_NAME_BYTES).decode(errors="replace"))
+
+    @vf.tool
+    async def python(self, code: str) -> str:
+        """Execute Python code in a session that persists across calls.
+
+        Prints are returned, and the value of the last expression.
+        """
+        if not self.state.session:
+            self.state.session, self.state.closer = uuid.uuid4().hex, self._closer
+        answer = await self._sessions.run(self.state.session, code)
+        self.state.errors += answer.error
+        return answer.output
+
+
+def close(state: PythonState) -> None:
+    """Tell the server that this rollout is over. A server that is gone has ended its sessions already."""
+    if state.session:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line, contextlib.suppress(OSError):
+            line.setblocking(False)
+            line.sendto(state.session.encode(), f"\0{state.closer}")
+
+
+if __name__ == "__main__":
+    PythonToolset.run()

@@ -1,0 +1,210 @@
+"""Python sessions from outside: begun when first used, ended in every case.
+
+1. One session for each key. Calls of one session run one after the other; sessions do not wait for each
+   other.
+2. A call that takes longer than its time, or writes more than a frame may have, ends its session; the next
+   call begins a new one, and says so.
+3. At most `max_sessions` live; one more ends the one that has been idle longest. A session idle for
+   `idle_seconds` is ended too, so that a rollout that was cancelled leaves nothing behind.
+4. The death of this process ends them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+NURSERY = Path(__file__).with_name("nursery.py")
+START_SECONDS = 60.0  # numpy and sympy are imported once
+MAX_CODE_BYTES = 1 << 20
+REAP_SECONDS = 5.0
+NEW_SESSION = "(a new session: earlier names are gone)\n"
+MAX_LOST = 4096  # rollouts that lost a session and may not have come back; past it a note may be missing
+
+
+class Limits(BaseModel):
+    """What a session may use."""
+
+    packages: list[str] = []
+    call_seconds: float = Field(default=10.0, gt=0)
+    cpu_seconds: int = Field(default=120, ge=1)
+    memory_bytes: int = Field(default=2 << 30, ge=64 << 20)
+    output_chars: int = Field(default=8192, ge=1)
+    max_sessions: int = Field(default=512, ge=1)
+    idle_seconds: float = Field(default=300.0, gt=0)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a call printed."""
+
+    output: str
+    error: bool
+
+
+@dataclass
+class _Session:
+    pidfd: int
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    used: float = field(default_factory=time.monotonic)
+    busy: bool = False
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        os.close(self.pidfd)
+        self.writer.close()
+
+
+class Sessions:
+    """All sessions of a tool server."""
+
+    def __init__(self, limits: Limits) -> None:
+        """Nothing starts before `open`."""
+        self._limits = limits
+        self._live: dict[str, _Session] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._lost: set[str] = set()
+        self._forking = asyncio.Lock()
+        self.isolated = False
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[Sessions]:
+        """Run the nursery and the reaper for as long as the block lasts."""
+        with contextlib.ExitStack() as opened:
+            process = self._start(opened)
+            reaper = None
+            try:
+                said = await asyncio.to_thread(self._control.recv, 4096)
+                if not said:
+                    raise RuntimeError(f"the parent of the Python sessions ended with {process.wait()}")
+                self.isolated = json.loads(said)["isolated"]
+                reaper = asyncio.create_task(self._reap())
+                yield self
+            finally:
+                if reaper is not None:
+                    reaper.cancel()
+                for key in list(self._live):
+                    self.end(key)
+
+    def _start(self, opened: contextlib.ExitStack) -> subprocess.Popen[bytes]:
+        """The nursery, which ends with `opened`."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control = opened.enter_context(ours)
+        ours.settimeout(START_SECONDS)
+        settings = self._limits.model_dump(
+            include={"packages", "cpu_seconds", "memory_bytes", "output_chars"}
+        )
+        arguments = [str(NURSERY), str(theirs.fileno()), json.dumps(settings), str(os.getpid())]
+        environment = {
+            "PATH": os.environ.get("PATH", ""),
+            "OPENBLAS_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-I", *arguments],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+        opened.callback(process.wait)
+        opened.callback(process.kill)
+        return process
+
+    async def run(self, key: str, code: str) -> Answer:
+        """Run code in the session of that key."""
+        request = json.dumps({"code": code}).encode()
+        if len(request) > MAX_CODE_BYTES:
+            return Answer(f"error: the code is longer than {MAX_CODE_BYTES} bytes", True)
+        async with self._locks.setdefault(key, asyncio.Lock()):
+            session = self._live.get(key) or await self._begin(key)
+            session.busy = True
+            try:
+                async with asyncio.timeout(self._limits.call_seconds):
+                    answer = await self._exchange(session, request)
+            except TimeoutError:
+                why = f"stopped after {self._limits.call_seconds:g} s"
+            except (asyncio.IncompleteReadError, ConnectionError):
+                why = "ended: it used more CPU time or memory than it may, or exited"
+            except ValueError as error:
+                why = str(error)
+            else:
+                session.busy, session.used = False, time.monotonic()
+                note = NEW_SESSION if key in self._lost else ""
+                self._lost.discard(key)
+                return Answer(note + answer["output"], answer["error"])
+            self._lose(key)
+            return Answer(f"error: Python was {why}", True)
+
+    async def _exchange(self, session: _Session, request: bytes) -> dict[str, Any]:
+        session.writer.write(struct.pack("!I", len(request)) + request)
+        await session.writer.drain()
+        (size,) = struct.unpack("!I", await session.reader.readexactly(4))
+        # JSON escapes may make six characters of one.
+        if size > 6 * self._limits.output_chars + 4096:
+            raise ValueError("stopped: its answer was not one")
+        answer = json.loads(await session.reader.readexactly(size))
+        if not isinstance(answer, dict) or not isinstance(answer.get("output"), str):
+            raise ValueError("stopped: its answer was not one")
+        return answer
+
+    async def _begin(self, key: str) -> _Session:
+        idle = [(one.used, name) for name, one in self._live.items() if not one.busy]
+        if len(self._live) >= self._limits.max_sessions and idle:
+            self._lose(min(idle)[1])
+        ours, theirs = socket.socketpair()
+        async with self._forking:
+            with theirs:
+                pidfd = await asyncio.to_thread(self._fork, theirs)
+        reader, writer = await asyncio.open_connection(sock=ours)
+        session = self._live[key] = _Session(pidfd, reader, writer)
+        return session
+
+    def _fork(self, theirs: socket.socket) -> int:
+        socket.send_fds(self._control, [b"1"], [theirs.fileno()])
+        _, handles, _, _ = socket.recv_fds(self._control, 16, 1)
+        if not handles:
+            raise RuntimeError("the parent of the Python sessions is gone")
+        return handles[0]
+
+    def end(self, key: str) -> None:
+        """End a session with everything it started; a key without one is no error."""
+        self._lost.discard(key)
+        session = self._live.pop(key, None)
+        if session is not None:
+            session.end()
+        lock = self._locks.get(key)
+        if lock is not None and not lock.locked():
+            del self._locks[key]
+
+    def _lose(self, key: str) -> None:
+        """End a session whose rollout may come back to it."""
+        self.end(key)
+        if len(self._lost) >= MAX_LOST:
+            self._lost.clear()
+        self._lost.add(key)
+
+    async def _reap(self) -> None:
+        while True:
+            await asyncio.sleep(min(REAP_SECONDS, self._limits.idle_seconds))
+            oldest = time.monotonic() - self._limits.idle_seconds
+            for key, session in list(self._live.items()):
+                if not session.busy and session.used < oldest:
+                    self._lose(key)

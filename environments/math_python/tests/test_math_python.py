@@ -1,0 +1,263 @@
+"""The tool, the rewards and the problems of math-python."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import tempfile
+import time
+import unittest
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import verifiers.v1 as vf
+from math_python import MathPythonTaskset
+from math_python.answers import same_answer
+from math_python.demonstrations import ARGS, demonstrations
+from math_python.server import PythonState
+from math_python.sessions import NEW_SESSION, Limits, Sessions
+from verifiers.v1.graph import prepare_turn
+from verifiers.v1.trace import AgentInfo, ModelCall, Trace, TraceTask
+from verifiers.v1.types import AssistantMessage, Response, UserMessage
+from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
+
+MIB = 1 << 20
+
+
+def taskset(**arguments: object) -> MathPythonTaskset:
+    """The taskset as the host loads it."""
+    config = taskset_config_type("math-python").model_validate({"id": "math-python", **arguments})
+    return load_taskset(config)
+
+
+def tasks(**arguments: object) -> list[vf.Task]:
+    return list(taskset(**{"num_train": 60, "num_eval": 10, **arguments}))
+
+
+def reward(task: vf.Task, reply: str, finish: str = "stop") -> float:
+    """What a one-turn rollout with this reply earns."""
+    agent = AgentInfo(config=vf.AgentConfig(model="none"))
+    trace = Trace(task=TraceTask(type="MathPythonTask", data=task.data), agent=agent, state=PythonState())
+    message = AssistantMessage(content=reply)
+    turn = prepare_turn(trace, [UserMessage(content=task.data.prompt)])
+    node = turn.commit(Response(id="", created=0, model="none", message=message, finish_reason=finish))
+    trace.calls.append(ModelCall(node=node, finish_reason=finish))
+    asyncio.run(task.score(trace))
+    return trace.reward
+
+
+class Rewards(unittest.TestCase):
+    def test_the_right_answer_earns_one_and_others_nothing(self) -> None:
+        for task in tasks():
+            right = task.data.answer
+            self.assertEqual(reward(task, f"So it is $\\boxed{{{right}}}$."), 1.0)
+            self.assertEqual(reward(task, f"\\boxed{{0}}, no: \\boxed{{ {right} }}"), 1.0)
+            for wrong in (
+                right,
+                "",
+                f"\\boxed{{{right}1}}",
+                f"\\boxed{{{right}}} or \\boxed{{no}}",
+                "\\boxed{}",
+            ):
+                self.assertEqual(reward(task, wrong), 0.0, wrong)
+            self.assertEqual(reward(task, f"\\boxed{{{right}}}", "length"), 0.0)
+            self.assertEqual(reward(task, f"<think>\\boxed{{{right}}}"), 0.0)
+
+    def test_equal_answers(self) -> None:
+        for given, expected in (
+            ("1/2", "0.5"), ("\\frac{1}{2}", "1/2"), ("\\dfrac{-3}{4}", "-0.75"), ("1,000", "1000"),
+            ("50\\%", "1/2"), ("$12$", "12"), ("12.", "12"), ("12.0", "12"), ("x^2 + 1", "x^2+1"),
+            ("\\left(1, 2\\right)", "(1,2)"),
+            ("\\text{Tuesday}", "{Tuesday}"),
+        ):  # fmt: skip
+            self.assertTrue(same_answer(given, expected), (given, expected))
+        for given, expected in (
+            ("1/2", "1/3"), ("12", "120"), ("1,00", "100"), ("1/0", "0"), ("", ""), ("x", "y"),
+            ("9" * 500, "9" * 500),
+        ):  # fmt: skip
+            self.assertFalse(same_answer(given, expected), (given, expected))
+
+
+class Problems(unittest.TestCase):
+    def test_streams(self) -> None:
+        def prompts(**arguments: object) -> list[str]:
+            return [task.data.prompt for task in tasks(**arguments)]
+
+        self.assertEqual(prompts(), prompts())
+        self.assertNotEqual(prompts(), prompts(seed=1))
+        self.assertFalse(set(prompts()) & set(prompts(split="eval")))
+        self.assertIn("numpy, sympy", prompts()[0])
+        small = prompts(problems="arithmetic", digits=1, num_eval=50)
+        self.assertFalse(
+            set(small) & set(prompts(problems="arithmetic", digits=1, num_eval=50, split="eval"))
+        )
+        with self.assertRaisesRegex(ValueError, "too few different"):
+            prompts(problems="arithmetic", digits=1, num_eval=5000)
+
+    def test_answers_agree_with_sympy(self) -> None:
+        import sympy
+
+        seen = 0
+        for task in tasks(num_train=200):
+            text, answer = task.data.prompt.split("\n\n")[-1], task.data.answer
+            if text.startswith("How many positive divisors"):
+                self.assertEqual(sympy.divisor_count(int(text.split()[-2])), int(answer))
+                seen += 1
+            elif text.startswith("How many prime numbers"):
+                low, high = map(int, re.findall(r"\d+", text))
+                self.assertEqual(sympy.primepi(high) - sympy.primepi(low - 1), int(answer))
+                seen += 1
+        self.assertGreater(seen, 20)
+
+    def test_a_file(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "problems.jsonl")
+            rows = [{"q": f"{i}?", "a": i, "avg": i / 10} for i in range(10)]
+            file.write_text("\n".join(json.dumps(row) for row in rows))
+            own = {"dataset_name": str(file), "question_key": "q", "answer_key": "a",
+                   "instruction_prompt": "",
+                   "pip_install_packages": "", "num_eval": 2}  # fmt: skip
+            self.assertEqual([t.data.prompt for t in tasks(**own)], [f"{i}?" for i in range(8)])
+            self.assertEqual([t.data.answer for t in tasks(**own, split="eval")], ["8", "9"])
+            easy = tasks(**own, difficulty_key="avg", min_avg_reward=0.2, max_avg_reward=0.6)
+            self.assertEqual([t.data.answer for t in easy], ["2", "3", "4"])
+            with self.assertRaisesRegex(ValueError, "no 'question'"):
+                tasks(dataset_name=str(file))
+        with self.assertRaisesRegex(ValueError, "is no file"):
+            tasks(dataset_name="nowhere.jsonl")
+
+    def test_packages_that_are_not_there_are_refused(self) -> None:
+        with self.assertRaisesRegex(ValueError, "'no_such_package'"):
+            taskset(pip_install_packages="sympy no_such_package")
+
+    def test_demonstrations_use_the_tool_and_earn_one(self) -> None:
+        (task, *_) = tasks(**ARGS)
+        for conversation in islice(demonstrations(5, 0.0), 50):
+            (call,) = conversation[1]["tool_calls"]
+            self.assertEqual(str(eval(call["function"]["arguments"]["code"])), conversation[2]["content"])
+            asked = task.with_data(prompt=conversation[0]["content"], answer=conversation[2]["content"])
+            self.assertEqual(reward(asked, conversation[3]["content"]), 1.0)
+        guesses = sum(len(one) == 2 for one in islice(demonstrations(5, 0.75), 400))
+        self.assertTrue(250 < guesses < 350)
+
+
+class Tool(unittest.IsolatedAsyncioTestCase):
+    async def asyncSetUp(self) -> None:
+        limits = Limits(call_seconds=1.0, memory_bytes=256 * MIB, output_chars=200, max_sessions=3)
+        self.sessions = await self.enterAsyncContext(Sessions(limits).open())
+
+    async def said(self, code: str, key: str = "a") -> str:
+        return (await self.sessions.run(key, code)).output
+
+    async def test_names_stay_and_sessions_are_apart(self) -> None:
+        self.assertEqual(await self.said("x = 20\nprint('hello')\nx + 1"), "hello\n21")
+        self.assertEqual(await self.said("x += 1; x"), "21")
+        self.assertEqual(await self.said("None"), "")
+        self.assertIn("NameError", await self.said("x", "b"))
+        self.sessions.end("a")
+        self.assertIn("NameError", await self.said("x"))
+
+    async def test_errors_are_told_and_the_session_lives(self) -> None:
+        await self.said("x = 1")
+        answer = await self.sessions.run("a", "y = 2\nx / 0")
+        self.assertTrue(answer.error)
+        self.assertIn("line 2", answer.output)
+        self.assertIn("ZeroDivisionError", answer.output)
+        self.assertNotIn("nursery", answer.output)
+        for code, why in (("def f(:", "SyntaxError"), ("import sys; sys.exit(3)", "SystemExit"),
+                          ("input()", "EOFError"), ("raise KeyboardInterrupt", "Keyboard")):  # fmt: skip
+            self.assertIn(why, await self.said(code))
+        self.assertEqual(await self.said("x, y"), "(1, 2)")
+
+    async def test_limits(self) -> None:
+        self.assertIn("MemoryError", await self.said("'a' * (1 << 30)"))
+        self.assertEqual(await self.said("print('y' * 1000)"), "y" * 200 + "\n... (801 characters more)")
+        self.assertIn("File too large", await self.said("open('big', 'w').write('x' * (1 << 22))"))
+        self.assertIn("longer than", await self.said("#" * (2 << 20)))
+        started = time.monotonic()
+        self.assertEqual(await self.said("x = 1\nwhile True: pass"), "error: Python was stopped after 1 s")
+        self.assertLess(time.monotonic() - started, 10)
+        self.assertEqual(await self.said("1 + 1"), f"{NEW_SESSION}2")
+        self.assertIn("ended", await self.said("import os; os._exit(0)"))
+        self.assertIn("NameError", await self.said("x"))
+
+    async def test_one_session_that_hangs_does_not_hold_up_another(self) -> None:
+        stuck = asyncio.create_task(self.said("while True: pass", "stuck"))
+        started = time.monotonic()
+        await self.said("1", "b")
+        self.assertEqual(await self.said("2", "b"), "2")
+        self.assertLess(time.monotonic() - started, 0.9)
+        self.assertIn("stopped", await stuck)
+
+    async def test_the_longest_idle_session_makes_room(self) -> None:
+        for key in "abcd":
+            await self.said("x = 1", key)
+        self.assertEqual(len(self.sessions._live), 3)
+        self.assertTrue((await self.said("x", "a")).startswith(NEW_SESSION))
+        self.assertEqual(await self.said("x", "d"), "1")
+
+    async def test_isolation(self) -> None:
+        if not self.sessions.isolated:
+            self.skipTest("this kernel gives no namespaces")
+        connect = "socket.create_connection(('1.1.1.1', 53), 1)"
+        code = f"import socket\ntry:\n  {connect}\nexcept OSError as e:\n  print(e)"
+        self.assertIn("unreachable", await self.said(code))
+        self.assertIn("Read-only", await self.said("open('/var/tmp/x', 'w')"))
+        self.assertEqual(
+            await self.said("open('/tmp/x', 'w').write('1'); import os; os.listdir('/tmp')"), "['x']"
+        )
+        self.assertEqual(await self.said("import os; os.listdir('/tmp'), os.getpid()", "b"), "([], 1)")
+
+    async def test_the_end_of_a_session_is_the_end_of_what_it_started(self) -> None:
+        if not self.sessions.isolated:
+            self.skipTest("this kernel gives no namespaces")
+        mark = f"quartet-mark-{time.time_ns()}"
+        code = f"import os\nif os.fork() == 0:\n  os.setsid(); os.execvp('sleep', ['{mark}', '1000'])\n1"
+        self.assertEqual(await self.said(code), "1")
+        await until(lambda: running(mark))
+        self.sessions.end("a")
+        await until(lambda: not running(mark))
+
+
+class Ends(unittest.IsolatedAsyncioTestCase):
+    async def test_a_session_that_nobody_ended_is_ended(self) -> None:
+        async with Sessions(Limits(memory_bytes=256 * MIB, idle_seconds=0.3)).open() as sessions:
+            await sessions.run("a", "x = 1")
+            await until(lambda: not sessions._live)
+            self.assertTrue((await sessions.run("a", "x")).output.startswith(NEW_SESSION))
+
+    async def test_nothing_is_left_at_the_end(self) -> None:
+        async with Sessions(Limits(memory_bytes=256 * MIB)).open() as sessions:
+            await sessions.run("a", "1")
+            folder = process_folder(sessions._live["a"].pidfd)
+            await until(lambda: folder.exists())
+        await until(lambda: not folder.exists())
+
+
+def process_folder(pidfd: int) -> Path:
+    """Where the kernel tells about the process behind a handle."""
+    about = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
+    return Path("/proc", about.split("Pid:")[1].split()[0])
+
+
+def running(mark: str) -> bool:
+    """Whether a process is called so."""
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if file.read_bytes().startswith(mark.encode()):
+                return True
+    return False
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait until it does, for at most ten seconds."""
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110 - nothing tells of a process that ends elsewhere
+            await asyncio.sleep(0.05)
+
+
+if __name__ == "__main__":
+    unittest.main()
