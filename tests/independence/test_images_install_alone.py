@@ -38,7 +38,7 @@ for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
     try:
         importlib.import_module(module.name)
     except ModuleNotFoundError as error:
-        # An engine that its own image brings: that its code needs it, and nothing else, is what may be missing.
+        # An engine that its own image brings: only that it is not here may be missing.
         if (error.name, module.name.split(".")[:2]) != ("vllm", ["quartet_inference", "vllm"]):
             raise
 print(json.dumps(sorted({name.split(".")[0] for name in sys.modules})))
