@@ -1,0 +1,104 @@
+"""Every credit rule against the formula of its paper, in numpy, to 1e-6."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from quartet.v1 import trainer_service_pb2 as tpb
+from quartet.v1.rollout_pb2 import Rollout
+from quartet_orchestrator import batches, credit
+from quartet_orchestrator.pace import Place
+from quartet_orchestrator.state import Group, size_before_loss
+
+SEED = 4
+EPSILON = 1e-4
+
+
+def groups() -> list[list[float]]:
+    rng = np.random.default_rng(SEED)
+    graded = [rng.normal(size=n).tolist() for n in (2, 5, 8)]
+    return [*graded, rng.integers(0, 2, 8).astype(float).tolist(), [0.3] * 4, [0.0] * 3, [1.0, 0.0]]
+
+
+def grpo(r: np.ndarray, batch: list[np.ndarray]) -> np.ndarray:
+    # arXiv 2402.03300, 4.1.2: r_i - mean(r) over std(r).
+    return (r - r.mean()) / (r.std() + EPSILON)
+
+
+def dr_grpo(r: np.ndarray, batch: list[np.ndarray]) -> np.ndarray:
+    # arXiv 2503.20783, equation 3 without the std.
+    return r - r.mean()
+
+
+def rloo(r: np.ndarray, batch: list[np.ndarray]) -> np.ndarray:
+    # arXiv 2402.14740, equation 8: each against the mean of the others.
+    return np.array([r[i] - np.delete(r, i).mean() for i in range(len(r))])
+
+
+def reinforce_pp(r: np.ndarray, batch: list[np.ndarray]) -> np.ndarray:
+    # arXiv 2501.03262, the baseline variant: centred in the group, scaled over the batch.
+    centred = np.concatenate([one - one.mean() for one in batch])
+    return (r - r.mean()) / (np.sqrt((centred**2).mean()) + EPSILON)
+
+
+def max_rl(r: np.ndarray, batch: list[np.ndarray]) -> np.ndarray:
+    # The gradient of log p(success): the success-weighted score, over the rate of success.
+    return (r - r.mean()) / r.mean() if r.mean() > EPSILON else np.zeros(len(r))
+
+
+FORMULAS = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+    "max_rl": max_rl,
+    "none": lambda r, batch: r,
+    "zero": lambda r, batch: 0 * r,
+}
+
+
+@pytest.mark.parametrize("kind", sorted(credit.CREDIT))
+def test_credit_equals_the_formula(kind: str) -> None:
+    batch = [np.array(group) for group in groups()]
+    for ours, r in zip(credit.advantages(kind, groups()), batch, strict=True):
+        np.testing.assert_allclose(ours, FORMULAS[kind](r, batch), atol=1e-6)
+
+
+def rollout(tokens: int, *, cut: bool = False, samples: int = 1) -> Rollout:
+    made = Rollout(truncated=cut)
+    for _ in range(samples):
+        sample = made.samples.add(token_ids=range(tokens + 1), logprobs=[-1.0] * tokens)
+        sample.spans.add(start=1, length=tokens)
+    return made
+
+
+def group(rollouts: list[Rollout]) -> Group:
+    made = Group(0, Place(0, 0), 0, 0, len(rollouts))
+    for one in rollouts:
+        size = batches.size_of(one)
+        made.size += size
+        made.truncated += size if one.truncated else credit.Size()
+    return made
+
+
+def test_overlong_rollouts_are_in_neither_batch_nor_normaliser() -> None:
+    rollouts = [rollout(3), rollout(9, cut=True), rollout(2, samples=2)]
+    kept, advantages = batches.without_overlong(rollouts, [1.0, 2.0, 3.0])
+    assert kept == [rollouts[0], rollouts[2]] and advantages == [1.0, 3.0]
+    assert size_before_loss([group(rollouts)], overlong_filtering=True) == credit.Size(7, 3)
+    assert size_before_loss([group(rollouts)], overlong_filtering=False) == credit.Size(16, 4)
+
+
+def test_a_batch_of_overlong_rollouts_alone_teaches_nothing_and_is_not_empty() -> None:
+    rollouts = [rollout(9, cut=True), rollout(9, cut=True)]
+    assert batches.without_overlong(rollouts, [1.0, -1.0]) == (rollouts, [0.0, 0.0])
+    assert size_before_loss([group(rollouts)], overlong_filtering=True) == credit.Size(18, 2)
+
+
+def test_a_teachers_opinion_goes_beside_the_sample_not_in_it() -> None:
+    judged = rollout(3)
+    judged.samples[0].reference_logprobs.extend([-0.5, -0.25, -1.0])
+    _, batch, _ = batches.frames(tpb.ForwardBackwardStart(run_id="r", seq_id=2), [judged], [0.5])
+    (sent,) = batch.batch.samples
+    assert list(sent.reference_logprobs) == [-0.5, -0.25, -1.0]
+    assert not sent.sample.reference_logprobs and len(judged.samples[0].reference_logprobs) == 3

@@ -1,0 +1,111 @@
+"""From the [algorithm] table to what the trainer is asked for; the call plan of several iterations."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quartet.run.config import RunConfig, parse_run
+from quartet.run.presets import PRESETS
+from quartet.v1 import trainer_service_pb2 as tpb
+from quartet_orchestrator.calls import CallKind, CallPlan
+from quartet_orchestrator.metrics import over_iterations
+from quartet_orchestrator.pace import Pace
+from quartet_orchestrator.specs import loss_spec, run_spec
+
+
+def run(algorithm: str = "", more: str = "") -> RunConfig:
+    return parse_run(
+        f'model = "m"\n{more}\n[sampling]\nmax_tokens = 9\n[[env]]\nid = "e"\n[algorithm]\n{algorithm}'
+    )
+
+
+def test_presets_ask_for_what_their_papers_say() -> None:
+    teacher = {"opd": 'reference = { model = "t" }'}
+    specs = {name: loss_spec(run(f'preset = "{name}"\n{teacher.get(name, "")}'), 0) for name in PRESETS}
+    ppo, gradient = tpb.RATIO_TREATMENT_PPO, tpb.LOSS_KIND_POLICY_GRADIENT
+    for name in ("grpo", "dr_grpo", "dapo", "gspo", "reinforce_pp"):
+        assert (specs[name].kind, specs[name].ratio) == (gradient, ppo)
+    assert (specs["dapo"].clip_low, specs["dapo"].clip_high) == (0.2, 0.28)
+    assert (specs["gspo"].clip_low, specs["gspo"].clip_high) == (3e-4, 4e-4)
+    levels = {name: spec.ratio_level for name, spec in specs.items()}
+    assert [name for name, level in levels.items() if level == tpb.RATIO_LEVEL_SEQUENCE] == ["gspo"]
+    sequence = {name for name, spec in specs.items() if spec.aggregation == tpb.AGGREGATION_SEQUENCE}
+    assert sequence == {"grpo", "gspo"}
+    assert specs["dppo"].ratio == tpb.RATIO_TREATMENT_DPPO
+    assert specs["sft"].kind == tpb.LOSS_KIND_CROSS_ENTROPY
+    assert specs["opd"].kind == tpb.LOSS_KIND_REFERENCE_KL
+    assert run('preset = "dr_grpo"').algorithm.normalised_by == "constant"
+    assert not any(spec.HasField("proximal_version") or spec.kl_coef for spec in specs.values())
+
+
+def test_names_of_the_field_and_overrides() -> None:
+    algorithm = run('preset = "grpo"\nepsilon = 0.1\nbeta = 0.04\ndelta = 4.0').algorithm
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.kl_coef) == (0.1, 0.1, 0.04)
+    assert run("loss = 'ppo'\nepsilon = 0.1\nepsilon-high = 0.3").algorithm.clip_high == 0.3
+    other = run('preset = "gspo"\nloss = "cispo"').algorithm
+    assert (other.clip_low, other.clip_high, other.ratio_level) == (None, None, "token")
+    assert other.aggregation == "sequence"
+    whole = run('preset = "dapo"\nreference = { sync_steps = 3 }\nkl_coef = 0.1')
+    assert RunConfig.model_validate(whole.model_dump()) == whole
+
+
+def test_the_reference_is_held_where_it_is_read_and_nobody_else_serves_it() -> None:
+    assert not run_spec(run()).HasField("reference")
+    assert run_spec(run("kl_coef = 0.1")).reference == tpb.ReferenceSpec()
+    follows = run("kl_coef = 0.1\nreference = { sync_steps = 5, mixup_alpha = 0.6 }")
+    assert run_spec(follows).reference == tpb.ReferenceSpec(sync_steps=5, mixup_alpha=0.6)
+    served = run('preset = "opd"\nreference = { address = "h:1" }')
+    assert not run_spec(served).HasField("reference")
+    held = run('preset = "opd"\nreference = { model = "teacher" }')
+    assert run_spec(held).reference.model == "teacher"
+
+
+def test_several_iterations_count_in_versions_and_in_the_schedule() -> None:
+    config = run("num_iterations = 3\nproximal = true\nloss = 'ppo'", "max_steps = 7\nwarmup_steps = 2")
+    assert (run_spec(config).optimizer.warmup_steps, run_spec(config).optimizer.total_steps) == (6, 21)
+    assert loss_spec(config, 4).proximal_version == 12
+    pace = Pace(max_off_policy_steps=1, groups_per_batch=2, max_steps=7, versions_per_step=3)
+    assert pace.min_policy_version(4) == 9
+    assert pace.violation(4, [9, 12]) is None
+    assert pace.violation(4, [6]) == "stale"
+    assert pace.violation(4, [10]) == pace.violation(4, [15]) == "version_unpublished"
+
+
+@given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 3), st.integers(1, 4))
+def test_the_plan_of_several_iterations_is_one_contiguous_list(
+    max_steps: int, interval: int, keep_last: int, iterations: int
+) -> None:
+    plan = CallPlan(
+        max_steps=max_steps, save_interval=interval, keep_last=keep_last, num_iterations=iterations
+    )
+    expected = [(CallKind.PUBLISH, -1, 0)]
+    for step in range(max_steps):
+        for iteration in range(iterations):
+            expected += [(CallKind.FORWARD_BACKWARD, step, iteration), (CallKind.OPTIM_STEP, step, iteration)]
+        expected.append((CallKind.PUBLISH, step, 0))
+        if (step + 1) % interval == 0 and step + 1 < max_steps:
+            expected.append((CallKind.SAVE, step, 0))
+    expected.append((CallKind.SAVE, max_steps - 1, 0))
+    calls = [plan.call(seq_id) for seq_id in range(1, plan.last_of(max_steps - 1) + 1)]
+    assert [(call.kind, call.batch, call.iteration) for call in calls] == expected
+    for step in range(max_steps):
+        assert plan.call(plan.first_of(step)).iteration == 0
+        assert plan.call(plan.published_by(step)).kind is CallKind.PUBLISH
+
+
+def test_passes_over_one_batch_are_reported_as_one() -> None:
+    passes = [tpb.ForwardBackwardResponse(loss=loss, loss_tokens=8, tokens=20) for loss in (1.0, 2.0)]
+    for one, ratio in zip(passes, (1.0, 3.0), strict=True):
+        one.diagnostics["ratio_max"] = one.diagnostics["ratio_mean"] = ratio
+    passes[0].verification.tokens_compared = 8
+    whole = over_iterations(passes)
+    assert (whole.loss, whole.tokens, whole.verification.tokens_compared) == (1.5, 20, 8)
+    assert dict(whole.diagnostics) == {"ratio_max": 3.0, "ratio_mean": 2.0}
+    assert over_iterations(passes[:1]) == passes[0]
+
+
+@pytest.mark.parametrize("iterations", [0, 17])
+def test_iterations_are_bounded(iterations: int) -> None:
+    with pytest.raises(Exception, match="num_iterations"):
+        run(f"num_iterations = {iterations}")
