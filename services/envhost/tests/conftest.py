@@ -73,7 +73,9 @@ class Hosted:
 
 
 _source = (HERE / "envs/trial_env/__init__.py").read_text()
-MODES: tuple[str, ...] = eval(_source[_source.index("MODES = ") + 8 : _source.index("class TrialData")])
+MODES: tuple[str, ...] = eval(
+    _source[_source.index("MODES = ") + 8 : _source.index(")", _source.index("MODES = ")) + 1]
+)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

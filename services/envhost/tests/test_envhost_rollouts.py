@@ -152,6 +152,10 @@ async def test_a_token_limit_truncates_and_earns_nothing(hosted: Any) -> None:
         ("run_raises", "ENVIRONMENT", "the environment's bug"),
         ("reward_raises", "SCORER", "a scorer's bug"),
         ("reward_nan", "SCORER", "length"),
+        ("metric_raises", "SCORER", "a metric's bug"),
+        ("quits", "ENVIRONMENT", "thinks that it is a program"),
+        ("gives_up", "ENVIRONMENT", "EnvError"),
+        ("cancels_itself", "ENVIRONMENT", "CancelledError"),
     ],
 )
 async def test_what_the_environment_does_wrong_is_typed(hosted: Any, mode: str, want: str, text: str) -> None:
@@ -159,6 +163,21 @@ async def test_what_the_environment_does_wrong_is_typed(hosted: Any, mode: str, 
     (rollout,) = await hosted.run(mode, max_retries=2)
     assert kind(rollout) == want and text in rollout.failure.message
     assert not rollout.failure.retryable and len(hosted.policy.requests) <= 1
+
+
+async def test_a_broken_rollout_does_not_end_its_group(hosted: Any) -> None:
+    """Invariant 5: each member's scorer fails in its own way; the others have their rewards, zero included."""
+    said = ["fine", "zero", "raise", "nan", "inf", "huge", "text", "none", "fine"]
+    replies = iter(said)
+    hosted.policy.answer = lambda request, last: next(replies)
+    rollouts = await hosted.run("reply_decides", members=range(len(said)), messages_of_members=len(said))
+    assert sorted(r.member for r in rollouts) == list(range(len(said)))
+    scored = sorted(r.reward for r in rollouts if not r.HasField("failure"))
+    assert scored == [0.0, 1.0, 1.0]
+    failed = [r for r in rollouts if r.HasField("failure")]
+    assert {kind(r) for r in failed} == {"SCORER"}, [r.failure for r in failed]
+    assert {r.messages[-1].content for r in failed} == {"raise", "nan", "inf", "huge", "text", "none"}
+    assert all(r.samples for r in failed), "what was sampled is there to be looked at"
 
 
 async def test_prints_do_not_disturb_the_line(hosted: Any) -> None:
@@ -337,7 +356,7 @@ async def test_tool_answers_are_carried_and_not_trained_on(hosted: Any) -> None:
     def script(request: Any, last: str) -> str:
         match last:
             case "what is 40 plus 2?":
-                assert [tool.name for tool in request.tools] == ["calc_add"]
+                assert [tool.name for tool in request.tools] == ["calc_add", "calc_explode"]
                 return 'call calc_add {"a": 40, "b": 2}'
             case "42":
                 return "call calc_add not json"
@@ -356,6 +375,17 @@ async def test_tool_answers_are_carried_and_not_trained_on(hosted: Any) -> None:
     (sample,) = rollout.samples
     covered = sum(span.length for span in sample.spans)
     assert covered == rollout.usage.completion_tokens and rollout.prefix_breaks == 0
+
+
+@pytest.mark.slow
+async def test_a_tool_server_that_dies_is_a_failure_of_the_tool(hosted: Any) -> None:
+    """Invariant 5."""
+    hosted.policy.answer = lambda request, last: "call calc_explode {}"
+    request = hosted.request("tool-env", task_index=0, timeout_ms=90_000)
+    stream = hosted.stub.RunRollouts(request, timeout=120)
+    (rollout,) = [frame.rollout async for frame in stream if frame.HasField("rollout")]
+    assert kind(rollout) == "TOOL" and "calc_explode" in rollout.failure.message, rollout.failure
+    assert rollout.failure.retryable and len(hosted.policy.requests) == 1
 
 
 async def test_worker_that_exits_is_respawned_within_the_budget(hosted: Any) -> None:

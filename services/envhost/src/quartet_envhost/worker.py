@@ -151,18 +151,20 @@ class Worker:
         member = request.members[0]
         timeout_s = request.timeout_ms / 1000
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as clock:
                 rollout: rollout_pb2.Rollout = await self._environment.run(self._replicas, request, timeout_s)
-        except TimeoutError:
-            text = f"not done with its scoring after {timeout_s:g} s"
-            return failures.failed(member, failures.TIMEOUT, text, retryable=False)
-        except asyncio.CancelledError:
-            # Cancelled by the front, which no longer waits; answered so that every call ends.
-            return failures.failed(member, failures.CANCELLED, "cancelled", retryable=False)
         except QuartetError:
             raise
-        # Verifiers records what environments raise; what still escapes broke around them.
-        except Exception as error:
+        # Verifiers records what environments raise; what still escapes broke around them. Also what would
+        # end the process: one environment's sys.exit() is no reason to lose the rollouts beside it.
+        except (Exception, asyncio.CancelledError, SystemExit) as error:
+            if clock.expired():
+                text = f"not done with its scoring after {timeout_s:g} s"
+                return failures.failed(member, failures.TIMEOUT, text, retryable=False)
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                # Cancelled by the front, which no longer waits; answered so that every call ends.
+                return failures.failed(member, failures.CANCELLED, "cancelled", retryable=False)
             logging.getLogger(__name__).exception("rollout of task %d broke", request.task_index)
             text = f"{type(error).__name__}: {error}"
             return failures.failed(member, failures.ENVIRONMENT, text, retryable=False)

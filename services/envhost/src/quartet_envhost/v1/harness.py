@@ -14,6 +14,7 @@ from typing import Any, Final
 import verifiers.v1 as vf
 from pydantic_core import from_json
 from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.errors import ToolsetError
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.types import UserMessage
 
@@ -112,7 +113,13 @@ async def _run_tool(
         elif not isinstance(arguments, dict):
             content = "error: arguments must be a JSON object"
         else:
-            content = await call_mcp(servers, dispatch, name, arguments)
+            try:
+                content = await call_mcp(servers, dispatch, name, arguments)
+            # Whatever its transport raises: the server did not answer. An error that the tool itself
+            # answered with is content.
+            except Exception as error:
+                text = f"tool {name} did not answer: {type(error).__name__}: {error}"
+                raise ToolsetError(text) from error
     return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
 
 

@@ -108,6 +108,8 @@ def _failure(episode: Any, traces: Sequence[Any]) -> rollout_pb2.RolloutFailure 
         if missing:
             return failures.failure(failures.SCORER, f"no value from {', '.join(missing)}", retryable=False)
         wrong = [name for name, reward in trace.rewards.items() if not math.isfinite(reward.value)]
+        if not wrong and not math.isfinite(trace.reward):
+            wrong = ["their sum"]
         if wrong:
             return failures.failure(
                 failures.SCORER, f"not a finite number: {', '.join(wrong)}", retryable=False

@@ -1,5 +1,7 @@
 """The tool server: a process of its own."""
 
+import os
+
 import verifiers.v1 as vf
 
 
@@ -15,6 +17,11 @@ class CalcToolset(vf.Toolset[vf.ToolsetConfig, CalcState]):
         """Add two integers."""
         self.state.calls += 1
         return a + b
+
+    @vf.tool
+    def explode(self) -> int:
+        """End the server."""
+        os._exit(1)
 
 
 if __name__ == "__main__":

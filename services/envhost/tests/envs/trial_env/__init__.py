@@ -19,7 +19,25 @@ MODES = (
     "exits",
     "two_turns",
     "exits_once",
+    "reply_decides",
+    "metric_raises",
+    "quits",
+    "gives_up",
+    "cancels_itself",
 )
+
+
+# What the reward function does, by what the model said.
+BY_REPLY = {
+    "fine": lambda: 2.0,
+    "zero": lambda: 0.0,
+    "raise": lambda: 1 / 0,
+    "nan": lambda: float("nan"),
+    "inf": lambda: float("-inf"),
+    "huge": lambda: 10.0**400,
+    "text": lambda: "seven",
+    "none": lambda: None,
+}
 
 
 class TrialData(vf.TaskData):
@@ -40,10 +58,14 @@ class TrialTask(vf.Task[TrialData]):
                 return float("nan")
             case "scores_slowly":
                 await asyncio.sleep(30)
+            case "reply_decides":
+                return BY_REPLY[trace.last_reply]()
         return float(len(trace.last_reply))
 
     @vf.metric
     async def turns(self, trace: vf.Trace) -> float:
+        if self.data.mode == "metric_raises":
+            raise LookupError("a metric's bug")
         return float(trace.num_turns)
 
 
@@ -75,6 +97,12 @@ class TrialEnv(vf.SingleAgentEnv):
             raise RuntimeError("the environment's bug")
         if mode == "wedges":
             time.sleep(60)  # noqa: ASYNC251 - blocking the loop is the point
+        if mode == "quits":
+            sys.exit("the environment thinks that it is a program")
+        if mode == "gives_up":
+            raise TimeoutError("the environment's own clock")
+        if mode == "cancels_itself":
+            raise asyncio.CancelledError
         if mode == "exits":
             sys.stdout.flush()
             os._exit(3)
