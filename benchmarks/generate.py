@@ -85,6 +85,7 @@ async def serve(folder: Path) -> None:
     from quartet.kit import logs
     from quartet.kit.health import Health
     from quartet.kit.server import ServerConfig, Service, start
+    from quartet_inference.adapters import Adapters
     from quartet_inference.answering import Answerer
     from quartet_inference.chat import Chat
     from quartet_inference.openai.config import OpenAiConfig
@@ -95,9 +96,11 @@ async def serve(folder: Path) -> None:
     logs.configure("inference", "warning")
     chat, health = Chat(folder), Health()
     engine = stub_engine(chat.end_tokens)
-    answerer = Answerer(engine, chat, ServedNews(engine), 1.0)
+    news = ServedNews(engine)
+    answerer = Answerer(engine, chat, news, 1.0)
+    adapters = Adapters(engine, news, has_base=False, on_demand=False)
     add = rpc.add_InferenceServiceServicer_to_server
-    servicer = InferenceServicer(engine, answerer, str(folder))
+    servicer = InferenceServicer(engine, answerer, adapters, str(folder))
     server = await start(
         [Service("quartet.v1.InferenceService", add, servicer)], ServerConfig(reflection=False), health
     )

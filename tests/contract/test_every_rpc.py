@@ -15,11 +15,7 @@ from quartet.v1 import common_pb2
 
 # Filled in by later work; each answers NOT_IMPLEMENTED until then. Push is served where it is asked for.
 NOT_SERVED = {
-    "inference": {
-        "InferenceService.LoadAdapter",
-        "InferenceService.UnloadAdapter",
-        "WeightService.Push",
-    },
+    "inference": {"WeightService.Push"},
     "trainer": {"WeightService.Push"},
     "envhost": {"EnvHostService.Interact"},
     "orchestrator": {

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -91,8 +91,16 @@ class Ended:
 class Answerer:
     """Answers to requests, from an engine and a chat template."""
 
-    def __init__(self, engine: Engine, chat: Chat, news: ServedNews, version_wait_s: float) -> None:
-        """`news` tells when the engine's weights change."""
+    def __init__(
+        self,
+        engine: Engine,
+        chat: Chat,
+        news: ServedNews,
+        version_wait_s: float,
+        on_missing: Callable[[str], None] = lambda run_id: None,
+    ) -> None:
+        """`news` tells when the engine's weights change; `on_missing` is told of a run that is not served."""
+        self._on_missing = on_missing
         self._engine = engine
         self._chat = chat
         self._news = news
@@ -215,6 +223,8 @@ class Answerer:
         served = self._engine.info().serving(wanted.run_id)
         if served is None and not wanted.run_id and not has_minimum:
             raise QuartetError("NOT_READY", "no verified weights are served yet")
+        if wanted.run_id and not right_run(served):
+            self._on_missing(wanted.run_id)
         limit_s = self._version_wait_s
         if remaining_s is not None:
             limit_s = min(limit_s, max(0.0, remaining_s - DEADLINE_MARGIN_SECONDS))

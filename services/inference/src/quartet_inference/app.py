@@ -13,6 +13,7 @@ from quartet.kit.health import Health
 from quartet.kit.server import Service, serve
 from quartet.v1 import inference_service_pb2_grpc
 
+from quartet_inference.adapters import Adapters
 from quartet_inference.answering import Answerer
 from quartet_inference.canary import Gate
 from quartet_inference.chat import Chat
@@ -49,6 +50,8 @@ def _embedded(config: InferenceConfig, chat: Chat, health: Health) -> EmbeddedEn
         kv_cache_bytes=settings.kv_cache_bytes,
         prefix_cache_bytes=settings.prefix_cache_bytes,
         recompute_on_update=settings.kv_on_update == "recompute",
+        max_adapters=config.adapters.max_count,
+        adapter_bytes=config.adapters.max_bytes,
     )
     if limits.max_model_len > made_for:
         raise ConfigError(
@@ -84,11 +87,18 @@ async def services(
 
     health.watch_progress(config.stall_seconds, busy)
     news = ServedNews(engine)
-    answerer = Answerer(engine, chat, news, config.version_wait_seconds)
-    servicer = InferenceServicer(engine, answerer, str(config.model))
+    adapters = Adapters(
+        ungated,
+        news,
+        has_base=any(config.model.glob("*.safetensors")),
+        on_demand=config.adapters.on_demand,
+        canary_tolerance=config.canary_tolerance,
+    )
+    answerer = Answerer(engine, chat, news, config.version_wait_seconds, adapters.want)
+    servicer = InferenceServicer(engine, answerer, adapters, str(config.model))
     try:
         async with (
-            replicating(config, ungated, gate, news, health, bound) as weights,
+            replicating(config, ungated, gate, news, health, adapters, bound) as weights,
             front(config, engine, answerer, chat, health),
         ):
             yield [

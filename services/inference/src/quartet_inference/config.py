@@ -72,6 +72,15 @@ class VllmConfig(Config):
         return args
 
 
+class AdaptersConfig(Config):
+    """Adapters: bounded in number and, in the embedded engine, in bytes."""
+
+    max_count: int = pydantic.Field(default=16, ge=0, le=4096)
+    max_bytes: int = pydantic.Field(default=GIB, ge=0)
+    # A request that names a run which is not served makes the replica fetch its adapter.
+    on_demand: bool = True
+
+
 class ChatConfig(Config):
     """Messages: the chat template and what is read out of sampled text."""
 
@@ -126,6 +135,7 @@ class InferenceConfig(Config):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     embedded: EmbeddedConfig = EmbeddedConfig()
     vllm: VllmConfig = VllmConfig()
+    adapters: AdaptersConfig = AdaptersConfig()
     chat: ChatConfig = ChatConfig()
     openai: OpenAiConfig = OpenAiConfig()
     server: ServerConfig = ServerConfig()

@@ -21,6 +21,7 @@ from quartet.weights.shared import SharedMemory
 from quartet.weights.sources import Relays
 from quartet.weights.transport import Transport
 
+from quartet_inference.adapters import Adapters
 from quartet_inference.canary import CanaryWatch, Gate
 from quartet_inference.config import InferenceConfig
 from quartet_inference.engine import Engine
@@ -37,9 +38,10 @@ async def replicating(
     gate: Gate,
     news: ServedNews,
     health: Health,
+    adapters: Adapters,
     bound: asyncio.Future[str] | None,
 ) -> AsyncIterator[list[Service]]:
-    """Keep the engine at the newest version; the services that hand it on.
+    """Keep the engine and its adapters at the newest versions; the services that hand them on.
 
     `gate` stands before the engine; `bound` will be the address that the server listens on.
     """
@@ -63,18 +65,26 @@ async def replicating(
             health.set_not_ready(INFERENCE, why)
 
     canaries = CanaryWatch(engine, config.canary_tolerance, verdict)
-    adopter = Adopter(engine, canaries, served)
+
+    def base_serves() -> None:
+        verdict("")
+        served()
+
+    adopter = Adopter(engine, canaries, served, adapters.adopt)
     relays = Relays(config.weights_security)
 
     async def follow() -> None:
         if config.accept_push:
+            adapters.start(None, base_serves)
             return await adopt_pushed(holdings.store, config.run_id, adopter, refused)
         address = ""
         if config.relay and bound is not None:
             address = relay_address(config.advertise_address, await bound)
         async with connect(config.weights_address, security=config.weights_security, bulk=True) as channel:
             publisher = Publisher(channel, config.run_id, relays, address, _transports(config))
-            await Follower(cast(Engine, gate), publisher, holdings, adopter, refused).run()
+            adapters.start(publisher, base_serves)
+            follower = Follower(cast(Engine, gate), publisher, holdings, adopter, refused, adapters.follows)
+            await follower.run()
 
     if config.weights_address:
         health.set_not_ready(INFERENCE, f"no verified weights from {config.weights_address} yet")
@@ -92,6 +102,7 @@ async def replicating(
         finally:
             task.cancel()
             canaries.close()
+            await adapters.close()
             await relays.close()
 
 

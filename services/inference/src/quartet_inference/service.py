@@ -7,24 +7,26 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import grpc
-from quartet.errors import unimplemented
 from quartet.kit.stream import HEARTBEAT_SECONDS
 from quartet.v1 import common_pb2, rollout_pb2
 from quartet.v1 import inference_service_pb2 as pb
 from quartet.v1 import inference_service_pb2_grpc as rpc
 
+from quartet_inference.adapters import Adapters
 from quartet_inference.answering import Answerer, Ended, Started
 from quartet_inference.engine import Delta, Engine
 from quartet_inference.joined import joined
+from quartet_inference.sampling import refused
 from quartet_inference.scoring import resolve_samples
 
 
 class InferenceServicer(rpc.InferenceServiceServicer):
-    """Generate, Score, Pause, Resume, GetModel."""
+    """Generate, Score, LoadAdapter, UnloadAdapter, Pause, Resume, GetModel."""
 
-    def __init__(self, engine: Engine, answerer: Answerer, base_model: str) -> None:
+    def __init__(self, engine: Engine, answerer: Answerer, adapters: Adapters, base_model: str) -> None:
         """Serve an engine; the answerer is its way for prompts."""
         self._engine = engine
+        self._adapters = adapters
         self._answerer = answerer
         self._base_model = base_model
 
@@ -57,14 +59,16 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     async def LoadAdapter(
         self, request: pb.LoadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.LoadAdapterResponse:
-        """Not served by this build."""
-        raise unimplemented("InferenceService.LoadAdapter")
+        """Serve a run's adapter at its newest version, and follow it."""
+        weights = await self._adapters.load(_named(request.run_id))
+        return pb.LoadAdapterResponse(version=weights.version)
 
     async def UnloadAdapter(
         self, request: pb.UnloadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.UnloadAdapterResponse:
-        """Not served by this build."""
-        raise unimplemented("InferenceService.UnloadAdapter")
+        """Serve and follow it no more."""
+        await self._adapters.unload(_named(request.run_id))
+        return pb.UnloadAdapterResponse()
 
     async def Pause(self, request: pb.PauseRequest, context: grpc.aio.ServicerContext) -> pb.PauseResponse:
         """Stop decoding between two steps."""
@@ -103,6 +107,12 @@ class InferenceServicer(rpc.InferenceServiceServicer):
                 for one in info.adapters
             ],
         )
+
+
+def _named(run_id: str) -> str:
+    if not run_id:
+        raise refused("run_id", "empty", "name the run whose adapter it is")
+    return run_id
 
 
 def _frame(event: Started | Delta | Ended) -> pb.GenerateResponse:

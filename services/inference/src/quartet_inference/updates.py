@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -80,16 +80,28 @@ class Publisher:
     transports: tuple[Transport, ...] = ()
 
 
+OnAdapter = Callable[[Version | Fetched], Awaitable[ServedWeights]]
+
+
 class Adopter:
     """Takes verified versions into the engine."""
 
-    def __init__(self, engine: Engine, canaries: CanaryWatch, on_served: Callable[[], None]) -> None:
-        """`on_served` is called after every change."""
+    def __init__(
+        self,
+        engine: Engine,
+        canaries: CanaryWatch,
+        on_served: Callable[[], None],
+        on_adapter: OnAdapter | None = None,
+    ) -> None:
+        """`on_served` is called after every change; `on_adapter` takes versions that are adapters."""
         self._engine, self._canaries, self._on_served = engine, canaries, on_served
+        self._on_adapter = on_adapter
 
     async def adopt(self, version: Version | Fetched) -> ServedWeights:
         """Serve a version. Errors: INVALID_REQUEST, CHECKSUM_MISMATCH; the old one goes on serving."""
         manifest = version.manifest
+        if manifest.adapter_config and self._on_adapter is not None:
+            return await self._on_adapter(version)
         check_canary(manifest, self._engine.info().vocab_size)
         staged = await self._engine.stage(version.tensors)
         weights = _weights(manifest)
@@ -130,8 +142,13 @@ class Follower:
         holdings: Holdings,
         adopter: Adopter,
         on_refused: Callable[[str], None],
+        elsewhere: Callable[[str], bool] = lambda run_id: False,
     ) -> None:
-        """`on_refused` is called with the reason when an update fails."""
+        """`on_refused` is called with the reason when an update fails.
+
+        Of runs that are followed `elsewhere` only the first version is taken here.
+        """
+        self._elsewhere = elsewhere
         self._engine = engine
         self._publisher = publisher
         self._holdings = holdings
@@ -182,7 +199,7 @@ class Follower:
                 raise QuartetError(target.error.reason, f"versions are not announced: {target.error.message}")
             wanted = target.weights
             assert wanted is not None
-            if wanted != self._engine.info().served:
+            if wanted != self._engine.info().served and not self._elsewhere(wanted.run_id):
                 try:
                     adopted = await self._adopt(wanted, target.sources)
                 except QuartetError as error:

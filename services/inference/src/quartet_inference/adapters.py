@@ -1,0 +1,247 @@
+"""The runs whose adapters this replica serves: each followed on its own, replaced by every newer version.
+
+1. An adapter is served from its first verified version on, and followed until it is unloaded: LoadAdapter, a
+   request that names its run, or the run that the replica follows anyway begin it.
+2. An adapter is served upon the model of the replica's own folder, as version 0 of no run, and upon nothing
+   else.
+3. An adapter whose canary dies is unloaded: its requests fail with NOT_READY. Other runs are not touched.
+4. Whatever fails leaves the version that is served; fetching is tried again as for a whole model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import structlog
+from quartet.errors import QuartetError
+from quartet.weights.fetch import fetch_version, get_manifest
+from quartet.weights.fetched import Fetched
+from quartet.weights.store import Version
+
+from quartet_inference.canary import CanaryWatch, check_canary
+from quartet_inference.engine import Engine, EngineInfo, ServedWeights, adapter_gone
+from quartet_inference.relay import Holdings
+from quartet_inference.updates import Adopter, Follower, Publisher, ServedNews
+
+#: Of a run's adapter, for whoever fetches it next here: the base of a delta.
+KEPT_VERSIONS = 1
+#: Deltas that nobody is handed.
+DELTA_BYTES = 0
+#: A request that names an unknown run makes the replica look for it no more often than this.
+LOOK_SECONDS = 5.0
+#: Runs that were asked for and not found are remembered for that; the oldest is forgotten first.
+MAX_LOOKED_FOR = 256
+#: What LoadAdapter waits for a follower that is at work already.
+LOAD_SECONDS = 60.0
+
+log = structlog.get_logger()
+
+
+class AdapterView:
+    """An engine as the follower of one run's adapter sees it."""
+
+    def __init__(self, engine: Engine, run_id: str) -> None:
+        self._engine, self._run_id = engine, run_id
+
+    def info(self) -> EngineInfo:
+        """What is served of the run."""
+        info = self._engine.info()
+        return replace(info, served=_of_run(info, self._run_id), out_of_service="")
+
+    def base_digest(self) -> bytes:
+        """No adapter is there from the start."""
+        return b""
+
+
+class AdapterAdopter(Adopter):
+    """Takes verified versions of one run's adapter into the engine."""
+
+    async def adopt(self, version: Version | Fetched) -> ServedWeights:
+        """Serve a version. Errors: INVALID_REQUEST, OVERLOADED, CHECKSUM_MISMATCH; the old one goes on."""
+        manifest = version.manifest
+        if not manifest.adapter_config:
+            raise _no_adapter(manifest.run_id)
+        check_canary(manifest, self._engine.info().vocab_size)
+        staged = await self._engine.stage_adapter(manifest.adapter_config, version.tensors)
+        weights = ServedWeights(manifest.run_id, int(manifest.version), bytes(manifest.digest))
+        await self._engine.swap_adapter(staged, weights)
+        self._canaries.swapped(weights, manifest.canary if manifest.HasField("canary") else None)
+        self._serving(weights)
+        return weights
+
+    async def rename(self, weights: ServedWeights) -> None:
+        """Serve the adapter that the engine holds as another version."""
+        await self._engine.swap_adapter(None, weights)
+        self._canaries.renamed(weights)
+        self._serving(weights)
+
+
+@dataclass
+class _Followed:
+    adopter: AdapterAdopter
+    canaries: CanaryWatch
+    task: asyncio.Task[None] | None = None
+
+
+class Adapters:
+    """Adapters by run. For one event loop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        news: ServedNews,
+        *,
+        has_base: bool,
+        on_demand: bool,
+        canary_tolerance: float | None = None,
+    ) -> None:
+        """`has_base`: the engine was started with the weights of its folder."""
+        self._engine, self._news, self._has_base = engine, news, has_base
+        self._on_demand, self._tolerance = on_demand, canary_tolerance
+        self._publisher: Publisher | None = None
+        self._on_base: Callable[[], None] = lambda: None
+        self._followed: dict[str, _Followed] = {}
+        self._looked_for: dict[str, float] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, publisher: Publisher | None, on_base: Callable[[], None]) -> None:
+        """Follow runs at this publisher; `on_base` is called when the folder's own model begins to serve."""
+        self._publisher, self._on_base = publisher, on_base
+
+    def follows(self, run_id: str) -> bool:
+        """Whether a run's newer versions come of themselves."""
+        held = self._followed.get(run_id)
+        return held is not None and held.task is not None
+
+    async def load(self, run_id: str) -> ServedWeights:
+        """Serve the newest version of a run's adapter, and follow it.
+
+        Errors: RUN_UNKNOWN, INVALID_REQUEST, OVERLOADED, CHECKSUM_MISMATCH, NOT_READY, DEADLINE.
+        """
+        publisher = self._publisher
+        if publisher is None:
+            raise QuartetError(
+                "INVALID_REQUEST",
+                "this replica follows no trainer (weights_address is empty), so no adapter can be fetched",
+                field="run_id",
+                value=run_id,
+                remedy="set weights_address",
+            )
+        newest = await get_manifest(publisher.channel, run_id)
+        if not newest.adapter_config:
+            raise _no_adapter(newest.run_id)
+        if not self.follows(newest.run_id):
+            return await self.adopt(await fetch_version(publisher.channel, newest.run_id, None, None))
+
+        def arrived(_: ServedWeights | None) -> bool:
+            served = _of_run(self._engine.info(), newest.run_id)
+            return served is not None and served.version >= newest.version
+
+        if not arrived(None) and not await self._news.wait_for(arrived, LOAD_SECONDS):
+            raise QuartetError("DEADLINE", f"version {newest.version} did not arrive", waited_for="adapter")
+        served = _of_run(self._engine.info(), newest.run_id)
+        assert served is not None, "it has arrived"
+        return served
+
+    async def adopt(self, version: Version | Fetched) -> ServedWeights:
+        """Serve a version that was verified, and follow its run. Errors: those of `load`."""
+        run_id = str(version.manifest.run_id)
+        await self._name_base()
+        followed = self._followed.get(run_id) or self._make(run_id)
+        weights = await followed.adopter.adopt(version)
+        self._followed[run_id] = followed
+        if followed.task is None and self._publisher is not None:
+            # Adapters are small: they are fetched from the publisher and not handed on.
+            publisher = replace(self._publisher, run_id=run_id, relay_address="")
+            view = cast(Engine, AdapterView(self._engine, run_id))
+            holdings = Holdings(KEPT_VERSIONS, DELTA_BYTES)
+            follower = Follower(view, publisher, holdings, followed.adopter, lambda why: None)
+            followed.task = asyncio.create_task(follower.run(), name=f"follow-adapter-{run_id}")
+        return weights
+
+    async def unload(self, run_id: str) -> None:
+        """Serve and follow a run's adapter no more. Idempotent."""
+        await self._end(run_id, adapter_gone(run_id))
+
+    def want(self, run_id: str) -> None:
+        """A request names a run that is not served: look for its adapter in the background."""
+        now = asyncio.get_running_loop().time()
+        looked = self._looked_for.get(run_id)
+        too_soon = looked is not None and now < looked + LOOK_SECONDS
+        if not self._on_demand or self._publisher is None or self.follows(run_id) or too_soon:
+            return
+        self._looked_for.pop(run_id, None)
+        while len(self._looked_for) >= MAX_LOOKED_FOR:
+            del self._looked_for[next(iter(self._looked_for))]
+        self._looked_for[run_id] = now
+        self._spawn(self._look(run_id))
+
+    async def close(self) -> None:
+        """Follow nothing any more."""
+        tasks = [one.task for one in self._followed.values() if one.task is not None]
+        for followed in self._followed.values():
+            followed.canaries.close()
+        for task in (*tasks, *self._tasks):
+            task.cancel()
+        await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
+
+    async def _look(self, run_id: str) -> None:
+        try:
+            await self.load(run_id)
+        except QuartetError as error:
+            log.info("no adapter for a request", run_id=run_id, why=str(error))
+
+    async def _name_base(self) -> None:
+        """The folder's own model answers requests that name no run."""
+        if self._engine.info().served is not None:
+            return
+        if not self._has_base:
+            raise QuartetError(
+                "INVALID_REQUEST",
+                "the folder of this replica has no weights; adapters need the model that they were made for",
+                field="model",
+                value="",
+                remedy="start the replica with the folder that the run was created from, weights included",
+            )
+        await self._engine.swap(None, ServedWeights("", 0, self._engine.base_digest()))
+        self._on_base()
+
+    def _make(self, run_id: str) -> _Followed:
+        def verdict(why: str) -> None:
+            if why:
+                self._spawn(self._end(run_id, QuartetError("NOT_READY", f"adapter unloaded: {why}")))
+
+        canaries = CanaryWatch(self._engine, self._tolerance, verdict)
+        return _Followed(AdapterAdopter(self._engine, canaries, self._news.tell), canaries)
+
+    async def _end(self, run_id: str, why: QuartetError) -> None:
+        followed = self._followed.pop(run_id, None)
+        if followed is not None:
+            followed.canaries.close()
+            if followed.task is not None:
+                followed.task.cancel()
+                await asyncio.gather(followed.task, return_exceptions=True)
+        await self._engine.drop_adapter(run_id, why)
+        self._news.tell()
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _of_run(info: EngineInfo, run_id: str) -> ServedWeights | None:
+    return next((one for one in info.adapters if one.run_id == run_id), None)
+
+
+def _no_adapter(run_id: str) -> QuartetError:
+    return QuartetError(
+        "INVALID_REQUEST",
+        f"run {run_id} publishes whole models, no adapter; follow it with run_id in the configuration",
+        field="run_id",
+        value=run_id,
+        remedy="name a run with lora whose versions are published as adapters",
+    )

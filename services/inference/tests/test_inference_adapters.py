@@ -1,0 +1,195 @@
+"""Adapters over loopback gRPC: followed by run, replaced in flight, loaded, unloaded, asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from quartet.errors import QuartetError, from_rpc
+from quartet.v1 import common_pb2, rollout_pb2, weights_pb2
+from quartet.v1 import inference_service_pb2 as pb
+from quartet.weights.store import WeightStore
+
+from .adapters import Adapter, random_adapter
+from .test_inference_service import publish, serving, weights_of
+
+Make = Callable[..., Any]
+PROMPT = list(range(20))
+
+
+def put(
+    store: WeightStore, run_id: str, version: int, adapter: Adapter, canary: Any = None
+) -> weights_pb2.WeightManifest:
+    return store.publish(run_id, version, adapter.tensors, adapter_config=adapter.config, canary=canary)
+
+
+def request(run_id: str, max_tokens: int = 8, **fields: Any) -> pb.GenerateRequest:
+    sampling = common_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    prompt = pb.TokensPrompt(token_ids=PROMPT)
+    return pb.GenerateRequest(run_id=run_id, tokens=prompt, sampling=sampling, **fields)
+
+
+def difference(deltas: list[Any], models: dict[int, Any]) -> float:
+    """The largest |service - plain forward| of the version stamped on each token."""
+    ids = [token for delta in deltas for token in delta.token_ids]
+    logprobs = [value for delta in deltas for value in delta.logprobs]
+    versions = [span.policy_version for delta in deltas for span in delta.spans for _ in range(span.length)]
+    worst = 0.0
+    for version in set(versions):
+        with torch.no_grad():
+            logits = models[version](torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
+        plain = torch.log_softmax(logits.float(), -1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+        mine = torch.tensor(versions) == version
+        worst = max(worst, float((plain - torch.tensor(logprobs))[mine].abs().max()))
+    return worst
+
+
+def served(model: Any) -> dict[str, int]:
+    return {one.run_id: one.policy_version for one in model.adapters}
+
+
+async def test_a_followed_run_that_publishes_adapters_is_served_upon_the_folder(
+    model_folder: Path, make_model: Make
+) -> None:
+    base, store = make_model(0), WeightStore(4)
+    adapters = {version: random_adapter(base, version) for version in range(3)}
+    store.open_run("r")
+    server = await publish(store)
+    async with serving(model_folder, weights_address=server.address, shared_memory=False) as replica:
+        assert (await replica.model()).out_of_service == ""
+        put(store, "r", 0, adapters[0])
+        model = await replica.until(lambda model: served(model) == {"r": 0})
+        assert (model.run_id, model.policy_version) == ("", 0)
+        running = asyncio.create_task(replica.generate(request("r", 200)))
+        await replica.until(lambda model: model.tokens_sampled > 20)
+        put(store, "r", 1, adapters[1])
+        await replica.until(lambda model: served(model) == {"r": 1})
+        deltas, _ = await running
+        stamped = {span.policy_version for delta in deltas for span in delta.spans}
+        assert stamped == {0, 1}
+        assert difference(deltas, {v: one.merged for v, one in adapters.items()}) <= 2e-5
+        plain, _ = await replica.generate(request(""))
+        assert difference(plain, {0: base}) <= 2e-5
+        later = asyncio.create_task(replica.generate(request("r", min_policy_version=2)))
+        put(store, "r", 2, adapters[2])
+        assert {span.policy_version for delta in (await later)[0] for span in delta.spans} == {2}
+        sample = rollout_pb2.Sample(
+            token_ids=PROMPT, spans=[rollout_pb2.PolicySpan(start=1, length=len(PROMPT) - 1)]
+        )
+        scores = await replica.stub.Score(pb.ScoreRequest(run_id="r", samples=[sample]))
+        assert scores.samples[0].policy_version == 2
+    await server.stop(0)
+
+
+async def test_adapters_are_loaded_replaced_and_unloaded_while_others_are_served(
+    model_folder: Path, make_model: Make
+) -> None:
+    base, store = make_model(0), WeightStore(4)
+    first, second = random_adapter(base, 1), random_adapter(base, 2)
+    put(store, "a", 3, first)
+    put(store, "b", 5, second)
+    store.open_run("a")  # the run that the replica follows by default
+    settings = {"shared_memory": False, "adapters": {"on_demand": False}}
+    server = await publish(store)
+    async with serving(model_folder, weights_address=server.address, **settings) as replica:
+        await replica.until(lambda model: served(model) == {"a": 3})
+        missing = await replica.refusal(request("b"), timeout_s=1)
+        assert missing.reason == "RUN_NOT_SERVED"
+        loaded = await replica.stub.LoadAdapter(pb.LoadAdapterRequest(run_id="b"))
+        assert loaded.version == 5
+        assert (await replica.stub.LoadAdapter(pb.LoadAdapterRequest(run_id="b"))).version == 5
+        answers = await asyncio.gather(*(replica.generate(request(run)) for run in ("a", "b", "", "b")))
+        models = ({3: first.merged}, {5: second.merged}, {0: base}, {5: second.merged})
+        for (deltas, _), model in zip(answers, models, strict=True):
+            assert difference(deltas, model) <= 2e-5
+        put(store, "b", 6, first)
+        await replica.until(lambda model: served(model) == {"a": 3, "b": 6})
+        put(store, "b", 7, second)
+        assert (await replica.stub.LoadAdapter(pb.LoadAdapterRequest(run_id="b"))).version == 7
+        running = asyncio.create_task(replica.generate(request("b", 230)))
+        other = asyncio.create_task(replica.generate(request("a", 230)))
+        await replica.until(lambda model: model.running == 2)
+        await replica.stub.UnloadAdapter(pb.UnloadAdapterRequest(run_id="b"))
+        await replica.stub.UnloadAdapter(pb.UnloadAdapterRequest(run_id="b"))
+        with pytest.raises(QuartetError) as gone:
+            await running
+        assert gone.value.reason == "RUN_NOT_SERVED"
+        assert sum(len(delta.token_ids) for delta in (await other)[0]) == 230
+        put(store, "b", 8, first)
+        await asyncio.sleep(0.3)
+        assert served(await replica.model()) == {"a": 3}  # followed no more
+    await server.stop(0)
+
+
+async def test_a_request_makes_the_replica_look_for_its_adapter(model_folder: Path, make_model: Make) -> None:
+    base, store = make_model(0), WeightStore(4)
+    put(store, "a", 0, random_adapter(base, 1))
+    put(store, "b", 2, random_adapter(base, 2))
+    store.open_run("a")
+    server = await publish(store)
+    async with serving(model_folder, weights_address=server.address, shared_memory=False) as replica:
+        await replica.until(lambda model: served(model) == {"a": 0})
+        deltas, _ = await replica.generate(request("b"))
+        assert {span.policy_version for delta in deltas for span in delta.spans} == {2}
+        unknown = await replica.refusal(request("nobody"), timeout_s=1)
+        assert unknown.reason == "RUN_NOT_SERVED"
+    await server.stop(0)
+
+
+async def test_load_adapter_refuses_by_reason(model_folder: Path, make_model: Make) -> None:
+    base, store = make_model(0), WeightStore(4)
+    store.publish("whole", 0, weights_of(base))
+    put(store, "a", 0, random_adapter(base, 1))
+    put(store, "b", 0, random_adapter(base, 2))
+    put(store, "odd", 0, random_adapter(make_model(0, hidden_size=32), 1))
+    store.open_run("a")
+    server = await publish(store)
+
+    async def refusal(replica: Any, run_id: str) -> QuartetError:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await replica.stub.LoadAdapter(pb.LoadAdapterRequest(run_id=run_id))
+        return from_rpc(refused.value)
+
+    settings = {"weights_address": server.address, "shared_memory": False, "adapters": {"max_count": 1}}
+    async with serving(model_folder, **settings) as replica:
+        await replica.until(lambda model: served(model) == {"a": 0})
+        assert (await refusal(replica, "")).reason == "INVALID_REQUEST"
+        assert (await refusal(replica, "nobody")).reason == "RUN_UNKNOWN"
+        assert "whole models" in (await refusal(replica, "whole")).message
+        assert "the model needs" in (await refusal(replica, "odd")).message
+        assert (await refusal(replica, "b")).reason == "OVERLOADED"
+        assert served(await replica.model()) == {"a": 0}
+    async with serving(model_folder) as replica:
+        assert "follows no trainer" in (await refusal(replica, "a")).message
+    await server.stop(0)
+
+
+async def test_an_adapter_whose_canary_dies_is_unloaded_alone(model_folder: Path, make_model: Make) -> None:
+    """invariant 3: an adapter in the engine that computes something else is not served as its version."""
+    base, store = make_model(0), WeightStore(4)
+    adapters = {version: random_adapter(base, version) for version in range(3)}
+
+    def canary_of(model: Any) -> weights_pb2.Canary:
+        ids = [(7 * i) % 256 for i in range(32)]
+        with torch.no_grad():
+            logp = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1].float(), -1)
+        picked = logp.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        return weights_pb2.Canary(token_ids=ids, logprobs=picked.tolist())
+
+    put(store, "a", 0, adapters[0], canary_of(adapters[0].merged))
+    server = await publish(store)
+    async with serving(model_folder, weights_address=server.address, shared_memory=False) as replica:
+        await replica.until(lambda model: served(model) == {"a": 0})
+        put(store, "a", 1, adapters[1], canary_of(adapters[2].merged))
+        await replica.until(lambda model: served(model) == {})
+        assert (await replica.generate(request("")))[1]
+        put(store, "a", 2, adapters[2], canary_of(adapters[2].merged))
+        await replica.until(lambda model: served(model) == {"a": 2})
+        await asyncio.sleep(0.2)
+        assert served(await replica.model()) == {"a": 2}
+    await server.stop(0)
