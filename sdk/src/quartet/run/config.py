@@ -17,6 +17,7 @@ from pydantic import Field
 from quartet.config import Config, ConfigError
 from quartet.config.load import validate
 from quartet.run.algorithm import AlgorithmConfig
+from quartet.run.lora import LoraConfig
 from quartet.run.values import (
     Count,
     Decay,
@@ -122,8 +123,15 @@ class RunConfig(Config):
     batch_size: PositiveCount = 128
     seed: Seed = 0
     learning_rate: NonNegative = 1e-6
-    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
+    lr_scheduler: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "constant"
     warmup_steps: Count = 0
+    #: The last steps of warmup_stable_decay, in which the rate falls to zero.
+    decay_steps: Count = 0
+    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
+    #: Of muon and sgd; default 0.95 and 0.9.
+    momentum: Decay | None = None
+    #: Of what adamw moves where optimizer = "muon"; default learning_rate.
+    adamw_learning_rate: NonNegative | None = None
     max_grad_norm: NonNegative = 1.0
     weight_decay: NonNegative = 0.0
     adam_beta1: Decay = 0.9
@@ -134,6 +142,7 @@ class RunConfig(Config):
     sampling: SamplingConfig = SamplingConfig()
     # The default is refused by _distinct, which knows better than "required" what to write.
     env: Annotated[tuple[EnvConfig, ...], Field(max_length=MAX_ENVIRONMENTS)] = ()
+    lora: LoraConfig = LoraConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     eval: EvalConfig = EvalConfig()
     ckpt: CheckpointConfig = CheckpointConfig()
@@ -169,6 +178,32 @@ class RunConfig(Config):
         if warmup_steps > info.data.get("max_steps", warmup_steps):
             raise ValueError(f"the run ends before, at max_steps = {info.data['max_steps']}; set it to less")
         return warmup_steps
+
+    @pydantic.model_validator(mode="after")
+    def _decay_has_room(self) -> Self:
+        if self.lr_scheduler != "warmup_stable_decay":
+            if self.decay_steps:
+                raise ValueError(
+                    f"decay_steps = {self.decay_steps} belongs to lr_scheduler = "
+                    '"warmup_stable_decay"; choose it, or remove decay_steps'
+                )
+        elif not 0 < self.decay_steps <= self.max_steps - self.warmup_steps:
+            raise ValueError(
+                f'lr_scheduler = "warmup_stable_decay" needs decay_steps from 1 to '
+                f"{self.max_steps - self.warmup_steps}, the steps after the warm-up, not {self.decay_steps}"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _optimizer_has_it(self) -> Self:
+        if self.momentum is not None and self.optimizer == "adamw":
+            raise ValueError('momentum belongs to optimizer = "sgd" or "muon"; remove it, or set adam_beta1')
+        if self.adamw_learning_rate is not None:
+            if self.optimizer != "muon":
+                raise ValueError('adamw_learning_rate belongs to optimizer = "muon"; remove it')
+            if self.learning_rate == 0:
+                raise ValueError("adamw_learning_rate keeps its proportion to learning_rate, which is 0")
+        return self
 
     @pydantic.field_validator("max_concurrent")
     @classmethod

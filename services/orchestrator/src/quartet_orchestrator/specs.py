@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from quartet.run.algorithm import AlgorithmConfig, CorrectionConfig
 from quartet.run.config import RunConfig
+from quartet.run.lora import LoraConfig
 from quartet.v1 import trainer_service_pb2 as tpb
 
-SCHEDULES = {"constant": tpb.SCHEDULE_CONSTANT, "linear": tpb.SCHEDULE_LINEAR, "cosine": tpb.SCHEDULE_COSINE}
+SCHEDULES = {
+    "constant": tpb.SCHEDULE_CONSTANT,
+    "linear": tpb.SCHEDULE_LINEAR,
+    "cosine": tpb.SCHEDULE_COSINE,
+    "warmup_stable_decay": tpb.SCHEDULE_WARMUP_STABLE_DECAY,
+}
+OPTIMIZERS = {
+    "adamw": tpb.OPTIMIZER_KIND_ADAMW,
+    "muon": tpb.OPTIMIZER_KIND_MUON,
+    "sgd": tpb.OPTIMIZER_KIND_SGD,
+}
 RATIOS = {
     "cispo": tpb.RATIO_TREATMENT_CISPO,
     "ppo": tpb.RATIO_TREATMENT_PPO,
@@ -37,12 +48,29 @@ def run_spec(config: RunConfig) -> tpb.RunSpec:
             schedule=SCHEDULES[config.lr_scheduler],
             warmup_steps=config.warmup_steps * steps,
             total_steps=config.max_steps * steps,
+            kind=OPTIMIZERS[config.optimizer],
+            momentum=config.momentum,
+            decay_steps=config.decay_steps * steps,
+            adamw_learning_rate=config.adamw_learning_rate,
         ),
+        lora=_lora(config.lora) if config.lora.enabled else None,
         seed=config.seed,
         # The versions that a batch's tokens may come from, and one to spare.
         retain_versions=config.max_off_policy_steps + 2 if config.checks.verify_logprobs else 0,
         microbatch_tokens=config.microbatch_tokens,
         reference=_held_reference(config.algorithm),
+    )
+
+
+def _lora(lora: LoraConfig) -> tpb.LoraSpec:
+    return tpb.LoraSpec(
+        rank=lora.r,
+        alpha=lora.alpha,
+        dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        rslora=lora.use_rslora,
+        modules_to_save=lora.modules_to_save,
+        publish_merged=lora.publish == "merged",
     )
 
 

@@ -1,0 +1,39 @@
+"""The [lora] table: an adapter that is trained in place of the model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+import pydantic
+from pydantic import Field
+
+from quartet.config import Config
+from quartet.run.values import Positive, Text
+
+#: The trainer's bound.
+MAX_RANK = 4096
+
+
+class LoraConfig(Config):
+    """LoRA (arXiv 2106.09685), by the names of peft."""
+
+    enabled: bool = False
+    r: Annotated[int, Field(ge=1, le=MAX_RANK, strict=True)] = 16
+    alpha: Positive = 32.0
+    dropout: Annotated[float, Field(ge=0, lt=1, strict=True)] = 0.0
+    #: Names of linear modules; none: every one but the head.
+    target_modules: tuple[Text, ...] = ()
+    #: Scale by alpha / sqrt(r) instead of alpha / r.
+    use_rslora: bool = False
+    #: Modules that are trained in full beside the adapter.
+    modules_to_save: tuple[Text, ...] = ()
+    #: As an adapter that is served upon the base model, or as whole models.
+    publish: Literal["adapter", "merged"] = "adapter"
+
+    @pydantic.model_validator(mode="after")
+    def _is_served(self) -> Self:
+        if self.modules_to_save and self.publish == "adapter":
+            raise ValueError(
+                'modules_to_save are no part of a served adapter; set publish = "merged", or remove them'
+            )
+        return self
