@@ -1,0 +1,158 @@
+"""gsm8k: grade-school mathematics in words, reasoned step by step, in one turn.
+
+1. The answer stands in the last \\boxed{...}. The reward is 1 where it is the expected number, else 0;
+   1,234 and $1234 and 1234.0 are one number.
+2. An answer that a token limit cut, or whose thinking never ended, earns 0.
+3. Problems are generated from `seed`, each with a solution that was checked step by step; training and
+   evaluation share none. With `dataset` they come from a file or a dataset of the hub, such as
+   "openai/gsm8k".
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import verifiers.v1 as vf
+from pydantic import Field
+
+from gsm8k.stories import stories
+
+SYSTEM_PROMPT = "Please reason step by step, and put your final answer within \\boxed{}."
+ALL = -1
+GENERATED = {"train": 7473, "eval": 1319}  # as many as the data set of that name has
+HUB_SPLITS = {"train": "train", "eval": "test"}
+MAX_CHARS = 100
+_NUMBER = re.compile(r"-?\d+(\.\d+)?")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question, the number it asks for, and the way there."""
+
+    question: str
+    answer: str
+    solution: str = ""
+
+
+class Gsm8kData(vf.TaskData):
+    """One problem."""
+
+    answer: str
+
+
+class Gsm8kTask(vf.Task[Gsm8kData]):
+    """Compares the boxed number."""
+
+    @vf.reward(weight=1.0)
+    async def correct_answer(self, trace: vf.Trace) -> float:
+        """Whether the number is right."""
+        if trace.is_truncated:
+            return 0.0
+        found = number(self._boxed(trace))
+        return float(found is not None and found == number(self.data.answer))
+
+    @vf.metric
+    async def format_followed(self, trace: vf.Trace) -> float:
+        """Whether there is a boxed answer at all."""
+        return float(bool(self._boxed(trace).strip()))
+
+    def _boxed(self, trace: vf.Trace) -> str:
+        reply = trace.last_reply
+        if "<think>" in reply and "</think>" not in reply:
+            return ""
+        return vf.extract_boxed_answer(reply.rpartition("</think>")[2], strict=True)
+
+
+def number(text: str) -> Fraction | None:
+    """The number that a text is, with its thousands' commas, currency and percent sign; else None."""
+    if len(text) > MAX_CHARS:
+        return None
+    plain = re.sub(r"\\[,!; ]|\\text\{[^}]*\}|[\s$]|\\?%|\\\$", "", text).removesuffix(".")
+    plain = re.sub(r"(?<=\d),(?=\d{3}(\D|$))", "", plain)
+    return Fraction(plain) if _NUMBER.fullmatch(plain) else None
+
+
+class Gsm8kConfig(vf.TasksetConfig):
+    """The arguments of the environment."""
+
+    split: Literal["train", "eval"] = "train"
+    num_train_examples: int = Field(default=ALL, ge=ALL, le=1_000_000)
+    num_eval_examples: int = Field(default=ALL, ge=ALL, le=100_000)
+    seed: int = 0
+    dataset: str = ""
+    """A JSON Lines file of {"question": ..., "answer": ...}, or a dataset of the hub; empty: generated."""
+    dataset_subset: str | None = "main"
+
+
+class Gsm8kTaskset(vf.Taskset[Gsm8kTask, Gsm8kConfig]):
+    """Problems in words."""
+
+    def load(self) -> Iterator[Gsm8kTask]:
+        """The problems of the configured split."""
+        for problem in self.problems():
+            data = Gsm8kData(prompt=problem.question, system_prompt=SYSTEM_PROMPT, answer=problem.answer)
+            yield Gsm8kTask(data, self.config.task)
+
+    def problems(self) -> list[Problem]:
+        """The problems with their solutions."""
+        config = self.config
+        wanted = config.num_train_examples if config.split == "train" else config.num_eval_examples
+        if config.dataset:
+            rows = self._given()
+            return rows if wanted == ALL else rows[:wanted]
+        held_out = _generated(
+            config.seed, "eval", GENERATED["eval"] if config.split == "train" else wanted, ()
+        )
+        return held_out if config.split == "eval" else _generated(config.seed, "train", wanted, held_out)
+
+    def _given(self) -> list[Problem]:
+        config = self.config
+        file = Path(config.dataset)
+        if file.is_file():
+            rows = [_problem(row, config.dataset) for row in _lines(file)]
+            # A file has no splits; its last tenth is held out.
+            cut = len(rows) - max(1, len(rows) // 10)
+            return rows[:cut] if config.split == "train" else rows[cut:]
+        try:
+            from datasets import load_dataset
+        except ImportError as error:
+            raise ValueError(
+                f"dataset = {config.dataset!r} is no file; for a dataset of the hub install 'gsm8k[hub]'"
+            ) from error
+        rows = load_dataset(config.dataset, config.dataset_subset, split=HUB_SPLITS[config.split])
+        return [_problem(row, config.dataset) for row in rows]
+
+
+def _generated(seed: int, split: str, count: int, without: Iterable[Problem]) -> list[Problem]:
+    """Distinct problems from a stream of their own."""
+    rng = random.Random(f"{seed}:{split}")
+    taken = {problem.question for problem in without}
+    fresh = (
+        Problem(story.question, str(story.answer), "\n".join(story.steps))
+        for story in stories(rng)
+        if story.question not in taken and not taken.add(story.question)
+    )
+    return list(islice(fresh, GENERATED[split] if count == ALL else count))
+
+
+def _lines(file: Path) -> Iterator[Any]:
+    return (json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
+
+
+def _problem(row: Any, source: str) -> Problem:
+    """A row whose answer is a number, or ends with "#### number". Raises ValueError."""
+    solution, _, answer = str(row["answer"]).rpartition("####")
+    if number(answer) is None:
+        raise ValueError(f"{source}: the answer {row['answer']!r} is no number and ends with none")
+    return Problem(str(row["question"]), answer.strip(), solution.strip())
+
+
+__all__ = ["Gsm8kTaskset"]

@@ -1,0 +1,125 @@
+"""Rewards and problems of gsm8k."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import tempfile
+import unittest
+from itertools import islice
+from pathlib import Path
+
+import verifiers.v1 as vf
+from gsm8k import Gsm8kTaskset, number
+from gsm8k.stories import TELLERS, Story, check, stories, tell, value_of
+from verifiers.v1.graph import prepare_turn
+from verifiers.v1.trace import AgentInfo, ModelCall, Trace, TraceTask
+from verifiers.v1.types import AssistantMessage, Response, UserMessage
+from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
+
+
+def taskset(**arguments: object) -> Gsm8kTaskset:
+    """The taskset as the host loads it."""
+    config = taskset_config_type("gsm8k").model_validate({"id": "gsm8k", **arguments})
+    return load_taskset(config)
+
+
+def scored(task: vf.Task, reply: str, finish: str = "stop") -> Trace:
+    """The trace of a rollout with this reply, scored by the task."""
+    agent = AgentInfo(config=vf.AgentConfig(model="none"))
+    trace = Trace(task=TraceTask(type="Gsm8kTask", data=task.data), agent=agent)
+    message = AssistantMessage(content=reply)
+    turn = prepare_turn(trace, [UserMessage(content=task.data.prompt)])
+    node = turn.commit(Response(id="", created=0, model="none", message=message, finish_reason=finish))
+    trace.calls.append(ModelCall(node=node, finish_reason=finish))
+    asyncio.run(task.score(trace))
+    return trace
+
+
+class Rewards(unittest.TestCase):
+    def test_the_oracle_earns_one(self) -> None:
+        loaded = taskset(num_train_examples=40)
+        for task, problem in zip(loaded, loaded.problems(), strict=True):
+            trace = scored(task, f"{problem.solution}\nSo \\boxed{{{problem.answer}}}")
+            self.assertEqual((trace.reward, trace.metrics["format_followed"]), (1.0, 1.0))
+
+    def test_wrong_answers_earn_nothing(self) -> None:
+        for task in taskset(num_train_examples=20):
+            right = task.data.answer
+            boxed = f"\\boxed{{{right}}}"
+            for reply in (right, "", "\\boxed{}", f"\\boxed{{{int(right) + 1}}}", f"{boxed} no, \\boxed{{0}}",
+                          f"<think>{boxed}", "\\boxed{" + right):  # fmt: skip
+                self.assertEqual(scored(task, reply).reward, 0.0, reply)
+            self.assertEqual(scored(task, boxed, "length").reward, 0.0)
+            self.assertEqual(scored(task, f"<think>\\boxed{{1}}</think>{boxed}").reward, 1.0)
+            self.assertEqual(scored(task, right).metrics["format_followed"], 0.0)
+
+    def test_numbers(self) -> None:
+        for text in (
+            "1234",
+            "1,234",
+            "$1,234",
+            "\\$1234",
+            "1234.0",
+            "1234.",
+            " 1234 ",
+            "1234 \\text{ apples}",
+        ):
+            self.assertEqual(number(text), 1234, text)
+        for text in ("", "12 or 13", "1,23", "x", "9" * 200):
+            self.assertIsNone(number(text), text)
+
+
+class Problems(unittest.TestCase):
+    def test_every_kind_is_checked(self) -> None:
+        rng = random.Random(1)
+        for kind, teller in TELLERS.items():
+            for _ in range(50):
+                story = tell(teller, rng)
+                check(story)
+                self.assertGreaterEqual(len(story.steps), 2, kind)
+                # The solution uses the numbers of the question, so the question has what it needs.
+                drawn = [word.strip("$%.,?") for word in story.question.split()]
+                self.assertTrue(
+                    any(word in story.steps[0].replace("(", " ").split() for word in drawn), story
+                )
+
+    def test_the_checker_finds_mistakes(self) -> None:
+        story = next(stories(random.Random(0)))
+        with self.assertRaisesRegex(ValueError, "is wrong"):
+            check(Story(story.question, ("2 + 2 = 5",), 5))
+        with self.assertRaisesRegex(ValueError, "not the answer"):
+            check(Story(story.question, story.steps, story.answer + 1))
+        self.assertEqual(value_of("(2 + 3) * 4 / 2 - 1"), 9)
+        for text in ("2 ** 9", "f(2)", "x"):
+            with self.assertRaises(ValueError):
+                value_of(text)
+
+    def test_splits_are_disjoint_distinct_and_repeatable(self) -> None:
+        train, held_out = taskset(num_train_examples=500), taskset(split="eval", num_eval_examples=100)
+        first, second = ([task.data.prompt for task in one] for one in (train, held_out))
+        self.assertEqual((len(first), len(second)), (500, 100))
+        self.assertEqual(len({*first, *second}), 600)
+        self.assertEqual(first, [task.data.prompt for task in taskset(num_train_examples=500)])
+        self.assertNotEqual(first, [task.data.prompt for task in taskset(num_train_examples=500, seed=1)])
+        self.assertEqual(len(set(islice((p.question for p in taskset().problems()), 8000))), 7473)
+
+    def test_data_of_ones_own(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "rows.jsonl")
+            rows = [{"question": f"{i}?", "answer": f"because\n#### {i},000"} for i in range(1, 21)]
+            file.write_text("\n".join(json.dumps(row) for row in rows))
+            train, held_out = taskset(dataset=str(file)), taskset(dataset=str(file), split="eval")
+            self.assertEqual([t.data.answer for t in train][:2], ["1,000", "2,000"])
+            self.assertEqual([t.data.prompt for t in held_out], ["19?", "20?"])
+            self.assertEqual(scored(next(iter(train)), "\\boxed{1000}").reward, 1.0)
+            file.write_text('{"question": "?", "answer": "none"}')
+            with self.assertRaisesRegex(ValueError, "is no number"):
+                list(taskset(dataset=str(file)))
+        with self.assertRaisesRegex(ValueError, "is no file"):
+            list(taskset(dataset="openai/none-such"))
+
+
+if __name__ == "__main__":
+    unittest.main()
