@@ -1,0 +1,120 @@
+"""The engine, the rewards and the words of wordle."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import unittest
+
+import verifiers.v1 as vf
+from verifiers.v1.graph import prepare_turn
+from verifiers.v1.trace import AgentInfo, Trace, TraceTask
+from verifiers.v1.types import AssistantMessage, Response, UserMessage
+from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
+from wordle import WordleTaskset, guess_of
+from wordle.engine import Game, colours, words
+
+
+def taskset(**arguments: object) -> WordleTaskset:
+    """The taskset as the host loads it."""
+    config = taskset_config_type("wordle").model_validate({"id": "wordle", **arguments})
+    return load_taskset(config)
+
+
+def scored(task: vf.Task, replies: list[str]) -> Trace:
+    """The trace of a game with these replies, scored by the task."""
+    trace = Trace(
+        task=TraceTask(type="WordleTask", data=task.data),
+        agent=AgentInfo(config=vf.AgentConfig(model="none")),
+    )
+    messages: list[object] = [UserMessage(content=task.data.prompt)]
+    for reply in replies:
+        message = AssistantMessage(content=reply)
+        response = Response(id="", created=0, model="none", message=message, finish_reason="stop")
+        prepare_turn(trace, messages).commit(response)
+        messages += [message, UserMessage(content="told")]
+    asyncio.run(task.score(trace))
+    return trace
+
+
+class Engine(unittest.TestCase):
+    def test_colours(self) -> None:
+        for guess, secret, expected in (
+            ("crane", "crane", "GGGGG"),
+            ("crane", "moist", "XXXXX"),
+            ("allow", "loyal", "YYYYX"),
+            ("geese", "eagle", "YYXXG"),
+            ("sissy", "swiss", "GYYGX"),
+            ("hello", "label", "XYYYX"),
+            ("speed", "abide", "XXYXY"),
+        ):
+            self.assertEqual(colours(guess, secret), expected, (guess, secret))
+
+    def test_colours_are_counted_letters(self) -> None:
+        rng = random.Random(3)
+        for _ in range(2000):
+            guess, secret = ("".join(rng.choices("abc", k=5)) for _ in range(2))
+            shown = colours(guess, secret)
+            self.assertEqual([c == "G" for c in shown], [a == b for a, b in zip(guess, secret, strict=True)])
+            for letter in "abc":
+                coloured = sum(c != "X" for c, own in zip(shown, guess, strict=True) if own == letter)
+                self.assertEqual(coloured, min(guess.count(letter), secret.count(letter)))
+
+    def test_a_game(self) -> None:
+        game = Game("crane", 3)
+        self.assertEqual(game.guess("[Crown]"), "C R O W N\nG G X X Y\n\nYou have 2 guesses left.")
+        self.assertIn("5 letters", game.guess("cran"))
+        self.assertFalse(game.over)
+        self.assertAlmostEqual(game.nearness(), 0.5)
+        self.assertIn("The word was crane", game.guess("zzzzz"))
+        self.assertTrue(game.over and not game.won)
+
+    def test_words(self) -> None:
+        self.assertGreater(len(words()), 900)
+        self.assertEqual(words(), sorted(set(words())))
+        self.assertTrue(all(re.fullmatch("[a-z]{5}", word) for word in words()))
+
+
+class Rewards(unittest.TestCase):
+    def test_the_oracle_earns_everything(self) -> None:
+        for task in taskset(num_train_examples=20):
+            trace = scored(task, [f"<guess>[{task.data.answer}]</guess>"])
+            self.assertAlmostEqual(trace.reward, 2.2)
+            later = scored(task, ["<guess>zzzzz</guess>", f"I see. <guess>{task.data.answer}</guess>"])
+            self.assertAlmostEqual(later.reward, 1.7)
+            self.assertEqual(later.metrics["guesses"], 2)
+
+    def test_wrong_guesses_earn_their_colours(self) -> None:
+        task = next(iter(taskset())).with_data(answer="crane")
+        self.assertAlmostEqual(scored(task, ["<guess>crown</guess>"]).reward, 0.5 + 0.2)
+        self.assertAlmostEqual(scored(task, ["<guess>moist</guess>"]).reward, 0.2)
+        self.assertEqual(scored(task, ["crane"]).reward, 0.0)
+        self.assertEqual(scored(task, []).reward, 0.0)
+        both = ["<guess>slate</guess><guess>crane</guess>"]
+        self.assertAlmostEqual(scored(task, both).reward, 2.0, msg="two pairs cost the format")
+
+    def test_guesses_after_the_last_do_not_count(self) -> None:
+        task = next(iter(taskset(max_guesses=2))).with_data(answer="crane")
+        replies = [f"<guess>{word}</guess>" for word in ("moist", "moist", "crane")]
+        self.assertEqual(scored(task, replies).rewards["correct_answer"].score, 0.0)
+
+    def test_thinking_is_not_guessing(self) -> None:
+        self.assertEqual(guess_of("<think><guess>moist</guess></think> <guess>[crane]</guess>"), "[crane]")
+        self.assertEqual(guess_of("<guess>"), "")
+
+
+class Data(unittest.TestCase):
+    def test_splits(self) -> None:
+        train, held_out = taskset().secrets(), taskset(split="eval").secrets()
+        self.assertEqual((len(train), len(held_out)), (2000, 20))
+        self.assertFalse(set(train) & set(held_out))
+        self.assertEqual(train, taskset().secrets())
+        self.assertNotEqual(train, taskset(seed=1).secrets())
+        self.assertEqual(len(set(taskset(num_words=20).secrets())), 18)
+        with self.assertRaisesRegex(ValueError, "more than the"):
+            taskset(num_words=10**6)
+
+
+if __name__ == "__main__":
+    unittest.main()
