@@ -63,7 +63,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "clip_high": 0.2,
         "aggregation": "token",
     },
-    # Maximum-likelihood RL
+    # MaxRL: Maximum Likelihood Reinforcement Learning, zanette-labs.github.io/MaxRL
     "max_rl": {"advantage": "max_rl", "loss": "cispo", "aggregation": "token"},
     # Likelihood of its own rollouts, weighted by their rewards: rejection sampling where these are 0 and 1.
     "sft": {"advantage": "none", "loss": "cross_entropy", "aggregation": "token"},
