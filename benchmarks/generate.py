@@ -89,7 +89,8 @@ async def serve(folder: Path) -> None:
     from quartet_inference.answering import Answerer
     from quartet_inference.chat import Chat
     from quartet_inference.openai.config import OpenAiConfig
-    from quartet_inference.openai.server import Front, serving
+    from quartet_inference.openai.front import Front
+    from quartet_inference.openai.server import serving
     from quartet_inference.service import InferenceServicer
     from quartet_inference.updates import ServedNews
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -19,7 +20,7 @@ from quartet_inference import app
 from quartet_inference.answering import Answerer
 from quartet_inference.config import InferenceConfig
 from quartet_inference.engine import Delta, Finish, Reason, Request, ServedWeights, Span
-from quartet_inference.openai import server
+from quartet_inference.openai import answers, server
 
 Make = Callable[..., Any]
 SEEDED: dict[str, Any] = {"seed": 7, "max_tokens": 40, "temperature": 1.0}
@@ -372,6 +373,38 @@ async def test_faults_deadlines_and_overload_are_answers(
         monkeypatch.setattr(Answerer, "_prompt_of", fault)
         status, error = await door.refusal(model=door.model, messages=[{"role": "user", "content": "x"}])
         assert status == 500 and "secret" not in json.dumps(error)
+
+
+async def test_callers_that_send_or_read_too_slowly_are_given_up(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariant 8: whoever does not send its body, or does not read its answer, holds no place for ever."""
+    limits = {"request_seconds": 0.3, "max_concurrent_requests": 1}
+    async with opened(model_folder, openai=limits) as door:
+        host, _, port = door.address.rpartition(":")
+
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+        async with asyncio.timeout(5):
+            assert b" 504 " in await reader.readline()
+        writer.close()
+
+        monkeypatch.setattr(answers, "LAST_WORDS_SECONDS", 0.2)
+        say(monkeypatch, door, "abcdefg" * 400_000)
+        body = json.dumps({"model": door.model, "prompt": "hi", "stream": True}).encode()
+        deaf = socket.socket()
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        await asyncio.to_thread(deaf.connect, (host, int(port)))
+        deaf.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        )
+        await asyncio.sleep(0.2)
+        status, _ = await door.refusal("completions", model=door.model, prompt="hi")
+        assert status == 429, "it is still being answered"
+        await asyncio.sleep(1.0)
+        monkeypatch.undo()
+        assert (await door.complete(max_tokens=1)).choices, "its place is free"
+        deaf.close()
 
 
 async def test_drain_lets_running_requests_end(door: Door) -> None:

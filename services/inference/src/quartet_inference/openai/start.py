@@ -23,7 +23,8 @@ async def front(
         yield ""
         return
     try:
-        from quartet_inference.openai.server import Front, serving
+        from quartet_inference.openai.front import Front
+        from quartet_inference.openai.server import serving
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"openai.address = {config.openai.address!r} needs {error.name}; "

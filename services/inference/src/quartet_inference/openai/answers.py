@@ -1,0 +1,152 @@
+"""Answers as they are written: one JSON, or a stream of server-sent events.
+
+1. A request that takes longer than its limit ends, and so does one whose caller does not read: writing waits
+   for nobody longer than the limit and LAST_WORDS_SECONDS.
+2. A stream that is idle shows a sign of life. What goes wrong before its first event is an answer with a
+   status of its own, what goes wrong later is its last event.
+3. What a caller has not read holds up its own generation, and no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+from quartet.errors import QuartetError
+from quartet.kit.stream import with_heartbeats
+
+from quartet_inference.answering import INLINE_TOKENS, Ended, Started
+from quartet_inference.engine import Delta
+from quartet_inference.openai.bodies import ChatBody, CompletionBody
+from quartet_inference.openai.choices import Choice, Speaker
+from quartet_inference.openai.errors import from_quartet
+from quartet_inference.openai.merge import Event
+from quartet_inference.openai.replies import Reply
+
+#: For the end of a stream: a caller that reads at all takes it at once.
+LAST_WORDS_SECONDS = 5.0
+
+
+@asynccontextmanager
+async def at_most(limit_s: float) -> AsyncIterator[None]:
+    """DEADLINE for what takes longer."""
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError:
+        raise QuartetError("DEADLINE", f"the answer took longer than {limit_s:g} s") from None
+
+
+async def whole(
+    body: ChatBody | CompletionBody,
+    reply: Reply,
+    events: AsyncIterator[Event],
+    prompts: int,
+    limit_s: float,
+) -> web.Response:
+    """The answer as one JSON."""
+    choices = [Choice() for _ in range(prompts * body.n)]
+    given: list[tuple[int, ...]] = [()] * prompts
+    async with at_most(limit_s):
+        async for number, event in events:
+            if isinstance(event, Started):
+                given[number] = event.prompt
+            elif isinstance(event, Delta):
+                choices[number * body.n + event.index].deltas.append(event)
+            else:
+                choices[number * body.n + event.index].ended = event
+
+    def write() -> bytes:
+        return json.dumps(reply.whole(choices, given)).encode()
+
+    tokens = sum(choice.ended.completion_tokens for choice in choices if choice.ended is not None)
+    answer = write() if tokens <= INLINE_TOKENS else await asyncio.to_thread(write)
+    return web.Response(body=answer, content_type="application/json")
+
+
+async def stream(
+    http: web.Request,
+    body: ChatBody | CompletionBody,
+    reply: Reply,
+    events: AsyncIterator[Event],
+    limit_s: float,
+) -> web.StreamResponse:
+    """Server-sent events. What goes wrong before the first is an answer with its own status."""
+    source: AsyncIterator[Event | None] = events
+    beating = with_heartbeats(source, lambda: None)
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+    )
+    teller = _Teller(reply, body.n)
+    try:
+        async with at_most(limit_s), aclosing(beating):  # type: ignore[type-var]
+            async for item in beating:
+                if not response.prepared:
+                    await response.prepare(http)
+                if item is None:
+                    await response.write(b": alive\n\n")
+                    continue
+                chunks = teller.tell(*item)  # at most a delta's tokens: cheaper than the way to a thread
+                if chunks:
+                    await response.write(b"".join(map(_event, chunks)))
+    except QuartetError as error:
+        if not response.prepared:
+            raise
+        await _last_words(http, response, [from_quartet(error).body])
+        return response
+    usage = body.stream_options is not None and body.stream_options.include_usage
+    ends = [reply.chunk([], reply.usage(teller.ended))] if usage else []
+    await _last_words(http, response, ends, b"data: [DONE]\n\n")
+    return response
+
+
+async def _last_words(
+    http: web.Request, response: web.StreamResponse, chunks: list[dict[str, Any]], close: bytes = b""
+) -> None:
+    """End a stream; whoever does not read its end loses the connection."""
+    try:
+        async with asyncio.timeout(LAST_WORDS_SECONDS):
+            await response.write(b"".join(map(_event, chunks)) + close)
+            await response.write_eof()
+    except TimeoutError:
+        if http.transport is not None:
+            http.transport.abort()
+
+
+class _Teller:
+    """Chunks for events."""
+
+    def __init__(self, reply: Reply, n: int) -> None:
+        self._reply = reply
+        self._n = n
+        self._speakers: dict[int, Speaker] = {}
+        self._ended: dict[int, Ended] = {}
+
+    @property
+    def ended(self) -> list[Ended]:
+        """The ends, in the order of their choices."""
+        return [ended for _, ended in sorted(self._ended.items())]
+
+    def tell(self, number: int, event: Started | Delta | Ended) -> list[dict[str, Any]]:
+        first = number * self._n
+        if isinstance(event, Started):
+            chunks = []
+            for index in range(first, first + self._n):
+                self._speakers[index] = self._reply.speaker(event.prompt, event.tools)
+                chunks += self._reply.first_chunks(index, event.prompt)
+            return chunks
+        index = first + event.index
+        speaker = self._speakers[index]
+        if isinstance(event, Delta):
+            chunk = self._reply.delta(index, speaker.feed(event), event)
+            return [] if chunk is None else [chunk]
+        self._ended[index] = event
+        return self._reply.last_chunks(index, self._reply.rest(speaker, event), event)
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"

@@ -1,0 +1,214 @@
+"""The routes of the front: who may ask, what is asked for, which answer it gets.
+
+1. Every answer is OpenAI's JSON, errors too; a fault's details stay in the log.
+2. Bodies, requests at a time and choices are bounded, and so is the time that a body takes to come.
+3. While the service drains new requests get 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import structlog
+from aiohttp import web
+from quartet.errors import QuartetError
+from quartet.kit import metrics
+from quartet.kit.health import Health
+from quartet.kit.security import TokenFile
+from quartet.v1 import inference_service_pb2 as pb
+
+from quartet_inference.answering import INLINE_BYTES, Answerer
+from quartet_inference.chat import Chat
+from quartet_inference.engine import Engine
+from quartet_inference.openai.answers import at_most, stream, whole
+from quartet_inference.openai.bodies import ChatBody, CompletionBody, parse_chat, parse_completion
+from quartet_inference.openai.config import OpenAiConfig
+from quartet_inference.openai.errors import OpenAiError, from_quartet
+from quartet_inference.openai.merge import merged
+from quartet_inference.openai.replies import ChatReply, CompletionReply, Reply
+
+#: As a message of the contract.
+MAX_BODY_BYTES = 4 << 20
+INFERENCE = "quartet.v1.InferenceService"
+
+log = structlog.get_logger()
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Front:
+    """The routes."""
+
+    def __init__(
+        self,
+        config: OpenAiConfig,
+        engine: Engine,
+        answerer: Answerer,
+        chat: Chat,
+        health: Health,
+        base_model: str,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._answerer = answerer
+        self._chat = chat
+        self._health = health
+        self._base_model = base_model
+        self._name = config.model_name or os.path.basename(os.path.normpath(base_model))
+        self._key = TokenFile(config.api_key_file) if config.api_key_file else None
+        self._running = 0
+        self._created = int(time.time())
+
+    def application(self) -> web.Application:
+        """The application."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
+        app.router.add_get("/health", self._healthy)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{name:.+}", self._model)
+        app.router.add_post("/v1/chat/completions", self._chat_completions)
+        app.router.add_post("/v1/completions", self._completions)
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Key, bounds, and errors as JSON."""
+        known = request.match_info.route.resource
+        with metrics.observe("openai", known.canonical if known is not None else "unknown") as seen:
+            try:
+                self._admit(request)
+                self._running += 1
+                try:
+                    return await handler(request)
+                finally:
+                    self._running -= 1
+            except (OpenAiError, QuartetError, web.HTTPException) as error:
+                answer = _as_error(error)
+            except Exception:
+                log.exception("a request failed", path=request.path)
+                answer = from_quartet(QuartetError("INTERNAL", "fault"))
+            seen.code = str(answer.status)
+            return _error_response(answer)
+
+    def _admit(self, request: web.Request) -> None:
+        if request.path == "/health":
+            return
+        if self._key is not None:
+            scheme, _, offered = request.headers.get("Authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not self._key.accepts(offered.strip()):
+                raise QuartetError("UNAUTHENTICATED", "the API key is missing or wrong")
+        if self._health.draining.is_set():
+            raise QuartetError("NOT_READY", "the service is draining")
+        if self._running >= self._config.max_concurrent_requests:
+            raise QuartetError("OVERLOADED", f"{self._running} requests are under way", retry_after_ms=500)
+
+    async def _healthy(self, request: web.Request) -> web.Response:
+        why = "draining" if self._health.draining.is_set() else self._health.why_not(INFERENCE)
+        if why:
+            raise QuartetError("NOT_READY", why)
+        return web.json_response({"status": "ok"})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [self._card(name) for name in self._names()]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        self._run_of(name)
+        return web.json_response(self._card(name))
+
+    def _names(self) -> list[str]:
+        """The policy, by the model's name and by the runs whose weights or adapters are served."""
+        info = self._engine.info()
+        runs = [one.run_id for one in (info.served, *info.adapters) if one is not None and one.run_id]
+        return [self._name, *runs]
+
+    def _card(self, name: str) -> dict[str, Any]:
+        info = self._engine.info()
+        served = info.serving(name)
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "quartet",
+            "root": self._base_model,
+            "parent": None,
+            "max_model_len": info.max_model_len,
+            "policy_version": served.version if served is not None else None,
+        }
+
+    def _run_of(self, model: str) -> str:
+        """The run that a model's name asks for; empty: any."""
+        if model in (self._name, self._base_model):
+            return ""
+        if model in self._names():
+            return model
+        raise OpenAiError(
+            404,
+            f"the model {model!r} is not served; {', '.join(self._names())} is",
+            param="model",
+            code="model_not_found",
+        )
+
+    async def _body(self, request: web.Request) -> bytes:
+        async with at_most(self._config.request_seconds):
+            return await request.read()
+
+    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
+        raw = await self._body(request)
+        body = parse_chat(raw) if len(raw) <= INLINE_BYTES else await asyncio.to_thread(parse_chat, raw)
+        return await self._complete(request, body, body.requests(), ChatReply)
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        raw = await self._body(request)
+        small = len(raw) <= INLINE_BYTES
+        parsed = self._prompts(raw) if small else await asyncio.to_thread(self._prompts, raw)
+        return await self._complete(request, *parsed, CompletionReply)
+
+    def _prompts(self, raw: bytes) -> tuple[CompletionBody, list[pb.GenerateRequest]]:
+        body = parse_completion(raw)
+        prompts = [
+            self._chat.encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
+            for prompt in body.prompts()
+        ]
+        return body, body.requests(prompts)
+
+    async def _complete(
+        self,
+        http: web.Request,
+        body: ChatBody | CompletionBody,
+        requests: list[pb.GenerateRequest],
+        reply_type: type[Reply],
+    ) -> web.StreamResponse:
+        run_id = self._run_of(body.model)
+        for request in requests:
+            request.run_id = request.run_id or run_id
+            request.session_id = request.session_id or http.headers.get("X-Session-ID", "")
+        served = self._engine.info().serving(run_id)
+        fingerprint = f"{served.run_id or self._name}@{served.version}" if served is not None else ""
+        reply = reply_type(self._chat, body, fingerprint)
+        limit_s = self._config.request_seconds
+        events = merged([self._answerer.answer(request, limit_s) for request in requests])
+        async with aclosing(events):  # type: ignore[type-var]
+            if body.stream:
+                return await stream(http, body, reply, events, limit_s)
+            return await whole(body, reply, events, len(requests), limit_s)
+
+
+def _as_error(error: OpenAiError | QuartetError | web.HTTPException) -> OpenAiError:
+    if isinstance(error, OpenAiError):
+        return error
+    if isinstance(error, QuartetError):
+        return from_quartet(error)
+    if error.status == 413:
+        return OpenAiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
+    return OpenAiError(error.status, error.reason, code="unknown_url" if error.status == 404 else None)
+
+
+def _error_response(error: OpenAiError) -> web.Response:
+    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    return web.json_response(error.body, status=error.status, headers=headers)
