@@ -156,6 +156,8 @@ async def test_a_token_limit_truncates_and_earns_nothing(hosted: Any) -> None:
         ("quits", "ENVIRONMENT", "thinks that it is a program"),
         ("gives_up", "ENVIRONMENT", "EnvError"),
         ("cancels_itself", "ENVIRONMENT", "CancelledError"),
+        ("raises_half_a_pair", "ENVIRONMENT", "no such emoji: ?"),
+        ("says_half_a_pair", "ENVIRONMENT", "surrogates"),
     ],
 )
 async def test_what_the_environment_does_wrong_is_typed(hosted: Any, mode: str, want: str, text: str) -> None:
@@ -166,7 +168,7 @@ async def test_what_the_environment_does_wrong_is_typed(hosted: Any, mode: str, 
 
 
 async def test_a_broken_rollout_does_not_end_its_group(hosted: Any) -> None:
-    """Invariant 5: each member's scorer fails in its own way; the others have their rewards, zero included."""
+    """Invariant 5: each member's scorer fails in its own way; the others are rewarded, with zero too."""
     said = ["fine", "zero", "raise", "nan", "inf", "huge", "text", "none", "fine"]
     replies = iter(said)
     hosted.policy.answer = lambda request, last: next(replies)
@@ -306,12 +308,15 @@ async def test_refusals_are_typed_and_say_what_to_do(hosted: Any) -> None:
     assert error.reason == "RESOURCE_UNKNOWN" and "task 9999" in error.message
     error = await refusal(stub.RunRollouts(hosted.request("reverse-text", members=[]), timeout=60))
     assert error.reason == "INVALID_REQUEST" and error.metadata["field"] == "members"
+    error = await refusal(hosted.run("ok", split=7))
+    assert error.reason == "INVALID_REQUEST" and error.metadata["field"] == "split"
+    request = envhost_service_pb2.GetTasksRequest(environment=hosted.ref("trial-env"), split=7, count=1)
+    error = await refusal(hosted.stub.GetTasks(request, timeout=10))
+    assert error.reason == "INVALID_REQUEST" and error.metadata["field"] == "split"
     error = await refusal(stub.RunRollouts(hosted.request("reverse-text", members=[1, 1]), timeout=60))
     assert error.reason == "INVALID_REQUEST"
     error = await refusal(stub.RunRollouts(hosted.request("reverse-text", members=range(65)), timeout=60))
     assert error.reason == "OVERLOADED" and hosted.host.in_flight == 0
-    error = await refusal(stub.Interact(iter([]), timeout=60))
-    assert error.reason == "NOT_IMPLEMENTED"
 
 
 async def test_tasks_that_never_end_are_read_as_far_as_they_are_bounded(hosted: Any) -> None:
@@ -343,6 +348,7 @@ async def test_bad_arguments_are_one_clear_sentence(hosted: Any) -> None:
     for args, text in [
         ("{", "not JSON"),
         ("[1]", "not an object"),
+        ("[" * 100_000, "not JSON"),
         ('{"num_trian": 3}', "did you mean 'num_train'?"),
     ]:
         ref = envhost_service_pb2.EnvironmentRef(id="reverse-text", args_json=args)

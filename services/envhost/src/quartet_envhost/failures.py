@@ -20,7 +20,8 @@ MAX_MESSAGE_CHARS: Final = 500
 
 def failure(kind: rollout_pb2.FailureKind, message: str, *, retryable: bool) -> rollout_pb2.RolloutFailure:
     """A failure with its message on one bounded line."""
-    line = " ".join(message.split())
+    # An environment's own text may hold half a surrogate pair, which no message can carry.
+    line = " ".join(message.encode("utf-8", "replace").decode().split())
     if len(line) > MAX_MESSAGE_CHARS:
         line = line[: MAX_MESSAGE_CHARS - 1] + "…"
     return rollout_pb2.RolloutFailure(kind=kind, message=line, retryable=retryable)

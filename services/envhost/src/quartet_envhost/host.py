@@ -259,7 +259,7 @@ def _arguments(ref: envhost_service_pb2.EnvironmentRef) -> dict[str, Any]:
     remedy = 'write the arguments as a JSON object, such as {"num_train": 100}'
     try:
         args = json.loads(ref.args_json or "{}")
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # nested too deeply is no JSON for this reader
         text = f"the arguments of {ref.id!r} are not JSON: {error}; {remedy}"
         raise QuartetError(
             "INVALID_CONFIG", text, key="args_json", value=ref.args_json, remedy=remedy

@@ -45,6 +45,7 @@ class EnvHostServicer(envhost_service_pb2_grpc.EnvHostServiceServicer):
     ) -> envhost_service_pb2.GetTasksResponse:
         """List examples."""
         _check_ref(request.environment)
+        _check_split(request.split)
         if not 1 <= request.count <= MAX_TASKS:
             raise _invalid("count", request.count, f"ask for 1 to {MAX_TASKS} tasks at a time")
         return await self._host.tasks(request)
@@ -96,8 +97,14 @@ def _check_ref(ref: envhost_service_pb2.EnvironmentRef) -> None:
         raise _invalid("environment.id", "", 'name an environment, such as "reverse-text"')
 
 
+def _check_split(split: int) -> None:
+    if split not in envhost_service_pb2.Split.values():  # enums of proto3 are open
+        raise _invalid("split", split, "choose train or eval")
+
+
 def _check_run(request: envhost_service_pb2.RunRolloutsRequest) -> None:
     _check_ref(request.environment)
+    _check_split(request.split)
     if not request.request_id:
         raise _invalid("request_id", "", "give every attempt an id of its own")
     if not 1 <= len(request.members) <= MAX_GROUP:

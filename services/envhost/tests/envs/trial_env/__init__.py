@@ -24,6 +24,8 @@ MODES = (
     "quits",
     "gives_up",
     "cancels_itself",
+    "raises_half_a_pair",
+    "says_half_a_pair",
 )
 
 
@@ -103,11 +105,18 @@ class TrialEnv(vf.SingleAgentEnv):
             raise TimeoutError("the environment's own clock")
         if mode == "cancels_itself":
             raise asyncio.CancelledError
+        if mode == "raises_half_a_pair":
+            raise RuntimeError("no such emoji: \ud83d")
         if mode == "exits":
             sys.stdout.flush()
             os._exit(3)
         if mode == "exits_once":
             exit_unless_marked(self.config.taskset.once_file)
+        if mode == "says_half_a_pair":
+            async with agents.agent.interaction(task) as talk:
+                await talk.turn()
+                await talk.turn("cut off: \ud83d")
+            return
         if mode != "two_turns":
             await agents.agent.run(task)
             return
