@@ -17,7 +17,7 @@ from quartet.v1 import common_pb2
 NOT_SERVED = {
     "inference": {"WeightService.Push"},
     "trainer": {"WeightService.Push"},
-    "envhost": {"EnvHostService.Interact"},
+    "envhost": set(),
     "orchestrator": {
         "OrchestratorService.StreamRollouts",
         "OrchestratorService.Evaluate",

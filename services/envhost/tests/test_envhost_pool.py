@@ -82,7 +82,7 @@ class Place:
         self.most = 0
         self.members: list[int] = []
 
-    async def call(self, kind: Kind, payload: bytes) -> bytes:
+    async def call(self, kind: Kind, payload: bytes, ask: Any = None) -> bytes:
         self.load += 1
         self.most = max(self.most, self.load)
         if kind is Kind.RUN:

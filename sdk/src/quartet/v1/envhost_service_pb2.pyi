@@ -139,20 +139,24 @@ class InteractRequest(_message.Message):
     def __init__(self, run: _Optional[_Union[RunRolloutsRequest, _Mapping]] = ..., answer: _Optional[_Union[ModelAnswer, _Mapping]] = ...) -> None: ...
 
 class ModelAnswer(_message.Message):
-    __slots__ = ("call_id", "prompt_token_ids", "token_ids", "logprobs", "message", "truncated")
+    __slots__ = ("call_id", "prompt_token_ids", "token_ids", "logprobs", "message", "truncated", "policy_version", "error")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     TRUNCATED_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     message: _common_pb2.Message
     truncated: bool
-    def __init__(self, call_id: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., message: _Optional[_Union[_common_pb2.Message, _Mapping]] = ..., truncated: _Optional[bool] = ...) -> None: ...
+    policy_version: int
+    error: str
+    def __init__(self, call_id: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., message: _Optional[_Union[_common_pb2.Message, _Mapping]] = ..., truncated: _Optional[bool] = ..., policy_version: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class InteractResponse(_message.Message):
     __slots__ = ("question", "rollout", "heartbeat")
@@ -165,18 +169,22 @@ class InteractResponse(_message.Message):
     def __init__(self, question: _Optional[_Union[ModelQuestion, _Mapping]] = ..., rollout: _Optional[_Union[_rollout_pb2.Rollout, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
 
 class ModelQuestion(_message.Message):
-    __slots__ = ("call_id", "member", "messages", "tools", "prefix_token_ids")
+    __slots__ = ("call_id", "member", "messages", "tools", "prefix_token_ids", "prefix_messages", "sampling")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOOLS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     member: int
     messages: _containers.RepeatedCompositeFieldContainer[_common_pb2.Message]
     tools: _containers.RepeatedCompositeFieldContainer[_common_pb2.ToolDefinition]
     prefix_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, call_id: _Optional[int] = ..., member: _Optional[int] = ..., messages: _Optional[_Iterable[_Union[_common_pb2.Message, _Mapping]]] = ..., tools: _Optional[_Iterable[_Union[_common_pb2.ToolDefinition, _Mapping]]] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    prefix_messages: int
+    sampling: _common_pb2.SamplingParams
+    def __init__(self, call_id: _Optional[int] = ..., member: _Optional[int] = ..., messages: _Optional[_Iterable[_Union[_common_pb2.Message, _Mapping]]] = ..., tools: _Optional[_Iterable[_Union[_common_pb2.ToolDefinition, _Mapping]]] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., prefix_messages: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
     __slots__ = ("request_ids", "run_id")

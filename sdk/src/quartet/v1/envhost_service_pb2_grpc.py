@@ -104,7 +104,10 @@ class EnvHostServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Interact(self, request_iterator, context):
-        """Interact runs rollouts whose policy is the client. Errors: as RunRollouts.
+        """Interact runs rollouts whose policy is the client: as RunRollouts, with each model call as a question that the client answers. The
+        time until an answer counts against the rollout's. A client that ends its side answers nothing more: what is asked then are MODEL
+        failures. The stream ends after the last rollout. Errors: as RunRollouts; INVALID_REQUEST for an answer that answers nothing.
+        Example: run{task 5, members 0..1} -> question{1, member 0} question{2, member 1} <- answer{2} <- answer{1} -> rollout rollout
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

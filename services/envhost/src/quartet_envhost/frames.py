@@ -15,6 +15,8 @@ from typing import Final
 
 # The contract's message limit; a frame carries at most one message.
 MAX_PAYLOAD_BYTES: Final = 4 * 1024 * 1024
+# What a message of ours may have, so that the stream frame around it and its transport still fit.
+MAX_MESSAGE_BYTES: Final = MAX_PAYLOAD_BYTES - 64 * 1024
 HEADER: Final = struct.Struct("<IBQ")
 
 
@@ -37,6 +39,12 @@ class Kind(enum.IntEnum):
     ERROR = 7
     # Worker to front, every second: the event loop runs.
     HEARTBEAT = 8
+    # Front to worker: as RUN, but the turns are sampled by the client of the call.
+    INTERACT = 9
+    # Worker to front: ModelQuestion of the INTERACT of this id.
+    QUESTION = 10
+    # Front to worker: its ModelAnswer.
+    ANSWER = 11
 
 
 Frame = tuple[Kind, int, bytes]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
 from functools import partial
 from typing import Any, Final
 
@@ -23,10 +24,14 @@ from quartet.v1 import envhost_service_pb2, rollout_pb2
 
 from quartet_envhost import failures
 from quartet_envhost.config import EnvHostConfig, canonical_id
+from quartet_envhost.dialogue import Dialogue
 from quartet_envhost.pool import WorkerPool
 
 # A reader takes results as fast as they come, unless it has stalled: a few dozen of the largest then wait.
 UNREAD_BYTES: Final = 128 * 1024 * 1024
+
+# What the reader of a request is given; questions only where the client samples.
+Frame = rollout_pb2.Rollout | envhost_service_pb2.ModelQuestion
 
 log = structlog.get_logger()
 
@@ -41,8 +46,8 @@ class ActiveRequest:
         self.started = False
         self.tasks: set[asyncio.Task[rollout_pb2.Rollout]] = set()
         self._limit = unread_bytes
-        # At most one entry for each member, with its size.
-        self._ended: asyncio.Queue[tuple[rollout_pb2.Rollout | BaseException, int]] = asyncio.Queue()
+        # At most one entry for each member, with its size, and its open questions.
+        self._ended: asyncio.Queue[tuple[Frame | BaseException, int]] = asyncio.Queue()
         self._unread = 0
         self._room = asyncio.Event()
         self._room.set()
@@ -65,8 +70,8 @@ class ActiveRequest:
                 # A callback: a task that is cancelled before its first step runs none of its own code.
                 task.add_done_callback(partial(self._note, member))
 
-    async def read(self) -> rollout_pb2.Rollout:
-        """The next member that ended. Raises what only the whole request can end with."""
+    async def read(self) -> Frame:
+        """The next member that ended, or question. Raises what only the whole request can end with."""
         ended, size = await self._ended.get()
         self._unread -= size
         if self._unread < self._limit:
@@ -93,6 +98,10 @@ class ActiveRequest:
     def _note(self, member: int, done: asyncio.Task[rollout_pb2.Rollout]) -> None:
         self.tasks.discard(done)
         self._put(_cancelled(member) if done.cancelled() else done.exception() or done.result())
+
+    def tell(self, news: envhost_service_pb2.ModelQuestion | QuartetError) -> None:
+        """Give the reader a question of a member, or what ends the whole request."""
+        self._ended.put_nowait((news, 0))
 
     def _put(self, ended: rollout_pb2.Rollout | BaseException) -> None:
         size = ended.ByteSize() if isinstance(ended, rollout_pb2.Rollout) else 0
@@ -152,6 +161,22 @@ class EnvironmentHost:
         self, request: envhost_service_pb2.RunRolloutsRequest
     ) -> AsyncGenerator[rollout_pb2.Rollout, None]:
         """The members of a request, each as it ends. Closing the iterator cancels what is left."""
+        async with aclosing(self._run(request, None)) as frames:
+            async for frame in frames:
+                assert isinstance(frame, rollout_pb2.Rollout), "nobody asks questions"
+                yield frame
+
+    async def interact(
+        self, request: envhost_service_pb2.RunRolloutsRequest, dialogue: Dialogue
+    ) -> AsyncGenerator[Frame, None]:
+        """As `run`, with the questions that `dialogue` has to answer between the rollouts."""
+        async with aclosing(self._run(request, dialogue)) as frames:
+            async for frame in frames:
+                yield frame
+
+    async def _run(
+        self, request: envhost_service_pb2.RunRolloutsRequest, dialogue: Dialogue | None
+    ) -> AsyncGenerator[Frame, None]:
         if request.request_id in self._active:
             raise QuartetError(
                 "INVALID_REQUEST",
@@ -171,9 +196,16 @@ class EnvironmentHost:
             pool = await self._pool(request.environment)
             with pool.used():
                 await pool.open()
-                active.start(partial(pool.run, request), pool.places)
+                run = partial(pool.run, request)
+                if dialogue is not None:
+                    dialogue.begin(active.tell)
+                    run = partial(pool.run, request, ask=dialogue.ask)
+                active.start(run, pool.places)
                 while left:
                     ended = await active.read()
+                    if isinstance(ended, envhost_service_pb2.ModelQuestion):
+                        yield ended
+                        continue
                     left -= 1
                     self._in_flight -= 1
                     self._progress()

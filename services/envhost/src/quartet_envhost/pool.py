@@ -27,7 +27,7 @@ from quartet.v1 import envhost_service_pb2, rollout_pb2
 from quartet_envhost import failures
 from quartet_envhost.config import EnvHostConfig, EnvironmentConfig
 from quartet_envhost.frames import Kind
-from quartet_envhost.process import WorkerDied, WorkerProcess
+from quartet_envhost.process import Ask, WorkerDied, WorkerProcess
 
 log = structlog.get_logger()
 
@@ -126,8 +126,13 @@ class WorkerPool:
             self._call_next()
         return envhost_service_pb2.GetTasksResponse.FromString(answer)
 
-    async def run(self, request: envhost_service_pb2.RunRolloutsRequest, member: int) -> rollout_pb2.Rollout:
-        """Run one member to its end. Raises nothing but CancelledError and QuartetError(RESOURCE_UNKNOWN)."""
+    async def run(
+        self, request: envhost_service_pb2.RunRolloutsRequest, member: int, *, ask: Ask | None = None
+    ) -> rollout_pb2.Rollout:
+        """Run one member to its end. Raises nothing but CancelledError and QuartetError(RESOURCE_UNKNOWN).
+
+        With `ask`, its turns are sampled by whoever answers that.
+        """
         one = envhost_service_pb2.RunRolloutsRequest()
         one.CopyFrom(request)
         one.ClearField("members")
@@ -137,7 +142,7 @@ class WorkerPool:
         for attempt in range(request.max_retries + 1):
             if attempt:
                 await asyncio.sleep(random.uniform(0, min(RETRY_CAP_S, RETRY_BASE_S * 2**attempt)))
-            rollout = await self._attempt(one)
+            rollout = await self._attempt(one, ask)
             if not rollout.failure.retryable:
                 break
         return rollout
@@ -150,7 +155,9 @@ class WorkerPool:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
 
-    async def _attempt(self, one: envhost_service_pb2.RunRolloutsRequest) -> rollout_pb2.Rollout:
+    async def _attempt(
+        self, one: envhost_service_pb2.RunRolloutsRequest, ask: Ask | None
+    ) -> rollout_pb2.Rollout:
         member, timeout_s = one.members[0], one.timeout_ms / 1000
         try:
             worker = await self._acquire()
@@ -158,7 +165,8 @@ class WorkerPool:
             return failures.failed(member, failures.HOST, str(error), retryable=True)
         try:
             async with asyncio.timeout(timeout_s + self._config.deadline_grace_seconds):
-                answer = await worker.call(Kind.RUN, one.SerializeToString())
+                kind = Kind.RUN if ask is None else Kind.INTERACT
+                answer = await worker.call(kind, one.SerializeToString(), ask)
         except WorkerDied as died:
             return failures.failed(member, failures.HOST, str(died), retryable=True)
         except TimeoutError:

@@ -15,10 +15,11 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 from quartet.errors import QuartetError
+from quartet.v1 import envhost_service_pb2
 
 from quartet_envhost.frames import Kind, encode, read_frame
 
@@ -31,6 +32,10 @@ EXIT_GRACE_S: Final = 1.0
 
 # What an environment prints goes where its logs go.
 STDERR: Final = 2
+
+
+# Answers a question of a worker.
+Ask = Callable[[envhost_service_pb2.ModelQuestion], Awaitable[envhost_service_pb2.ModelAnswer]]
 
 
 class WorkerDied(Exception):
@@ -52,6 +57,9 @@ class WorkerProcess:
         self._writer = writer
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
+        # Who answers the questions of a call, and the questions that are open.
+        self._asked: dict[int, Ask] = {}
+        self._questions: dict[int, set[asyncio.Task[None]]] = {}
         self._last_frame = time.monotonic()
         self._stopped_because = ""
         self.spoke = asyncio.Event()
@@ -112,13 +120,18 @@ class WorkerProcess:
         """Load the environment. Raises QuartetError where it is refused."""
         return await self.call(Kind.OPEN, json.dumps(settings).encode())
 
-    async def call(self, kind: Kind, payload: bytes) -> bytes:
-        """The answer of one call. Raises QuartetError or WorkerDied; cancelling it reaches the worker."""
+    async def call(self, kind: Kind, payload: bytes, ask: Ask | None = None) -> bytes:
+        """The answer of one call. Raises QuartetError or WorkerDied; cancelling it reaches the worker.
+
+        `ask` answers the questions of an INTERACT.
+        """
         if not self.alive:
             raise WorkerDied(self._stopped_because or "the worker has ended")
         call_id = next(self._ids)
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = future
+        if ask is not None:
+            self._asked[call_id] = ask
         try:
             self._writer.write(encode(kind, call_id, payload))
             return await future
@@ -128,6 +141,9 @@ class WorkerProcess:
             raise
         finally:
             self._waiting.pop(call_id, None)
+            self._asked.pop(call_id, None)
+            for question in self._questions.pop(call_id, ()):
+                question.cancel()
 
     def kill(self, why: str) -> None:
         """Stop the process at once; its calls end with WorkerDied(why)."""
@@ -173,6 +189,9 @@ class WorkerProcess:
     def _take(self, kind: Kind, call_id: int, payload: bytes) -> None:
         self._last_frame = time.monotonic()
         self.spoke.set()
+        if kind is Kind.QUESTION:
+            self._put_question(call_id, payload)
+            return
         future = self._waiting.get(call_id)
         if future is None or future.done():  # A heartbeat, or the answer of a call that was cancelled.
             return
@@ -181,6 +200,19 @@ class WorkerProcess:
         elif kind is Kind.ERROR:
             content = json.loads(payload)
             future.set_exception(QuartetError(content["reason"], content["message"], **content["metadata"]))
+
+    def _put_question(self, call_id: int, payload: bytes) -> None:
+        if call_id not in self._asked:  # of a call that was cancelled
+            return
+        open_ = self._questions.setdefault(call_id, set())
+        task = asyncio.create_task(self._answer(call_id, self._asked[call_id], payload))
+        open_.add(task)
+        task.add_done_callback(open_.discard)
+
+    async def _answer(self, call_id: int, ask: Ask, payload: bytes) -> None:
+        answer = await ask(envhost_service_pb2.ModelQuestion.FromString(payload))
+        if self.alive:
+            self._writer.write(encode(Kind.ANSWER, call_id, answer.SerializeToString()))
 
     def _how_it_ended(self) -> str:
         if self._stopped_because:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any, Final
 
 import grpc
-from quartet.errors import QuartetError, unimplemented
+from quartet.errors import QuartetError
 from quartet.kit.stream import with_heartbeats
 from quartet.run.config import MAX_GROUP, MAX_RETRIES
-from quartet.v1 import common_pb2, envhost_service_pb2, envhost_service_pb2_grpc
+from quartet.v1 import common_pb2, envhost_service_pb2, envhost_service_pb2_grpc, rollout_pb2
 
+from quartet_envhost.dialogue import Dialogue
 from quartet_envhost.host import EnvironmentHost
 
 SERVICE_NAME: Final = "quartet.v1.EnvHostService"
@@ -80,9 +82,37 @@ class EnvHostServicer(envhost_service_pb2_grpc.EnvHostServiceServicer):
         request_iterator: AsyncIterator[envhost_service_pb2.InteractRequest],
         context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[envhost_service_pb2.InteractResponse]:
-        """Not served by this build."""
-        raise unimplemented("EnvHostService.Interact")
-        yield  # Makes this a stream, as the contract has it.
+        """Run the members of a group with the client as their policy."""
+        opening = await anext(aiter(request_iterator), None)
+        if opening is None or opening.WhichOneof("frame") != "run":
+            raise _invalid("frame", "" if opening is None else "answer", "begin with what to run")
+        _check_run(opening.run)
+
+        def heartbeat() -> envhost_service_pb2.InteractResponse:
+            in_flight = self._host.unfinished(opening.run.request_id)
+            return envhost_service_pb2.InteractResponse(heartbeat=common_pb2.Heartbeat(in_flight=in_flight))
+
+        beating: Any = with_heartbeats(self._talk(opening.run, request_iterator), heartbeat)
+        async with aclosing(beating) as frames:
+            async for frame in frames:
+                yield frame
+
+    async def _talk(
+        self,
+        request: envhost_service_pb2.RunRolloutsRequest,
+        said: AsyncIterator[envhost_service_pb2.InteractRequest],
+    ) -> AsyncGenerator[envhost_service_pb2.InteractResponse, None]:
+        dialogue = Dialogue()
+        listener = asyncio.create_task(_listen(dialogue, said))
+        try:
+            async with aclosing(self._host.interact(request, dialogue)) as frames:
+                async for frame in frames:
+                    if isinstance(frame, rollout_pb2.Rollout):
+                        yield envhost_service_pb2.InteractResponse(rollout=frame)
+                    else:
+                        yield envhost_service_pb2.InteractResponse(question=frame)
+        finally:
+            listener.cancel()
 
     async def Cancel(
         self, request: envhost_service_pb2.CancelRequest, context: grpc.aio.ServicerContext
@@ -90,6 +120,19 @@ class EnvHostServicer(envhost_service_pb2_grpc.EnvHostServiceServicer):
         """End rollouts."""
         count = self._host.cancel(request.run_id, list(request.request_ids))
         return envhost_service_pb2.CancelResponse(cancelled=count)
+
+
+async def _listen(dialogue: Dialogue, said: AsyncIterator[envhost_service_pb2.InteractRequest]) -> None:
+    """Take the client's answers until it ends its side; what is no answer ends the call."""
+    try:
+        async for frame in said:
+            if frame.WhichOneof("frame") != "answer":
+                raise _invalid("frame", frame.WhichOneof("frame") or "", "send answers after the opening")
+            dialogue.answer(frame.answer)
+    except QuartetError as error:
+        dialogue.refuse(error)
+    finally:
+        dialogue.end()
 
 
 def _check_ref(ref: envhost_service_pb2.EnvironmentRef) -> None:

@@ -29,11 +29,10 @@ from quartet.replicas import Replicas
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
 from quartet_envhost import failures
-from quartet_envhost.frames import Kind, encode, read_frame
+from quartet_envhost.frames import MAX_MESSAGE_BYTES, Kind, encode, read_frame
+from quartet_envhost.sampler import ClientSampler, ReplicaSampler, Sampler
 
 HEARTBEAT_S: Final = 1.0
-# The contract's 4 MiB less what the stream frame around a rollout and its transport may add.
-MAX_ROLLOUT_BYTES: Final = 4 * 1024 * 1024 - 64 * 1024
 # Cancelled rollouts get this long to clean up before the process ends.
 CLOSE_GRACE_S: Final = 5.0
 _PR_SET_PDEATHSIG: Final = 1
@@ -49,7 +48,9 @@ class Worker:
         self._writer = writer
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._environment: Any = None
-        self._replicas: Replicas | None = None
+        self._replicas: ReplicaSampler | None = None
+        # Of the INTERACT calls under way.
+        self._clients: dict[int, ClientSampler] = {}
         self._info = b""
         self._env_id = ""
 
@@ -69,7 +70,8 @@ class Worker:
             return
         security = ClientSecurity.model_validate(settings["security"])
         replicas = Replicas(settings["inference_addresses"], security)
-        async with replicas as self._replicas, self._environment.serving():
+        self._replicas = ReplicaSampler(replicas)
+        async with replicas, self._environment.serving():
             beat = asyncio.create_task(self._beat())
             self._send(Kind.OK, call_id, self._info)
             try:
@@ -109,14 +111,18 @@ class Worker:
             if call_id in self._calls:
                 self._calls[call_id].cancel()
             return
-        work = {Kind.TASKS: self._tasks, Kind.RUN: self._run}[kind]
+        if kind is Kind.ANSWER:
+            if call_id in self._clients:
+                self._clients[call_id].take(envhost_service_pb2.ModelAnswer.FromString(payload))
+            return
+        work = {Kind.TASKS: self._tasks, Kind.RUN: self._run, Kind.INTERACT: self._interact}[kind]
         task = asyncio.create_task(self._answer(call_id, work, payload))
         self._calls[call_id] = task
         task.add_done_callback(lambda _: self._calls.pop(call_id, None))
 
-    async def _answer(self, call_id: int, work: Callable[[bytes], Any], payload: bytes) -> None:
+    async def _answer(self, call_id: int, work: Callable[[int, bytes], Any], payload: bytes) -> None:
         try:
-            answer: Message = await work(payload)
+            answer: Message = await work(call_id, payload)
         except QuartetError as error:
             self._refuse(call_id, error)
         except DecodeError as error:
@@ -124,7 +130,7 @@ class Worker:
         else:
             self._send(Kind.OK, call_id, answer.SerializeToString())
 
-    async def _tasks(self, payload: bytes) -> Message:
+    async def _tasks(self, _: int, payload: bytes) -> Message:
         request = envhost_service_pb2.GetTasksRequest.FromString(payload)
         try:
             response: envhost_service_pb2.GetTasksResponse = self._environment.tasks(request)
@@ -137,7 +143,7 @@ class Worker:
             )
             text = f"tasks of {self._env_id!r} cannot be read: {type(error).__name__}: {error}"
             raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=self._env_id) from error
-        if response.ByteSize() > MAX_ROLLOUT_BYTES:
+        if response.ByteSize() > MAX_MESSAGE_BYTES:
             raise QuartetError(
                 "INVALID_REQUEST",
                 f"{len(response.tasks)} tasks do not fit into 4 MiB; ask for fewer at a time",
@@ -146,13 +152,28 @@ class Worker:
             )
         return response
 
-    async def _run(self, payload: bytes) -> Message:
+    async def _run(self, _: int, payload: bytes) -> Message:
+        assert self._replicas is not None
+        return await self._rollout(envhost_service_pb2.RunRolloutsRequest.FromString(payload), self._replicas)
+
+    async def _interact(self, call_id: int, payload: bytes) -> Message:
         request = envhost_service_pb2.RunRolloutsRequest.FromString(payload)
+
+        def ask(question: bytes) -> None:
+            self._send(Kind.QUESTION, call_id, question)
+
+        self._clients[call_id] = client = ClientSampler(request.members[0], ask)
+        try:
+            return await self._rollout(request, client)
+        finally:
+            del self._clients[call_id]
+
+    async def _rollout(self, request: envhost_service_pb2.RunRolloutsRequest, sampler: Sampler) -> Message:
         member = request.members[0]
         timeout_s = request.timeout_ms / 1000
         try:
             async with asyncio.timeout(timeout_s) as clock:
-                rollout: rollout_pb2.Rollout = await self._environment.run(self._replicas, request, timeout_s)
+                rollout: rollout_pb2.Rollout = await self._environment.run(sampler, request, timeout_s)
         except QuartetError:
             raise
         # Verifiers records what environments raise; what still escapes broke around them. Also what would
@@ -192,13 +213,13 @@ class Worker:
 
 def bounded(rollout: rollout_pb2.Rollout) -> rollout_pb2.Rollout:
     """The rollout if it fits into a message, else without its messages, else a failure that says so."""
-    if rollout.ByteSize() <= MAX_ROLLOUT_BYTES:
+    if rollout.ByteSize() <= MAX_MESSAGE_BYTES:
         return rollout
     del rollout.messages[:]
     size = rollout.ByteSize()
-    if size <= MAX_ROLLOUT_BYTES:
+    if size <= MAX_MESSAGE_BYTES:
         return rollout
-    text = f"the rollout has {size} bytes, more than a message may have ({MAX_ROLLOUT_BYTES})"
+    text = f"the rollout has {size} bytes, more than a message may have ({MAX_MESSAGE_BYTES})"
     return failures.failed(rollout.member, failures.HOST, text, retryable=False)
 
 

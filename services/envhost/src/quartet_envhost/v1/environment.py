@@ -26,7 +26,6 @@ import pydantic
 import verifiers
 import verifiers.v1 as vf
 from quartet.errors import QuartetError
-from quartet.replicas import Replicas
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 from verifiers.v1.configs.agent import AgentConfig
 from verifiers.v1.utils.loaders import (
@@ -38,6 +37,7 @@ from verifiers.v1.utils.loaders import (
     taskset_config_type,
 )
 
+from quartet_envhost.sampler import Sampler
 from quartet_envhost.v1.harness import HARNESS_ID
 from quartet_envhost.v1.interception import POLICY_CONFIG, HostInterception, current_policy
 from quartet_envhost.v1.outcome import rollout_of
@@ -116,7 +116,7 @@ class HostedEnvironment:
 
     async def run(
         self,
-        replicas: Replicas,
+        sampler: Sampler,
         request: envhost_service_pb2.RunRolloutsRequest,
         timeout_s: float,
     ) -> rollout_pb2.Rollout:
@@ -130,7 +130,7 @@ class HostedEnvironment:
             )
         member = request.members[0]
         started = time.monotonic()
-        policy = RolloutPolicy(replicas, request, started + timeout_s)
+        policy = RolloutPolicy(sampler, request, started + timeout_s)
         context = vf.ModelContext(
             model=MODEL_NAME, client=POLICY_CONFIG, sampling=sampling_config(request.sampling)
         )

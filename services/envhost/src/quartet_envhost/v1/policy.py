@@ -1,4 +1,4 @@
-"""The model as Verifiers sees it: a Client whose answers come from InferenceService.Generate.
+"""The model as Verifiers sees it: a Client whose answers come from a Sampler.
 
 1. Tokens in, tokens out: a later turn is asked for with the exact tokens of the earlier ones and the new
    messages as tail; nothing that was sampled is rendered or tokenized again.
@@ -6,8 +6,6 @@
    token.
 3. A seed in the request becomes one per (task, member, turn), so equal requests draw equal tokens and
    members differ.
-4. A call that its replica does not end goes on at another one from the tokens it has, until the rollout's own
-   deadline (quartet.replicas).
 """
 
 from __future__ import annotations
@@ -17,11 +15,9 @@ import json
 import struct
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from quartet.errors import QuartetError
-from quartet.replicas import Completion, Generated, Replicas
 from quartet.v1 import common_pb2, envhost_service_pb2, inference_service_pb2
 from verifiers.v1.clients.client import Client
 from verifiers.v1.clients.train import serialize_completion
@@ -38,6 +34,8 @@ from verifiers.v1.types import (
     Usage,
     content_text,
 )
+
+from quartet_envhost.sampler import Sampler, Turn
 
 _STATUS = {
     "OVERLOADED": 429,
@@ -67,37 +65,14 @@ _SCALARS = (
 )
 
 
-@dataclass
-class Turn:
-    """One model call that was answered whole."""
-
-    prompt_ids: list[int]
-    completion: Completion
-
-    @property
-    def token_ids(self) -> list[int]:
-        """What was sampled."""
-        return self.completion.token_ids
-
-    @property
-    def logprobs(self) -> list[float]:
-        """The sampler's log-probability of each token."""
-        return self.completion.logprobs
-
-    @property
-    def spans(self) -> list[tuple[int, int, int]]:
-        """(start, length, policy version), counted from the first sampled token."""
-        return self.completion.spans
-
-
 class RolloutPolicy(Client):  # type: ignore[misc]
     """The policy of one attempt of one member."""
 
     def __init__(
-        self, replicas: Replicas, request: envhost_service_pb2.RunRolloutsRequest, deadline: float
+        self, sampler: Sampler, request: envhost_service_pb2.RunRolloutsRequest, deadline: float
     ) -> None:
         """`request` has exactly one member; `deadline` is on the monotonic clock."""
-        self._replicas = replicas
+        self._sampler = sampler
         self._request = request
         self._deadline = deadline
         self._calls = 0
@@ -120,7 +95,9 @@ class RolloutPolicy(Client):  # type: ignore[misc]
         request = self._generate_request(sampling, turn)
         started = time.monotonic()
         try:
-            generated = await self._complete(request, turn)
+            generated = await self._sampler.complete(
+                request, lambda: [_message(m) for m in turn.prompt], self._deadline - time.monotonic()
+            )
         except QuartetError as error:
             raise ProviderError(str(error), status_code=_STATUS.get(error.reason, 400)) from error
         finally:
@@ -132,17 +109,6 @@ class RolloutPolicy(Client):  # type: ignore[misc]
         response = _response(answer, body["model"], bridged=kept)
         response.raw = serialize_completion(response, body["model"])
         return response
-
-    async def _complete(self, request: inference_service_pb2.GenerateRequest, turn: PendingTurn) -> Generated:
-        """Exact tokens first; the whole conversation where its template leaves no way to append to them."""
-        try:
-            return await self._replicas.complete(request, self._deadline - time.monotonic())
-        except QuartetError as error:
-            if error.metadata.get("field") != "tokens.tail_messages":
-                raise
-        messages = [_message(m) for m in turn.prompt]
-        request.messages.CopyFrom(inference_service_pb2.MessagesPrompt(messages=messages))
-        return await self._replicas.complete(request, self._deadline - time.monotonic())
 
     def _generate_request(
         self, sampling: SamplingConfig, turn: PendingTurn

@@ -1,0 +1,75 @@
+"""Be the policy of an environment that a host runs: `EnvHostService.Interact` as one iterator.
+
+    from quartet.interact import interact
+    from quartet.kit.channel import connect
+    from quartet.v1 import envhost_service_pb2 as pb
+
+    async def policy(question: pb.ModelQuestion) -> pb.ModelAnswer:
+        prompt, tokens, logprobs = sample(question.messages)        # any model, any sampler
+        return pb.ModelAnswer(
+            prompt_token_ids=prompt, token_ids=tokens, logprobs=logprobs, message={"content": decode(tokens)}
+        )
+
+    async with connect("localhost:50054") as channel:
+        run = pb.RunRolloutsRequest(
+            request_id="1", environment={"id": "reverse-text"}, task_index=0, members=range(8)
+        )
+        async for rollout in interact(EnvHostServiceStub(channel), run, policy):
+            rollout.reward, rollout.samples
+
+1. Every question is answered exactly once, side by side with the others; `policy` may wait to make batches.
+2. What `policy` raises is told to the host in one line and fails the rollout that asked, nothing else.
+3. A host that shows no sign of life for three heartbeats is an error, not a wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from quartet.kit.call import stream
+from quartet.kit.stream import IDLE_TIMEOUT_SECONDS
+from quartet.v1 import envhost_service_pb2, rollout_pb2
+
+Policy = Callable[[envhost_service_pb2.ModelQuestion], Awaitable[envhost_service_pb2.ModelAnswer]]
+
+
+async def interact(
+    stub: Any, run: envhost_service_pb2.RunRolloutsRequest, policy: Policy, timeout_s: float | None = None
+) -> AsyncGenerator[rollout_pb2.Rollout, None]:
+    """The rollouts of `run`, each as it ends, with `policy` sampling their turns. Raises QuartetError."""
+    # At most one frame for each open question, which the host bounds.
+    said: asyncio.Queue[envhost_service_pb2.InteractRequest] = asyncio.Queue()
+    said.put_nowait(envhost_service_pb2.InteractRequest(run=run))
+
+    async def requests() -> AsyncGenerator[envhost_service_pb2.InteractRequest, None]:
+        while True:
+            yield await said.get()
+
+    async def answer(question: envhost_service_pb2.ModelQuestion) -> None:
+        call_id = question.call_id
+        try:
+            answer = await policy(question)
+        except Exception as error:  # noqa: BLE001 - the caller's own code; the host types it
+            answer = envhost_service_pb2.ModelAnswer(error=f"{type(error).__name__}: {error}")
+        answer.call_id = call_id
+        said.put_nowait(envhost_service_pb2.InteractRequest(answer=answer))
+
+    answering: set[asyncio.Task[None]] = set()
+    try:
+        call = stub.Interact(requests(), timeout=timeout_s)
+        beating: Any = stream(call, idle_timeout_s=IDLE_TIMEOUT_SECONDS)
+        async with aclosing(beating) as frames:
+            async for frame in frames:
+                which = frame.WhichOneof("frame")
+                if which == "rollout":
+                    yield frame.rollout
+                elif which == "question":
+                    task = asyncio.create_task(answer(frame.question))
+                    answering.add(task)
+                    task.add_done_callback(answering.discard)
+    finally:
+        for task in answering:
+            task.cancel()

@@ -1,0 +1,146 @@
+"""Where a rollout's turns are sampled: by the inference tier, or by the client of an Interact call.
+
+Runs in workers. Both generations of Verifiers reach their model through `Sampler`.
+
+1. A question carries the exact tokens of the earlier turns; an answer tells its whole prompt, its tokens and
+   the version of each.
+2. Where a chat template leaves no way to append to tokens, the whole conversation is rendered instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from quartet.errors import QuartetError
+from quartet.replicas import Completion, Generated, Replicas
+from quartet.v1 import common_pb2, envhost_service_pb2, inference_service_pb2
+
+from quartet_envhost.frames import MAX_MESSAGE_BYTES
+
+# The whole conversation of a turn, rendered only where it is needed.
+Conversation = Callable[[], Sequence[common_pb2.Message]]
+NO_EXTENSION: Final = "tokens.tail_messages"
+
+
+@dataclass
+class Turn:
+    """One model call that was answered whole."""
+
+    prompt_ids: list[int]
+    completion: Completion
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What was sampled."""
+        return self.completion.token_ids
+
+    @property
+    def logprobs(self) -> list[float]:
+        """The sampler's log-probability of each token."""
+        return self.completion.logprobs
+
+    @property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """(start, length, policy version), counted from the first sampled token."""
+        return self.completion.spans
+
+
+class Sampler(Protocol):
+    """Answers the model calls of rollouts."""
+
+    async def complete(
+        self, request: inference_service_pb2.GenerateRequest, whole: Conversation, timeout_s: float
+    ) -> Generated:
+        """One turn; `whole` is what the request's prompt says, as messages. Raises QuartetError."""
+        ...
+
+
+class ReplicaSampler:
+    """The inference tier."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        """Ask these replicas."""
+        self._replicas = replicas
+
+    async def complete(
+        self, request: inference_service_pb2.GenerateRequest, whole: Conversation, timeout_s: float
+    ) -> Generated:
+        """Exact tokens first; the whole conversation where its template leaves no way to append to them."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        try:
+            return await self._replicas.complete(request, timeout_s)
+        except QuartetError as error:
+            if error.metadata.get("field") != NO_EXTENSION:
+                raise
+        request.messages.CopyFrom(inference_service_pb2.MessagesPrompt(messages=whole()))
+        return await self._replicas.complete(request, deadline - loop.time())
+
+
+class ClientSampler:
+    """The client of an Interact call, asked through the front."""
+
+    def __init__(self, member: int, send: Callable[[bytes], None]) -> None:
+        """`send` carries a ModelQuestion to the front; `take` is called with each ModelAnswer."""
+        self._member = member
+        self._send = send
+        self._ids = itertools.count(1)
+        self._open: dict[int, asyncio.Future[envhost_service_pb2.ModelAnswer]] = {}
+
+    async def complete(
+        self, request: inference_service_pb2.GenerateRequest, whole: Conversation, timeout_s: float
+    ) -> Generated:
+        """Ask, and wait for the answer; the rollout's deadline bounds the wait."""
+        messages = whole()
+        prefix = request.tokens.token_ids
+        question = envhost_service_pb2.ModelQuestion(
+            call_id=next(self._ids),
+            member=self._member,
+            messages=messages,
+            tools=request.tools,
+            prefix_token_ids=prefix,
+            prefix_messages=len(messages) - len(request.tokens.tail_messages) if prefix else 0,
+            sampling=request.sampling,
+        )
+        size = question.ByteSize()
+        if size > MAX_MESSAGE_BYTES:
+            raise QuartetError("PROMPT_TOO_LONG", f"the conversation has {size} bytes; messages have 4 MiB")
+        answered = self._open[question.call_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(question.SerializeToString())
+            answer = await answered
+        finally:
+            del self._open[question.call_id]
+        if answer.error:
+            raise QuartetError("INVALID_REQUEST", f"the client did not sample the turn: {answer.error}")
+        return _generated(answer, list(prefix))
+
+    def take(self, answer: envhost_service_pb2.ModelAnswer) -> None:
+        """An answer came; one that nobody waits for any more is dropped."""
+        waiting = self._open.get(answer.call_id)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
+
+
+def _generated(answer: envhost_service_pb2.ModelAnswer, prefix: list[int]) -> Generated:
+    message = answer.message
+    message.role = "assistant"
+    reason = inference_service_pb2.FINISH_REASON_STOP
+    if answer.truncated:
+        reason = inference_service_pb2.FINISH_REASON_LENGTH
+    elif message.tool_calls:
+        reason = inference_service_pb2.FINISH_REASON_TOOL_CALLS
+    prompt_ids, token_ids = list(answer.prompt_token_ids), list(answer.token_ids)
+    completion = Completion(
+        token_ids=token_ids,
+        logprobs=list(answer.logprobs),
+        spans=[(0, len(token_ids), answer.policy_version)],
+        finish_reason=reason,
+        message=message,
+        usage=common_pb2.Usage(prompt_tokens=len(prompt_ids), completion_tokens=len(token_ids)),
+    )
+    return Generated(prompt_ids, prompt_ids[: len(prefix)] == prefix, [completion])
