@@ -85,7 +85,8 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         """Waits until the published version is served somewhere, so that no rollout is spent on finding
         out."""
         run_id, version = book.state.run_id, book.state.step * config.versions_per_step
-        await model.through(lambda: services.policies.serving(run_id, version))
+        adapter = config.lora.enabled and config.lora.publish == "adapter"
+        await model.through(lambda: services.policies.serving(run_id, version, adapter=adapter))
 
     compaction = Compaction(book, CallPlan.of(config), services.journal_keep_bytes)
     return TrainingRun(book, config, training, rollouts, evaluation, policy_ready, compaction.run)
