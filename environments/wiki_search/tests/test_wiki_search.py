@@ -1,0 +1,148 @@
+"""The encyclopedia, its tools, the questions and the rewards of wiki-search."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import unittest
+from pathlib import Path
+
+import verifiers.v1 as vf
+from verifiers.v1.graph import prepare_turn
+from verifiers.v1.trace import AgentInfo, ModelCall, Trace, TraceTask
+from verifiers.v1.types import AssistantMessage, Response, ToolCall, UserMessage
+from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
+from wiki_search import WikiSearchTaskset, contains
+from wiki_search.library import Document, Library, invented, read_pages
+from wiki_search.world import World
+
+
+def taskset(**arguments: object) -> WikiSearchTaskset:
+    """The taskset as the host loads it."""
+    config = taskset_config_type("wiki-search").model_validate({"id": "wiki-search", **arguments})
+    return load_taskset(config)
+
+
+def reward(task: vf.Task, reply: str, finish: str = "stop", calls: list[ToolCall] | None = None) -> float:
+    """What a rollout that ends with this reply earns."""
+    agent = AgentInfo(config=vf.AgentConfig(model="none"))
+    trace = Trace(task=TraceTask(type="WikiSearchTask", data=task.data), agent=agent)
+    message = AssistantMessage(content=reply, tool_calls=calls)
+    turn = prepare_turn(trace, [UserMessage(content=task.data.prompt)])
+    node = turn.commit(Response(id="", created=0, model="none", message=message, finish_reason=finish))
+    trace.calls.append(ModelCall(node=node, finish_reason=finish))
+    asyncio.run(task.score(trace))
+    return trace.reward
+
+
+class Encyclopedia(unittest.TestCase):
+    def setUp(self) -> None:
+        self.world = World(0, 60, 120)
+        self.library = Library(invented(self.world))
+
+    def test_every_answer_stands_on_the_page_that_the_question_leads_to(self) -> None:
+        pages = {page.page_id: page for page in self.world.pages}
+        questions = list(self.world.questions())
+        self.assertEqual(len({one.text for one in questions}), len(questions))
+        for question in questions:
+            self.assertTrue(contains(pages[question.pages[-1]].text, question.answer), question)
+            if len(question.pages) == 2:
+                first, second = (pages[one] for one in question.pages)
+                self.assertTrue(contains(first.text, second.title), question)
+                self.assertTrue(contains(question.text, first.title))
+                self.assertFalse(contains(question.text, second.title))
+
+    def test_search_finds_the_page_of_a_question(self) -> None:
+        questions = [one for one in self.world.questions() if len(one.pages) == 1]
+        first = sum(self.library.search(one.text, 10)[0].page_id == one.pages[0] for one in questions)
+        ten = sum(one.pages[0] in [d.page_id for d in self.library.search(one.text, 10)] for one in questions)
+        self.assertEqual(ten, len(questions))
+        self.assertGreater(first / len(questions), 0.9)
+        self.assertEqual(self.library.search("zzzz", 10), [])
+        self.assertEqual(len(self.library.search("the town", 3)), 3)
+
+    def test_sections(self) -> None:
+        town = self.world.towns[0]
+        page_id = town.name.lower()
+        sections = self.library.sections(page_id)
+        self.assertEqual([name for _, name in sections][1:3], ["History", "Economy"])
+        read = self.library.read(f"{page_id}:history")
+        self.assertEqual(read, f"# History\n{town.name} was founded in {town.founded} by {town.founder}.")
+        self.assertIn("# Culture", self.library.read(f"{page_id}:full"))
+        self.assertTrue(all(self.library.read(one).startswith("#") for one, _ in sections))
+        for call, why in (
+            (lambda: self.library.sections("nowhere"), "search_pages"),
+            (lambda: self.library.read(f"{page_id}:nothing"), "view_sections"),
+            (lambda: self.library.read("history"), "page_id:section_id"),
+        ):
+            with self.assertRaisesRegex(LookupError, why):
+                call()
+
+    def test_ranking_is_bm25(self) -> None:
+        library = Library(
+            [
+                Document("a", "A", "rare common common"),
+                Document("b", "B", "common " * 3),
+                Document("c", "Rare", "x"),
+            ]
+        )
+        self.assertEqual([d.page_id for d in library.search("rare", 9)], ["c", "a"])
+        self.assertEqual([d.page_id for d in library.search("common", 9)], ["b", "a"])
+        with self.assertRaisesRegex(ValueError, "two pages"):
+            Library([Document("a", "A", ""), Document("a", "B", "")])
+
+    def test_worlds_repeat(self) -> None:
+        again, other = World(0, 60, 120), World(1, 60, 120)
+        self.assertEqual([p.text for p in again.pages], [p.text for p in self.world.pages])
+        self.assertNotEqual([p.text for p in other.pages], [p.text for p in self.world.pages])
+
+
+class Rewards(unittest.TestCase):
+    def test_the_right_answer_earns_one_and_others_nothing(self) -> None:
+        for task in taskset(num_train=60):
+            right = task.data.answer
+            self.assertEqual(reward(task, f"It was **{right}**."), 1.0)
+            self.assertEqual(reward(task, f"<think>Hm.</think>The {right.upper()}"), 1.0)
+            for wrong in ("", "I do not know.", right[:-1], f"{right}x", f"<think>{right}", f"{right} " * 60):
+                self.assertEqual(reward(task, wrong), 0.0, wrong)
+            self.assertEqual(reward(task, right, "length"), 0.0)
+            call = ToolCall(id="1", name="search_pages", arguments="{}")
+            self.assertEqual(reward(task, right, calls=[call]), 0.0, "a turn that calls is no answer")
+
+    def test_contains(self) -> None:
+        self.assertTrue(contains("the Bram Fair, of course", "Bram Fair"))
+        self.assertFalse(contains("Fair Bram", "Bram Fair"))
+        self.assertFalse(contains("in 11907", "1907"))
+
+
+class Data(unittest.TestCase):
+    def test_splits(self) -> None:
+        train = [task.data.prompt for task in taskset(num_train=300)]
+        held_out = [task.data.prompt for task in taskset(split="eval")]
+        self.assertEqual((len(train), len(held_out)), (300, 100))
+        self.assertFalse(set(train) & set(held_out))
+        self.assertEqual(train, [task.data.prompt for task in taskset(num_train=300)])
+
+    def test_files(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            corpus, questions = Path(folder, "pages.jsonl"), Path(folder, "questions.jsonl")
+            rows = [
+                {"id": "x:1", "title": "X", "content": "no headings"},
+                {"title": "Two Words", "content": "# A\nb"},
+            ]
+            corpus.write_text("\n".join(json.dumps(row) for row in rows))
+            questions.write_text("\n".join(json.dumps({"question": f"{i}?", "answer": i}) for i in range(5)))
+            loaded = taskset(corpus=corpus, questions=questions, num_eval=2)
+            self.assertEqual([task.data.prompt for task in loaded], ["2?", "3?", "4?"])
+            library = Library(read_pages(corpus))
+            self.assertEqual(library.sections("x_1"), [("x_1:full", "Full Page")])
+            self.assertEqual(library.read("two_words:a"), "# A\nb")
+            with self.assertRaisesRegex(ValueError, "none are left"):
+                list(taskset(corpus=corpus, questions=questions))
+            with self.assertRaisesRegex(ValueError, "belong together"):
+                taskset(corpus=corpus)
+
+
+if __name__ == "__main__":
+    unittest.main()
