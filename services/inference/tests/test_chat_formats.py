@@ -13,6 +13,7 @@ from quartet_inference.chat import FormatReader, ParsedCall
 from quartet_inference.chat.calls import schemas_of
 from quartet_inference.chat.formats import FORMATS, format_of
 from quartet_inference.chat.reader import DeclaredReader
+from quartet_inference.messages import from_turn
 
 from . import chat_templates as templates
 
@@ -57,6 +58,24 @@ WRITTEN: list[tuple[str, str, str, list[ParsedCall]]] = [
         [ONE],
     ),
     ("qwen3_coder", "So:\n<function=now>\n</function>", "So:", [TWO]),
+    (
+        "qwen3_coder",
+        "<function=add>\n<parameter=a>\nNaN\n</parameter>\n<parameter=xs>\n[1e999]\n</parameter>\n</function>",
+        "",
+        [ParsedCall("add", '{"a": "NaN", "xs": "[1e999]"}')],
+    ),
+    (
+        "qwen3_coder",
+        '<function=add>\n<parameter=a>\n"\\ud83d"\n</parameter>\n</function>',
+        "",
+        [ParsedCall("add", r"""{"a": "\"\\ud83d\""}""")],
+    ),
+    (
+        "hermes",
+        r"""<tool_call>{"name": "add", "arguments": {"name": "\ud83d"}}</tool_call>""",
+        "",
+        [ParsedCall("add", r"""{"name": "\ud83d"}""")],
+    ),
     (
         "qwen3_coder",
         "<tool_call>\n<function=add>\n<parameter=name>\n12\n</parameter>\n"
@@ -136,6 +155,9 @@ BROKEN: list[tuple[str, str]] = [
     ("mistral", "[TOOL_CALLS]add[ARGS]{"),
     ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{<｜tool▁call▁end｜>"),
     ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0"),
+    ("hermes", r'<tool_call>{"name": "\ud83d", "arguments": {}}</tool_call>'),
+    ("hermes", r"""<tool_call>{"name": "add", "arguments": "\ud83d"}</tool_call>"""),
+    ("pythonic", r"[add(name='\ud83d')]"),
     ("llama3_json", '{"name": "add", "parameters": {"a": 1}} and more'),
     ("llama3_json", '{"verdict": "yes"}'),
     ("llama3_json", "{"),
@@ -225,6 +247,7 @@ def test_the_template_gives_the_format_away(template: str, name: str) -> None:
 MARKS = sorted({mark for form in FORMATS.values() for mark in (*form.markers, *form.special)})
 FRAGMENTS = [
     *MARKS, '{"name": "add", "arguments": {"a": 1}}', '{"name": ', "}", "[", "]", "(", "a=1", "add", "\n",
+    r"\ud83d", r'"\ud83d"',
     " ", "<parameter=a>", "</parameter>", "</function>", "```json\n", "```", "é", "text", '"', "<think>",
     "</think>",
 ]  # fmt: skip
@@ -236,6 +259,7 @@ def test_no_text_is_a_fault_and_nothing_told_is_taken_back(name: str, parts: lis
     for thinking in (None, ("<think>", "</think>")):
         reader = FormatReader(thinking, opened and thinking is not None, FORMATS[name], SCHEMAS)
         turn = reader.finish(text)
+        assert from_turn(turn).ByteSize()
         said = [reader.feed(part) for part in parts]
         reasoning = "".join(one.reasoning for one in said)
         content = "".join(one.content for one in said)

@@ -203,10 +203,18 @@ async def test_malformed_requests_are_typed(model_folder: Path) -> None:
         bad_tool = chat("x")
         bad_tool.tools.add(name="t", parameters_json="{")
         bad.append((bad_tool, "INVALID_REQUEST", "tools.parameters_json"))
+        half_tool = chat("x")
+        half_tool.tools.add(name="t", parameters_json=r"""{"title": "\ud83d"}""")
+        bad.append((half_tool, "INVALID_REQUEST", "tools.parameters_json"))
         for request, reason, field in bad:
             error = await replica.refusal(request)
             assert (error.reason, error.metadata.get("field", "")) == (reason, field), request
         assert len((await replica.generate(tokens(*[1] * 255)))[1]) == 1, "one token of room is enough"
+        odd = chat("x")
+        odd.messages.messages.add(role="assistant").tool_calls.add(
+            name="t", arguments_json=r"""{"a": "\ud83d"}"""
+        )
+        assert (await replica.generate(odd))[1], "a call that a model may have written is printed as it is"
 
 
 async def test_pause_resume_and_cancel(model_folder: Path) -> None:

@@ -268,16 +268,30 @@ async def test_what_is_not_served_is_refused_by_name(model_folder: Path) -> None
 
 async def test_raw_bodies_urls_and_methods(door: Door) -> None:
     async with aiohttp.ClientSession(f"http://{door.address}") as session:
-        for body, status in ((b"{", 400), (b"[]", 400), (b"[" * 100_000, 400), (b"x" * (5 << 20), 413)):
+        half_pair = rb"""{"model": "m", "messages": [{"role": "user", "content": "\ud83d"}]}"""
+        for body, status in (
+            (b"{", 400),
+            (b"[]", 400),
+            (b"[" * 100_000, 400),
+            (b"\xed\xa0\xbd", 400),
+            (half_pair, 400),
+            (b"x" * (5 << 20), 413),
+        ):
             async with session.post("/v1/chat/completions", data=body) as response:
                 assert response.status == status
                 assert (await response.json())["error"]["message"]
+        emoji = rb"""{"model": "%s", "prompt": "\ud83d\ude00", "max_tokens": 1}""" % door.model.encode()
+        async with session.post("/v1/completions", data=emoji) as response:
+            assert response.status == 200
         async with session.get("/v1/nothing") as response:
             assert response.status == 404 and (await response.json())["error"]["code"] == "unknown_url"
         async with session.get("/v1/chat/completions") as response:
             assert response.status == 405 and (await response.json())["error"]
         async with session.get("/health") as response:
             assert response.status == 200
+        packed = {"Content-Encoding": "gzip"}  # last: the connection ends with it
+        async with session.post("/v1/completions", data=b"no gzip", headers=packed) as response:
+            assert response.status == 400 and (await response.json())["error"]["code"] == "invalid_body"
 
 
 async def test_models_are_the_policy(door: Door) -> None:

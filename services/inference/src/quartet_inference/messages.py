@@ -33,16 +33,26 @@ def to_template(message: common_pb2.Message) -> dict[str, Any]:
 def _arguments(text: str) -> Any:
     """Templates print arguments as JSON themselves; what is none is printed as it is."""
     try:
-        return json.loads(text)
+        return _readable(text)
     except (ValueError, RecursionError):
         return text
+
+
+def _readable(text: str) -> Any:
+    """What JSON says, if it can be printed again: an escape may stand for half a surrogate pair.
+
+    Raises ValueError, RecursionError.
+    """
+    value = json.loads(text)
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 def tool_to_template(tool: common_pb2.ToolDefinition) -> dict[str, Any]:
     """A tool in the form that chat templates know. Errors: INVALID_REQUEST."""
     try:
         parameters = (
-            json.loads(tool.parameters_json) if tool.parameters_json else {"type": "object", "properties": {}}
+            _readable(tool.parameters_json) if tool.parameters_json else {"type": "object", "properties": {}}
         )
     except (ValueError, RecursionError) as error:
         raise refused("tools.parameters_json", tool.parameters_json, f"send JSON Schema ({error})") from error

@@ -1,7 +1,9 @@
 """Reading one tool call out of text: JSON, XML-like parameters, Python.
 
 1. Arguments that the model wrote as JSON are handed on exactly as written, to the character.
-2. What is not a call raises ValueError; nothing else is raised, however deep or long the text.
+2. What is not a call raises ValueError; nothing else is raised, however deep or long the text. A call with
+   half a surrogate pair, which JSON can escape and no message can carry, is none.
+3. Arguments are JSON, whatever they were read from: no NaN, no infinity.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ class ParsedCall:
 
     name: str
     arguments_json: str
+
+    def __post_init__(self) -> None:
+        (self.name + self.arguments_json).encode()  # raises UnicodeEncodeError, a ValueError
 
 
 #: The JSON Schema of each parameter of each tool.
@@ -136,9 +141,11 @@ def _typed(text: str, schema: Any) -> Any:
     if isinstance(schema, dict) and schema.get("type") in ("string", ["string"]):
         return text
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return text
+    return value
 
 
 @_only_value_errors

@@ -155,7 +155,7 @@ class DeclaredReader:
             return Said("", "")
         try:
             events = self._parser.feed(text)
-        except (ValueError, KeyError, TypeError) as error:  # a region that is not what the template says
+        except (ValueError, KeyError, TypeError, RecursionError) as error:  # not what the template says
             log.debug("an answer does not follow the response template", why=str(error))
             self._parser = None  # the rest is told at the end
             return Said("", "")
@@ -171,7 +171,7 @@ class DeclaredReader:
             parser.feed(text)
             message, _ = parser.finalize()
             calls = tuple(_declared_call(call) for call in message.get("tool_calls") or ())
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             log.debug("an answer does not follow the response template", why=str(error))
             return Turn(text, "", ())
         reasoning = message.get("reasoning_content") or message.get("thinking") or ""

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
@@ -58,6 +59,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include_reasoning": (True,),
     "bad_words": ([],),
 }
+_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 _Text = str | list[Any] | None
 T = TypeVar("T", bound=pydantic.BaseModel)
 
@@ -294,7 +296,10 @@ def parse_completion(raw: bytes) -> CompletionBody:
 
 def _fields(raw: bytes, served: set[str]) -> dict[str, Any]:
     try:
-        body = json.loads(raw)
+        text = raw.decode()
+        body = json.loads(text)
+        if _HALF_PAIR.search(text):  # an escape for half a surrogate pair, unless its other half follows
+            json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise OpenAiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
     if not isinstance(body, dict):
