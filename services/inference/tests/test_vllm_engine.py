@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,6 +245,30 @@ async def test_abandoned_requests_give_their_blocks_back(keeping: Driver) -> Non
     assert keeping.engine._llm.output_processor.get_num_unfinished_requests() == 0
 
 
+async def test_a_request_abandoned_while_it_is_handed_over_leaves_vllm(
+    keeping: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = keeping.engine._llm
+    sent = asyncio.Event()
+    hand_over = llm.engine_core.add_request_async
+
+    async def slow(request: Any) -> None:
+        await hand_over(request)
+        sent.set()
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(llm.engine_core, "add_request_async", slow)
+    call = asyncio.create_task(keeping.ask([1, 2], max_tokens=250))
+    async with asyncio.timeout(10):
+        await sent.wait()
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    await until(lambda: llm.output_processor.get_num_unfinished_requests() == 0)
+    async with asyncio.timeout(5):
+        while not await llm.reset_prefix_cache():  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.01)
+
+
 async def test_both_engines_draw_the_same_tokens_for_a_seed(keeping: Driver) -> None:
     model = keeping.make(12)
     await keeping.update(12)
@@ -272,6 +297,68 @@ async def test_half_loaded_weights_end_the_engine(keeping: Driver) -> None:
         with pytest.raises(QuartetError) as refused:
             await late
         assert refused.value.reason == "NOT_READY"
+
+
+class Core:
+    """vLLM's side of an engine whose workers do as they are told here."""
+
+    def __init__(self, failing: str) -> None:
+        self.failing = failing
+        self.paused = False
+        self.model_config = SimpleNamespace(dtype=torch.float32, max_model_len=64, get_vocab_size=lambda: 387)
+        scheduler = SimpleNamespace(max_num_seqs=1)
+        self.vllm_config = SimpleNamespace(scheduler_config=scheduler, lora_config=None)
+        self.engine_core = self
+        self.output_handler = None
+
+    async def pause_scheduler_async(self, **_: Any) -> None:
+        self.paused = True
+
+    async def resume_scheduler_async(self) -> None:
+        self.paused = False
+
+    async def call_utility_all_async(self, _: str, method: str, *__: Any) -> list[list[dict[str, Any]]]:
+        if self.failing == f"{method} raises":
+            raise RuntimeError("no answer")
+        ok = method != self.failing
+        return [[{"ok": ok, "touched": False, "why": "full"}]]
+
+    async def update_weight_version(self, _: str) -> None:
+        if self.failing == "label":
+            raise RuntimeError("no answer")
+
+    def shutdown(self, **_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("failing", ["quartet_wipe", "label", "quartet_load raises", "quartet_load"])
+async def test_loaded_weights_never_answer_under_the_old_version(failing: str, tmp_path: Path) -> None:
+    """Invariant 3: what fails between load and label ends the engine; what fails before changes nothing."""
+    from quartet_inference.vllm.engine import Held, VllmEngine
+    from quartet_inference.vllm.staging import Staging
+
+    core: Any = Core(failing)
+    served = ServedWeights("", 0, b"")
+    engine = VllmEngine(core, Held({}, b"", END, lambda _: "", served), Staging(tmp_path), 8, False)
+    engine._unsound = True
+    staged = await engine.stage({})
+    with pytest.raises(QuartetError, match="INTERNAL"):
+        await engine.swap(staged, ServedWeights("r", 1, b""))
+    untouched = failing == "quartet_load"
+    assert engine.info().served == served
+    assert (engine.info().closed, core.paused) == ((False, False) if untouched else (True, True))
+    await engine.close()
+
+
+async def test_keys_that_cannot_be_wiped_end_the_engine(tmp_path: Path) -> None:
+    from quartet_inference.vllm.engine import Held, VllmEngine
+    from quartet_inference.vllm.staging import Staging
+
+    core: Any = Core("quartet_wipe")
+    engine = VllmEngine(core, Held({}, b"", END, lambda _: "", None), Staging(tmp_path), 8, False)
+    engine._unsound = True
+    await engine._heal()
+    assert engine.info().closed and core.paused
+    await engine.close()
 
 
 async def test_two_workers_take_an_update_together_and_their_end_is_told(

@@ -277,8 +277,7 @@ class VllmEngine:
             try:
                 self._end_pinned(weights)
                 await self._load(staged)
-                await self._wipe()
-                await self._llm.update_weight_version(str(weights.version))
+                await self._label(weights)
                 self._epoch += 1
                 if not self._recompute:
                     for flight in self._flights:
@@ -303,17 +302,33 @@ class VllmEngine:
             if self._info.closed or not self._unsound:
                 return
             core = self._llm.engine_core
-            await core.pause_scheduler_async(mode="keep", clear_cache=True)
             try:
+                await core.pause_scheduler_async(mode="keep", clear_cache=True)
                 await self._wipe()
-            finally:
                 if not self._info.paused:
                     await core.resume_scheduler_async()
+            except Exception as error:  # noqa: BLE001 - nobody awaits this task
+                self._die(f"keys could not be wiped: {error!r}")
+
+    async def _label(self, weights: ServedWeights) -> None:
+        """Say what the workers have loaded. Errors: INTERNAL; the engine has ended.
+
+        Going on would stamp tokens with a version that did not sample them.
+        """
+        try:
+            await self._wipe()
+            await self._llm.update_weight_version(str(weights.version))
+        except Exception as error:
+            self._die(f"weights were loaded, and nothing after that: {error!r}")
+            raise QuartetError("INTERNAL", "the weights could not be labelled") from error
 
     async def _wipe(self) -> None:
-        if self._unsound:
-            await self._in_workers("quartet_wipe")
-            self._unsound = False
+        if not self._unsound:
+            return
+        failed = [one for core in await self._in_workers("quartet_wipe") for one in core if not one["ok"]]
+        if failed:
+            raise QuartetError("INTERNAL", f"a worker could not wipe its keys: {failed[0]['why']}")
+        self._unsound = False
 
     async def _in_workers(self, method: str, *arguments: str) -> list[list[dict[str, Any]]]:
         answers: list[list[dict[str, Any]]] = await self._llm.engine_core.call_utility_all_async(
@@ -323,7 +338,11 @@ class VllmEngine:
 
     async def _load(self, staged: StagedFile) -> None:
         """Load in every worker of every core. Errors: INTERNAL; the engine ends where a model was touched."""
-        answers = await self._in_workers("quartet_load", str(staged.path))
+        try:
+            answers = await self._in_workers("quartet_load", str(staged.path))
+        except Exception as error:
+            self._die(f"whether weights were changed is unknown: {error!r}")
+            raise QuartetError("INTERNAL", "the weights could not be loaded") from error
         failed = [answer for core in answers for answer in core if not answer["ok"]]
         if not failed:
             return

@@ -110,7 +110,12 @@ class Submission:
     async def submit(self, tokens: Sequence[int], salt: str, params: SamplingParams) -> None:
         """Hand it over. The salt keeps prefixes of other weights away."""
         prompt = tokens_input(list(tokens), cache_salt=salt)
-        self._queue = await self._llm.add_request(self._request_id, prompt, params)
+        try:
+            self._queue = await self._llm.add_request(self._request_id, prompt, params)
+        except asyncio.CancelledError:
+            # It may be there already, and vLLM itself takes it out only once it has told us its own id.
+            await self._llm.abort(self._request_id)
+            raise
         self._state = self._llm.output_processor.request_states.get(self._queue.request_id)
 
     async def next(self) -> Any:
