@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import grpc
 import numpy as np
 import pytest
+import xxhash
 from quartet.errors import QuartetError, from_rpc
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
@@ -17,7 +18,7 @@ from quartet.v1 import weights_pb2 as pb
 from quartet.v1 import weights_pb2_grpc as rpc
 from quartet.weights import push
 from quartet.weights.fetched import Fetched
-from quartet.weights.frames import PUSH_CHUNK
+from quartet.weights.frames import PUSH_CHUNK, encode_chunk
 from quartet.weights.manifest import build_manifest, sealed
 from quartet.weights.payload import CHUNK_BYTES, full_payload
 from quartet.weights.push import PUSH_METHOD, push_version
@@ -277,6 +278,29 @@ async def test_a_silent_client_is_given_up(plane: Plane, monkeypatch: pytest.Mon
     with pytest.raises(grpc.RpcError) as caught:
         await asyncio.wait_for(method(messages()), 10)
     assert from_rpc(caught.value).reason == "DEADLINE" and plane.versions() == []
+
+
+async def test_an_upload_that_trickles_is_given_up(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invariants 7 and 8: a frame now and then is no progress worth a place."""
+    monkeypatch.setattr(push, "PUSH_SECONDS", 0.3)
+    monkeypatch.setattr(push, "MAX_PUSHES", 1)
+    method = plane.channel.stream_unary(PUSH_METHOD)
+    payload = full_payload(model())
+
+    async def messages() -> AsyncIterator[bytes]:
+        yield frames()[0].SerializeToString()
+        for at in range(1000):
+            byte = b"".join(payload.slices(at, at + 1))
+            checksum = xxhash.xxh3_64_intdigest(byte)
+            yield encode_chunk(at, [byte], 1, checksum, PUSH_CHUNK)
+            await asyncio.sleep(0.05)
+
+    with pytest.raises(grpc.RpcError) as caught:
+        await asyncio.wait_for(method(messages()), 20)
+    assert from_rpc(caught.value).reason == "DEADLINE" and plane.versions() == []
+    monkeypatch.setattr(push, "PUSH_SECONDS", 20.0)
+    await push_version(plane.channel, "r", 1, model())
+    assert plane.versions() == [1], "its place was given back"
 
 
 async def test_staging_is_bounded_and_given_back(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,8 @@
 1. Only the commit frame counts: a stream that ends without it leaves nothing. To a server of grpc.aio a
    client that was killed looks like one that ended its stream.
 2. What is committed has every tensor of its manifest with its digest; until then nobody can see it.
-3. Bounded: MAX_STAGED_BYTES and MAX_PUSHES at once, IDLE_SECONDS between two frames; a client waits for no
-   more than the time that its bytes justify.
+3. Bounded: MAX_STAGED_BYTES and MAX_PUSHES at once, IDLE_SECONDS between two frames, and on both sides the
+   time that the bytes of an upload justify: one that trickles holds no place for ever.
 4. Repeating a committed version succeeds, without its bytes being read.
 5. The server sends GO_AHEAD as initial metadata once it wants the payload, and `push_version` waits for it: a
    refusal comes before the bytes, and not while they are written, when grpc.aio loses it (grpc/grpc#36066).
@@ -83,7 +83,14 @@ class Pushes:
             return pb.PushResponse(version=manifest.version)
         with self._staging(manifest) as buffer:
             await go_ahead()
-            await _receive(messages, buffer)
+            limit_s = _upload_seconds(len(buffer))
+            try:
+                async with asyncio.timeout(limit_s):
+                    await _receive(messages, buffer)
+            except TimeoutError:
+                raise QuartetError(
+                    "DEADLINE", f"the upload took longer than {limit_s:.0f} s", waited_for="commit"
+                ) from None
             pushed = await asyncio.to_thread(_verified, buffer, manifest, base)
             await asyncio.to_thread(self._store.commit, pushed)
         log.info("version pushed", run_id=manifest.run_id, version=manifest.version, bytes=len(buffer))
@@ -128,6 +135,10 @@ class Pushes:
             yield np.empty(manifest.payload_bytes, np.uint8).data
         finally:
             self._staged_bytes.remove(size)
+
+
+def _upload_seconds(size: int) -> float:
+    return PUSH_SECONDS + size / BYTES_PER_SECOND
 
 
 async def _receive(messages: AsyncIterator[bytes], buffer: memoryview) -> None:
@@ -240,7 +251,7 @@ async def _push_once(channel: grpc.aio.Channel, manifest: pb.WeightManifest, pay
 
     # No serializer: the messages are ready for the wire.
     method: Any = channel.stream_unary(PUSH_METHOD, response_deserializer=pb.PushResponse.FromString)
-    call = method(messages(), timeout=PUSH_SECONDS + payload.size / BYTES_PER_SECOND)
+    call = method(messages(), timeout=_upload_seconds(payload.size))
     try:
         response = await call
     except grpc.RpcError as error:
