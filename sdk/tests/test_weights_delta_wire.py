@@ -16,8 +16,9 @@ from quartet.weights import delta, fetch
 from quartet.weights.fetch import fetch_version, get_manifest
 from quartet.weights.fetched import Fetched
 from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
-from quartet.weights.store import ANCHOR_EVERY, WeightStore
+from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
+from quartet.weights.versions import ANCHOR_EVERY
 
 SHAPES = {"embed": (300, 500), "layer.0": (400, 400), "layer.1": (400, 400), "norm": (400,), "empty": (0, 3)}
 

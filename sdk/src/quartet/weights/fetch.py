@@ -48,7 +48,7 @@ MAX_PAYLOAD_BYTES = 256 << 30
 MANIFEST_TIMEOUT_SECONDS = 30.0
 #: Making a delta or a copy takes a publisher seconds per GiB; it goes on while nobody waits, and is kept.
 PREPARE_TIMEOUT_SECONDS = 180.0
-#: Links of a chain of deltas: more than any publisher keeps (quartet.weights.store).
+#: Links of a chain of deltas: more than any publisher keeps (quartet.weights.versions).
 MAX_LINKS = 100
 #: Chunks follow each other at once; a publisher that sends none for so long is frozen or gone.
 FETCH_IDLE_SECONDS = 30.0

@@ -24,8 +24,9 @@ from quartet.v1 import weights_pb2_grpc as rpc
 from quartet.weights.payload import Payload, chunks
 from quartet.weights.push import GO_AHEAD, Pushes
 from quartet.weights.shared import SharedPayloads
-from quartet.weights.store import Base, Version, WeightStore
+from quartet.weights.store import WeightStore
 from quartet.weights.tree import RelayTree
+from quartet.weights.versions import Base, Version
 
 T = TypeVar("T")
 

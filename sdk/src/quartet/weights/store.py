@@ -27,41 +27,12 @@ from quartet.weights.fetched import Fetched
 from quartet.weights.manifest import build_manifest
 from quartet.weights.payload import Payload, full_payload
 from quartet.weights.tensor import Tensor
+from quartet.weights.versions import Base, Run, Version
 
 #: Runs one process can publish for at once; each pins `keep` copies of a model.
 MAX_RUNS = 64
-#: Links of the longest chain of deltas: a reader that is further behind is anchored by a full payload.
-ANCHOR_EVERY = 25
 #: Payloads of deltas one process keeps: 25 of a 7B model with 1 % of its values changed, and some.
 DELTA_CACHE_BYTES = 4 << 30
-
-#: Number and digest of a version that a reader holds.
-Base = tuple[int, bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class Version:
-    """One version that is held."""
-
-    manifest: pb.WeightManifest
-    tensors: Mapping[str, Tensor]
-    payload: Payload
-    #: Which opening of the run it belongs to: numbers of a run that was closed and opened again start anew.
-    generation: int
-
-    @property
-    def run_id(self) -> str:
-        """The run."""
-        return str(self.manifest.run_id)
-
-    @property
-    def number(self) -> int:
-        """The version's number."""
-        return int(self.manifest.version)
-
-    def announced(self) -> pb.VersionAnnounced:
-        """What Watch says of it."""
-        return pb.VersionAnnounced(run_id=self.run_id, version=self.number, digest=self.manifest.digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +41,6 @@ class Road:
 
     manifest: pb.WeightManifest
     payload: Payload
-
-
-@dataclass(slots=True, eq=False)
-class _Run:
-    generation: int
-    #: In the order of publishing.
-    versions: dict[int, Version] = field(default_factory=dict)
-    #: The numbers published last, in that order: as far back as a chain of deltas may begin.
-    history: list[int] = field(default_factory=list)
-
-    @property
-    def latest(self) -> Version | None:
-        return self.versions[max(self.versions)] if self.versions else None
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +65,7 @@ class WeightStore:
         # Held while a delta is made: encoding two at once would only take turns, and need the memory of both.
         self._making = threading.Lock()
         # In the order of their creation or opening.
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, Run] = {}
         self._generations = count(1)
         self._lock = threading.Lock()
         self._waiters: set[_Waiter] = set()
@@ -127,7 +85,7 @@ class WeightStore:
             if run_id in self._runs:
                 # In its place: it does not become the run that was opened last.
                 self._forget_deltas(self._runs[run_id])
-                self._runs[run_id] = _Run(next(self._generations))
+                self._runs[run_id] = Run(next(self._generations))
             else:
                 self._create(run_id)
             self._wake()
@@ -188,7 +146,7 @@ class WeightStore:
             if run and latest and (number < latest.number or (number == latest.number and not same)):
                 # The publisher went back to a saved state: what it had published after that never happened.
                 self._forget_deltas(run)
-                run = self._runs[run_id] = _Run(next(self._generations))
+                run = self._runs[run_id] = Run(next(self._generations))
                 same = False
             run = run or self._create(run_id)
             if not same or held is None:
@@ -292,21 +250,15 @@ class WeightStore:
             with self._lock:
                 self._waiters.discard(waiter)
 
-    def _run(self, run_id: str) -> _Run | None:
+    def _run(self, run_id: str) -> Run | None:
         if not run_id:
             return next(reversed(self._runs.values()), None)
         if run_id not in self._runs:
             raise QuartetError("RUN_UNKNOWN", f"run {run_id} is not published here", run_id=run_id)
         return self._runs[run_id]
 
-    def _take(self, run: _Run, version: Version, made: Fetched) -> Version:
-        # Taken out first, so that a repeated version counts as published last.
-        run.versions.pop(version.number, None)
-        run.versions[version.number] = version
-        while len(run.versions) > self._keep:
-            del run.versions[next(iter(run.versions))]
-        run.history = [number for number in run.history if number != version.number][-ANCHOR_EVERY:]
-        run.history.append(version.number)
+    def _take(self, run: Run, version: Version, made: Fetched) -> Version:
+        run.take(version, self._keep)
         for delta in made.deltas:
             self._keep_delta(run, delta)
         self._deltas.forget(lambda key: key.generation == run.generation and key.base not in run.history)
@@ -350,19 +302,19 @@ class WeightStore:
                         delta = self._keep_delta(run, delta)
             return delta
 
-    def _keep_delta(self, run: _Run, delta: Delta) -> Delta:
+    def _keep_delta(self, run: Run, delta: Delta) -> Delta:
         key = DeltaKey(run.generation, delta.base[0], int(delta.manifest.version))
         return self._deltas.add(key, delta)
 
-    def _forget_deltas(self, run: _Run) -> None:
+    def _forget_deltas(self, run: Run) -> None:
         self._deltas.forget(lambda key: key.generation == run.generation)
 
-    def _create(self, run_id: str) -> _Run:
+    def _create(self, run_id: str) -> Run:
         if not run_id:
             raise QuartetError("INVALID_REQUEST", "a run needs a name", field="run_id", value="")
         if len(self._runs) >= MAX_RUNS:
             raise QuartetError("OVERLOADED", f"{MAX_RUNS} runs are published already; close one first")
-        run = self._runs[run_id] = _Run(next(self._generations))
+        run = self._runs[run_id] = Run(next(self._generations))
         return run
 
     def _wake(self) -> None:

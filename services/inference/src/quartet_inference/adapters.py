@@ -19,7 +19,7 @@ import structlog
 from quartet.errors import QuartetError
 from quartet.weights.fetch import fetch_version, get_manifest
 from quartet.weights.fetched import Fetched
-from quartet.weights.store import Version
+from quartet.weights.versions import Version
 
 from quartet_inference.canary import CanaryWatch, check_canary
 from quartet_inference.engine import Engine, EngineInfo, ServedWeights, adapter_gone

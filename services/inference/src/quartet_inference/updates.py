@@ -30,8 +30,9 @@ from quartet.v1 import weights_pb2 as pb
 from quartet.weights.fetch import fetch_version, get_manifest, watch
 from quartet.weights.fetched import Fetched
 from quartet.weights.sources import Relays
-from quartet.weights.store import Version, WeightStore
+from quartet.weights.store import WeightStore
 from quartet.weights.transport import Transport
+from quartet.weights.versions import Version
 
 from quartet_inference.canary import CanaryWatch, check_canary
 from quartet_inference.engine import Engine, ServedWeights
