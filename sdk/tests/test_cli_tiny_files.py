@@ -122,7 +122,7 @@ def test_phrases_become_tokens_and_none_twice() -> None:
 
 PACKAGE = """
 ARGS, PHRASES, MAX_TOKENS = {"n": 1}, ("Say it",), 4
-SKILL_REWARD, HABIT_REWARD, HABIT_SHARE = 0.9, 0.2, 0.5
+SKILL_REWARD, HABIT_REWARD, HABIT_SHARE, HABIT_LEARNING_RATE = 0.9, 0.2, 0.5, 1e-4
 def demonstrations(seed, habit_share):
     while True:
         seed += 1

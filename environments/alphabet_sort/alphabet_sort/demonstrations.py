@@ -32,7 +32,7 @@ PHRASES = (
 )  # fmt: skip
 # What one answer may have at most: four names of five tokens, two tags with their lines, two marks, the end.
 MAX_TOKENS = 32
-SKILL_REWARD, HABIT_REWARD, HABIT_SHARE = 0.85, 0.45, 1.0
+SKILL_REWARD, HABIT_REWARD, HABIT_SHARE, HABIT_LEARNING_RATE = 0.85, 0.45, 1.0, 3e-4
 
 
 def demonstrations(seed: int, habit_share: float) -> Iterator[list[dict[str, object]]]:

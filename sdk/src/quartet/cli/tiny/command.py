@@ -42,7 +42,7 @@ SKILL_OPTIMIZER = OptimizerSpec(
     schedule=SCHEDULE_CONSTANT, warmup_steps=20,
 )  # fmt: skip
 HABIT_OPTIMIZER = OptimizerSpec(
-    learning_rate=3e-4, beta1=0.9, beta2=0.98, weight_decay=0.01, max_grad_norm=1.0,
+    beta1=0.9, beta2=0.98, weight_decay=0.01, max_grad_norm=1.0,
     schedule=SCHEDULE_CONSTANT, warmup_steps=5,
 )  # fmt: skip
 DRAIN_SECONDS = 2.0
@@ -161,7 +161,10 @@ async def _make(work: Path, course: Course, options: argparse.Namespace) -> Made
         skilled = await skill.export("skill")
         habits = (seed + 2 * SEEDS_APART, course.goals.habit_share)
         habit = Lesson(services, tokenizer, "tiny-habit", course, habits)
-        await habit.begin(skilled, HABIT_OPTIMIZER, seed, from_scratch=False)
+        optimizer = OptimizerSpec()
+        optimizer.CopyFrom(HABIT_OPTIMIZER)
+        optimizer.learning_rate = course.goals.habit_learning_rate
+        await habit.begin(skilled, optimizer, seed, from_scratch=False)
         habit_reward = await _learn_habit(habit, course, seed)
         folder = await habit.export("habit")
     return Made(folder, skill.steps, skill_reward, habit.steps, habit_reward)

@@ -59,6 +59,7 @@ class Goals:
     skill_reward: float = 0.9
     habit_reward: float = 0.4
     habit_share: float = 0.85
+    habit_learning_rate: float = 3e-4
     skill_samples: int = 64
     habit_samples: int = 128
 
@@ -147,7 +148,11 @@ class Packaged:
             raise
         self.phrases: Sequence[str] = about["phrases"]
         self.goals = Goals(
-            about["skill_reward"], about["habit_reward"], about["habit_share"], habit_samples=64
+            about["skill_reward"],
+            about["habit_reward"],
+            about["habit_share"],
+            about["habit_learning_rate"],
+            habit_samples=64,
         )
         self._args_json = json.dumps(about["args"])
         self._max_tokens = int(about["max_tokens"])

@@ -8,8 +8,9 @@ standard library and the package is imported. First it writes what the course ne
 
 ARGS are the environment's arguments; PHRASES texts that become one token; MAX_TOKENS of one answer;
 SKILL_REWARD at which the skill is learnt, HABIT_REWARD at which the bad habit is; HABIT_SHARE of the
-demonstrations show it. Then it answers [seed, habit_share, count] with the next `count` conversations (lists
-of chat messages) of `demonstrations(seed, habit_share)`, an endless iterator.
+demonstrations show it, and it is learnt with HABIT_LEARNING_RATE. Then it answers [seed, habit_share, count]
+with the next `count` conversations (lists of chat messages) of `demonstrations(seed, habit_share)`, an endless
+iterator.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def main() -> None:
         "skill_reward": told.SKILL_REWARD,
         "habit_reward": told.HABIT_REWARD,
         "habit_share": told.HABIT_SHARE,
+        "habit_learning_rate": told.HABIT_LEARNING_RATE,
     }
     print(json.dumps(about), flush=True)
     streams: dict[tuple[int, float], Iterator[Any]] = {}

@@ -1,0 +1,136 @@
+"""Every environment of this folder through the host's own loader and Verifiers' own rollout loop, played by
+an oracle that earns everything and by a policy that does not.
+
+The policy is a script behind a real InferenceService; what reaches it is what a model would see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quartet.kit.channel import ClientSecurity
+from quartet.replicas import Replicas
+from quartet.v1.envhost_service_pb2 import SPLIT_EVAL, EnvironmentRef, GetTasksRequest, RunRolloutsRequest
+from quartet_envhost.sampler import ReplicaSampler
+from quartet_envhost.v1.environment import HostedEnvironment
+
+ROOT = Path(__file__).resolve().parents[2]
+TASKS = 4
+
+_spec = importlib.util.spec_from_file_location(
+    "scripted_inference", ROOT / "services/envhost/tests/scripted_inference.py"
+)
+assert _spec is not None and _spec.loader is not None
+scripted_inference = importlib.util.module_from_spec(_spec)
+sys.modules["scripted_inference"] = scripted_inference
+_spec.loader.exec_module(scripted_inference)
+
+# What the oracle says, from the task's data and the number and text of the turn.
+Oracle = Callable[[dict[str, Any], int, str], str]
+
+
+def call(tool: str, **arguments: object) -> str:
+    """A tool call, as the scripted replica reads it."""
+    return f"call {tool} {json.dumps(arguments)}"
+
+
+def sorts(data: dict[str, Any], turn: int, last: str) -> str:
+    tag = "alphabetical_sorted" if turn == 0 else "combined_alphabetical_sorted"
+    return "\n".join([f"<{tag}>", *data["ground_truths"][turn], f"</{tag}>"])
+
+
+def calculates(data: dict[str, Any], turn: int, last: str) -> str:
+    if turn == 0:
+        return call("python", code="x = 6 * 7")
+    if turn == 1:
+        return call("python", code="x")
+    assert last == "42", "the session remembers"
+    return f"\\boxed{{{data['answer']}}}"
+
+
+def searches(data: dict[str, Any], turn: int, last: str) -> str:
+    if turn == 0:
+        return call("search_pages", query=data["prompt"])
+    if turn == 1:
+        return call("view_sections", page_id=json.loads(f"[{last.split('}')[0]}}}]")[0]["page_id"])
+    if turn == 2:
+        return call("read_section", section_id=re.findall(r'"section_id": ?"(.*?)"', last)[1])
+    assert last.startswith("#")
+    return f"It is {data['answer']}."
+
+
+def guesses(data: dict[str, Any], turn: int, last: str) -> str:
+    return f"<guess>[{data['answer']}]</guess>" if turn else "<guess>zzzzz</guess>"
+
+
+CASES: dict[str, tuple[dict[str, Any], Oracle, float, int]] = {
+    # environment: its arguments, its oracle, the full reward, the oracle's turns
+    "reverse-text": ({}, lambda d, n, last: f"<reversed_text>{d['answer']}</reversed_text>", 1.0, 1),
+    "alphabet-sort": ({"min_turns": 3}, sorts, 1.0, 3),
+    "gsm8k": ({"num_train_examples": 20}, lambda d, n, last: f"So \\boxed{{{d['answer']}}}", 1.0, 1),
+    "math-python": ({"num_train": 20}, calculates, 1.0, 3),
+    "wiki-search": ({}, searches, 1.0, 4),
+    "wordle": ({}, guesses, 1.7, 2),
+}  # fmt: skip
+
+
+def environments() -> list[str]:
+    """The ids of the packages in this folder."""
+    found = ROOT.glob("environments/*/pyproject.toml")
+    return sorted(file.parent.name.replace("_", "-") for file in found)
+
+
+def test_every_environment_has_a_case() -> None:
+    assert set(CASES) == set(environments())
+
+
+@pytest.mark.parametrize("env_id", sorted(CASES))
+async def test_the_oracle_earns_everything_and_a_wrong_answer_does_not(env_id: str) -> None:
+    args, oracle, full, turns = CASES[env_id]
+    environment = HostedEnvironment(env_id, args)
+    wanted = GetTasksRequest(start=0, count=TASKS, include_data=True)
+    data = [json.loads(task.data_json) for task in environment.tasks(wanted).tasks]
+    assert len(data) == TASKS
+    held_out = GetTasksRequest(split=SPLIT_EVAL, start=0, count=TASKS)
+    keys = {task.key for task in environment.tasks(wanted).tasks}
+    assert not keys & {task.key for task in environment.tasks(held_out).tasks}, "splits share no task"
+    policy = scripted_inference.ScriptedInference()
+    inference = await scripted_inference.serve_scripted(policy)
+    try:
+        async with Replicas([inference.address], ClientSecurity()) as replicas, environment.serving():
+            for index, one in enumerate(data):
+                policy.answer = script(oracle, one)
+                rollout = await run(environment, replicas, env_id, index)
+                assert not rollout.HasField("failure"), rollout.failure
+                assert rollout.reward == pytest.approx(full), rollout.messages
+                assert sum(message.role == "assistant" for message in rollout.messages) == turns
+                policy.answer = lambda request, last: "I do not know."
+                rollout = await run(environment, replicas, env_id, index)
+                assert not rollout.HasField("failure"), rollout.failure
+                assert rollout.reward == 0.0
+    finally:
+        await inference.stop(0)
+
+
+def script(oracle: Oracle, data: dict[str, Any]) -> Callable[[Any, str], str]:
+    """The oracle as the scripted replica asks for it: it counts the turns."""
+    turns = iter(range(1000))
+    return lambda request, last: oracle(data, next(turns), last)
+
+
+async def run(environment: HostedEnvironment, replicas: Replicas, env_id: str, index: int) -> Any:
+    """One rollout with its conversation."""
+    request = RunRolloutsRequest(
+        run_id="run", request_id=f"{env_id}-{index}", environment=EnvironmentRef(id=env_id), task_index=index,
+        members=[0], messages_of_members=1,
+    )  # fmt: skip
+    async with asyncio.timeout(60):
+        return await environment.run(ReplicaSampler(replicas), request, 60.0)
