@@ -26,6 +26,10 @@ OWNED_VLLM_ARGS = {
     "logits_processors": "tokens are drawn by Quartet's own sampler",
     "worker_extension_cls": "weights are changed by Quartet's own extension",
     "skip_tokenizer_init": "text is made by the service, the engine knows tokens only",
+    "enable_lora": "give vllm.max_lora_rank",
+    "max_lora_rank": "give vllm.max_lora_rank",
+    "max_loras": "give vllm.max_loras",
+    "max_cpu_loras": "give adapters.max_count",
     "speculative_config": "drafted tokens are not drawn by Quartet's sampler",
 }
 
@@ -57,6 +61,10 @@ class VllmConfig(Config):
     # Of each device; default: what vLLM finds free on an accelerator, 1 GiB on a CPU.
     kv_cache_bytes: int | None = pydantic.Field(default=None, ge=1 << 16)
     kv_on_update: Literal["keep", "recompute"] = "recompute"
+    # The largest rank of an adapter; 0 serves none. vLLM keeps room for max_loras of this rank in every
+    # layer, so many can be in one step; on a CPU it serves adapters more slowly than the base model.
+    max_lora_rank: int = pydantic.Field(default=0, ge=0, le=512)
+    max_loras: int = pydantic.Field(default=4, ge=1, le=256)
     # Where new weights wait for the swap, and every worker reads them: memory, if there is enough of it.
     staging: Path = Path("/dev/shm")
     # Any further arguments of vLLM's AsyncEngineArgs, such as tensor_parallel_size, data_parallel_size,

@@ -9,6 +9,9 @@
 4. Keys that broken weights have left non-finite would spoil whoever gets their place in the cache, masked or
    not: they are wiped, and running requests recomputed, before anything goes on.
 5. A request that is pinned to a run or version ends in the pause in which the weights leave it.
+6. Each version of an adapter is an adapter of its own inside vLLM. Where one replaces another, the requests
+   of its run are submitted again with the tokens that they have; nothing else is paused. Whatever
+   kv_on_update says, keys come from one version. The old one is removed when nothing uses it.
 """
 
 from __future__ import annotations
@@ -17,13 +20,16 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
 import structlog
-from quartet.errors import QuartetError, unimplemented
+from quartet.errors import QuartetError
 from quartet.weights.tensor import Tensor
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -36,13 +42,23 @@ from quartet_inference.engine import (
     Scored,
     ScoreRequest,
     ServedWeights,
+    adapter_gone,
+    no_base,
     not_ready,
     refusal,
 )
 from quartet_inference.layout import Layout, check_layout
+from quartet_inference.lora import read_adapter
 from quartet_inference.sampler import seeds_of
-from quartet_inference.vllm.flight import Flight, NonFiniteLogits, Submission, score_params
-from quartet_inference.vllm.staging import StagedFile, Staging
+from quartet_inference.vllm.flight import (
+    Flight,
+    Moved,
+    NonFiniteLogits,
+    ServedAdapter,
+    Submission,
+    score_params,
+)
+from quartet_inference.vllm.staging import StagedAdapter, StagedFile, Staging
 
 log = structlog.get_logger()
 
@@ -72,6 +88,7 @@ class VllmEngine:
         max_waiting: int,
         recompute_on_update: bool,
         on_step: Callable[[], None] = lambda: None,
+        max_adapters: int = 16,
     ) -> None:
         """Take over a started AsyncLLM."""
         model = llm.model_config
@@ -94,6 +111,11 @@ class VllmEngine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._changing = asyncio.Lock()
         self._random = np.random.default_rng()
+        lora = llm.vllm_config.lora_config
+        self._max_rank = lora.max_lora_rank if lora is not None else 0
+        self._max_adapters = max_adapters
+        self._adapters: dict[str, ServedAdapter] = {}
+        self._lora_ids = count(1)
 
     # ---- requests
 
@@ -120,7 +142,7 @@ class VllmEngine:
     def _admit(self, request: Request | ScoreRequest, count: int) -> None:
         if self._info.closed:
             raise not_ready()
-        refused = refusal(request, self._info.served)
+        refused = refusal(request, self._info.serving(request.run_id))
         if refused is not None:
             raise refused
         waiting = sum(not flight.started for flight in self._flights) + self._scores
@@ -133,7 +155,8 @@ class VllmEngine:
         stops = request.sampling.stop
         watch = StopWatch(stops, self._held.detokenize) if stops else None
         completion = Completion(request, index, seed, self._held.end_tokens, watch)
-        flight = Flight(request, completion, events, self._first_version)
+        adapter = self._adapters.get(request.run_id)
+        flight = Flight(request, completion, events, self._first_version, adapter)
         if completion.finish is not None:  # it ended where it ran before
             events.put_nowait(completion.finish)
             return flight
@@ -176,10 +199,17 @@ class VllmEngine:
         """Submit a completion and follow it; False where new weights came before its first token."""
         flight.again = False
         params = flight.params(self._info.end_token_ids)
-        async with Submission(self._llm, uuid.uuid4().hex, self._on_step) as submission:
-            await submission.submit(flight.request.prompt, self._salt(), params)
+        async with (
+            self._using(flight.adapter) as lora,
+            Submission(self._llm, uuid.uuid4().hex, self._on_step) as submission,
+        ):
+            flight.submission = submission
+            await submission.submit(flight.prompt(), self._salt(), params, lora)
             while True:
-                output = await submission.next()
+                try:
+                    output = await submission.next()
+                except Moved:
+                    return False
                 if flight.again:
                     return False
                 self._sampled(flight.take(output, submission.starts(output)))
@@ -187,6 +217,29 @@ class VllmEngine:
                     return True
                 if output.finished:
                     raise QuartetError("INTERNAL", f"vLLM ended it: {output.outputs[0].finish_reason}")
+
+    @asynccontextmanager
+    async def _using(self, adapter: ServedAdapter | None) -> AsyncIterator[LoRARequest | None]:
+        """Keep an adapter inside vLLM meanwhile."""
+        if adapter is None:
+            yield None
+            return
+        adapter.users += 1
+        try:
+            yield adapter.lora
+        finally:
+            adapter.users -= 1
+            self._remove_unused(adapter)
+
+    def _remove_unused(self, adapter: ServedAdapter) -> None:
+        if adapter.retired and not adapter.users and not self._info.closed:
+            self._spawn(self._remove(adapter), "vllm-remove-adapter")
+
+    async def _remove(self, adapter: ServedAdapter) -> None:
+        try:
+            await self._llm.remove_lora(adapter.lora.lora_int_id)
+        except EngineDeadError:
+            self._die("vLLM's core has ended")
 
     def _sampled(self, tokens: int) -> None:
         self._info = replace(self._info, tokens_sampled=self._info.tokens_sampled + tokens)
@@ -197,19 +250,24 @@ class VllmEngine:
     async def score(self, request: ScoreRequest) -> Scored:
         """Score a sequence; a swap starts it anew."""
         self._admit(request, 1)
-        assert self._info.served is not None
+        served = self._info.serving(request.run_id)
+        assert served is not None
         if not request.covered:
-            return Scored([], self._info.served.version)
+            return Scored([], served.version)
         self._scores += 1
         try:
             while True:
-                epoch, version = self._epoch, self._info.served.version
-                logprobs = await self._logprobs(request)
-                if epoch == self._epoch:
+                adapter, epoch = self._adapters.get(request.run_id), self._epoch
+                version = served.version
+                async with self._using(adapter) as lora:
+                    logprobs = await self._logprobs(request, lora)
+                served = self._info.serving(request.run_id)
+                refused = refusal(request, served)
+                if epoch == self._epoch and adapter is self._adapters.get(request.run_id):
                     return Scored(logprobs, version)
-                refused = refusal(request, self._info.served)
                 if refused is not None:
                     raise refused
+                assert served is not None, "it is not refused"
         except NonFiniteLogits:
             self._unsound = True
             self._spawn(self._heal(), "vllm-heal")
@@ -220,10 +278,10 @@ class VllmEngine:
         finally:
             self._scores -= 1
 
-    async def _logprobs(self, request: ScoreRequest) -> list[float]:
+    async def _logprobs(self, request: ScoreRequest, lora: LoRARequest | None) -> list[float]:
         tokens = request.tokens
         async with Submission(self._llm, uuid.uuid4().hex, self._on_step) as submission:
-            await submission.submit(tokens[:-1], self._salt(), score_params(request))
+            await submission.submit(tokens[:-1], self._salt(), score_params(request), lora)
             output = await submission.next()
         known = [float("nan")]
         known += [output.prompt_logprobs[at][tokens[at]].logprob for at in range(1, len(tokens) - 1)]
@@ -275,6 +333,8 @@ class VllmEngine:
             await core.pause_scheduler_async(mode="keep", clear_cache=self._recompute)
             began = time.perf_counter()  # before that, the step that was under way went on sampling
             try:
+                for run_id in list(self._adapters):  # they were made for the weights that go
+                    self._retire(run_id, adapter_gone(run_id))
                 self._end_pinned(weights)
                 await self._load(staged)
                 await self._label(weights)
@@ -290,8 +350,8 @@ class VllmEngine:
             updates = self._info.updates_applied + 1
             self._info = replace(self._info, updates_applied=updates, last_update_pause_ms=pause_ms)
 
-    def _end_pinned(self, weights: ServedWeights) -> None:
-        for flight in list(self._flights):
+    def _end_pinned(self, weights: ServedWeights, adapter: ServedAdapter | None = None) -> None:
+        for flight in [flight for flight in self._flights if flight.adapter is adapter]:
             refused = refusal(flight.request, weights)
             if refused is not None:
                 self._stop(flight, refused)
@@ -351,18 +411,93 @@ class VllmEngine:
             self._die(f"weights were changed in part: {failed[0]['why']}")
         raise QuartetError("INTERNAL", f"the weights could not be loaded: {failed[0]['why']}")
 
-    # ---- state
+    # ---- adapters
 
-    async def stage_adapter(self, config_json: str, tensors: Mapping[str, Tensor]) -> Any:
-        """Not served by this engine. Errors: NOT_IMPLEMENTED."""
-        raise unimplemented("adapters with engine vllm")
+    async def stage_adapter(self, config_json: str, tensors: Mapping[str, Tensor]) -> StagedAdapter:
+        """Check an adapter against the model and lay it where the workers find it."""
+        adapter = read_adapter(config_json, tensors, self._held.layout)
+        if adapter.rank > self._max_rank:
+            raise QuartetError(
+                "INVALID_REQUEST",
+                f"the adapter has rank {adapter.rank}, this engine was started for at most {self._max_rank}; "
+                "raise vllm.max_lora_rank",
+                field="adapter",
+                value=adapter.rank,
+                remedy="raise vllm.max_lora_rank",
+            )
+        return await asyncio.to_thread(self._staging.write_adapter, config_json, tensors, adapter.rank)
 
-    async def swap_adapter(self, staged: Any, weights: ServedWeights) -> None:
-        """Nothing was staged. Errors: NOT_IMPLEMENTED."""
-        raise unimplemented("adapters with engine vllm")
+    async def swap_adapter(self, staged: StagedAdapter | None, weights: ServedWeights) -> None:
+        """Serve a staged adapter, or the one held, under a name."""
+        self._check_open()
+        await asyncio.shield(self._spawn(self._swap_adapter(staged, weights), "vllm-adapter"))
+
+    async def _swap_adapter(self, staged: StagedAdapter | None, weights: ServedWeights) -> None:
+        async with self._changing:
+            self._check_open()
+            held = self._adapters.get(weights.run_id)
+            if staged is None:
+                assert held is not None, "only what is served can be renamed"
+                self._end_pinned(weights, held)
+                held.weights = weights
+                self._tell_adapters()
+                return
+            served = self._info.served
+            if served is None or served.digest != self._held.digest:
+                raise no_base(served)
+            if held is None and len(self._adapters) >= self._max_adapters:
+                raise QuartetError(
+                    "OVERLOADED", f"{self._max_adapters} adapters are served already (adapters.max_count)"
+                )
+            number = next(self._lora_ids)
+            # vLLM finds prefixes by the name.
+            name = f"{weights.run_id}@{weights.version}-{number}"
+            lora = LoRARequest(lora_name=name, lora_int_id=number, lora_path=str(staged.path))
+            try:
+                await self._llm.add_lora(lora)
+            except EngineDeadError:
+                self._die("vLLM's core has ended")
+                raise not_ready() from None
+            began = time.perf_counter()
+            adapter = self._adapters[weights.run_id] = ServedAdapter(weights, lora, staged)
+            if held is not None:
+                self._end_pinned(weights, held)
+                self._move(held, adapter)
+            self._tell_adapters()
+            pause_ms = (time.perf_counter() - began) * 1000
+            updates = self._info.updates_applied + 1
+            self._info = replace(self._info, updates_applied=updates, last_update_pause_ms=pause_ms)
+
+    def _move(self, held: ServedAdapter, adapter: ServedAdapter) -> None:
+        """What one version answered is answered by another from now on."""
+        for flight in self._flights:
+            if flight.adapter is held:
+                flight.adapter, flight.again = adapter, True
+                if flight.submission is not None:
+                    flight.submission.move()
+        held.retired = True
+        self._remove_unused(held)
 
     async def drop_adapter(self, run_id: str, why: QuartetError) -> None:
-        """There is none."""
+        """Serve it no more."""
+        async with self._changing:
+            self._retire(run_id, why)
+
+    def _retire(self, run_id: str, why: QuartetError) -> None:
+        adapter = self._adapters.pop(run_id, None)
+        if adapter is None:
+            return
+        for flight in [flight for flight in self._flights if flight.adapter is adapter]:
+            self._stop(flight, why)
+        adapter.retired = True
+        self._remove_unused(adapter)
+        self._tell_adapters()
+
+    def _tell_adapters(self) -> None:
+        served = tuple(adapter.weights for adapter in self._adapters.values())
+        self._info = replace(self._info, adapters=served)
+
+    # ---- state
 
     def base_digest(self) -> bytes:
         """Digest of the weights at the start."""

@@ -18,12 +18,14 @@ from typing import Any
 from quartet.errors import QuartetError
 from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from quartet_inference.completion import FLUSH_TOKENS, Completion
-from quartet_inference.engine import Event, Request, ScoreRequest
+from quartet_inference.engine import Event, Request, ScoreRequest, ServedWeights
 from quartet_inference.vllm.drawing import KEY, Draw
+from quartet_inference.vllm.staging import StagedAdapter
 
 #: vLLM's label of the weights that it was started with.
 FIRST_LABEL = "default"
@@ -45,6 +47,8 @@ class Flight:
     completion: Completion
     events: asyncio.Queue[Event | QuartetError]
     first_version: int  # what vLLM's first label stands for
+    adapter: ServedAdapter | None = None  # what answers it now; None: the base model
+    submission: Submission | None = field(default=None, repr=False)
     started: bool = False  # a token has arrived
     again: bool = False
     received: int = 0
@@ -65,8 +69,13 @@ class Flight:
             output_kind=RequestOutputKind.DELTA,
             # A stop string is looked for in every token, so that few are sampled in vain.
             stream_interval=1 if completion.watch is not None else FLUSH_TOKENS,
-            extra_args={KEY: asdict(Draw.of(sampling, completion.seed, self.request.resumed))},
+            extra_args={KEY: asdict(Draw.of(sampling, completion.seed, completion.sampled))},
         )
+
+    def prompt(self) -> list[int]:
+        """What is submitted: what was sampled so far belongs to it."""
+        given = len(self.request.prompt) - self.request.resumed
+        return [*self.request.prompt[:given], *self.completion.out]
 
     def take(self, output: Any, starts: Sequence[tuple[str, int]]) -> int:
         """Accept what vLLM has sampled, and tell it; the number of tokens accepted.
@@ -92,8 +101,25 @@ class Flight:
         return self.received - first
 
     def _version_at(self, position: int, starts: Sequence[tuple[str, int]]) -> int:
+        if self.adapter is not None:
+            return self.adapter.weights.version
         label = next(label for label, start in reversed(starts) if start <= position)
         return self.first_version if label == FIRST_LABEL else int(label)
+
+
+@dataclass(eq=False)
+class ServedAdapter:
+    """One version of an adapter inside vLLM: the id and the name are its own, and so are its prefixes."""
+
+    weights: ServedWeights
+    lora: LoRARequest
+    staged: StagedAdapter
+    users: int = 0
+    retired: bool = False  # nothing is submitted for it any more
+
+
+class Moved(Exception):
+    """What was submitted is answered by other weights from now on."""
 
 
 class Submission:
@@ -107,16 +133,23 @@ class Submission:
         self._state: Any = None
         self._ended = False
 
-    async def submit(self, tokens: Sequence[int], salt: str, params: SamplingParams) -> None:
+    async def submit(
+        self, tokens: Sequence[int], salt: str, params: SamplingParams, lora: LoRARequest | None = None
+    ) -> None:
         """Hand it over. The salt keeps prefixes of other weights away."""
         prompt = tokens_input(list(tokens), cache_salt=salt)
         try:
-            self._queue = await self._llm.add_request(self._request_id, prompt, params)
+            self._queue = await self._llm.add_request(self._request_id, prompt, params, lora_request=lora)
         except asyncio.CancelledError:
             # It may be there already, and vLLM itself takes it out only once it has told us its own id.
             await self._llm.abort(self._request_id)
             raise
         self._state = self._llm.output_processor.request_states.get(self._queue.request_id)
+
+    def move(self) -> None:
+        """Let `next` raise Moved: what has not been taken is sampled again."""
+        if self._queue is not None:
+            self._queue.put(Moved())
 
     async def next(self) -> Any:
         """What was sampled since; several outputs that have piled up are one."""

@@ -2,7 +2,8 @@
 
 1. A staged version is a safetensors file of the whole version; workers map it, nothing is sent through vLLM's
    own channels, whose ring buffers are small.
-2. The file ends with the object that stands for it, and all of them with the engine.
+2. The file ends with the object that stands for it, and all of them with the engine. An adapter is a folder
+   of its own.
 3. The folder asked for is used if it has room, otherwise the temporary folder.
 """
 
@@ -31,6 +32,14 @@ class StagedFile:
     path: Path
 
 
+@dataclass(frozen=True, eq=False)
+class StagedAdapter:
+    """One version of an adapter, as a folder of peft's."""
+
+    path: Path
+    rank: int
+
+
 class Staging:
     """The folder of an engine's staged versions."""
 
@@ -53,6 +62,17 @@ class Staging:
                 _write(descriptor, memoryview(tensors[name].data))
         finally:
             os.close(descriptor)
+        return staged
+
+    def write_adapter(self, config_json: str, tensors: Mapping[str, Tensor], rank: int) -> StagedAdapter:
+        """Write an adapter that fits the model. Not for the event loop."""
+        weights = self.write(tensors)
+        folder = weights.path.with_suffix(".adapter")
+        folder.mkdir(mode=0o700)
+        staged = StagedAdapter(folder, rank)
+        weakref.finalize(staged, shutil.rmtree, folder, ignore_errors=True)
+        os.link(weights.path, folder / "adapter_model.safetensors")  # the other name goes with `weights`
+        (folder / "adapter_config.json").write_text(config_json, encoding="utf-8")
         return staged
 
     def _folder_for(self, size: int) -> Path:

@@ -52,6 +52,7 @@ def start(
         settings.max_waiting,
         settings.kv_on_update == "recompute",
         on_step,
+        config.adapters.max_count,
     )
 
 
@@ -80,6 +81,14 @@ def engine_args(config: InferenceConfig) -> dict[str, Any]:
         "logits_processors": ["quartet_inference.vllm.drawing:DrawTokens"],
         "worker_extension_cls": "quartet_inference.vllm.worker.WeightWorker",
     }
+    if settings.max_lora_rank:
+        owned |= {
+            "enable_lora": True,
+            "max_lora_rank": settings.max_lora_rank,
+            "max_loras": settings.max_loras,
+            # While one version replaces another, both are held.
+            "max_cpu_loras": max(settings.max_loras, 2 * config.adapters.max_count),
+        }
     if config.weights_address and not any(config.model.glob("*.safetensors")):
         owned["load_format"] = "dummy"  # the first weights come from the trainer
     return chosen | settings.args | owned
