@@ -1,4 +1,4 @@
-"""The `quartet` command: `quartet rl`, `quartet model tiny`, and clients of a running orchestrator.
+"""The `quartet` command: `quartet rl`, `sft`, `model tiny`, and clients of a running orchestrator.
 
 Exit codes: 0 done, 1 failed, 2 refused (a wrong argument or configuration, in one sentence), 130 stopped by
 Ctrl-C.
@@ -20,6 +20,7 @@ Quartet trains language models with reinforcement learning on Verifiers environm
 
   quartet model tiny models/tiny              make a small model (under a minute on a CPU)
   quartet rl @ configs/reverse-text.toml      train it: four services on this machine
+  quartet sft @ sft.toml                      fine-tune a model on a file of chats
   quartet runs --orchestrator HOST:PORT       see what a deployed orchestrator runs
 """
 
@@ -52,9 +53,11 @@ def build_parser() -> argparse.ArgumentParser:
         )
 
     from quartet.cli import clients, rl
+    from quartet.cli.sft import arguments as sft
     from quartet.cli.tiny import command as tiny
 
     rl.add_arguments(add("rl", "reinforcement learning on this machine", RL_DESCRIPTION))
+    sft.add_arguments(add("sft", "supervised fine-tuning on this machine", sft.DESCRIPTION))
     model = add("model", "make a model")
     models = model.add_subparsers(dest="model_command", required=True, metavar="KIND")
     tiny.add_arguments(
@@ -87,12 +90,17 @@ def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
     from quartet.cli import clients, rl
     from quartet.cli.tiny import command as tiny
 
-    if rest and options.command not in ("rl", "submit"):
+    if rest and options.command not in ("rl", "sft", "submit"):
         raise ConfigError(f"argument {rest[0]!r} is not understood; see 'quartet {options.command} --help'")
     match options.command:
         case "rl":
             _need("rich", "matplotlib")
             return rl.run(options, rest)
+        case "sft":
+            _need("tokenizers", "jinja2")
+            from quartet.cli.sft import command as sft
+
+            return sft.run(options, rest)
         case "model":
             _need("tokenizers")
             return tiny.run(options)

@@ -1,0 +1,1 @@
+"""Supervised fine-tuning on a file of chats, through the trainer service."""

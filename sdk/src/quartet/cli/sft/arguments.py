@@ -1,0 +1,26 @@
+"""The arguments of `quartet sft`, apart from the command, which needs a tokenizer and a template engine."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+DESCRIPTION = """\
+Start a trainer on this machine, train a model on a file of chats, and write its folder.
+
+  quartet sft @ sft.toml [@ more.toml ...] [--key value ...]
+
+    model = "models/tiny"
+    data = "chats.jsonl"     # a line each: {"messages": [{"role": "user", "content": "..."}, ...]}
+    epochs = 2
+    learning_rate = 1e-4
+    roles = ["assistant"]    # whose messages are learned
+
+Writes metrics.jsonl, checkpoint/, logs/ to the output folder.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments besides the configuration."""
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs/sft"), help="default: %(default)s")
+    parser.add_argument("--dry-run", action="store_true", help="only check, and say what would run")

@@ -1,0 +1,159 @@
+"""`quartet sft`: starts a trainer here, trains a model on a file of chats, and writes the model's folder."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from quartet.cli.job import model_path
+from quartet.cli.outputs import append_line, link_or_copy
+from quartet.cli.sft.chats import Chats, batches, read_chats
+from quartet.config import ConfigError
+from quartet.config.load import load
+from quartet.kit.call import RetryBudget, unary
+from quartet.kit.channel import connect
+from quartet.local.deployment import check, wire, write
+from quartet.local.supervisor import ServiceFailed, Supervisor
+from quartet.run.sft import SftConfig
+from quartet.v1 import trainer_service_pb2 as pb
+from quartet.v1.rollout_pb2 import Sample
+from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
+
+RUN_ID = "sft"
+METRICS, CHECKPOINT = "metrics.jsonl", "checkpoint"
+START_SECONDS = 180.0  # the first call waits for the service to import torch
+CALL_SECONDS = 3600.0  # the largest batch on the slowest machine
+DRAIN_SECONDS = 2.0
+# Well below the limit of a message, 4 MiB.
+FRAME_BYTES = 1 << 20
+SCHEDULES = {"constant": pb.SCHEDULE_CONSTANT, "linear": pb.SCHEDULE_LINEAR, "cosine": pb.SCHEDULE_COSINE}
+EXIT_FAILED = 1
+
+
+def run(options: argparse.Namespace, rest: list[str]) -> int:
+    """The command. `rest` is what argparse left: `@ file.toml --key value`."""
+    config = load(SftConfig, rest).config
+    config = config.model_copy(update={"model": model_path(config.model)})
+    output: Path = options.output_dir.absolute()
+    if output.exists() and any(output.iterdir()):
+        raise ConfigError(f"--output-dir {output} is not empty; name another one")
+    chats = read_chats(config.data, Path(config.model), config.roles, config.max_tokens)
+    covered = sum(span.length for sample in chats.samples for span in sample.spans)
+    print(
+        f"{len(chats.samples)} chats, {covered} tokens to learn, {chats.left_out} left out as too long; "
+        f"{config.steps(len(chats.samples))} steps"
+    )
+    if options.dry_run:
+        return 0
+    try:
+        asyncio.run(_train(config, chats, output))
+    except ServiceFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    print(f"model and metrics: {output}")
+    return 0
+
+
+async def _train(config: SftConfig, chats: Chats, output: Path) -> None:
+    specs = write(wire(config.model, output / "data", {"trainer": config.trainer}), output)
+    await check(specs)
+    supervisor = Supervisor(specs)
+    supervisor.start()
+    try:
+        await supervisor.wait_bound()
+        (trainer,) = supervisor.statuses
+        async with connect(trainer.address) as channel:
+            stub = TrainerServiceStub(channel)  # type: ignore[no-untyped-call]
+            failed = asyncio.create_task(supervisor.wait_failed())
+            work = asyncio.create_task(_steps(stub, config, chats.samples, output))
+            await asyncio.wait({failed, work}, return_when=asyncio.FIRST_COMPLETED)
+            failed.cancel()
+            if not work.done():
+                work.cancel()
+                await failed
+            exported = work.result()
+    finally:
+        await supervisor.stop(DRAIN_SECONDS)
+    shutil.copytree(exported, output / CHECKPOINT, copy_function=link_or_copy)
+
+
+async def _steps(stub: Any, config: SftConfig, samples: Sequence[Sample], output: Path) -> Path:
+    """All steps. The exported model's folder."""
+    await unary(
+        stub.CreateRun,
+        pb.CreateRunRequest(run_id=RUN_ID, spec=run_spec(config, len(samples))),
+        timeout_s=START_SECONDS,
+        budget=RetryBudget(),
+        wait_for_ready=True,
+    )
+    steps, began = config.steps(len(samples)), time.monotonic()
+    for step, batch in zip(range(steps), batches(samples, config.batch_size, config.seed), strict=False):
+        done = await unary(stub.ForwardBackward, list(frames(batch, 2 * step + 1)), timeout_s=CALL_SECONDS)
+        taken = await unary(
+            stub.OptimStep, pb.OptimStepRequest(run_id=RUN_ID, seq_id=2 * step + 2), timeout_s=CALL_SECONDS
+        )
+        row = {
+            "step": step + 1,
+            "loss": done.loss,
+            "tokens": done.tokens,
+            "loss_tokens": done.loss_tokens,
+            "learning_rate": taken.learning_rate,
+            "grad_norm": taken.grad_norm,
+            "seconds": time.monotonic() - began,
+        }
+        append_line(output / METRICS, row)
+        print(
+            f"step {step + 1}/{steps}  loss {done.loss:.4f}  learning rate {taken.learning_rate:.3g}",
+            flush=True,
+        )
+    save = pb.SaveStateRequest(run_id=RUN_ID, seq_id=2 * steps + 1, name="final", export_model=True)
+    saved = await unary(stub.SaveState, save, timeout_s=CALL_SECONDS)
+    return Path(saved.state.model_path)
+
+
+def run_spec(config: SftConfig, chats: int) -> pb.RunSpec:
+    """What the trainer is asked for."""
+    return pb.RunSpec(
+        base_model=config.model,
+        optimizer=pb.OptimizerSpec(
+            learning_rate=config.learning_rate,
+            beta1=config.adam_beta1,
+            beta2=config.adam_beta2,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+            schedule=SCHEDULES[config.lr_scheduler],
+            warmup_steps=config.warmup_steps,
+            total_steps=max(config.steps(chats), config.warmup_steps + 1),
+        ),
+        seed=config.seed,
+        microbatch_tokens=config.microbatch_tokens,
+    )
+
+
+def frames(samples: Sequence[Sample], seq_id: int) -> Iterator[pb.ForwardBackwardRequest]:
+    """A batch as the trainer takes it: the mean over its covered tokens."""
+    covered = sum(span.length for sample in samples for span in sample.spans)
+    yield pb.ForwardBackwardRequest(
+        start=pb.ForwardBackwardStart(
+            run_id=RUN_ID,
+            seq_id=seq_id,
+            loss=pb.LossSpec(kind=pb.LOSS_KIND_CROSS_ENTROPY),
+            normalizer=covered,
+        )
+    )
+    part = pb.SampleBatch()
+    for sample in samples:
+        part.samples.append(pb.TrainingSample(sample=sample))
+        if part.ByteSize() >= FRAME_BYTES:
+            yield pb.ForwardBackwardRequest(batch=part)
+            part = pb.SampleBatch()
+    if part.samples:
+        yield pb.ForwardBackwardRequest(batch=part)
+    tokens = sum(len(sample.token_ids) for sample in samples)
+    yield pb.ForwardBackwardRequest(commit=pb.StreamCommit(sample_count=len(samples), token_count=tokens))

@@ -1,0 +1,130 @@
+"""`quartet sft`: what of a chat is learned, what is refused, how many steps there are."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from quartet.cli.__main__ import main
+from quartet.cli.sft.chats import batches, read_chats, sample_of, template_of
+from quartet.cli.sft.command import frames, run_spec
+from quartet.cli.tiny.files import PHRASES, write_model_files
+from quartet.config import ConfigError
+from quartet.run.sft import SftConfig
+from quartet.v1.rollout_pb2 import Sample
+from tokenizers import Tokenizer
+
+CHAT = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "é?"},
+    {"role": "assistant", "content": "yes  "},
+    {"role": "tool", "content": "42"},
+    {"role": "assistant", "content": "no"},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sft") / "model"
+    write_model_files(path, PHRASES)
+    return path
+
+
+def parts(folder: Path, sample: Sample) -> tuple[str, list[str]]:
+    """The text of all tokens, and that of each span."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+    def text(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    ids = list(sample.token_ids)
+    return text(ids), [text(ids[span.start : span.start + span.length]) for span in sample.spans]
+
+
+def sample(folder: Path, *roles: str) -> Sample:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return sample_of(CHAT, roles, template_of(folder), tokenizer)
+
+
+def test_the_assistants_turns_are_learned_to_their_ends(folder: Path) -> None:
+    whole, covered = parts(folder, sample(folder, "assistant"))
+    assert covered == ["yes  <|im_end|>", "no<|im_end|>"]
+    assert whole == template_of(folder)(CHAT, False).rstrip()
+
+
+def test_other_roles_are_learned_where_they_are_chosen(folder: Path) -> None:
+    _, covered = parts(folder, sample(folder, "user", "tool"))
+    assert covered == ["<|im_start|>user\né?<|im_end|>", "<|im_start|>tool\n42<|im_end|>"]
+    with pytest.raises(ValueError, match="the first token of a chat"):
+        sample(folder, "system")
+
+
+def test_what_a_template_rewrites_is_refused(folder: Path, tmp_path: Path) -> None:
+    forgetful = (
+        "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}|{% endif %}{% endfor %}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(forgetful)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    with pytest.raises(ValueError, match="keeps earlier turns"):
+        sample_of(CHAT, ("assistant",), template_of(tmp_path), tokenizer)
+
+
+def written(tmp_path: Path, *lines: object) -> Path:
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n".join(one if isinstance(one, str) else json.dumps(one) for one in lines))
+    return file
+
+
+def test_a_file_is_read_and_long_chats_are_counted(folder: Path, tmp_path: Path) -> None:
+    long = [{"role": "user", "content": "x" * 300}, {"role": "assistant", "content": "y"}]
+    file = written(tmp_path, {"messages": CHAT}, "", {"messages": long})
+    chats = read_chats(file, folder, ("assistant",), 200)
+    assert (len(chats.samples), chats.left_out) == (1, 1)
+    assert len(read_chats(file, folder, ("assistant",), 4096).samples) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("{", "line 2: not a chat"),
+        ({"text": "x"}, "line 2: not a chat"),
+        ({"messages": []}, "line 2: not a chat"),
+        ({"messages": [{"role": "user"}]}, "line 2: not a chat"),
+        ({"messages": CHAT[:2]}, "line 2: no message of assistant"),
+    ],
+)
+def test_lines_that_are_no_chats_are_refused(folder: Path, tmp_path: Path, line: object, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        read_chats(written(tmp_path, {"messages": CHAT}, line), folder, ("assistant",), 4096)
+
+
+def test_every_chat_comes_once_in_each_epoch(folder: Path) -> None:
+    samples = [Sample(token_ids=[number]) for number in range(10)]
+    drawn = [one.token_ids[0] for batch in islice(batches(samples, 5, 7), 4) for one in batch]
+    assert Counter(drawn[:10]) == Counter(range(10)) == Counter(drawn[10:]) and drawn[:10] != drawn[10:]
+    again = [one.token_ids[0] for batch in islice(batches(samples, 5, 7), 4) for one in batch]
+    assert again == drawn
+
+
+def test_steps_and_schedule(tmp_path: Path) -> None:
+    config = SftConfig(model="m", data=tmp_path, epochs=2.0, batch_size=8, warmup_steps=3)
+    assert config.steps(40) == 10 and run_spec(config, 40).optimizer.total_steps == 10
+    assert SftConfig(model="m", data=tmp_path, batch_size=64).steps(10) == 1
+    with pytest.raises(ValueError, match="give one of the two"):
+        SftConfig(model="m", data=tmp_path, epochs=2.0, max_steps=3)
+
+
+def test_a_batch_is_the_mean_over_what_is_learned(folder: Path) -> None:
+    first, *middle, last = frames([sample(folder, "assistant")] * 3, 5)
+    covered = sum(span.length for span in sample(folder, "assistant").spans)
+    assert (first.start.seq_id, first.start.normalizer) == (5, 3 * covered)
+    assert sum(len(one.batch.samples) for one in middle) == last.commit.sample_count == 3
+
+
+def test_the_command_refuses_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sft", "--model", str(tmp_path / "absent"), "--data", "x.jsonl"]) == 2
+    assert "neither a folder here nor" in capsys.readouterr().err
