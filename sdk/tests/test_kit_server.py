@@ -252,3 +252,26 @@ def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one() -> None:
         "files = [open('/dev/null') for _ in range(100)]"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+async def test_a_burst_while_the_loop_is_busy_is_answered_whole() -> None:
+    """Every call of a burst has its answer: gRPC's core resets none of them."""
+
+    class Quick(rpc.WeightServiceServicer):
+        async def GetManifest(
+            self, request: pb.GetManifestRequest, context: object
+        ) -> pb.GetManifestResponse:
+            return pb.GetManifestResponse()
+
+    service = Service(NAME, rpc.add_WeightServiceServicer_to_server, Quick())
+    running = await start([service], ServerConfig(), Health())
+    calls = 3000  # gRPC's own limits are 1000, from which it drops at random, and 3000
+
+    with grpc.insecure_channel(running.address) as channel:
+        stub = rpc.WeightServiceStub(channel)  # type: ignore[no-untyped-call]
+        grpc.channel_ready_future(channel).result(10)
+        answers = [stub.GetManifest.future(pb.GetManifestRequest(), timeout=60) for _ in range(calls)]
+        time.sleep(1.0)  # noqa: ASYNC251 - the busy loop
+        codes = await asyncio.to_thread(lambda: {answer.code() for answer in answers})
+    await running.stop()
+    assert codes == {grpc.StatusCode.OK}
