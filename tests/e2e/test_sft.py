@@ -1,4 +1,4 @@
-"""Supervised fine-tuning by the real command: a trainer process, a file of chats, a model that learned them."""
+"""`quartet sft` as it is: a trainer process, a file of chats, a model that learns them."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ def sample_of(chat: Chat, roles: Sequence[str], render: Render, tokenizer: Token
         whole = render(chat[: number + 1], False)
         if not opening.startswith(told) or not whole.startswith(opening):
             raise ValueError(
-                f"the chat template renders what comes before a {message['role']!r} turn (message {number + 1}) "
-                "otherwise once it has come; end the chat there, or use a template that keeps earlier turns"
+                f"the chat template renders what comes before message {number + 1} otherwise once that has come; "
+                "end the chat before it, or use a template that keeps earlier turns"
             )
         turn = whole[len(opening) :].rstrip()
         tell(opening[len(told) :])
