@@ -6,7 +6,9 @@ import warnings
 
 import pytest
 from quartet.config import ConfigError
+from quartet.local.toml_text import dumps
 from quartet.run.config import RunConfig, parse_run
+from quartet.run.presets import PRESETS
 
 ENV = '[[env]]\nid = "reverse-text"\n'
 
@@ -57,6 +59,15 @@ def test_a_whole_run_in_the_dialect_of_the_design() -> None:
     assert RunConfig.model_validate(run.model_dump()) == run
 
 
+@pytest.mark.parametrize("more", ["", 'loss = "cispo"', "beta = 0.1\nreference = { sync_steps = 2 }"])
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "opd"])
+def test_a_preset_means_the_same_once_it_was_written_out(preset: str, more: str) -> None:
+    """As the launcher hands a run to the orchestrator, and a journal keeps it."""
+    table = f'[sampling]\nmax_tokens = 9\n[algorithm]\npreset = "{preset}"\n{more}'
+    run = parse_run(f'model = "m"\n{ENV}{table}')
+    assert parse_run(dumps(run.model_dump(mode="json", exclude_none=True))) == run
+
+
 def test_defaults_are_not_shared_between_runs() -> None:
     one, other = parse_run('model = "m"\n' + ENV), parse_run('model = "m"\n' + ENV)
     one.trainer["device"] = "cpu"
@@ -78,6 +89,16 @@ def test_defaults_are_not_shared_between_runs() -> None:
         ("warmup_steps = 101", "", "warmup_steps = 101 is refused: the run ends before, at max_steps = 100"),
         ("max_concurrent = 7", "", "max_concurrent = 7 is refused: a group has rollouts_per_example = 8"),
         ("max_off_policy_steps = 25", "", "max_off_policy_steps = 25 is refused: should be less"),
+        ('optimizer = "adam"', "", "optimizer = 'adam' is refused: should be 'adamw'"),
+        ("momentum = 0.5", "", 'momentum belongs to optimizer = "sgd" or "muon"'),
+        ("adamw_learning_rate = 0.5", "", 'adamw_learning_rate belongs to optimizer = "muon"'),
+        ("decay_steps = 5", "", "decay_steps = 5 belongs to lr_scheduler"),
+        ('lr_scheduler = "warmup_stable_decay"', "", "needs decay_steps from 1 to 100"),
+        ('lr_scheduler = "warmup_stable_decay"\nwarmup_steps = 60\ndecay_steps = 41', "", "from 1 to 40"),
+        ("", "[lora]\nr = 0", "lora.r = 0 is refused"),
+        ("", "[lora]\nrank = 8", "unknown key 'lora.rank'"),
+        ("", "[lora]\ndropout = 1.0", "lora.dropout = 1.0 is refused"),
+        ("", '[lora]\nmodules_to_save = ["norm"]', "modules_to_save are no part of a served adapter"),
         ('lr_scheduler = "step"', "", "lr_scheduler = 'step' is refused: should be 'constant'"),
         ("", "weight = 0", "env.0.weight = 0 is refused: should be greater than 0"),
         ("", "wieght = 1", "unknown key 'env.0.wieght'; did you mean 'env.0.weight'?"),

@@ -73,7 +73,7 @@ def sample_of(chat: Chat, roles: Sequence[str], render: Render, tokenizer: Token
         whole = render(chat[: number + 1], False)
         if not opening.startswith(told) or not whole.startswith(opening):
             raise ValueError(
-                f"the chat template renders what comes before message {number + 1} otherwise once that has come; "
+                f"the chat template renders what comes before message {number + 1} otherwise once that came; "
                 "end the chat before it, or use a template that keeps earlier turns"
             )
         turn = whole[len(opening) :].rstrip()

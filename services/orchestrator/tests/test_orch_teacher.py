@@ -1,0 +1,103 @@
+"""The teacher: what it is asked, what of its answers is refused, how long it may be away."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from quartet.errors import QuartetError
+from quartet.kit.channel import ClientSecurity
+from quartet.kit.health import Health
+from quartet.kit.server import ServerConfig, Service, start
+from quartet.v1 import inference_service_pb2 as ipb
+from quartet.v1.inference_service_pb2_grpc import (
+    InferenceServiceServicer,
+    add_InferenceServiceServicer_to_server,
+)
+from quartet.v1.rollout_pb2 import Rollout
+from quartet_orchestrator import teacher as module
+from quartet_orchestrator.outage import Outage, RunFailed, RunInterrupted
+from quartet_orchestrator.teacher import Teacher, Teachers
+
+
+class Scorer(InferenceServiceServicer):
+    def __init__(self) -> None:
+        self.requests: list[ipb.ScoreRequest] = []
+        self.away = 0
+        self.answer: Callable[[int], list[float]] = lambda count: [-0.5] * count
+        self.dropped = 0
+
+    async def Score(self, request, context):
+        if self.away:
+            self.away -= 1
+            raise QuartetError("NOT_READY", "loading")
+        self.requests.append(request)
+        counts = [sum(span.length for span in one.spans) for one in request.samples]
+        scored = [ipb.ScoredSample(logprobs=self.answer(count)) for count in counts]
+        return ipb.ScoreResponse(samples=scored[self.dropped :])
+
+
+@asynccontextmanager
+async def teaching(scorer: Scorer, patience_s: float = 20.0) -> AsyncIterator[Teacher]:
+    service = Service("teacher", add_InferenceServiceServicer_to_server, scorer)
+    server = await start([service], ServerConfig(address="127.0.0.1:0"), Health())
+    teachers = Teachers(ClientSecurity())
+    try:
+        yield teachers.at(server.address, Outage("the teacher", patience_s, lambda note, warning=False: None))
+    finally:
+        await teachers.close()
+        await server.stop(0)
+
+
+def rollout(*lengths: int) -> Rollout:
+    made = Rollout(reward=1.0)
+    for length in lengths:
+        sample = made.samples.add(token_ids=range(2 + length), logprobs=[-1.0] * length)
+        sample.spans.add(start=2, length=length, policy_version=3)
+    return made
+
+
+async def test_every_token_is_judged_and_the_samplers_opinion_is_not_told() -> None:
+    scorer, judged = Scorer(), rollout(3, 5)
+    async with teaching(scorer) as teacher:
+        await teacher.judge(judged)
+    assert [list(one.reference_logprobs) for one in judged.samples] == [[-0.5] * 3, [-0.5] * 5]
+    (request,) = scorer.requests
+    assert [len(one.token_ids) for one in request.samples] == [5, 7]
+    assert not any(one.logprobs for one in request.samples) and not request.run_id
+
+
+async def test_large_rollouts_are_asked_about_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REQUEST_BYTES", 400)
+    scorer, judged = Scorer(), rollout(*[30] * 9)
+    async with teaching(scorer) as teacher:
+        await teacher.judge(judged)
+    assert len(scorer.requests) > 1 and sum(len(one.samples) for one in scorer.requests) == 9
+    assert all(len(one.reference_logprobs) == 30 for one in judged.samples)
+
+
+async def test_a_teacher_that_is_away_is_waited_for() -> None:
+    scorer, judged = Scorer(), rollout(3)
+    scorer.away = 2
+    async with teaching(scorer) as teacher:
+        await teacher.judge(judged)
+    assert len(judged.samples[0].reference_logprobs) == 3
+    scorer.away = 10**6
+    async with teaching(scorer, patience_s=0.3) as teacher:
+        with pytest.raises(RunInterrupted, match="the teacher"):
+            await teacher.judge(rollout(3))
+
+
+async def test_answers_that_fit_no_token_end_the_run() -> None:
+    for answer in (lambda count: [-0.5] * (count + 1), lambda count: [float("nan")] * count):
+        scorer = Scorer()
+        scorer.answer = answer
+        async with teaching(scorer) as teacher:
+            with pytest.raises(RunFailed, match="the run's tokenizer"):
+                await teacher.judge(rollout(3))
+    scorer = Scorer()
+    scorer.dropped = 1
+    async with teaching(scorer) as teacher:
+        with pytest.raises(RunFailed, match="scored 1 samples of 2"):
+            await teacher.judge(rollout(3, 4))
