@@ -35,7 +35,8 @@ from figures import Figure, arguments, report
 from quartet.cli.tiny.demos import MAX_TOKENS, Reversals
 from quartet.kit.memory import tune_allocator
 from quartet_inference.embedded import forward
-from quartet_inference.embedded.engine import EmbeddedEngine, Limits
+from quartet_inference.embedded.engine import EmbeddedEngine
+from quartet_inference.embedded.limits import Limits
 from quartet_inference.embedded.model import load
 from quartet_inference.engine import Delta, Request, Sampling, ServedWeights
 from quartet_trainer.logprobs import PolicyForward

@@ -40,7 +40,8 @@ os.environ.update(
 import torch  # noqa: E402
 from figures import Figure, arguments, report  # noqa: E402
 from quartet.kit.memory import tune_allocator  # noqa: E402
-from quartet_inference.embedded.engine import EmbeddedEngine, Limits  # noqa: E402
+from quartet_inference.embedded.engine import EmbeddedEngine  # noqa: E402
+from quartet_inference.embedded.limits import Limits  # noqa: E402
 from quartet_inference.engine import Delta, Request, Sampling, ServedWeights  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 

@@ -77,16 +77,15 @@ def start(engine: str, folder: Path, kv_on_update: str) -> Any:
 
         flight.FLUSH_TOKENS = 1
         return start_vllm(config, frozenset(), lambda tokens: "", lambda: None)
-    from quartet_inference.embedded import engine as module
-    from quartet_inference.embedded import model
+    from quartet_inference.embedded import decoder, model
+    from quartet_inference.embedded.engine import EmbeddedEngine
+    from quartet_inference.embedded.limits import Limits
     from quartet_inference.engine import ServedWeights
 
-    module.FLUSH_TOKENS = 1
+    decoder.FLUSH_TOKENS = 1
     network = model.load(folder, "float32", weights_follow=False)
-    limits = module.Limits(
-        1024, STREAMS, kv_cache_bytes=1 << 28, recompute_on_update=kv_on_update == "recompute"
-    )
-    return module.EmbeddedEngine(network, limits, frozenset(), lambda tokens: "", ServedWeights("", 0, b""))
+    limits = Limits(1024, STREAMS, kv_cache_bytes=1 << 28, recompute_on_update=kv_on_update == "recompute")
+    return EmbeddedEngine(network, limits, frozenset(), lambda tokens: "", ServedWeights("", 0, b""))
 
 
 async def measure(engine: Any, versions: list[dict[str, Any]]) -> Measured:

@@ -14,7 +14,8 @@ import torch
 from quartet.errors import QuartetError
 from quartet.weights.tensor import Tensor
 from quartet_inference.embedded import forward, prefill
-from quartet_inference.embedded.engine import EmbeddedEngine, Limits
+from quartet_inference.embedded.engine import EmbeddedEngine
+from quartet_inference.embedded.limits import Limits
 from quartet_inference.engine import Delta, Finish, Reason, Request, Sampling, ServedWeights
 
 Make = Callable[..., Any]
@@ -393,7 +394,7 @@ async def test_a_fault_in_a_step_fails_its_requests_and_no_others(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(make_model(0)) as engine:
-        monkeypatch.setattr(engine._batch, "_forward", None)
+        monkeypatch.setattr(engine._decoder._batch, "_forward", None)
         with pytest.raises(QuartetError) as failure:
             await complete(engine, [1, 2], n=2)
         assert failure.value.reason == "INTERNAL"

@@ -14,7 +14,8 @@ import pytest
 import torch
 from quartet.errors import QuartetError
 from quartet_inference.embedded import forward
-from quartet_inference.embedded.engine import EmbeddedEngine, Limits
+from quartet_inference.embedded.engine import EmbeddedEngine
+from quartet_inference.embedded.limits import Limits
 from quartet_inference.engine import (
     Delta,
     Finish,

@@ -13,7 +13,8 @@ import torch
 from quartet.errors import QuartetError
 from quartet.weights.tensor import Tensor
 from quartet_inference.embedded import score
-from quartet_inference.embedded.engine import EmbeddedEngine, Limits
+from quartet_inference.embedded.engine import EmbeddedEngine
+from quartet_inference.embedded.limits import Limits
 from quartet_inference.engine import Delta, Request, Sampling, Scored, ScoreRequest, ServedWeights
 
 Make = Callable[..., Any]

@@ -19,7 +19,8 @@ import torch
 from quartet.errors import QuartetError
 from quartet.weights.tensor import Tensor
 from quartet_inference.config import InferenceConfig
-from quartet_inference.embedded.engine import EmbeddedEngine, Limits
+from quartet_inference.embedded.engine import EmbeddedEngine
+from quartet_inference.embedded.limits import Limits
 from quartet_inference.engine import Delta, Engine, Finish, Request, Sampling, ServedWeights
 from quartet_inference.vllm import environment
 

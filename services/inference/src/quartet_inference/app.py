@@ -19,7 +19,8 @@ from quartet_inference.canary import Gate
 from quartet_inference.chat import Chat
 from quartet_inference.config import InferenceConfig
 from quartet_inference.embedded import model
-from quartet_inference.embedded.engine import EmbeddedEngine, Limits
+from quartet_inference.embedded.engine import EmbeddedEngine
+from quartet_inference.embedded.limits import Limits
 from quartet_inference.engine import Engine, ServedWeights
 from quartet_inference.openai.start import front
 from quartet_inference.replication import INFERENCE, replicating

@@ -1,0 +1,113 @@
+"""What the event loops ask of the decoding thread.
+
+1. Commands run in the thread, between two decode steps, in the order in which they were given.
+2. At most `max_waiting` completions are admitted and not yet in the batch; more are refused with OVERLOADED.
+3. Once it is closed nothing is taken any more that awaits an answer: NOT_READY.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+from quartet.errors import QuartetError
+
+from quartet_inference.engine import not_ready
+
+T = TypeVar("T")
+Command = Callable[[], None]
+
+
+class Commands:
+    """A queue into the decoding thread. Safe from any thread."""
+
+    def __init__(self, max_waiting: int) -> None:
+        self._max_waiting = max_waiting
+        self._queue: deque[Command] = deque()
+        self._wake = threading.Condition()
+        self._admitted = 0  # completions accepted and not yet in the batch
+        self.closing = False
+
+    def post(self, command: Command) -> None:
+        """Run it, unless the thread has ended; nobody waits for that."""
+        with self._wake:
+            self._append(command)
+
+    def submit(self, command: Command) -> None:
+        """Run it. Errors: NOT_READY."""
+        with self._wake:  # not after the thread's last look
+            if self.closing:
+                raise not_ready()
+            self._append(command)
+
+    def admit(self, completions: int, command: Command) -> None:
+        """Run it, and count so many completions as waiting. Errors: NOT_READY, OVERLOADED."""
+        with self._wake:
+            if self.closing:
+                raise not_ready()
+            if self._admitted + completions > self._max_waiting:
+                raise QuartetError(
+                    "OVERLOADED", f"{self._admitted} completions wait already", retry_after_ms=500
+                )
+            self._admitted += completions
+            self._append(command)
+
+    def admitted(self, change: int) -> None:
+        """So many more wait, or fewer: they have joined the batch, left it again, or ended."""
+        with self._wake:
+            self._admitted += change
+
+    async def call(self, command: Callable[[], T]) -> T:
+        """Run it and return its result, or raise its exception. Errors: NOT_READY."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def settle(result: T | None, error: BaseException | None) -> None:
+            if answer.done():
+                return
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(result)  # type: ignore[arg-type]
+
+        def run() -> None:
+            try:
+                result = command()
+            except Exception as error:  # noqa: BLE001 - it belongs to the caller
+                loop.call_soon_threadsafe(settle, None, error)
+            else:
+                loop.call_soon_threadsafe(settle, result, None)
+
+        self.submit(run)
+        return await answer
+
+    def take(self, *, idle: bool) -> list[Command]:
+        """Commands to run now; an idle thread waits for one, or for the end."""
+        with self._wake:
+            while idle and not self._queue and not self.closing:
+                self._wake.wait()
+            return self._taken()
+
+    def end(self) -> None:
+        """Let the thread end after what it was asked for before."""
+        with self._wake:
+            self.closing = True
+            self._wake.notify()
+
+    def close(self) -> list[Command]:
+        """Of the thread that has ended: take nothing more; what nobody has run."""
+        with self._wake:
+            self.closing = True
+            return self._taken()
+
+    def _taken(self) -> list[Command]:
+        taken = list(self._queue)
+        self._queue.clear()
+        return taken
+
+    def _append(self, command: Command) -> None:
+        self._queue.append(command)
+        self._wake.notify()
