@@ -193,6 +193,7 @@ async def test_malformed_requests_are_typed(model_folder: Path) -> None:
             (tokens(sampling={"top_p": 0}), "INVALID_REQUEST", "top_p"),
             (tokens(sampling={"min_p": 1.5}), "INVALID_REQUEST", "min_p"),
             (tokens(sampling={"repetition_penalty": 0}), "INVALID_REQUEST", "repetition_penalty"),
+            (tokens(sampling={"repetition_penalty": 1e-38}), "INVALID_REQUEST", "repetition_penalty"),
             (tokens(sampling={"presence_penalty": 3}), "INVALID_REQUEST", "presence_penalty"),
             (tokens(sampling={"max_tokens": 0}), "INVALID_REQUEST", "max_tokens"),
             (tokens(sampling={"stop": [""]}), "INVALID_REQUEST", "stop"),
@@ -210,6 +211,8 @@ async def test_malformed_requests_are_typed(model_folder: Path) -> None:
             error = await replica.refusal(request)
             assert (error.reason, error.metadata.get("field", "")) == (reason, field), request
         assert len((await replica.generate(tokens(*[1] * 255)))[1]) == 1, "one token of room is enough"
+        edge = {"temperature": 0.01, "repetition_penalty": 0.01, "max_tokens": 2}
+        assert (await replica.generate(tokens(1, sampling=edge)))[1], "the bounds themselves are served"
         odd = chat("x")
         odd.messages.messages.add(role="assistant").tool_calls.add(
             name="t", arguments_json=r"""{"a": "\ud83d"}"""

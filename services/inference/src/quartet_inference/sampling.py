@@ -16,6 +16,11 @@ MAX_STOP_TOKENS = 256
 #: Below this, float32 logits overflow when they are divided; 0 is greedy.
 MIN_TEMPERATURE = 0.01
 MAX_TEMPERATURE = 100.0
+#: Beyond these, so do logits that are divided or multiplied by it.
+MIN_REPETITION_PENALTY = 0.01
+MAX_REPETITION_PENALTY = 100.0
+#: What arrives is the nearest float32 to what was written: 0.01 comes as 0.00999999978.
+FLOAT32_ERROR = 2.0**-24
 
 
 def resolve(params: common_pb2.SamplingParams, room: int, vocab_size: int) -> Sampling:
@@ -23,12 +28,16 @@ def resolve(params: common_pb2.SamplingParams, room: int, vocab_size: int) -> Sa
 
     def number(field: str, default: float, low: float, high: float, above: bool = False) -> float:
         value = float(getattr(params, field)) if params.HasField(field) else default
-        if not math.isfinite(value) or not low <= value <= high or (above and value == low):
+        if (
+            not math.isfinite(value)
+            or not low - abs(low) * FLOAT32_ERROR <= value <= high
+            or (above and value == low)
+        ):
             raise refused(field, value, f"choose a number {'above' if above else 'from'} {low:g} to {high:g}")
         return value
 
     temperature = number("temperature", 1.0, 0.0, MAX_TEMPERATURE)
-    if 0 < temperature < MIN_TEMPERATURE:
+    if 0 < temperature < MIN_TEMPERATURE * (1 - FLOAT32_ERROR):
         raise refused(
             "temperature", temperature, f"choose 0 for greedy sampling or at least {MIN_TEMPERATURE}"
         )
@@ -52,7 +61,7 @@ def resolve(params: common_pb2.SamplingParams, room: int, vocab_size: int) -> Sa
         top_p=number("top_p", 1.0, 0.0, 1.0, above=True),
         top_k=min(params.top_k, vocab_size),
         min_p=number("min_p", 0.0, 0.0, 1.0),
-        repetition_penalty=number("repetition_penalty", 1.0, 0.0, 100.0, above=True),
+        repetition_penalty=number("repetition_penalty", 1.0, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
         presence_penalty=number("presence_penalty", 0.0, -2.0, 2.0),
         frequency_penalty=number("frequency_penalty", 0.0, -2.0, 2.0),
         stop=tuple(params.stop),
