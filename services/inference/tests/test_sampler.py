@@ -17,7 +17,7 @@ def row(
     seed: int = 0, prompt: tuple[int, ...] = (0,), out: tuple[int, ...] = (), **sampling: Any
 ) -> RunningSequence:
     request = Request(prompt, Sampling(100, **sampling))
-    sequence = RunningSequence(request, 0, seed, frozenset(), None, None)
+    sequence = RunningSequence(request, 0, seed, frozenset(), None, None, None)
     for token in out:
         sequence.accept(token, 0.0, 0)
     return sequence
