@@ -85,7 +85,7 @@ class Nursery:
         for package in settings["packages"]:
             importlib.import_module(package)
         self.isolated = False
-        self.isolated = self._trial()
+        self.isolated = settings["isolate"] and self._trial()
         if self.isolated:
             self._move_out()
         gc.collect()

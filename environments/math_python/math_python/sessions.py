@@ -46,6 +46,8 @@ class Limits(BaseModel):
     output_chars: int = Field(default=8192, ge=1)
     max_sessions: int = Field(default=512, ge=1)
     idle_seconds: float = Field(default=300.0, gt=0)
+    isolate: bool = True
+    """Use namespaces where the kernel gives them."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Sessions:
         self._control = opened.enter_context(ours)
         ours.settimeout(START_SECONDS)
         settings = self._limits.model_dump(
-            include={"packages", "cpu_seconds", "memory_bytes", "output_chars"}
+            include={"isolate", "packages", "cpu_seconds", "memory_bytes", "output_chars"}
         )
         arguments = [str(NURSERY), str(theirs.fileno()), json.dumps(settings), str(os.getpid())]
         environment = {

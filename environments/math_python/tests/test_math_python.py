@@ -237,6 +237,21 @@ class Ends(unittest.IsolatedAsyncioTestCase):
         await until(lambda: not folder.exists())
 
 
+class WithoutNamespaces(unittest.IsolatedAsyncioTestCase):
+    async def test_the_limits_hold_there_too(self) -> None:
+        limits = Limits(memory_bytes=256 * MIB, call_seconds=1.0, isolate=False)
+        async with Sessions(limits).open() as sessions:
+            self.assertFalse(sessions.isolated)
+            self.assertEqual((await sessions.run("a", "x = 2\nx")).output, "2")
+            self.assertIn("MemoryError", (await sessions.run("a", "'a' * (1 << 30)")).output)
+            first = process_folder(sessions._live["a"].pidfd)
+            self.assertIn("stopped after", (await sessions.run("a", "while True: pass")).output)
+            await until(lambda: not first.exists())
+            self.assertEqual((await sessions.run("a", "1")).output, f"{NEW_SESSION}1")
+            second = process_folder(sessions._live["a"].pidfd)
+        await until(lambda: not second.exists())
+
+
 def process_folder(pidfd: int) -> Path:
     """Where the kernel tells about the process behind a handle."""
     about = Path(f"/proc/self/fdinfo/{pidfd}").read_text()

@@ -8,9 +8,10 @@ standard library and the package is imported. First it writes what the course ne
 
 ARGS are the environment's arguments; PHRASES texts that become one token; MAX_TOKENS of one answer;
 SKILL_REWARD at which the skill is learnt, HABIT_REWARD at which the bad habit is; HABIT_SHARE of the
-demonstrations show it, and it is learnt with HABIT_LEARNING_RATE. Then it answers [seed, habit_share,
-count] with the next `count` conversations (lists of chat messages) of `demonstrations(seed, habit_share)`, an endless
-iterator.
+demonstrations show it, and it is learnt with HABIT_LEARNING_RATE.
+
+Then it answers [seed, habit_share, count] with the next `count` conversations (lists of chat messages) of
+`demonstrations(seed, habit_share)`, an endless iterator.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Every environment of this folder through the host's own loader and Verifiers' own rollout loop, played by
-an oracle that earns everything and by a policy that does not.
+"""Every environment of environments/ through the host's own loader and Verifiers' own rollout loop, played by
+an oracle that earns everything and by a policy that does not. test_every_environment.py runs it, in the
+interpreter of the environments.
 
 The policy is a script behind a real InferenceService; what reaches it is what a model would see.
 """
@@ -22,11 +23,11 @@ from quartet.v1.envhost_service_pb2 import SPLIT_EVAL, EnvironmentRef, GetTasksR
 from quartet_envhost.sampler import ReplicaSampler
 from quartet_envhost.v1.environment import HostedEnvironment
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TASKS = 4
 
 _spec = importlib.util.spec_from_file_location(
-    "scripted_inference", ROOT / "services/envhost/tests/scripted_inference.py"
+    "scripted_inference", Path(__file__).with_name("scripted_inference.py")
 )
 assert _spec is not None and _spec.loader is not None
 scripted_inference = importlib.util.module_from_spec(_spec)
@@ -83,7 +84,7 @@ CASES: dict[str, tuple[dict[str, Any], Oracle, float, int]] = {
 
 
 def environments() -> list[str]:
-    """The ids of the packages in this folder."""
+    """The ids of the packages."""
     found = ROOT.glob("environments/*/pyproject.toml")
     return sorted(file.parent.name.replace("_", "-") for file in found)
 
