@@ -86,6 +86,25 @@ async def test_a_followed_run_that_publishes_adapters_is_served_upon_the_folder(
     await server.stop(0)
 
 
+async def test_a_run_that_is_loaded_twice_at_once_is_followed_once(
+    model_folder: Path, make_model: Make
+) -> None:
+    base, store = make_model(0), WeightStore(4)
+    put(store, "r", 0, random_adapter(base, 1))
+    put(store, "a", 3, random_adapter(base, 2))
+    server = await publish(store)
+    settings = {"shared_memory": False, "run_id": "a", "adapters": {"on_demand": False}}
+    async with serving(model_folder, weights_address=server.address, **settings) as replica:
+        await replica.until(lambda model: served(model) == {"a": 3})
+        load = pb.LoadAdapterRequest(run_id="r")
+        await asyncio.gather(*(replica.stub.LoadAdapter(load) for _ in range(4)))
+        following = [task for task in asyncio.all_tasks() if task.get_name() == "follow-adapter-r"]
+        assert len(following) == 1
+        await replica.stub.UnloadAdapter(pb.UnloadAdapterRequest(run_id="r"))
+        assert following[0].done()
+    await server.stop(0)
+
+
 async def test_adapters_are_loaded_replaced_and_unloaded_while_others_are_served(
     model_folder: Path, make_model: Make
 ) -> None:

@@ -152,7 +152,8 @@ class Adapters:
         await self._name_base()
         followed = self._followed.get(run_id) or self._make(run_id)
         weights = await followed.adopter.adopt(version)
-        self._followed[run_id] = followed
+        # Of two that take a run's first version at once, one follows it.
+        followed = self._followed.setdefault(run_id, followed)
         if followed.task is None and self._publisher is not None:
             # Adapters are small: they are fetched from the publisher and not handed on.
             publisher = replace(self._publisher, run_id=run_id, relay_address="")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import cast
 
 from quartet.kit.channel import connect
@@ -31,6 +32,39 @@ from quartet_inference.updates import Adopter, Follower, Publisher, ServedNews, 
 INFERENCE = "quartet.v1.InferenceService"
 
 
+@dataclass(frozen=True)
+class _Said:
+    """What a replica says of itself: at the gate, to those who wait, to health."""
+
+    engine: Engine
+    gate: Gate
+    news: ServedNews
+    health: Health
+
+    def verdict(self, why: str) -> None:
+        """The canary died for this reason, or lives."""
+        self.gate.set_out_of_service(why)
+        if why:
+            self.health.set_not_ready(INFERENCE, why)
+        else:
+            self.health.set_ready(INFERENCE)
+
+    def served(self) -> None:
+        """Something else is served."""
+        self.news.tell()
+        self.health.set_ready(WEIGHTS)
+
+    def base_serves(self) -> None:
+        """The folder's own model is served: it needs no canary."""
+        self.verdict("")
+        self.served()
+
+    def refused(self, why: str) -> None:
+        """An update failed."""
+        if self.engine.info().served is None:
+            self.health.set_not_ready(INFERENCE, why)
+
+
 @asynccontextmanager
 async def replicating(
     config: InferenceConfig,
@@ -49,48 +83,31 @@ async def replicating(
     servicer = RelayServicer(holdings, health.draining, accept_push=config.accept_push)
     services = [Service(WEIGHTS, add_weight_service, servicer)]
 
-    def verdict(why: str) -> None:
-        gate.set_out_of_service(why)
-        if why:
-            health.set_not_ready(INFERENCE, why)
-        else:
-            health.set_ready(INFERENCE)
-
-    def served() -> None:
-        news.tell()
-        health.set_ready(WEIGHTS)
-
-    def refused(why: str) -> None:
-        if engine.info().served is None:
-            health.set_not_ready(INFERENCE, why)
-
-    canaries = CanaryWatch(engine, config.canary_tolerance, verdict)
-
-    def base_serves() -> None:
-        verdict("")
-        served()
-
-    adopter = Adopter(engine, canaries, served, adapters.adopt)
+    said = _Said(engine, gate, news, health)
+    canaries = CanaryWatch(engine, config.canary_tolerance, said.verdict)
+    adopter = Adopter(engine, canaries, said.served, adapters.adopt)
     relays = Relays(config.weights_security)
 
     async def follow() -> None:
         if config.accept_push:
-            adapters.start(None, base_serves)
-            return await adopt_pushed(holdings.store, config.run_id, adopter, refused)
+            adapters.start(None, said.base_serves)
+            return await adopt_pushed(holdings.store, config.run_id, adopter, said.refused)
         address = ""
         if config.relay and bound is not None:
             address = relay_address(config.advertise_address, await bound)
         async with connect(config.weights_address, security=config.weights_security, bulk=True) as channel:
             publisher = Publisher(channel, config.run_id, relays, address, _transports(config))
-            adapters.start(publisher, base_serves)
-            follower = Follower(cast(Engine, gate), publisher, holdings, adopter, refused, adapters.follows)
+            adapters.start(publisher, said.base_serves)
+            follower = Follower(
+                cast(Engine, gate), publisher, holdings, adopter, said.refused, adapters.follows
+            )
             await follower.run()
 
     if config.weights_address:
         health.set_not_ready(INFERENCE, f"no verified weights from {config.weights_address} yet")
         health.set_not_ready(WEIGHTS, "no weights yet")
     else:
-        verdict("")
+        said.verdict("")
         health.set_ready(WEIGHTS)
     if not config.weights_address and not config.accept_push:
         yield services
