@@ -109,3 +109,46 @@ def test_passes_over_one_batch_are_reported_as_one() -> None:
 def test_iterations_are_bounded(iterations: int) -> None:
     with pytest.raises(Exception, match="num_iterations"):
         run(f"num_iterations = {iterations}")
+
+
+def test_optimizer_and_adapter_are_the_trainers() -> None:
+    config = parse_run(
+        """
+        model = "m"
+        optimizer = "muon"
+        momentum = 0.9
+        adamw_learning_rate = 1e-4
+        learning_rate = 1e-3
+        lr_scheduler = "warmup_stable_decay"
+        warmup_steps = 2
+        decay_steps = 5
+        max_steps = 20
+        [lora]
+        enabled = true
+        r = 8
+        alpha = 4.0
+        target_modules = ["q_proj", "v_proj"]
+        use_rslora = true
+        modules_to_save = ["norm"]
+        publish = "merged"
+        [algorithm]
+        num_iterations = 2
+        [[env]]
+        id = "e"
+        """
+    )
+    spec = run_spec(config)
+    optimizer = spec.optimizer
+    assert (optimizer.kind, optimizer.momentum) == (tpb.OPTIMIZER_KIND_MUON, 0.9)
+    assert (optimizer.schedule, optimizer.adamw_learning_rate) == (tpb.SCHEDULE_WARMUP_STABLE_DECAY, 1e-4)
+    # In optimizer steps, of which a batch takes two.
+    assert (optimizer.warmup_steps, optimizer.decay_steps, optimizer.total_steps) == (4, 10, 40)
+    assert spec.lora == tpb.LoraSpec(
+        rank=8,
+        alpha=4.0,
+        target_modules=["q_proj", "v_proj"],
+        rslora=True,
+        modules_to_save=["norm"],
+        publish_merged=True,
+    )
+    assert not run_spec(parse_run('model = "m"\n[[env]]\nid = "e"')).HasField("lora")
