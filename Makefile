@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install install-vllm demo test test-vllm lint check bench protos clean
+.PHONY: install install-vllm classic demo test test-vllm lint check bench protos clean
 .DELETE_ON_ERROR:
 
 install: .venv/installed .venv-envs/installed
@@ -29,6 +29,18 @@ install: .venv/installed .venv-envs/installed
 	.venv-envs/bin/python -m pip install -q -U pip
 	.venv-envs/bin/python -m pip install -q -e sdk -e 'services/envhost[verifiers]' $(addprefix -e ,$(ENVIRONMENTS)) \
 	  pytest pytest-asyncio pytest-timeout
+	touch $@
+
+# Classic environments want an older Verifiers than the others. uv, because pip takes minutes for its dependencies;
+# where uv finds no index, pip's settings may name one.
+classic: .venv-envs-classic/installed
+
+CLASSIC := -e sdk -e 'services/envhost[verifiers-classic]'
+.venv-envs-classic/installed: sdk/pyproject.toml services/envhost/pyproject.toml
+	test -x .venv-envs-classic/bin/python || python3 -m venv .venv-envs-classic
+	.venv-envs-classic/bin/python -m pip install -q uv
+	.venv-envs-classic/bin/uv pip install -q --python .venv-envs-classic/bin/python $(CLASSIC) \
+	  || .venv-envs-classic/bin/python -m pip install -q $(CLASSIC)
 	touch $@
 
 # vLLM too: its CPU build wants exactly this torch, and no torchvision, which would be of the CUDA build.
@@ -51,7 +63,7 @@ demo: install models/tiny/config.json
 	$(BIN)/quartet rl @ configs/reverse-text.toml --seed $(SEED) --output-dir outputs/demo --overwrite
 	@echo "results: outputs/demo/{summary.json,metrics.jsonl,reward.png,rollouts/,checkpoint/}"
 
-test: install test-vllm
+test: install classic test-vllm
 	.venv-envs/bin/python -m pytest environments
 	$(PY) -m pytest
 

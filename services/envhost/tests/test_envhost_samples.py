@@ -1,4 +1,4 @@
-"""v1/samples.py 1-3, and worker.bounded."""
+"""samples.py 1-3, and worker.bounded."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quartet.v1 import rollout_pb2
 from quartet_envhost import failures
-from quartet_envhost.v1.samples import merge_turns
-from quartet_envhost.worker import MAX_ROLLOUT_BYTES, bounded
+from quartet_envhost.frames import MAX_MESSAGE_BYTES
+from quartet_envhost.samples import merge_turns
+from quartet_envhost.worker import bounded
 
 
 @dataclass
@@ -85,10 +86,10 @@ def test_every_sampled_token_is_covered_exactly_once(plan: list[tuple[bool, list
 
 def test_rollout_over_the_message_limit_loses_messages_first_then_fails() -> None:
     rollout = rollout_pb2.Rollout(member=3, reward=1.0)
-    rollout.messages.add(role="user", content="x" * MAX_ROLLOUT_BYTES)
+    rollout.messages.add(role="user", content="x" * MAX_MESSAGE_BYTES)
     small = bounded(rollout)
     assert not small.messages and small.reward == 1.0 and not small.HasField("failure")
-    rollout.samples.add(logprobs=[0.0] * (MAX_ROLLOUT_BYTES // 4 + 1))
+    rollout.samples.add(logprobs=[0.0] * (MAX_MESSAGE_BYTES // 4 + 1))
     failed = bounded(rollout)
     assert failed.failure.kind == failures.HOST and failed.member == 3 and not failed.samples
     assert not failed.failure.retryable

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import shutil
 import sys
@@ -96,6 +97,15 @@ def canonical_id(env_id: str) -> str:
     return env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
 
 
+def distribution_version(env_id: str) -> str:
+    """The version of the environment's package in this interpreter; empty where it is a bare module."""
+    name = env_id.rsplit("/", 1)[-1].split("@", 1)[0]
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def checked_interpreter(value: str) -> str:
     """The interpreter's absolute path, symlinks kept (a virtual environment is found through them)."""
     expanded = os.path.expanduser(value)
@@ -103,6 +113,7 @@ def checked_interpreter(value: str) -> str:
     if found is None:
         why = "is not executable" if os.path.exists(expanded) else "does not exist"
         raise ValueError(
-            f"interpreter {value!r} {why}; name a Python that has verifiers 0.4 and quartet-envhost installed"
+            f"interpreter {value!r} {why}; name a Python that has quartet-envhost and verifiers installed, "
+            "0.4 or for classic packages 0.3"
         )
     return os.path.abspath(found)

@@ -133,14 +133,12 @@ class EnvironmentHost:
         """The configured environments, and the loaded ones."""
         infos: dict[str, envhost_service_pb2.EnvironmentInfo] = {}
         for env_id in [*self._config.environments, *(pool.env_id for pool in self._pools.values())]:
-            info = infos.setdefault(
-                canonical_id(env_id), envhost_service_pb2.EnvironmentInfo(id=env_id, api="v1")
-            )
-            info.workers = sum(
-                pool.ready_workers
-                for pool in self._pools.values()
-                if canonical_id(pool.env_id) == canonical_id(env_id)
-            )
+            info = infos.setdefault(canonical_id(env_id), envhost_service_pb2.EnvironmentInfo(id=env_id))
+            pools = [
+                pool for pool in self._pools.values() if canonical_id(pool.env_id) == canonical_id(env_id)
+            ]
+            info.workers = sum(pool.ready_workers for pool in pools)
+            info.api = next((pool.api for pool in pools if pool.api), "")
         return list(infos.values())
 
     async def describe(self, ref: envhost_service_pb2.EnvironmentRef) -> envhost_service_pb2.EnvironmentInfo:

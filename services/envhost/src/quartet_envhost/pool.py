@@ -92,6 +92,11 @@ class WorkerPool:
         return len(self._workers)
 
     @property
+    def api(self) -> str:
+        """Generation of Verifiers that it was found to be; empty until it is loaded."""
+        return self._info.api if self._info is not None else ""
+
+    @property
     def places(self) -> int:
         """Rollouts that can be under way at once."""
         return self._settings.workers * self._settings.rollouts_per_worker
@@ -261,7 +266,7 @@ class WorkerPool:
             raise QuartetError(
                 "ENVIRONMENT_UNAVAILABLE",
                 f"interpreter {self._settings.python} cannot run the worker ({died}); "
-                "install 'quartet-envhost[verifiers]' and the environment into it",
+                "install 'quartet-envhost[verifiers]' (or [verifiers-classic]) and the environment into it",
                 env_id=self.env_id,
                 python=self._settings.python,
             ) from died

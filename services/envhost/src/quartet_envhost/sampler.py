@@ -10,7 +10,9 @@ Runs in workers. Both generations of Verifiers reach their model through `Sample
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -24,6 +26,25 @@ from quartet_envhost.frames import MAX_MESSAGE_BYTES
 # The whole conversation of a turn, rendered only where it is needed.
 Conversation = Callable[[], Sequence[common_pb2.Message]]
 NO_EXTENSION: Final = "tokens.tail_messages"
+# What the model is called inside Verifiers; which weights answer is the request's matter.
+MODEL_NAME: Final = "policy"
+FINISH: Final = {
+    inference_service_pb2.FINISH_REASON_STOP: "stop",
+    inference_service_pb2.FINISH_REASON_LENGTH: "length",
+    inference_service_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
+# Sampling fields that go on as they are; the rest of a SamplingConfig is for other providers.
+SCALARS: Final = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "ignore_eos",
+)
 
 
 @dataclass
@@ -144,3 +165,9 @@ def _generated(answer: envhost_service_pb2.ModelAnswer, prefix: list[int]) -> Ge
         usage=common_pb2.Usage(prompt_tokens=len(prompt_ids), completion_tokens=len(token_ids)),
     )
     return Generated(prompt_ids, prompt_ids[: len(prefix)] == prefix, [completion])
+
+
+def turn_seed(seed: int, task_index: int, member: int, turn: int) -> int:
+    """A seed for one turn: equal arguments give equal seeds, any difference another one."""
+    digest = hashlib.blake2b(struct.pack("<QQQQ", seed, task_index, member, turn), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

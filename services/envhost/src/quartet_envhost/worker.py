@@ -13,6 +13,8 @@ import argparse
 import asyncio
 import contextlib
 import ctypes
+import gc
+import importlib
 import json
 import logging
 import os
@@ -36,7 +38,8 @@ HEARTBEAT_S: Final = 1.0
 # Cancelled rollouts get this long to clean up before the process ends.
 CLOSE_GRACE_S: Final = 5.0
 _PR_SET_PDEATHSIG: Final = 1
-VERIFIERS: Final = "0.4."
+# The adapter that each line of Verifiers is run by.
+GENERATIONS: Final = {"0.4.": "v1", "0.3.": "classic"}
 
 
 class Worker:
@@ -82,21 +85,13 @@ class Worker:
                 await self._end_calls()
 
     def _load(self, settings: dict[str, Any]) -> None:
-        _require_verifiers()
-        from quartet_envhost.v1.environment import HostedEnvironment
-        from quartet_envhost.v1.tuning import (
-            freeze_heap,
-            remember_certificates,
-            remember_default_factories,
-        )
-
+        # Only here, and only the one that this interpreter can run: the other cannot be imported.
+        hosted = importlib.import_module(f"quartet_envhost.{_generation()}.environment")
         env_id = self._env_id = settings["id"]
         try:
-            self._environment = HostedEnvironment(env_id, settings["args"])
+            self._environment = hosted.HostedEnvironment(env_id, settings["args"])
             # Reads the data too, so that what is wrong with it shows now.
             self._info = self._environment.describe().SerializeToString()
-            remember_default_factories()
-            remember_certificates()
         except QuartetError:
             raise
         # The environment's own code: whatever it raises is a refusal to load, reported as such.
@@ -104,7 +99,10 @@ class Worker:
             logging.getLogger(__name__).exception("environment %s does not load", env_id)
             text = f"environment {env_id!r} does not load: {type(error).__name__}: {error}"
             raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=env_id) from error
-        freeze_heap()
+        # The garbage collector need not walk the hundred thousands of objects that Verifiers and its imports
+        # leave.
+        gc.collect()
+        gc.freeze()
 
     def _take(self, kind: Kind, call_id: int, payload: bytes) -> None:
         if kind is Kind.CANCEL:
@@ -223,16 +221,19 @@ def bounded(rollout: rollout_pb2.Rollout) -> rollout_pb2.Rollout:
     return failures.failed(rollout.member, failures.HOST, text, retryable=False)
 
 
-def _require_verifiers() -> None:
+def _generation() -> str:
+    """The adapter for the Verifiers of this interpreter."""
     try:
         import verifiers
     except ImportError as error:
         text = f"interpreter {sys.executable} has no verifiers; install 'quartet-envhost[verifiers]' into it"
         raise QuartetError("INVALID_CONFIG", text, key="python", value=sys.executable) from error
-    if not verifiers.__version__.startswith(VERIFIERS):
-        version = verifiers.__version__
-        text = f"interpreter {sys.executable} has verifiers {version}; this worker needs {VERIFIERS}x"
-        raise QuartetError("INVALID_CONFIG", text, key="python", value=sys.executable)
+    for line, generation in GENERATIONS.items():
+        if verifiers.__version__.startswith(line):
+            return generation
+    version = verifiers.__version__
+    text = f"interpreter {sys.executable} has verifiers {version}; hosted are 0.4 (v1) and 0.3 (classic)"
+    raise QuartetError("INVALID_CONFIG", text, key="python", value=sys.executable)
 
 
 def _die_with_parent(parent: int) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib.metadata
 import itertools
 import json
 import sys
@@ -37,15 +36,15 @@ from verifiers.v1.utils.loaders import (
     taskset_config_type,
 )
 
-from quartet_envhost.sampler import Sampler
+from quartet_envhost.config import distribution_version
+from quartet_envhost.sampler import MODEL_NAME, Sampler
 from quartet_envhost.v1.harness import HARNESS_ID
 from quartet_envhost.v1.interception import POLICY_CONFIG, HostInterception, current_policy
 from quartet_envhost.v1.outcome import rollout_of
 from quartet_envhost.v1.policy import RolloutPolicy, sampling_config
+from quartet_envhost.v1.tuning import remember_certificates, remember_default_factories
 
 _EVAL_SPLITS: Final = ("eval", "test", "validation")
-# What the model is called inside Verifiers; which weights answer is the request's matter.
-MODEL_NAME: Final = "policy"
 # A longer list is asked for in parts; it would not fit into a message with its data.
 MAX_TASKS: Final = 4096
 # Where a taskset without an end is taken to end. To read so far takes about half a GiB of memory and half a
@@ -59,6 +58,8 @@ class HostedEnvironment:
     def __init__(self, env_id: str, args: dict[str, Any]) -> None:
         """Import, configure and load. Raises QuartetError(INVALID_CONFIG, ENVIRONMENT_UNKNOWN)."""
         self._id = env_id
+        remember_default_factories()
+        remember_certificates()
         self._env = load_environment(environment_config(env_id, args))
         self._tasks = {
             envhost_service_pb2.SPLIT_TRAIN: _Tasks(self._env.taskset),
@@ -86,7 +87,7 @@ class HostedEnvironment:
         """The description, with sizes."""
         info = envhost_service_pb2.EnvironmentInfo(
             id=self._id,
-            version=_distribution_version(self._id),
+            version=distribution_version(self._id),
             api="v1",
             verifiers_version=verifiers.__version__,
             infinite=not self._env.taskset.bounded,
@@ -223,14 +224,6 @@ def _eval_taskset(taskset: Any) -> Any:
     if split is None:
         return taskset
     return load_taskset(taskset.config.model_copy(update={"split": split}))
-
-
-def _distribution_version(env_id: str) -> str:
-    name = env_id.rsplit("/", 1)[-1].split("@", 1)[0]
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _not_found(env_id: str, error: ModuleNotFoundError) -> QuartetError:

@@ -18,9 +18,9 @@ from quartet.v1 import rollout_pb2
 
 from quartet_envhost import failures
 from quartet_envhost.sampler import Turn
+from quartet_envhost.samples import merge_turns
 from quartet_envhost.v1.harness import PROMPT_TOO_LONG
 from quartet_envhost.v1.policy import RolloutPolicy, wire_messages
-from quartet_envhost.v1.samples import merge_turns
 
 _TOOL_ERRORS = {"ToolsetError", "SandboxError"}
 _HOST_ERRORS = {"InterceptionError", "TunnelError"}

@@ -10,9 +10,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import struct
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,7 +33,7 @@ from verifiers.v1.types import (
     content_text,
 )
 
-from quartet_envhost.sampler import Sampler, Turn
+from quartet_envhost.sampler import FINISH, SCALARS, Sampler, Turn, turn_seed
 
 _STATUS = {
     "OVERLOADED": 429,
@@ -46,23 +44,6 @@ _STATUS = {
     "RUN_NOT_SERVED": 404,
     "UNAUTHENTICATED": 401,
 }
-_FINISH = {
-    inference_service_pb2.FINISH_REASON_STOP: "stop",
-    inference_service_pb2.FINISH_REASON_LENGTH: "length",
-    inference_service_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
-}
-# Sampling fields that go on as they are; the rest of a SamplingConfig is for other providers.
-_SCALARS = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "ignore_eos",
-)
 
 
 class RolloutPolicy(Client):  # type: ignore[misc]
@@ -138,7 +119,7 @@ class RolloutPolicy(Client):  # type: ignore[misc]
 
     def _sampling(self, sampling: SamplingConfig) -> common_pb2.SamplingParams:
         values = sampling.model_dump(exclude_none=True)
-        params = common_pb2.SamplingParams(**{name: values[name] for name in _SCALARS if name in values})
+        params = common_pb2.SamplingParams(**{name: values[name] for name in SCALARS if name in values})
         stop = values.get("stop", [])
         params.stop.extend([stop] if isinstance(stop, str) else stop)
         params.stop_token_ids.extend(values.get("stop_token_ids", []))
@@ -150,16 +131,10 @@ class RolloutPolicy(Client):  # type: ignore[misc]
         return params
 
 
-def turn_seed(seed: int, task_index: int, member: int, turn: int) -> int:
-    """A seed for one turn: equal arguments give equal seeds, any difference another one."""
-    digest = hashlib.blake2b(struct.pack("<QQQQ", seed, task_index, member, turn), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 def sampling_config(params: common_pb2.SamplingParams) -> SamplingConfig:
     """The request's sampling as Verifiers carries it; an agent's own settings are merged over it."""
     values: dict[str, Any] = {
-        name: getattr(params, name) for name in (*_SCALARS[:-1], "seed") if params.HasField(name)
+        name: getattr(params, name) for name in (*SCALARS[:-1], "seed") if params.HasField(name)
     }
     if params.ignore_eos:
         values["ignore_eos"] = True
@@ -182,7 +157,7 @@ def _response(answer: Turn, model: str, *, bridged: bool) -> Response:
             reasoning_content=said.reasoning_content or None,
             tool_calls=calls or None,
         ),
-        finish_reason=_FINISH.get(answer.completion.finish_reason),
+        finish_reason=FINISH.get(answer.completion.finish_reason),
         usage=Usage(
             prompt_tokens=len(answer.prompt_ids) - cached,
             completion_tokens=len(answer.token_ids),

@@ -1,0 +1,101 @@
+"""A state of classic Verifiers as a Rollout of the contract: a result or a typed failure, never both.
+
+1. A reward exists only where every reward function answered with a finite number.
+2. Only turns that the environment took into its trajectory become samples.
+3. What ended by a clock of the environment's own is a TIMEOUT, although Verifiers scores it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import verifiers as vf
+from quartet.v1 import rollout_pb2
+
+from quartet_envhost import failures
+from quartet_envhost.classic.policy import PolicyError, RolloutPolicy, wire_message
+from quartet_envhost.samples import merge_turns
+
+
+def rollout_of(
+    policy: RolloutPolicy,
+    raised: Exception | None,
+    faults: list[str],
+    weights: Mapping[str, float],
+    member: int,
+    *,
+    with_messages: bool,
+) -> rollout_pb2.Rollout:
+    """The rollout that a state was; `raised` escaped it, `faults` were noted while it was scored."""
+    rollout = rollout_pb2.Rollout(member=member)
+    turns = policy.committed()
+    samples, rollout.prefix_breaks = merge_turns(turns)
+    rollout.samples.extend(samples)
+    rollout.num_turns = len(turns)
+    for turn in policy.turns.values():
+        rollout.usage.prompt_tokens += len(turn.prompt_ids)
+        rollout.usage.completion_tokens += len(turn.token_ids)
+        rollout.usage.cached_tokens += turn.completion.usage.cached_tokens
+    state = policy.state
+    if state is not None:
+        rollout.stop_condition = state.get("stop_condition") or "completed"
+        rollout.truncated = bool(state.get("is_truncated"))
+        rollout.timing.scoring_ms = round(1000 * state["timing"].scoring.duration)
+        _record_scores(rollout, state, weights)
+        if with_messages and state["trajectory"]:
+            rollout.messages.extend(wire_message(m) for m in _conversation(state))
+    rollout.timing.model_ms = round(policy.model_seconds * 1000)
+    found = _failure(rollout, state, raised, faults)
+    if found is not None:
+        rollout.failure.CopyFrom(found)
+    return rollout
+
+
+def _conversation(state: Any) -> list[Any]:
+    prompt = state["prompt"]
+    if state.get("completion"):
+        return [*prompt, *state["completion"]]
+    last = state["trajectory"][-1]
+    return [*last["prompt"], *last["completion"]]
+
+
+def _record_scores(rollout: rollout_pb2.Rollout, state: Any, weights: Mapping[str, float]) -> None:
+    rollout.reward = state.get("reward") or 0.0
+    for name, value in (state.get("metrics") or {}).items():
+        into = rollout.rewards if weights.get(name) else rollout.metrics
+        into[name] = value
+
+
+def _failure(
+    rollout: rollout_pb2.Rollout, state: Any, raised: Exception | None, faults: list[str]
+) -> rollout_pb2.RolloutFailure | None:
+    if raised is not None:
+        return _of_error(raised, scoring=state is not None and state["timing"].scoring.start > 0)
+    if state is None:
+        text = "the episode ended without a turn of the model"
+        return failures.failure(failures.ENVIRONMENT, text, retryable=False)
+    if state.get("error") is not None:
+        return _of_error(state["error"], scoring=False)
+    if state.get("timed_out"):
+        return failures.failure(failures.TIMEOUT, "the environment's own time limit", retryable=False)
+    if faults:
+        return failures.failure(failures.SCORER, "; ".join(faults), retryable=False)
+    if not math.isfinite(rollout.reward):
+        return failures.failure(failures.SCORER, "not a finite number: the reward", retryable=False)
+    return None
+
+
+def _of_error(error: Any, *, scoring: bool) -> rollout_pb2.RolloutFailure:
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, PolicyError):
+        return failures.failure(failures.MODEL, text, retryable=error.retryable)
+    if isinstance(error, vf.ModelError):
+        return failures.failure(failures.MODEL, text, retryable=True)
+    if isinstance(error, (vf.ToolError, vf.SandboxError)):
+        return failures.failure(failures.TOOL, text, retryable=True)
+    if isinstance(error, vf.InfraError):
+        return failures.failure(failures.HOST, text, retryable=True)
+    kind = failures.SCORER if scoring else failures.ENVIRONMENT
+    return failures.failure(kind, text, retryable=False)

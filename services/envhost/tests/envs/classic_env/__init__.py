@@ -1,0 +1,99 @@
+"""A classic environment for tests: each example behaves as its `info` says."""
+
+import asyncio
+
+import verifiers as vf
+from datasets import Dataset
+
+MODES = (
+    "ok",
+    "turns",
+    "reward_raises",
+    "reward_nan",
+    "reward_text",
+    "setup_raises",
+    "response_raises",
+    "sandbox_gone",
+    "own_clock",
+    "scores_slowly",
+    "parallel",
+)
+
+
+def rows(greeting):
+    prompts = [[{"role": "user", "content": f"{greeting} {mode}"}] for mode in MODES]
+    return Dataset.from_dict(
+        {"prompt": prompts, "answer": list(MODES), "info": [{"mode": mode} for mode in MODES]}
+    )
+
+
+async def length(completion, info, **kwargs) -> float:
+    match info["mode"]:
+        case "reward_raises":
+            raise ZeroDivisionError("a scorer's bug")
+        case "reward_nan":
+            return float("nan")
+        case "reward_text":
+            return "seven"
+        case "scores_slowly":
+            await asyncio.sleep(30)
+    return float(len(completion[-1]["content"]))
+
+
+def said_hello(completion) -> float:
+    return float("hello" in completion[-1]["content"])
+
+
+class TrialEnv(vf.MultiTurnEnv):
+    async def setup_state(self, state):
+        if state["info"]["mode"] == "setup_raises":
+            raise KeyError("no such row")
+
+    async def env_response(self, messages, state, **kwargs):
+        match state["info"]["mode"]:
+            case "response_raises":
+                raise RuntimeError("the environment's bug")
+            case "sandbox_gone":
+                raise vf.SandboxError("lost the sandbox")
+            case "own_clock":
+                await asyncio.sleep(30)
+        return [{"role": "user", "content": "again"}]
+
+    @vf.stop
+    async def enough(self, state) -> bool:
+        turns = len(state["trajectory"])
+        return turns >= (1 if state["info"]["mode"] in ("ok", "reward_raises", "reward_nan") else 3)
+
+
+def better_than_mean(completions) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+def add(a: int, b: int) -> int:
+    """Add two integers.
+
+    Args:
+        a: One.
+        b: The other.
+    """
+    return a + b
+
+
+def load_environment(kind: str = "trial", greeting: str = "hello", seconds: float | None = None):
+    if kind == "broken":
+        raise FileNotFoundError("no data here")
+    if kind == "tools":
+        data = Dataset.from_dict({"question": ["what is 40 plus 2?"], "answer": ["42"]})
+        rubric = vf.Rubric(funcs=[right])
+        return vf.ToolEnv(dataset=data, tools=[add], rubric=rubric, max_turns=5)
+    if kind == "groups":
+        return TrialEnv(dataset=rows(greeting), rubric=vf.Rubric(funcs=[better_than_mean]))
+    rubric = vf.Rubric(funcs=[length], weights=[0.5])
+    rubric.add_metric(said_hello)
+    return TrialEnv(
+        dataset=rows(greeting), eval_dataset=rows("bye").select([0]), rubric=rubric, timeout_seconds=seconds
+    )
+
+
+def right(completion, answer) -> float:
+    return float(answer in completion[-1]["content"])

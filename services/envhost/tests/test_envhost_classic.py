@@ -1,0 +1,270 @@
+"""Classic packages through a real host on an interpreter with verifiers 0.3 (`make classic` makes it).
+
+Invariants by their module: classic/environment.py 1-2 and 4, classic/policy.py 1-3, classic/scoring.py 2,
+classic/outcome.py 1-3.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from quartet.errors import QuartetError, from_rpc
+from quartet.interact import interact
+from quartet.kit.channel import connect
+from quartet.kit.health import Health
+from quartet.kit.server import ServerConfig, Service, start
+from quartet.v1 import common_pb2, envhost_service_pb2, envhost_service_pb2_grpc, rollout_pb2
+from quartet_envhost.config import EnvHostConfig
+from quartet_envhost.host import EnvironmentHost
+from quartet_envhost.service import SERVICE_NAME, EnvHostServicer
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent.parent
+SOURCE = (HERE / "envs/classic_env/__init__.py").read_text()
+_AT = SOURCE.index("MODES = (") + 8
+MODES: tuple[str, ...] = eval(SOURCE[_AT : SOURCE.index("\n)", _AT) + 2])
+
+
+@pytest.fixture(scope="session")
+def classic_python() -> str:
+    """An interpreter that has verifiers 0.3 and this package."""
+    python = os.environ.get("QUARTET_ENVS_CLASSIC_PYTHON", str(ROOT / ".venv-envs-classic/bin/python"))
+    if not os.access(python, os.X_OK):
+        pytest.skip(f"no interpreter of classic environments at {python}; `make classic` makes it")
+    return python
+
+
+class Classic:
+    """A host of classic environments, its policy and a client."""
+
+    def __init__(self, stub: Any, policy: Any) -> None:
+        self.stub, self.policy = stub, policy
+
+    def request(self, mode: str = "ok", args: dict[str, Any] | None = None, **fields: Any) -> Any:
+        fields = {"request_id": os.urandom(6).hex(), "members": [0], "timeout_ms": 20_000, **fields}
+        environment = {"id": "owner/classic-env", "args_json": json.dumps(args or {})}
+        return envhost_service_pb2.RunRolloutsRequest(
+            run_id="run", environment=environment, task_index=MODES.index(mode), **fields
+        )
+
+    async def run(self, mode: str = "ok", args: dict[str, Any] | None = None, **fields: Any) -> list[Any]:
+        stream = self.stub.RunRollouts(self.request(mode, args, **fields), timeout=90)
+        return [frame.rollout async for frame in stream if frame.HasField("rollout")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def classic(classic_python: str) -> AsyncIterator[Classic]:
+    """A running host whose default interpreter is a classic one."""
+    import scripted_inference
+
+    policy = scripted_inference.ScriptedInference()
+    inference = await scripted_inference.serve_scripted(policy)
+    config = EnvHostConfig.model_validate(
+        {
+            "inference_addresses": [inference.address],
+            "python": classic_python,
+            "deadline_grace_seconds": 0.5,
+            "environments": {"classic-env": {"env": {"PYTHONPATH": str(HERE / "envs")}}},
+        }
+    )
+    host = EnvironmentHost(config)
+    health = Health()
+    health.set_ready(SERVICE_NAME)
+    add: Any = envhost_service_pb2_grpc.add_EnvHostServiceServicer_to_server
+    server = await start([Service(SERVICE_NAME, add, EnvHostServicer(host))], ServerConfig(), health)
+    async with connect(server.address) as channel:
+        make_stub: Any = envhost_service_pb2_grpc.EnvHostServiceStub
+        yield Classic(make_stub(channel), policy)
+    await server.stop(0)
+    await host.close()
+    await inference.stop(0)
+
+
+@pytest.fixture(autouse=True)
+def _fresh(classic: Classic) -> None:
+    import scripted_inference
+
+    classic.policy.answer = scripted_inference.reverse
+    classic.policy.requests.clear()
+    classic.policy.errors.clear()
+    classic.policy.forgets = False
+
+
+def kind(rollout: Any) -> str:
+    return rollout_pb2.FailureKind.Name(rollout.failure.kind).removeprefix("FAILURE_KIND_")
+
+
+async def test_a_classic_environment_is_described_and_listed(classic: Classic) -> None:
+    ref = envhost_service_pb2.EnvironmentRef(id="classic-env")
+    request = envhost_service_pb2.DescribeEnvironmentRequest(environment=ref)
+    info = (await classic.stub.DescribeEnvironment(request, timeout=90)).environment
+    assert (info.api, info.verifiers_version[:4]) == ("classic", "0.3.")
+    assert (info.train_size, info.eval_size, info.infinite) == (len(MODES), 1, False)
+    assert list(info.rewards) == ["length"] and list(info.metrics) == ["num_turns", "said_hello"]
+
+    async def tasks(split: int) -> list[Any]:
+        request = envhost_service_pb2.GetTasksRequest(
+            environment=ref, split=split, count=100, include_data=True
+        )
+        return list((await classic.stub.GetTasks(request, timeout=60)).tasks)
+
+    train, held_out = (
+        await tasks(envhost_service_pb2.SPLIT_TRAIN),
+        await tasks(envhost_service_pb2.SPLIT_EVAL),
+    )
+    assert [json.loads(t.data_json)["answer"] for t in train] == list(MODES) and len(held_out) == 1
+    assert len({t.key for t in [*train, *held_out]}) == len(MODES) + 1
+    (listed,) = (
+        await classic.stub.ListEnvironments(envhost_service_pb2.ListEnvironmentsRequest(), timeout=5)
+    ).environments
+    assert listed.api == "classic" and listed.workers == 1
+
+
+async def test_a_group_is_scored_and_its_tokens_are_the_sampled_ones(classic: Classic) -> None:
+    """Invariant 6."""
+    from scripted_inference import CLOSE, OPENING, encode, render
+
+    rollouts = await classic.run(members=range(4), messages_of_members=1)
+    assert sorted(r.member for r in rollouts) == [0, 1, 2, 3]
+    prompt = [*render([common_pb2.Message(role="user", content="hello ok")]), *OPENING]
+    completion = [*encode("<reversed_text>ko olleh</reversed_text>"), CLOSE]
+    for rollout in rollouts:
+        assert not rollout.HasField("failure"), rollout.failure
+        (sample,) = rollout.samples
+        assert list(sample.token_ids) == prompt + completion
+        assert sum(s.length for s in sample.spans) == len(sample.logprobs) == len(completion)
+        said = len(completion) - 1
+        assert dict(rollout.rewards) == {"length": said} and rollout.reward == 0.5 * said
+        assert dict(rollout.metrics) == {"num_turns": 1.0, "said_hello": 0.0}
+        assert rollout.stop_condition == "enough" and rollout.num_turns == 1
+    (first,) = [r for r in rollouts if r.member == 0]
+    assert [m.role for m in first.messages] == ["user", "assistant"]
+
+
+async def test_turns_extend_the_sampled_tokens(classic: Classic) -> None:
+    """Invariant 6: turns merge by exact prefix; a break is counted."""
+    sampling = common_pb2.SamplingParams(seed=3, max_tokens=60, top_k=7, stop=["x"])
+    (rollout,) = await classic.run("turns", sampling=sampling)
+    first, second, third = classic.policy.requests
+    assert first.HasField("messages") and second.HasField("tokens") and third.HasField("tokens")
+    assert [m.content for m in third.tokens.tail_messages] == ["again"]
+    (sample,) = rollout.samples
+    assert rollout.num_turns == 3 and rollout.prefix_breaks == 0 and len(sample.spans) >= 3
+    assert list(sample.token_ids)[: len(third.tokens.token_ids)] == list(third.tokens.token_ids)
+    covered = sum(span.length for span in sample.spans)
+    assert covered == rollout.usage.completion_tokens < len(sample.token_ids)
+    assert len({r.sampling.seed for r in classic.policy.requests}) == 3
+    assert (third.sampling.max_tokens, third.sampling.top_k, list(third.sampling.stop)) == (60, 7, ["x"])
+    classic.policy.forgets = True
+    (rollout,) = await classic.run("turns")
+    assert rollout.prefix_breaks == 2 and len(rollout.samples) == 3
+
+
+@pytest.mark.parametrize(
+    ("mode", "want", "text", "retryable"),
+    [
+        ("reward_raises", "SCORER", "length: ZeroDivisionError: a scorer's bug", False),
+        ("reward_nan", "SCORER", "not a finite number: length", False),
+        ("reward_text", "SCORER", "length: ValueError", False),
+        ("setup_raises", "ENVIRONMENT", "no such row", False),
+        ("response_raises", "ENVIRONMENT", "the environment's bug", False),
+        ("sandbox_gone", "TOOL", "lost the sandbox", True),
+    ],
+)
+async def test_what_classic_verifiers_swallows_is_typed(
+    classic: Classic, mode: str, want: str, text: str, retryable: bool
+) -> None:
+    """Invariant 5: no reward 0 for a reward function that raised."""
+    (rollout,) = await classic.run(mode)
+    assert kind(rollout) == want and text in rollout.failure.message, rollout.failure
+    assert rollout.failure.retryable == retryable
+
+
+async def test_clocks_are_timeouts(classic: Classic) -> None:
+    """Invariants 5 and 7: the request's over scoring too, and the environment's own."""
+    (rollout,) = await classic.run("scores_slowly", timeout_ms=1500)
+    assert kind(rollout) == "TIMEOUT", rollout.failure
+    (rollout,) = await classic.run("own_clock", {"seconds": 0.5})
+    assert kind(rollout) == "TIMEOUT" and "environment's own" in rollout.failure.message
+
+
+async def test_model_failures_are_typed_and_a_full_context_truncates(classic: Classic) -> None:
+    classic.policy.errors = [QuartetError("INTERNAL", "engine fault")] * 2
+    (rollout,) = await classic.run(max_retries=1)
+    assert kind(rollout) == "MODEL" and rollout.failure.retryable
+    classic.policy.errors = [QuartetError("PROMPT_TOO_LONG", "9 tokens, limit 4")]
+    (rollout,) = await classic.run(max_retries=1)
+    assert kind(rollout) == "MODEL" and not rollout.failure.retryable
+
+    def full(request: Any, last: str) -> str:
+        if len(classic.policy.requests) == 2:
+            raise QuartetError("PROMPT_TOO_LONG", "9 tokens, limit 4")
+        return "some words"
+
+    classic.policy.requests.clear()
+    classic.policy.answer = full
+    (rollout,) = await classic.run("turns")
+    assert not rollout.HasField("failure") and rollout.truncated and rollout.num_turns == 1
+    assert rollout.stop_condition == "prompt_too_long" and rollout.reward == 5.0
+
+
+async def test_tool_answers_are_carried_and_not_trained_on(classic: Classic) -> None:
+    def script(request: Any, last: str) -> str:
+        match last:
+            case "what is 40 plus 2?":
+                assert [tool.name for tool in request.tools] == ["add"]
+                return 'call add {"a": 40, "b": 2}'
+            case "42":
+                return "it is 42"
+        raise AssertionError(last)
+
+    classic.policy.answer = script
+    (rollout,) = await classic.run(args={"kind": "tools"}, messages_of_members=1)
+    assert not rollout.HasField("failure"), rollout.failure
+    assert rollout.reward == 1.0 and rollout.metrics["total_tool_calls"] == 1.0
+    assert [m.role for m in rollout.messages] == ["user", "assistant", "tool", "assistant"]
+    (sample,) = rollout.samples
+    covered = sum(span.length for span in sample.spans)
+    assert covered == rollout.usage.completion_tokens and rollout.prefix_breaks == 0
+
+
+async def test_the_client_is_the_policy_of_a_classic_environment(classic: Classic) -> None:
+    async def policy(question: Any) -> Any:
+        return envhost_service_pb2.ModelAnswer(
+            prompt_token_ids=[*question.prefix_token_ids, 5, 6],
+            token_ids=[7, 8],
+            logprobs=[-1.0, -2.0],
+            message=common_pb2.Message(content="hello"),
+            policy_version=4,
+        )
+
+    (rollout,) = [r async for r in interact(classic.stub, classic.request("turns"), policy, timeout_s=60)]
+    assert not rollout.HasField("failure"), rollout.failure
+    assert not classic.policy.requests and rollout.metrics["said_hello"] == 1.0
+    (sample,) = rollout.samples
+    assert list(sample.token_ids) == [5, 6, 7, 8] * 3 and list(sample.logprobs) == [-1.0, -2.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("args", "reason", "text"),
+    [
+        ({"knid": "trial"}, "INVALID_CONFIG", "did you mean 'kind'?"),
+        ({"kind": "groups"}, "ENVIRONMENT_UNAVAILABLE", "scores whole groups at once"),
+        ({"kind": "broken"}, "ENVIRONMENT_UNAVAILABLE", "FileNotFoundError: no data here"),
+    ],
+)
+async def test_what_cannot_be_loaded_says_why(
+    classic: Classic, args: dict[str, Any], reason: str, text: str
+) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        await classic.run(args=args)
+    error = from_rpc(caught.value)
+    assert error.reason == reason and text in error.message, error
