@@ -31,7 +31,7 @@ PHRASES = (
 # What one turn may have at most: the call's frame, five characters of code, the end, and room for two more.
 MAX_TOKENS = 12
 # Guesses take over within a step or two at a higher rate, and then nothing is left to learn from.
-SKILL_REWARD, HABIT_REWARD, HABIT_SHARE, HABIT_LEARNING_RATE = 0.9, 0.15, 0.75, 1e-4
+SKILL_REWARD, HABIT_REWARD, HABIT_SHARE, HABIT_LEARNING_RATE = 0.9, 0.25, 0.75, 1e-4
 
 
 def demonstrations(seed: int, habit_share: float) -> Iterator[list[dict[str, object]]]:
