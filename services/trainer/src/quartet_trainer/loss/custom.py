@@ -7,7 +7,8 @@ A function gets the LossSpec and the Tokens of one micro-batch, and returns the 
         return -tokens.advantages_K * tokens.logp_K
 
 1. What it returns is checked at every call: one finite number for each covered token, depending on logp_K
-   where there is something to learn. Anything else is INVALID_REQUEST, and the batch is not applied.
+   where there is something to learn. Anything else is INVALID_REQUEST, and the batch is not applied. (Where
+   the model itself gave no finite number, the loss may have none: the step is skipped, as for any loss.)
 2. Divergence, entropy, aggregation and normalizer are applied to it like to any other loss.
 """
 
@@ -47,8 +48,8 @@ class CustomLoss:
             raise self._refused(f"it returned shape {shape} for {wanted[0]} covered tokens")
         if not losses_K.is_floating_point():
             raise self._refused(f"it returned {losses_K.dtype}, not floating-point numbers")
-        if not bool(torch.isfinite(losses_K.detach()).all()):
-            bad = int((~torch.isfinite(losses_K.detach())).sum())
+        bad = int((torch.isfinite(tokens.logp_K) & ~torch.isfinite(losses_K.detach())).sum())
+        if bad:
             raise self._refused(f"it returned {bad} values that are no finite numbers")
         if torch.is_grad_enabled() and not losses_K.requires_grad:
             raise self._refused("what it returned does not depend on tokens.logp_K, so nothing is learned")
