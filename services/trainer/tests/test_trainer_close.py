@@ -90,7 +90,7 @@ async def test_a_run_that_is_closed_with_its_state_is_opened_where_it_was(
         # Where it cannot be saved it stays open.
         with monkeypatch.context() as patch:
             patch.setattr("quartet_trainer.states.save_file", full_disk)
-            assert await reason(trainer.stub.CloseRun(closing)) == "INTERNAL"
+            assert await reason(trainer.stub.CloseRun(closing)) == "NOT_READY"
         await trainer.stub.CloseRun(closing)
         run = await trainer.create(**spec)
         assert (run.applied_seq_id, run.policy_version, run.published_version) == (5, 1, 1)

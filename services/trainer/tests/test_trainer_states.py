@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 import torch
 from quartet.errors import QuartetError
 from quartet_trainer.states import Content, StateStore
+from safetensors import SafetensorError
 
 
 def content(value: float) -> Content:
@@ -71,7 +73,7 @@ def test_a_save_that_fails_leaves_nothing_and_what_a_kill_left_is_swept(tmp_path
         target.mkdir()
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(QuartetError, match="disk full"):
         save(store, "a", 2, export=breaks)
     assert [path.name for path in (tmp_path / "r").iterdir()] == ["a@1"]
     (tmp_path / "r" / "@writing-a@2").mkdir()
@@ -93,3 +95,25 @@ def test_a_state_that_was_returned_to_is_the_newest(tmp_path: Path) -> None:
     store.touch("r", store.find("r", "a"))
     found = store.newest_sound("r")
     assert found is not None and found[0].name == "a"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_is_waited_for(tmp_path: Path, error: Exception) -> None:
+    """Invariant 9: NOT_READY, which callers repeat; what was there stays, and the repetition succeeds."""
+    store = StateStore(tmp_path, 3)
+    save(store, "a", 1)
+
+    def full(target: Path) -> None:
+        raise error
+
+    with pytest.raises(QuartetError, match=r"NOT_READY.*No space left on device.*make room"):
+        save(store, "b", 2, export=full)
+    assert [info.name for info in store.list("r")] == ["a"]
+    save(store, "b", 2)
+    assert [info.name for info in store.list("r")] == ["a", "b"]

@@ -10,6 +10,8 @@
    returned to is the one it restarts from.
 5. A state that another release wrote in another form is refused like a harmed one.
 6. An equal name is replaced: the older state of that name goes after the newer one is in place.
+7. A disk that is full or away is NOT_READY: nothing is lost by it, and the same call succeeds once it is
+   there or has room.
 """
 
 from __future__ import annotations
@@ -81,7 +83,26 @@ class StateStore:
         content: Content,
         export: Callable[[Path], None] | None = None,
     ) -> StateInfo:
-        """Write a state; `export` fills its model folder, which must not exist yet."""
+        """Write a state; `export` fills its model folder, which must not exist yet. Errors: NOT_READY."""
+        try:
+            return self._save(run_id, name, seq_id, policy_version, content, export)
+        except (OSError, SafetensorError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            log.error("state_not_written", run_id=run_id, state=name, folder=str(self._root), why=why)
+            raise QuartetError(
+                "NOT_READY",
+                f"state {name} of run {run_id} cannot be written to {self._root}: {why}; make room there",
+            ) from error
+
+    def _save(
+        self,
+        run_id: str,
+        name: str,
+        seq_id: int,
+        policy_version: int,
+        content: Content,
+        export: Callable[[Path], None] | None,
+    ) -> StateInfo:
         folder = self._root / run_id
         folder.mkdir(parents=True, exist_ok=True)
         self._sweep(folder)
