@@ -212,3 +212,43 @@ async def test_an_adapter_whose_canary_dies_is_unloaded_alone(model_folder: Path
         await asyncio.sleep(0.2)
         assert served(await replica.model()) == {"a": 2}
     await server.stop(0)
+
+
+async def test_a_follower_that_fails_takes_its_adapter_along(
+    model_folder: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, store = make_model(0), WeightStore(4)
+    put(store, "a", 0, random_adapter(base, 1))
+    server = await publish(store)
+    settings = {"shared_memory": False, "adapters": {"on_demand": False}}
+    async with serving(model_folder, weights_address=server.address, **settings) as replica:
+        await replica.until(lambda model: served(model) == {"a": 0})
+
+        async def fail(*_: Any, **__: Any) -> None:
+            raise RuntimeError("a fault of ours")
+
+        monkeypatch.setattr("quartet_inference.adapters.AdapterAdopter.adopt", fail)
+        put(store, "a", 1, random_adapter(base, 2))
+        await replica.until(lambda model: served(model) == {})
+        assert (await replica.generate(request("")))[1]
+    await server.stop(0)
+
+
+async def test_a_publisher_that_goes_back_or_names_the_same_adapter_anew_is_followed(
+    model_folder: Path, make_model: Make
+) -> None:
+    base, store = make_model(0), WeightStore(4)
+    first, second = random_adapter(base, 1), random_adapter(base, 2)
+    put(store, "a", 0, first)
+    server = await publish(store)
+    async with serving(model_folder, weights_address=server.address, shared_memory=False) as replica:
+        await replica.until(lambda model: served(model) == {"a": 0})
+        put(store, "a", 1, second)
+        put(store, "a", 2, second)
+        await replica.until(lambda model: served(model) == {"a": 2})
+        store.reopen_run("a")  # as a trainer that restored a state does
+        put(store, "a", 1, second)
+        await replica.until(lambda model: served(model) == {"a": 1})
+        deltas, _ = await replica.generate(request("a"))
+        assert difference(deltas, {1: second.merged}) <= 2e-5
+    await server.stop(0)

@@ -161,6 +161,7 @@ class Adapters:
             holdings = Holdings(KEPT_VERSIONS, DELTA_BYTES)
             follower = Follower(view, publisher, holdings, followed.adopter, lambda why: None)
             followed.task = asyncio.create_task(follower.run(), name=f"follow-adapter-{run_id}")
+            followed.task.add_done_callback(lambda task: self._ended(run_id, task))
         return weights
 
     async def unload(self, run_id: str) -> None:
@@ -217,6 +218,12 @@ class Adapters:
 
         canaries = CanaryWatch(self._engine, self._tolerance, verdict)
         return _Followed(AdapterAdopter(self._engine, canaries, self._news.tell), canaries)
+
+    def _ended(self, run_id: str, task: asyncio.Task[None]) -> None:
+        """A follower that failed: an old version is never served for ever."""
+        if not task.cancelled():
+            log.error("adapter follower ended", run_id=run_id, why=repr(task.exception()))
+            self._spawn(self._end(run_id, QuartetError("NOT_READY", "the adapter is followed no more")))
 
     async def _end(self, run_id: str, why: QuartetError) -> None:
         followed = self._followed.pop(run_id, None)
