@@ -1,7 +1,7 @@
 """What adapters cost in the embedded engine: tokens per second of the base model, of one adapter, and of four
 adapters and the base in one batch, in interleaved rounds; and the pause of replacing an adapter in flight.
 
-  python benchmarks/adapters.py --model models/tiny
+  python benchmarks/adapters.py
 """
 
 from __future__ import annotations
@@ -93,6 +93,6 @@ async def measure(folder: Path) -> list[Figure]:
 
 if __name__ == "__main__":
     parser = arguments(__doc__ or "")
-    parser.add_argument("--model", type=Path, required=True, help="a model folder")
+    parser.add_argument("--model", type=Path, default=Path("models/tiny"), help="a model folder")
     given = parser.parse_args()
     report(asyncio.run(measure(given.model)), given.json, rank=RANK, rows=ROWS, tokens=TOKENS)
