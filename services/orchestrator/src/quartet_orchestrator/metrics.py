@@ -82,7 +82,7 @@ def over_iterations(passes: Sequence[tpb.ForwardBackwardResponse]) -> tpb.Forwar
     whole = tpb.ForwardBackwardResponse()
     whole.CopyFrom(passes[0])
     whole.loss = fmean([one.loss for one in passes])
-    for name in whole.diagnostics:
+    for name in list(whole.diagnostics):
         values = [one.diagnostics[name] for one in passes]
         whole.diagnostics[name] = max(values) if name.endswith("_max") else fmean(values)
     return whole
