@@ -6,7 +6,8 @@
    call begins a new one, and says so.
 3. At most `max_sessions` live; one more ends the one that has been idle longest. A session idle for
    `idle_seconds` is ended too, so that a rollout that was cancelled leaves nothing behind.
-4. The death of this process ends them all.
+4. The death of this process ends them all. The death of the nursery ends them too; the next call starts a
+   new one.
 """
 
 from __future__ import annotations
@@ -88,21 +89,24 @@ class Sessions:
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Sessions]:
         """Run the nursery and the reaper for as long as the block lasts."""
-        with contextlib.ExitStack() as opened:
-            process = self._start(opened)
-            reaper = None
+        with contextlib.ExitStack() as self._nursery:
+            await self._grow()
+            reaper = asyncio.create_task(self._reap())
             try:
-                said = await asyncio.to_thread(self._control.recv, 4096)
-                if not said:
-                    raise RuntimeError(f"the parent of the Python sessions ended with {process.wait()}")
-                self.isolated = json.loads(said)["isolated"]
-                reaper = asyncio.create_task(self._reap())
                 yield self
             finally:
-                if reaper is not None:
-                    reaper.cancel()
+                reaper.cancel()
                 for key in list(self._live):
                     self.end(key)
+
+    async def _grow(self) -> None:
+        """A new nursery; the old one ends, if there is one. Raises RuntimeError."""
+        self._nursery.close()
+        process = self._start(self._nursery)
+        said = await asyncio.to_thread(self._control.recv, 4096)
+        if not said:
+            raise RuntimeError(f"the parent of the Python sessions ended with {process.wait()}")
+        self.isolated = json.loads(said)["isolated"]
 
     def _start(self, opened: contextlib.ExitStack) -> subprocess.Popen[bytes]:
         """The nursery, which ends with `opened`."""
@@ -147,6 +151,9 @@ class Sessions:
                 why = "ended: it used more CPU time or memory than it may, or exited"
             except ValueError as error:
                 why = str(error)
+            except asyncio.CancelledError:
+                self._lose(key)  # what it would have answered must not answer the next call
+                raise
             else:
                 session.busy, session.used = False, time.monotonic()
                 note = NEW_SESSION if key in self._lost else ""
@@ -172,9 +179,13 @@ class Sessions:
         if len(self._live) >= self._limits.max_sessions and idle:
             self._lose(min(idle)[1])
         ours, theirs = socket.socketpair()
-        async with self._forking:
-            with theirs:
-                pidfd = await asyncio.to_thread(self._fork, theirs)
+        with theirs:
+            async with self._forking:
+                try:
+                    pidfd = await asyncio.to_thread(self._fork, theirs)
+                except OSError:
+                    await self._grow()
+                    pidfd = await asyncio.to_thread(self._fork, theirs)
         reader, writer = await asyncio.open_connection(sock=ours)
         session = self._live[key] = _Session(pidfd, reader, writer)
         return session
@@ -183,7 +194,7 @@ class Sessions:
         socket.send_fds(self._control, [b"1"], [theirs.fileno()])
         _, handles, _, _ = socket.recv_fds(self._control, 16, 1)
         if not handles:
-            raise RuntimeError("the parent of the Python sessions is gone")
+            raise ConnectionResetError("the parent of the Python sessions is gone")
         return handles[0]
 
     def end(self, key: str) -> None:

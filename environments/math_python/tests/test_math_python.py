@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
+import signal
 import tempfile
 import time
 import unittest
@@ -229,6 +231,27 @@ class Ends(unittest.IsolatedAsyncioTestCase):
             await until(lambda: not sessions._live)
             self.assertTrue((await sessions.run("a", "x")).output.startswith(NEW_SESSION))
 
+    async def test_a_nursery_that_dies_is_replaced(self) -> None:
+        async with Sessions(Limits(memory_bytes=256 * MIB)).open() as sessions:
+            await sessions.run("a", "x = 1")
+            (nursery,) = children(os.getpid())
+            session = process_folder(sessions._live["a"].pidfd)
+            os.kill(nursery, signal.SIGKILL)
+            await until(lambda: not session.exists())
+            self.assertIn("ended", (await sessions.run("a", "x")).output)
+            self.assertEqual((await sessions.run("a", "2")).output, f"{NEW_SESSION}2")
+            self.assertEqual((await sessions.run("b", "3")).output, "3")
+
+    async def test_a_cancelled_call_does_not_answer_the_next(self) -> None:
+        async with Sessions(Limits(memory_bytes=256 * MIB)).open() as sessions:
+            slow = asyncio.create_task(sessions.run("a", "import time; time.sleep(1); 'late'"))
+            await until(lambda: "a" in sessions._live)
+            await asyncio.sleep(0.2)
+            slow.cancel()
+            with self.assertRaises(asyncio.CancelledError):
+                await slow
+            self.assertEqual((await sessions.run("a", "2")).output, f"{NEW_SESSION}2")
+
     async def test_nothing_is_left_at_the_end(self) -> None:
         async with Sessions(Limits(memory_bytes=256 * MIB)).open() as sessions:
             await sessions.run("a", "1")
@@ -250,6 +273,20 @@ class WithoutNamespaces(unittest.IsolatedAsyncioTestCase):
             self.assertEqual((await sessions.run("a", "1")).output, f"{NEW_SESSION}1")
             second = process_folder(sessions._live["a"].pidfd)
         await until(lambda: not second.exists())
+
+
+def children(parent: int) -> list[int]:
+    """The nurseries that a process started."""
+    found = Path("/proc").glob("[0-9]*/status")
+    ours = [int(file.parent.name) for file in found if f"\nPPid:\t{parent}\n" in told(file)]
+    return [pid for pid in ours if "nursery.py" in told(Path(f"/proc/{pid}/cmdline"))]
+
+
+def told(file: Path) -> str:
+    """What the kernel tells, or nothing where the process has ended meanwhile."""
+    with contextlib.suppress(OSError):
+        return file.read_text()
+    return ""
 
 
 def process_folder(pidfd: int) -> Path:
