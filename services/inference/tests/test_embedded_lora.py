@@ -171,6 +171,25 @@ async def test_a_prefix_never_serves_another_adapter_or_version(make_model: Make
         assert difference(again, {1: second.merged}) <= TOLERANCE
 
 
+async def test_keys_that_are_kept_over_a_replacement_are_no_prefix_of_anything(make_model: Make) -> None:
+    base = make_model(0)
+    adapters = {version: random_adapter(base, version) for version in range(2)}
+    async with running(base, recompute_on_update=False) as engine:
+        await load(engine, "a", 0, adapters[0])
+        task = asyncio.create_task(
+            complete(engine, list(range(30)), run_id="a", max_tokens=200, keep_prefix=True)
+        )
+        async with asyncio.timeout(10):
+            while engine.info().tokens_sampled < 20:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        await load(engine, "a", 1, adapters[1])
+        mixed = await task
+        assert set(mixed.versions) == {0, 1}
+        known = await complete(engine, mixed.prompt + mixed.tokens[:20], run_id="a")
+        assert known.cached == 0
+        assert difference(known, {1: adapters[1].merged}) <= TOLERANCE
+
+
 async def test_scores_are_those_of_the_adapter_and_are_pinned_to_its_version(make_model: Make) -> None:
     base = make_model(0)
     adapters = {run: random_adapter(base, seed) for seed, run in enumerate("ab")}

@@ -214,13 +214,21 @@ async def test_runs_share_the_memory_of_their_base(folder: Path) -> None:
     assert not [name for name, _ in a.model.named_parameters() if ".adapter1." in name]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize(
+    ("dropout", "kind"),
+    [
+        (0.0, pb.OPTIMIZER_KIND_ADAMW),
+        (0.2, pb.OPTIMIZER_KIND_ADAMW),
+        (0.0, pb.OPTIMIZER_KIND_MUON),
+        (0.0, pb.OPTIMIZER_KIND_SGD),
+    ],
+)
 async def test_a_restored_adapter_continues_bit_equal(
-    serve_trainer: Make, make_samples: Make, folder: Path, tmp_path: Path, dropout: float
+    serve_trainer: Make, make_samples: Make, folder: Path, tmp_path: Path, dropout: float, kind: int
 ) -> None:
     lora, samples = pb.LoraSpec(rank=4, alpha=8.0, dropout=dropout), make_samples()
     async with serve_trainer() as trainer:
-        await trainer.create(base_model=str(folder), lora=lora)
+        await trainer.create(base_model=str(folder), lora=lora, kind=kind)
         seq = await train(trainer, samples, 2)
         published = await digest_of(trainer, seq)
         await trainer.forward_backward(seq + 1, samples, loss=cross_entropy())  # half of a step
@@ -229,7 +237,7 @@ async def test_a_restored_adapter_continues_bit_equal(
         await train(trainer, samples, 2, first=seq + 4)
         expected = await digest_of(trainer, seq + 8)
     async with serve_trainer() as trainer:
-        run = await trainer.create(base_model=str(folder), lora=lora)
+        run = await trainer.create(base_model=str(folder), lora=lora, kind=kind)
         assert run.applied_seq_id == seq + 2
         assert (await fetch_version(trainer.channel, "r", 2)).manifest.digest == published
         await trainer.stub.OptimStep(pb.OptimStepRequest(run_id="r", seq_id=seq + 3))
@@ -237,6 +245,32 @@ async def test_a_restored_adapter_continues_bit_equal(
         assert await digest_of(trainer, seq + 8) == expected
     weights = next((tmp_path / "states").glob("r/s@*/weights.safetensors"))
     assert weights.stat().st_size < 40_000  # the adapter and nothing of the base
+
+
+async def test_an_adapter_served_in_bfloat16_stands_upon_a_base_in_bfloat16(
+    serve_trainer: Make, make_samples: Make, folder: Path
+) -> None:
+    samples = make_samples()
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder), lora=LORA, served_dtype="bfloat16")
+        seq = await train(trainer, samples, 3)
+        await digest_of(trainer, seq)
+        ours = await trainer.forward(samples, policy_version=3)
+        fetched = await fetch_version(trainer.channel, "r", 3)
+    assert {tensor.dtype for tensor in fetched.tensors.values()} == {"BF16"}
+    model = transformers.Qwen3ForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+        for name, module in model.named_modules():
+            pair = [f"base_model.model.{name}.lora_{side}.weight" for side in "AB"]
+            if pair[0] in fetched.tensors:
+                low, high = (
+                    torch.frombuffer(bytearray(one.data), dtype=torch.bfloat16).view(one.shape).float()
+                    for one in map(fetched.tensors.__getitem__, pair)
+                )
+                module.weight += (high @ low) * 2.0
+    assert_close(ours, plain(model, samples), 1e-5)
 
 
 async def test_dropout_disturbs_training_and_no_scoring(
