@@ -156,6 +156,7 @@ def test_a_rotation_in_progress_locks_nobody_out(tmp_path: Path) -> None:
     assert token.read() == "first"
     path.write_text("second")
     assert token.read() == "second" and not token.accepts("first") and not token.accepts("")
+    assert not token.accepts("second\udcff"), "what is no text is no token, and no fault"
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"a\nb", b"x" * 5000])

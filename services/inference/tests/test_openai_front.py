@@ -337,6 +337,11 @@ async def test_the_key_is_asked_for(model_folder: Path, tmp_path: Path) -> None:
             assert (await client.models.list()).data
         status, error = await door.refusal(model=door.model, messages=[])
         assert status == 401 and error["code"] == "invalid_api_key"
+        host, _, port = door.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sesame\xff\r\n\r\n")
+        assert b" 401 " in await asyncio.wait_for(reader.readline(), 5), "bytes that are no text are no key"
+        writer.close()
         async with aiohttp.ClientSession() as session, session.get(f"http://{door.address}/health") as answer:
             assert answer.status == 200, "load balancers have no key"
 

@@ -92,7 +92,8 @@ class TokenFile:
 
     def accepts(self, offered: str) -> bool:
         """Whether a caller's token is the right one, in constant time."""
-        return hmac.compare_digest(offered.encode(), self.read().encode())
+        # HTTP servers hand on bytes that are no text as half surrogate pairs.
+        return hmac.compare_digest(offered.encode("utf-8", "surrogatepass"), self.read().encode())
 
     def _load(self) -> str:
         raw = self._path.read_bytes()
