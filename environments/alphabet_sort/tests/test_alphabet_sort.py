@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
+import tomllib
 import unittest
 from itertools import islice
 from pathlib import Path
 
 import verifiers.v1 as vf
 from alphabet_sort import TAGS, AlphabetSortTaskset, similarity
-from alphabet_sort.demonstrations import ARGS, demonstrations
+from alphabet_sort.demonstrations import ARGS, MAX_TOKENS, demonstrations
 from alphabet_sort.episodes import sorting_key
 from verifiers.v1.graph import prepare_turn
 from verifiers.v1.trace import AgentInfo, ModelCall, Trace, TraceTask
@@ -151,6 +152,13 @@ class Data(unittest.TestCase):
         ):
             with self.assertRaisesRegex(ValueError, why):
                 taskset(**arguments)
+
+
+class Config(unittest.TestCase):
+    def test_the_run_is_of_what_the_demonstrations_are_of(self) -> None:
+        run = tomllib.loads(Path(__file__).parents[3].joinpath("configs/alphabet-sort.toml").read_text())
+        self.assertEqual(run["env"], [{"id": "alphabet-sort", "args": ARGS}])
+        self.assertEqual(run["sampling"]["max_tokens"], MAX_TOKENS)
 
 
 class Demonstrations(unittest.TestCase):

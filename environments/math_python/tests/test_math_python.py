@@ -10,6 +10,7 @@ import re
 import signal
 import tempfile
 import time
+import tomllib
 import unittest
 from collections.abc import Callable
 from itertools import islice
@@ -18,7 +19,7 @@ from pathlib import Path
 import verifiers.v1 as vf
 from math_python import MathPythonTaskset
 from math_python.answers import same_answer
-from math_python.demonstrations import ARGS, demonstrations
+from math_python.demonstrations import ARGS, MAX_TOKENS, demonstrations
 from math_python.server import PythonState
 from math_python.sessions import NEW_SESSION, Limits, Sessions
 from verifiers.v1.graph import prepare_turn
@@ -144,6 +145,13 @@ class Problems(unittest.TestCase):
             self.assertEqual(reward(asked, conversation[3]["content"]), 1.0)
         guesses = sum(len(one) == 2 for one in islice(demonstrations(5, 0.75), 400))
         self.assertTrue(250 < guesses < 350)
+
+
+class Config(unittest.TestCase):
+    def test_the_run_is_of_what_the_demonstrations_are_of(self) -> None:
+        run = tomllib.loads(Path(__file__).parents[3].joinpath("configs/math-python.toml").read_text())
+        self.assertEqual(run["env"], [{"id": "math-python", "args": ARGS}])
+        self.assertEqual(run["sampling"]["max_tokens"], MAX_TOKENS)
 
 
 class Tool(unittest.IsolatedAsyncioTestCase):
