@@ -30,6 +30,10 @@ class EnvironmentConfig(Config):
     workers: int = Field(default=0, ge=0, le=256)
     # Rollouts under way in one worker at once; 0: the host's default.
     rollouts_per_worker: int = Field(default=0, ge=0, le=4096)
+    # Limits of one worker with everything that it starts, as below; 0: the host's.
+    max_memory_gb: float = Field(default=0, ge=0)
+    max_processes: int = Field(default=0, ge=0)
+    max_file_gb: float = Field(default=0, ge=0)
     # Variables added to the worker's environment, such as the key of a judge.
     env: dict[str, str] = Field(default_factory=dict)
 
@@ -64,6 +68,12 @@ class EnvHostConfig(Config):
     stall_seconds: float = Field(default=60.0, gt=0)
     # Time after a rollout's deadline in which its worker must have ended it; then the worker is stopped.
     deadline_grace_seconds: float = Field(default=5.0, gt=0)
+    # What one worker may hold with everything that it starts; looked at every second, and a worker over it is
+    # stopped. Far above what an environment needs: they are there for one that runs away.
+    max_memory_gb: float = Field(default=16.0, gt=0)
+    max_processes: int = Field(default=512, ge=1)
+    # The largest file that a worker may write; a write beyond it is an error in the environment.
+    max_file_gb: float = Field(default=16.0, gt=0)
     log_level: str = "info"
 
     @field_validator("python")
@@ -88,6 +98,9 @@ class EnvHostConfig(Config):
             python=found.python or self.python,
             workers=found.workers or self.workers,
             rollouts_per_worker=found.rollouts_per_worker or self.rollouts_per_worker,
+            max_memory_gb=found.max_memory_gb or self.max_memory_gb,
+            max_processes=found.max_processes or self.max_processes,
+            max_file_gb=found.max_file_gb or self.max_file_gb,
             env=found.env,
         )
 

@@ -2,8 +2,8 @@
 
 1. A member ends exactly once, as a result or a typed failure; when its worker dies it ends at once as HOST,
    and is tried again on the respawned worker while its retries last.
-2. A worker that passes a rollout's deadline and grace, or whose loop is silent, is killed; only its own
-   members fail.
+2. A worker that passes a rollout's deadline and grace, whose loop is silent, or that holds more memory or
+   processes than its limits is killed with all that it started; only its own members fail, and are told why.
 3. A worker that dies is respawned after a bounded backoff; one that cannot load says why, and that error
    goes to every caller.
 4. At most `rollouts_per_worker` rollouts are under way in a worker; the others wait here, their clocks not
@@ -24,7 +24,7 @@ import structlog
 from quartet.errors import QuartetError
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
-from quartet_envhost import failures
+from quartet_envhost import failures, processes
 from quartet_envhost.config import EnvHostConfig, EnvironmentConfig
 from quartet_envhost.frames import Kind
 from quartet_envhost.process import Ask, WorkerDied, WorkerProcess
@@ -41,6 +41,7 @@ MAX_FAILED_STARTS: Final = 3
 RETRY_BASE_S: Final = 0.1
 RETRY_CAP_S: Final = 5.0
 WATCH_INTERVAL_S: Final = 1.0
+GIB: Final = 2**30
 
 
 class WorkerPool:
@@ -250,6 +251,7 @@ class WorkerPool:
             "id": self.env_id,
             "args": self._args,
             "inference_addresses": self._config.inference_addresses,
+            "max_file_bytes": round(self._settings.max_file_gb * GIB),
             "security": self._config.inference_security.model_dump(mode="json"),
         }
         try:
@@ -273,6 +275,20 @@ class WorkerPool:
         self._info = envhost_service_pb2.EnvironmentInfo.FromString(answer)
         self._decided.set()
 
+    async def _excess(self, worker: WorkerProcess) -> str:
+        """Which limit the worker is over; empty for none."""
+        if worker.silent_seconds > self._config.stall_seconds:
+            return f"was silent for {worker.silent_seconds:.0f} s"
+        # In a thread: the process table is read, which takes milliseconds on a busy machine.
+        running = await asyncio.to_thread(processes.tree, worker.pid)
+        if len(running) > self._settings.max_processes:
+            return f"had {len(running)} processes (max_processes = {self._settings.max_processes})"
+        limit = round(self._settings.max_memory_gb * GIB)
+        held = await asyncio.to_thread(processes.memory_bytes, running, limit)
+        if held > limit:
+            return f"held {held / GIB:.2f} GiB (max_memory_gb = {self._settings.max_memory_gb:g})"
+        return ""
+
     async def _watch(self, worker: WorkerProcess) -> None:
         """Offer the worker for calls until it ends; stop it when its loop is silent."""
         self._workers.append(worker)
@@ -281,10 +297,10 @@ class WorkerPool:
         try:
             while not ended.done():
                 await asyncio.wait([ended], timeout=WATCH_INTERVAL_S)
-                if not ended.done() and worker.silent_seconds > self._config.stall_seconds:
-                    worker.kill(
-                        f"worker {worker.pid} was silent for {worker.silent_seconds:.0f} s and was stopped"
-                    )
+                if not ended.done() and (excess := await self._excess(worker)):
+                    text = f"worker {worker.pid} of environment {self.env_id!r} {excess} and was stopped"
+                    log.warning("worker stopped", env_id=self.env_id, pid=worker.pid, why=excess)
+                    worker.kill(text)
             log.warning("worker ended", env_id=self.env_id, pid=worker.pid, why=ended.result())
         finally:
             self._workers.remove(worker)

@@ -21,6 +21,7 @@ from typing import Any, Final
 from quartet.errors import QuartetError
 from quartet.v1 import envhost_service_pb2
 
+from quartet_envhost import processes
 from quartet_envhost.frames import Kind, encode, read_frame
 
 # A worker that was asked to end by closing its line has so long before it is killed: its own grace and the
@@ -148,8 +149,7 @@ class WorkerProcess:
     def kill(self, why: str) -> None:
         """Stop the process at once; its calls end with WorkerDied(why)."""
         self._stopped_because = self._stopped_because or why
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        processes.kill(self._process.pid)
 
     async def wait(self) -> str:
         """Wait for the end; how it ended."""
@@ -177,8 +177,7 @@ class WorkerProcess:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(EXIT_GRACE_S):
                 await self._process.wait()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        processes.kill(self._process.pid)
         await self._process.wait()
         died = WorkerDied(self._how_it_ended())
         for future in self._waiting.values():

@@ -18,6 +18,7 @@ import importlib
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -65,6 +66,7 @@ class Worker:
             return
         _, call_id, payload = frame
         settings = json.loads(payload)
+        _limit_files(settings["max_file_bytes"])
         try:
             self._load(settings)
         except QuartetError as error:
@@ -234,6 +236,14 @@ def _generation() -> str:
     version = verifiers.__version__
     text = f"interpreter {sys.executable} has verifiers {version}; hosted are 0.4 (v1) and 0.3 (classic)"
     raise QuartetError("INVALID_CONFIG", text, key="python", value=sys.executable)
+
+
+def _limit_files(limit: int) -> None:
+    """A write beyond is an OSError where it is made: Python ignores the signal that comes with it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
 
 
 def _die_with_parent(parent: int) -> None:
