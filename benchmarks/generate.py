@@ -4,9 +4,9 @@ One server process answers both: the real service, the real front, one chat temp
 model a stub that hands out prepared tokens at once, so that what is measured is all that is not the model.
 Each request asks for NEW_TOKENS tokens with their ids and log-probabilities, as training needs them, after a
 chat message or after given tokens. Both sides are read as programs read them: Generate by the SDK's channel,
-the OpenAI API by the `openai` client. Bar: 1.5 times its requests per second at 1, 32 and 256 in flight.
-Beside it, without a bar, the limit of HTTP: a bare aiohttp client that checks nothing, for the answer as one
-JSON and as a stream. Rounds are taken by turns, the best counts.
+the OpenAI API by the `openai` client. Bar: 1.5 times its requests per second at 1, 32 and 256 in flight, and
+1.5 times those of a bare aiohttp client that checks nothing and reads the same stream. Without a bar, the limit
+of HTTP: the same client for the answer as one JSON. Rounds are taken by turns, the best counts.
 
     python benchmarks/generate.py [--json FILE]
 """
@@ -231,7 +231,7 @@ async def measure(grpc_address: str, http_address: str) -> list[Figure]:
                 for kind, value in best.items():
                     figures.append(Figure(f"{title}: {kind}", value, "requests/s"))
                 for kind in list(calls)[1:]:
-                    bar = BAR if kind == "openai client" else ""
+                    bar = "" if kind == "bare HTTP" else BAR
                     figures.append(Figure(f"{title}: gRPC / {kind}", best["gRPC"] / best[kind], "times", bar))
     return figures
 

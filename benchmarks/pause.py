@@ -173,7 +173,7 @@ def figures_of(engine: str, kv_on_update: str, measured: Measured) -> list[Any]:
     return [
         Figure(f"{name}: weights of one update", measured.model_bytes / 1e6, "MB"),
         Figure(f"{name}: pause, median of {UPDATES}", statistics.median(measured.pauses_ms), "ms", bar),
-        Figure(f"{name}: pause, longest", max(measured.pauses_ms), "ms"),
+        Figure(f"{name}: pause, longest", max(measured.pauses_ms), "ms", bar),
         Figure(f"{name}: staging before it, median", statistics.median(measured.staging_ms), "ms"),
         Figure(f"{name}: gap, p50, no updates", percentile(quiet, 50), "ms"),
         Figure(f"{name}: gap, p99, no updates", percentile(quiet, 99), "ms"),
