@@ -5,7 +5,7 @@ model a stub that hands out prepared tokens at once, so that what is measured is
 Each request asks for NEW_TOKENS tokens with their ids and log-probabilities, as training needs them, after a
 chat message or after given tokens. Both sides are read as programs read them: Generate by the SDK's channel,
 the OpenAI API by the `openai` client. Bar: 1.5 times its requests per second at 1, 32 and 256 in flight, and
-1.5 times those of a bare aiohttp client that checks nothing and reads the same stream. Without a bar, the limit
+as much against a bare aiohttp client that checks nothing and reads the same stream. Without a bar, the limit
 of HTTP: the same client for the answer as one JSON. Rounds are taken by turns, the best counts.
 
     python benchmarks/generate.py [--json FILE]
