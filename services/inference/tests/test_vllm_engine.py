@@ -241,15 +241,15 @@ async def test_abandoned_requests_give_their_blocks_back(keeping: Driver) -> Non
     assert keeping.engine.info().running == keeping.engine.info().waiting == 0
     # vLLM refuses to reset its prefix cache while a block is in use.
     async with asyncio.timeout(5):
-        while not await keeping.engine._llm.reset_prefix_cache():  # noqa: ASYNC110 - it has no event
+        while not await keeping.engine._running.llm.reset_prefix_cache():  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.01)
-    assert keeping.engine._llm.output_processor.get_num_unfinished_requests() == 0
+    assert keeping.engine._running.llm.output_processor.get_num_unfinished_requests() == 0
 
 
 async def test_a_request_abandoned_while_it_is_handed_over_leaves_vllm(
     keeping: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = keeping.engine._llm
+    llm = keeping.engine._running.llm
     sent = asyncio.Event()
     hand_over = llm.engine_core.add_request_async
 
@@ -340,7 +340,7 @@ async def test_loaded_weights_never_answer_under_the_old_version(failing: str, t
     core: Any = Core(failing)
     served = ServedWeights("", 0, b"")
     engine = VllmEngine(core, Held({}, b"", END, lambda _: "", served), Staging(tmp_path), 8, False)
-    engine._unsound = True
+    engine._workers.unsound = True
     staged = await engine.stage({})
     with pytest.raises(QuartetError, match="INTERNAL"):
         await engine.swap(staged, ServedWeights("r", 1, b""))
@@ -356,7 +356,7 @@ async def test_keys_that_cannot_be_wiped_end_the_engine(tmp_path: Path) -> None:
 
     core: Any = Core("quartet_wipe")
     engine = VllmEngine(core, Held({}, b"", END, lambda _: "", None), Staging(tmp_path), 8, False)
-    engine._unsound = True
+    engine._workers.unsound = True
     await engine._heal()
     assert engine.info().closed and core.paused
     await engine.close()
@@ -386,7 +386,7 @@ async def test_two_workers_take_an_update_together_and_their_end_is_told(
         assert set(told.versions) == {0, version} and driver.difference(told) <= TOLERANCE
         call = asyncio.create_task(driver.ask([1], max_tokens=250))
         await until(lambda: engine.info().running == 1)
-        for process in engine._llm.engine_core.resources.engine_manager.processes:
+        for process in engine._running.llm.engine_core.resources.engine_manager.processes:
             os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(QuartetError) as ended:
             await call

@@ -145,7 +145,7 @@ async def test_an_adapter_is_replaced_in_flight_and_no_prefix_outlives_it(engine
     assert set(again.versions) == {2} and difference(again, models) <= TOLERANCE
     assert again.tokens != first.tokens
     async with asyncio.timeout(20):
-        while len(await engine._llm.list_loras()) > 1:  # noqa: ASYNC110 - the replaced ones leave vLLM
+        while len(await engine._running.llm.list_loras()) > 1:  # noqa: ASYNC110 - the replaced ones leave vLLM
             await asyncio.sleep(0.05)
     await unload_all(engine)
 

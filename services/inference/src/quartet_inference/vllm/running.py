@@ -1,0 +1,86 @@
+"""What runs in a vLLM engine, what is said of it, and how it ends. Shared by the parts of the engine.
+
+1. A request that is stopped is told why, and leaves vLLM with its task.
+2. Once the engine is closed it never opens again, and nothing that ran is left without an answer.
+3. Whoever changes weights, adapters or the pause holds `changing` meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any
+
+import structlog
+from quartet.errors import QuartetError
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from quartet_inference.engine import EngineInfo, ServedWeights, not_ready, refusal
+from quartet_inference.vllm.flight import Flight, ServedAdapter
+
+log = structlog.get_logger()
+
+
+class Running:
+    """The only one that holds AsyncLLM for longer than a request: what closes the engine lets it go here."""
+
+    def __init__(self, llm: AsyncLLM, info: EngineInfo) -> None:
+        """Nothing runs yet."""
+        self.llm = llm
+        self.info = info
+        self.flights: dict[Flight, None] = {}
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.changing = asyncio.Lock()
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Begin work that the end of the engine waits for."""
+        task = asyncio.create_task(work, name=name)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+    def stop(self, flight: Flight, error: QuartetError | None = None) -> None:
+        """Take a completion out, with an error where its caller still listens."""
+        self.flights.pop(flight, None)
+        if error is not None:
+            flight.events.put_nowait(error)
+        if flight.task is not None:
+            flight.task.cancel()
+
+    def end_pinned(self, weights: ServedWeights, adapter: ServedAdapter | None = None) -> None:
+        """What is answered by this adapter, or by the base model, and refuses these weights ends."""
+        for flight in [flight for flight in self.flights if flight.adapter is adapter]:
+            refused = refusal(flight.request, weights)
+            if refused is not None:
+                self.stop(flight, refused)
+
+    def sampled(self, tokens: int) -> None:
+        """Count tokens."""
+        self.info = replace(self.info, tokens_sampled=self.info.tokens_sampled + tokens)
+
+    def updated(self, began: float) -> None:
+        """Count a change of weights that has held decoding up since then."""
+        self.info = replace(
+            self.info,
+            updates_applied=self.info.updates_applied + 1,
+            last_update_pause_ms=(time.perf_counter() - began) * 1000,
+        )
+
+    def check_open(self) -> None:
+        """Errors: NOT_READY."""
+        if self.info.closed:
+            raise not_ready()
+
+    def die(self, why: str) -> None:
+        """Never answer again: health sees it, and what still runs fails."""
+        if not self.info.closed:
+            log.error("engine ended", why=why)
+        self.close()
+
+    def close(self) -> None:
+        """What still runs fails with NOT_READY."""
+        self.info = replace(self.info, closed=True)
+        for flight in list(self.flights):
+            self.stop(flight, not_ready())
