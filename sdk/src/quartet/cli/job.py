@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -22,6 +21,7 @@ from typing import IO
 
 from quartet.cli.outputs import write_json
 from quartet.config import ConfigError
+from quartet.kit.folder import lock_file
 from quartet.local.deployment import SERVICES
 from quartet.local.toml_text import dumps
 from quartet.run.config import RunConfig
@@ -144,13 +144,12 @@ def taken(job: Job) -> Iterator[None]:
         yield
 
 
-def _lock(job: Job) -> IO[str]:
+def _lock(job: Job) -> IO[bytes]:
     """Make the folder, lock it, begin it. Closing what is returned unlocks it."""
     job.folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as opened:
-        lock = opened.enter_context((job.folder / ".lock").open("w"))
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = opened.enter_context(lock_file(job.folder / ".lock"))
         except BlockingIOError:
             raise ConfigError(
                 f"output folder {job.folder} belongs to a run that is going on; wait for its end, "

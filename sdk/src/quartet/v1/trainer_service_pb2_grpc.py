@@ -143,7 +143,9 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SaveState(self, request, context):
-        """SaveState writes a state atomically: it exists whole or not at all. At-most-once by seq_id. Errors: RUN_UNKNOWN, SEQUENCE_GAP.
+        """SaveState writes a state atomically: it exists whole or not at all. At-most-once by seq_id. Errors: RUN_UNKNOWN, SEQUENCE_GAP,
+        SEQUENCE_CONFLICT, INVALID_REQUEST (name), NOT_READY (the disk is full or away: nothing is lost, the same call succeeds once it has
+        room).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -16,8 +16,6 @@ docs/journal.md describes the format and what is synced when.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import sqlite3
 import threading
 import time
@@ -27,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
+from quartet.kit.folder import lock_file
 from quartet.v1 import journal_pb2 as jpb
 
 from quartet_orchestrator.segments import REWRITTEN, SEGMENT_BYTES, Frame, JournalCorrupt, Segments, end_of
@@ -80,14 +79,12 @@ class Journal:
         self._layout = threading.Lock()
         # Segments that were looked at and have nothing to give up.
         self._compacted: set[int] = set()
-        self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = lock_file(folder / "lock")
         except BlockingIOError:
-            os.close(self._lock)
             raise BlockingIOError(f"{folder} is held by another orchestrator; stop it first") from None
         with ExitStack() as opened:
-            opened.callback(os.close, self._lock)
+            opened.callback(lock.close)
             self._segments = Segments(folder, segment_bytes)
             opened.callback(self._segments.close)
             self.torn_bytes = self._segments.torn_bytes

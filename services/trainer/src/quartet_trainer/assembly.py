@@ -18,10 +18,11 @@ from quartet_trainer.bases import Bases
 from quartet_trainer.config import TrainerConfig
 from quartet_trainer.loss.custom import load_losses
 from quartet_trainer.passes import Machine
-from quartet_trainer.roster import Roster, state_root
+from quartet_trainer.roster import Roster
 from quartet_trainer.run import Run
 from quartet_trainer.service import TrainerServicer
 from quartet_trainer.spec import RunSpec
+from quartet_trainer.state_root import hold, state_root
 from quartet_trainer.states import StateStore
 from quartet_trainer.worker import Worker
 
@@ -64,10 +65,7 @@ def assemble(config: TrainerConfig) -> Trainer:
         log.info("run_opened", run_id=run_id, base_model=spec.base_model, device=str(machine.device))
         return run
 
-    try:
-        states = StateStore(state_root(config.state_dir), config.keep_last)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    states = StateStore(state_root(config.state_dir), config.keep_last)
     roster = Roster(make_run, states, worker, config.max_runs)
     health.watch_progress(STUCK_SECONDS, lambda: worker.busy)
     services = (
@@ -81,11 +79,12 @@ def assemble(config: TrainerConfig) -> Trainer:
 
 async def run_trainer(config: TrainerConfig) -> None:
     """Serve until told to stop; then finish the job under way."""
-    trainer = assemble(config)
-    try:
-        await serve(trainer.services, config.server, trainer.health)
-    finally:
-        await trainer.worker.close()
+    with hold(state_root(config.state_dir)):
+        trainer = assemble(config)
+        try:
+            await serve(trainer.services, config.server, trainer.health)
+        finally:
+            await trainer.worker.close()
 
 
 def _device(wanted: str) -> torch.device:

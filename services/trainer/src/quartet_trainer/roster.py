@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import structlog
@@ -196,13 +195,3 @@ def _same_spec(run_id: str, held: RunSpec, wanted: RunSpec, where: str) -> None:
             held=ours,
             wanted=theirs,
         )
-
-
-def state_root(configured: Path) -> Path:
-    """The folder of all states, created. Errors: ValueError in one sentence."""
-    root = configured.expanduser()
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"state_dir = {str(configured)!r} cannot be created: {error.strerror}") from error
-    return root

@@ -1,0 +1,41 @@
+"""Folders of a service: one process at a time, and whether they can be used at all.
+
+1. A lock is the kernel's, on an open file: it ends with the process, however that ends, and no file that a
+   dead one left behind is in the way.
+2. `check_folder` leaves nothing behind and makes nothing that has a name.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import tempfile
+from pathlib import Path
+from typing import IO
+
+from quartet.config import ConfigError
+
+
+def lock_file(path: Path) -> IO[bytes]:
+    """Lock the file, made if need be; closing it unlocks. Raises BlockingIOError where another holds it."""
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def check_folder(key: str, folder: Path) -> None:
+    """Whether the folder can be made and written to. Raises ConfigError, naming the key that it stands at."""
+    there = folder.expanduser().absolute()
+    try:
+        while not there.exists():
+            there = there.parent
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{key} = {str(folder)!r} cannot be used: {there} takes no files ({error.strerror}); "
+            "name a folder that this user can write"
+        ) from None
