@@ -232,6 +232,15 @@ async def test_a_chunk_that_stays_damaged_ends_the_fetch(plane: Plane) -> None:
     assert plane.servicer.offsets == [0] + [CHUNK_BYTES] * receipt.MAX_REFETCHES
 
 
+async def test_damaged_chunks_are_bounded_in_all(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receipt, "MAX_DAMAGED", 2)
+    plane.store.publish("r", 1, model())
+    plane.servicer.faults = [damaged(0, 1), damaged(1)]
+    with pytest.raises(QuartetError, match="CHECKSUM_MISMATCH: chunk at 1048576, 2 times over, 3 in all"):
+        await plane.fetch()
+    assert plane.servicer.offsets == [0, 0]
+
+
 async def test_tears_without_progress_are_bounded(plane: Plane) -> None:
     plane.store.publish("r", 1, model())
     plane.servicer.faults = [torn_after(0)] * 100

@@ -2,8 +2,8 @@
 
 1. `fetch_version` returns a whole, verified version or raises; nothing in between can be observed.
 2. A torn stream resumes at the first byte that is missing; a damaged chunk is fetched again alone.
-3. Tries are bounded: MAX_BARREN_TRIES streams in a row that bring nothing, MAX_REFETCHES of one chunk; then
-   the error is raised.
+3. Tries are bounded: MAX_BARREN_TRIES streams in a row that bring nothing, MAX_REFETCHES of one chunk,
+   MAX_DAMAGED of all; then the error is raised.
 4. A full payload is received into one buffer and the tensors are views of it: a model is in memory once.
 5. With a base, deltas are asked for and applied, one after the other where the publisher answers with a
    chain. What results is bit-equal to a full payload; a delta that does not lead there is replaced by one.

@@ -19,6 +19,9 @@ from quartet.weights.payload import CHUNK_BYTES, Payload
 
 #: Times one span is fetched again because its bytes were damaged.
 MAX_REFETCHES = 3
+#: Damaged chunks of one payload, wherever they lie. TCP lets one damaged segment in many millions pass: a way
+#: or a sender that damages more is broken, and would have nearly all of a payload sent several times over.
+MAX_DAMAGED = 256
 
 
 @dataclass(slots=True)
@@ -44,7 +47,8 @@ class Receipt:
 
     @property
     def exhausted(self) -> bool:
-        return any(count > MAX_REFETCHES for count in self.refetches.values())
+        counts = self.refetches.values()
+        return any(count > MAX_REFETCHES for count in counts) or sum(counts) > MAX_DAMAGED
 
     def wants(self, position: int) -> bool:
         """Whether a stream at this position has news: missing bytes, or WeightEnd after all bytes."""
@@ -68,7 +72,8 @@ class Receipt:
             return until
         self.refetches[position] = self.refetches.get(position, 0) + 1
         if self.exhausted:
-            raise mismatch(f"chunk at {position}, {self.refetches[position]} times over,")
+            damaged = sum(self.refetches.values())
+            raise mismatch(f"chunk at {position}, {self.refetches[position]} times over, {damaged} in all,")
         return until
 
     def close(self) -> None:
