@@ -529,3 +529,25 @@ async def test_addresses_can_be_replaced() -> None:
         assert replicas.in_service == [two.address]
         await replicas.follow([one.address, two.address])
         await until(lambda: len(replicas.in_service) == 2)
+
+
+async def test_addresses_replaced_twice_at_once_are_those_of_the_last_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first call's look-up ends last, and leaves neither its addresses nor a task behind."""
+    answered = asyncio.Event()
+
+    async def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
+        if port == 1:
+            await answered.wait()
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    async with fleet(1) as ((one,), replicas):
+        port = one.address.rpartition(":")[2]
+        calls = [asyncio.create_task(replicas.follow([f"dns:///localhost:{at}"])) for at in (1, port)]
+        await asyncio.sleep(0.05)
+        answered.set()
+        await asyncio.gather(*calls)
+        await until(lambda: replicas.in_service == [one.address])
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "follow replicas"]

@@ -41,6 +41,7 @@ class Fleet:
         self._replicas: dict[str, Replica] = {}
         self._changed = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()  # of those who replace the addresses
         self._closing: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Fleet:
@@ -62,12 +63,13 @@ class Fleet:
         return [one for one in self._replicas.values() if not one.leaving]
 
     async def follow(self, addresses: Addresses) -> None:
-        """From now on these addresses. Raises ConfigError."""
-        self._addresses = addresses
-        if self._following is not None:
-            self._following.cancel()
-        self._take(await addresses.now())
-        self._following = asyncio.create_task(self._look_again(addresses), name="follow replicas")
+        """From now on these addresses; the last call counts. Raises ConfigError."""
+        async with self._turn:
+            self._addresses = addresses
+            if self._following is not None:
+                self._following.cancel()
+            self._take(await addresses.now())
+            self._following = asyncio.create_task(self._look_again(addresses), name="follow replicas")
 
     def in_service(self, but: Collection[str] = ()) -> list[Replica]:
         """Those that can be asked now."""
