@@ -401,3 +401,16 @@ async def test_a_fault_in_a_step_fails_its_requests_and_no_others(
         monkeypatch.undo()
         results = await complete(engine, [1, 2], n=2)
     assert max(difference(r, {0: make_model(0)}) for r in results) <= TOLERANCE
+
+
+async def test_a_fault_before_anything_joins_fails_who_waits(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(make_model(0)) as engine:
+        monkeypatch.setattr(engine._decoder._batch, "room_for", None)
+        async with asyncio.timeout(10):
+            with pytest.raises(QuartetError) as failure:
+                await complete(engine, [1, 2], n=2)
+        assert failure.value.reason == "INTERNAL"
+        monkeypatch.undo()
+        await complete(engine, [1, 2], n=2)

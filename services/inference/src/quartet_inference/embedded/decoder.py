@@ -6,7 +6,7 @@
 3. Weights change in a command, hence between two steps; requests pinned to something else fail there, before
    another token.
 4. While sequences wait to be scored, one bounded piece of that is computed after each decode step.
-5. A fault in a step fails the requests in it with INTERNAL; the thread goes on.
+5. A fault in a step fails the requests in it with INTERNAL, or else the first that waits; the thread goes on.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -138,7 +139,9 @@ class Decoder:
                 self._accept(self._batch.step())
         except Exception:
             log.exception("decode step failed")
-            failed = {row.ticket: None for row in [*self._batch.rows, *joiners]}
+            # Where nothing had joined, the first that waits must go, or the next cycle fails as this one did.
+            rows = [*self._batch.rows, *joiners] or list(islice(self._waiting, 1))
+            failed = {row.ticket: None for row in rows}
             for ticket in failed:
                 self._fail(ticket, QuartetError("INTERNAL", "the decode step failed"))
         if self._scorer:
