@@ -113,7 +113,7 @@ async def test_a_refusal_names_the_service_and_keeps_its_sentence(tmp_path: Path
     def spec(name: str, code: str) -> ChildSpec:
         return ChildSpec(name, [sys.executable, "-c", code], "", tmp_path / "log", tmp_path / "port")
 
-    fine = spec("trainer", "import sys; assert sys.argv[1] == '--dry-run'")
+    fine = spec("trainer", "import sys; assert sys.argv[1] == '--preflight'")
     bad = spec("inference", "import sys; sys.exit('error: unknown key \"dtpye\"')")
     await check([fine])
     with pytest.raises(ConfigError, match=r'^\[inference\] unknown key "dtpye"$'):

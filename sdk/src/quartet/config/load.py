@@ -1,4 +1,5 @@
-"""Reads a configuration from an argument list: `@ a.toml @ b.toml --a.b value --flag --no-other --dry-run`.
+"""Reads a configuration from an argument list: `@ a.toml @ b.toml --a.b value --flag --no-other --dry-run`,
+with `--preflight` in place of `--dry-run` where the machine is to be looked at too.
 
 1. Files and overrides are merged left to right, tables key by key, everything else (lists too) replaced
    whole.
@@ -30,6 +31,7 @@ class Loaded(Generic[C]):
 
     config: C
     dry_run: bool = False
+    preflight: bool = False
 
 
 @dataclass
@@ -39,6 +41,7 @@ class _Draft:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[tuple[str, ...], str] = field(default_factory=dict)
     dry_run: bool = False
+    preflight: bool = False
 
 
 def load(model: type[C], argv: list[str]) -> Loaded[C]:
@@ -55,11 +58,14 @@ def load(model: type[C], argv: list[str]) -> Loaded[C]:
             _merge_file(draft, token[1:])
         elif token == "--dry-run":
             draft.dry_run = True
+        elif token == "--preflight":
+            draft.preflight = True
         elif token.startswith("--") and len(token) > 2:
             _merge_option(draft, model, token, rest)
         else:
             raise ConfigError(f"argument {token!r} is not understood; write '@ file.toml' or '--key value'")
-    return Loaded(config=validate(model, draft.values, draft.origins), dry_run=draft.dry_run)
+    config = validate(model, draft.values, draft.origins)
+    return Loaded(config, dry_run=draft.dry_run, preflight=draft.preflight)
 
 
 def validate(model: type[C], values: dict[str, Any], origins: dict[tuple[str, ...], str] | None = None) -> C:
@@ -90,7 +96,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 def usage(model: type[Config]) -> str:
     """Every key with its default, for `--help`."""
-    lines = ["usage: [@ file.toml ...] [--key value ...] [--dry-run]", ""]
+    lines = ["usage: [@ file.toml ...] [--key value ...] [--dry-run | --preflight]", ""]
     lines += [
         f"  --{key}" + (f" = {default}" if default else "") for key, default in known_keys(model).items()
     ]

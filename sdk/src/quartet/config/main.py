@@ -1,6 +1,9 @@
 """The body of every service's `__main__`.
 
-Exit code 0 for a finished or a dry run; 2, with one sentence on stderr, for a configuration that is refused.
+1. Exit code 0 for a finished or a dry run; 2, with one sentence on stderr, for a configuration that is
+   refused.
+2. `--dry-run` looks at the configuration alone, so that a deployment's files can be checked anywhere.
+   `--preflight` also looks at this machine (ports, folders, secrets), starting and making nothing.
 """
 
 from __future__ import annotations
@@ -17,15 +20,26 @@ C = TypeVar("C", bound=Config)
 EXIT_CONFIG = 2
 
 
-def main(model: type[C], run: Callable[[C], None], argv: list[str] | None = None) -> int:
-    """Load the configuration, then print it (`--dry-run`) or run. Returns the exit code."""
+def main(
+    model: type[C],
+    run: Callable[[C], None],
+    argv: list[str] | None = None,
+    *,
+    preflight: Callable[[C], None] | None = None,
+) -> int:
+    """Load the configuration, then print it (`--dry-run`, `--preflight`) or run. Returns the exit code.
+
+    `preflight` raises ConfigError where this machine cannot do what the configuration asks of it.
+    """
     arguments = sys.argv[1:] if argv is None else argv
     try:
         if "--help" in arguments or "-h" in arguments:
             print(usage(model))
             return 0
         loaded = load(model, arguments)
-        if loaded.dry_run:
+        if loaded.preflight and preflight is not None:
+            preflight(loaded.config)
+        if loaded.dry_run or loaded.preflight:
             print(loaded.config.model_dump_json(indent=2))
             return 0
         run(loaded.config)

@@ -28,7 +28,7 @@ def lock_file(path: Path) -> IO[bytes]:
 
 def check_folder(key: str, folder: Path) -> None:
     """Whether the folder can be made and written to. Raises ConfigError, naming the key that it stands at."""
-    there = folder.expanduser().absolute()
+    there = folder.absolute()
     try:
         while not there.exists():
             there = there.parent

@@ -14,6 +14,7 @@ import hmac
 import ipaddress
 import os
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -65,9 +66,10 @@ class ClientSecurity(Config):
 class TokenFile:
     """A token in a file. Re-read whenever the file changes; safe from any thread."""
 
-    def __init__(self, path: Path) -> None:
-        """Read the token once, so that a missing file fails at the start. Raises ConfigError."""
+    def __init__(self, path: Path, key: str = "token_file") -> None:
+        """Read the token once, so that a missing file fails at the start. Raises ConfigError with the key."""
         self._path = path
+        self._key = key
         self._lock = threading.Lock()
         self._stamp: tuple[int, int, int] | None = None
         self._token = ""
@@ -85,7 +87,8 @@ class TokenFile:
             except OSError as error:
                 if self._stamp is None:
                     raise ConfigError(
-                        f"token_file {str(self._path)!r} cannot be read: {error.strerror}"
+                        f"{self._key} = {str(self._path)!r} cannot be read: {error.strerror}; "
+                        "name a file that holds the token"
                     ) from None
                 # In the middle of a rotation the file may be away: the last token stays good.
             return self._token
@@ -105,7 +108,7 @@ class TokenFile:
             if self._stamp is not None:
                 return self._token  # A half-written rotation does not lock everybody out.
             raise ConfigError(
-                f"token_file {str(self._path)!r} holds no token; it should be one line of printable ASCII"
+                f"{self._key} = {str(self._path)!r} holds no token; it should be one line of printable ASCII"
             )
         return token
 
@@ -154,7 +157,7 @@ def check_client(address: str, security: ClientSecurity) -> None:
 
 def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
     """TLS credentials that follow their files. Raises ConfigError where they cannot be read at the start."""
-    watched = [tls.cert_file, tls.key_file] + ([tls.client_ca_file] if tls.client_ca_file else [])
+    watched = {f"server.tls.{name}": path for name, path in tls if path is not None}
     current = (_stamps(watched), _certificates(tls))
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
@@ -177,31 +180,43 @@ def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
 def client_credentials(security: ClientSecurity) -> grpc.ChannelCredentials:
     """TLS credentials of a channel. Raises ConfigError where a file cannot be read."""
     return grpc.ssl_channel_credentials(
-        root_certificates=_pem(security.ca_file) if security.ca_file else None,
-        private_key=_pem(security.key_file) if security.key_file else None,
-        certificate_chain=_pem(security.cert_file) if security.cert_file else None,
+        root_certificates=_pem("ca_file", security.ca_file) if security.ca_file else None,
+        private_key=_pem("key_file", security.key_file) if security.key_file else None,
+        certificate_chain=_pem("cert_file", security.cert_file) if security.cert_file else None,
     )
 
 
 def _certificates(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration(
-        [(_pem(tls.key_file), _pem(tls.cert_file))],
-        root_certificates=_pem(tls.client_ca_file) if tls.client_ca_file else None,
+        [(_pem("server.tls.key_file", tls.key_file), _pem("server.tls.cert_file", tls.cert_file))],
+        root_certificates=(
+            _pem("server.tls.client_ca_file", tls.client_ca_file) if tls.client_ca_file else None
+        ),
     )
 
 
-def _pem(path: Path) -> bytes:
+def _pem(key: str, path: Path) -> bytes:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"TLS file {str(path)!r} cannot be read: {error.strerror}") from None
+        raise _unreadable(key, path, error) from None
     if b"-----BEGIN" not in content:
-        raise ConfigError(f"TLS file {str(path)!r} is not PEM; convert it with openssl")
+        raise ConfigError(f"{key} = {str(path)!r} is not PEM; convert it with openssl")
     return content
 
 
-def _stamps(paths: list[Path]) -> tuple[tuple[int, int], ...]:
-    try:
-        return tuple((stat.st_mtime_ns, stat.st_ino) for stat in map(os.stat, paths))
-    except OSError as error:
-        raise ConfigError(f"TLS file {str(error.filename)!r} cannot be read: {error.strerror}") from None
+def _stamps(watched: Mapping[str, Path]) -> list[tuple[int, int]]:
+    stamps = []
+    for key, path in watched.items():
+        try:
+            stat = os.stat(path)
+        except OSError as error:
+            raise _unreadable(key, path, error) from None
+        stamps.append((stat.st_mtime_ns, stat.st_ino))
+    return stamps
+
+
+def _unreadable(key: str, path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{key} = {str(path)!r} cannot be read: {error.strerror}; name a PEM file that this user can read"
+    )

@@ -29,6 +29,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from quartet.config import Config, ConfigError
+from quartet.kit.folder import check_folder
 from quartet.kit.health import Health, HealthServicer
 from quartet.kit.intercept import ServerInterceptor
 from quartet.kit.memory import tune_allocator
@@ -100,10 +101,24 @@ class RunningServer:
             await asyncio.to_thread(metrics.close)
 
 
+def check_here(config: ServerConfig) -> None:
+    """Whether `start` would begin now, serving nothing; ports are let go at once. Raises ConfigError."""
+    _locked_door(config)
+    if config.tls is not None:
+        server_credentials(config.tls)
+    if not config.address.startswith("unix:"):
+        check_free(config.address)
+    if config.metrics_address:
+        start_metrics(config.metrics_address).close()
+    if config.port_file:
+        if not config.port_file.parent.is_dir():
+            raise ConfigError(f"server.port_file = {str(config.port_file)!r} is in no folder; make it")
+        check_folder("server.port_file", config.port_file.parent)
+
+
 async def start(services: Sequence[Service], config: ServerConfig, health: Health) -> RunningServer:
     """Bind and serve until `stop`. Raises ConfigError."""
-    token = TokenFile(config.token_file) if config.token_file else None
-    check_server(config.address, config.tls, token, insecure_ok=config.insecure_ok_off_loopback)
+    token = _locked_door(config)
     server = grpc.aio.server(
         interceptors=[ServerInterceptor(token, config.max_concurrent_rpcs)], options=server_options()
     )
@@ -198,10 +213,17 @@ async def _flush(on_drain: Callable[[], Awaitable[None]], limit_s: float) -> Non
         log.exception("flush failed")
 
 
+def _locked_door(config: ServerConfig) -> TokenFile | None:
+    """The token of callers, where there is one. Raises ConfigError where strangers would be let in."""
+    token = TokenFile(config.token_file, "server.token_file") if config.token_file else None
+    check_server(config.address, config.tls, token, insecure_ok=config.insecure_ok_off_loopback)
+    return token
+
+
 def _bind(server: grpc.aio.Server, config: ServerConfig) -> str:
     address = config.address
     if not address.startswith("unix:"):
-        _check_free(address)
+        check_free(address)
     try:
         if config.tls is None:
             port = server.add_insecure_port(address)
@@ -214,16 +236,16 @@ def _bind(server: grpc.aio.Server, config: ServerConfig) -> str:
     return f"{address.rpartition(':')[0]}:{port}"
 
 
-def _check_free(address: str) -> None:
-    """Bind and let go, only for a better message than gRPC's: it does not say why it failed."""
+def check_free(address: str, key: str = "server.address") -> None:
+    """Bind and let go. Raises BindError, which says why, as gRPC does not."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     if int(port) > MAX_PORT:  # the C library would silently take it modulo 65536
-        raise BindError(f"server.address = {address!r} cannot be bound: ports end at {MAX_PORT}")
+        raise BindError(f"{key} = {address!r} cannot be bound: ports end at {MAX_PORT}")
     try:
         found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
-        raise BindError(f"server.address = {address!r} is no address of this machine: {error}") from None
+        raise BindError(f"{key} = {address!r} is no address of this machine: {error}") from None
     with socket.socket(found[0], socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -235,7 +257,7 @@ def _check_free(address: str) -> None:
                 )
             else:
                 remedy = str(error.strerror)
-            raise BindError(f"server.address = {address!r} cannot be bound: {remedy}") from None
+            raise BindError(f"{key} = {address!r} cannot be bound: {remedy}") from None
 
 
 def _publish(path: Path, address: str) -> None:

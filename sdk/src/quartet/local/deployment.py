@@ -4,7 +4,7 @@ checked before anything starts.
 1. What the user wrote in [trainer], [orchestrator], [inference] and [envhost] wins over what the launcher
    would say, except for the port 0, which becomes a free port, and the port file.
 2. `[inference] replicas = N` is the launcher's own key: N processes of equal config, each with an address.
-3. `check` runs every service's own `--dry-run` on the files it would be started with: whatever a
+3. `check` runs every service's own `--preflight` on the files it would be started with: whatever a
    service would refuse is refused here, in its own sentence, before any service runs.
 """
 
@@ -24,7 +24,7 @@ from quartet.local.toml_text import dumps
 SERVICES = ("trainer", "inference", "envhost", "orchestrator")
 ANY_PORT = "127.0.0.1:0"
 MAX_REPLICAS = 64  # of one machine; each is a process with the whole model
-CHECK_SECONDS = 60.0  # a dry run imports pydantic and grpc only; more means a broken installation
+CHECK_SECONDS = 60.0  # a preflight imports pydantic and grpc only; more means a broken installation
 
 Table = dict[str, Any]
 
@@ -100,7 +100,7 @@ def write(wired: Mapping[str, Table], root: Path) -> list[ChildSpec]:
 
 
 async def check(specs: Sequence[ChildSpec]) -> None:
-    """Dry-run every service at once. Raises ConfigError with the first refusal."""
+    """Preflight every service at once. Raises ConfigError with the first refusal."""
     refusals = await asyncio.gather(*(_refusal(spec) for spec in specs))
     for spec, refusal in zip(specs, refusals, strict=True):
         if refusal:
@@ -110,7 +110,7 @@ async def check(specs: Sequence[ChildSpec]) -> None:
 async def _refusal(spec: ChildSpec) -> str:
     """What the service says against its config; empty where it accepts it."""
     process = await asyncio.create_subprocess_exec(
-        *spec.command, "--dry-run",
+        *spec.command, "--preflight",
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
         env=child_environment(),
     )  # fmt: skip

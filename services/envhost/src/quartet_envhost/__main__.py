@@ -1,4 +1,4 @@
-"""`python -m quartet_envhost [@ file.toml ...] [--key value ...] [--dry-run]`."""
+"""`python -m quartet_envhost [@ file.toml ...] [--key value ...] [--dry-run | --preflight]`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from quartet.config import main
 from quartet.kit.health import Health
 from quartet.kit.logs import configure
-from quartet.kit.server import Service, serve
+from quartet.kit.server import Service, check_here, serve
 from quartet.v1.envhost_service_pb2_grpc import add_EnvHostServiceServicer_to_server
 
 from quartet_envhost.config import EnvHostConfig
@@ -39,4 +39,4 @@ def run(config: EnvHostConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(EnvHostConfig, run))
+    sys.exit(main(EnvHostConfig, run, preflight=lambda config: check_here(config.server)))

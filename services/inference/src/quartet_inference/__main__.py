@@ -1,4 +1,4 @@
-"""`python -m quartet_inference [@ file.toml ...] [--key value ...] [--dry-run]`."""
+"""`python -m quartet_inference [@ file.toml ...] [--key value ...] [--dry-run | --preflight]`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import sys
 
 from quartet.config import main
 from quartet.kit import logs
+from quartet.kit.server import check_here
 
 from quartet_inference.config import InferenceConfig
+from quartet_inference.openai import door
 from quartet_inference.vllm import environment
 
 
@@ -27,5 +29,10 @@ def _run(config: InferenceConfig) -> None:
     asyncio.run(run(config))
 
 
+def _preflight(config: InferenceConfig) -> None:
+    check_here(config.server)
+    door.check_here(config.openai)
+
+
 if __name__ == "__main__":
-    sys.exit(main(InferenceConfig, _run))
+    sys.exit(main(InferenceConfig, _run, preflight=_preflight))

@@ -1,4 +1,4 @@
-"""`python -m quartet_orchestrator [@ file.toml ...] [--key value ...] [--dry-run]`."""
+"""`python -m quartet_orchestrator [@ file.toml ...] [--key value ...] [--dry-run | --preflight]`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import asyncio
 import sys
 
 from quartet.config import main
+from quartet.kit.folder import check_folder
 from quartet.kit.health import Health
 from quartet.kit.limits import raise_open_files
 from quartet.kit.logs import configure
-from quartet.kit.server import Service, serve
+from quartet.kit.server import Service, check_here, serve
 from quartet.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServicer_to_server
 
 from quartet_orchestrator.assembly import Services
@@ -42,5 +43,11 @@ def run(config: OrchestratorConfig) -> None:
     asyncio.run(_serve(config))
 
 
+def preflight(config: OrchestratorConfig) -> None:
+    """Whether this machine lets the orchestrator start; nothing is made. Raises ConfigError."""
+    check_here(config.server)
+    check_folder("data_dir", config.data_dir)
+
+
 if __name__ == "__main__":
-    sys.exit(main(OrchestratorConfig, run))
+    sys.exit(main(OrchestratorConfig, run, preflight=preflight))

@@ -1,4 +1,4 @@
-"""`python -m quartet_trainer [@ file.toml ...] [--key value ...] [--dry-run]`."""
+"""`python -m quartet_trainer [@ file.toml ...] [--key value ...] [--dry-run | --preflight]`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import sys
 
 from quartet.config import main
 from quartet.kit import logs
+from quartet.kit.server import check_here
 
 from quartet_trainer.config import TrainerConfig
+from quartet_trainer.state_root import check_state_root
 
 
 def run(config: TrainerConfig) -> None:
@@ -23,5 +25,11 @@ def run(config: TrainerConfig) -> None:
     asyncio.run(run_trainer(config))
 
 
+def preflight(config: TrainerConfig) -> None:
+    """Whether this machine lets the trainer start; nothing is made. Raises ConfigError."""
+    check_here(config.server)
+    check_state_root(config.state_dir)
+
+
 if __name__ == "__main__":
-    sys.exit(main(TrainerConfig, run))
+    sys.exit(main(TrainerConfig, run, preflight=preflight))

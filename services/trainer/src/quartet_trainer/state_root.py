@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import IO
 
 from quartet.config import ConfigError
-from quartet.kit.folder import lock_file
+from quartet.kit.folder import check_folder, lock_file
 
 #: No run's folder is called so, because no run's name has an "@".
 LOCK = "@lock"
@@ -22,6 +22,14 @@ def state_root(configured: Path) -> Path:
             f"state_dir = {str(configured)!r} cannot be created: {error.strerror}; name another folder"
         ) from error
     return root
+
+
+def check_state_root(configured: Path) -> None:
+    """Whether `state_root` and `hold` would succeed now; makes nothing. Raises ConfigError."""
+    root = configured.expanduser()
+    check_folder("state_dir", root)
+    if (root / LOCK).exists():
+        hold(root).close()
 
 
 def hold(root: Path) -> IO[bytes]:

@@ -19,7 +19,6 @@ from aiohttp import web
 from quartet.errors import QuartetError
 from quartet.kit import metrics
 from quartet.kit.health import Health
-from quartet.kit.security import TokenFile
 from quartet.v1 import inference_service_pb2 as pb
 
 from quartet_inference.answering import INLINE_BYTES, Answerer
@@ -28,6 +27,7 @@ from quartet_inference.engine import Engine
 from quartet_inference.openai.answers import at_most, stream, whole
 from quartet_inference.openai.bodies import ChatBody, CompletionBody, parse_chat, parse_completion
 from quartet_inference.openai.config import OpenAiConfig
+from quartet_inference.openai.door import api_key
 from quartet_inference.openai.errors import OpenAiError, from_quartet
 from quartet_inference.openai.merge import merged
 from quartet_inference.openai.replies import ChatReply, CompletionReply, Reply
@@ -59,7 +59,7 @@ class Front:
         self._health = health
         self._base_model = base_model
         self._name = config.model_name or os.path.basename(os.path.normpath(base_model))
-        self._key = TokenFile(config.api_key_file) if config.api_key_file else None
+        self._key = api_key(config)
         self._running = 0
         self._created = int(time.time())
 

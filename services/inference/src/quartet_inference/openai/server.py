@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -15,9 +14,9 @@ import structlog
 from aiohttp import web
 from quartet.config import ConfigError
 from quartet.kit.health import Health
-from quartet.kit.security import ServerTls
 
 from quartet_inference.openai.config import OpenAiConfig
+from quartet_inference.openai.door import tls_context
 from quartet_inference.openai.front import Front
 
 log = structlog.get_logger()
@@ -33,7 +32,7 @@ async def serving(front: Front, config: OpenAiConfig, health: Health, grace_s: f
     host, _, port = config.address.rpartition(":")
     try:
         site = web.TCPSite(
-            runner, host.strip("[]"), int(port), ssl_context=_tls(config.tls) if config.tls else None
+            runner, host.strip("[]"), int(port), ssl_context=tls_context(config.tls) if config.tls else None
         )
         await site.start()
     except OSError as error:
@@ -59,15 +58,3 @@ async def serving(front: Front, config: OpenAiConfig, health: Health, grace_s: f
         draining.cancel()
         await asyncio.gather(draining, return_exceptions=True)
         await runner.cleanup()
-
-
-def _tls(tls: ServerTls) -> ssl.SSLContext:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(tls.cert_file, tls.key_file)
-        if tls.client_ca_file is not None:
-            context.load_verify_locations(tls.client_ca_file)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except OSError as error:
-        raise ConfigError(f"openai.tls cannot be loaded: {error.strerror or error}") from None
-    return context

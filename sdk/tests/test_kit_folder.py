@@ -1,0 +1,31 @@
+"""Folders of a service: one process at a time, and whether they can be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from quartet.config import ConfigError
+from quartet.kit.folder import check_folder, lock_file
+
+
+def test_a_lock_keeps_others_out_until_it_is_closed(tmp_path: Path) -> None:
+    with lock_file(tmp_path / "lock"), pytest.raises(BlockingIOError):
+        lock_file(tmp_path / "lock")
+    lock_file(tmp_path / "lock").close()
+
+
+def test_a_folder_is_looked_at_and_not_made(tmp_path: Path) -> None:
+    check_folder("data_dir", tmp_path / "new" / "deep")
+    assert not list(tmp_path.iterdir())
+    check_folder("data_dir", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("folder", ["/proc/x", "{tmp}/file", "{tmp}/file/below", "{tmp}/" + "n" * 300])
+def test_a_folder_that_cannot_be_is_refused(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ConfigError, match=r"^data_dir = '.*' cannot be used: .* name a folder that this user"
+    ):
+        check_folder("data_dir", Path(folder.format(tmp=tmp_path)))

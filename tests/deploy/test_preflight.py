@@ -1,0 +1,106 @@
+"""What a service's start would refuse is refused by its `--preflight`, and so by the local launcher, while
+nothing runs yet and nothing was made; `--dry-run` looks at the configuration alone.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quartet.cli.tiny.files import write_model_files
+from quartet.config import ConfigError
+from quartet.local.deployment import check, wire, write
+
+REQUIRED = {
+    "trainer": (),
+    "inference": ("--model", "{tmp}/model"),
+    "envhost": ("--inference_addresses", '["127.0.0.1:1"]'),
+    "orchestrator": ("--trainer_address", "127.0.0.1:1", "--envhost_addresses", '["127.0.0.1:1"]'),
+}
+CLOSED = (
+    "--server.address",
+    "0.0.0.0:0",
+    "--server.tls.cert_file",
+    "/none",
+    "--server.tls.key_file",
+    "/none",
+)
+OF_ALL = [
+    (("--server.token_file", "/none"), "server.token_file = '/none' cannot be read: No such file"),
+    (("--server.address", "0.0.0.0:0"), "server.address = '0.0.0.0:0' is off loopback and plaintext; set"),
+    ((*CLOSED, "--server.insecure_ok_off_loopback"), "server.tls.cert_file = '/none' cannot be read"),
+    (("--server.address", "{busy}"), "server.address = '{busy}' cannot be bound: the port is in use; stop"),
+    (("--server.metrics_address", "{busy}"), "server.metrics_address = '{busy}' cannot be bound"),
+    (("--server.port_file", "/none/port"), "server.port_file = '/none/port' is in no folder; make it"),
+]
+OF_ONE = [
+    ("trainer", ("--state_dir", "/proc/x"), "state_dir = '/proc/x' cannot be used: /proc takes no files"),
+    ("orchestrator", ("--data_dir", "/proc/x"), "data_dir = '/proc/x' cannot be used: /proc takes no files"),
+    ("inference", ("--openai.address", "{busy}"), "openai.address = '{busy}' cannot be bound: the port is"),
+    (
+        "inference",
+        ("--openai.address", "127.0.0.1:0", "--openai.api_key_file", "/none"),
+        "openai.api_key_file = '/none' cannot be read",
+    ),
+]
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A folder with a model in it, and an address that is in use."""
+    write_model_files(tmp_path / "model")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        yield {"tmp": str(tmp_path), "busy": f"127.0.0.1:{taken.getsockname()[1]}"}
+
+
+def service(name: str, arguments: tuple[str, ...], flag: str, places: dict[str, str]) -> Any:
+    filled = [one.format(**places) for one in (*REQUIRED[name], *arguments)]
+    command = [sys.executable, "-m", f"quartet_{name}", *filled, flag]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=places["tmp"])
+
+
+def refused(name: str, arguments: tuple[str, ...], says: str, places: dict[str, str]) -> None:
+    done = service(name, arguments, "--preflight", places)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith(f"error: {says.format(**places)}"), done.stderr
+    assert done.stderr.count("\n") == 1
+    assert service(name, arguments, "--dry-run", places).returncode == 0
+
+
+@pytest.mark.parametrize(("arguments", "says"), OF_ALL)
+def test_what_no_service_can_do_here_is_refused(
+    places: dict[str, str], arguments: tuple[str, ...], says: str
+) -> None:
+    refused("trainer", arguments, says, places)
+
+
+@pytest.mark.parametrize(("name", "arguments", "says"), OF_ONE)
+def test_what_one_service_cannot_do_here_is_refused(
+    places: dict[str, str], name: str, arguments: tuple[str, ...], says: str
+) -> None:
+    refused(name, arguments, says, places)
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_a_preflight_looks_at_the_server_and_makes_nothing(places: dict[str, str], name: str) -> None:
+    assert service(name, ("--server.token_file", "/none"), "--preflight", places).returncode == 2
+    done = service(name, ("--server.metrics_address", "127.0.0.1:0"), "--preflight", places)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [one.name for one in Path(places["tmp"]).iterdir()] == ["model"]
+
+
+async def test_the_launcher_refuses_before_anything_starts(places: dict[str, str], tmp_path: Path) -> None:
+    for name, table, says in (
+        ("trainer", {"server": {"token_file": "/none"}}, r"^\[trainer\] server.token_file = '/none'"),
+        ("trainer", {"state_dir": "/proc/x"}, r"^\[trainer\] state_dir = '/proc/x'"),
+        ("inference", {"openai": {"address": places["busy"]}}, r"^\[inference\] openai.address = "),
+    ):
+        tables: dict[str, dict[str, Any]] = {one: {} for one in REQUIRED} | {name: table}
+        specs = write(wire(f"{tmp_path}/model", tmp_path / "data", tables), tmp_path)
+        with pytest.raises(ConfigError, match=says):
+            await check(specs)
