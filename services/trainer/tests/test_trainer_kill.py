@@ -92,14 +92,15 @@ async def test_two_trainers_never_share_a_state_dir(tmp_path: Path) -> None:
     process, channel = await launch(tmp_path)
     await channel.close()
     try:
-        arguments = ["-m", "quartet_trainer", "--state-dir", str(tmp_path / "states"), "--device", "cpu"]
-        second = await asyncio.create_subprocess_exec(
-            sys.executable, *arguments, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
-        )
-        _, said = await asyncio.wait_for(second.communicate(), START_SECONDS)
-        assert second.returncode == 2
-        (refusal,) = [line for line in said.decode().splitlines() if line.startswith("error: ")]
-        assert "belongs to a trainer that is running; stop it" in refusal
+        arguments = [sys.executable, "-m", "quartet_trainer", "--state-dir", str(tmp_path / "states")]
+        for more in ([], ["--preflight"]):
+            second = await asyncio.create_subprocess_exec(
+                *arguments, *more, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+            )
+            _, said = await asyncio.wait_for(second.communicate(), START_SECONDS)
+            assert second.returncode == 2
+            (refusal,) = [line for line in said.decode().splitlines() if line.startswith("error: ")]
+            assert "belongs to a trainer that is running; stop it" in refusal
         for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 0)):
             process.send_signal(number)
             assert await asyncio.wait_for(process.wait(), 20) == code
