@@ -1,0 +1,139 @@
+"""Generations that outlive their replica: gone on with elsewhere, no token lost or doubled."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from typing import Any
+
+import pytest
+from quartet.errors import QuartetError
+from quartet.v1 import common_pb2
+from quartet.v1 import inference_service_pb2 as pb
+from replica_fleet import QUICK, ask, at, check, fails, fleet, home, until
+from scripted_replica import undisturbed
+
+
+@pytest.mark.parametrize("reason", ["NOT_READY", "OVERLOADED", "DEADLINE"])
+async def test_a_generation_is_gone_on_with_from_the_tokens_it_has(reason: str) -> None:
+    """Invariant 6: no token lost, none sampled twice."""
+    async with fleet(2) as (scripted, replicas):
+        first, (second,) = home("s", scripted)
+        second.version = 2
+        first.before_piece = at(8, fails(reason))
+        generated = await replicas.complete(ask(), 5)
+        check(generated, "hello", undisturbed())
+        assert {version for start, _, version in generated.completions[0].spans if start >= 8} == {2}
+        (again,) = second.requests
+        assert again.resumed_tokens == 8 and len(again.tokens.token_ids) == 5 + 8
+        assert not again.tokens.tail_messages and again.session_id == "s"
+        everything = first.sampled + second.sampled
+        assert len(set(everything)) == len(everything) == 22, "each token was sampled once"
+        assert (replicas.counts.carried_on, replicas.counts.carried_tokens) == (1, 8)
+
+
+async def test_a_replica_that_dies_is_left_and_sessions_come_home_afterwards() -> None:
+    """Invariant 9."""
+    async with fleet(2) as (scripted, replicas):
+        first, (second,) = home("s", scripted)
+        first.before_piece = at(8, lambda: asyncio.create_task(first.end()))
+        check(await replicas.complete(ask(), 5), "hello", undisturbed())
+        assert replicas.in_service == [second.address]
+        await replicas.complete(ask(max_tokens=1), 5)
+        assert len(second.requests) == 2
+        await first.begin(first.address)
+        await until(lambda: len(replicas.in_service) == 2)
+        await replicas.complete(ask(max_tokens=1), 5)
+        assert len(second.requests) == 2 and len(first.requests) == 2
+
+
+async def test_the_only_replica_is_waited_for() -> None:
+    """Invariants 7 and 9."""
+    async with fleet(1) as ((only,), replicas):
+        only.before_piece = at(8, lambda: asyncio.create_task(only.end()))
+        answer = asyncio.create_task(replicas.complete(ask(), 20))
+        await until(lambda: only.server is None)
+        await asyncio.sleep(0.3)
+        await only.begin(only.address)
+        check(await answer, "hello", undisturbed())
+
+
+async def test_a_frozen_replica_is_left_after_the_idle_time() -> None:
+    """Invariant 7."""
+    async with fleet(2) as (scripted, replicas):
+        first, _others = home("s", scripted)
+        first.before_piece = at(8, lambda: asyncio.sleep(60))
+        started = time.monotonic()
+        check(await replicas.complete(ask(), 20), "hello", undisturbed())
+        assert QUICK.idle_timeout_seconds <= time.monotonic() - started < 3
+        await until(lambda: first.running == 0)
+
+
+async def test_random_faults_change_nothing() -> None:
+    """Invariants 6 and 9: 40 generations, every replica failing at random."""
+    seed = int(os.environ.get("QUARTET_FAULT_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
+    print(f"QUARTET_FAULT_SEED={seed}")
+    chance = random.Random(seed)
+
+    def disturb(_at: int) -> Any:
+        if chance.random() < 0.05:
+            raise QuartetError(chance.choice(["NOT_READY", "OVERLOADED"]), "scripted", retry_after_ms=20)
+        return asyncio.sleep(0.002) if chance.random() < 0.3 else None
+
+    async with fleet(3) as (scripted, replicas):
+        for one in scripted:
+            one.before_piece = disturb
+
+        async def one_of(number: int) -> None:
+            text, sampling = f"prompt {number}", {"seed": 7 * number + 1}
+            generated = await replicas.complete(
+                ask(text, f"s{number % 9}", max_tokens=60, sampling=sampling), 60
+            )
+            check(generated, text, undisturbed(text, 60, 7 * number + 1))
+
+        await asyncio.gather(*(one_of(number) for number in range(40)))
+        everything = [token for one in scripted for token in one.sampled]
+        assert len(everything) >= 40 * 60
+        assert replicas.counts.carried_on > 0
+
+
+async def test_several_completions_are_carried_on_each_by_itself() -> None:
+    async with fleet(2) as (scripted, replicas):
+        first, (second,) = home("s", scripted)
+        first.before_piece = at(8, fails("NOT_READY"))
+        generated = await replicas.complete(ask(n=3), 5)
+        assert [request.n for request in first.requests] == [3], "one call shares the prompt"
+        later = sorted(request.resumed_tokens for request in second.requests)
+        assert later == [8, 8, 8] and {request.n for request in second.requests} == {1}
+        for completion in generated.completions:
+            assert len(completion.token_ids) == len(completion.logprobs) == 22
+        everything = first.sampled + second.sampled
+        assert len(everything) == 3 * 22
+
+
+async def test_seeded_completions_have_seeds_of_their_own() -> None:
+    async with fleet(2) as (scripted, replicas):
+        first, _ = home("s", scripted)
+        first.before_piece = at(8, fails("NOT_READY"))
+        generated = await replicas.complete(ask(n=3, sampling={"seed": 40}), 5)
+        for index, completion in enumerate(generated.completions):
+            assert completion.token_ids == undisturbed(seed=40 + index)
+
+
+async def test_a_request_that_was_itself_gone_on_with() -> None:
+    """A client of ours may have begun elsewhere: positions count from the completion's first token."""
+    async with fleet(2) as (scripted, replicas):
+        first, (second,) = home("s", scripted)
+        first.before_piece = at(14, fails("NOT_READY"))
+        had = undisturbed()[:6]
+        request = pb.GenerateRequest(
+            tokens=pb.TokensPrompt(token_ids=[*map(ord, "hello"), *had]),
+            resumed_tokens=6,
+            session_id="s",
+            sampling=common_pb2.SamplingParams(max_tokens=22),
+        )
+        (completion,) = (await replicas.complete(request, 5)).completions
+        assert had + completion.token_ids == undisturbed()
+        assert completion.spans[0][0] == 6 and second.requests[0].resumed_tokens == 14

@@ -1,0 +1,114 @@
+"""The terms of a generation over replicas: versions, refusals, deadlines, leaving."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from contextlib import aclosing
+
+import pytest
+from quartet.errors import QuartetError
+from quartet.kit.call import RetryBudget
+from quartet.v1 import inference_service_pb2 as pb
+from replica_fleet import QUICK, ask, at, fails, fleet, home, until
+
+
+async def test_an_exact_version_is_looked_for_at_every_replica_once() -> None:
+    """Invariant 3: no token of a pinned completion comes from another version."""
+    async with fleet(3) as (scripted, replicas):
+        first, (second, third) = home("s", scripted)
+        first.version, second.version, third.version = 5, 6, 7
+        generated = await replicas.complete(ask(exact_policy_version=7), 5)
+        assert {version for _, _, version in generated.completions[0].spans} == {7}
+        with pytest.raises(QuartetError) as refused:
+            await replicas.complete(ask(exact_policy_version=9), 5)
+        assert refused.value.reason == "VERSION_UNAVAILABLE"
+        assert [len(one.requests) for one in (first, second, third)] == [2, 2, 2]
+
+
+async def test_versions_go_with_a_generation() -> None:
+    async with fleet(2) as (scripted, replicas):
+        first, (second,) = home("s", scripted)
+        first.before_piece = at(8, fails("NOT_READY"))
+        await replicas.complete(ask(exact_policy_version=1, min_policy_version=1, run_id="run"), 5)
+        (again,) = second.requests
+        assert (again.exact_policy_version, again.min_policy_version, again.run_id) == (1, 1, "run")
+
+
+@pytest.mark.parametrize("reason", ["INVALID_REQUEST", "PROMPT_TOO_LONG", "INTERNAL", "UNAUTHENTICATED"])
+async def test_what_another_replica_would_refuse_too_is_raised_at_once(reason: str) -> None:
+    async with fleet(2) as (scripted, replicas):
+        first, (second,) = home("s", scripted)
+        first.before_piece = at(0, fails(reason))
+        with pytest.raises(QuartetError) as refused:
+            await replicas.complete(ask(), 5)
+        assert refused.value.reason == reason and not second.requests
+
+
+async def test_rounds_are_bounded_by_their_budget() -> None:
+    """Invariant 8."""
+    budget = RetryBudget(max_attempts=3, initial_backoff_s=0.01, max_backoff_s=0.01)
+    settings = QUICK.model_copy(update={"rounds": budget})
+    async with fleet(2, settings) as (scripted, replicas):
+        for one in scripted:
+            one.before_piece = fails("OVERLOADED", retry_after_ms=1)
+        with pytest.raises(QuartetError) as refused:
+            await replicas.complete(ask(), 30)
+        assert refused.value.reason == "OVERLOADED"
+        assert [len(one.requests) for one in scripted] == [3, 3]
+
+
+async def test_a_deadline_ends_everything() -> None:
+    """Invariant 7: no replica, a silent one, one that always refuses: the call ends in time."""
+    async with fleet(1) as ((only,), replicas):
+        for script, reasons in (
+            (lambda _at: asyncio.sleep(60), {"DEADLINE"}),
+            (fails("OVERLOADED", retry_after_ms=50), {"OVERLOADED"}),
+            (fails("NOT_READY"), {"NOT_READY"}),
+        ):
+            only.before_piece = script
+            started = time.monotonic()
+            with pytest.raises(QuartetError) as ended:
+                await replicas.complete(ask(), 1.5)
+            assert ended.value.reason in reasons and time.monotonic() - started < 2.5
+            only.before_piece = lambda _at: None
+            await replicas.complete(ask(max_tokens=1), 10)
+        await only.end()
+        with pytest.raises(QuartetError) as ended:
+            await replicas.complete(ask(), 0.5)
+        assert ended.value.reason == "NOT_READY"
+
+
+async def test_leaving_and_cancelling_reach_the_replica() -> None:
+    async with fleet(2) as (scripted, replicas):
+        first, _ = home("s", scripted)
+        first.before_piece = at(8, lambda: asyncio.sleep(60))
+        async with aclosing(replicas.generate(ask(n=2), 60)) as frames:
+            async for frame in frames:
+                if frame.HasField("delta"):
+                    break
+        await until(lambda: first.running == 0)
+        first.before_piece = at(0, lambda: asyncio.sleep(60))
+        task = asyncio.create_task(replicas.complete(ask(), 60))
+        await until(lambda: first.running == 1)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await until(lambda: first.running == 0)
+
+
+async def test_frames_outside_the_contract_are_refused() -> None:
+    """Invariant 6."""
+    wrong = [
+        pb.GenerateDelta(token_ids=[1, 2], logprobs=[-1.0]),
+        pb.GenerateDelta(token_ids=[1], logprobs=[-1.0], spans=[{"start": 1, "length": 1}]),
+        pb.GenerateDelta(token_ids=[1, 2], logprobs=[-1, -1], spans=[{"start": 0, "length": 1}]),
+        pb.GenerateDelta(index=1, token_ids=[1], logprobs=[-1], spans=[{"start": 0, "length": 1}]),
+    ]
+    async with fleet(1) as ((only,), replicas):
+        for delta in wrong:
+            only._piece = lambda *_: pb.GenerateResponse(delta=delta)  # type: ignore[method-assign]  # noqa: B023
+            with pytest.raises(QuartetError) as refused:
+                await replicas.complete(ask(), 5)
+            assert refused.value.reason == "INTERNAL" and "contract" in refused.value.message
