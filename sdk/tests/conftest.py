@@ -1,8 +1,38 @@
-"""Makes the modules that several of these tests share importable by their names."""
+"""Makes the modules that several of these tests share importable by their names; the fixtures of several."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from quartet.kit.channel import connect
+from quartet.kit.health import Health
+from quartet.kit.server import ServerConfig, Service, start
+from quartet.v1 import weights_pb2_grpc as rpc
+from quartet.weights import fetch
+from quartet.weights.service import SERVICE
+from quartet.weights.store import WeightStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+if TYPE_CHECKING:
+    from weight_plane import Plane
+
+
+@pytest.fixture
+async def plane(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Plane]:
+    """A faulty publisher, without versions yet, and a channel to it."""
+    from weight_plane import FaultyWeights, Plane
+
+    monkeypatch.setattr(fetch, "BACKOFF_SECONDS", (0.001, 0.01))
+    store = WeightStore(keep=2)
+    servicer = FaultyWeights(store)
+    offered = Service(SERVICE, rpc.add_WeightServiceServicer_to_server, servicer)
+    server = await start([offered], ServerConfig(), Health())
+    channel = connect(server.address, bulk=True)
+    yield Plane(store, servicer, channel)
+    await channel.close()
+    await server.stop(0)

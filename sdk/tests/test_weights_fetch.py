@@ -1,102 +1,25 @@
-"""Fetch and watch over real gRPC on loopback, with a publisher that tears, damages and lies on cue."""
+"""Fetch over real gRPC on loopback, from a publisher that tears, damages and lies on cue."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import aclosing
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator
 
-import grpc
 import numpy as np
 import pytest
 from quartet.errors import QuartetError
 from quartet.kit import call
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
-from quartet.kit.server import RunningServer, ServerConfig, Service, start
+from quartet.kit.server import ServerConfig, Service, start
 from quartet.v1 import weights_pb2 as pb
-from quartet.v1 import weights_pb2_grpc as rpc
-from quartet.weights import fetch, receipt, service
-from quartet.weights.fetch import fetch_version, watch
+from quartet.weights import fetch, receipt
+from quartet.weights.fetch import fetch_version
 from quartet.weights.fetched import Fetched
 from quartet.weights.payload import CHUNK_BYTES
-from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
-from quartet.weights.store import WeightStore
+from quartet.weights.service import SERVICE, add_weight_service
 from quartet.weights.tensor import Tensor
-
-#: What a fault does to the frames of one stream.
-Fault = Callable[[Iterator[pb.FetchResponse]], Iterator[pb.FetchResponse]]
-
-
-class FaultyWeights(WeightServicer):
-    """The real servicer; stream i passes through faults[i], later ones are clean. Records offsets."""
-
-    def __init__(self, store: WeightStore) -> None:
-        super().__init__(store)
-        self.faults: list[Fault] = []
-        self.offsets: list[int] = []
-        self.frozen_after: int | None = None
-        self.frozen, self.ended = asyncio.Event(), asyncio.Event()
-
-    async def Fetch(
-        self, request: pb.FetchRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.FetchResponse]:
-        self.offsets.append(request.offset)
-        frames = [frame async for frame in super().Fetch(request, context)]
-        fault: Fault = self.faults.pop(0) if self.faults else iter
-        for index, frame in enumerate(fault(iter(frames))):
-            if index == self.frozen_after:
-                await self._freeze()
-            yield frame
-
-    async def _freeze(self) -> None:
-        self.frozen_after = None
-        self.frozen.set()
-        try:
-            await asyncio.sleep(60)
-        finally:
-            self.ended.set()
-
-
-def model(seed: int = 0) -> dict[str, Tensor]:
-    rng = np.random.default_rng(seed)
-    shapes = {
-        "embed": (700, 512),
-        "layer.0": (512, 512),
-        "layer.1": (512, 512),
-        "norm": (512,),
-        "odd": (3, 7),
-    }
-    return {name: Tensor("F32", shape, rng.random(shape, np.float32).data) for name, shape in shapes.items()}
-
-
-def stub(channel: grpc.aio.Channel) -> Any:
-    return rpc.WeightServiceStub(channel)  # type: ignore[no-untyped-call]
-
-
-class Plane:
-    """A publisher and a channel to it."""
-
-    def __init__(self, store: WeightStore, servicer: FaultyWeights, channel: grpc.aio.Channel) -> None:
-        self.store, self.servicer, self.channel = store, servicer, channel
-
-    async def fetch(self, run_id: str = "r", version: int | None = 1) -> Fetched:
-        return await fetch_version(self.channel, run_id, version)
-
-
-@pytest.fixture
-async def plane(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Plane]:
-    monkeypatch.setattr(fetch, "BACKOFF_SECONDS", (0.001, 0.01))
-    store = WeightStore(keep=2)
-    servicer = FaultyWeights(store)
-    offered = Service(SERVICE, rpc.add_WeightServiceServicer_to_server, servicer)
-    server = await start([offered], ServerConfig(), Health())
-    channel = connect(server.address, bulk=True)
-    yield Plane(store, servicer, channel)
-    await channel.close()
-    await server.stop(0)
+from weight_plane import Fault, Plane, model, stub
 
 
 def torn_after(chunks: int) -> Fault:
@@ -206,15 +129,6 @@ async def test_a_cancelled_fetch_ends_its_stream(plane: Plane) -> None:
     with pytest.raises(asyncio.CancelledError):
         await fetching
     await asyncio.wait_for(plane.servicer.ended.wait(), 5)
-
-
-async def test_an_idle_watch_shows_signs_of_life(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    plane.store.publish("r", 4, model())
-    monkeypatch.setattr(service, "with_heartbeats", partial(service.with_heartbeats, interval_s=0.02))
-    watching = stub(plane.channel).Watch(pb.WatchRequest(run_id="r", held_version=4))
-    beat = await asyncio.wait_for(watching.read(), 5)
-    assert beat == pb.WatchResponse(heartbeat=pb.WatchHeartbeat(latest_version=4))
-    watching.cancel()
 
 
 async def test_only_damaged_chunks_are_fetched_again(plane: Plane) -> None:
@@ -356,64 +270,3 @@ async def test_unknown_runs_versions_bases_and_offsets_have_typed_errors(plane: 
         pb.GetManifestRequest(run_id="r", base_version=0), timeout=5
     )
     assert answer.manifest == manifest and not answer.manifest.HasField("base_version")
-
-
-async def test_watch_tells_the_newest_and_only_newer_ones(plane: Plane) -> None:
-    for version in (1, 2):
-        plane.store.publish("r", version, model(version))
-    async with aclosing(watch(plane.channel, "r", 0)) as news:
-        first = await asyncio.wait_for(anext(news), 5)
-        assert (first.version, first.digest) == (2, plane.store.get("r", 2).manifest.digest)
-        plane.store.publish("r", 1, model(1))
-        plane.store.publish("r", 3, model(3))
-        assert (await asyncio.wait_for(anext(news), 5)).version == 3
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(anext(news), 0.1)
-
-
-async def test_watch_waits_for_a_run_that_is_not_there_yet(plane: Plane) -> None:
-    async with aclosing(watch(plane.channel, "r", None)) as news:
-        waiting = asyncio.ensure_future(anext(news))
-        await asyncio.sleep(0.05)
-        plane.store.publish("r", 0, model())
-        assert (await asyncio.wait_for(waiting, 5)).version == 0
-
-
-async def test_watch_of_no_name_follows_the_run_opened_last(plane: Plane) -> None:
-    async with aclosing(watch(plane.channel, "", None)) as news:
-        for run_id, version in (("a", 7), ("b", 0), ("b", 1)):
-            plane.store.publish(run_id, version, model(version))
-            told = await asyncio.wait_for(anext(news), 5)
-            assert (told.run_id, told.version) == (run_id, version)
-
-
-async def publisher(address: str, version: int) -> RunningServer:
-    store = WeightStore(keep=1)
-    store.publish("r", version, model(version))
-    offered = Service(SERVICE, add_weight_service, WeightServicer(store))
-    return await start([offered], ServerConfig(address=address), Health())
-
-
-@pytest.mark.parametrize("run_id", ["r", ""])
-async def test_watch_survives_restarts_and_tells_nothing_twice(
-    monkeypatch: pytest.MonkeyPatch, run_id: str
-) -> None:
-    monkeypatch.setattr(fetch, "BACKOFF_SECONDS", (0.01, 0.05))
-    server = await publisher("127.0.0.1:0", 1)
-    channel = connect(server.address, bulk=True)
-    async with aclosing(watch(channel, run_id, None)) as news:
-        assert (await asyncio.wait_for(anext(news), 5)).version == 1
-        waiting = asyncio.ensure_future(anext(news))
-        await server.stop(0)
-        server = await publisher(server.address, 1)
-        done, _ = await asyncio.wait([waiting], timeout=0.5)
-        assert not done
-        for version in (2, 0):
-            await server.stop(0)
-            server = await publisher(server.address, version)
-            assert (await asyncio.wait_for(waiting, 10)).version == version
-            waiting = asyncio.ensure_future(anext(news))
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-    await channel.close()
-    await server.stop(0)

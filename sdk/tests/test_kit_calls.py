@@ -1,0 +1,108 @@
+"""Deadlines, retries and the context of a call, over real loopback gRPC (quartet.kit.call, .context)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from guinea_pig import ask, failure, served
+from quartet.errors import QuartetError
+from quartet.kit import context as request_context
+from quartet.kit.call import RetryBudget, unary
+from quartet.kit.channel import connect
+from quartet.v1 import weights_pb2 as pb
+from quartet.v1 import weights_pb2_grpc as rpc
+
+
+async def test_retries_stay_within_the_budget() -> None:
+    """Invariant 8."""
+    quick = RetryBudget(max_attempts=5, initial_backoff_s=0.001, max_backoff_s=0.002)
+    async with served() as (pig, stub, _running):
+        await unary(stub.GetManifest, ask("flaky"), timeout_s=5, budget=quick)
+        assert pig.calls == 3
+        pig.calls = -10
+        assert (
+            await failure(unary(stub.GetManifest, ask("flaky"), timeout_s=5, budget=quick))
+        ).reason == "OVERLOADED"
+        assert pig.calls == -5
+        await failure(unary(stub.GetManifest, ask("typed"), timeout_s=5, budget=quick))
+        assert pig.calls == -4, "what repeating cannot mend is not repeated"
+
+
+async def test_retries_stay_within_the_deadline() -> None:
+    budget = RetryBudget(max_attempts=1000, initial_backoff_s=0.05, max_backoff_s=0.1)
+    async with connect("127.0.0.1:1") as channel:
+        began = time.monotonic()
+        error = await failure(
+            unary(rpc.WeightServiceStub(channel).GetManifest, ask(), timeout_s=0.5, budget=budget)
+        )
+        assert error.reason in ("NOT_READY", "DEADLINE")
+        assert time.monotonic() - began < 1.0
+
+
+def test_backoff_is_jittered_capped_and_respects_the_peer() -> None:
+    budget = RetryBudget(initial_backoff_s=0.1, max_backoff_s=1.0)
+    plain = QuartetError("NOT_READY", "later")
+    delays = {budget.delay_s(30, plain) for _ in range(50)}
+    assert len(delays) > 40 and max(delays) <= 1.0
+    assert budget.delay_s(1, QuartetError("OVERLOADED", "later", retry_after_ms=500)) >= 0.5
+
+
+async def test_a_deadline_is_a_typed_error_and_ends_the_handler() -> None:
+    async with served() as (pig, stub, _running):
+        error = await failure(unary(stub.GetManifest, ask("hold"), timeout_s=0.2))
+        assert error.reason == "DEADLINE"
+        async with asyncio.timeout(2):
+            await pig.left.wait()
+
+
+async def test_request_id_and_deadline_travel_through_a_hop() -> None:
+    async with served() as (far, far_stub, _r1), served() as (near, near_stub, _r2):
+        near.next_hop = lambda: far_stub.GetManifest(ask(), timeout=60)
+        await near_stub.GetManifest(ask("hop"), timeout=2, metadata=(("x-request-id", "req-7"),))
+        assert far.seen["request_id"] == near.seen["request_id"] == "req-7"
+        # gRPC rounds the deadline up on the wire, by about one per cent.
+        assert 0 < far.seen["remaining_s"] < near.seen["remaining_s"] <= 2.1
+
+
+async def test_an_indecent_request_id_is_replaced() -> None:
+    async with served() as (pig, stub, _running):
+        for offered in ("x" * 65, 'a"}{', ""):
+            await stub.GetManifest(ask(), timeout=2, metadata=(("x-request-id", offered),))
+            assert pig.seen["request_id"] != offered and len(pig.seen["request_id"]) == 16
+
+
+async def test_a_task_that_outlives_its_rpc_is_not_bound_by_its_deadline() -> None:
+    after: dict[str, Any] = {}
+    seen = asyncio.Event()
+
+    async def outlive() -> None:
+        after["inside"] = request_context.bounded(100.0)
+        await seen.wait()
+        after["afterwards"] = request_context.bounded(100.0)
+
+    async def detached() -> None:
+        after["detached"] = request_context.bounded(100.0)
+
+    tasks: list[asyncio.Task[Any]] = []
+
+    async def hop() -> Any:
+        tasks.append(asyncio.create_task(outlive()))
+        tasks.append(request_context.background(detached(), name="detached"))
+        await asyncio.sleep(0.01)
+        return pb.GetManifestResponse()
+
+    async with served() as (pig, stub, _running):
+        pig.next_hop = hop
+        await stub.GetManifest(ask("hop"), timeout=2)
+        seen.set()
+        await asyncio.gather(*tasks)
+    assert after["inside"] <= 2 and after["afterwards"] == 100.0 and after["detached"] == 100.0
+
+
+async def test_a_unary_call_always_has_a_deadline() -> None:
+    """Invariant 7."""
+    async with served() as (pig, stub, _running):
+        await stub.GetManifest(ask())
+        assert 0 < pig.seen["remaining_s"] <= 60 * 1.02

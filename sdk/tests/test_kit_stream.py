@@ -1,0 +1,84 @@
+"""Streams: given up when silent, left early, kept alive by heartbeats (quartet.kit.call, .stream)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from guinea_pig import drained, failure, served
+from quartet.errors import QuartetError
+from quartet.kit.call import stream
+from quartet.kit.stream import with_heartbeats
+from quartet.v1 import weights_pb2 as pb
+
+
+async def _items(*delays: float) -> AsyncIterator[str]:
+    for index, delay in enumerate(delays):
+        await asyncio.sleep(delay)
+        yield str(index)
+
+
+async def test_a_silent_stream_is_given_up_and_its_handler_ends() -> None:
+    """Invariant 7."""
+    async with served() as (pig, stub, _running):
+        error = await failure(drained(stream(stub.Watch(pb.WatchRequest()), idle_timeout_s=0.2)))
+        assert error.reason == "DEADLINE"
+        async with asyncio.timeout(2):
+            await pig.left.wait()
+
+
+async def test_a_stream_left_early_ends_its_handler() -> None:
+    async with served() as (pig, stub, _running):
+        async with contextlib.aclosing(stream(stub.Watch(pb.WatchRequest()), idle_timeout_s=5)) as responses:
+            assert (await anext(responses)).announced.version == 1
+        async with asyncio.timeout(2):
+            await pig.left.wait()
+
+
+async def test_a_stream_whose_server_dies_is_not_ready() -> None:
+    async with served() as (_pig, stub, running):
+        responses = stream(stub.Watch(pb.WatchRequest()), idle_timeout_s=5)
+        await anext(responses)
+        await running.stop(0)
+        assert (await failure(anext(responses))).reason == "NOT_READY"
+
+
+async def test_heartbeats_fill_only_the_silence() -> None:
+    """Invariant 7: every stream has a heartbeat."""
+    got = [item async for item in with_heartbeats(_items(0, 0.25, 0), lambda: "beat", 0.1)]
+    assert [item for item in got if item != "beat"] == ["0", "1", "2"]
+    assert got[1:3] == ["beat", "beat"] and len(got) == 5
+
+
+async def test_heartbeats_pass_errors_on() -> None:
+    async def fails() -> AsyncIterator[str]:
+        yield "0"
+        raise QuartetError("NOT_READY", "gone")
+
+    got = with_heartbeats(fails(), lambda: "beat", 1)
+    assert await anext(got) == "0"
+    assert (await failure(anext(got))).reason == "NOT_READY"
+
+
+async def test_leaving_heartbeats_closes_the_source() -> None:
+    closed = asyncio.Event()
+
+    async def endless() -> AsyncIterator[str]:
+        try:
+            await asyncio.Event().wait()
+            yield ""
+        finally:
+            closed.set()
+
+    async with contextlib.aclosing(with_heartbeats(endless(), lambda: "beat", 0.01)) as got:
+        assert await anext(got) == "beat"
+    assert closed.is_set()
+
+
+async def test_heartbeats_end_when_told() -> None:
+    told = asyncio.Event()
+    got = with_heartbeats(_items(0, 60), lambda: "beat", 0.01, until=told)
+    assert [await anext(got), await anext(got)] == ["0", "beat"]
+    told.set()
+    assert (await failure(anext(got))).reason == "NOT_READY"

@@ -1,0 +1,88 @@
+"""Watch over real gRPC on loopback: what is told, again after restarts, and signs of life."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from functools import partial
+
+import pytest
+from quartet.kit.channel import connect
+from quartet.kit.health import Health
+from quartet.kit.server import RunningServer, ServerConfig, Service, start
+from quartet.v1 import weights_pb2 as pb
+from quartet.weights import fetch, service
+from quartet.weights.fetch import watch
+from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
+from quartet.weights.store import WeightStore
+from weight_plane import Plane, model, stub
+
+
+async def test_an_idle_watch_shows_signs_of_life(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    plane.store.publish("r", 4, model())
+    monkeypatch.setattr(service, "with_heartbeats", partial(service.with_heartbeats, interval_s=0.02))
+    watching = stub(plane.channel).Watch(pb.WatchRequest(run_id="r", held_version=4))
+    beat = await asyncio.wait_for(watching.read(), 5)
+    assert beat == pb.WatchResponse(heartbeat=pb.WatchHeartbeat(latest_version=4))
+    watching.cancel()
+
+
+async def test_watch_tells_the_newest_and_only_newer_ones(plane: Plane) -> None:
+    for version in (1, 2):
+        plane.store.publish("r", version, model(version))
+    async with aclosing(watch(plane.channel, "r", 0)) as news:
+        first = await asyncio.wait_for(anext(news), 5)
+        assert (first.version, first.digest) == (2, plane.store.get("r", 2).manifest.digest)
+        plane.store.publish("r", 1, model(1))
+        plane.store.publish("r", 3, model(3))
+        assert (await asyncio.wait_for(anext(news), 5)).version == 3
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(anext(news), 0.1)
+
+
+async def test_watch_waits_for_a_run_that_is_not_there_yet(plane: Plane) -> None:
+    async with aclosing(watch(plane.channel, "r", None)) as news:
+        waiting = asyncio.ensure_future(anext(news))
+        await asyncio.sleep(0.05)
+        plane.store.publish("r", 0, model())
+        assert (await asyncio.wait_for(waiting, 5)).version == 0
+
+
+async def test_watch_of_no_name_follows_the_run_opened_last(plane: Plane) -> None:
+    async with aclosing(watch(plane.channel, "", None)) as news:
+        for run_id, version in (("a", 7), ("b", 0), ("b", 1)):
+            plane.store.publish(run_id, version, model(version))
+            told = await asyncio.wait_for(anext(news), 5)
+            assert (told.run_id, told.version) == (run_id, version)
+
+
+async def publisher(address: str, version: int) -> RunningServer:
+    store = WeightStore(keep=1)
+    store.publish("r", version, model(version))
+    offered = Service(SERVICE, add_weight_service, WeightServicer(store))
+    return await start([offered], ServerConfig(address=address), Health())
+
+
+@pytest.mark.parametrize("run_id", ["r", ""])
+async def test_watch_survives_restarts_and_tells_nothing_twice(
+    monkeypatch: pytest.MonkeyPatch, run_id: str
+) -> None:
+    monkeypatch.setattr(fetch, "BACKOFF_SECONDS", (0.01, 0.05))
+    server = await publisher("127.0.0.1:0", 1)
+    channel = connect(server.address, bulk=True)
+    async with aclosing(watch(channel, run_id, None)) as news:
+        assert (await asyncio.wait_for(anext(news), 5)).version == 1
+        waiting = asyncio.ensure_future(anext(news))
+        await server.stop(0)
+        server = await publisher(server.address, 1)
+        done, _ = await asyncio.wait([waiting], timeout=0.5)
+        assert not done
+        for version in (2, 0):
+            await server.stop(0)
+            server = await publisher(server.address, version)
+            assert (await asyncio.wait_for(waiting, 10)).version == version
+            waiting = asyncio.ensure_future(anext(news))
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+    await channel.close()
+    await server.stop(0)
