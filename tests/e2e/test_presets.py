@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from quartet.kit.channel import ClientSecurity
@@ -75,82 +72,71 @@ class Teacher(InferenceServiceServicer):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import torch
-    import transformers
-
-    torch.set_num_threads(1)
-    torch.manual_seed(11)
-    config = transformers.Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=32,
-        tie_word_embeddings=True,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-    )
-    path = tmp_path_factory.mktemp("presets") / "model"
-    transformers.Qwen3ForCausalLM(config).save_pretrained(path)
-    torch.manual_seed(12)
-    transformers.Qwen3ForCausalLM(config).save_pretrained(path.with_name("teacher"))
-    return path
+def folder(tmp_path_factory: pytest.TempPathFactory, write_qwen3: Any) -> Path:
+    """The folder of the policy; its teacher's is beside it."""
+    tiny = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tiny |= {"head_dim": 8, "intermediate_size": 32, "max_position_embeddings": 64}
+    made = tmp_path_factory.mktemp("presets")
+    write_qwen3(made / "teacher", seed=12, **tiny)
+    return write_qwen3(made / "model", seed=11, **tiny)
 
 
 @asynccontextmanager
-async def world(tmp_path: Path) -> AsyncIterator[tuple[Any, str, Teacher]]:
+async def world(trainer_address: str, data_dir: Path) -> AsyncIterator[tuple[Any, str, Teacher]]:
     """(the orchestrator's runs, the address of the teacher, the teacher)."""
     from quartet_orchestrator.assembly import Services
     from quartet_orchestrator.config import OrchestratorConfig
     from quartet_orchestrator.runs import Runs
-    from quartet_trainer.assembly import assemble
-    from quartet_trainer.config import TrainerConfig
 
-    losses = {"mine": f"{__name__}:twice_the_likelihood"}
-    trainer = assemble(TrainerConfig(state_dir=tmp_path / "states", device="cpu", losses=losses))
     teacher, here = Teacher(), ServerConfig(address="127.0.0.1:0")
     servers = [
-        await start(trainer.services, here, trainer.health),
         await start([Service("host", add_EnvHostServiceServicer_to_server, RandomHost())], here, Health()),
         await start([Service("teacher", add_InferenceServiceServicer_to_server, teacher)], here, Health()),
     ]
     services = Services.connect(
         OrchestratorConfig(
-            trainer_address=servers[0].address,
-            envhost_addresses=[servers[1].address],
+            trainer_address=trainer_address,
+            envhost_addresses=[servers[0].address],
             security=ClientSecurity(),
             patience_seconds=TIMEOUT_S,
         )
     )
-    runs = Runs(tmp_path / "runs", services)
+    runs = Runs(data_dir, services)
     try:
         runs.start()
-        yield runs, servers[2].address, teacher
+        yield runs, servers[1].address, teacher
     finally:
         await runs.close()
         await services.close()
         for server in servers:
             await server.stop(0)
-        await trainer.worker.close()
 
 
 def twice_the_likelihood(spec: Any, tokens: Any) -> Any:
     return -2.0 * tokens.advantages_K * tokens.logp_K
 
 
-async def steps_of(tmp_path: Path, folder: Path, algorithm: str, more: str = "") -> list[dict[str, float]]:
-    """The metrics of a run's steps, once it is complete."""
-    async with world(tmp_path) as (runs, address, teacher):
+@pytest.fixture
+def steps_of(tmp_path_factory: pytest.TempPathFactory, folder: Path, serving_trainer: Any) -> Any:
+    """`await steps_of(algorithm)`: the metrics of the steps of a run, once it is complete."""
+
+    async def run(algorithm: str) -> list[dict[str, float]]:
+        work = tmp_path_factory.mktemp("run")
+        losses = {"mine": f"{__name__}:twice_the_likelihood"}
+        async with serving_trainer(work / "states", losses=losses) as address:
+            return await steps_at(address, work / "runs", folder, algorithm)
+
+    return run
+
+
+async def steps_at(trainer: str, data_dir: Path, folder: Path, algorithm: str) -> list[dict[str, float]]:
+    async with world(trainer, data_dir) as (runs, address, teacher):
         toml = f"""
             model = "{folder}"
             max_steps = {STEPS}
             batch_size = 8
             rollouts_per_example = 4
             learning_rate = 1e-2
-            {more}
             [sampling]
             max_tokens = {LIMIT}
             [eval]
@@ -195,8 +181,8 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-async def test_a_run_of_two_steps(tmp_path: Path, folder: Path, name: str) -> None:
-    steps = await steps_of(tmp_path, folder, SETTINGS[name])
+async def test_a_run_of_two_steps(steps_of: Any, name: str) -> None:
+    steps = await steps_of(SETTINGS[name])
     assert len(steps) == STEPS
     for number, step in enumerate(steps):
         assert all(map(math.isfinite, step.values()))
@@ -214,10 +200,10 @@ async def test_a_run_of_two_steps(tmp_path: Path, folder: Path, name: str) -> No
             assert step["train/clipped_fraction"] > 0
 
 
-async def test_what_a_step_is_divided_by(tmp_path: Path, folder: Path) -> None:
+async def test_what_a_step_is_divided_by(steps_of: Any) -> None:
     """Overlong filtering leaves cut rollouts out of the loss and its normaliser, not out of the rewards."""
-    plain = await steps_of(tmp_path / "a", folder, 'preset = "dapo"\noverlong_filtering = false')
-    filtered = await steps_of(tmp_path / "b", folder, 'preset = "dapo"')
+    plain = await steps_of('preset = "dapo"\noverlong_filtering = false')
+    filtered = await steps_of('preset = "dapo"')
     assert plain[0]["train/reward"] == filtered[0]["train/reward"]
     cut = plain[0]["rollout/truncated_fraction"] * 8 * LIMIT
     assert cut > 0 and filtered[0]["train/loss_tokens"] == plain[0]["train/loss_tokens"] - cut

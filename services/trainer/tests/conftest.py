@@ -1,23 +1,18 @@
-"""A tiny Qwen3 folder, samples, and a trainer served on a free port."""
+"""A tiny Qwen3 folder, samples, and a trainer that can be called."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import grpc
 import numpy as np
 import pytest
-import torch
-import transformers
+from quartet.errors import QuartetError, from_rpc
 from quartet.kit.channel import connect
-from quartet.kit.server import start
 from quartet.v1 import rollout_pb2
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
@@ -26,24 +21,19 @@ VOCAB = 96
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, write_qwen3: Callable[..., Path]) -> Path:
     """A small random Qwen3 with tied embeddings, and a file that stands for its tokenizer."""
-    torch.set_num_threads(1)
-    torch.manual_seed(7)
-    config = transformers.Qwen3Config(
+    path = write_qwen3(
+        tmp_path_factory.mktemp("model"),
+        seed=7,
         vocab_size=VOCAB,
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
-        num_key_value_heads=1,
         head_dim=16,
         intermediate_size=64,
-        tie_word_embeddings=True,
         max_position_embeddings=128,
-        initializer_range=0.2,
     )
-    path = tmp_path_factory.mktemp("model")
-    transformers.Qwen3ForCausalLM(config).save_pretrained(path)
     (path / "tokenizer_config.json").write_text('{"chat_template": "x"}')
     return path
 
@@ -72,6 +62,25 @@ def make_samples() -> Callable[..., Made]:
         return made
 
     return make
+
+
+@pytest.fixture
+def plain_logprobs() -> Callable[..., list[np.ndarray]]:
+    """Of what each sample covers, by a model's own forward pass, one sample at a time."""
+
+    def of(model: Any, samples: Made) -> list[np.ndarray]:
+        import torch
+
+        found = []
+        for one in samples:
+            ids = torch.tensor([list(one.sample.token_ids)])
+            with torch.no_grad():
+                logp = torch.log_softmax(model.eval()(ids).logits[0].float(), -1)
+            start = one.sample.spans[0].start
+            found.append(logp[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0].numpy())
+        return found
+
+    return of
 
 
 @dataclass
@@ -117,6 +126,22 @@ class Served:
         request = pb.SaveStateRequest(run_id="r", seq_id=seq_id, name=name, export_model=export)
         return (await self.stub.SaveState(request)).state
 
+    async def one_step(self, seq_id: int, samples: Made) -> tuple[float, float, bytes]:
+        """Three calls; (loss, gradient norm, digest of what was published)."""
+        done = await self.forward_backward(seq_id, samples)
+        stepped = await self.optim_step(seq_id + 1)
+        published = await self.publish(seq_id + 2)
+        return done.loss, stepped.grad_norm, published.digest
+
+    @staticmethod
+    async def refused(call: Awaitable[Any], reason: str) -> QuartetError:
+        """The error of a call that must be refused for this reason."""
+        with pytest.raises(grpc.RpcError) as raised:
+            await call
+        error = from_rpc(raised.value)
+        assert error.reason == reason, error
+        return error
+
 
 def run_spec(**spec: Any) -> pb.RunSpec:
     """A run's spec; learning_rate and other keys of the optimizer may be given flat."""
@@ -127,21 +152,13 @@ def run_spec(**spec: Any) -> pb.RunSpec:
 
 
 @pytest.fixture
-def serve_trainer(tmp_path: Path) -> Callable[..., Any]:
+def serve_trainer(tmp_path: Path, serving_trainer: Callable[..., Any]) -> Callable[..., Any]:
     """An async context that serves a trainer; each use is a restart over the same state_dir."""
-    from quartet_trainer.assembly import assemble
-    from quartet_trainer.config import TrainerConfig
 
     @contextlib.asynccontextmanager
     async def serve(**config: Any) -> AsyncIterator[Served]:
-        trainer = assemble(TrainerConfig(state_dir=tmp_path / "states", device="cpu", **config))
-        server = await start(trainer.services, TrainerConfig().server, trainer.health)
-        channel = connect(server.address)
-        try:
-            yield Served(TrainerServiceStub(channel), channel, tmp_path / "states")
-        finally:
-            await channel.close()
-            await server.stop(0)
-            await trainer.worker.close()
+        states = tmp_path / "states"
+        async with serving_trainer(states, **config) as address, connect(address) as channel:
+            yield Served(TrainerServiceStub(channel), channel, states)
 
     return serve

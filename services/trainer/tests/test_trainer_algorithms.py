@@ -1,4 +1,4 @@
-"""Reference models, proximal policies, adaptive coefficients and losses of one's own, through the service."""
+"""Reference models, proximal policies and adaptive coefficients, through the service."""
 
 from __future__ import annotations
 
@@ -6,17 +6,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 import torch
 import transformers
-from quartet.config import ConfigError
-from quartet.errors import QuartetError, from_rpc
 from quartet.v1 import trainer_service_pb2 as pb
-from quartet_trainer.config import TrainerConfig
 from quartet_trainer.kl_control import KlControl
-from quartet_trainer.loss.custom import load_losses
 from quartet_trainer.spec import LossSpec
 
 HERE = __name__
@@ -27,14 +22,6 @@ def loss(**fields: Any) -> pb.LossSpec:
 
 
 PENALTY = {"kl_coef": 0.5, "kl_estimator": pb.KL_ESTIMATOR_K3}
-
-
-async def refused(call: Any, reason: str) -> QuartetError:
-    with pytest.raises(grpc.RpcError) as raised:
-        await call
-    error = from_rpc(raised.value)
-    assert error.reason == reason, error
-    return error
 
 
 async def step(trainer: Any, seq_id: int, samples: Any, spec: pb.LossSpec) -> dict[str, float]:
@@ -120,7 +107,7 @@ async def test_another_model_teaches(
         (moved,) = await trainer.forward([samples[0]])
         direction = np.sign(logp.detach().numpy() - np.array(policy))
         assert np.sum(direction * (np.array(moved) - np.array(policy))) > 0
-        await refused(
+        await trainer.refused(
             trainer.create("x", base_model=str(folder), reference=pb.ReferenceSpec(model="nowhere")),
             "INVALID_CONFIG",
         )
@@ -132,7 +119,9 @@ async def test_references_that_samples_carry_go_before_the_held_one(
     samples = make_samples()
     async with serve_trainer() as trainer:
         await trainer.create(base_model=str(folder))
-        error = await refused(trainer.forward_backward(1, samples, loss=loss(**PENALTY)), "INVALID_REQUEST")
+        error = await trainer.refused(
+            trainer.forward_backward(1, samples, loss=loss(**PENALTY)), "INVALID_REQUEST"
+        )
         assert error.metadata["field"] == "samples[0].reference_logprobs"
         logprobs = await trainer.forward(samples)
         for one, logp in zip(samples, logprobs, strict=True):
@@ -142,7 +131,9 @@ async def test_references_that_samples_carry_go_before_the_held_one(
         )
         assert done.diagnostics["reference_kl"] == pytest.approx(0.125, rel=1e-4)
         del samples[5].reference_logprobs[:]
-        error = await refused(trainer.forward_backward(2, samples, loss=loss(**PENALTY)), "INVALID_REQUEST")
+        error = await trainer.refused(
+            trainer.forward_backward(2, samples, loss=loss(**PENALTY)), "INVALID_REQUEST"
+        )
         assert error.metadata["field"] == "samples[5].reference_logprobs"
 
 
@@ -247,7 +238,7 @@ async def test_the_ratio_is_taken_against_the_version_that_is_named(
             np.mean(np.exp(now - sampled) - 1 - (now - sampled)), rel=1e-4
         )
         unknown = {**ppo, "proximal_version": 7}
-        await refused(trainer.forward_backward(5, samples, loss=loss(**unknown)), "VERSION_UNKNOWN")
+        await trainer.refused(trainer.forward_backward(5, samples, loss=loss(**unknown)), "VERSION_UNKNOWN")
 
 
 @pytest.mark.parametrize("budget", [40, 10_000])
@@ -270,88 +261,3 @@ async def test_losses_of_samples_do_not_depend_on_the_packing(
             a = one.advantages[0]
             expected -= min(ratio * a, min(max(ratio, 0.8), 1.2) * a) / len(samples)
         assert done.loss == pytest.approx(expected, rel=1e-5)
-
-
-# -- losses of one's own ---------------------------------------------------------------------------------
-
-
-def own_cispo(spec: LossSpec, tokens: Any) -> torch.Tensor:
-    ratio = (tokens.logp_K - tokens.sampled_K).exp().clamp(max=4.0).detach()
-    return -ratio * tokens.advantages_K * tokens.logp_K
-
-
-def own_nan(spec: LossSpec, tokens: Any) -> torch.Tensor:
-    return tokens.logp_K * float("nan")
-
-
-def own_number(spec: LossSpec, tokens: Any) -> Any:
-    return 3.0
-
-
-def own_sum(spec: LossSpec, tokens: Any) -> torch.Tensor:
-    return tokens.logp_K.sum()
-
-
-def own_detached(spec: LossSpec, tokens: Any) -> torch.Tensor:
-    return -tokens.logp_K.detach()
-
-
-def own_mistake(spec: LossSpec, tokens: Any) -> torch.Tensor:
-    raise KeyError("advantage")
-
-
-NONSENSE = {
-    "own_nan": "no finite numbers",
-    "own_number": "returned float, not a tensor",
-    "own_sum": "returned shape ()",
-    "own_detached": "does not depend on tokens.logp_K",
-    "own_mistake": "raised KeyError",
-}
-
-
-@pytest.fixture
-def own() -> dict[str, str]:
-    return {name: f"{HERE}:{name}" for name in ("own_cispo", *NONSENSE)}
-
-
-async def test_a_loss_of_ones_own_is_applied_like_any_other(
-    folder: Path, serve_trainer: Any, make_samples: Any, own: dict[str, str]
-) -> None:
-    results = []
-    for spec in (pb.LossSpec(kind=pb.LOSS_KIND_CUSTOM, custom="own_cispo"), loss()):
-        async with serve_trainer(losses=own) as trainer:
-            await trainer.create(str(len(results)), base_model=str(folder))
-            done = await trainer.forward_backward(1, make_samples(), run_id=str(len(results)), loss=spec)
-            request = pb.OptimStepRequest(run_id=str(len(results)), seq_id=2)
-            results.append((done.loss, (await trainer.stub.OptimStep(request)).grad_norm))
-    assert results[0] == pytest.approx(results[1], rel=1e-6)
-
-
-async def test_a_loss_that_returns_nonsense_is_refused_and_nothing_is_applied(
-    folder: Path, serve_trainer: Any, make_samples: Any, own: dict[str, str]
-) -> None:
-    async with serve_trainer(losses=own) as trainer:
-        await trainer.create(base_model=str(folder))
-        for name, why in NONSENSE.items():
-            spec = pb.LossSpec(kind=pb.LOSS_KIND_CUSTOM, custom=name)
-            error = await refused(trainer.forward_backward(1, make_samples(), loss=spec), "INVALID_REQUEST")
-            assert why in error.message and f"losses.{name}" in error.message
-        unknown = pb.LossSpec(kind=pb.LOSS_KIND_CUSTOM, custom="absent")
-        error = await refused(trainer.forward_backward(1, make_samples(), loss=unknown), "INVALID_REQUEST")
-        assert "own_cispo" in error.message
-        assert (await refused(trainer.optim_step(1), "INVALID_REQUEST")).metadata["field"] == "seq_id"
-
-
-def test_functions_that_cannot_be_loaded_are_refused_in_one_sentence() -> None:
-    from quartet_trainer.assembly import assemble
-
-    for path, why in {
-        "no_colon": "write",
-        "absent_module:f": "cannot be imported",
-        f"{HERE}:absent": "cannot be imported",
-        f"{HERE}:HERE": "not a function",
-    }.items():
-        with pytest.raises(ValueError, match=why):
-            load_losses({"mine": path})
-    with pytest.raises(ConfigError, match=r"losses\.mine"):
-        assemble(TrainerConfig(losses={"mine": "absent_module:f"}))

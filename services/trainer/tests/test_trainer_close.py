@@ -25,19 +25,13 @@ async def close(trainer: Any, run_id: str = "r") -> None:
     await trainer.stub.CloseRun(pb.CloseRunRequest(run_id=run_id))
 
 
-async def reason(call: Any) -> str:
-    with pytest.raises(grpc.RpcError) as raised:
-        await call
-    return from_rpc(raised.value).reason
-
-
 async def test_many_runs_in_sequence_work_on_one_trainer(folder: Path, serve_trainer: Any) -> None:
     async with serve_trainer(max_runs=2) as trainer:
         await trainer.create("stays", base_model=str(folder))
         for number in range(4):
             run_id = f"run-{number}"
             await trainer.create(run_id, base_model=str(folder))
-            assert await reason(trainer.create("one-more", base_model=str(folder))) == "OVERLOADED"
+            await trainer.refused(trainer.create("one-more", base_model=str(folder)), "OVERLOADED")
             await close(trainer, run_id)
         await trainer.stub.GetRun(pb.GetRunRequest(run_id="stays"))
 
@@ -64,9 +58,9 @@ async def test_a_closed_run_is_freed_and_goes_on_from_its_newest_state(
         for _ in range(2):  # a repeated CloseRun is the same CloseRun
             await close(trainer)
         assert [one() for one in alive] == [None, None]
-        assert await reason(trainer.stub.GetRun(pb.GetRunRequest(run_id="r"))) == "RUN_UNKNOWN"
+        await trainer.refused(trainer.stub.GetRun(pb.GetRunRequest(run_id="r")), "RUN_UNKNOWN")
         manifest = WeightServiceStub(trainer.channel).GetManifest(weights_pb2.GetManifestRequest(run_id="r"))
-        assert await reason(manifest) == "RUN_UNKNOWN"
+        await trainer.refused(manifest, "RUN_UNKNOWN")
         run = await trainer.create(base_model=str(folder), retain_versions=2)
         assert (run.applied_seq_id, run.policy_version) == (4, 1)
         assert (await fetch_version(trainer.channel, "r", 1)).manifest.digest == digest
@@ -90,7 +84,7 @@ async def test_a_run_that_is_closed_with_its_state_is_opened_where_it_was(
         # Where it cannot be saved it stays open.
         with monkeypatch.context() as patch:
             patch.setattr("quartet_trainer.states.save_file", full_disk)
-            assert await reason(trainer.stub.CloseRun(closing)) == "NOT_READY"
+            await trainer.refused(trainer.stub.CloseRun(closing), "NOT_READY")
         await trainer.stub.CloseRun(closing)
         run = await trainer.create(**spec)
         assert (run.applied_seq_id, run.policy_version, run.published_version) == (5, 1, 1)
@@ -170,7 +164,9 @@ async def test_a_watch_does_not_hold_up_the_drain(folder: Path, tmp_path: Path) 
         trainer.health.drain()
         await server.stop(config.server.drain_seconds)
         assert time.monotonic() - began < config.server.drain_seconds / 2
-        assert await reason(reading) == "NOT_READY"
+        with pytest.raises(grpc.RpcError) as raised:
+            await reading
+        assert from_rpc(raised.value).reason == "NOT_READY"
     finally:
         await channel.close()
         await trainer.worker.close()

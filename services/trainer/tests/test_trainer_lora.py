@@ -8,13 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import peft
 import pytest
 import torch
 import transformers
-from quartet.errors import from_rpc
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.weights.fetch import fetch_version
 from quartet_trainer.bases import Bases
@@ -43,25 +41,13 @@ async def digest_of(trainer: Any, seq_id: int, run_id: str = "r") -> bytes:
     return bytes(published.digest)
 
 
-def plain(model: Any, samples: Any) -> list[np.ndarray]:
-    """Log-probabilities of what each sample covers, by the model's own forward pass."""
-    out = []
-    for one in samples:
-        ids = torch.tensor([list(one.sample.token_ids)])
-        with torch.no_grad():
-            logp = torch.log_softmax(model(ids).logits[0].float(), -1)
-        start = one.sample.spans[0].start
-        out.append(logp[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0].numpy())
-    return out
-
-
 def assert_close(ours: Any, theirs: Any, tolerance: float) -> None:
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=tolerance)
 
 
 async def test_only_the_adapter_learns_and_it_is_what_is_published(
-    serve_trainer: Make, make_samples: Make, folder: Path
+    serve_trainer: Make, make_samples: Make, folder: Path, plain_logprobs: Make
 ) -> None:
     samples = make_samples()
     async with serve_trainer() as trainer:
@@ -80,14 +66,14 @@ async def test_only_the_adapter_learns_and_it_is_what_is_published(
         assert len(fetched.tensors) == 2 * 2 * 7
         assert all(name.startswith("base_model.model.model.layers.") for name in fetched.tensors)
         assert fetched.manifest.HasField("canary")
-    assert_close(base, plain(transformers.Qwen3ForCausalLM.from_pretrained(folder), samples), 1e-5)
+    assert_close(base, plain_logprobs(transformers.Qwen3ForCausalLM.from_pretrained(folder), samples), 1e-5)
     assert (
         max(abs(a - b).max() for a, b in zip(map(np.array, base), map(np.array, tuned), strict=True)) > 0.05
     )
 
 
 async def test_exported_merged_model_and_adapter_compute_what_the_run_computes(
-    serve_trainer: Make, make_samples: Make, folder: Path
+    serve_trainer: Make, make_samples: Make, folder: Path, plain_logprobs: Make
 ) -> None:
     samples = make_samples()
     async with serve_trainer() as trainer:
@@ -96,16 +82,16 @@ async def test_exported_merged_model_and_adapter_compute_what_the_run_computes(
         ours = await trainer.forward(samples)
         state = await trainer.save(next_seq, "s", export=True)
     merged = transformers.Qwen3ForCausalLM.from_pretrained(state.model_path)
-    assert_close(ours, plain(merged, samples), 1e-5)
+    assert_close(ours, plain_logprobs(merged, samples), 1e-5)
     base = transformers.Qwen3ForCausalLM.from_pretrained(folder)
     adapted = peft.PeftModel.from_pretrained(base, Path(state.model_path) / ADAPTER_FOLDER)
-    assert_close(ours, plain(adapted.eval(), samples), 1e-5)
+    assert_close(ours, plain_logprobs(adapted, samples), 1e-5)
     assert (Path(state.model_path) / "tokenizer_config.json").is_file()
 
 
 @pytest.mark.parametrize("saved", [(), ("norm",)])
 async def test_merged_versions_are_whole_models_and_verify(
-    serve_trainer: Make, make_samples: Make, folder: Path, saved: tuple[str, ...]
+    serve_trainer: Make, make_samples: Make, folder: Path, plain_logprobs: Make, saved: tuple[str, ...]
 ) -> None:
     samples = make_samples()
     lora = pb.LoraSpec(rank=4, alpha=8.0, publish_merged=True, modules_to_save=saved)
@@ -128,7 +114,7 @@ async def test_merged_versions_are_whole_models_and_verify(
             raw = np.frombuffer(fetched.tensors[name].data, np.float32).copy()
             parameter.copy_(torch.from_numpy(raw).view(parameter.shape))
     assert_close(published, live, 1e-5)
-    assert_close(published, plain(model, samples), 1e-5)
+    assert_close(published, plain_logprobs(model, samples), 1e-5)
     assert_close(later, published, 0.0)
     assert not np.allclose(moved[0], live[0], atol=1e-4)
 
@@ -248,7 +234,7 @@ async def test_a_restored_adapter_continues_bit_equal(
 
 
 async def test_an_adapter_served_in_bfloat16_stands_upon_a_base_in_bfloat16(
-    serve_trainer: Make, make_samples: Make, folder: Path
+    serve_trainer: Make, make_samples: Make, folder: Path, plain_logprobs: Make
 ) -> None:
     samples = make_samples()
     async with serve_trainer() as trainer:
@@ -270,7 +256,7 @@ async def test_an_adapter_served_in_bfloat16_stands_upon_a_base_in_bfloat16(
                     for one in map(fetched.tensors.__getitem__, pair)
                 )
                 module.weight += (high @ low) * 2.0
-    assert_close(ours, plain(model, samples), 1e-5)
+    assert_close(ours, plain_logprobs(model, samples), 1e-5)
 
 
 async def test_dropout_disturbs_training_and_no_scoring(
@@ -299,10 +285,8 @@ async def test_a_state_does_not_go_on_upon_another_base(
         other.model.norm.weight.mul_(1.001)
     other.save_pretrained(moved)
     async with serve_trainer() as trainer:
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await trainer.create(base_model=str(moved), lora=LORA)
-    error = from_rpc(refused.value)
-    assert error.reason == "CHECKSUM_MISMATCH" and "other base weights" in error.message
+        error = await trainer.refused(trainer.create(base_model=str(moved), lora=LORA), "CHECKSUM_MISMATCH")
+    assert "other base weights" in error.message
 
 
 async def test_the_reference_of_an_adapter_is_the_base_with_the_adapter_off(
@@ -339,10 +323,7 @@ async def test_an_adapter_that_cannot_be_is_refused(
     serve_trainer: Make, folder: Path, lora: pb.LoraSpec, why: str
 ) -> None:
     async with serve_trainer() as trainer:
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await trainer.create(base_model=str(folder), lora=lora)
-    error = from_rpc(refused.value)
-    assert error.reason == "INVALID_CONFIG"
+        error = await trainer.refused(trainer.create(base_model=str(folder), lora=lora), "INVALID_CONFIG")
     assert why in error.message
 
 

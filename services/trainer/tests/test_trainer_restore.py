@@ -8,10 +8,9 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import torch
-from quartet.errors import QuartetError, from_rpc
+from quartet.errors import QuartetError
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1 import weights_pb2
 from quartet.v1.weights_pb2_grpc import WeightServiceStub
@@ -84,9 +83,7 @@ async def test_invariant_9_a_resumed_run_verifies_the_tokens_of_every_retained_v
         # Bounded in a second life too: the oldest makes room.
         await trainer.optim_step(10)
         await trainer.publish(11)
-        with pytest.raises(grpc.RpcError) as raised:
-            await trainer.forward(samples, policy_version=0)
-        assert from_rpc(raised.value).reason == "VERSION_UNKNOWN"
+        await trainer.refused(trainer.forward(samples, policy_version=0), "VERSION_UNKNOWN")
         await trainer.forward(samples, policy_version=1)
 
 
@@ -146,9 +143,7 @@ async def test_a_run_that_cannot_be_restored_is_not_open(
         monkeypatch.setattr(
             "quartet_trainer.versions.build_manifest", lambda *_, **__: weights_pb2.WeightManifest()
         )
-        with pytest.raises(grpc.RpcError) as raised:
-            await trainer.create(base_model=str(folder))
-        assert from_rpc(raised.value).reason == "CHECKSUM_MISMATCH"
+        await trainer.refused(trainer.create(base_model=str(folder)), "CHECKSUM_MISMATCH")
         monkeypatch.undo()
         with pytest.raises(QuartetError, match="RUN_UNKNOWN"):
             await fetch_version(trainer.channel, "r", 0)

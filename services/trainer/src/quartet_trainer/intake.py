@@ -67,10 +67,17 @@ class Intake:
         except BaseException:
             self._buffered -= held.size
             raise
-        task = asyncio.create_task(work(batch))
+        task = asyncio.create_task(self._work(work(batch), held))
         self._working.add(task)
-        task.add_done_callback(lambda done: self._release(done, held))
+        task.add_done_callback(self._working.discard)
         return await asyncio.shield(task)
+
+    async def _work(self, work: Coroutine[Any, Any, T], held: _Held) -> T:
+        # Not when the task is seen to be done: nobody must know the result while its samples still count.
+        try:
+            return await work
+        finally:
+            self._buffered -= held.size
 
     async def _collect(self, frames: AsyncIterator[Any], held: _Held) -> Batch[Any]:
         start = await _start(frames)
@@ -109,10 +116,6 @@ class Intake:
             raise QuartetError(
                 "OVERLOADED", f"calls under way hold {MAX_BUFFERED_BYTES} bytes of samples already"
             )
-
-    def _release(self, task: asyncio.Task[Any], held: _Held) -> None:
-        self._working.discard(task)
-        self._buffered -= held.size
 
 
 async def _start(frames: AsyncIterator[Any]) -> Any:

@@ -1,0 +1,143 @@
+"""Repeated calls, torn streams, states and restarts, over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quartet.v1 import trainer_service_pb2 as pb
+from quartet.weights.fetch import fetch_version
+from safetensors.torch import load_file
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+async def test_invariant_9_a_restart_continues_bit_equally_from_the_newest_state(
+    folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch, compute: str
+) -> None:
+    # The output layer in pieces, too: they are computed anew in the backward pass.
+    monkeypatch.setattr("quartet_trainer.logprobs.LOGIT_CHUNK_ELEMENTS", 96 * 7)
+    spec = {"base_model": str(folder), "retain_versions": 2, "max_grad_norm": 1.0, "compute_dtype": compute}
+    batches = [make_samples(seed=seed) for seed in range(4)]
+    async with serve_trainer() as trainer:
+        await trainer.create(**spec)
+        await trainer.one_step(1, batches[0])
+        # Saved between two halves of a batch: accumulated gradients belong to the state.
+        await trainer.forward_backward(4, batches[1])
+        state = await trainer.save(5, "mid")
+        assert (state.seq_id, state.policy_version) == (5, 1)
+        for kind in ("weights", "moments", "gradients"):
+            # Masters are float32 whatever the passes compute in.
+            tensors = load_file(Path(state.path) / f"{kind}.safetensors")
+            assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+        straight = [await trainer.one_step(6, batches[2]), await trainer.one_step(9, batches[3])]
+    async with serve_trainer() as trainer:
+        await trainer.refused(trainer.stub.GetRun(pb.GetRunRequest(run_id="r")), "RUN_UNKNOWN")
+        run = await trainer.create(**spec)
+        assert (run.applied_seq_id, run.policy_version, run.published_version) == (5, 1, 1)
+        fetched = await fetch_version(trainer.channel, "r", 1)
+        assert fetched.manifest.version == 1
+        again = [await trainer.one_step(6, batches[2]), await trainer.one_step(9, batches[3])]
+    assert again == straight
+
+
+async def test_a_harmed_newest_state_gives_way_to_the_older_one(
+    folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        await trainer.save(1, "old")
+        await trainer.one_step(2, make_samples())
+        state = await trainer.save(5, "new")
+        file = Path(state.path) / "weights.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-7] ^= 4
+        file.write_bytes(data)
+        load = pb.LoadStateRequest(run_id="r", seq_id=6, name="new")
+        await trainer.refused(trainer.stub.LoadState(load), "CHECKSUM_MISMATCH")
+        assert (await trainer.create(base_model=str(folder))).policy_version == 1
+    async with serve_trainer() as trainer:
+        run = await trainer.create(base_model=str(folder))
+        assert (run.applied_seq_id, run.policy_version) == (1, 0)
+
+
+async def test_load_state_returns_and_the_run_goes_on_from_there(
+    folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        await trainer.save(1, "start")
+        first = await trainer.one_step(2, make_samples())
+        load = pb.LoadStateRequest(run_id="r", seq_id=5, name="start")
+        for _ in range(2):  # a repeated LoadState is the same LoadState
+            run = (await trainer.stub.LoadState(load)).run
+            assert (run.applied_seq_id, run.policy_version) == (1, 0)
+        other = await trainer.one_step(2, make_samples(seed=9))
+        assert other != first
+        await trainer.stub.LoadState(load)
+        assert await trainer.one_step(2, make_samples()) == first
+        missing = pb.LoadStateRequest(run_id="r", seq_id=5, name="nope")
+        await trainer.refused(trainer.stub.LoadState(missing), "RESOURCE_UNKNOWN")
+
+
+async def test_a_repeated_call_is_applied_once(folder: Path, serve_trainer: Any, make_samples: Any) -> None:
+    """Invariant 2: applied at most once."""
+    samples = make_samples()
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        first, second = await asyncio.gather(*(trainer.forward_backward(1, samples) for _ in range(2)))
+        assert first == second == await trainer.forward_backward(1, samples)
+        await trainer.refused(trainer.forward_backward(1, samples[1:]), "SEQUENCE_CONFLICT")
+        await trainer.refused(trainer.optim_step(1), "SEQUENCE_CONFLICT")
+        gap = await trainer.refused(trainer.optim_step(3), "SEQUENCE_GAP")
+        assert gap.metadata == {"have": "1", "want": "3"}
+        stepped = await trainer.optim_step(2)
+        assert stepped == await trainer.optim_step(2)
+        await trainer.refused(trainer.optim_step(3), "INVALID_REQUEST")  # no gradients
+        run = (await trainer.stub.GetRun(pb.GetRunRequest(run_id="r"))).run
+        assert (run.applied_seq_id, run.policy_version) == (2, 1)
+
+
+async def test_a_torn_stream_applies_nothing(folder: Path, serve_trainer: Any, make_samples: Any) -> None:
+    samples = make_samples()
+    start = pb.ForwardBackwardStart(
+        run_id="r", seq_id=1, normalizer=1.0, loss=pb.LossSpec(kind=pb.LOSS_KIND_POLICY_GRADIENT)
+    )
+    kind = pb.ForwardBackwardRequest
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        torn = trainer.frames(kind, start, samples, commit=False)
+        await trainer.refused(trainer.stub.ForwardBackward(torn), "STREAM_TORN")
+
+        async def miscounted(**commit: int) -> Any:
+            async for frame in trainer.frames(kind, start, samples, commit=False):
+                yield frame
+            yield kind(commit=pb.StreamCommit(**commit))
+
+        tokens = sum(len(one.sample.token_ids) for one in samples)
+        short = miscounted(sample_count=len(samples) - 1, token_count=tokens)
+        await trainer.refused(trainer.stub.ForwardBackward(short), "STREAM_TORN")
+        await trainer.refused(
+            trainer.stub.ForwardBackward(miscounted(sample_count=len(samples), token_count=1)), "STREAM_TORN"
+        )
+        await trainer.refused(trainer.optim_step(1), "INVALID_REQUEST")  # there are no gradients
+        assert (await trainer.create(base_model=str(folder))).applied_seq_id == 0
+        assert (await trainer.forward_backward(1, samples)).loss_tokens > 0
+
+
+async def test_a_client_that_dies_in_its_stream_applies_nothing(
+    folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        call = trainer.stub.ForwardBackward()
+        start = pb.ForwardBackwardStart(
+            run_id="r", seq_id=1, normalizer=1.0, loss=pb.LossSpec(kind=pb.LOSS_KIND_POLICY_GRADIENT)
+        )
+        await call.write(pb.ForwardBackwardRequest(start=start))
+        await call.write(pb.ForwardBackwardRequest(batch=pb.SampleBatch(samples=make_samples())))
+        call.cancel()
+        await asyncio.sleep(0.1)
+        await trainer.refused(trainer.optim_step(1), "INVALID_REQUEST")

@@ -1,0 +1,153 @@
+"""What the RPCs of the trainer refuse, and that a refused call changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quartet.v1 import trainer_service_pb2 as pb
+
+
+async def test_create_run_refuses(folder: Path, serve_trainer: Any, tmp_path: Path) -> None:
+    async with serve_trainer(max_runs=1) as trainer:
+        missing = await trainer.refused(trainer.create(base_model=str(tmp_path / "absent")), "INVALID_CONFIG")
+        assert str(tmp_path / "absent") in missing.message and missing.metadata["key"] == "base_model"
+        empty = tmp_path / "empty"
+        empty.mkdir()
+        await trainer.refused(trainer.create(base_model=str(empty)), "INVALID_CONFIG")
+        (empty / "config.json").write_bytes((folder / "config.json").read_bytes())
+        no_weights = await trainer.refused(trainer.create(base_model=str(empty)), "INVALID_CONFIG")
+        assert "from_scratch" in no_weights.metadata["remedy"]
+        await trainer.refused(trainer.create("../up", base_model=str(folder)), "INVALID_REQUEST")
+        await trainer.refused(trainer.create("..", base_model=str(folder)), "INVALID_REQUEST")
+        dtype = await trainer.refused(
+            trainer.create(base_model=str(folder), served_dtype="int8"), "INVALID_CONFIG"
+        )
+        assert dtype.metadata["key"] == "served_dtype"
+        lora = await trainer.refused(
+            trainer.create(base_model=str(folder), lora=pb.LoraSpec(rank=8)), "INVALID_CONFIG"
+        )
+        assert lora.metadata["key"] == "alpha"
+        await trainer.refused(
+            trainer.create(base_model=str(folder), schedule=pb.SCHEDULE_COSINE), "INVALID_CONFIG"
+        )
+        unserved = await trainer.refused(
+            trainer.create(base_model=str(folder), gradient_checkpointing=True), "INVALID_CONFIG"
+        )
+        assert unserved.metadata["key"] == "gradient_checkpointing" and "later" in unserved.message
+        momentum = await trainer.refused(
+            trainer.create(base_model=str(folder), momentum=0.9), "INVALID_CONFIG"
+        )
+        assert "sgd and muon" in momentum.message
+        await trainer.create(base_model=str(folder))
+        conflict = await trainer.refused(trainer.create(base_model=str(folder), beta1=0.5), "RUN_CONFLICT")
+        assert conflict.metadata["field"] == "optimizer.beta1"
+        await trainer.refused(trainer.create("second", base_model=str(folder)), "OVERLOADED")
+
+
+async def test_another_spec_is_refused_after_a_restart_too(folder: Path, serve_trainer: Any) -> None:
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        await trainer.save(1, "a")
+    async with serve_trainer() as trainer:
+        conflict = await trainer.refused(trainer.create(base_model=str(folder), seed=3), "RUN_CONFLICT")
+        assert conflict.metadata["field"] == "seed"
+
+
+def broken(change: str, one: pb.TrainingSample) -> None:
+    sample = one.sample
+    match change:
+        case "a token outside the vocabulary":
+            sample.token_ids[0] = 96
+        case "more tokens than positions":
+            sample.token_ids.extend([1] * 128)
+        case "no tokens":
+            sample.Clear()
+        case "a span outside the tokens":
+            sample.spans[0].length += 1
+        case "a span over the first token":
+            sample.spans[0].start = 0
+        case "overlapping spans":
+            sample.spans.append(sample.spans[0])
+        case "too few logprobs":
+            del sample.logprobs[0]
+        case "no logprobs":
+            del sample.logprobs[:]
+        case "a logprob that is not finite":
+            sample.logprobs[0] = float("nan")
+        case "an advantage that is not finite":
+            one.advantages[0] = float("inf")
+        case "no advantages":
+            del one.advantages[:]
+        case "too many reference logprobs":
+            one.reference_logprobs.extend([0.0] * 20)
+        case _:
+            raise AssertionError(change)
+
+
+CHANGES = [
+    "a token outside the vocabulary",
+    "more tokens than positions",
+    "no tokens",
+    "a span outside the tokens",
+    "a span over the first token",
+    "overlapping spans",
+    "too few logprobs",
+    "no logprobs",
+    "a logprob that is not finite",
+    "an advantage that is not finite",
+    "no advantages",
+    "too many reference logprobs",
+]
+
+
+async def test_malformed_batches_are_refused_by_name_and_change_nothing(
+    folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        for change in CHANGES:
+            samples = make_samples()
+            broken(change, samples[3])
+            error = await trainer.refused(trainer.forward_backward(1, samples), "INVALID_REQUEST")
+            assert "sample" in error.metadata["field"] and "[3]" in error.metadata["field"], change
+        no_kind = pb.LossSpec()
+        cold = pb.LossSpec(kind=pb.LOSS_KIND_POLICY_GRADIENT, temperature=0.0)
+        meaningless = [
+            pb.LossSpec(kind=pb.LOSS_KIND_POLICY_GRADIENT, **fields)
+            for fields in (
+                {"ratio": pb.RATIO_TREATMENT_DPPO, "ratio_level": pb.RATIO_LEVEL_SEQUENCE},
+                {"delta": 2.0},
+                {"target_kl": 0.1},
+                {"correction": pb.MismatchCorrection(cap=3.0)},
+                {"correction": pb.MismatchCorrection(mode=pb.CORRECTION_MODE_MASK)},
+                {"custom": "mine"},
+                {"ratio": 17},
+            )
+        ]
+        for loss in (no_kind, cold, *meaningless):
+            error = await trainer.refused(
+                trainer.forward_backward(1, make_samples(), loss=loss), "INVALID_REQUEST"
+            )
+            assert error.metadata["field"].startswith("loss")
+        for normalizer in (0.0, -1.0, float("nan")):
+            call = trainer.forward_backward(1, make_samples(), normalizer=normalizer)
+            await trainer.refused(call, "INVALID_REQUEST")
+        await trainer.refused(trainer.forward_backward(1, []), "INVALID_REQUEST")
+        await trainer.refused(trainer.forward_backward(0, make_samples()), "INVALID_REQUEST")
+        await trainer.refused(trainer.forward_backward(1, make_samples(), run_id="other"), "RUN_UNKNOWN")
+        await trainer.refused(trainer.save(1, "a/b"), "INVALID_REQUEST")
+        assert (await trainer.create(base_model=str(folder))).applied_seq_id == 0
+
+
+async def test_a_call_that_is_too_large_is_refused(
+    folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariant 8."""
+    monkeypatch.setattr("quartet_trainer.intake.MAX_CALL_BYTES", 500)
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        await trainer.refused(trainer.forward_backward(1, make_samples()), "INVALID_REQUEST")
+        monkeypatch.setattr("quartet_trainer.intake.MAX_CALL_BYTES", 2**20)
+        assert (await trainer.forward_backward(1, make_samples())).loss_tokens > 0
