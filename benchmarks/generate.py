@@ -118,11 +118,10 @@ def over_grpc(stub: Any, request: pb.GenerateRequest) -> Call:
         logprobs: list[float] = []
         finish = None
         async for frame in stub.Generate(request, timeout=60):
-            kind = frame.WhichOneof("frame")
-            if kind == "delta":
+            if frame.HasField("delta"):
                 ids.extend(frame.delta.token_ids)
                 logprobs.extend(frame.delta.logprobs)
-            elif kind == "finish":
+            if frame.HasField("finish"):
                 finish = frame.finish
         assert finish is not None and finish.message.content and len(ids) == len(logprobs) == NEW_TOKENS
 

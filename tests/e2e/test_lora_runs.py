@@ -56,7 +56,7 @@ async def sampled(inference: Any, run_id: str, version: int, number: int) -> tpb
     request.tokens.token_ids.extend(prompt)
     sample = rollout_pb2.Sample(token_ids=prompt)
     async for answer in inference.Generate(request, timeout=30):
-        if answer.WhichOneof("frame") == "delta":
+        if answer.HasField("delta"):
             for span in answer.delta.spans:
                 start = len(prompt) + span.start
                 version = span.policy_version

@@ -49,12 +49,11 @@ async def generate(stub: Any, request: pb.GenerateRequest) -> tuple[pb.GenerateS
     begun, deltas, finish = pb.GenerateStart(), [], None
     try:
         async for frame in stub.Generate(request, timeout=20):
-            kind = frame.WhichOneof("frame")
-            if kind == "start":
+            if frame.HasField("start"):
                 begun = frame.start
-            elif kind == "delta":
+            if frame.HasField("delta"):
                 deltas.append(frame.delta)
-            else:
+            if frame.HasField("finish"):
                 finish = frame.finish
     except grpc.RpcError as error:
         raise from_rpc(error) from None

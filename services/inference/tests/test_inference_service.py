@@ -58,13 +58,12 @@ class Replica:
         deltas, finishes, starts = [], [], 0
         try:
             async for response in self.stub.Generate(request, timeout=timeout_s):
-                kind = response.WhichOneof("frame")
-                if kind == "start":
-                    assert starts == 0 and not deltas, "once, before the first delta"
+                if response.HasField("start"):
+                    assert starts == 0 and not deltas, "once, no later than the first delta"
                     starts, self.start = 1, response.start
-                elif kind == "delta":
+                if response.HasField("delta"):
                     deltas.append(response.delta)
-                elif kind == "finish":
+                if response.HasField("finish"):
                     finishes.append(response.finish)
         except grpc.RpcError as error:
             raise from_rpc(error) from None
@@ -220,6 +219,14 @@ async def test_malformed_requests_are_typed(model_folder: Path) -> None:
         assert (await replica.generate(odd))[1], "a call that a model may have written is printed as it is"
 
 
+async def test_a_short_answer_is_one_message(model_folder: Path) -> None:
+    async with serving(model_folder) as replica:
+        request = chat("hi", sampling={"max_tokens": 4, "ignore_eos": True})
+        (whole,) = [response async for response in replica.stub.Generate(request, timeout=20)]
+        assert whole.start.prompt_token_ids and len(whole.delta.token_ids) == 4
+        assert whole.finish.usage.completion_tokens == 4
+
+
 async def test_pause_resume_and_cancel(model_folder: Path) -> None:
     async with serving(model_folder) as replica:
         await replica.stub.Pause(pb.PauseRequest(), timeout=5)
@@ -228,7 +235,8 @@ async def test_pause_resume_and_cancel(model_folder: Path) -> None:
         model = await replica.until(lambda model: model.waiting == 3)
         assert model.paused and model.tokens_sampled == 0
         assert (await replica.stub.Resume(pb.ResumeRequest(), timeout=5)).in_flight == 3
-        assert (await reader).WhichOneof("frame") == "start" and (await call.read()).delta.token_ids
+        first = await reader
+        assert first.HasField("start") and first.delta.token_ids, "one message says both"
         call.cancel()
         await replica.until(lambda model: model.running == 0)
 

@@ -146,16 +146,15 @@ class Replicas:
         prompt_ids, prefix_kept = list(request.tokens.token_ids), True
         async with aclosing(self.generate(request, timeout_s)) as frames:
             async for frame in frames:
-                which = frame.WhichOneof("frame")
-                if which == "start":
+                if frame.HasField("start"):
                     prompt_ids = list(frame.start.prompt_token_ids) or prompt_ids
                     prefix_kept = frame.start.prefix_kept
-                elif which == "delta":
+                if frame.HasField("delta"):
                     into = completions[frame.delta.index]
                     into.token_ids.extend(frame.delta.token_ids)
                     into.logprobs.extend(frame.delta.logprobs)
                     into.spans.extend((s.start, s.length, s.policy_version) for s in frame.delta.spans)
-                else:
+                if frame.HasField("finish"):
                     _finish(completions[frame.finish.index], frame.finish)
         return Generated(prompt_ids, prefix_kept, completions)
 

@@ -93,23 +93,24 @@ class Generation:
 
     def take(self, frame: pb.GenerateResponse, lanes: Sequence[Lane]) -> bool:
         """Note a frame, made as the client shall see it; whether it shall. `lanes` were asked for."""
-        which = frame.WhichOneof("frame")
-        if which == "start":
-            return self._start(frame.start, lanes)
-        if which == "delta":
+        if frame.HasField("start") and not self._start(frame.start, lanes):
+            frame.ClearField("start")
+        if frame.HasField("delta"):
             lane = self._lane(lanes, frame.delta.index)
             self._check(lane, frame.delta)
             lane.token_ids.extend(frame.delta.token_ids)
             frame.delta.index = lane.index
-        elif which == "finish":
+        if frame.HasField("finish"):
             lane = self._lane(lanes, frame.finish.index)
             lane.finished = True
             frame.finish.index = lane.index
             if lane.taken_over_at:
                 self._account(lane, frame.finish.usage)
-        return which in ("delta", "finish")
+        frame.ClearField("heartbeat")
+        return frame.HasField("start") or frame.HasField("delta") or frame.HasField("finish")
 
     def _start(self, start: pb.GenerateStart, lanes: Sequence[Lane]) -> bool:
+        """Whether it is the one that the client sees."""
         if lanes[0].taken_over_at:
             return False  # the client knows its prompt; this call's holds what was sampled, too
         told = list(start.prompt_token_ids)

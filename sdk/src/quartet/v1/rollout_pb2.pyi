@@ -60,14 +60,16 @@ class Task(_message.Message):
     def __init__(self, index: _Optional[int] = ..., key: _Optional[str] = ..., data_json: _Optional[str] = ...) -> None: ...
 
 class RolloutFailure(_message.Message):
-    __slots__ = ("kind", "message", "retryable")
+    __slots__ = ("kind", "message", "retryable", "reason")
     KIND_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RETRYABLE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     kind: FailureKind
     message: str
     retryable: bool
-    def __init__(self, kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ..., retryable: _Optional[bool] = ...) -> None: ...
+    reason: _common_pb2.ErrorReason
+    def __init__(self, kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ..., retryable: _Optional[bool] = ..., reason: _Optional[_Union[_common_pb2.ErrorReason, str]] = ...) -> None: ...
 
 class RolloutTiming(_message.Message):
     __slots__ = ("total_ms", "model_ms", "scoring_ms")

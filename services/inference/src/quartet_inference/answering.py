@@ -121,8 +121,11 @@ class Answerer:
         await self._wait_for_weights(wanted, request.HasField("min_policy_version"), remaining_s)
         sampled: list[list[int]] = [list(prompt.sampled) for _ in range(wanted.n)]
         async with aclosing(self._engine.generate(wanted)) as events:  # type: ignore[type-var]
-            yield Started(prompt.given, prompt.tools, prompt.rendered, prompt.kept)
+            begun: Started | None = Started(prompt.given, prompt.tools, prompt.rendered, prompt.kept)
             async for event in events:
+                if begun is not None:
+                    yield begun  # with the first tokens: one message where two would say the same
+                    begun = None
                 if isinstance(event, Delta):
                     sampled[event.index].extend(event.token_ids)
                     yield event

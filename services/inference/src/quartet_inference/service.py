@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 
 import grpc
 from quartet.kit.stream import HEARTBEAT_SECONDS
-from quartet.v1 import common_pb2, rollout_pb2
+from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 from quartet.v1 import inference_service_pb2_grpc as rpc
 
 from quartet_inference.adapters import Adapters
-from quartet_inference.answering import Answerer, Ended, Started
+from quartet_inference.answering import Answerer, Started
 from quartet_inference.engine import Delta, Engine
-from quartet_inference.joined import joined
+from quartet_inference.joined import AnswerEvent, joined
 from quartet_inference.sampling import refused
 from quartet_inference.scoring import resolve_samples
 
@@ -38,8 +38,8 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         answer = self._answerer.answer(request, context.time_remaining())
         async with aclosing(joined(answer, HEARTBEAT_SECONDS)) as batches:  # type: ignore[type-var]
             async for batch in batches:
-                for event in batch:
-                    yield _frame(event)
+                for response in _responses(batch):
+                    yield response
                 if not batch:
                     yield beat
 
@@ -115,31 +115,36 @@ def _named(run_id: str) -> str:
     return run_id
 
 
-def _frame(event: Started | Delta | Ended) -> pb.GenerateResponse:
+def _responses(batch: Sequence[AnswerEvent]) -> Iterator[pb.GenerateResponse]:
+    """As few messages as say it: each costs both ends more than the tokens in it."""
+    response = pb.GenerateResponse()
+    for event in batch:
+        full = response.HasField("finish") or (response.HasField("delta") and isinstance(event, Delta))
+        if full:
+            yield response
+            response = pb.GenerateResponse()
+        _add(response, event)
+    if batch:
+        yield response
+
+
+def _add(response: pb.GenerateResponse, event: AnswerEvent) -> None:
     if isinstance(event, Delta):
-        spans = [
-            rollout_pb2.PolicySpan(start=span.start, length=span.length, policy_version=span.version)
-            for span in event.spans
-        ]
-        return pb.GenerateResponse(
-            delta=pb.GenerateDelta(
-                index=event.index, token_ids=event.token_ids, logprobs=event.logprobs, spans=spans
-            )
-        )
-    if isinstance(event, Started):
-        ids = event.prompt if event.rendered else ()
-        return pb.GenerateResponse(start=pb.GenerateStart(prompt_token_ids=ids, prefix_kept=event.kept))
-    usage = common_pb2.Usage(
-        prompt_tokens=event.prompt_tokens,
-        completion_tokens=event.completion_tokens,
-        cached_tokens=event.cached_tokens,
-    )
-    return pb.GenerateResponse(
-        finish=pb.GenerateFinish(
-            index=event.index,
-            finish_reason=event.reason,
-            stop_match=event.stop_match,
-            message=event.message,
-            usage=usage,
-        )
-    )
+        delta = response.delta
+        delta.index = event.index
+        delta.token_ids.extend(event.token_ids)
+        delta.logprobs.extend(event.logprobs)
+        for span in event.spans:
+            delta.spans.add(start=span.start, length=span.length, policy_version=span.version)
+    elif isinstance(event, Started):
+        response.start.prefix_kept = event.kept
+        response.start.prompt_token_ids.extend(event.prompt if event.rendered else ())
+    else:
+        finish = response.finish
+        finish.index = event.index
+        finish.finish_reason = event.reason
+        finish.stop_match = event.stop_match
+        finish.message.CopyFrom(event.message)
+        finish.usage.prompt_tokens = event.prompt_tokens
+        finish.usage.completion_tokens = event.completion_tokens
+        finish.usage.cached_tokens = event.cached_tokens
