@@ -129,6 +129,22 @@ async def test_typed_errors(world):
         assert caught.value.reason == "RUN_UNKNOWN"
 
 
+async def test_a_slow_environment_holds_up_its_own_submission_alone(world):
+    """runs.py 3."""
+    world.host.describing["slow"] = asyncio.Event()
+    async with serving(world) as stub:
+        slow = [asyncio.create_task(submit(stub, TOML.replace("toy", "slow"), "slow")) for _ in range(2)]
+        conflict = asyncio.create_task(submit(stub, TOML, "slow"))
+        assert (await submit(stub, run_id="quick")).phase == pb.RUN_PHASE_PENDING
+        assert not any(task.done() for task in (*slow, conflict))
+        world.host.describing["slow"].set()
+        assert {run.run_id for run in await asyncio.gather(*slow)} == {"slow"}
+        with pytest.raises(QuartetError, match="another configuration"):
+            await conflict
+        listed = (await unary(stub.ListRuns, pb.ListRunsRequest(), timeout_s=5)).runs
+        assert sorted(run.run_id for run in listed) == ["quick", "slow"]
+
+
 async def test_stop_and_submit_are_idempotent(world):
     world.trainer.delay_s = 0.05
     async with serving(world) as stub:

@@ -200,3 +200,20 @@ async def test_a_submission_that_finds_no_room_leaves_nothing_and_may_come_again
         assert runs.all() == [] and not list((world.folder / "runs").iterdir())
         await runs.submit("run", world.toml(), dry_run=False)
         assert (await world.rest(runs, "run")).phase == pb.RUN_PHASE_COMPLETED
+
+
+async def test_a_stop_that_cannot_be_written_changes_nothing_and_says_why(world, monkeypatch):
+    world.trainer.delay_s = 0.2
+    async with world.orchestrator() as runs:
+        await runs.submit("run", world.toml(steps=6), dry_run=False)
+
+        def full(_fd, _data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(QuartetError, match=r"nothing was changed: .*No space left.*make room") as caught:
+            runs.stop("run")
+        monkeypatch.undo()
+        assert caught.value.reason == "NOT_READY"
+        assert runs.stop("run").phase == pb.RUN_PHASE_STOPPING
+        assert (await world.rest(runs)).phase == pb.RUN_PHASE_STOPPED

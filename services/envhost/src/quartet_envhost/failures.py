@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from quartet.errors import QuartetError
 from quartet.v1 import rollout_pb2
 
 MODEL: Final = rollout_pb2.FAILURE_KIND_MODEL
@@ -25,6 +26,13 @@ def failure(kind: rollout_pb2.FailureKind, message: str, *, retryable: bool) -> 
     if len(line) > MAX_MESSAGE_CHARS:
         line = line[: MAX_MESSAGE_CHARS - 1] + "…"
     return rollout_pb2.RolloutFailure(kind=kind, message=line, retryable=retryable)
+
+
+def of_policy(error: QuartetError, message: str, *, retryable: bool) -> rollout_pb2.RolloutFailure:
+    """The policy gave no answer; whoever asked for the rollout reads why in the reason."""
+    found = failure(MODEL, message, retryable=retryable)
+    found.MergeFrom(rollout_pb2.RolloutFailure(reason=f"ERROR_REASON_{error.reason}"))
+    return found
 
 
 def failed(

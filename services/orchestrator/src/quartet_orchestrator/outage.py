@@ -1,10 +1,11 @@
 """Outages: a service that is away is waited for, and somebody is told.
 
 1. Errors that mean "not now" (AWAY) are tried again with full-jitter backoff for as long as the service is
-   away, but at most `patience_s` after it last answered anybody: then `RunInterrupted`. Everything else is
-   the caller's.
-2. A person reads one note when a service has been away for NOTE_AFTER_S, and one when it is back.
-3. The answer to anybody ends the outage for everybody.
+   away, but at most `patience_s` after it last answered anybody: then `RunInterrupted`.
+2. A fault of the service (INTERNAL) may be a passing one and is tried again, too, MAX_FAULTS times in a row.
+   Everything else is the caller's.
+3. A person reads one note when a service has been away for NOTE_AFTER_S, and one when it is back.
+4. The answer to anybody ends the outage for everybody.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from quartet.errors import QuartetError
 T = TypeVar("T")
 
 AWAY = frozenset({"NOT_READY", "OVERLOADED", "DEADLINE", "ENVIRONMENT_UNAVAILABLE"})
+MAX_FAULTS = 4
+# What passes (memory that another run needed, a full disk) does not pass at once.
+FAULT_PAUSE_S = 2.0
 # A restart on the same machine takes about this long: not worth a note.
 NOTE_AFTER_S = 2.0
 FIRST_BACKOFF_S = 0.1
@@ -55,11 +59,8 @@ class Outage:
         self._clock = clock
         self._away_since: float | None = None
         self._noted = False
-        # How often anybody got an answer.
-        self.answers = 0
 
     def answered(self) -> None:
-        self.answers += 1
         if self._away_since is not None and self._noted:
             self._note(f"{self.service} is back after {self._clock() - self._away_since:.0f} s")
         self._away_since, self._noted = None, False
@@ -81,17 +82,21 @@ class Outage:
 
     async def through(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """The attempt's result; tried again while the service is away."""
-        tries = 0
+        tries = faults = 0
         while True:
             try:
                 result = await attempt()
             except QuartetError as error:
-                if error.reason not in AWAY:
+                if error.reason in AWAY:
+                    self.failed(error.message)
+                    # An overloaded service says when it wants to be asked again.
+                    await asyncio.sleep(max(backoff_s(tries), (error.retry_after_ms or 0) / 1000))
+                    tries += 1
+                elif error.reason == "INTERNAL" and faults < MAX_FAULTS:
+                    await asyncio.sleep(FAULT_PAUSE_S)
+                    faults += 1
+                else:
                     raise
-                self.failed(error.message)
-                # An overloaded service says when it wants to be asked again.
-                await asyncio.sleep(max(backoff_s(tries), (error.retry_after_ms or 0) / 1000))
-                tries += 1
             else:
                 self.answered()
                 return result

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import xxhash
-from quartet.run.config import EnvConfig, RunConfig, SamplingConfig
+from quartet.run import sampling as run_sampling
+from quartet.run.config import EnvConfig, RunConfig
+from quartet.run.sampling import SamplingConfig
 from quartet.v1 import common_pb2 as cpb
 from quartet.v1 import envhost_service_pb2 as epb
 
@@ -24,18 +26,7 @@ def sampling_params(config: SamplingConfig, name: str) -> cpb.SamplingParams:
     seed = None
     if config.seed is not None:
         seed = xxhash.xxh3_64_intdigest(f"{config.seed}/{name}".encode()) >> 1
-    return cpb.SamplingParams(
-        max_tokens=config.max_tokens,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        min_p=config.min_p,
-        repetition_penalty=config.repetition_penalty,
-        presence_penalty=config.presence_penalty,
-        frequency_penalty=config.frequency_penalty,
-        stop=config.stop,
-        seed=seed,
-    )
+    return run_sampling.sampling_params(config, seed)
 
 
 def rollouts_request(

@@ -4,7 +4,9 @@
 2. On `start` every unfinished run goes on by itself. One that cannot keeps no other from it: with a book
    that cannot be read it is listed as FAILED (shelf.py), with a configuration that this version refuses it is
    STOPPED.
-3. A run works in one task. How the task ends decides the phase: COMPLETED, STOPPED (asked to, or a service
+3. A run is submitted once however often it is asked for: who asks meanwhile waits for that submission, and
+   nobody for the submission of another run.
+4. A run works in one task. How the task ends decides the phase: COMPLETED, STOPPED (asked to, or a service
    stayed away), FAILED. A process that ends leaves the phase as it is.
 """
 
@@ -12,6 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,7 +57,8 @@ class Runs:
         self._services = services
         self._held: dict[str, _Held] = {}
         self._set_aside: dict[str, QuartetError] = {}
-        self._submitting = asyncio.Lock()
+        # Of each name that is being submitted, when that is over.
+        self._submitting: dict[str, asyncio.Event] = {}
 
     def start(self) -> None:
         """Opens all runs and goes on with those that are not finished. Raises ConfigError."""
@@ -88,30 +93,45 @@ class Runs:
     async def submit(self, run_id: str, config_toml: str, *, dry_run: bool) -> pb.Run:
         admission.check_run_id(run_id)
         config = admission.parse(config_toml)
-        async with self._submitting:
-            if run_id in self._set_aside:
-                raise self._set_aside[run_id]
-            held = self._held.get(run_id)
-            if held is not None:
-                if held.config != config:
-                    raise QuartetError(
-                        "RUN_CONFLICT",
-                        f"run {run_id!r} exists with another configuration; choose another run_id",
-                        run_id=run_id,
-                        field="config_toml",
-                    )
-                return held.book.run()
-            environments = await admission.describe_environments(config, self._services.hosts)
-            if dry_run:
-                return pb.Run(run_id=run_id, config_toml=config_toml, max_steps=config.max_steps)
-            held = _Held(self._create(run_id, config_toml, config, environments), config)
-            try:
-                await held.book.settled()
-            finally:
-                # Also when the caller has left meanwhile: the run exists.
-                self._held[run_id] = held
-                self._launch(held)
-            return held.book.run()
+        while run_id in self._submitting:
+            await self._submitting[run_id].wait()
+        over = self._submitting[run_id] = asyncio.Event()
+        try:
+            found = self._submitted(run_id, config)
+            return found or await self._submit(run_id, config_toml, config, dry_run=dry_run)
+        finally:
+            del self._submitting[run_id]
+            over.set()
+
+    def _submitted(self, run_id: str, config: RunConfig) -> pb.Run | None:
+        """The run, where an equal one was submitted before."""
+        if run_id in self._set_aside:
+            raise self._set_aside[run_id]
+        held = self._held.get(run_id)
+        if held is None:
+            return None
+        if held.config != config:
+            raise QuartetError(
+                "RUN_CONFLICT",
+                f"run {run_id!r} exists with another configuration; choose another run_id",
+                run_id=run_id,
+                field="config_toml",
+            )
+        return held.book.run()
+
+    async def _submit(self, run_id: str, config_toml: str, config: RunConfig, *, dry_run: bool) -> pb.Run:
+        # A host may have to start workers for it: minutes.
+        environments = await admission.describe_environments(config, self._services.hosts)
+        if dry_run:
+            return pb.Run(run_id=run_id, config_toml=config_toml, max_steps=config.max_steps)
+        held = _Held(self._create(run_id, config_toml, config, environments), config)
+        try:
+            await held.book.settled()
+        finally:
+            # Also when the caller has left meanwhile: the run exists.
+            self._held[run_id] = held
+            self._launch(held)
+        return held.book.run()
 
     def get(self, run_id: str) -> Book:
         return self._find(run_id).book
@@ -132,7 +152,8 @@ class Runs:
             return self.status(run_id)
         held = self._find(run_id)
         if held.book.state.phase not in state.RESTING and held.book.state.phase != state.STOPPING:
-            held.book.enter(state.STOPPING)
+            with _written(run_id):
+                held.book.enter(state.STOPPING)
             assert held.run is not None
             held.run.stop()
         return held.book.run()
@@ -153,7 +174,8 @@ class Runs:
             )
         if phase == state.STOPPED:
             held.config = held.config or admission.parse(held.book.state.config_toml)
-            held.book.enter(state.PENDING)
+            with _written(run_id):
+                held.book.enter(state.PENDING)
             self._launch(held)
         return held.book.run()
 
@@ -205,6 +227,20 @@ class Runs:
         held.task = asyncio.create_task(
             _live(held.book, held.run), name=f"run-{held.book.state.run_id}", context=contextvars.Context()
         )
+
+
+@contextmanager
+def _written(run_id: str) -> Iterator[None]:
+    """What a caller asks for takes place when it is written down, or not at all."""
+    try:
+        yield
+    except OSError as error:
+        raise QuartetError(
+            "NOT_READY",
+            f"the journal of run {run_id!r} cannot be written, so nothing was changed: {error}; make "
+            "room and ask again",
+            run_id=run_id,
+        ) from error
 
 
 async def _live(book: Book, run: TrainingRun) -> None:

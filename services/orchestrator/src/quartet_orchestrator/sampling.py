@@ -2,8 +2,8 @@
 
 1. Every member ends as a rollout that succeeded or as a failure that further attempts do not mend.
 2. A member is tried MEMBER_ATTEMPTS times (each with the host's own retries inside). A host that is away
-   costs no attempt, nor does a model that answered nobody since the try before: those are outages
-   (outage.py), waited out within the run's patience.
+   costs no attempt, nor does a model that is (MODEL_AWAY): those are outages (outage.py), waited out within
+   the run's patience.
 3. At most `max_concurrent` rollouts are under way at once, over training and evaluations together.
 4. What comes back is checked before anybody sees it: a reward that is no number, or a success without a
    sampled token, is a failure. A failure never has a reward.
@@ -19,18 +19,21 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
 
 from quartet.errors import QuartetError
+from quartet.v1 import common_pb2 as cpb
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import rollout_pb2 as rpb
 
 from quartet_orchestrator.batches import covered_tokens
 from quartet_orchestrator.envhosts import EnvHosts
-from quartet_orchestrator.outage import AWAY, Outage, RunFailed, backoff_s
+from quartet_orchestrator.outage import Outage, RunFailed, backoff_s
 from quartet_orchestrator.permits import Permits
 
 # Each attempt already contains max_retries of the host; a member that fails this often fails.
 MEMBER_ATTEMPTS = 3
-# A host's fault may be a passing one; more than this in a row for one group is not.
-MAX_INTERNAL_ERRORS = 3
+# What the policy says of itself when it cannot answer anybody, whatever the rollout is.
+MODEL_AWAY = frozenset(
+    {cpb.ERROR_REASON_NOT_READY, cpb.ERROR_REASON_OVERLOADED, cpb.ERROR_REASON_RUN_NOT_SERVED}
+)
 
 Failures = dict[int, rpb.RolloutFailure]
 
@@ -66,24 +69,18 @@ class Sampling:
         """
         missing, failed = set(members), Failures()
         charged: Counter[int] = Counter()
-        tries = internal_errors = 0
-        answers_before = self._model_outage.answers
+        tries = 0
         while missing:
             try:
-                goes_on = await self._attempt(
-                    request, missing, failed, charged, ended, answers_before, all_or_nothing=all_or_nothing
+                goes_on = await self._host_outage.through(
+                    lambda: self._attempt(
+                        request, missing, failed, charged, ended, all_or_nothing=all_or_nothing
+                    )
                 )
-                self._host_outage.answered()
-                if not goes_on:
-                    return failed
             except QuartetError as error:
-                if error.reason == "INTERNAL" and internal_errors < MAX_INTERNAL_ERRORS:
-                    internal_errors += 1
-                elif error.reason in AWAY:
-                    self._host_outage.failed(error.message)
-                else:
-                    raise RunFailed(f"environment {request.environment.id!r}: {error.message}") from error
-            answers_before = self._model_outage.answers
+                raise RunFailed(f"environment {request.environment.id!r}: {error.message}") from error
+            if not goes_on:
+                return failed
             if missing:
                 await asyncio.sleep(backoff_s(tries))
                 tries += 1
@@ -96,7 +93,6 @@ class Sampling:
         failed: Failures,
         charged: Counter[int],
         ended: Callable[[rpb.Rollout], bool],
-        answers_before: int,
         *,
         all_or_nothing: bool,
     ) -> bool:
@@ -120,7 +116,7 @@ class Sampling:
                         missing.discard(rollout.member)
                     if not ended(rollout):
                         return False
-                    if rollout.HasField("failure") and self._for_good(rollout, charged, answers_before):
+                    if rollout.HasField("failure") and self._for_good(rollout, charged):
                         missing.discard(rollout.member)
                         failed[rollout.member] = rollout.failure
                         if all_or_nothing:
@@ -130,16 +126,13 @@ class Sampling:
                 self._permits.give_back(held)
         return True
 
-    def _for_good(self, rollout: rpb.Rollout, charged: Counter[int], answers_before: int) -> bool:
+    def _for_good(self, rollout: rpb.Rollout, charged: Counter[int]) -> bool:
         failure = rollout.failure
-        if not failure.retryable:
-            return True
-        nobody_was_answered = self._model_outage.answers == answers_before
-        if failure.kind == rpb.FAILURE_KIND_MODEL and nobody_was_answered:
+        if failure.kind == rpb.FAILURE_KIND_MODEL and failure.reason in MODEL_AWAY:
             self._model_outage.failed(failure.message)
             return False
         charged[rollout.member] += 1
-        return charged[rollout.member] >= MEMBER_ATTEMPTS
+        return not failure.retryable or charged[rollout.member] >= MEMBER_ATTEMPTS
 
 
 def checked(rollout: rpb.Rollout) -> None:

@@ -43,8 +43,6 @@ log = structlog.get_logger()
 GUARD_S = 2.0
 # A trainer that loses the run this often without applying one call in between will not keep it.
 MAX_RESTORES = 10
-# A fault of the trainer may be a passing one (memory); more than this is not.
-MAX_INTERNAL_ERRORS = 3
 # One batch may be bad; a model that gives no numbers this often in a row has diverged.
 MAX_SKIPPED_STEPS = 3
 
@@ -140,15 +138,12 @@ class Training:
         self._next = min(there.applied_seq_id, written) + 1
 
     async def _through(self, last: int) -> None:
-        internal_errors = 0
         while self._next <= last:
             call = self._plan.call(self._next)
             try:
                 answer = await self._outage.through(partial(self._send, call))
             except QuartetError as error:
-                if error.reason == "INTERNAL" and internal_errors < MAX_INTERNAL_ERRORS:
-                    internal_errors += 1
-                elif error.reason not in ("RUN_UNKNOWN", "SEQUENCE_GAP"):
+                if error.reason not in ("RUN_UNKNOWN", "SEQUENCE_GAP"):
                     raise RunFailed(f"{call.kind.value} of step {call.batch + 1}: {error.message}") from error
                 await self._restore()
                 continue

@@ -15,7 +15,7 @@ import verifiers as vf
 from quartet.v1 import rollout_pb2
 
 from quartet_envhost import failures
-from quartet_envhost.classic.policy import PolicyError, RolloutPolicy, wire_message
+from quartet_envhost.classic.policy import RETRYABLE, PolicyError, RolloutPolicy, wire_message
 from quartet_envhost.samples import merge_turns
 
 
@@ -90,7 +90,7 @@ def _failure(
 def _of_error(error: Any, *, scoring: bool) -> rollout_pb2.RolloutFailure:
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, PolicyError):
-        return failures.failure(failures.MODEL, text, retryable=error.retryable)
+        return failures.of_policy(error.refusal, text, retryable=error.refusal.reason in RETRYABLE)
     if isinstance(error, vf.ModelError):
         return failures.failure(failures.MODEL, text, retryable=True)
     if isinstance(error, (vf.ToolError, vf.SandboxError)):

@@ -25,10 +25,10 @@ RETRYABLE: Final = {"OVERLOADED", "NOT_READY", "DEADLINE", "INTERNAL", "VERSION_
 class PolicyError(vf.ModelError):  # type: ignore[misc]
     """The policy did not answer."""
 
-    def __init__(self, message: str, *, retryable: bool = False) -> None:
-        """Say what happened, and whether trying again may help."""
-        super().__init__(message)
-        self.retryable = retryable
+    def __init__(self, refusal: QuartetError) -> None:
+        """Say what happened."""
+        super().__init__(str(refusal))
+        self.refusal = refusal
 
 
 class RolloutPolicy(vf.Client):  # type: ignore[misc]
@@ -65,7 +65,7 @@ class RolloutPolicy(vf.Client):  # type: ignore[misc]
             if error.reason == "PROMPT_TOO_LONG" and self.state["trajectory"]:
                 # The context is used up: the rollout ends here, truncated, and is scored as it stands.
                 raise vf.OverlongPromptError(str(error)) from error
-            raise PolicyError(str(error), retryable=error.reason in RETRYABLE) from error
+            raise PolicyError(error) from error
         finally:
             self.model_seconds += time.monotonic() - started
         turn = Turn(generated.prompt_ids, generated.completions[0])
@@ -222,5 +222,5 @@ def _text(content: Any) -> str:
         return content or ""
     parts = [part if isinstance(part, dict) else part.model_dump() for part in content]
     if any(part["type"] != "text" for part in parts):
-        raise PolicyError("images are not served by this build; send text")
+        raise PolicyError(QuartetError("INVALID_REQUEST", "images are not served by this build; send text"))
     return "".join(part["text"] for part in parts)

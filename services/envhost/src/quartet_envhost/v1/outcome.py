@@ -47,7 +47,7 @@ def rollout_of(
     rollout.timing.total_ms = round(total_seconds * 1000)
     rollout.timing.model_ms = round(policy.model_seconds * 1000)
     rollout.timing.scoring_ms = round(1000 * sum(t.timing.scoring.duration for t in episode.traces))
-    found = _failure(episode, traces)
+    found = _failure(episode, traces, policy)
     if found is not None:
         rollout.failure.CopyFrom(found)
     return rollout
@@ -93,11 +93,11 @@ def _record_usage(rollout: rollout_pb2.Rollout, policy: RolloutPolicy) -> None:
             rollout.usage.cached_tokens += turn.completion.usage.cached_tokens
 
 
-def _failure(episode: Any, traces: Sequence[Any]) -> rollout_pb2.RolloutFailure | None:
+def _failure(episode: Any, traces: Sequence[Any], policy: RolloutPolicy) -> rollout_pb2.RolloutFailure | None:
     if episode.is_timeout:
         return failures.failure(failures.TIMEOUT, _text(episode.errors[-1]), retryable=False)
     if not episode.ok:
-        return _of_errors(episode)
+        return _of_errors(episode, policy)
     if not traces:
         return failures.failure(failures.ENVIRONMENT, "the episode has no trainable trace", retryable=False)
     for trace in traces:
@@ -118,7 +118,7 @@ def _failure(episode: Any, traces: Sequence[Any]) -> rollout_pb2.RolloutFailure 
     return None
 
 
-def _of_errors(episode: Any) -> rollout_pb2.RolloutFailure:
+def _of_errors(episode: Any, policy: RolloutPolicy) -> rollout_pb2.RolloutFailure:
     """The failure behind an episode: the last error of the first trace that broke, else its own last one."""
     broken = next((trace for trace in episode.traces if not trace.ok and trace.errors), None)
     error = broken.errors[-1] if broken is not None else (episode.errors[-1] if episode.errors else None)
@@ -126,7 +126,10 @@ def _of_errors(episode: Any) -> rollout_pb2.RolloutFailure:
         return failures.failure(failures.ENVIRONMENT, "the episode failed without an error", retryable=False)
     if error.type == "ProviderError":
         status = error.status_code or 502
-        return failures.failure(failures.MODEL, _text(error), retryable=status >= 500 or status == 429)
+        retryable = status >= 500 or status == 429
+        if policy.refusal is not None:
+            return failures.of_policy(policy.refusal, _text(error), retryable=retryable)
+        return failures.failure(failures.MODEL, _text(error), retryable=retryable)
     if error.type in _TOOL_ERRORS:
         return failures.failure(failures.TOOL, _text(error), retryable=True)
     if error.type in _HOST_ERRORS:

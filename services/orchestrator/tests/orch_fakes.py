@@ -1,0 +1,269 @@
+"""Small fakes of the trainer and the environment host, served over loopback gRPC and shaped like the real
+ones.
+
+The fake trainer's "weights" are a hash over everything it applied, in order: two runs that end with the same
+weights were trained on the same batches, once each. Its saved states survive `restart`, its memory does not.
+The fake host "samples" what it is asked for from the version that the fake trainer published last; every
+rollout carries its task, its member and its version in its tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import xxhash
+from quartet.errors import QuartetError
+from quartet.v1 import common_pb2 as cpb
+from quartet.v1 import envhost_service_pb2 as epb
+from quartet.v1 import rollout_pb2 as rpb
+from quartet.v1 import trainer_service_pb2 as tpb
+from quartet.v1.envhost_service_pb2_grpc import EnvHostServiceServicer
+from quartet.v1.trainer_service_pb2_grpc import TrainerServiceServicer
+
+
+@dataclass
+class TrainerRun:
+    spec: bytes
+    applied: int = 0
+    version: int = 0
+    published: int | None = None
+    weights: str = "base"
+    gradients: str = ""
+    broken: bool = False
+    kept: dict[int, object] = field(default_factory=dict)
+    trained: list[tuple[int, ...]] = field(default_factory=list)
+
+
+class FakeTrainer(TrainerServiceServicer):
+    def __init__(self) -> None:
+        self.runs: dict[str, TrainerRun] = {}
+        self.disk: dict[tuple[str, str], TrainerRun] = {}
+        self.applied_calls: Counter[int] = Counter()
+        self.latest: dict[str, int] = {}
+        self.delay_s = 0.0
+        # Of each batch in turn; then 0.5.
+        self.losses: list[float] = []
+        self.closed: list[str] = []
+        self.lose_answer_of: set[int] = set()
+        self.model_missing = False
+        # So many calls of CreateRun answer INTERNAL.
+        self.faults = 0
+        self._newer = asyncio.Event()
+
+    def forget(self) -> None:
+        self.runs.clear()
+
+    async def wait_version(self, run_id: str, version: int) -> None:
+        while self.latest.get(run_id, -1) < version:
+            await self._newer.wait()
+
+    async def CreateRun(self, request, context):
+        if self.faults:
+            self.faults -= 1
+            raise QuartetError("INTERNAL", "no memory left")
+        if self.model_missing:
+            raise QuartetError(
+                "INVALID_CONFIG", "model = 'm' is no folder on the trainer; copy it there", key="model"
+            )
+        spec = request.spec.SerializeToString(deterministic=True)
+        run = self.runs.get(request.run_id)
+        if run is None:
+            saved = [state for (run_id, _), state in self.disk.items() if run_id == request.run_id]
+            run = copy.deepcopy(max(saved, key=lambda s: s.applied)) if saved else TrainerRun(spec)
+            run.kept.clear()
+            self.runs[request.run_id] = run
+        if run.spec != spec:
+            raise QuartetError("RUN_CONFLICT", "another spec", run_id=request.run_id)
+        return tpb.CreateRunResponse(run=self._state(request.run_id))
+
+    async def GetRun(self, request, context):
+        self._find(request.run_id)
+        return tpb.GetRunResponse(run=self._state(request.run_id))
+
+    async def CloseRun(self, request, context):
+        self.closed.append(request.run_id)
+        run = self.runs.pop(request.run_id, None)
+        if run is not None and 0 < request.save_at_seq_id == run.applied:
+            self.disk[request.run_id, "closed"] = run
+        return tpb.CloseRunResponse()
+
+    async def ForwardBackward(self, request_iterator, context):
+        start_frame, samples, commit = None, [], None
+        async for frame in request_iterator:
+            match frame.WhichOneof("frame"):
+                case "start":
+                    start_frame = frame.start
+                case "batch":
+                    samples.extend(frame.batch.samples)
+                case "commit":
+                    commit = frame.commit
+        if commit is None or commit.sample_count != len(samples):
+            raise QuartetError("STREAM_TORN", "no commit")
+        tokens = sum(len(s.sample.token_ids) for s in samples)
+        assert commit.token_count == tokens
+
+        def apply(run: TrainerRun):
+            contents = b"".join(s.SerializeToString(deterministic=True) for s in samples)
+            run.gradients = xxhash.xxh3_64_hexdigest(contents)
+            run.trained += [tuple(s.sample.token_ids) for s in samples]
+            loss = self.losses.pop(0) if self.losses else 0.5
+            run.broken = not math.isfinite(loss)
+            answer = tpb.ForwardBackwardResponse(loss=loss, loss_tokens=tokens, tokens=tokens)
+            answer.diagnostics["entropy"] = 1.5
+            answer.verification.max_difference = 1e-6
+            answer.verification.tokens_compared = tokens
+            return answer
+
+        return await self._apply(start_frame.run_id, start_frame.seq_id, apply)
+
+    async def OptimStep(self, request, context):
+        def apply(run: TrainerRun):
+            assert run.gradients
+            if not run.broken:
+                run.weights = xxhash.xxh3_64_hexdigest((run.weights + run.gradients).encode())
+            run.gradients = ""
+            run.version += 1
+            return tpb.OptimStepResponse(
+                grad_norm=math.nan if run.broken else 1.0,
+                learning_rate=1e-3,
+                policy_version=run.version,
+                skipped_nonfinite=run.broken,
+            )
+
+        return await self._apply(request.run_id, request.seq_id, apply)
+
+    async def PublishWeights(self, request, context):
+        def apply(run: TrainerRun):
+            run.published = run.version
+            self.latest[request.run_id] = max(self.latest.get(request.run_id, 0), run.version)
+            self._newer.set()
+            self._newer = asyncio.Event()
+            return tpb.PublishWeightsResponse(version=run.version, digest=run.weights.encode())
+
+        return await self._apply(request.run_id, request.seq_id, apply)
+
+    async def SaveState(self, request, context):
+        def apply(run: TrainerRun):
+            saved = copy.deepcopy(run)
+            saved.applied = request.seq_id
+            self.disk[request.run_id, request.name] = saved
+            state = self._saved(request.name, saved)
+            state.model_path = "/model" if request.export_model else ""
+            return tpb.SaveStateResponse(state=state)
+
+        return await self._apply(request.run_id, request.seq_id, apply)
+
+    async def ListStates(self, request, context):
+        states = [self._saved(name, s) for (run_id, name), s in self.disk.items() if run_id == request.run_id]
+        return tpb.ListStatesResponse(states=sorted(states, key=lambda s: s.seq_id))
+
+    async def _apply(self, run_id, seq_id, apply):
+        run = self._find(run_id)
+        if seq_id <= run.applied:
+            if seq_id not in run.kept:
+                raise QuartetError("SEQUENCE_CONFLICT", "no longer kept", have=run.applied, want=seq_id)
+            return run.kept[seq_id]
+        if seq_id != run.applied + 1:
+            raise QuartetError("SEQUENCE_GAP", "gap", have=run.applied, want=seq_id)
+        await asyncio.sleep(self.delay_s)
+        if self.runs.get(run_id) is not run or seq_id <= run.applied:
+            raise QuartetError("NOT_READY", "restarted meanwhile")
+        answer = apply(run)
+        run.applied = seq_id
+        run.kept = {seq_id: answer}
+        self.applied_calls[seq_id] += 1
+        if seq_id in self.lose_answer_of:
+            self.lose_answer_of.discard(seq_id)
+            self.forget()
+            raise QuartetError("NOT_READY", "died before it answered")
+        return answer
+
+    def _find(self, run_id) -> TrainerRun:
+        if run_id not in self.runs:
+            raise QuartetError("RUN_UNKNOWN", "no such run", run_id=run_id)
+        return self.runs[run_id]
+
+    def _state(self, run_id):
+        run = self.runs[run_id]
+        return tpb.RunState(
+            run_id=run_id,
+            applied_seq_id=run.applied,
+            policy_version=run.version,
+            published_version=run.published,
+        )
+
+    def _saved(self, name, run):
+        return tpb.SavedState(
+            name=name, seq_id=run.applied, policy_version=run.version, path=f"/states/{name}"
+        )
+
+
+class FakeHost(EnvHostServiceServicer):
+    def __init__(self, trainer: FakeTrainer) -> None:
+        self.trainer = trainer
+        self.requests: list[epb.RunRolloutsRequest] = []
+        self.max_delay_s = 0.004
+        self.random = random.Random(0)
+        # (task_index, member) -> failures still to come; kind of failure.
+        self.failures: dict[tuple[int, int], int] = {}
+        self.failing_tasks: set[int] = set()
+        self.kind = rpb.FAILURE_KIND_ENVIRONMENT
+        self.reason = cpb.ERROR_REASON_UNSPECIFIED
+        self.lie_about_version: dict[int, int] = {}
+        self.break_streams = 0
+        # Environments whose description takes until the event.
+        self.describing: dict[str, asyncio.Event] = {}
+        # Answers with rollouts that sampled nothing.
+        self.silent = False
+
+    async def DescribeEnvironment(self, request, context):
+        if request.environment.id == "nowhere":
+            raise QuartetError(
+                "ENVIRONMENT_UNKNOWN", "'nowhere' is not hosted here", env_id="nowhere", hosted="toy"
+            )
+        if request.environment.id in self.describing:
+            await self.describing[request.environment.id].wait()
+        info = epb.EnvironmentInfo(id=request.environment.id, train_size=50, eval_size=6)
+        return epb.DescribeEnvironmentResponse(environment=info)
+
+    async def RunRollouts(self, request, context) -> AsyncIterator[epb.RunRolloutsResponse]:
+        self.requests.append(request)
+        members = list(request.members)
+        self.random.shuffle(members)
+        for number, member in enumerate(members):
+            await asyncio.sleep(self.random.uniform(0, self.max_delay_s))
+            await self.trainer.wait_version(request.run_id, request.min_policy_version)
+            if self.break_streams and number:
+                self.break_streams -= 1
+                raise QuartetError("NOT_READY", "the host went away")
+            yield epb.RunRolloutsResponse(rollout=self._rollout(request, member))
+
+    def _rollout(self, request, member):
+        rollout = rpb.Rollout(member=member)
+        key = (request.task_index, member)
+        train = request.split == epb.SPLIT_TRAIN
+        if train and (self.failures.get(key, 0) > 0 or request.task_index in self.failing_tasks):
+            self.failures[key] = self.failures.get(key, 0) - 1
+            rollout.failure.kind, rollout.failure.reason = self.kind, self.reason
+            rollout.failure.message = "broken"
+            rollout.failure.retryable = True
+            return rollout
+        version = self.trainer.latest[request.run_id]
+        if train:
+            version = self.lie_about_version.pop(request.task_index, version)
+        rollout.reward = ((request.task_index * 7 + member * 13 + version) % 10) / 10
+        rollout.rewards["match"] = rollout.reward
+        if self.silent:
+            return rollout
+        sample = rollout.samples.add(token_ids=[request.task_index, member, version, 9])
+        sample.spans.add(start=2, length=2, policy_version=version)
+        sample.logprobs.extend([-0.5, -0.25])
+        rollout.usage.completion_tokens = 2
+        rollout.num_turns = 1
+        return rollout

@@ -1,0 +1,123 @@
+"""A world for runs: both fakes on ports, an orchestrator's runs in a folder; how a run looks at its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from orch_fakes import FakeHost, FakeTrainer
+from quartet.kit.channel import ClientSecurity
+from quartet.kit.health import Health
+from quartet.kit.server import RunningServer, ServerConfig, Service, start
+from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet.v1.envhost_service_pb2_grpc import add_EnvHostServiceServicer_to_server
+from quartet.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
+from quartet_orchestrator.assembly import Services
+from quartet_orchestrator.config import OrchestratorConfig
+from quartet_orchestrator.runs import Runs
+from quartet_orchestrator.state import RESTING
+
+RUN = "run"
+
+
+class World:
+    """Both fakes on ports that stay the same over restarts, and an orchestrator's runs in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.trainer = FakeTrainer()
+        self.host = FakeHost(self.trainer)
+        self._servers: dict[str, RunningServer] = {}
+        self.addresses: dict[str, str] = {}
+        self.patience_s = 20.0
+        self.journal_keep_bytes = 1 << 30
+
+    async def serve(self, name: str) -> None:
+        add, servicer = {
+            "trainer": (add_TrainerServiceServicer_to_server, self.trainer),
+            "host": (add_EnvHostServiceServicer_to_server, self.host),
+        }[name]
+        config = ServerConfig(address=self.addresses.get(name, "127.0.0.1:0"))
+        self._servers[name] = await start([Service(f"fake.{name}", add, servicer)], config, Health())
+        self.addresses[name] = self._servers[name].address
+
+    async def kill(self, name: str) -> None:
+        await self._servers.pop(name).stop(0)
+        if name == "trainer":
+            self.trainer.forget()
+
+    def services(self) -> Services:
+        return Services.connect(
+            OrchestratorConfig(
+                trainer_address=self.addresses["trainer"],
+                envhost_addresses=[self.addresses["host"]],
+                security=ClientSecurity(),
+                patience_seconds=self.patience_s,
+                journal_keep_bytes=self.journal_keep_bytes,
+            )
+        )
+
+    def runs(self, services: Services) -> Runs:
+        return Runs(self.folder / "runs", services)
+
+    @asynccontextmanager
+    async def orchestrator(self) -> AsyncIterator[Runs]:
+        """All runs of the folder, as a process has them from its start to its end."""
+        services = self.services()
+        runs = self.runs(services)
+        try:
+            runs.start()
+            yield runs
+        finally:
+            await runs.close()
+            await services.close()
+
+    async def rest(self, runs: Runs, run_id: str = "run", timeout_s: float = 30.0):
+        """The run, once it does nothing more."""
+        book = runs.get(run_id)
+        async with asyncio.timeout(timeout_s):
+            while book.state.phase not in RESTING:
+                await book.changed()
+        return book.run()
+
+    def toml(
+        self, *, steps: int = 4, off_policy: int = 1, evals: int = 4, env: str = "toy", **more: object
+    ) -> str:
+        lines = [
+            'model = "m"',
+            f"max_steps = {steps}",
+            "batch_size = 8",
+            "rollouts_per_example = 4",
+            f"max_off_policy_steps = {off_policy}",
+            *(f"{key} = {value}" for key, value in more.items()),
+            f'[[env]]\nid = "{env}"',
+            f"[eval]\nnum_examples = {evals}",
+            "[ckpt]\ninterval = 2",
+            "[checks]\nverify_logprobs = true",
+        ]
+        return "\n".join(lines)
+
+    async def close(self) -> None:
+        for server in self._servers.values():
+            await server.stop(0)
+
+
+def assert_complete(world, run, steps=4):
+    assert run.phase == pb.RUN_PHASE_COMPLETED, run.error
+    final = world.trainer.disk[RUN, "final"]
+    assert run.step == steps == final.version
+    assert run.ledger.in_flight == 0
+    assert run.ledger.trained == steps * 8
+    assert run.ledger.dispatched == run.ledger.trained + sum(run.ledger.discarded.values())
+    assert run.model_path == "/model"
+    assert len(final.trained) == steps * 8
+
+
+async def events(runs, after=0, rollouts=False):
+    return [record async for record in runs.get(RUN).events(after, rollouts=rollouts)]
+
+
+async def notes(runs):
+    return [record.note.message for record in await events(runs) if record.WhichOneof("kind") == "note"]

@@ -1,0 +1,60 @@
+"""Rollouts that fail: tried again, replaced, counted; never a reward."""
+
+from __future__ import annotations
+
+from orch_world import RUN, assert_complete
+from quartet.v1 import envhost_service_pb2 as epb
+from quartet.v1 import orchestrator_service_pb2 as pb
+
+
+async def test_members_that_fail_are_tried_again_alone(world):
+    """Invariant 5: retried."""
+    world.host.failures = {(task, 1): 1 for task in range(50)}
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        run = await world.rest(runs)
+    assert_complete(world, run)
+    assert not run.ledger.discarded
+    again = [r for r in world.host.requests if list(r.members) == [1]]
+    assert len(again) == 8
+
+
+async def test_a_group_that_fails_for_good_is_replaced_and_counted(world):
+    """Invariant 5: excluded whole, and counted; never reward 0."""
+    world.host.failing_tasks = set(range(0, 50, 3))
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        run = await world.rest(runs)
+    assert_complete(world, run)
+    assert set(run.ledger.discarded) == {"failed:ENVIRONMENT"}
+    assert not any(tokens[0] % 3 == 0 for tokens in world.trainer.disk[RUN, "final"].trained)
+
+
+async def test_a_broken_environment_ends_the_run(world):
+    world.host.failing_tasks = set(range(50))
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        run = await world.rest(runs)
+    assert run.phase == pb.RUN_PHASE_FAILED
+    assert "10 groups in a row failed" in run.error and "broken" in run.error
+    assert run.ledger.in_flight == 0
+    assert run.ledger.dispatched == sum(run.ledger.discarded.values())
+
+
+async def test_streams_that_break_are_finished_elsewhere(world):
+    world.host.break_streams = 5
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        assert_complete(world, await world.rest(runs))
+    sizes = [len(r.members) for r in world.host.requests if r.split == epb.SPLIT_TRAIN]
+    assert sum(size < 4 for size in sizes) == 5
+
+
+async def test_rollouts_without_a_sampled_token_are_no_outage(world):
+    """An environment that never asks the model is at fault itself: its groups fail, the run says why."""
+    world.host.silent = True
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(evals=0), dry_run=False)
+        run = await world.rest(runs)
+    assert run.phase == pb.RUN_PHASE_FAILED
+    assert "failed:ENVIRONMENT" in run.error and "no token was sampled" in run.error

@@ -1,0 +1,132 @@
+"""Runs whose processes are killed: the orchestrator, its machine, the trainer, the host."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from orch_world import RUN, assert_complete
+from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet_orchestrator import outage, training
+from quartet_orchestrator.book import Book
+from quartet_orchestrator.segments import Segments
+from quartet_orchestrator.state import RESTING
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_orchestrator_killed_at_random_points(world, seed):
+    """Invariants 1, 2 and 9: same final weights as without a kill, every call applied once, the ledger
+    balanced, events without gaps."""
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=8, off_policy=0), dry_run=False)
+        await world.rest(runs)
+    undisturbed = world.trainer.disk[RUN, "final"].weights
+    world.trainer.disk.clear()
+    world.trainer.applied_calls.clear()
+    world.trainer.latest.clear()
+    world.trainer.delay_s = 0.01
+    world.folder = world.folder / "again"
+    seen: list[int] = []
+    kills, run = 0, pb.Run()
+    while run.phase not in RESTING:
+        async with world.orchestrator() as runs:
+            run = await runs.submit(RUN, world.toml(steps=8, off_policy=0), dry_run=False)
+            with suppress(TimeoutError):
+                run = await world.rest(runs, timeout_s=chance.uniform(0.0, 0.15))
+            kills += run.phase not in RESTING
+            seen += [r.event for r in runs.get(RUN).journal.events(len(seen), 100_000, rollouts=True)]
+    assert kills >= 3
+    assert_complete(world, run, steps=8)
+    assert world.trainer.disk[RUN, "final"].weights == undisturbed
+    assert set(world.trainer.applied_calls.values()) == {1}
+    assert seen == list(range(1, run.last_event + 1))
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_power_cut_loses_nothing_that_the_trainer_has(world, seed, monkeypatch):
+    """Invariant 2: after each kill the journal's files end where they were synced last."""
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    synced: dict[Path, tuple[int, int]] = {}
+    plain = Segments.syncer
+
+    def syncer(segments):
+        sync, place = plain(segments), (segments._last, segments._end)
+
+        def sync_and_note():
+            sync()
+            synced[segments._folder] = place
+
+        return sync_and_note
+
+    monkeypatch.setattr(Segments, "syncer", syncer)
+    world.trainer.delay_s = 0.01
+    cuts, run = 0, pb.Run()
+    while run.phase not in RESTING:
+        async with world.orchestrator() as runs:
+            run = await runs.submit(RUN, world.toml(steps=6), dry_run=False)
+            with suppress(TimeoutError):
+                run = await world.rest(runs, timeout_s=chance.uniform(0.0, 0.15))
+        if run.phase not in RESTING:
+            cuts += 1
+            for folder, (last, end) in synced.items():
+                os.truncate(folder / f"{last:06d}.seg", end)
+    assert cuts >= 3
+    assert_complete(world, run, steps=6)
+    assert set(world.trainer.applied_calls.values()) == {1}
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_trainer_and_host_killed_at_random_points(world, seed, monkeypatch):
+    """Invariants 2 and 9: a batch that was not applied is replayed."""
+    monkeypatch.setattr(training, "GUARD_S", 0.05)
+    monkeypatch.setattr(outage, "MAX_BACKOFF_S", 0.2)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    world.trainer.delay_s = 0.01
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=8), dry_run=False)
+        for _ in range(4):
+            await asyncio.sleep(chance.uniform(0.02, 0.2))
+            name = chance.choice(["trainer", "host"])
+            await world.kill(name)
+            await asyncio.sleep(chance.uniform(0, 0.1))
+            await world.serve(name)
+        run = await world.rest(runs)
+        assert_complete(world, run, steps=8)
+        assert run.max_off_policy_steps_seen <= 1
+
+
+async def test_a_state_saved_without_an_answer_is_found(world):
+    # Calls 2..4 and 5..7 are two steps, 8 is the SaveState after them.
+    world.trainer.lose_answer_of = {8}
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        assert_complete(world, await world.rest(runs))
+
+
+async def test_the_state_is_the_fold_of_the_records(world):
+    """What a restart reads is what the process before it knew, at any moment."""
+    world.host.failures = {(task, 1): 1 for task in range(50)}
+    world.host.lie_about_version = {task: 99 for task in range(0, 50, 5)}
+    world.trainer.delay_s = 0.01
+    moments = 0
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=4), dry_run=False)
+        book = runs.get(RUN)
+        while book.state.phase not in RESTING:
+            copy = world.folder / f"copy-{moments}"
+            shutil.copytree(world.folder / "runs" / RUN, copy)
+            again = Book(copy)
+            assert again.state == book.state
+            again.close()
+            moments += 1
+            await book.changed()
+    assert moments > 20

@@ -1,0 +1,96 @@
+"""Services that are away are waited for, within the run's patience; passing faults pass."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from orch_world import RUN, assert_complete, events
+from quartet.v1 import common_pb2 as cpb
+from quartet.v1 import envhost_service_pb2 as epb
+from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet.v1 import rollout_pb2 as rpb
+from quartet_orchestrator import outage
+from quartet_orchestrator.permits import Permits
+from quartet_orchestrator.sampling import MEMBER_ATTEMPTS, Sampling
+
+
+async def test_a_model_that_answers_nobody_is_an_outage(world, monkeypatch):
+    monkeypatch.setattr(outage, "NOTE_AFTER_S", 0.05)
+    world.host.kind, world.host.reason = rpb.FAILURE_KIND_MODEL, cpb.ERROR_REASON_NOT_READY
+    world.host.failing_tasks = set(range(50))
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(evals=0), dry_run=False)
+        await asyncio.sleep(0.5)
+        world.host.failing_tasks = set()
+        run = await world.rest(runs)
+        notes = [r.note.message for r in await events(runs) if r.WhichOneof("kind") == "note"]
+    assert_complete(world, run)
+    assert not run.ledger.discarded
+    assert any("is away" in note for note in notes) and any("is back" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("reason", "tries"),
+    [("NOT_READY", None), ("RUN_NOT_SERVED", None), ("INTERNAL", MEMBER_ATTEMPTS), ("PROMPT_TOO_LONG", 1)],
+)
+async def test_the_reason_says_whether_the_model_is_away_or_refuses_the_member(monkeypatch, reason, tries):
+    """sampling.py 2: what is away costs no attempt, and is waited for until the patience ends."""
+    monkeypatch.setattr(outage, "MAX_BACKOFF_S", 0.01)
+
+    class Hosts:
+        tries = 0
+
+        async def run(self, asked):
+            self.tries += 1
+            rollout = rpb.Rollout(member=0)
+            failure = rpb.RolloutFailure(kind=rpb.FAILURE_KIND_MODEL, reason=f"ERROR_REASON_{reason}")
+            failure.retryable = reason in ("NOT_READY", "INTERNAL")
+            rollout.failure.CopyFrom(failure)
+            yield rollout
+
+    def note(message, *, warning=False):
+        pass
+
+    hosts, model = Hosts(), outage.Outage("the model", 0.5, note)
+    sampling = Sampling(hosts, Permits(1), outage.Outage("the host", 60.0, note), model)
+    sampled = sampling.complete(epb.RunRolloutsRequest(), [0], lambda _: True, all_or_nothing=True)
+    if tries is None:
+        with pytest.raises(outage.RunInterrupted, match="the model has been away"):
+            await sampled
+        assert hosts.tries > 3 * MEMBER_ATTEMPTS
+    else:
+        assert set(await sampled) == {0} and hosts.tries == tries
+
+
+@pytest.mark.parametrize("faults", [outage.MAX_FAULTS, outage.MAX_FAULTS + 1])
+async def test_a_fault_of_the_trainer_may_pass(world, monkeypatch, faults):
+    """outage.py 2: also where it is asked to create the run."""
+    monkeypatch.setattr(outage, "FAULT_PAUSE_S", 0.01)
+    world.trainer.faults = faults
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        run = await world.rest(runs)
+    if faults == outage.MAX_FAULTS:
+        assert_complete(world, run)
+    else:
+        assert run.phase == pb.RUN_PHASE_FAILED and "no memory left" in run.error
+
+
+async def test_a_service_away_for_too_long_stops_the_run_resumable(world):
+    """Invariant 7."""
+    world.patience_s = 2.0  # longer than a channel takes to connect again
+    await world.kill("host")
+    services = world.services()
+    await world.serve("host")
+    await services.close()
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        await world.kill("host")
+        run = await world.rest(runs)
+        assert run.phase == pb.RUN_PHASE_STOPPED and "the environment host has been away" in run.error
+        await world.serve("host")
+        assert (await runs.resume(RUN)).phase == pb.RUN_PHASE_PENDING
+        run = await world.rest(runs)
+        assert_complete(world, run)
+        assert run.error == ""

@@ -1,0 +1,141 @@
+"""What a run does with its trainer beyond the plain course: skipped steps, replays, the end, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+from orch_world import RUN, assert_complete, events
+from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet_orchestrator import training
+
+# Calls 2..4 and 5..7 are two steps, 8 is the SaveState after them, 9..11 and 12..14 the next two steps.
+SECOND_SKIPPED = 13
+
+
+async def test_a_step_that_the_trainer_skipped_counts_and_the_run_goes_on(world):
+    world.trainer.losses = [0.5, float("nan"), float("inf")]
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        run = await world.rest(runs)
+        assert_complete(world, run)
+        seen = await events(runs)
+    steps = [record.step for record in seen if record.WhichOneof("kind") == "step"]
+    assert [step.metrics["train/skipped_steps"] for step in steps] == [0, 1, 1, 0]
+    assert all(math.isfinite(value) for step in steps for value in step.metrics.values())
+    assert "train/loss" not in steps[1].metrics and "train/loss" in steps[3].metrics
+    notes = [record.note.message for record in seen if record.WhichOneof("kind") == "note"]
+    assert sum("skipped the step" in note for note in notes) == 2
+
+
+async def test_a_model_that_gives_no_numbers_any_more_ends_its_run(world):
+    world.trainer.losses = [float("nan")] * training.MAX_SKIPPED_STEPS
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        run = await world.rest(runs)
+    assert run.phase == pb.RUN_PHASE_FAILED and run.error.startswith("step 3: the loss or the gradients")
+    assert "learning_rate" in run.error
+    assert run.ledger.in_flight == 0
+    assert world.trainer.closed == [RUN]
+
+
+async def test_a_skipped_step_that_is_replayed_is_not_counted_again(world, monkeypatch):
+    """Two steps in a row that were skipped stay two, however often the trainer comes back before them."""
+    monkeypatch.setattr(training, "GUARD_S", 0.05)
+    world.trainer.losses = [0.5, 0.5, float("nan"), float("nan")]
+    world.trainer.delay_s = 0.02
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=8), dry_run=False)
+        # The state of step 2 is the last one that is saved: a replay begins with the skipped steps.
+        while runs.get(RUN).state.applied_seq_id < SECOND_SKIPPED:
+            await runs.get(RUN).changed()
+        world.trainer.losses = [float("nan"), float("nan")]
+        world.trainer.forget()
+        assert_complete(world, await world.rest(runs), steps=8)
+        seen = await events(runs)
+    assert any("replaying" in r.note.message for r in seen)
+    notes = [r.note.message for r in seen if "skipped the step" in r.note.message]
+    assert len(notes) == 2
+
+
+@pytest.mark.parametrize("trainer_away", [False, True])
+async def test_every_end_of_a_run_closes_it_on_the_trainer(world, trainer_away):
+    """A deployment outlives its runs: one after the other, each gets the place of the one before."""
+    async with world.orchestrator() as runs:
+        for run_id in ("a", "b"):
+            await runs.submit(run_id, world.toml(), dry_run=False)
+            assert (await world.rest(runs, run_id)).phase == pb.RUN_PHASE_COMPLETED
+        assert world.trainer.closed == ["a", "b"] and not world.trainer.runs
+        world.trainer.delay_s = 0.05
+        await runs.submit(RUN, world.toml(steps=6), dry_run=False)
+        while RUN not in world.trainer.latest:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        if trainer_away:
+            await world.kill("trainer")
+        runs.stop(RUN)
+        stopped = await world.rest(runs)
+        assert stopped.phase == pb.RUN_PHASE_STOPPED and not world.trainer.runs
+        if trainer_away:
+            await world.serve("trainer")
+        await runs.resume(RUN)
+        assert_complete(world, await world.rest(runs), steps=6)
+        assert world.trainer.closed == (["a", "b", RUN] if trainer_away else ["a", "b", RUN, RUN])
+
+
+async def test_a_trainer_driven_by_somebody_else_is_refused(world):
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        await world.rest(runs)
+    world.folder = world.folder / "empty"
+    assert world.trainer.closed == [RUN]
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        run = await world.rest(runs)
+    assert run.phase == pb.RUN_PHASE_FAILED and "choose another run_id" in run.error
+    # It is somebody else's: not closed either.
+    assert world.trainer.closed == [RUN] and world.trainer.runs[RUN].version == 4
+
+
+async def test_a_missing_model_fails_the_run_before_anything_is_sampled(world):
+    world.trainer.model_missing = True
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        run = await world.rest(runs)
+    assert run.phase == pb.RUN_PHASE_FAILED and run.error.startswith("model = 'm' is no folder")
+    assert not world.host.requests
+
+
+async def test_a_version_published_again_with_other_contents_is_noted_and_counted(world, monkeypatch):
+    """Invariant 9: the trainer comes back bit-equal; where it does not, somebody is told."""
+    monkeypatch.setattr(training, "GUARD_S", 0.05)
+    world.trainer.delay_s = 0.02
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=8), dry_run=False)
+        while runs.get(RUN).state.step < 3:  # the state of step 2 is saved, version 3 is published
+            await runs.get(RUN).changed()
+        for state in world.trainer.disk.values():
+            state.weights = "not what was saved"
+        world.trainer.forget()
+        run = await world.rest(runs)
+        assert_complete(world, run, steps=8)
+        seen = await events(runs)
+    notes = [r.note for r in seen if r.WhichOneof("kind") == "note" and "other contents" in r.note.message]
+    assert notes and all(note.level == pb.NOTE_LEVEL_WARNING for note in notes)
+    assert "version 3 again" in notes[0].message
+    changed = [r.step.metrics["train/versions_changed"] for r in seen if r.WhichOneof("kind") == "step"]
+    assert sum(changed) == len(notes)
+
+
+async def test_an_honest_replay_changes_no_version(world, monkeypatch):
+    monkeypatch.setattr(training, "GUARD_S", 0.05)
+    world.trainer.delay_s = 0.02
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=8), dry_run=False)
+        while runs.get(RUN).state.step < 3:
+            await runs.get(RUN).changed()
+        world.trainer.forget()
+        assert_complete(world, await world.rest(runs), steps=8)
+        seen = await events(runs)
+    assert any("replaying" in r.note.message for r in seen)
+    assert not any("other contents" in r.note.message for r in seen)
