@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import tempfile
 import tomllib
 import unittest
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
+import episodes_by_hand
 import verifiers.v1 as vf
-from alphabet_sort import TAGS, AlphabetSortTaskset, similarity
+from alphabet_sort import TAGS, similarity
 from alphabet_sort.demonstrations import ARGS, MAX_TOKENS, demonstrations
 from alphabet_sort.episodes import sorting_key
-from verifiers.v1.graph import prepare_turn
-from verifiers.v1.trace import AgentInfo, ModelCall, Trace, TraceTask
-from verifiers.v1.types import AssistantMessage, Response, UserMessage
-from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
 
-
-def taskset(**arguments: object) -> AlphabetSortTaskset:
-    """The taskset as the host loads it."""
-    config = taskset_config_type("alphabet-sort").model_validate({"id": "alphabet-sort", **arguments})
-    return load_taskset(config)
+taskset = partial(episodes_by_hand.taskset, "alphabet-sort")
 
 
 def tasks(**arguments: object) -> list[vf.Task]:
@@ -37,20 +30,9 @@ def oracle(task: vf.Task) -> list[str]:
     return [f"<{tag}>\n{one}\n</{tag}>" for tag, one in zip(tags, lists, strict=True)]
 
 
-def scored(task: vf.Task, replies: list[str], finish: str = "stop") -> Trace:
+def scored(task: vf.Task, replies: list[str], finish: str = "stop") -> vf.Trace:
     """The trace of an episode with these replies, scored by the task."""
-    agent = AgentInfo(config=vf.AgentConfig(model="none"))
-    trace = Trace(task=TraceTask(type="AlphabetSortTask", data=task.data), agent=agent)
-    messages: list[object] = []
-    for line, reply in zip(task.data.user_turns, replies, strict=False):
-        messages.append(UserMessage(content=line))
-        message = AssistantMessage(content=reply)
-        response = Response(id="", created=0, model="none", message=message, finish_reason=finish)
-        node = prepare_turn(trace, messages).commit(response)
-        trace.calls.append(ModelCall(node=node, finish_reason=finish))
-        messages.append(message)
-    asyncio.run(task.score(trace))
-    return trace
+    return episodes_by_hand.scored(task, replies, finish, lines=task.data.user_turns)
 
 
 class Rewards(unittest.TestCase):
@@ -187,7 +169,3 @@ class Demonstrations(unittest.TestCase):
         spoiled = self.rewards(0.9)
         self.assertLess(sum(spoiled) / len(spoiled), 0.7)
         self.assertGreater(sum(reward < 1 for reward in spoiled), 100)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 import tempfile
 import unittest
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
-import verifiers.v1 as vf
-from gsm8k import Gsm8kTaskset, number
-from gsm8k.stories import TELLERS, Story, check, stories, tell, value_of
-from verifiers.v1.graph import prepare_turn
-from verifiers.v1.trace import AgentInfo, ModelCall, Trace, TraceTask
-from verifiers.v1.types import AssistantMessage, Response, UserMessage
-from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
+import episodes_by_hand
+from episodes_by_hand import scored
+from gsm8k import number
+from gsm8k.stories import PLOTS, Story, check, stories, tell, value_of
 
-
-def taskset(**arguments: object) -> Gsm8kTaskset:
-    """The taskset as the host loads it."""
-    config = taskset_config_type("gsm8k").model_validate({"id": "gsm8k", **arguments})
-    return load_taskset(config)
-
-
-def scored(task: vf.Task, reply: str, finish: str = "stop") -> Trace:
-    """The trace of a rollout with this reply, scored by the task."""
-    agent = AgentInfo(config=vf.AgentConfig(model="none"))
-    trace = Trace(task=TraceTask(type="Gsm8kTask", data=task.data), agent=agent)
-    message = AssistantMessage(content=reply)
-    turn = prepare_turn(trace, [UserMessage(content=task.data.prompt)])
-    node = turn.commit(Response(id="", created=0, model="none", message=message, finish_reason=finish))
-    trace.calls.append(ModelCall(node=node, finish_reason=finish))
-    asyncio.run(task.score(trace))
-    return trace
+taskset = partial(episodes_by_hand.taskset, "gsm8k")
 
 
 class Rewards(unittest.TestCase):
@@ -74,11 +55,12 @@ class Rewards(unittest.TestCase):
 class Problems(unittest.TestCase):
     def test_every_kind_is_checked(self) -> None:
         rng = random.Random(1)
-        for kind, teller in TELLERS.items():
+        for kind, plot in PLOTS.items():
             for _ in range(50):
-                story = tell(teller, rng)
+                story = tell(plot, rng)
                 check(story)
                 self.assertGreaterEqual(len(story.steps), 2, kind)
+                self.assertTrue(story.question.endswith("?"), story)
                 # The solution uses the numbers of the question, so the question has what it needs.
                 drawn = [word.strip("$%.,?") for word in story.question.split()]
                 self.assertTrue(
@@ -119,7 +101,3 @@ class Problems(unittest.TestCase):
                 list(taskset(dataset=str(file)))
         with self.assertRaisesRegex(ValueError, "is no file"):
             list(taskset(dataset="openai/none-such"))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -13,27 +13,21 @@ import time
 import tomllib
 import unittest
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
+import episodes_by_hand
 import verifiers.v1 as vf
-from math_python import MathPythonTaskset
 from math_python.answers import same_answer
 from math_python.demonstrations import ARGS, MAX_TOKENS, demonstrations
 from math_python.server import PythonState
 from math_python.sessions import NEW_SESSION, Limits, Sessions
-from verifiers.v1.graph import prepare_turn
-from verifiers.v1.trace import AgentInfo, ModelCall, Trace, TraceTask
-from verifiers.v1.types import AssistantMessage, Response, UserMessage
-from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
 
 MIB = 1 << 20
 
 
-def taskset(**arguments: object) -> MathPythonTaskset:
-    """The taskset as the host loads it."""
-    config = taskset_config_type("math-python").model_validate({"id": "math-python", **arguments})
-    return load_taskset(config)
+taskset = partial(episodes_by_hand.taskset, "math-python")
 
 
 def tasks(**arguments: object) -> list[vf.Task]:
@@ -42,14 +36,7 @@ def tasks(**arguments: object) -> list[vf.Task]:
 
 def reward(task: vf.Task, reply: str, finish: str = "stop") -> float:
     """What a one-turn rollout with this reply earns."""
-    agent = AgentInfo(config=vf.AgentConfig(model="none"))
-    trace = Trace(task=TraceTask(type="MathPythonTask", data=task.data), agent=agent, state=PythonState())
-    message = AssistantMessage(content=reply)
-    turn = prepare_turn(trace, [UserMessage(content=task.data.prompt)])
-    node = turn.commit(Response(id="", created=0, model="none", message=message, finish_reason=finish))
-    trace.calls.append(ModelCall(node=node, finish_reason=finish))
-    asyncio.run(task.score(trace))
-    return trace.reward
+    return episodes_by_hand.scored(task, reply, finish, state=PythonState()).reward
 
 
 class Rewards(unittest.TestCase):
@@ -317,7 +304,3 @@ async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not holds():  # noqa: ASYNC110 - nothing tells of a process that ends elsewhere
             await asyncio.sleep(0.05)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -1,37 +1,18 @@
-"""Rewards and data of reverse-text. Run with the interpreter that has verifiers: `python -m unittest`."""
+"""Rewards and data of reverse-text."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import tempfile
 import unittest
+from functools import partial
 from pathlib import Path
 
-import verifiers.v1 as vf
-from reverse_text import SYSTEM_PROMPT, ReverseTextTaskset, parse_answer
-from verifiers.v1.graph import prepare_turn
-from verifiers.v1.trace import AgentInfo, ModelCall, Trace, TraceTask
-from verifiers.v1.types import AssistantMessage, Response, UserMessage
-from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
+import episodes_by_hand
+from episodes_by_hand import scored
+from reverse_text import SYSTEM_PROMPT, parse_answer
 
-
-def taskset(**arguments: object) -> ReverseTextTaskset:
-    """The taskset as the host loads it."""
-    config = taskset_config_type("reverse-text").model_validate({"id": "reverse-text", **arguments})
-    return load_taskset(config)
-
-
-def scored(task: vf.Task, reply: str, finish: str = "stop") -> Trace:
-    """A one-turn trace with this reply, scored by the task."""
-    agent = AgentInfo(config=vf.AgentConfig(model="none"))
-    trace = Trace(task=TraceTask(type="ReverseTextTask", data=task.data), agent=agent)
-    message = AssistantMessage(content=reply)
-    turn = prepare_turn(trace, [UserMessage(content=task.data.prompt)])
-    node = turn.commit(Response(id="", created=0, model="none", message=message, finish_reason=finish))
-    trace.calls.append(ModelCall(node=node, finish_reason=finish))
-    asyncio.run(task.score(trace))
-    return trace
+taskset = partial(episodes_by_hand.taskset, "reverse-text")
 
 
 class Rewards(unittest.TestCase):
@@ -121,7 +102,3 @@ class Data(unittest.TestCase):
     def test_more_texts_than_there_are_is_refused(self) -> None:
         with self.assertRaisesRegex(ValueError, "distinct texts are asked for"):
             taskset(alphabet="ab", min_chars=1, max_chars=3)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import tempfile
 import unittest
+from functools import partial
 from pathlib import Path
 
+import episodes_by_hand
 import verifiers.v1 as vf
-from verifiers.v1.graph import prepare_turn
-from verifiers.v1.trace import AgentInfo, ModelCall, Trace, TraceTask
-from verifiers.v1.types import AssistantMessage, Response, ToolCall, UserMessage
-from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
-from wiki_search import WikiSearchTaskset, contains
+from verifiers.v1.types import AssistantMessage, ToolCall
+from wiki_search import contains
 from wiki_search.library import Document, Library, invented, read_pages
 from wiki_search.world import World
 
-
-def taskset(**arguments: object) -> WikiSearchTaskset:
-    """The taskset as the host loads it."""
-    config = taskset_config_type("wiki-search").model_validate({"id": "wiki-search", **arguments})
-    return load_taskset(config)
+taskset = partial(episodes_by_hand.taskset, "wiki-search")
 
 
-def reward(task: vf.Task, reply: str, finish: str = "stop", calls: list[ToolCall] | None = None) -> float:
+def reward(task: vf.Task, reply: str | AssistantMessage, finish: str = "stop") -> float:
     """What a rollout that ends with this reply earns."""
-    agent = AgentInfo(config=vf.AgentConfig(model="none"))
-    trace = Trace(task=TraceTask(type="WikiSearchTask", data=task.data), agent=agent)
-    message = AssistantMessage(content=reply, tool_calls=calls)
-    turn = prepare_turn(trace, [UserMessage(content=task.data.prompt)])
-    node = turn.commit(Response(id="", created=0, model="none", message=message, finish_reason=finish))
-    trace.calls.append(ModelCall(node=node, finish_reason=finish))
-    asyncio.run(task.score(trace))
-    return trace.reward
+    return episodes_by_hand.scored(task, reply, finish).reward
 
 
 class Encyclopedia(unittest.TestCase):
@@ -108,7 +95,11 @@ class Rewards(unittest.TestCase):
                 self.assertEqual(reward(task, wrong), 0.0, wrong)
             self.assertEqual(reward(task, right, "length"), 0.0)
             call = ToolCall(id="1", name="search_pages", arguments="{}")
-            self.assertEqual(reward(task, right, calls=[call]), 0.0, "a turn that calls is no answer")
+            self.assertEqual(
+                reward(task, AssistantMessage(content=right, tool_calls=[call])),
+                0.0,
+                "a turn that calls is no answer",
+            )
 
     def test_contains(self) -> None:
         self.assertTrue(contains("the Bram Fair, of course", "Bram Fair"))
@@ -142,7 +133,3 @@ class Data(unittest.TestCase):
                 list(taskset(corpus=corpus, questions=questions))
             with self.assertRaisesRegex(ValueError, "belong together"):
                 taskset(corpus=corpus)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import re
 import unittest
+from functools import partial
 
-import verifiers.v1 as vf
-from verifiers.v1.graph import prepare_turn
-from verifiers.v1.trace import AgentInfo, Trace, TraceTask
-from verifiers.v1.types import AssistantMessage, Response, UserMessage
-from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
-from wordle import WordleTaskset, guess_of
+import episodes_by_hand
+from episodes_by_hand import scored
+from wordle import guess_of
 from wordle.engine import Game, colours, words
 
-
-def taskset(**arguments: object) -> WordleTaskset:
-    """The taskset as the host loads it."""
-    config = taskset_config_type("wordle").model_validate({"id": "wordle", **arguments})
-    return load_taskset(config)
-
-
-def scored(task: vf.Task, replies: list[str]) -> Trace:
-    """The trace of a game with these replies, scored by the task."""
-    trace = Trace(
-        task=TraceTask(type="WordleTask", data=task.data),
-        agent=AgentInfo(config=vf.AgentConfig(model="none")),
-    )
-    messages: list[object] = [UserMessage(content=task.data.prompt)]
-    for reply in replies:
-        message = AssistantMessage(content=reply)
-        response = Response(id="", created=0, model="none", message=message, finish_reason="stop")
-        prepare_turn(trace, messages).commit(response)
-        messages += [message, UserMessage(content="told")]
-    asyncio.run(task.score(trace))
-    return trace
+taskset = partial(episodes_by_hand.taskset, "wordle")
 
 
 class Engine(unittest.TestCase):
@@ -114,7 +91,3 @@ class Data(unittest.TestCase):
         self.assertEqual(len(set(taskset(num_words=20).secrets())), 18)
         with self.assertRaisesRegex(ValueError, "more than the"):
             taskset(num_words=10**6)
-
-
-if __name__ == "__main__":
-    unittest.main()

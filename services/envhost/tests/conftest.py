@@ -12,22 +12,26 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from quartet.kit.channel import connect
-from quartet.kit.health import Health
-from quartet.kit.server import ServerConfig, Service, start
-from quartet.v1 import envhost_service_pb2, envhost_service_pb2_grpc
-from quartet_envhost.config import EnvHostConfig
+from quartet.v1 import envhost_service_pb2
 from quartet_envhost.host import EnvironmentHost
-from quartet_envhost.service import SERVICE_NAME, EnvHostServicer
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent.parent
 
-_spec = importlib.util.spec_from_file_location("scripted_inference", HERE / "scripted_inference.py")
-assert _spec is not None and _spec.loader is not None
-scripted_inference = importlib.util.module_from_spec(_spec)
-sys.modules["scripted_inference"] = scripted_inference
-_spec.loader.exec_module(scripted_inference)
+
+def _load(name: str) -> Any:
+    """A module of this folder, imported under its own name by the tests."""
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+scripted_inference = _load("scripted_inference")
+_load("rollout_outcomes")
+hosting = _load("hosting")
+MODES = hosting.modes("trial_env")
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +41,10 @@ def envs_python() -> str:
     if not os.access(python, os.X_OK):
         pytest.skip(f"no environment interpreter at {python}; `make install` makes it")
     return python
+
+
+# The environments under envs/ that are of the v1 generation.
+OF_TESTS = ("trial-env", "tool-env", "endless-env")
 
 
 @dataclass
@@ -72,41 +80,23 @@ class Hosted:
         return [w for pool in self.host._pools.values() for w in pool._workers if pool.env_id == "trial-env"]
 
 
-_source = (HERE / "envs/trial_env/__init__.py").read_text()
-MODES: tuple[str, ...] = eval(
-    _source[_source.index("MODES = ") + 8 : _source.index(")", _source.index("MODES = ")) + 1]
-)
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def hosted(envs_python: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Hosted]:
     """A running host; its workers are shared by the tests of a module."""
     policy = scripted_inference.ScriptedInference()
     inference = await scripted_inference.serve_scripted(policy)
-    config = EnvHostConfig.model_validate(
-        {
-            "inference_addresses": [inference.address],
-            "python": envs_python,
-            "max_in_flight": 64,
-            "deadline_grace_seconds": 0.5,
-            "environments": {
-                "trial-env": {"env": {"PYTHONPATH": str(HERE / "envs")}},
-                "tool-env": {"env": {"PYTHONPATH": str(HERE / "envs")}},
-                "endless-env": {"env": {"PYTHONPATH": str(HERE / "envs")}},
-                "reverse-text": {},
-            },
-        }
-    )
-    host = EnvironmentHost(config)
-    health = Health()
-    health.set_ready(SERVICE_NAME)
-    add: Any = envhost_service_pb2_grpc.add_EnvHostServiceServicer_to_server
-    server = await start([Service(SERVICE_NAME, add, EnvHostServicer(host))], ServerConfig(), health)
-    async with connect(server.address) as channel:
-        make_stub: Any = envhost_service_pb2_grpc.EnvHostServiceStub
-        yield Hosted(host, make_stub(channel), policy, tmp_path_factory.mktemp("envhost") / "once")
-    await server.stop(0)
-    await host.close()
+    settings = {
+        "inference_addresses": [inference.address],
+        "python": envs_python,
+        "max_in_flight": 64,
+        "deadline_grace_seconds": 0.5,
+        "environments": {
+            **{one: {"env": {"PYTHONPATH": str(hosting.ENVIRONMENTS)}} for one in OF_TESTS},
+            "reverse-text": {},
+        },
+    }
+    async with hosting.serving(settings) as (host, stub):
+        yield Hosted(host, stub, policy, tmp_path_factory.mktemp("envhost") / "once")
     await inference.stop(0)
 
 

@@ -15,22 +15,15 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
+from hosting import ENVIRONMENTS, modes, serving
 from quartet.errors import QuartetError, from_rpc
 from quartet.interact import interact
-from quartet.kit.channel import connect
-from quartet.kit.health import Health
-from quartet.kit.server import ServerConfig, Service, start
-from quartet.v1 import common_pb2, envhost_service_pb2, envhost_service_pb2_grpc, rollout_pb2
-from quartet_envhost.config import EnvHostConfig
-from quartet_envhost.host import EnvironmentHost
-from quartet_envhost.service import SERVICE_NAME, EnvHostServicer
+from quartet.v1 import common_pb2, envhost_service_pb2
+from rollout_outcomes import kind
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent.parent
-SOURCE = (HERE / "envs/classic_env/__init__.py").read_text()
-_AT = SOURCE.index("MODES = (") + 8
-MODES: tuple[str, ...] = eval(SOURCE[_AT : SOURCE.index("\n)", _AT) + 2])
+ROOT = Path(__file__).resolve().parents[3]
+MODES = modes("classic_env")
 
 
 @pytest.fixture(scope="session")
@@ -67,24 +60,14 @@ async def classic(classic_python: str) -> AsyncIterator[Classic]:
 
     policy = scripted_inference.ScriptedInference()
     inference = await scripted_inference.serve_scripted(policy)
-    config = EnvHostConfig.model_validate(
-        {
-            "inference_addresses": [inference.address],
-            "python": classic_python,
-            "deadline_grace_seconds": 0.5,
-            "environments": {"classic-env": {"env": {"PYTHONPATH": str(HERE / "envs")}}},
-        }
-    )
-    host = EnvironmentHost(config)
-    health = Health()
-    health.set_ready(SERVICE_NAME)
-    add: Any = envhost_service_pb2_grpc.add_EnvHostServiceServicer_to_server
-    server = await start([Service(SERVICE_NAME, add, EnvHostServicer(host))], ServerConfig(), health)
-    async with connect(server.address) as channel:
-        make_stub: Any = envhost_service_pb2_grpc.EnvHostServiceStub
-        yield Classic(make_stub(channel), policy)
-    await server.stop(0)
-    await host.close()
+    settings = {
+        "inference_addresses": [inference.address],
+        "python": classic_python,
+        "deadline_grace_seconds": 0.5,
+        "environments": {"classic-env": {"env": {"PYTHONPATH": str(ENVIRONMENTS)}}},
+    }
+    async with serving(settings) as (_, stub):
+        yield Classic(stub, policy)
     await inference.stop(0)
 
 
@@ -96,10 +79,6 @@ def _fresh(classic: Classic) -> None:
     classic.policy.requests.clear()
     classic.policy.errors.clear()
     classic.policy.forgets = False
-
-
-def kind(rollout: Any) -> str:
-    return rollout_pb2.FailureKind.Name(rollout.failure.kind).removeprefix("FAILURE_KIND_")
 
 
 async def test_a_classic_environment_is_described_and_listed(classic: Classic) -> None:

@@ -9,13 +9,10 @@ import grpc
 import pytest
 from quartet.errors import QuartetError, from_rpc
 from quartet.interact import interact
-from quartet.v1 import common_pb2, envhost_service_pb2, rollout_pb2
+from quartet.v1 import common_pb2, envhost_service_pb2
+from rollout_outcomes import kind
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-def kind(rollout: Any) -> str:
-    return rollout_pb2.FailureKind.Name(rollout.failure.kind).removeprefix("FAILURE_KIND_")
 
 
 def sampled(question: Any, text: str, version: int = 7) -> Any:

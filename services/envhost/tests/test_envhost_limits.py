@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from quartet.v1 import envhost_service_pb2, rollout_pb2
+from hosting import ENVIRONMENTS, modes
+from quartet.v1 import envhost_service_pb2
 from quartet_envhost.config import EnvHostConfig
 from quartet_envhost.host import EnvironmentHost
+from rollout_outcomes import kind
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-HERE = Path(__file__).resolve().parent
-MODES = ("ok", "eats", "children_eat", "forks", "writes", "blocks", "leaves_children")
+MODES = modes("greedy_env")
 
 
 class Greedy:
@@ -53,7 +54,7 @@ async def greedy(envs_python: str, tmp_path_factory: pytest.TempPathFactory) -> 
 
     policy = scripted_inference.ScriptedInference()
     inference = await scripted_inference.serve_scripted(policy)
-    environment = {"env": {"PYTHONPATH": str(HERE / "envs")}}
+    environment = {"env": {"PYTHONPATH": str(ENVIRONMENTS)}}
     limits = {"max_memory_gb": 1.0, "max_processes": 20, "max_file_gb": 0.02}
     config = EnvHostConfig.model_validate(
         {
@@ -67,10 +68,6 @@ async def greedy(envs_python: str, tmp_path_factory: pytest.TempPathFactory) -> 
     yield Greedy(host, policy, tmp_path_factory.mktemp("greedy") / "pids")
     await host.close()
     await inference.stop(0)
-
-
-def kind(rollout: Any) -> str:
-    return rollout_pb2.FailureKind.Name(rollout.failure.kind).removeprefix("FAILURE_KIND_")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,133 @@
+"""What goes wrong in rollouts is typed and costs its own rollouts alone: real host, real workers, over gRPC.
+
+Invariants by their module: pool.py 1-3, worker.py 2-4, v1/outcome.py 1, process.py 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+from quartet.errors import QuartetError
+from rollout_outcomes import kind, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.mark.parametrize(
+    ("mode", "want", "text"),
+    [
+        ("setup_raises", "ENVIRONMENT", "no such row"),
+        ("run_raises", "ENVIRONMENT", "the environment's bug"),
+        ("reward_raises", "SCORER", "a scorer's bug"),
+        ("reward_nan", "SCORER", "length"),
+        ("metric_raises", "SCORER", "a metric's bug"),
+        ("quits", "ENVIRONMENT", "thinks that it is a program"),
+        ("gives_up", "ENVIRONMENT", "EnvError"),
+        ("cancels_itself", "ENVIRONMENT", "CancelledError"),
+        ("raises_half_a_pair", "ENVIRONMENT", "no such emoji: ?"),
+        ("says_half_a_pair", "ENVIRONMENT", "surrogates"),
+    ],
+)
+async def test_what_the_environment_does_wrong_is_typed(hosted: Any, mode: str, want: str, text: str) -> None:
+    """Invariant 5."""
+    (rollout,) = await hosted.run(mode, max_retries=2)
+    assert kind(rollout) == want and text in rollout.failure.message
+    assert not rollout.failure.retryable and len(hosted.policy.requests) <= 1
+
+
+async def test_a_broken_rollout_does_not_end_its_group(hosted: Any) -> None:
+    """Invariant 5: each member's scorer fails in its own way; the others are rewarded, with zero too."""
+    said = ["fine", "zero", "raise", "nan", "inf", "huge", "text", "none", "fine"]
+    replies = iter(said)
+    hosted.policy.answer = lambda request, last: next(replies)
+    rollouts = await hosted.run("reply_decides", members=range(len(said)), messages_of_members=len(said))
+    assert sorted(r.member for r in rollouts) == list(range(len(said)))
+    scored = sorted(r.reward for r in rollouts if not r.HasField("failure"))
+    assert scored == [0.0, 1.0, 1.0]
+    failed = [r for r in rollouts if r.HasField("failure")]
+    assert {kind(r) for r in failed} == {"SCORER"}, [r.failure for r in failed]
+    assert {r.messages[-1].content for r in failed} == {"raise", "nan", "inf", "huge", "text", "none"}
+    assert all(r.samples for r in failed), "what was sampled is there to be looked at"
+
+
+async def test_prints_do_not_disturb_the_line(hosted: Any) -> None:
+    (rollout,) = await hosted.run("prints")
+    assert not rollout.HasField("failure") and rollout.reward > 0
+
+
+async def test_deadline_covers_scoring(hosted: Any) -> None:
+    """Invariants 5 and 7."""
+    started = time.monotonic()
+    (rollout,) = await hosted.run("scores_slowly", timeout_ms=500)
+    assert kind(rollout) == "TIMEOUT" and time.monotonic() - started < 5
+
+
+async def test_a_refused_model_call_is_tried_again(hosted: Any) -> None:
+    hosted.policy.errors = [QuartetError("NOT_READY", "restarting"), QuartetError("OVERLOADED", "full")]
+    (rollout,) = await hosted.run("ok")
+    assert not rollout.HasField("failure") and len(hosted.policy.requests) == 3
+
+
+async def test_a_model_failure_is_typed_and_retried_within_its_budget(hosted: Any) -> None:
+    hosted.policy.errors = [QuartetError("INTERNAL", "engine fault")] * 2
+    (rollout,) = await hosted.run("ok", max_retries=2)
+    assert not rollout.HasField("failure") and len(hosted.policy.requests) == 3
+    hosted.policy.errors = [QuartetError("INTERNAL", "engine fault")] * 2
+    (rollout,) = await hosted.run("ok", max_retries=1)
+    assert kind(rollout) == "MODEL" and rollout.failure.retryable
+    hosted.policy.errors = [QuartetError("PROMPT_TOO_LONG", "9 tokens, limit 4")]
+    (rollout,) = await hosted.run("ok", max_retries=1)
+    assert kind(rollout) == "MODEL" and not rollout.failure.retryable
+
+
+async def test_killed_worker_fails_its_members_and_they_are_retried(hosted: Any) -> None:
+    """Invariants 5 and 9."""
+    hosted.policy.delay_s = 1.0
+    without = asyncio.create_task(hosted.run("ok", members=range(3)))
+    retried = asyncio.create_task(hosted.run("ok", members=range(3), max_retries=1, timeout_ms=20_000))
+    await asyncio.wait_for(until(lambda: hosted.policy.running == 6), 10)
+    killed_at = time.monotonic()
+    os.kill(hosted.workers[0].pid, signal.SIGKILL)
+    rollouts = await without
+    assert time.monotonic() - killed_at < 1.0, "members end at once"
+    assert sorted(r.member for r in rollouts) == [0, 1, 2]
+    assert all(kind(r) == "HOST" and r.failure.retryable and "SIGKILL" in r.failure.message for r in rollouts)
+    rollouts = await retried
+    assert sorted(r.member for r in rollouts) == [0, 1, 2]
+    assert not any(r.HasField("failure") for r in rollouts)
+
+
+async def test_wedged_worker_is_stopped_and_only_it_fails(hosted: Any) -> None:
+    """Invariant 7."""
+    # The times below are a rollout's; starting a worker takes as long as the machine is busy.
+    await hosted.run("ok", timeout_ms=60_000)
+    wedged = asyncio.create_task(hosted.run("wedges", timeout_ms=1000))
+    await asyncio.sleep(0.3)
+    beside = asyncio.create_task(hosted.run("ok", max_retries=1))
+    (rollout,) = await asyncio.wait_for(wedged, 8)
+    assert kind(rollout) == "TIMEOUT" and "no longer answered" in rollout.failure.message
+    (rollout,) = await asyncio.wait_for(beside, 60)
+    assert not rollout.HasField("failure"), "retried on the respawned worker"
+
+
+@pytest.mark.slow
+async def test_a_tool_server_that_dies_is_a_failure_of_the_tool(hosted: Any) -> None:
+    """Invariant 5."""
+    hosted.policy.answer = lambda request, last: "call calc_explode {}"
+    request = hosted.request("tool-env", task_index=0, timeout_ms=90_000)
+    stream = hosted.stub.RunRollouts(request, timeout=120)
+    (rollout,) = [frame.rollout async for frame in stream if frame.HasField("rollout")]
+    assert kind(rollout) == "TOOL" and "calc_explode" in rollout.failure.message, rollout.failure
+    assert rollout.failure.retryable and len(hosted.policy.requests) == 1
+
+
+async def test_worker_that_exits_is_respawned_within_the_budget(hosted: Any) -> None:
+    (rollout,) = await hosted.run("exits_once", max_retries=1, timeout_ms=20_000)
+    assert not rollout.HasField("failure"), rollout.failure
+    (rollout,) = await hosted.run("exits")
+    assert kind(rollout) == "HOST" and "exited with code 3" in rollout.failure.message

@@ -1,0 +1,117 @@
+"""What can be asked of a host, what it refuses and how its calls end: real host, real workers, over gRPC.
+
+Invariants by their module: host.py 1-2, v1/environment.py 1, 3 and 4.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from quartet.v1 import envhost_service_pb2
+from rollout_outcomes import kind, refusal, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_descriptions_and_tasks(hosted: Any) -> None:
+    ref = hosted.ref("owner/reverse-text")
+    described = await hosted.stub.DescribeEnvironment(
+        envhost_service_pb2.DescribeEnvironmentRequest(environment=ref), timeout=60
+    )
+    info = described.environment
+    assert (info.api, info.verifiers_version[:4], info.version) == ("v1", "0.4.", "0.1.0")
+    assert (info.train_size, info.eval_size, info.workers) == (2000, 200, 1)
+    assert (list(info.rewards), list(info.metrics)) == (["lcs_reward"], ["exact_match"])
+
+    async def tasks(split: int, start: int, count: int) -> list[Any]:
+        request = envhost_service_pb2.GetTasksRequest(
+            environment=ref, split=split, start=start, count=count, include_data=True
+        )
+        return list((await hosted.stub.GetTasks(request, timeout=60)).tasks)
+
+    train = await tasks(envhost_service_pb2.SPLIT_TRAIN, 0, 4096)
+    held_out = await tasks(envhost_service_pb2.SPLIT_EVAL, 0, 4096)
+    assert [t.index for t in train] == list(range(2000)) and len(held_out) == 200
+    assert len({t.key for t in train} | {t.key for t in held_out}) == 2200
+    assert (await tasks(envhost_service_pb2.SPLIT_EVAL, 198, 5)) == held_out[198:]
+    listed = await hosted.stub.ListEnvironments(envhost_service_pb2.ListEnvironmentsRequest(), timeout=5)
+    assert {"trial-env", "reverse-text"} <= {one.id for one in listed.environments}
+
+
+async def test_refusals_are_typed_and_say_what_to_do(hosted: Any) -> None:
+    stub = hosted.stub
+    error = await refusal(stub.RunRollouts(hosted.request("nowhere"), timeout=60))
+    assert error.reason == "ENVIRONMENT_UNKNOWN" and "reverse-text" in error.metadata["hosted"]
+    error = await refusal(stub.RunRollouts(hosted.request("reverse-text", task_index=9999), timeout=60))
+    assert error.reason == "RESOURCE_UNKNOWN" and "task 9999" in error.message
+    error = await refusal(stub.RunRollouts(hosted.request("reverse-text", members=[]), timeout=60))
+    assert error.reason == "INVALID_REQUEST" and error.metadata["field"] == "members"
+    error = await refusal(hosted.run("ok", split=7))
+    assert error.reason == "INVALID_REQUEST" and error.metadata["field"] == "split"
+    request = envhost_service_pb2.GetTasksRequest(environment=hosted.ref("trial-env"), split=7, count=1)
+    error = await refusal(hosted.stub.GetTasks(request, timeout=10))
+    assert error.reason == "INVALID_REQUEST" and error.metadata["field"] == "split"
+    error = await refusal(stub.RunRollouts(hosted.request("reverse-text", members=[1, 1]), timeout=60))
+    assert error.reason == "INVALID_REQUEST"
+    error = await refusal(stub.RunRollouts(hosted.request("reverse-text", members=range(65)), timeout=60))
+    assert error.reason == "OVERLOADED" and hosted.host.in_flight == 0
+
+
+async def test_bad_arguments_are_one_clear_sentence(hosted: Any) -> None:
+    for args, text in [
+        ("{", "not JSON"),
+        ("[1]", "not an object"),
+        ("[" * 100_000, "not JSON"),
+        ('{"num_trian": 3}', "did you mean 'num_train'?"),
+    ]:
+        ref = envhost_service_pb2.EnvironmentRef(id="reverse-text", args_json=args)
+        request = envhost_service_pb2.DescribeEnvironmentRequest(environment=ref)
+        error = await refusal(hosted.stub.DescribeEnvironment(request, timeout=60))
+        assert error.reason == "INVALID_CONFIG" and text in error.message and "\n" not in error.message
+
+
+async def test_tasks_that_never_end_are_read_as_far_as_they_are_bounded(hosted: Any) -> None:
+    """Invariant 8: no index makes a worker read for ever."""
+    ref = envhost_service_pb2.EnvironmentRef(id="endless-env")
+    described = await hosted.stub.DescribeEnvironment(
+        envhost_service_pb2.DescribeEnvironmentRequest(environment=ref), timeout=60
+    )
+    assert described.environment.infinite
+    request = envhost_service_pb2.GetTasksRequest(environment=ref, start=3, count=2)
+    assert [t.index for t in (await hosted.stub.GetTasks(request, timeout=60)).tasks] == [3, 4]
+    request.start = 2**64 - 4
+    assert not (await hosted.stub.GetTasks(request, timeout=10)).tasks
+    error = await refusal(
+        hosted.stub.RunRollouts(hosted.request("endless-env", task_index=2**63), timeout=10)
+    )
+    assert error.reason == "RESOURCE_UNKNOWN"
+
+
+async def test_a_taskset_that_breaks_while_it_is_read_answers_at_once(hosted: Any) -> None:
+    """Invariant 7: the call ends with the environment's own error, not with the time for loading."""
+    ref = envhost_service_pb2.EnvironmentRef(id="endless-env", args_json='{"breaks": true}')
+    request = envhost_service_pb2.GetTasksRequest(environment=ref, count=10)
+    error = await refusal(hosted.stub.GetTasks(request, timeout=60))
+    assert error.reason == "ENVIRONMENT_UNAVAILABLE" and "row 7 is damaged" in error.message
+
+
+async def test_ending_the_call_cancels_its_rollouts(hosted: Any) -> None:
+    hosted.policy.delay_s = 20.0
+    call = hosted.stub.RunRollouts(hosted.request("trial-env", members=range(4)), timeout=60)
+    await asyncio.wait_for(until(lambda: hosted.policy.running == 4), 10)
+    call.cancel()
+    await asyncio.wait_for(until(lambda: hosted.policy.running == 0 and hosted.host.in_flight == 0), 10)
+
+
+async def test_cancel_ends_members_as_cancelled(hosted: Any) -> None:
+    hosted.policy.delay_s = 20.0
+    run = asyncio.create_task(hosted.run("ok", members=range(3), request_id="doomed", max_retries=2))
+    await asyncio.wait_for(until(lambda: hosted.policy.running == 3), 10)
+    cancel = envhost_service_pb2.CancelRequest(run_id="run", request_ids=["doomed"])
+    assert (await hosted.stub.Cancel(cancel, timeout=5)).cancelled == 3
+    rollouts = await asyncio.wait_for(run, 10)
+    assert [kind(r) for r in rollouts] == ["CANCELLED"] * 3
+    await asyncio.wait_for(until(lambda: hosted.policy.running == 0), 10)
+    assert (await hosted.stub.Cancel(cancel, timeout=5)).cancelled == 0
