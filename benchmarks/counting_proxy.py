@@ -5,6 +5,7 @@ framing, headers, heartbeats.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field
 
 READ_BYTES = 1 << 16
@@ -32,11 +33,12 @@ class CountingProxy:
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host, port = self.target.rsplit(":", 1)
         target_reader, target_writer = await asyncio.open_connection(host, int(port))
-        await asyncio.gather(
-            self._pump(reader, target_writer, "to_target_bytes"),
-            self._pump(target_reader, writer, "from_target_bytes"),
-            return_exceptions=True,
-        )
+        with contextlib.suppress(asyncio.CancelledError):  # the benchmark has ended
+            await asyncio.gather(
+                self._pump(reader, target_writer, "to_target_bytes"),
+                self._pump(target_reader, writer, "from_target_bytes"),
+                return_exceptions=True,
+            )
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, counter: str) -> None:
         while data := await reader.read(READ_BYTES):
