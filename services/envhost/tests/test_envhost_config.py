@@ -40,6 +40,7 @@ def test_dry_run_prints_the_resolved_configuration() -> None:
         (["--python", __file__], "is not executable"),
         (["--wrokers", "3"], "did you mean 'workers'?"),
         (["--inference-addresses", "[]"], "inference_addresses"),
+        (["--interact-only", "true"], "or else set interact_only"),
         (["--inference-addresses", '["10.1.1.1:5"]'], "off loopback"),
         (["--inference-addresses", '["dns:///localhost"]'], "write dns:///name:port"),
     ],
@@ -71,6 +72,15 @@ def test_settings_of_an_environment_fall_back_to_the_hosts() -> None:
     assert config.environment("other") is None
     open_host = EnvHostConfig(inference_addresses=["127.0.0.1:1"])
     assert open_host.environment("anything") is not None
+
+
+async def test_a_host_without_inference_runs_no_rollouts_by_itself() -> None:
+    host = EnvironmentHost(EnvHostConfig(interact_only=True))
+    request = envhost_service_pb2.RunRolloutsRequest(environment={"id": "reverse-text"}, members=[0])
+    with pytest.raises(QuartetError, match="use Interact") as caught:
+        await anext(host.run(request))
+    assert caught.value.reason == "INVALID_REQUEST"
+    await host.close()
 
 
 async def describe(python: str) -> QuartetError:

@@ -49,7 +49,9 @@ class EnvHostConfig(Config):
     server: ServerConfig = ServerConfig()
     # Where the policy is served: "host:port" of each replica, or "dns:///name:port" for all that a name has.
     # A group stays at one replica as long as that serves.
-    inference_addresses: list[str] = Field(min_length=1, max_length=1024)
+    inference_addresses: list[str] = Field(default_factory=list, max_length=1024)
+    # No inference at all: only Interact, whose callers are the policy. RunRollouts is refused.
+    interact_only: bool = False
     inference_security: ClientSecurity = ClientSecurity()
     # Default interpreter of environments.
     python: str = sys.executable
@@ -83,7 +85,12 @@ class EnvHostConfig(Config):
 
     @model_validator(mode="after")
     def _addresses_are_safe(self) -> Self:
-        Addresses(self.inference_addresses, self.inference_security)
+        if self.interact_only == bool(self.inference_addresses):
+            raise ValueError(
+                "inference_addresses: name where the policy is served, or else set interact_only = true"
+            )
+        if not self.interact_only:
+            Addresses(self.inference_addresses, self.inference_security)
         return self
 
     def environment(self, env_id: str) -> EnvironmentConfig | None:

@@ -159,6 +159,10 @@ class EnvironmentHost:
         self, request: envhost_service_pb2.RunRolloutsRequest
     ) -> AsyncGenerator[rollout_pb2.Rollout, None]:
         """The members of a request, each as it ends. Closing the iterator cancels what is left."""
+        if self._config.interact_only:
+            raise QuartetError(
+                "INVALID_REQUEST", "this host is interact_only: it knows no inference; use Interact"
+            )
         async with aclosing(self._run(request, None)) as frames:
             async for frame in frames:
                 assert isinstance(frame, rollout_pb2.Rollout), "nobody asks questions"

@@ -73,10 +73,13 @@ class Worker:
             self._refuse(call_id, error)
             await self._writer.drain()
             return
-        security = ClientSecurity.model_validate(settings["security"])
-        replicas = Replicas(settings["inference_addresses"], security)
-        self._replicas = ReplicaSampler(replicas)
-        async with replicas, self._environment.serving():
+        async with contextlib.AsyncExitStack() as stack:
+            if addresses := settings["inference_addresses"]:  # none: interact_only
+                security = ClientSecurity.model_validate(settings["security"])
+                self._replicas = ReplicaSampler(
+                    await stack.enter_async_context(Replicas(addresses, security))
+                )
+            await stack.enter_async_context(self._environment.serving())
             beat = asyncio.create_task(self._beat())
             self._send(Kind.OK, call_id, self._info)
             try:
