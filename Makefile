@@ -20,7 +20,7 @@ install: .venv/installed .venv-envs/installed
 	test -x $(PY) || python3 -m venv .venv
 	$(PY) -m pip install -q -U pip
 	$(PY) -m pip install -q torch==2.13.0
-	$(PY) -m pip install -q -e 'sdk[cli]' $(foreach s,$(SERVICES),-e services/$(s)) -e 'services/inference[openai]' --group dev
+	$(PY) -m pip install -q -e 'sdk[cli,eval,gepa]' $(foreach s,$(SERVICES),-e services/$(s)) -e 'services/inference[openai]' --group dev
 	touch $@
 
 # Environments have an interpreter of their own: their dependencies disagree with the engine's.
@@ -71,7 +71,7 @@ test: install classic test-vllm
 test-vllm:
 ifeq ($(shell grep -qw avx512f /proc/cpuinfo && echo yes),yes)
 	$(MAKE) .venv-vllm/installed
-	.venv-vllm/bin/python -m pytest -k vllm services/inference/tests/test_engine_conformance.py \
+	.venv-vllm/bin/python -m pytest -k vllm services/inference/tests/test_conformance_*.py \
 	  services/inference/tests/test_vllm_*.py
 else
 	@echo "the tests of the vLLM engine are skipped: its CPU build needs AVX-512, which this CPU lacks"
@@ -92,7 +92,7 @@ check: install
 	$(PY) -m pytest tests/deploy tests/contract/test_stubs_current.py
 
 bench: install models/tiny/config.json
-	$(foreach b,demo overlap wire weights delta relay replicas generate_cpu generate pause adapters agreement envhost loss_memory,\
+	$(foreach b,demo overlap wire recovery weights delta relay replicas generate_cpu generate pause adapters agreement envhost loss_memory,\
 	  $(PY) benchmarks/$(b).py &&) true
 
 protos: .venv/installed

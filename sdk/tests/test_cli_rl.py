@@ -8,10 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from quartet.cli import rl
 from quartet.cli.__main__ import build_parser, main
 from quartet.cli.job import RECORD, Job, default_folder, model_path, plan, taken
-from quartet.cli.rl import check_environments
 from quartet.config import ConfigError, load
 from quartet.run.config import RunConfig, parse_run
 
@@ -153,49 +151,6 @@ def test_run_ids_are_checked(tmp_path: Path, config: RunConfig) -> None:
     for run_id in ("a/b", "..", "x" * 65):
         with pytest.raises(ConfigError, match=f"--run-id '{run_id}' is refused"):
             planned(config, tmp_path / "x", run_id)
-
-
-def test_environments_are_looked_for_in_their_interpreter(config: RunConfig) -> None:
-    found = config.env[0].model_copy(update={"id": "owner/json@1.0"})
-    here = {"python": sys.executable}
-    check_environments(config.model_copy(update={"env": (found,), "envhost": here}))
-    unknown = config.env[0].model_copy(update={"id": "no-such-env"})
-    with pytest.raises(ConfigError, match=f"no package 'no_such_env' in {sys.executable}; install it there"):
-        check_environments(config.model_copy(update={"env": (unknown,), "envhost": here}))
-    with pytest.raises(ConfigError, match=r"envhost\.python = '/no/python' cannot be run: No such file"):
-        check_environments(config.model_copy(update={"envhost": {"python": "/no/python"}}))
-
-
-def test_an_unknown_environment_is_refused_with_what_exists(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "environments" / "reverse_vowels").mkdir(parents=True)
-    (tmp_path / "environments" / "reverse_vowels" / "pyproject.toml").touch()
-    monkeypatch.chdir(tmp_path)
-    for wanted, remedy in (
-        ("reverse-vowels", r"-m pip install -e environments/reverse_vowels$"),
-        ("reverse-vowel", r"did you mean 'reverse-vowels'\?$"),
-        ("quite-another", r"-m pip install; known here: .*reverse-vowels"),
-    ):
-        unknown = config.env[0].model_copy(update={"id": wanted})
-        with pytest.raises(ConfigError, match=remedy):
-            check_environments(
-                config.model_copy(update={"env": (unknown,), "envhost": {"python": sys.executable}})
-            )
-
-
-def test_an_environment_of_the_other_interpreter_is_pointed_to(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rl, "ENVIRONMENTS_PYTHON", str(tmp_path / "python"))
-    (tmp_path / "python").symlink_to(sys.executable)
-    (tmp_path / "empty").write_text("#!/bin/sh\nexit 1\n")
-    (tmp_path / "empty").chmod(0o755)
-    env = config.env[0].model_copy(update={"id": "json"})
-    wanted = config.model_copy(update={"env": (env,), "envhost": {"python": str(tmp_path / "empty")}})
-    with pytest.raises(ConfigError, match=f"has it: add --envhost.python {tmp_path}/python"):
-        check_environments(wanted)
 
 
 def test_default_folder_is_named_after_the_last_config() -> None:

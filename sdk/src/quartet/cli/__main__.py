@@ -53,11 +53,13 @@ def build_parser() -> argparse.ArgumentParser:
         )
 
     from quartet.cli import clients, rl
+    from quartet.cli.eval import arguments as evaluation
     from quartet.cli.sft import arguments as sft
     from quartet.cli.tiny import command as tiny
 
     rl.add_arguments(add("rl", "reinforcement learning on this machine", RL_DESCRIPTION))
     sft.add_arguments(add("sft", "supervised fine-tuning on this machine", sft.DESCRIPTION))
+    evaluation.add_arguments(add("eval", "measure a model on environments", evaluation.DESCRIPTION))
     model = add("model", "make a model")
     models = model.add_subparsers(dest="model_command", required=True, metavar="KIND")
     tiny.add_arguments(
@@ -90,7 +92,7 @@ def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
     from quartet.cli import clients, rl
     from quartet.cli.tiny import command as tiny
 
-    if rest and options.command not in ("rl", "sft", "submit"):
+    if rest and options.command not in ("rl", "sft", "eval", "submit"):
         raise ConfigError(f"argument {rest[0]!r} is not understood; see 'quartet {options.command} --help'")
     match options.command:
         case "rl":
@@ -101,6 +103,11 @@ def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
             from quartet.cli.sft import command as sft
 
             return sft.run(options, rest)
+        case "eval":
+            _need("rich")
+            from quartet.cli.eval import command as evaluation
+
+            return evaluation.run(options, rest)
         case "model":
             _need("tokenizers")
             return tiny.run(options)

@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import difflib
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +19,7 @@ from typing import Any
 
 from quartet.cli.display import Display, Plain
 from quartet.cli.drive import EXIT_FAILED, EXIT_INTERRUPTED, Outcome, drive
+from quartet.cli.env.installed import REFUSALS, with_interpreters
 from quartet.cli.job import Job, default_folder, model_path, plan, taken
 from quartet.cli.outputs import Outputs, write_json
 from quartet.cli.progress import ledger_dict, phase_name
@@ -32,20 +31,6 @@ from quartet.local.supervisor import ServiceFailed
 from quartet.run.config import RunConfig
 from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_COMPLETED
 
-FIND_SECONDS = 60.0  # a find_spec takes milliseconds; more means a broken interpreter
-# Exit code 0 if the package of argv[1] is there; else the names of the environments that are.
-FIND = """
-import importlib.metadata, importlib.util, sys
-if importlib.util.find_spec(sys.argv[1]) is None:
-    for one in importlib.metadata.distributions():
-        if any(need.startswith("verifiers") and "extra ==" not in need for need in one.requires or ()):
-            print(one.metadata["Name"])
-    sys.exit(1)
-"""
-# Where `make install` puts the environments.
-ENVIRONMENTS_PYTHON = ".venv-envs/bin/python"
-# What SubmitRun says of a run that cannot be run as written; only the environment itself can know.
-REFUSALS = frozenset({"INVALID_CONFIG", "ENVIRONMENT_UNKNOWN"})
 PACKAGES = ("quartet", *(f"quartet-{name}" for name in SERVICES), "torch", "transformers", "grpcio")
 
 
@@ -70,6 +55,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     started = time.monotonic()
     config = load(RunConfig, rest).config
     config = config.model_copy(update={"model": model_path(config.model)})
+    envhost = with_interpreters(config.envhost, [env.id for env in config.env])
+    config = config.model_copy(update={"envhost": envhost})
     folder = (options.output_dir or default_folder(rest)).absolute()
     job = plan(config, folder, options.run_id, resume=options.resume, overwrite=options.overwrite)
     _check(job)
@@ -132,46 +119,6 @@ def _check(job: Job) -> None:
     """Let every service check its config, in a folder that is thrown away. Raises ConfigError."""
     with tempfile.TemporaryDirectory(prefix="quartet-check-") as scratch:
         asyncio.run(check(_deploy(job, Path(scratch))))
-    check_environments(job.config)
-
-
-def check_environments(config: RunConfig) -> None:
-    """Every environment is installed in the interpreter that will run it. Raises ConfigError."""
-    for env in config.env:
-        module = env.id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
-        own = config.envhost.get("environments", {}).get(env.id, {}).get("python")
-        python = own or config.envhost.get("python") or sys.executable
-        found, installed = _find(module, python)
-        if not found:
-            remedy = _missing_environment(module, python, installed)
-            raise ConfigError(f"env.id = {env.id!r}: no package {module!r} in {python}; {remedy}")
-
-
-def _find(module: str, python: str) -> tuple[bool, list[str]]:
-    """Whether an interpreter has an environment; else those that it has. Raises ConfigError."""
-    try:
-        done = subprocess.run(
-            [python, "-c", FIND, module], capture_output=True, text=True, timeout=FIND_SECONDS, check=False
-        )
-    except OSError as error:
-        raise ConfigError(f"envhost.python = {python!r} cannot be run: {error.strerror}") from None
-    return done.returncode == 0, done.stdout.split()
-
-
-def _missing_environment(module: str, python: str, installed: list[str]) -> str:
-    """What to do about an environment that is not installed, naming only what exists."""
-    elsewhere = python != ENVIRONMENTS_PYTHON and Path(ENVIRONMENTS_PYTHON).exists()
-    if elsewhere and _find(module, ENVIRONMENTS_PYTHON)[0]:
-        return f"{ENVIRONMENTS_PYTHON} has it: add --envhost.python {ENVIRONMENTS_PYTHON}"
-    folders = [file.parent for file in Path("environments").glob("*/pyproject.toml")]
-    if here := next((folder for folder in folders if folder.name == module), None):
-        return f"install it there: {python} -m pip install -e {here}"
-    known = {name.replace("_", "-").lower() for name in (*installed, *(folder.name for folder in folders))}
-    if close := difflib.get_close_matches(module.replace("_", "-"), sorted(known), n=1):
-        return f"did you mean {close[0]!r}?"
-    return f"install it there with {python} -m pip install" + (
-        f"; known here: {', '.join(sorted(known))}" if known else ""
-    )
 
 
 def _finish(job: Job, outcome: Outcome, outputs: Outputs, wall_seconds: float) -> int:

@@ -18,12 +18,11 @@ from quartet.config import Config, ConfigError
 from quartet.config.load import validate
 from quartet.run.algorithm import AlgorithmConfig
 from quartet.run.lora import LoraConfig
+from quartet.run.sampling import SamplingConfig
 from quartet.run.values import (
     Count,
     Decay,
-    Fraction,
     NonNegative,
-    Penalty,
     Positive,
     PositiveCount,
     Seed,
@@ -41,53 +40,25 @@ MAX_RETRIES = 16
 MIN_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS = 0.001, 7 * 24 * 3600.0
 #: Each environment has at least one in this many groups (quartet_orchestrator.prompts).
 MAX_ENVIRONMENTS = 100
-#: SamplingParams.stop takes no more.
-MAX_STOP_STRINGS = 16
 
 GroupSize = Annotated[int, Field(ge=1, le=MAX_GROUP, strict=True)]
 
 
-class SamplingConfig(Config):
-    """How rollouts are sampled; what is absent is the engine's default."""
-
-    max_tokens: PositiveCount | None = None
-    temperature: Annotated[float, Field(allow_inf_nan=False, strict=True)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
-    top_k: Count | None = None
-    min_p: Fraction | None = None
-    repetition_penalty: Positive | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    stop: Annotated[tuple[str, ...], Field(max_length=MAX_STOP_STRINGS)] = ()
-    seed: Seed | None = None
-
-    @pydantic.field_validator("temperature")
-    @classmethod
-    def _samples(cls, temperature: float) -> float:
-        if temperature <= 0:
-            raise ValueError(
-                "a greedy group has no spread to learn from; set it above 0 (eval.temperature may be 0)"
-            )
-        return temperature
-
-    @pydantic.field_validator("stop")
-    @classmethod
-    def _stops_on_text(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
-        if "" in stop:
-            raise ValueError("an empty stop string ends every rollout at once; remove it")
-        return stop
-
-
-class EnvConfig(Config):
-    """One environment and its share of the rollouts."""
+class HostedConfig(Config):
+    """An environment as the host is asked for it."""
 
     id: Text
     args: Table
-    weight: Positive = 1.0
     timeout_seconds: Annotated[
         float, Field(ge=MIN_TIMEOUT_SECONDS, le=MAX_TIMEOUT_SECONDS, allow_inf_nan=False, strict=True)
     ] = 600.0
     max_retries: Annotated[int, Field(ge=0, le=MAX_RETRIES, strict=True)] = 2
+
+
+class EnvConfig(HostedConfig):
+    """One environment and its share of the rollouts."""
+
+    weight: Positive = 1.0
 
 
 class EvalConfig(Config):

@@ -18,8 +18,9 @@ from quartet.config import ConfigError
 from quartet.config.load import load
 from quartet.kit.call import RetryBudget, unary
 from quartet.kit.channel import connect
+from quartet.local.beside import AddressBook, beside
 from quartet.local.deployment import check, wire, write
-from quartet.local.supervisor import ServiceFailed, Supervisor
+from quartet.local.supervisor import ServiceFailed
 from quartet.run.sft import SftConfig
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1.rollout_pb2 import Sample
@@ -63,23 +64,13 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
 async def _train(config: SftConfig, chats: Chats, output: Path) -> None:
     specs = write(wire(config.model, output / "data", {"trainer": config.trainer}), output)
     await check(specs)
-    supervisor = Supervisor(specs)
-    supervisor.start()
-    try:
-        await supervisor.wait_bound()
-        (trainer,) = supervisor.statuses
-        async with connect(trainer.address) as channel:
+
+    async def work(book: AddressBook) -> Path:
+        async with connect(book["trainer"][0]) as channel:
             stub = TrainerServiceStub(channel)  # type: ignore[no-untyped-call]
-            failed = asyncio.create_task(supervisor.wait_failed())
-            work = asyncio.create_task(_steps(stub, config, chats.samples, output))
-            await asyncio.wait({failed, work}, return_when=asyncio.FIRST_COMPLETED)
-            failed.cancel()
-            if not work.done():
-                work.cancel()
-                await failed
-            exported = work.result()
-    finally:
-        await supervisor.stop(DRAIN_SECONDS)
+            return await _steps(stub, config, chats.samples, output)
+
+    exported = await beside(specs, work, drain_s=DRAIN_SECONDS)
     shutil.copytree(exported, output / CHECKPOINT, copy_function=link_or_copy)
 
 

@@ -1,0 +1,1 @@
+"""Environments on this machine: made, installed, described, checked."""

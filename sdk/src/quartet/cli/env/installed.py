@@ -1,0 +1,117 @@
+"""Which interpreter of this machine has an environment.
+
+1. What the `[envhost]` table says is taken: `environments."id".python` for one, `python` for all. Where it
+   says nothing, the interpreter is the first that has the package: that of `quartet env install`, those of
+   `make install` and `make classic`, this one.
+2. An environment that is in none is refused before anything starts, with what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quartet.config import ConfigError
+
+FIND_SECONDS = 60.0  # a find_spec takes milliseconds; more means a broken interpreter
+# Exit code 0 if the package of argv[1] is there; else the names of the environments that are.
+FIND = """
+import importlib.metadata, importlib.util, sys
+if importlib.util.find_spec(sys.argv[1]) is None:
+    for one in importlib.metadata.distributions():
+        if any(need.startswith("verifiers") and "extra ==" not in need for need in one.requires or ()):
+            print(one.metadata["Name"])
+    sys.exit(1)
+"""
+# Where `make install` and `make classic` put environments.
+ENVIRONMENTS_PYTHON, CLASSIC_PYTHON = ".venv-envs/bin/python", ".venv-envs-classic/bin/python"
+# `quartet env install` makes a folder for each environment here.
+INSTALLED = Path(".quartet/envs")
+# What SubmitRun, DescribeEnvironment and GetTasks say of what can never run as written.
+REFUSALS = frozenset({"INVALID_CONFIG", "ENVIRONMENT_UNKNOWN"})
+
+
+def module_of(env_id: str) -> str:
+    """The name under which Verifiers imports "owner/my-env@1.0": my_env."""
+    return env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+
+
+def own_python(env_id: str) -> Path:
+    """The interpreter that `quartet env install` makes for an environment."""
+    return INSTALLED / module_of(env_id) / "bin" / "python"
+
+
+def with_interpreters(envhost: dict[str, Any], env_ids: Sequence[str]) -> dict[str, Any]:
+    """The `[envhost]` table with the interpreter of each environment in it. Raises ConfigError."""
+    table = {**envhost, "environments": {**envhost.get("environments", {})}}
+    entries = table["environments"]
+    for env_id in env_ids:
+        module = module_of(env_id)
+        name = next((known for known in entries if module_of(known) == module), env_id)
+        said = entries.get(name, {}).get("python") or envhost.get("python")
+        if said:
+            _check(env_id, module, said)
+        else:
+            entries[name] = {**entries.get(name, {}), "python": interpreter_of(env_id)}
+    if not entries:
+        del table["environments"]
+    return table
+
+
+def interpreter_of(env_id: str) -> str:
+    """The first interpreter that has the environment. Raises ConfigError."""
+    module = module_of(env_id)
+    known = [str(python) for python in candidates(env_id)]
+    for python in known:
+        if find(module, python)[0]:
+            return python
+    default = known[0] if known[0] != sys.executable or len(known) == 1 else known[1]
+    raise ConfigError(
+        f"env.id = {env_id!r}: no package {module!r} in {', '.join(known)}; "
+        f"{_remedy(module, default, find(module, default)[1])}"
+    )
+
+
+def candidates(env_id: str) -> list[Path]:
+    """The interpreters of this machine that may have it, in the order in which they are looked at."""
+    here = [own_python(env_id), Path(ENVIRONMENTS_PYTHON), Path(CLASSIC_PYTHON)]
+    return [*(python for python in here if python.exists()), Path(sys.executable)]
+
+
+def find(module: str, python: str) -> tuple[bool, list[str]]:
+    """Whether an interpreter has an environment; else those that it has. Raises ConfigError."""
+    try:
+        done = subprocess.run(
+            [python, "-c", FIND, module], capture_output=True, text=True, timeout=FIND_SECONDS, check=False
+        )
+    except OSError as error:
+        raise ConfigError(f"envhost.python = {python!r} cannot be run: {error.strerror}") from None
+    return done.returncode == 0, done.stdout.split()
+
+
+def _check(env_id: str, module: str, python: str) -> None:
+    found, installed = find(module, python)
+    if not found:
+        raise ConfigError(
+            f"env.id = {env_id!r}: no package {module!r} in {python}; {_remedy(module, python, installed)}"
+        )
+
+
+def _remedy(module: str, python: str, installed: Sequence[str]) -> str:
+    """What to do about an environment that is not installed, naming only what exists."""
+    elsewhere = python != ENVIRONMENTS_PYTHON and Path(ENVIRONMENTS_PYTHON).exists()
+    if elsewhere and find(module, ENVIRONMENTS_PYTHON)[0]:
+        return f"{ENVIRONMENTS_PYTHON} has it: add --envhost.python {ENVIRONMENTS_PYTHON}"
+    folders = [file.parent for file in Path("environments").glob("*/pyproject.toml")]
+    if here := next((folder for folder in folders if folder.name == module), None):
+        return f"install it there: {python} -m pip install -e {here}"
+    known = {name.replace("_", "-").lower() for name in (*installed, *(folder.name for folder in folders))}
+    if close := difflib.get_close_matches(module.replace("_", "-"), sorted(known), n=1):
+        return f"did you mean {close[0]!r}?"
+    return f"install it there with {python} -m pip install, or with quartet env install" + (
+        f"; known here: {', '.join(sorted(known))}" if known else ""
+    )

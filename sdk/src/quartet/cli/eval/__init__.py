@@ -1,0 +1,1 @@
+"""Evaluations: rollouts of hosted environments, measured and recorded."""

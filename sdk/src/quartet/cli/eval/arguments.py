@@ -1,0 +1,102 @@
+"""The arguments of `quartet eval`. Most are short names for keys of its file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from quartet.config import ConfigError
+
+DESCRIPTION = """\
+Play environments with a model, and measure it.
+
+  quartet eval reverse-text -m models/tiny -n 50 -r 4       a model folder: served by the command itself
+  quartet eval gsm8k --inference-addresses '["10.0.0.5:50053"]'   replicas that run already
+  quartet eval gsm8k -m mini                                an endpoint of configs/endpoints.toml
+  quartet eval gsm8k -m gpt-4.1-mini -b https://api.openai.com/v1 -k OPENAI_API_KEY
+  quartet eval @ configs/eval/small.toml                    several environments; any key also as --key value
+
+Writes results.jsonl, failures.jsonl, metadata.json for each to OUTPUT/evals/ENVIRONMENT--MODEL/RUN_ID/.
+Exit code 0: every rollout has a result; 1: some failed (they are counted apart, never as reward 0, and
+--resume tries them again); 2: refused.
+"""
+
+Keys = Mapping[tuple[str, ...], tuple[str, str]]
+
+#: Flags, the key that each sets, and what it is.
+MODEL_KEYS: Keys = {
+    ("-m", "--model"): ("model", "model folder, or id in the file of endpoints"),
+    ("-b", "--base-url"): ("base_url", "OpenAI-compatible endpoint"),
+    ("-k", "--api-key-var"): ("api_key_var", "environment variable with its key"),
+    ("-e", "--endpoints"): ("endpoints", "file of endpoints (default: configs/endpoints.toml)"),
+}
+PLAY_KEYS: Keys = {
+    ("-n", "--num-examples"): ("num_examples", "examples of each environment; -1 for all (default: 5)"),
+    ("-r", "--rollouts-per-example"): ("rollouts_per_example", "rollouts of each example (default: 3)"),
+    ("-c", "--max-concurrent"): ("max_concurrent", "rollouts under way at once (default: 32)"),
+    ("-t", "--max-tokens"): ("sampling.max_tokens", "most tokens of a turn"),
+    ("-T", "--temperature"): ("sampling.temperature", "0 is greedy"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments besides the configuration."""
+    add_keys(parser, MODEL_KEYS)
+    add_keys(parser, PLAY_KEYS)
+    add_env_args(parser)
+    add_output(parser)
+    parser.add_argument("--run-id", help="name of the folder (default: the time)")
+    parser.add_argument(
+        "-R", "--resume", nargs="?", const="", metavar="RUN_ID",
+        help="go on with an evaluation (default: the last one of this environment and model)",
+    )  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="check everything, start nothing")
+
+
+def add_keys(parser: argparse.ArgumentParser, keys: Keys) -> None:
+    """Short names for keys; `given_keys` turns them back."""
+    for flags, (key, text) in keys.items():
+        parser.add_argument(*flags, dest=_dest(key), metavar=key.rpartition(".")[2].upper(), help=text)
+
+
+def add_env_args(parser: argparse.ArgumentParser) -> None:
+    """-a."""
+    parser.add_argument(
+        "-a", "--env-args", metavar="JSON", help="arguments of the environment, a JSON object"
+    )
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Where to, and how shown."""
+    parser.add_argument("-o", "--output-dir", type=Path, default=Path("outputs"), help="default: %(default)s")
+    parser.add_argument("--plain", action="store_true", help="lines instead of the live table")
+
+
+def given_keys(options: argparse.Namespace, keys: Keys) -> list[str]:
+    """What was given, as `--key=value` for the configuration."""
+    given = {key: getattr(options, _dest(key)) for key, _ in keys.values()}
+    return [f"--{key}={value}" for key, value in given.items() if value is not None]
+
+
+def environment_first(rest: list[str]) -> tuple[str, list[str]]:
+    """The environment that is named without a flag, and what else there is."""
+    if rest and not rest[0].startswith(("@", "-")):
+        return rest[0], rest[1:]
+    return "", rest
+
+
+def env_args(options: argparse.Namespace) -> dict[str, object]:
+    """-a. Raises ConfigError."""
+    try:
+        args = json.loads(options.env_args or "{}")
+    except ValueError as error:
+        raise ConfigError(f"--env-args {options.env_args!r} is not JSON: {error}") from None
+    if not isinstance(args, dict):
+        raise ConfigError(f"""--env-args {options.env_args!r} is no JSON object, such as '{{"key": 1}}'""")
+    return args
+
+
+def _dest(key: str) -> str:
+    return f"key_{key.replace('.', '_')}"

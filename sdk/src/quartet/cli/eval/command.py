@@ -1,0 +1,189 @@
+"""`quartet eval`: rollouts of hosted environments, measured.
+
+1. Whatever can be refused is refused before anything starts, in one sentence, with exit code 2.
+2. Exit code 0 only where every rollout has a result. What failed is counted apart and named.
+3. Stopped at any moment, also by SIGKILL, it goes on with --resume and plays only what has no result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quartet.cli.env.installed import REFUSALS
+from quartet.cli.eval.arguments import MODEL_KEYS, PLAY_KEYS, env_args, environment_first, given_keys
+from quartet.cli.eval.board import Board, Tally, board, print_table, result_table
+from quartet.cli.eval.config import EvalFileConfig, OneEvalConfig, Trial
+from quartet.cli.eval.record import METADATA, Record
+from quartet.cli.eval.rollouts import describe, play, reference, tasks_of
+from quartet.cli.eval.rows import failure_kind
+from quartet.cli.eval.services import deploy, with_host
+from quartet.cli.eval.source import Source, choose
+from quartet.config import ConfigError, load, validate
+from quartet.errors import QuartetError
+from quartet.interact import Policy
+from quartet.kit.folder import check_folder
+from quartet.local.beside import AddressBook
+from quartet.local.supervisor import ServiceFailed
+from quartet.run.name import RULE, is_run_id
+from quartet.v1.rollout_pb2 import Rollout, Task
+
+EXIT_FAILED = 1
+#: Where the services of an evaluation keep their configs and logs, beside its results.
+SERVICES = "services"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done, all of it checked."""
+
+    source: Source
+    records: Sequence[Record]
+    services: Path
+    run_id: str
+
+
+def run(options: argparse.Namespace, rest: list[str]) -> int:
+    """The command. `rest` is what argparse left: an environment, `@ file.toml`, `--key value`."""
+    config = read(options, rest)
+    plan = plan_of(config, choose(config), options)
+    env_ids = [one.trial.hosted.id for one in plan.records]
+    if options.dry_run:
+        with tempfile.TemporaryDirectory(prefix="quartet-check-") as scratch:
+            deploy(plan.source, Path(scratch), env_ids, config.envhost, config.inference)
+        print(config.model_dump_json(indent=2, exclude_none=True))
+        return 0
+    specs = deploy(plan.source, plan.services, env_ids, config.envhost, config.inference)
+    tallies = [Tally(record.trial.name) for record in plan.records]
+    with contextlib.closing(board(tallies, plain=options.plain)) as shown:
+        shown.say(f"run {plan.run_id}; logs are in {plan.services / 'logs'}")
+
+        async def work(host: Any, policy: Policy | None, book: AddressBook) -> None:
+            for record, tally in zip(plan.records, tallies, strict=True):
+                await evaluate(host, policy, record, tally, shown)
+
+        try:
+            with_host(specs, plan.source, work)
+        except ServiceFailed as error:
+            print(f"error: {error}", file=sys.stderr)
+            return EXIT_FAILED
+        except QuartetError as error:
+            if error.reason not in REFUSALS:
+                raise
+            raise ConfigError(error.message) from error
+        except KeyboardInterrupt:
+            print(f"stopped; go on with --resume {plan.run_id}", file=sys.stderr)
+            raise
+    return report(plan)
+
+
+def read(options: argparse.Namespace, rest: list[str]) -> EvalFileConfig:
+    """The configuration of the file, the flags and the environment named before them. Raises ConfigError."""
+    named, rest = environment_first(rest)
+    config = load(
+        EvalFileConfig, [*rest, *given_keys(options, MODEL_KEYS), *given_keys(options, PLAY_KEYS)]
+    ).config
+    args = env_args(options)
+    if named and config.eval:
+        raise ConfigError(f"environment {named!r} is named beside [[eval]] of a file; name it in one place")
+    if not named and not config.eval:
+        raise ConfigError("no environment is named; write quartet eval ENVIRONMENT, or [[eval]] in a file")
+    if named:
+        one = validate(OneEvalConfig, {"id": named, "args": args})
+        return config.model_copy(update={"eval": (one,)})
+    if args:
+        raise ConfigError(
+            "--env-args is for an environment named on the command line; write args in [[eval]]"
+        )
+    return config
+
+
+def plan_of(config: EvalFileConfig, source: Source, options: argparse.Namespace) -> Plan:
+    """Folders and what they hold. Raises ConfigError; changes nothing."""
+    base = options.output_dir.absolute() / "evals"
+    check_folder("--output-dir", base)
+    folders = [base / folder_name(trial, source) for trial in config.trials]
+    run_id = options.run_id or options.resume or ""
+    if options.resume == "" and not run_id:
+        run_id = _latest(folders)
+    run_id = run_id or time.strftime("%Y%m%d-%H%M%S")
+    if not is_run_id(run_id):
+        raise ConfigError(f"--run-id {run_id!r} is refused: {RULE}")
+    records = []
+    for folder, trial in zip(folders, config.trials, strict=True):
+        if options.resume is None and (folder / run_id / METADATA).exists():
+            raise ConfigError(
+                f"{folder / run_id} is taken; add --resume {run_id}, or choose another --run-id"
+            )
+        records.append(Record(folder / run_id, trial, source))
+    if options.resume is not None and not any((one.folder / METADATA).exists() for one in records):
+        raise ConfigError(f"--resume: no evaluation {run_id} of this environment and model in {base}")
+    return Plan(source, records, base / SERVICES / run_id, run_id)
+
+
+def folder_name(trial: Trial, source: Source) -> str:
+    """As Verifiers calls it."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "--", f"{trial.name}--{source.name.strip('/')}")
+
+
+def _latest(folders: Sequence[Path]) -> str:
+    """The run that was begun last in any of the folders."""
+    begun = [file for folder in folders for file in folder.glob(f"*/{METADATA}")]
+    if not begun:
+        raise ConfigError(f"--resume: there is nothing to go on with in {folders[0]}")
+    return max(begun, key=lambda file: file.stat().st_mtime).parent.name
+
+
+async def evaluate(host: Any, policy: Policy | None, record: Record, tally: Tally, shown: Board) -> None:
+    """Play what the record does not have. Raises QuartetError, ConfigError."""
+    trial = record.trial
+    info = await describe(host, reference(trial))
+    tasks = await tasks_of(host, trial)
+    wanted = record.wanted(tasks)
+    total = len(tasks) * trial.rollouts_per_example
+    left = sum(map(len, wanted.values()))
+    tally.begin(left)
+    if left < total:
+        shown.say(f"{trial.name}: {total - left} of {total} rollouts have results already")
+
+    def note(task: Task, rollout: Rollout) -> None:
+        fatal = getattr(policy, "fatal", None)
+        if fatal is not None:
+            raise fatal
+        record.note(task, rollout)
+        tally.add(rollout, failure_kind(rollout) if rollout.HasField("failure") else "")
+        shown.update(tally)
+
+    with record.held(info, tasks):
+        await play(host, trial, wanted, tasks, note, policy)
+
+
+def report(plan: Plan) -> int:
+    """Say what came out. The exit code."""
+    print_table(result_table([(one.trial.name, one.summary(), one.failed) for one in plan.records]))
+    for record in plan.records:
+        metadata = record.metadata()
+        means = "  ".join(f"{name} {value:.3f}" for name, value in metadata["avg_metrics"].items())
+        print(f"{record.trial.name}: {means}" if means else f"{record.trial.name}: no result")
+        if len(metadata["policy_versions"]) > 1:
+            print(f"  several versions of the policy answered: {metadata['policy_versions']}")
+        if metadata["truncated"]:
+            print(f"  {metadata['truncated']:.0%} were cut by a limit, such as sampling.max_tokens")
+        print(f"  {record.folder}")
+    failed = sum(sum(record.failed.values()) for record in plan.records)
+    if failed:
+        print(
+            f"error: {failed} rollouts failed and have no reward; see failures.jsonl, "
+            f"try them again with --resume {plan.run_id}",
+            file=sys.stderr,
+        )
+        return EXIT_FAILED
+    return 0

@@ -1,0 +1,127 @@
+"""What is evaluated: the TOML of `quartet eval @ file.toml`.
+
+1. Top-level keys hold for every `[[eval]]`; a key inside one wins there.
+2. One of three answers: our inference on a model folder (`model` alone), replicas that run already
+   (`inference_addresses`), or an OpenAI-compatible endpoint (`base_url`, or a `model` that is an id in the
+   file of `endpoints`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import pydantic
+from pydantic import Field
+
+from quartet.config import Config
+from quartet.run.config import MAX_ENVIRONMENTS, GroupSize, HostedConfig
+from quartet.run.sampling import EvalSamplingConfig
+from quartet.run.values import Number, PositiveCount, Table, Text
+
+#: What Verifiers' own command takes where nothing is said.
+NUM_EXAMPLES, ROLLOUTS_PER_EXAMPLE, MAX_CONCURRENT = 5, 3, 32
+PASS_THRESHOLD = 0.5
+#: num_examples that means all of them.
+ALL = -1
+
+Examples = Annotated[int, Field(ge=ALL, lt=2**32, strict=True)]
+Split = Literal["eval", "train"]
+
+
+class OneEvalConfig(HostedConfig):
+    """One environment; what is left out is taken from the top of the file."""
+
+    #: Of its folder and its row; two evaluations of one environment need two.
+    name: Text | None = None
+    split: Split | None = None
+    num_examples: Examples | None = None
+    rollouts_per_example: GroupSize | None = None
+    pass_threshold: Number | None = None
+    sampling: EvalSamplingConfig = EvalSamplingConfig()
+
+
+class EvalFileConfig(Config):
+    """A file of evaluations."""
+
+    model: str = ""
+    inference_addresses: tuple[Text, ...] = ()
+    base_url: str = ""
+    #: Name of the environment variable that holds the endpoint's key.
+    api_key_var: str = "OPENAI_API_KEY"
+    endpoints: Path = Path("configs/endpoints.toml")
+    num_examples: Examples = NUM_EXAMPLES
+    rollouts_per_example: GroupSize = ROLLOUTS_PER_EXAMPLE
+    max_concurrent: PositiveCount = MAX_CONCURRENT
+    split: Split = "eval"
+    #: A rollout passes from this reward on.
+    pass_threshold: Number = PASS_THRESHOLD
+    sampling: EvalSamplingConfig = EvalSamplingConfig()
+    eval: Annotated[tuple[OneEvalConfig, ...], Field(max_length=MAX_ENVIRONMENTS)] = ()
+    inference: Table
+    envhost: Table
+
+    @pydantic.field_validator("num_examples")
+    @classmethod
+    def _evaluates_something(cls, num_examples: int) -> int:
+        if num_examples == 0:
+            raise ValueError(f"nothing would be evaluated; set it above 0, or to {ALL} for all")
+        return num_examples
+
+    @pydantic.field_validator("eval", mode="before")
+    @classmethod
+    def _is_an_array(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            raise ValueError("evaluations are a list of tables; write [[eval]] with two brackets")
+        return value
+
+    @pydantic.model_validator(mode="after")
+    def _one_answers(self) -> Self:
+        if self.base_url and self.inference_addresses:
+            raise ValueError("base_url and inference_addresses both say who answers; give one of the two")
+        if self.base_url and not self.model:
+            raise ValueError('base_url needs the name of a model there; set model = "..."')
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [one.name or one.id for one in self.eval]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f'two evaluations are called {twice!r}; give each a name = "..." of its own')
+        return self
+
+    @property
+    def trials(self) -> list[Trial]:
+        """One for each [[eval]], its settings complete."""
+        return [self._trial(one) for one in self.eval]
+
+    def _trial(self, one: OneEvalConfig) -> Trial:
+        own = one.sampling.model_dump(exclude_unset=True)
+        return Trial(
+            name=one.name or one.id,
+            hosted=HostedConfig(
+                id=one.id, args=one.args, timeout_seconds=one.timeout_seconds, max_retries=one.max_retries
+            ),
+            split=one.split or self.split,
+            num_examples=self.num_examples if one.num_examples is None else one.num_examples,
+            rollouts_per_example=one.rollouts_per_example or self.rollouts_per_example,
+            pass_threshold=self.pass_threshold if one.pass_threshold is None else one.pass_threshold,
+            sampling=self.sampling.model_copy(update=own),
+            max_concurrent=self.max_concurrent,
+        )
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One environment and how it is played."""
+
+    name: str
+    hosted: HostedConfig
+    split: str
+    num_examples: int
+    rollouts_per_example: int
+    sampling: EvalSamplingConfig
+    max_concurrent: int
+    pass_threshold: float = PASS_THRESHOLD

@@ -1,0 +1,162 @@
+"""An OpenAI-compatible endpoint as the policy of `EnvHostService.Interact`.
+
+1. A turn is one chat completion: the conversation as the environment has it, with its tools and sampling.
+2. An endpoint tells how many tokens there were, not which. The answer therefore carries as many zeros: they
+   are counted as usage and are good for nothing else, so nothing of these rollouts is ever trained on.
+3. An endpoint that will never answer (refused connection, wrong key, unknown model) is told by `fatal`; any
+   other error fails the rollout that asked.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import openai
+
+from quartet.cli.eval.endpoints import Endpoint
+from quartet.config import ConfigError
+from quartet.v1 import common_pb2
+from quartet.v1 import envhost_service_pb2 as pb
+
+#: One answer; a rollout's own deadline is shorter or longer than that.
+ANSWER_SECONDS = 600.0
+#: The client library's own, with growing pauses, for what passes: 429, 5xx, connections.
+RETRIES = 3
+#: Sampling keys that the API does not have, but most servers take beside it.
+BESIDE = ("top_k", "min_p", "repetition_penalty")
+PLAIN = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed")
+HOPELESS = (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError)
+
+
+class OpenAiPolicy:
+    """Asks an endpoint. Use as an async context manager."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        """Nothing is asked yet. Raises ConfigError where a key is missing."""
+        self._endpoint = endpoint
+        self._clients = [
+            openai.AsyncOpenAI(
+                base_url=one.url,
+                api_key=endpoint.key_of(one),
+                default_headers=one.headers,
+                timeout=ANSWER_SECONDS,
+                max_retries=RETRIES,
+            )
+            for one in endpoint.replicas
+        ]
+        self._turns = itertools.cycle(zip(self._clients, endpoint.replicas, strict=True))
+        self._answered = False
+        #: Why no further question is worth asking.
+        self.fatal: ConfigError | None = None
+
+    async def __aenter__(self) -> OpenAiPolicy:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for client in self._clients:
+            await client.close()
+
+    async def __call__(self, question: pb.ModelQuestion) -> pb.ModelAnswer:
+        """One turn. Raises openai.OpenAIError."""
+        messages = [wire_message(one) for one in question.messages]
+        client, replica = next(self._turns)
+        try:
+            done = await client.chat.completions.create(
+                model=replica.model,
+                messages=messages,  # type: ignore[arg-type]
+                **parameters(question),
+            )
+        except HOPELESS as error:
+            raise self._give_up(replica.url, f"refuses: {_reason(error)}") from error
+        except openai.APITimeoutError:
+            raise
+        except openai.APIConnectionError as error:
+            if self._answered:
+                raise
+            why = error.__cause__ or error
+            raise self._give_up(replica.url, f"cannot be reached: {why}") from error
+        self._answered = True
+        return answer_of(done)
+
+    async def ask(self, text: str) -> str:
+        """One question and its answer, outside any environment."""
+        question = pb.ModelQuestion(messages=[common_pb2.Message(role="user", content=text)])
+        return (await self(question)).message.content
+
+    def _give_up(self, url: str, why: str) -> ConfigError:
+        self.fatal = ConfigError(f"the endpoint {url} {why}; check its url, key and model")
+        return self.fatal
+
+
+def _reason(error: openai.APIStatusError) -> str:
+    body = error.body
+    said = body.get("message") if isinstance(body, dict) else None
+    return f"{error.status_code} {said or error.message}"
+
+
+def parameters(question: pb.ModelQuestion) -> dict[str, Any]:
+    """Sampling and tools as keyword arguments of the API."""
+    sampling = question.sampling
+    given: dict[str, Any] = {name: getattr(sampling, name) for name in PLAIN if sampling.HasField(name)}
+    if sampling.HasField("max_tokens"):
+        given["max_completion_tokens"] = sampling.max_tokens
+    if sampling.stop:
+        given["stop"] = list(sampling.stop)
+    beside = {name: getattr(sampling, name) for name in BESIDE if sampling.HasField(name)}
+    if beside:
+        given["extra_body"] = beside
+    if question.tools:
+        given["tools"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": json.loads(tool.parameters_json or "{}"),
+                },
+            }
+            for tool in question.tools
+        ]
+    return given
+
+
+def wire_message(message: common_pb2.Message) -> dict[str, Any]:
+    """A message of the contract in the API's form."""
+    wire: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        wire["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments_json},
+            }
+            for call in message.tool_calls
+        ]
+    if message.role == "tool":
+        wire["tool_call_id"] = message.tool_call_id
+    return wire
+
+
+def answer_of(done: Any) -> pb.ModelAnswer:
+    """A chat completion as an answer. Raises ValueError where it holds none."""
+    if not done.choices:
+        raise ValueError("the endpoint sent no choice")
+    choice, usage = done.choices[0], done.usage
+    said = choice.message
+    message = common_pb2.Message(role="assistant", content=said.content or "")
+    message.reasoning_content = getattr(said, "reasoning_content", None) or ""
+    for call in said.tool_calls or []:
+        if call.type == "function":
+            message.tool_calls.add(
+                id=call.id, name=call.function.name, arguments_json=call.function.arguments
+            )
+    sampled = max(1, usage.completion_tokens if usage else 1)
+    return pb.ModelAnswer(
+        prompt_token_ids=[0] * max(1, usage.prompt_tokens if usage else 1),
+        token_ids=[0] * sampled,
+        logprobs=[0.0] * sampled,
+        message=message,
+        truncated=choice.finish_reason == "length",
+    )

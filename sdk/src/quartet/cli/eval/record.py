@@ -1,0 +1,195 @@
+"""The folder of one evaluation.
+
+    results.jsonl    one line for each rollout that has a reward
+    failures.jsonl   one line for each that failed
+    metadata.json    settings and figures, in Verifiers' form
+
+1. A line is written whole as soon as its rollout ends. A folder opened again cuts off a torn last line, and
+   asks only for the rollouts that have no result: those that failed are tried again.
+2. A folder holds results of one setting. Opened with another one it is refused, with the key. `num_examples`
+   may grow: then the further examples are run.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from quartet.cli.eval.config import ALL, Trial
+from quartet.cli.eval.rows import failure_kind, failure_row, result_row
+from quartet.cli.eval.source import Source
+from quartet.cli.eval.statistics import Summary, means_by_name, summarise
+from quartet.cli.outputs import Row, append_line, recover_lines, write_json
+from quartet.config import ConfigError
+from quartet.kit.folder import lock_file
+from quartet.v1.envhost_service_pb2 import EnvironmentInfo
+from quartet.v1.rollout_pb2 import Rollout, Task
+
+RESULTS, FAILURES, METADATA = "results.jsonl", "failures.jsonl", "metadata.json"
+#: Of metadata.json: what may not change while a folder is filled, as the keys of the command are called.
+SETTINGS = {
+    "env_id": "id",
+    "env_args": "args",
+    "split": "split",
+    "model": "model",
+    "base_url": "base_url",
+    "rollouts_per_example": "rollouts_per_example",
+    "sampling_args": "sampling",
+}
+
+
+class Record:
+    """What is known of one evaluation, in memory and in its folder."""
+
+    def __init__(self, folder: Path, trial: Trial, source: Source) -> None:
+        """Read the folder, if there is one. Raises ConfigError where it holds another evaluation."""
+        self.folder, self.trial, self.source = folder, trial, source
+        self.settings = settings_of(trial, source)
+        self.results: list[Row] = []
+        self.failures: dict[tuple[int, int], str] = {}
+        self._info = EnvironmentInfo()
+        self._began = time.monotonic()
+        self._before = 0.0
+        if (folder / METADATA).exists():
+            self._go_on()
+
+    def _go_on(self) -> None:
+        try:
+            known = json.loads((self.folder / METADATA).read_text(encoding="utf-8"))
+            rows = recover_lines(self.folder / RESULTS)
+            {_key(row) for row in rows}
+        except (ValueError, KeyError) as error:
+            raise ConfigError(f"{self.folder} cannot be read ({error}); use another folder") from None
+        for name, key in SETTINGS.items():
+            if known.get(name) != self.settings[name]:
+                raise ConfigError(
+                    f"{key} = {_text(self.settings[name])} is refused: {self.folder} was begun with "
+                    f"{key} = {_text(known.get(name))}; set that, or begin anew without --resume"
+                )
+        before, now = int(known["num_examples"]), self.trial.num_examples
+        if now != ALL and now < before:
+            raise ConfigError(
+                f"num_examples = {now} is refused: {self.folder} was begun with {before}; "
+                "it may grow, not shrink"
+            )
+        self.results = rows
+        self._before = float(known.get("time", 0.0))
+
+    @contextmanager
+    def held(self, info: EnvironmentInfo, tasks: Sequence[Task]) -> Iterator[None]:
+        """The folder, made and locked; metadata.json says at the end how it went, whatever ended it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = lock_file(self.folder / ".lock")
+        except BlockingIOError:
+            raise ConfigError(f"{self.folder} is being filled by another evaluation; wait for it") from None
+        self._info, self._tasks = info, tasks
+        with lock:
+            try:
+                self.save()
+                yield
+            finally:
+                self.save()
+
+    def wanted(self, tasks: Sequence[Task]) -> dict[int, list[int]]:
+        """Of each task, the members that have no result yet."""
+        done = {_key(row) for row in self.results}
+        members = range(self.trial.rollouts_per_example)
+        return {
+            task.index: [member for member in members if (task.index, member) not in done] for task in tasks
+        }
+
+    def note(self, task: Task, rollout: Rollout) -> None:
+        """Take a rollout."""
+        if rollout.HasField("failure"):
+            self.failures[task.index, rollout.member] = failure_kind(rollout)
+            append_line(self.folder / FAILURES, failure_row(task, rollout))
+            return
+        row = result_row(task, rollout)
+        append_line(self.folder / RESULTS, row)
+        self.results.append(row)
+
+    @property
+    def failed(self) -> Counter[str]:
+        """Rollouts of this attempt without a result, by the kind of failure."""
+        return Counter(self.failures.values())
+
+    def summary(self) -> Summary | None:
+        """None where there is no result."""
+        groups: dict[int, list[float]] = {}
+        for row in self.results:
+            groups.setdefault(row["example_id"], []).append(row["reward"])
+        trial = self.trial
+        return summarise(groups, trial.pass_threshold, trial.rollouts_per_example) if groups else None
+
+    def save(self) -> None:
+        """Write metadata.json."""
+        write_json(self.folder / METADATA, self.metadata())
+
+    def metadata(self) -> Row:
+        """Settings and figures."""
+        figures, tried = self.summary(), len(self.results) + len(self.failures)
+        usage = [row["token_usage"] for row in self.results]
+        means = means_by_name(row["metrics"] for row in self.results)
+        return {
+            **self.settings,
+            "name": self.trial.name,
+            "num_examples": len(self._tasks),
+            "shuffle": False,
+            "shuffle_seed": None,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "time": self._before + time.monotonic() - self._began,
+            "avg_reward": figures.mean if figures else None,
+            "avg_metrics": means,
+            "avg_error": len(self.failures) / tried if tried else 0.0,
+            "pass_at_k": figures.pass_at_k if figures else {},
+            "pass_all_k": figures.pass_all_k if figures else {},
+            "pass_threshold": self.trial.pass_threshold,
+            "usage": means_by_name(usage) or None,
+            "version_info": {
+                "vf_version": self._info.verifiers_version,
+                "vf_commit": None,
+                "env_version": self._info.version or None,
+                "env_commit": None,
+            },
+            "state_columns": [],
+            "path_to_save": str(self.folder),
+            "tools": None,
+            # Beyond Verifiers' form.
+            "reward_std": figures.deviation if figures else None,
+            "reward_stderr": figures.error if figures else None,
+            "reward_std_within_example": figures.within if figures else None,
+            "truncated": fmean(row["is_truncated"] for row in self.results) if self.results else None,
+            "results": len(self.results),
+            "rollouts": len(self._tasks) * self.trial.rollouts_per_example,
+            "failures": dict(self.failed),
+            "policy_versions": sorted({one for row in self.results for one in row["policy_versions"]}),
+        }
+
+
+def settings_of(trial: Trial, source: Source) -> dict[str, Any]:
+    """What the results depend on, as it stands in metadata.json."""
+    return {
+        "env_id": trial.hosted.id,
+        "env_args": trial.hosted.args,
+        "split": trial.split,
+        "model": source.name,
+        "base_url": source.base_url,
+        "rollouts_per_example": trial.rollouts_per_example,
+        "sampling_args": trial.sampling.model_dump(mode="json", exclude_none=True, exclude_defaults=True),
+    }
+
+
+def _key(row: Mapping[str, Any]) -> tuple[int, int]:
+    return row["example_id"], row["rollout"]
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

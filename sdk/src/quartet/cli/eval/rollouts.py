@@ -1,0 +1,168 @@
+"""Rollouts of a hosted environment, by the host's own policy or by a client's.
+
+1. Every member of every task that is asked for ends exactly once: as a result or as a typed failure.
+2. At most `max_concurrent` rollouts are under way.
+3. A host that goes away is asked again for the members that are missing, ATTEMPTS times; those that are
+   still missing then end as HOST failures. Whatever will not pass (an unknown environment, refused
+   arguments) ends all of them: QuartetError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from quartet.cli.eval.config import ALL, Trial
+from quartet.errors import QuartetError
+from quartet.interact import Policy, interact
+from quartet.kit.call import RETRYABLE, RetryBudget, stream, unary
+from quartet.kit.stream import IDLE_TIMEOUT_SECONDS
+from quartet.run.sampling import sampling_params
+from quartet.v1 import envhost_service_pb2 as pb
+from quartet.v1.rollout_pb2 import FAILURE_KIND_HOST, Rollout, RolloutFailure, Task
+
+#: The first call loads the environment, which the host itself gives 300 s.
+LOAD_SECONDS = 330.0
+#: With their data these are far below the limit of a message for most environments.
+TASKS_AT_ONCE = 64
+ATTEMPTS = 4
+SPLITS = {"train": pb.SPLIT_TRAIN, "eval": pb.SPLIT_EVAL}
+
+Note = Callable[[Task, Rollout], None]
+
+
+def reference(trial: Trial) -> pb.EnvironmentRef:
+    """The environment of a trial."""
+    args = trial.hosted.args
+    return pb.EnvironmentRef(id=trial.hosted.id, args_json=json.dumps(args, sort_keys=True) if args else "")
+
+
+async def describe(host: Any, ref: pb.EnvironmentRef) -> pb.EnvironmentInfo:
+    """Load an environment. Raises QuartetError."""
+    request = pb.DescribeEnvironmentRequest(environment=ref)
+    answer = await unary(
+        host.DescribeEnvironment, request, timeout_s=LOAD_SECONDS, budget=RetryBudget(), wait_for_ready=True
+    )
+    info: pb.EnvironmentInfo = answer.environment
+    return info
+
+
+async def tasks_of(host: Any, trial: Trial) -> list[Task]:
+    """The examples of a trial, with their data. Raises QuartetError."""
+    info = await describe(host, reference(trial))
+    if trial.num_examples == ALL and info.infinite:
+        raise QuartetError(
+            "INVALID_CONFIG", f"environment {trial.hosted.id!r} has no last example; set num_examples"
+        )
+    tasks: list[Task] = []
+    count = TASKS_AT_ONCE
+    while trial.num_examples == ALL or len(tasks) < trial.num_examples:
+        left = count if trial.num_examples == ALL else min(count, trial.num_examples - len(tasks))
+        request = pb.GetTasksRequest(
+            environment=reference(trial), split=SPLITS[trial.split], start=len(tasks), count=left,
+            include_data=True,
+        )  # fmt: skip
+        try:
+            page = await unary(host.GetTasks, request, timeout_s=LOAD_SECONDS, budget=RetryBudget())
+        except QuartetError as error:
+            if error.metadata.get("field") != "count" or left == 1:
+                raise
+            count = left // 2  # long texts: fewer fit into a message
+            continue
+        tasks.extend(page.tasks)
+        if len(page.tasks) < left:
+            break
+    if not tasks:
+        raise QuartetError(
+            "INVALID_CONFIG", f"environment {trial.hosted.id!r} has no example in its {trial.split} split"
+        )
+    return tasks
+
+
+async def play(
+    host: Any, trial: Trial, wanted: Mapping[int, Sequence[int]], tasks: Sequence[Task], note: Note,
+    policy: Policy | None = None,
+) -> None:  # fmt: skip
+    """Run the wanted members of each task, by index; each is noted as it ends. Raises QuartetError."""
+    width = min(trial.rollouts_per_example, trial.max_concurrent)
+    groups = _groups(wanted, tasks, width)
+
+    async def some() -> None:
+        for task, members in groups:
+            await _group(host, trial, task, members, note, policy)
+
+    workers = [asyncio.create_task(some()) for _ in range(max(1, trial.max_concurrent // width))]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+
+
+def _groups(
+    wanted: Mapping[int, Sequence[int]], tasks: Sequence[Task], width: int
+) -> Iterator[tuple[Task, list[int]]]:
+    for task in tasks:
+        members = iter(wanted.get(task.index, ()))
+        while part := list(itertools.islice(members, width)):
+            yield task, part
+
+
+async def _group(
+    host: Any, trial: Trial, task: Task, members: Sequence[int], note: Note, policy: Policy | None
+) -> None:
+    missing = list(members)
+    budget, why = RetryBudget(), ""
+    for attempt in range(1, ATTEMPTS + 1):
+        request = rollouts_request(trial, task, missing)
+        try:
+            async with aclosing(_ask(host, request, policy)) as rollouts:
+                async for rollout in rollouts:
+                    missing.remove(rollout.member)
+                    note(task, rollout)
+            return
+        except QuartetError as error:
+            if error.reason not in RETRYABLE | {"DEADLINE"}:
+                raise
+            why = str(error)
+            await asyncio.sleep(budget.delay_s(attempt, error))
+    for member in missing:
+        failure = RolloutFailure(kind=FAILURE_KIND_HOST, message=why, retryable=True)
+        note(task, Rollout(member=member, failure=failure))
+
+
+async def _ask(
+    host: Any, request: pb.RunRolloutsRequest, policy: Policy | None
+) -> AsyncGenerator[Rollout, None]:
+    if policy is not None:
+        async with aclosing(interact(host, request, policy)) as rollouts:
+            async for rollout in rollouts:
+                yield rollout
+        return
+    beating: Any = stream(host.RunRollouts(request), idle_timeout_s=IDLE_TIMEOUT_SECONDS)
+    async with aclosing(beating) as frames:
+        async for frame in frames:
+            if frame.HasField("rollout"):
+                yield frame.rollout
+
+
+def rollouts_request(trial: Trial, task: Task, members: Sequence[int]) -> pb.RunRolloutsRequest:
+    """Everything of it, under an id of its own."""
+    return pb.RunRolloutsRequest(
+        run_id="",
+        request_id=f"{trial.name}-{task.index}-{uuid.uuid4().hex[:12]}",
+        environment=reference(trial),
+        split=SPLITS[trial.split],
+        task_index=task.index,
+        members=members,
+        sampling=sampling_params(trial.sampling, trial.sampling.seed),
+        timeout_ms=round(trial.hosted.timeout_seconds * 1000),
+        messages_of_members=max(members) + 1,
+        max_retries=trial.hosted.max_retries,
+    )

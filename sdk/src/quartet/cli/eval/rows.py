@@ -1,0 +1,106 @@
+"""A rollout as a line of results.jsonl or failures.jsonl, in the form that Verifiers writes and reads.
+
+Beyond that form a line says which member of its example it is (`rollout`), the key of its task, and which
+versions of the policy sampled it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from quartet.cli.outputs import Row
+from quartet.v1.common_pb2 import Message
+from quartet.v1.rollout_pb2 import FailureKind, Rollout, Task
+
+
+def result_row(task: Task, rollout: Rollout) -> Row:
+    """A result."""
+    prompt, completion = conversation(rollout.messages)
+    data = json.loads(task.data_json) if task.data_json else {}
+    # Verifiers' metrics hold the reward functions too.
+    metrics = {**rollout.metrics, **rollout.rewards}
+    row: Row = {
+        **metrics,
+        "example_id": task.index,
+        "rollout": rollout.member,
+        "task_key": task.key,
+        "prompt": prompt,
+        "completion": completion,
+        "reward": rollout.reward,
+        "metrics": metrics,
+        "timing": timing(rollout),
+        "is_completed": True,
+        "is_truncated": rollout.truncated,
+        "stop_condition": rollout.stop_condition,
+        "num_turns": rollout.num_turns,
+        "error": None,
+        "token_usage": {
+            "input_tokens": float(rollout.usage.prompt_tokens),
+            "output_tokens": float(rollout.usage.completion_tokens),
+        },
+        "policy_versions": sorted(
+            {span.policy_version for sample in rollout.samples for span in sample.spans}
+        ),
+    }
+    row |= {name: data[name] for name in ("answer", "info") if data.get(name)}
+    return row
+
+
+def failure_row(task: Task, rollout: Rollout) -> Row:
+    """A failure: it has no reward."""
+    kind = failure_kind(rollout)
+    text = rollout.failure.message
+    prompt, completion = conversation(rollout.messages)
+    return {
+        "example_id": task.index,
+        "rollout": rollout.member,
+        "prompt": prompt,
+        "completion": completion,
+        "is_completed": False,
+        "error": {"error": kind, "message": text, "error_chain_repr": text, "error_chain_str": text},
+        "retryable": rollout.failure.retryable,
+        "time": time.time(),
+    }
+
+
+def failure_kind(rollout: Rollout) -> str:
+    """ "TIMEOUT" and so on."""
+    return FailureKind.Name(rollout.failure.kind).removeprefix("FAILURE_KIND_")
+
+
+def conversation(messages: Sequence[Message]) -> tuple[list[Row], list[Row]]:
+    """What stood there before the policy first spoke, and everything from then on."""
+    rows = [message_row(one) for one in messages]
+    first = next((at for at, one in enumerate(rows) if one["role"] == "assistant"), len(rows))
+    return rows[:first], rows[first:]
+
+
+def message_row(message: Message) -> Row:
+    """A message; its tool calls as text, as Verifiers saves them."""
+    row: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning_content:
+        row["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        row["tool_calls"] = [
+            json.dumps({"id": call.id, "name": call.name, "arguments": call.arguments_json})
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        row["tool_call_id"] = message.tool_call_id
+    return row
+
+
+def timing(rollout: Rollout) -> Row:
+    """Spans in seconds; their dates are those of the moment at which the result came."""
+    spent, end = rollout.timing, time.time()
+    start, scoring = end - spent.total_ms / 1000, end - spent.scoring_ms / 1000
+    return {
+        "start_time": start,
+        "generation": {"start": start, "end": scoring, "duration": scoring - start},
+        "scoring": {"start": scoring, "end": end, "duration": end - scoring},
+        "model": {"spans": [], "duration": spent.model_ms / 1000},
+        "total": end - start,
+    }

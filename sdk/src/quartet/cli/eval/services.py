@@ -1,0 +1,64 @@
+"""The services behind an evaluation, on this machine: an environment host, and our inference where a folder
+answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+from quartet.cli.env.installed import with_interpreters
+from quartet.cli.eval.source import Source
+from quartet.config import ConfigError
+from quartet.interact import Policy
+from quartet.kit.channel import connect
+from quartet.local.beside import AddressBook, beside
+from quartet.local.child import ChildSpec
+from quartet.local.deployment import Table, check, wire, write
+from quartet.v1.envhost_service_pb2_grpc import EnvHostServiceStub
+
+T = TypeVar("T")
+
+DRAIN_SECONDS = 3.0
+
+
+def deploy(
+    source: Source, folder: Path, env_ids: Sequence[str], envhost: Table, inference: Table
+) -> list[ChildSpec]:
+    """Check everything and write the services' configs. Raises ConfigError."""
+    tables = {"envhost": with_interpreters(envhost, env_ids)}
+    if source.folder:
+        tables["inference"] = inference
+    else:
+        if inference:
+            raise ConfigError("[inference] configures a model that is started here; name a model folder")
+        tables["envhost"] |= {
+            "inference_addresses": list(source.addresses),
+            "interact_only": source.endpoint is not None,
+        }
+    specs = write(wire(source.folder, folder / "data", tables), folder)
+    asyncio.run(check(specs))
+    return specs
+
+
+def with_host(
+    specs: Sequence[ChildSpec],
+    source: Source,
+    work: Callable[[Any, Policy | None, AddressBook], Coroutine[Any, Any, T]],
+) -> T:
+    """Run `work` with a stub of the host and the policy that a client plays, if one does."""
+
+    async def connected(book: AddressBook) -> T:
+        async with AsyncExitStack() as opened:
+            channel = await opened.enter_async_context(connect(book["envhost"][0]))
+            host = EnvHostServiceStub(channel)  # type: ignore[no-untyped-call]
+            if source.endpoint is None:
+                return await work(host, None, book)
+            from quartet.cli.eval.openai_policy import OpenAiPolicy
+
+            policy = await opened.enter_async_context(OpenAiPolicy(source.endpoint))
+            return await work(host, policy, book)
+
+    return asyncio.run(beside(specs, connected, drain_s=DRAIN_SECONDS))

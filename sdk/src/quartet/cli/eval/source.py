@@ -1,0 +1,64 @@
+"""Who answers: our inference started here, replicas that run already, or an endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quartet.cli.eval.config import EvalFileConfig
+from quartet.cli.eval.endpoints import Endpoint, endpoint_at, read_endpoints
+from quartet.cli.job import model_path
+from quartet.config import ConfigError
+
+
+@dataclass(frozen=True)
+class Source:
+    """`folder` is served by the command; else `addresses` are dialled by the host, or `endpoint` is asked."""
+
+    name: str
+    folder: str = ""
+    addresses: Sequence[str] = ()
+    endpoint: Endpoint | None = None
+
+    @property
+    def base_url(self) -> str:
+        """For the record: where the answers came from."""
+        if self.endpoint is not None:
+            return self.endpoint.url
+        return ",".join(f"grpc://{one}" for one in self.addresses)
+
+
+def choose(config: EvalFileConfig) -> Source:
+    """What the configuration names. Raises ConfigError."""
+    if config.inference_addresses:
+        name = config.model or config.inference_addresses[0]
+        return Source(name, addresses=config.inference_addresses)
+    return source_of(config.model, config.base_url, config.api_key_var, config.endpoints)
+
+
+def source_of(model: str, base_url: str, api_key_var: str, endpoints: Path) -> Source:
+    """A model at an address, in the file of endpoints, or in a folder. Raises ConfigError."""
+    if base_url:
+        return _reachable(Source(model, endpoint=endpoint_at(base_url, model, api_key_var)))
+    if not model:
+        raise ConfigError(
+            "no model is named; give --model with a model folder or an id in "
+            f"{endpoints}, or --inference-addresses with a running replica"
+        )
+    known = read_endpoints(endpoints) if endpoints.exists() else {}
+    if model in known:
+        return _reachable(Source(model, endpoint=known[model]))
+    try:
+        return Source(model, folder=model_path(model))
+    except ConfigError as error:
+        ids = f"{', '.join(sorted(known))} in {endpoints}" if known else f"there is none in {endpoints}"
+        raise ConfigError(f"{error}; or name an endpoint ({ids})") from None
+
+
+def _reachable(source: Source) -> Source:
+    """With every key that it needs, looked up before anything starts."""
+    assert source.endpoint is not None
+    for replica in source.endpoint.replicas:
+        source.endpoint.key_of(replica)
+    return source

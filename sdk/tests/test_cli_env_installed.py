@@ -1,0 +1,72 @@
+"""Which interpreter has an environment, and what is said where none has."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from quartet.cli.env import installed
+from quartet.cli.env.installed import with_interpreters
+from quartet.config import ConfigError
+
+HERE = {"python": sys.executable}
+
+
+def test_environments_are_looked_for_in_the_interpreter_that_is_named() -> None:
+    assert with_interpreters(HERE, ["owner/json@1.0"]) == HERE
+    with pytest.raises(ConfigError, match=f"no package 'no_such_env' in {sys.executable}; install it there"):
+        with_interpreters(HERE, ["no-such-env"])
+    with pytest.raises(ConfigError, match=r"envhost\.python = '/no/python' cannot be run: No such file"):
+        with_interpreters({"python": "/no/python"}, ["json"])
+
+
+def test_an_entry_of_another_spelling_is_the_environments_own() -> None:
+    table = {"workers": 2, "environments": {"owner/Json": {"python": sys.executable, "workers": 3}}}
+    assert with_interpreters(table, ["json"]) == table
+
+
+def test_where_nothing_is_said_the_first_interpreter_that_has_it_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "empty").chmod(0o755)
+    monkeypatch.setattr(installed, "ENVIRONMENTS_PYTHON", "empty")
+    assert with_interpreters({}, ["json"]) == {"environments": {"json": {"python": sys.executable}}}
+    own = installed.own_python("json")
+    own.parent.mkdir(parents=True)
+    own.symlink_to(sys.executable)
+    entries = with_interpreters({"environments": {"json": {"workers": 2}}}, ["json"])["environments"]
+    assert entries == {"json": {"workers": 2, "python": str(own)}}
+    with pytest.raises(ConfigError, match=r"no package 'no_such_env' in empty, .*python; install it there"):
+        with_interpreters({}, ["no-such-env"])
+
+
+def test_an_unknown_environment_is_refused_with_what_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "environments" / "reverse_vowels").mkdir(parents=True)
+    (tmp_path / "environments" / "reverse_vowels" / "pyproject.toml").touch()
+    monkeypatch.chdir(tmp_path)
+    for wanted, remedy in (
+        ("reverse-vowels", r"-m pip install -e environments/reverse_vowels$"),
+        ("reverse-vowel", r"did you mean 'reverse-vowels'\?$"),
+        ("quite-another", r"quartet env install; known here: .*reverse-vowels"),
+    ):
+        with pytest.raises(ConfigError, match=remedy):
+            with_interpreters(HERE, [wanted])
+
+
+def test_an_environment_of_the_other_interpreter_is_pointed_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    other = tmp_path / "python"
+    monkeypatch.setattr(installed, "ENVIRONMENTS_PYTHON", str(other))
+    other.symlink_to(sys.executable)
+    (tmp_path / "empty").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "empty").chmod(0o755)
+    with pytest.raises(ConfigError, match=f"has it: add --envhost.python {re.escape(str(other))}"):
+        with_interpreters({"python": str(tmp_path / "empty")}, ["json"])
