@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -34,13 +35,24 @@ hosting = _load("hosting")
 MODES = hosting.modes("trial_env")
 
 
+def interpreter(variable: str, folder: str, command: str) -> str:
+    """A Python of another folder, named by an environment variable where that is set."""
+    python = os.environ.get(variable, str(ROOT / folder / "bin/python"))
+    if not os.access(python, os.X_OK):
+        pytest.skip(f"no interpreter of environments at {python}; `{command}` makes it")
+    return python
+
+
 @pytest.fixture(scope="session")
 def envs_python() -> str:
-    """An interpreter that has verifiers and this package."""
-    python = os.environ.get("QUARTET_ENVS_PYTHON", str(ROOT / ".venv-envs/bin/python"))
-    if not os.access(python, os.X_OK):
-        pytest.skip(f"no environment interpreter at {python}; `make install` makes it")
-    return python
+    """An interpreter that has verifiers 0.4 and this package."""
+    return interpreter("QUARTET_ENVS_PYTHON", ".venv-envs", "make install")
+
+
+@pytest.fixture(scope="session")
+def classic_python() -> str:
+    """An interpreter that has verifiers 0.3 and this package."""
+    return interpreter("QUARTET_ENVS_CLASSIC_PYTHON", ".venv-envs-classic", "make classic")
 
 
 # The environments under envs/ that are of the v1 generation.
@@ -77,7 +89,7 @@ class Hosted:
     @property
     def workers(self) -> list[Any]:
         """The live worker processes of the trial environment."""
-        return [w for pool in self.host._pools.values() for w in pool._workers if pool.env_id == "trial-env"]
+        return [w for pool in self.host._pools.values() for w in pool.workers if pool.env_id == "trial-env"]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -100,14 +112,46 @@ async def hosted(envs_python: str, tmp_path_factory: pytest.TempPathFactory) -> 
     await inference.stop(0)
 
 
+class Classic:
+    """A host of classic environments, its policy and a client."""
+
+    modes = hosting.modes("classic_env")
+
+    def __init__(self, host: EnvironmentHost, stub: Any, policy: Any) -> None:
+        self.host, self.stub, self.policy = host, stub, policy
+
+    def request(self, mode: str = "ok", args: dict[str, Any] | None = None, **fields: Any) -> Any:
+        """A RunRolloutsRequest for a task of the classic trial environment, named by its mode."""
+        fields = {"request_id": os.urandom(6).hex(), "members": [0], "timeout_ms": 20_000, **fields}
+        fields.setdefault("task_index", self.modes.index(mode))
+        environment = {"id": "owner/classic-env", "args_json": json.dumps(args or {})}
+        return envhost_service_pb2.RunRolloutsRequest(run_id="run", environment=environment, **fields)
+
+    async def run(self, mode: str = "ok", args: dict[str, Any] | None = None, **fields: Any) -> list[Any]:
+        """The rollouts of one request, in the order of their end."""
+        stream = self.stub.RunRollouts(self.request(mode, args, **fields), timeout=90)
+        return [frame.rollout async for frame in stream if frame.HasField("rollout")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def classic(classic_python: str) -> AsyncIterator[Classic]:
+    """A running host whose default interpreter is a classic one."""
+    policy = scripted_inference.ScriptedInference()
+    inference = await scripted_inference.serve_scripted(policy)
+    environment = {"env": {"PYTHONPATH": str(hosting.ENVIRONMENTS)}, "rollouts_per_worker": 16}
+    settings = {
+        "inference_addresses": [inference.address],
+        "python": classic_python,
+        "deadline_grace_seconds": 0.5,
+        "environments": {"classic-env": environment},
+    }
+    async with hosting.serving(settings) as (host, stub):
+        yield Classic(host, stub, policy)
+    await inference.stop(0)
+
+
 @pytest.fixture(autouse=True)
 def _fresh_policy(request: pytest.FixtureRequest) -> None:
     """The policy behaves at the start of every test."""
-    if "hosted" in request.fixturenames:
-        policy = request.getfixturevalue("hosted").policy
-        policy.answer = scripted_inference.reverse
-        policy.delay_s = 0.0
-        policy.errors.clear()
-        policy.requests.clear()
-        policy.forgets = False
-        policy.torn = 0
+    for name in {"hosted", "classic"} & set(request.fixturenames):
+        request.getfixturevalue(name).policy.behave()

@@ -131,7 +131,7 @@ async def run(environment: HostedEnvironment, replicas: Replicas, env_id: str, i
     """One rollout with its conversation."""
     request = RunRolloutsRequest(
         run_id="run", request_id=f"{env_id}-{index}", environment=EnvironmentRef(id=env_id), task_index=index,
-        members=[0], messages_of_members=1,
+        members=[0], messages_of_members=1, timeout_ms=60_000,
     )  # fmt: skip
     async with asyncio.timeout(60):
-        return await environment.run(ReplicaSampler(replicas), request, 60.0)
+        return await environment.run(ReplicaSampler(replicas), request)

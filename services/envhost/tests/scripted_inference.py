@@ -51,11 +51,16 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
     """Answers Generate by a script."""
 
     def __init__(self) -> None:
-        self.answer: Callable[[inference_service_pb2.GenerateRequest, str], str] = reverse
         self.requests: list[inference_service_pb2.GenerateRequest] = []
         self.version = 3
-        self.delay_s = 0.0
         self.running = 0
+        self.behave()
+
+    def behave(self) -> None:
+        """Answer as the right answer of reverse-text, at once, and forget what was asked."""
+        self.requests.clear()
+        self.answer: Callable[[inference_service_pb2.GenerateRequest, str], str] = reverse
+        self.delay_s = 0.0
         # A template that renders later turns anew, without what was said before.
         self.forgets = False
         # Errors to raise before answering, first one first.

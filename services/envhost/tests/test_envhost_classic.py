@@ -7,15 +7,11 @@ classic/outcome.py 1-3.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-import pytest_asyncio
-from hosting import ENVIRONMENTS, modes, serving
 from quartet.errors import QuartetError, from_rpc
 from quartet.interact import interact
 from quartet.v1 import common_pb2, envhost_service_pb2
@@ -23,70 +19,14 @@ from rollout_outcomes import kind
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ROOT = Path(__file__).resolve().parents[3]
-MODES = modes("classic_env")
 
 
-@pytest.fixture(scope="session")
-def classic_python() -> str:
-    """An interpreter that has verifiers 0.3 and this package."""
-    python = os.environ.get("QUARTET_ENVS_CLASSIC_PYTHON", str(ROOT / ".venv-envs-classic/bin/python"))
-    if not os.access(python, os.X_OK):
-        pytest.skip(f"no interpreter of classic environments at {python}; `make classic` makes it")
-    return python
-
-
-class Classic:
-    """A host of classic environments, its policy and a client."""
-
-    def __init__(self, stub: Any, policy: Any) -> None:
-        self.stub, self.policy = stub, policy
-
-    def request(self, mode: str = "ok", args: dict[str, Any] | None = None, **fields: Any) -> Any:
-        fields = {"request_id": os.urandom(6).hex(), "members": [0], "timeout_ms": 20_000, **fields}
-        environment = {"id": "owner/classic-env", "args_json": json.dumps(args or {})}
-        return envhost_service_pb2.RunRolloutsRequest(
-            run_id="run", environment=environment, task_index=MODES.index(mode), **fields
-        )
-
-    async def run(self, mode: str = "ok", args: dict[str, Any] | None = None, **fields: Any) -> list[Any]:
-        stream = self.stub.RunRollouts(self.request(mode, args, **fields), timeout=90)
-        return [frame.rollout async for frame in stream if frame.HasField("rollout")]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def classic(classic_python: str) -> AsyncIterator[Classic]:
-    """A running host whose default interpreter is a classic one."""
-    import scripted_inference
-
-    policy = scripted_inference.ScriptedInference()
-    inference = await scripted_inference.serve_scripted(policy)
-    settings = {
-        "inference_addresses": [inference.address],
-        "python": classic_python,
-        "deadline_grace_seconds": 0.5,
-        "environments": {"classic-env": {"env": {"PYTHONPATH": str(ENVIRONMENTS)}}},
-    }
-    async with serving(settings) as (_, stub):
-        yield Classic(stub, policy)
-    await inference.stop(0)
-
-
-@pytest.fixture(autouse=True)
-def _fresh(classic: Classic) -> None:
-    import scripted_inference
-
-    classic.policy.answer = scripted_inference.reverse
-    classic.policy.requests.clear()
-    classic.policy.errors.clear()
-    classic.policy.forgets = False
-
-
-async def test_a_classic_environment_is_described_and_listed(classic: Classic) -> None:
+async def test_a_classic_environment_is_described_and_listed(classic: Any) -> None:
     ref = envhost_service_pb2.EnvironmentRef(id="classic-env")
     request = envhost_service_pb2.DescribeEnvironmentRequest(environment=ref)
     info = (await classic.stub.DescribeEnvironment(request, timeout=90)).environment
     assert (info.api, info.verifiers_version[:4]) == ("classic", "0.3.")
-    assert (info.train_size, info.eval_size, info.infinite) == (len(MODES), 1, False)
+    assert (info.train_size, info.eval_size, info.infinite) == (len(classic.modes), 1, False)
     assert list(info.rewards) == ["length"] and list(info.metrics) == ["num_turns", "said_hello"]
 
     async def tasks(split: int) -> list[Any]:
@@ -99,15 +39,15 @@ async def test_a_classic_environment_is_described_and_listed(classic: Classic) -
         await tasks(envhost_service_pb2.SPLIT_TRAIN),
         await tasks(envhost_service_pb2.SPLIT_EVAL),
     )
-    assert [json.loads(t.data_json)["answer"] for t in train] == list(MODES) and len(held_out) == 1
-    assert len({t.key for t in [*train, *held_out]}) == len(MODES) + 1
+    assert [json.loads(t.data_json)["answer"] for t in train] == list(classic.modes) and len(held_out) == 1
+    assert len({t.key for t in [*train, *held_out]}) == len(classic.modes) + 1
     (listed,) = (
         await classic.stub.ListEnvironments(envhost_service_pb2.ListEnvironmentsRequest(), timeout=5)
     ).environments
     assert listed.api == "classic" and listed.workers == 1
 
 
-async def test_a_group_is_scored_and_its_tokens_are_the_sampled_ones(classic: Classic) -> None:
+async def test_a_group_is_scored_and_its_tokens_are_the_sampled_ones(classic: Any) -> None:
     """Invariant 6."""
     from scripted_inference import CLOSE, OPENING, encode, render
 
@@ -128,7 +68,7 @@ async def test_a_group_is_scored_and_its_tokens_are_the_sampled_ones(classic: Cl
     assert [m.role for m in first.messages] == ["user", "assistant"]
 
 
-async def test_turns_extend_the_sampled_tokens(classic: Classic) -> None:
+async def test_turns_extend_the_sampled_tokens(classic: Any) -> None:
     """Invariant 6: turns merge by exact prefix; a break is counted."""
     sampling = common_pb2.SamplingParams(seed=3, max_tokens=60, top_k=7, stop=["x"])
     (rollout,) = await classic.run("turns", sampling=sampling)
@@ -159,7 +99,7 @@ async def test_turns_extend_the_sampled_tokens(classic: Classic) -> None:
     ],
 )
 async def test_what_classic_verifiers_swallows_is_typed(
-    classic: Classic, mode: str, want: str, text: str, retryable: bool
+    classic: Any, mode: str, want: str, text: str, retryable: bool
 ) -> None:
     """Invariant 5: no reward 0 for a reward function that raised."""
     (rollout,) = await classic.run(mode)
@@ -167,7 +107,7 @@ async def test_what_classic_verifiers_swallows_is_typed(
     assert rollout.failure.retryable == retryable
 
 
-async def test_clocks_are_timeouts(classic: Classic) -> None:
+async def test_clocks_are_timeouts(classic: Any) -> None:
     """Invariants 5 and 7: the request's over scoring too, and the environment's own."""
     (rollout,) = await classic.run("scores_slowly", timeout_ms=1500)
     assert kind(rollout) == "TIMEOUT", rollout.failure
@@ -175,7 +115,7 @@ async def test_clocks_are_timeouts(classic: Classic) -> None:
     assert kind(rollout) == "TIMEOUT" and "environment's own" in rollout.failure.message
 
 
-async def test_model_failures_are_typed_and_a_full_context_truncates(classic: Classic) -> None:
+async def test_model_failures_are_typed_and_a_full_context_truncates(classic: Any) -> None:
     classic.policy.errors = [QuartetError("INTERNAL", "engine fault")] * 2
     (rollout,) = await classic.run(max_retries=1)
     assert kind(rollout) == "MODEL" and rollout.failure.retryable
@@ -195,7 +135,7 @@ async def test_model_failures_are_typed_and_a_full_context_truncates(classic: Cl
     assert rollout.stop_condition == "prompt_too_long" and rollout.reward == 5.0
 
 
-async def test_tool_answers_are_carried_and_not_trained_on(classic: Classic) -> None:
+async def test_tool_answers_are_carried_and_not_trained_on(classic: Any) -> None:
     def script(request: Any, last: str) -> str:
         match last:
             case "what is 40 plus 2?":
@@ -215,7 +155,7 @@ async def test_tool_answers_are_carried_and_not_trained_on(classic: Classic) -> 
     assert covered == rollout.usage.completion_tokens and rollout.prefix_breaks == 0
 
 
-async def test_the_client_is_the_policy_of_a_classic_environment(classic: Classic) -> None:
+async def test_the_client_is_the_policy_of_a_classic_environment(classic: Any) -> None:
     async def policy(question: Any) -> Any:
         return envhost_service_pb2.ModelAnswer(
             prompt_token_ids=[*question.prefix_token_ids, 5, 6],
@@ -236,12 +176,11 @@ async def test_the_client_is_the_policy_of_a_classic_environment(classic: Classi
     ("args", "reason", "text"),
     [
         ({"knid": "trial"}, "INVALID_CONFIG", "did you mean 'kind'?"),
-        ({"kind": "groups"}, "ENVIRONMENT_UNAVAILABLE", "scores whole groups at once"),
         ({"kind": "broken"}, "ENVIRONMENT_UNAVAILABLE", "FileNotFoundError: no data here"),
     ],
 )
 async def test_what_cannot_be_loaded_says_why(
-    classic: Classic, args: dict[str, Any], reason: str, text: str
+    classic: Any, args: dict[str, Any], reason: str, text: str
 ) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         await classic.run(args=args)

@@ -44,7 +44,7 @@ class Greedy:
         return [rollout async for rollout in self.host.run(request)]
 
     def pids(self, env_id: str) -> set[int]:
-        return {w.pid for pool in self.host._pools.values() if pool.env_id == env_id for w in pool._workers}
+        return {w.pid for pool in self.host._pools.values() if pool.env_id == env_id for w in pool.workers}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -117,7 +117,7 @@ async def test_nothing_that_a_worker_started_outlives_it(greedy: Greedy) -> None
         while not greedy.pid_file.exists() or len(greedy.pid_file.read_text().split()) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     pids = [int(one) for one in greedy.pid_file.read_text().split()]
-    (process,) = [w for pool in greedy.host._pools.values() for w in pool._workers if w.pid == worker]
+    (process,) = [w for pool in greedy.host._pools.values() for w in pool.workers if w.pid == worker]
     process.kill("a test stops it")
     (rollout,) = await left
     assert kind(rollout) == "HOST" and "a test stops it" in rollout.failure.message

@@ -1,4 +1,4 @@
-"""Ends and places without a process: host.py 1, 3 and 4, pool.py 4."""
+"""Ends and places without a process: host.py 1, 3 and 4, pool.py 4, places.py 1 and 3, together.py 1-2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from quartet_envhost import host as host_module
 from quartet_envhost.config import EnvHostConfig, EnvironmentConfig
 from quartet_envhost.frames import Kind
 from quartet_envhost.host import ActiveRequest, EnvironmentHost
+from quartet_envhost.places import Places
 from quartet_envhost.pool import WorkerPool
+from quartet_envhost.together import Together
 
 ADDRESSES = ["localhost:1"]
 
@@ -86,12 +88,16 @@ class Place:
         self.load += 1
         self.most = max(self.most, self.load)
         if kind is Kind.RUN:
-            self.members += envhost_service_pb2.RunRolloutsRequest.FromString(payload).members
+            asked = envhost_service_pb2.RunRolloutsRequest.FromString(payload)
+            self.members.append(asked.members[0])
         try:
             await asyncio.sleep(0.002 if kind is Kind.RUN else 0.05)
         finally:
             self.load -= 1
-        return rollout_pb2.Rollout(member=1).SerializeToString() if kind is Kind.RUN else b""
+        return self.answer(asked).SerializeToString() if kind is Kind.RUN else b""
+
+    def answer(self, asked: Any) -> rollout_pb2.Rollout:
+        return rollout_pb2.Rollout(member=asked.members[0])
 
 
 def pool_of(worker: Any, places: int = 1) -> WorkerPool:
@@ -100,7 +106,7 @@ def pool_of(worker: Any, places: int = 1) -> WorkerPool:
     pool = WorkerPool("trial-env", {}, settings, EnvHostConfig(inference_addresses=ADDRESSES))
     pool._keepers = [asyncio.create_task(asyncio.sleep(60))]
     pool._info = envhost_service_pb2.EnvironmentInfo()
-    pool._workers = [worker]
+    pool._places.add(worker)
     return pool
 
 
@@ -117,7 +123,7 @@ async def test_listing_tasks_gives_its_place_to_the_next() -> None:
 
 
 async def test_places_go_to_those_who_asked_first() -> None:
-    """pool.py 4: in the order of asking, also when others give up, and never to a newcomer."""
+    """places.py 1: in the order of asking, also when others give up, and never to a newcomer."""
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed={seed}")
     chance = random.Random(seed)
@@ -139,6 +145,82 @@ async def test_places_go_to_those_who_asked_first() -> None:
     assert worker.members == sorted(set(runs) - given_up) and given_up
     assert worker.most == 3
     await pool.close()
+
+
+async def test_a_group_waits_for_places_in_one_worker_and_is_not_overtaken() -> None:
+    """places.py 1 and 2: it takes them all at once, and those that asked later come later."""
+    worker = Place()
+    pool = pool_of(worker, places=3)
+    single = envhost_service_pb2.RunRolloutsRequest(timeout_ms=10_000)
+    group = envhost_service_pb2.RunRolloutsRequest(timeout_ms=10_000, members=[10, 11, 12])
+    runs = [asyncio.create_task(pool.run(single, 0))]
+    await asyncio.sleep(0)
+    runs.append(asyncio.create_task(pool.run_together(group)))
+    runs += [asyncio.create_task(pool.run(single, member)) for member in (1, 2)]
+    await asyncio.wait_for(asyncio.gather(*runs), 5)
+    assert worker.members[:4] == [0, 10, 11, 12] and worker.most == 3
+    assert sorted(runs[1].result()) == [10, 11, 12]
+    await pool.close()
+
+
+async def test_a_group_is_tried_again_together_within_its_budget() -> None:
+    """together.py 2."""
+
+    class Failing(Place):
+        failures = 2
+
+        def answer(self, asked: Any) -> rollout_pb2.Rollout:
+            rollout = super().answer(asked)
+            if rollout.member == 1 and self.failures:
+                self.failures -= 1
+                rollout.failure.retryable = True
+            return rollout
+
+    for retries, tries in [(1, 2), (5, 3)]:
+        worker = Failing()
+        pool = pool_of(worker, places=3)
+        group = envhost_service_pb2.RunRolloutsRequest(
+            timeout_ms=9000, members=[0, 1, 2], max_retries=retries
+        )
+        rollouts = await asyncio.wait_for(pool.run_together(group), 30)
+        assert worker.members == [0, 1, 2] * tries
+        assert [rollouts[one].failure.retryable for one in range(3)] == [False, retries == 1, False]
+        await pool.close()
+
+
+async def test_everybody_who_waits_for_a_place_ends_with_the_pool() -> None:
+    """places.py 3."""
+    places = Places(per_worker=1)
+    waiting = [asyncio.create_task(places.take()) for _ in range(3)]
+    await asyncio.sleep(0)
+    places.refuse(QuartetError("NOT_READY", "closing"))
+    for one in waiting:
+        with pytest.raises(QuartetError, match="closing"):
+            await asyncio.wait_for(one, 1)
+    with pytest.raises(QuartetError, match="closing"):
+        await places.take()
+
+
+async def test_members_that_nobody_awaits_end() -> None:
+    """together.py: the whole is cancelled with the last of its members, and not before."""
+    started, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def run() -> dict[int, rollout_pb2.Rollout]:
+        started.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.set()
+        raise AssertionError("cancelled before")
+
+    together = Together(run)
+    first, second = (asyncio.create_task(together.run(member)) for member in (0, 1))
+    await started.wait()
+    first.cancel()
+    await asyncio.sleep(0.01)
+    assert not cancelled.is_set()
+    second.cancel()
+    await asyncio.wait_for(cancelled.wait(), 1)
 
 
 async def test_an_environment_that_is_being_loaded_is_not_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,8 @@ class Kind(enum.IntEnum):
     OPEN = 2
     # Front to worker: GetTasksRequest; answered by OK with a GetTasksResponse.
     TASKS = 3
-    # Front to worker: RunRolloutsRequest with one member; answered by OK with a Rollout.
+    # Front to worker: RunRolloutsRequest whose first member is to be run; the others, if any, are those it is
+    # scored with, each asked for by a RUN of its own. Answered by OK with a Rollout.
     RUN = 4
     # Front to worker: end the call of this id; it is answered all the same.
     CANCEL = 5

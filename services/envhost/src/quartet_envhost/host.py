@@ -26,12 +26,15 @@ from quartet_envhost import failures
 from quartet_envhost.config import EnvHostConfig, canonical_id
 from quartet_envhost.dialogue import Dialogue
 from quartet_envhost.pool import WorkerPool
+from quartet_envhost.together import Together
 
 # A reader takes results as fast as they come, unless it has stalled: a few dozen of the largest then wait.
 UNREAD_BYTES: Final = 128 * 1024 * 1024
 
 # What the reader of a request is given; questions only where the client samples.
 Frame = rollout_pb2.Rollout | envhost_service_pb2.ModelQuestion
+# Runs one member to its end.
+Run = Callable[[int], Coroutine[Any, Any, rollout_pb2.Rollout]]
 
 log = structlog.get_logger()
 
@@ -57,7 +60,7 @@ class ActiveRequest:
         """Members that still run."""
         return len(self.tasks) if self.started else len(self.request.members)
 
-    def start(self, run: Callable[[int], Coroutine[Any, Any, rollout_pb2.Rollout]], at_once: int) -> None:
+    def start(self, run: Run, at_once: int) -> None:
         """Run the members, at most so many at once; however each ends, `read` gives that."""
         self.started = True
         places = asyncio.Semaphore(at_once)
@@ -87,7 +90,7 @@ class ActiveRequest:
 
     async def _run(
         self,
-        run: Callable[[int], Coroutine[Any, Any, rollout_pb2.Rollout]],
+        run: Run,
         member: int,
         places: asyncio.Semaphore,
     ) -> rollout_pb2.Rollout:
@@ -137,7 +140,7 @@ class EnvironmentHost:
             pools = [
                 pool for pool in self._pools.values() if canonical_id(pool.env_id) == canonical_id(env_id)
             ]
-            info.workers = sum(pool.ready_workers for pool in pools)
+            info.workers = sum(len(pool.workers) for pool in pools)
             info.api = next((pool.api for pool in pools if pool.api), "")
         return list(infos.values())
 
@@ -197,11 +200,15 @@ class EnvironmentHost:
         try:
             pool = await self._pool(request.environment)
             with pool.used():
-                await pool.open()
-                run = partial(pool.run, request)
+                info = await pool.open()
+                ask = None
                 if dialogue is not None:
                     dialogue.begin(active.tell)
-                    run = partial(pool.run, request, ask=dialogue.ask)
+                    ask = dialogue.ask
+                run: Run = partial(pool.run, request, ask=ask)
+                if info.group_scoring:
+                    _refuse_too_large(request, pool.places_of_a_worker)
+                    run = Together(partial(pool.run_together, request, ask=ask)).run
                 active.start(run, pool.places)
                 while left:
                     ended = await active.read()
@@ -283,6 +290,14 @@ class EnvironmentHost:
         _, key = min(idle)
         log.info("environment unloaded", env_id=key[0])
         await self._pools.pop(key).close()
+
+
+def _refuse_too_large(request: envhost_service_pb2.RunRolloutsRequest, places: int) -> None:
+    count = len(request.members)
+    if count > places:
+        remedy = f"ask for at most {places} members, or raise rollouts_per_worker"
+        text = f"{request.environment.id!r} scores {count} members together, in one worker; {remedy}"
+        raise QuartetError("INVALID_REQUEST", text, field="members", value=count, remedy=remedy)
 
 
 def _cancelled(member: int) -> rollout_pb2.Rollout:

@@ -6,8 +6,8 @@
    processes than its limits is killed with all that it started; only its own members fail, and are told why.
 3. A worker that dies is respawned after a bounded backoff; one that cannot load says why, and that error
    goes to every caller.
-4. At most `rollouts_per_worker` rollouts are under way in a worker; the others wait here, their clocks not
-   running, and get their places in the order in which they asked.
+4. At most `rollouts_per_worker` rollouts are under way in a worker; the others wait (places.py), their
+   clocks not running.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import structlog
@@ -27,7 +26,9 @@ from quartet.v1 import envhost_service_pb2, rollout_pb2
 from quartet_envhost import failures, processes
 from quartet_envhost.config import EnvHostConfig, EnvironmentConfig
 from quartet_envhost.frames import Kind
+from quartet_envhost.places import Places
 from quartet_envhost.process import Ask, WorkerDied, WorkerProcess
+from quartet_envhost.together import time_limit_s
 
 log = structlog.get_logger()
 
@@ -55,14 +56,11 @@ class WorkerPool:
         self._args = args
         self._settings = settings
         self._config = config
-        self._workers: list[WorkerProcess] = []
-        # Who waits for a worker with room. Only the first may take a place; the others stay behind it.
-        self._line: deque[asyncio.Event] = deque()
+        self._places = Places(settings.rollouts_per_worker)
         # Set once the environment is described, cannot be loaded, or is closed.
         self._decided = asyncio.Event()
         self._keepers: list[asyncio.Task[None]] = []
         self._error: QuartetError | None = None
-        self._closed = False
         self._info: envhost_service_pb2.EnvironmentInfo | None = None
         self._users = 0
         self.last_used = time.monotonic()
@@ -88,9 +86,9 @@ class WorkerPool:
         return self._error is not None
 
     @property
-    def ready_workers(self) -> int:
-        """Workers that take rollouts."""
-        return len(self._workers)
+    def workers(self) -> list[WorkerProcess]:
+        """Those that take rollouts."""
+        return self._places.workers
 
     @property
     def api(self) -> str:
@@ -102,6 +100,11 @@ class WorkerPool:
         """Rollouts that can be under way at once."""
         return self._settings.workers * self._settings.rollouts_per_worker
 
+    @property
+    def places_of_a_worker(self) -> int:
+        """Rollouts that can be under way in one worker; a group that is scored together has no more."""
+        return self._settings.rollouts_per_worker
+
     async def open(self) -> envhost_service_pb2.EnvironmentInfo:
         """Start the workers and describe the environment. Raises QuartetError where it cannot be loaded."""
         if not self._keepers:
@@ -109,11 +112,14 @@ class WorkerPool:
         # The first description stays true while workers are being respawned.
         if self._info is None:
             await self._decided.wait()
-            self._refuse_if_ended()
+            if self._error is not None:
+                raise self._error
+            if self._info is None:
+                raise self._being_stopped()
         assert self._info is not None
         info = envhost_service_pb2.EnvironmentInfo()
         info.CopyFrom(self._info)
-        info.workers = self.ready_workers
+        info.workers = len(self.workers)
         return info
 
     async def tasks(
@@ -123,13 +129,14 @@ class WorkerPool:
         await self.open()
         try:
             async with asyncio.timeout(self._config.load_timeout_seconds):
-                worker = await self._acquire()
-                answer = await worker.call(Kind.TASKS, request.SerializeToString())
+                worker = await self._places.take()
+                try:
+                    answer = await worker.call(Kind.TASKS, request.SerializeToString())
+                finally:
+                    self._places.give_back(worker)
         except (WorkerDied, TimeoutError) as error:
             text = f"environment {self.env_id!r} did not list its tasks: {error or 'no answer in time'}"
             raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=self.env_id) from error
-        finally:
-            self._call_next()
         return envhost_service_pb2.GetTasksResponse.FromString(answer)
 
     async def run(
@@ -139,82 +146,87 @@ class WorkerPool:
 
         With `ask`, its turns are sampled by whoever answers that.
         """
-        one = envhost_service_pb2.RunRolloutsRequest()
-        one.CopyFrom(request)
-        one.ClearField("members")
-        one.members.append(member)
-        if not one.timeout_ms:
-            one.timeout_ms = round(self._config.timeout_seconds * 1000)
+        return (await self._tried(request, [[member]], ask))[member]
+
+    async def run_together(
+        self, request: envhost_service_pb2.RunRolloutsRequest, *, ask: Ask | None = None
+    ) -> Mapping[int, rollout_pb2.Rollout]:
+        """As `run`, for all members of the request at once, which one worker scores together."""
+        members = list(request.members)
+        groups = [[one, *(other for other in members if other != one)] for one in members]
+        return await self._tried(request, groups, ask)
+
+    async def _tried(
+        self,
+        request: envhost_service_pb2.RunRolloutsRequest,
+        groups: Sequence[Sequence[int]],
+        ask: Ask | None,
+    ) -> Mapping[int, rollout_pb2.Rollout]:
+        """The rollouts of the first of each group, tried again while one may end better."""
+        asked = [self._asked(request, members) for members in groups]
         for attempt in range(request.max_retries + 1):
             if attempt:
                 await asyncio.sleep(random.uniform(0, min(RETRY_CAP_S, RETRY_BASE_S * 2**attempt)))
-            rollout = await self._attempt(one, ask)
-            if not rollout.failure.retryable:
+            rollouts = await self._attempt(asked, ask)
+            if not any(rollout.failure.retryable for rollout in rollouts):
                 break
-        return rollout
+        return {rollout.member: rollout for rollout in rollouts}
+
+    def _asked(
+        self, request: envhost_service_pb2.RunRolloutsRequest, members: Sequence[int]
+    ) -> envhost_service_pb2.RunRolloutsRequest:
+        """What a worker is asked for the first of these members."""
+        one = envhost_service_pb2.RunRolloutsRequest()
+        one.CopyFrom(request)
+        del one.members[:]
+        one.members.extend(members)
+        one.timeout_ms = one.timeout_ms or round(self._config.timeout_seconds * 1000)
+        return one
 
     async def close(self) -> None:
         """Stop every worker."""
-        self._closed = True
-        self._decide()
+        self._refuse(self._being_stopped())
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
 
     async def _attempt(
-        self, one: envhost_service_pb2.RunRolloutsRequest, ask: Ask | None
-    ) -> rollout_pb2.Rollout:
-        member, timeout_s = one.members[0], one.timeout_ms / 1000
+        self, asked: Sequence[envhost_service_pb2.RunRolloutsRequest], ask: Ask | None
+    ) -> list[rollout_pb2.Rollout]:
         try:
-            worker = await self._acquire()
+            worker = await self._places.take(len(asked))
         except QuartetError as error:
-            return failures.failed(member, failures.HOST, str(error), retryable=True)
+            return [
+                failures.failed(one.members[0], failures.HOST, str(error), retryable=True) for one in asked
+            ]
         try:
-            async with asyncio.timeout(timeout_s + self._config.deadline_grace_seconds):
+            return await asyncio.gather(*(self._answer(worker, one, ask) for one in asked))
+        finally:
+            self._places.give_back(worker, len(asked))
+
+    async def _answer(
+        self, worker: WorkerProcess, one: envhost_service_pb2.RunRolloutsRequest, ask: Ask | None
+    ) -> rollout_pb2.Rollout:
+        member, limit_s = one.members[0], time_limit_s(one)
+        try:
+            async with asyncio.timeout(limit_s + self._config.deadline_grace_seconds):
                 kind = Kind.RUN if ask is None else Kind.INTERACT
                 answer = await worker.call(kind, one.SerializeToString(), ask)
         except WorkerDied as died:
             return failures.failed(member, failures.HOST, str(died), retryable=True)
         except TimeoutError:
             worker.kill(f"worker {worker.pid} did not end a rollout at its deadline and was stopped")
-            text = f"not done after {timeout_s:g} s, and its worker no longer answered"
+            text = f"not done after {limit_s:g} s, and its worker no longer answered"
             return failures.failed(member, failures.TIMEOUT, text, retryable=False)
-        finally:
-            self._call_next()
         return rollout_pb2.Rollout.FromString(answer)
 
-    async def _acquire(self) -> WorkerProcess:
-        """The least loaded worker that has room, in the order of asking. The caller calls it at once."""
-        mine = asyncio.Event()
-        self._line.append(mine)
-        try:
-            while True:
-                self._refuse_if_ended()
-                room = [w for w in self._workers if w.alive and w.load < self._settings.rollouts_per_worker]
-                if room and self._line[0] is mine:
-                    return min(room, key=lambda one: one.load)
-                mine.clear()
-                await mine.wait()
-        finally:
-            self._line.remove(mine)
-            # Whoever is next looks for itself whether there is room: by then this one's call is counted.
-            self._call_next()
+    def _being_stopped(self) -> QuartetError:
+        return QuartetError("NOT_READY", f"the workers of {self.env_id!r} are being stopped")
 
-    def _refuse_if_ended(self) -> None:
-        if self._error is not None:
-            raise self._error
-        if self._closed:
-            raise QuartetError("NOT_READY", f"the workers of {self.env_id!r} are being stopped")
-
-    def _call_next(self) -> None:
-        if self._line:
-            self._line[0].set()
-
-    def _decide(self) -> None:
-        """Described, refused or closed: everybody who waits looks again."""
+    def _refuse(self, error: QuartetError) -> None:
+        """Refused or closed: everybody who waits ends."""
+        self._places.refuse(error)
         self._decided.set()
-        for waiting in self._line:
-            waiting.set()
 
     async def _keep(self, slot: int) -> None:
         """Keep one worker alive until the pool closes or the environment turns out not to load."""
@@ -241,7 +253,7 @@ class WorkerPool:
                 if worker is not None:
                     await worker.stop()
                 if self._error is not None:
-                    self._decide()
+                    self._refuse(self._error)
             if self._error is None:
                 pause = min(RESPAWN_CAP_S, RESPAWN_BASE_S * 2 ** min(deaths - 1, 16))
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
@@ -291,8 +303,7 @@ class WorkerPool:
 
     async def _watch(self, worker: WorkerProcess) -> None:
         """Offer the worker for calls until it ends; stop it when its loop is silent."""
-        self._workers.append(worker)
-        self._call_next()
+        self._places.add(worker)
         ended = asyncio.create_task(worker.wait())
         try:
             while not ended.done():
@@ -303,5 +314,5 @@ class WorkerPool:
                     worker.kill(text)
             log.warning("worker ended", env_id=self.env_id, pid=worker.pid, why=ended.result())
         finally:
-            self._workers.remove(worker)
+            self._places.remove(worker)
             ended.cancel()

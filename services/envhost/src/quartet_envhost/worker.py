@@ -34,6 +34,7 @@ from quartet.v1 import envhost_service_pb2, rollout_pb2
 from quartet_envhost import failures
 from quartet_envhost.frames import MAX_MESSAGE_BYTES, Kind, encode, read_frame
 from quartet_envhost.sampler import ClientSampler, ReplicaSampler, Sampler
+from quartet_envhost.together import time_limit_s
 
 HEARTBEAT_S: Final = 1.0
 # Cancelled rollouts get this long to clean up before the process ends.
@@ -173,17 +174,17 @@ class Worker:
 
     async def _rollout(self, request: envhost_service_pb2.RunRolloutsRequest, sampler: Sampler) -> Message:
         member = request.members[0]
-        timeout_s = request.timeout_ms / 1000
+        limit_s = time_limit_s(request)
         try:
-            async with asyncio.timeout(timeout_s) as clock:
-                rollout: rollout_pb2.Rollout = await self._environment.run(sampler, request, timeout_s)
+            async with asyncio.timeout(limit_s) as clock:
+                rollout: rollout_pb2.Rollout = await self._environment.run(sampler, request)
         except QuartetError:
             raise
         # Verifiers records what environments raise; what still escapes broke around them. Also what would
         # end the process: one environment's sys.exit() is no reason to lose the rollouts beside it.
         except (Exception, asyncio.CancelledError, SystemExit) as error:
             if clock.expired():
-                text = f"not done with its scoring after {timeout_s:g} s"
+                text = f"not done with its scoring after {limit_s:g} s"
                 return failures.failed(member, failures.TIMEOUT, text, retryable=False)
             task = asyncio.current_task()
             if task is not None and task.cancelling():

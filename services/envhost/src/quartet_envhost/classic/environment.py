@@ -5,13 +5,15 @@
 2. Training examples are its `dataset`, evaluation examples its `eval_dataset`, or the training ones where it
    has none, as Verifiers has it. Both in the order in which they are stored.
 3. Signal handlers are as they were before it was loaded: the front alone decides when a worker ends.
-4. An environment whose rewards compare the members of a group is refused: members are run one by one.
+4. Where rewards compare the members of a group, its rollouts are scored together (groups.py); a member that
+   failed is not among them.
 
-Pinned to verifiers 0.3: it calls `_run_rollout_state`, which is private.
+Pinned to verifiers 0.3: it does what `_run_rollout_state` and `_run_group_states` do, which are private.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import difflib
 import hashlib
@@ -28,9 +30,11 @@ import verifiers as vf
 from quartet.errors import QuartetError
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
+from quartet_envhost import failures
+from quartet_envhost.classic.groups import Groups, OutOfTime
 from quartet_envhost.classic.outcome import rollout_of
 from quartet_envhost.classic.policy import RolloutPolicy, sampling_args
-from quartet_envhost.classic.scoring import scoring_faults, watch
+from quartet_envhost.classic.scoring import faults_of, noted, rubrics_of, watch
 from quartet_envhost.config import canonical_id, distribution_version
 from quartet_envhost.sampler import MODEL_NAME, Sampler
 
@@ -53,9 +57,9 @@ class HostedEnvironment:
             self._env = load(**args)
             self._env.env_id = self._env.env_id or env_id
             self._env.env_args = self._env.env_args or args
-        if self._env.requires_group_rollouts:
-            text = f"environment {env_id!r} scores whole groups at once; this host runs members one by one"
-            raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=env_id)
+        # Also where only a part of a mixture asks for it, which Verifiers itself does not see.
+        self._scores_groups = any(rubric.has_group_rewards for rubric in rubrics_of(self._env))
+        self._groups = Groups(self._score)
         self._weights = watch(self._env)
         self._rows = {
             envhost_service_pb2.SPLIT_TRAIN: _rows(self._env, "build_dataset", "dataset"),
@@ -83,6 +87,7 @@ class HostedEnvironment:
             verifiers_version=vf.__version__,
             train_size=len(self._split(envhost_service_pb2.SPLIT_TRAIN)),
             eval_size=len(self._split(envhost_service_pb2.SPLIT_EVAL)),
+            group_scoring=self._scores_groups,
             rewards=sorted(name for name, weight in self._weights.items() if weight),
             metrics=sorted(name for name, weight in self._weights.items() if not weight),
         )
@@ -99,25 +104,26 @@ class HostedEnvironment:
         return response
 
     async def run(
-        self, sampler: Sampler, request: envhost_service_pb2.RunRolloutsRequest, timeout_s: float
+        self, sampler: Sampler, request: envhost_service_pb2.RunRolloutsRequest
     ) -> rollout_pb2.Rollout:
-        """Run the one member of the request. Raises QuartetError(RESOURCE_UNKNOWN) where no such task is."""
+        """Run the first member of the request. Raises QuartetError(RESOURCE_UNKNOWN): no such task."""
         rows, index = self._split(request.split), request.task_index
         if index >= len(rows):
             raise QuartetError("RESOURCE_UNKNOWN", f"{self._id} has no task {index}", name=f"task {index}")
         member = request.members[0]
         started = time.monotonic()
-        policy = RolloutPolicy(sampler, request, started + timeout_s)
-        sampling = {**(self._env.sampling_args or {}), **sampling_args(request.sampling)}
+        policy = RolloutPolicy(sampler, request, started + request.timeout_ms / 1000)
         faults: list[str] = []
-        token = scoring_faults.set(faults)
         raised = None
         try:
-            policy.state = await self._env._run_rollout_state(rows[index], policy, MODEL_NAME, sampling)
+            with noted(faults):
+                await (self._grouped if self._scores_groups else self._alone)(policy, rows[index], request)
+        except OutOfTime as error:
+            return failures.failed(member, failures.TIMEOUT, str(error), retryable=False)
         except Exception as error:  # noqa: BLE001 - the environment's own code; typed below
             raised = error
-        finally:
-            scoring_faults.reset(token)
+        if policy.state is not None:
+            faults += faults_of(policy.state)
         rollout = rollout_of(
             policy,
             raised,
@@ -128,6 +134,60 @@ class HostedEnvironment:
         )
         rollout.timing.total_ms = round(1000 * (time.monotonic() - started))
         return rollout
+
+    async def _alone(
+        self, policy: RolloutPolicy, row: Any, request: envhost_service_pb2.RunRolloutsRequest
+    ) -> None:
+        if await self._played(policy, row, request):
+            await self._score([policy.state])
+
+    async def _grouped(
+        self, policy: RolloutPolicy, row: Any, request: envhost_service_pb2.RunRolloutsRequest
+    ) -> None:
+        group = self._groups.enter(request)
+        timeout_s = request.timeout_ms / 1000
+        well = False
+        try:
+            async with asyncio.timeout(timeout_s) as clock:
+                well = await self._played(policy, row, request)
+        except TimeoutError as error:
+            if not clock.expired():  # one of the environment's own
+                raise
+            raise OutOfTime(f"not done after {timeout_s:g} s; its group was scored without it") from error
+        finally:
+            if not well:
+                group.leave()
+        if well:
+            await group.join(policy.state)
+
+    async def _played(
+        self, policy: RolloutPolicy, row: Any, request: envhost_service_pb2.RunRolloutsRequest
+    ) -> bool:
+        """Run the rollout up to its scoring; whether there is something to score."""
+        sampling = {**(self._env.sampling_args or {}), **sampling_args(request.sampling)}
+        policy.state = state = await self._env.rollout(row, policy, MODEL_NAME, sampling)
+        well = state.get("error") is None and not state.get("timed_out")
+        if not well:
+            await self._env.rubric.cleanup(state)
+        return well
+
+    async def _score(self, states: list[Any]) -> None:
+        """Score rollouts that have ended: a whole group, or one for itself."""
+        rubric, started = self._env.rubric, time.time()
+        for state in states:
+            state["timing"].scoring.start = started
+        faults: list[str] = []
+        with noted(faults):
+            if not self._env.score_rollouts:
+                await rubric.dummy_score_group(states)
+            elif self._scores_groups:
+                await rubric.score_group(states)
+            else:
+                await rubric.score_rollout(states[0])
+        for state in states:
+            faults_of(state).extend(faults)
+            state["timing"].scoring.end = time.time()
+            await rubric.cleanup(state)
 
     def _split(self, split: int) -> Any:
         return self._rows[split or envhost_service_pb2.SPLIT_TRAIN] or ()  # type: ignore[index]

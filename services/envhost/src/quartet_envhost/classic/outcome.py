@@ -82,8 +82,11 @@ def _failure(
         return failures.failure(failures.TIMEOUT, "the environment's own time limit", retryable=False)
     if faults:
         return failures.failure(failures.SCORER, "; ".join(faults), retryable=False)
-    if not math.isfinite(rollout.reward):
-        return failures.failure(failures.SCORER, "not a finite number: the reward", retryable=False)
+    scores = {**rollout.rewards, **rollout.metrics, "the reward": rollout.reward}
+    wrong = [name for name, value in scores.items() if not math.isfinite(value)]
+    if wrong:
+        text = f"not a finite number: {', '.join(wrong)}"
+        return failures.failure(failures.SCORER, text, retryable=False)
     return None
 
 

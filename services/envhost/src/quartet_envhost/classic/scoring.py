@@ -2,23 +2,43 @@
 
 Classic Verifiers logs what a reward function raises and goes on with 0.0. Here every function of every
 rubric is wrapped: what it raises, or returns that is no finite number, is noted for the rollout that is being
-scored.
+scored, and what a function of whole groups raises for all of its group.
 
 1. Signatures and names stay as they are: Verifiers passes arguments by them.
 2. A rollout with a note has no reward; Verifiers' own arithmetic is left alone.
+3. Where the members of a group are scored side by side, each has its own notes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Final
 
-# What went wrong while the current rollout was scored, one line each.
-scoring_faults: ContextVar[list[str]] = ContextVar("scoring_faults")
+# What went wrong while the current rollout, or group, was scored, one line each.
+_faults: ContextVar[list[str]] = ContextVar("scoring_faults")
+# Where a state carries what went wrong with it alone.
+_KEY: Final = "quartet_scoring_faults"
+
+
+@contextlib.contextmanager
+def noted(faults: list[str]) -> Iterator[None]:
+    """Inside, faults are noted in this list."""
+    token = _faults.set(faults)
+    try:
+        yield
+    finally:
+        _faults.reset(token)
+
+
+def faults_of(state: Any) -> list[str]:
+    """The notes of one rollout."""
+    faults: list[str] = state.setdefault(_KEY, [])
+    return faults
 
 
 def rubrics_of(env: Any) -> Iterator[Any]:
@@ -43,22 +63,33 @@ def watch(env: Any) -> dict[str, float]:
             continue
         seen.add(id(rubric))
         weights.update(zip([_name(one) for one in rubric.funcs], rubric.weights, strict=True))
-        rubric.funcs[:] = [_watched(one) for one in rubric.funcs]
+        rubric.funcs[:] = [_watched(one, of_groups=rubric._is_group_func(one)) for one in rubric.funcs]
+        rubric._call_individual_reward_func = _charged(rubric._call_individual_reward_func)
     return weights
 
 
-def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
+def _charged(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The rubric's own way to call a function for one state, its faults noted for that state."""
+
+    async def charged(func: Any, state: Any) -> Any:
+        with noted(faults_of(state)):
+            return await call(func, state)
+
+    return charged
+
+
+def _watched(function: Callable[..., Any], *, of_groups: bool) -> Callable[..., Any]:
     if getattr(function, "_quartet_watched", False):  # a list of functions that two rubrics share
         return function
 
     @functools.wraps(function)
     async def watched(*args: Any, **kwargs: Any) -> Any:
-        faults = scoring_faults.get()
+        faults = _faults.get()
         try:
             value = function(*args, **kwargs)
             if inspect.isawaitable(value):
                 value = await value
-            finite = math.isfinite(float(value))
+            finite = of_groups or math.isfinite(float(value))
         except Exception as error:
             faults.append(f"{_name(function)}: {type(error).__name__}: {error}")
             raise

@@ -119,7 +119,6 @@ class HostedEnvironment:
         self,
         sampler: Sampler,
         request: envhost_service_pb2.RunRolloutsRequest,
-        timeout_s: float,
     ) -> rollout_pb2.Rollout:
         """Run the one member of the request. Raises QuartetError(RESOURCE_UNKNOWN) where no such task is."""
         task = self._split(request.split).get(request.task_index)
@@ -131,7 +130,7 @@ class HostedEnvironment:
             )
         member = request.members[0]
         started = time.monotonic()
-        policy = RolloutPolicy(sampler, request, started + timeout_s)
+        policy = RolloutPolicy(sampler, request, started + request.timeout_ms / 1000)
         context = vf.ModelContext(
             model=MODEL_NAME, client=POLICY_CONFIG, sampling=sampling_config(request.sampling)
         )

@@ -16,8 +16,11 @@ MODES = (
     "sandbox_gone",
     "own_clock",
     "scores_slowly",
-    "parallel",
+    "waits_if_told",
 )
+
+
+TURNS = {"ok": 1, "reward_raises": 1, "reward_nan": 1, "waits_if_told": 2}
 
 
 def rows(greeting):
@@ -55,6 +58,8 @@ class TrialEnv(vf.MultiTurnEnv):
                 raise RuntimeError("the environment's bug")
             case "sandbox_gone":
                 raise vf.SandboxError("lost the sandbox")
+            case "waits_if_told" if messages[-1]["content"] == "stay":
+                await asyncio.sleep(30)
             case "own_clock":
                 await asyncio.sleep(30)
         return [{"role": "user", "content": "again"}]
@@ -62,11 +67,22 @@ class TrialEnv(vf.MultiTurnEnv):
     @vf.stop
     async def enough(self, state) -> bool:
         turns = len(state["trajectory"])
-        return turns >= (1 if state["info"]["mode"] in ("ok", "reward_raises", "reward_nan") else 3)
+        return turns >= TURNS.get(state["info"]["mode"], 3)
 
 
-def better_than_mean(completions) -> list[float]:
-    return [0.0 for _ in completions]
+def rank(completions) -> list[float]:
+    """How many of the group said less."""
+    said = [completion[-1]["content"] for completion in completions]
+    if "break the group" in said:
+        raise LookupError("a group scorer's bug")
+    return [float("nan") if one == "nan" else float(sum(len(o) < len(one) for o in said)) for one in said]
+
+
+async def own(completion) -> float:
+    await asyncio.sleep(0)  # where the others of its group are scored
+    if completion[-1]["content"] == "raise":
+        raise ZeroDivisionError("a scorer's bug")
+    return 1.0
 
 
 def add(a: int, b: int) -> int:
@@ -86,8 +102,9 @@ def load_environment(kind: str = "trial", greeting: str = "hello", seconds: floa
         data = Dataset.from_dict({"question": ["what is 40 plus 2?"], "answer": ["42"]})
         rubric = vf.Rubric(funcs=[right])
         return vf.ToolEnv(dataset=data, tools=[add], rubric=rubric, max_turns=5)
-    if kind == "groups":
-        return TrialEnv(dataset=rows(greeting), rubric=vf.Rubric(funcs=[better_than_mean]))
+    if kind in ("groups", "mixture"):
+        env = TrialEnv(dataset=rows(greeting), rubric=vf.Rubric(funcs=[rank, own], weights=[2.0, 1.0]))
+        return env if kind == "groups" else vf.EnvGroup([env], env_names=["only"])
     rubric = vf.Rubric(funcs=[length], weights=[0.5])
     rubric.add_metric(said_hello)
     return TrialEnv(

@@ -1,0 +1,41 @@
+"""Members of one request whose rewards compare them.
+
+1. They run side by side on one worker and are scored once all have ended; a member that fails is left out of
+   the comparison and ends no other.
+2. When one fails in a way that trying again may help, all are tried again, as Verifiers itself does.
+3. The request's time is over the rollouts, and as much again over the scoring of the group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+
+from quartet.v1 import envhost_service_pb2, rollout_pb2
+
+
+def time_limit_s(asked: envhost_service_pb2.RunRolloutsRequest) -> float:
+    """How long a worker has for the first member of a request; the others are those it is scored with."""
+    return asked.timeout_ms / 1000 * (1 if len(asked.members) == 1 else 2)
+
+
+class Together:
+    """Runs the members as one; each of them is awaited for itself."""
+
+    def __init__(self, run: Callable[[], Awaitable[Mapping[int, rollout_pb2.Rollout]]]) -> None:
+        """`run` gives the rollouts of all members; it is called once, and cancelled when nobody awaits it."""
+        self._run = run
+        self._all: asyncio.Future[Mapping[int, rollout_pb2.Rollout]] | None = None
+        self._awaited = 0
+
+    async def run(self, member: int) -> rollout_pb2.Rollout:
+        """The rollout of one member."""
+        if self._all is None:
+            self._all = asyncio.ensure_future(self._run())
+        self._awaited += 1
+        try:
+            return (await asyncio.shield(self._all))[member]
+        finally:
+            self._awaited -= 1
+            if not self._awaited:
+                self._all.cancel()

@@ -1,0 +1,139 @@
+"""Rewards that compare the members of a group: classic environments through a real host.
+
+Invariants by their module: classic/environment.py 4, classic/groups.py 1-2, classic/scoring.py 1-3,
+together.py 1-3.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from quartet.errors import QuartetError
+from quartet.v1 import envhost_service_pb2
+from quartet_envhost.classic.groups import Groups
+from rollout_outcomes import kind, refusal, until
+
+GROUPS = {"kind": "groups"}
+
+
+def says(*replies: str) -> Callable[[Any, str], str]:
+    """A policy that says these, in the order of asking."""
+    left = iter(replies)
+    return lambda request, last: next(left)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("args", [GROUPS, {"kind": "mixture"}])
+async def test_a_group_is_scored_together(classic: Any, args: dict[str, Any]) -> None:
+    ref = classic.request(args=args).environment
+    described = await classic.stub.DescribeEnvironment(
+        envhost_service_pb2.DescribeEnvironmentRequest(environment=ref), timeout=90
+    )
+    assert described.environment.group_scoring and list(described.environment.rewards) == ["own", "rank"]
+    classic.policy.answer = says("a", "abc", "ab", "abcd")
+    rollouts = await classic.run(args=args, members=range(4), messages_of_members=4)
+    assert not any(r.HasField("failure") for r in rollouts), [r.failure for r in rollouts]
+    ranks = {r.messages[-1].content: r.rewards["rank"] for r in rollouts}
+    assert ranks == {"a": 0.0, "ab": 1.0, "abc": 2.0, "abcd": 3.0}
+    assert all(r.reward == 2 * r.rewards["rank"] + 1 and r.rewards["own"] == 1.0 for r in rollouts)
+    assert sorted(r.member for r in rollouts) == [0, 1, 2, 3] and all(len(r.samples) == 1 for r in rollouts)
+    classic.policy.answer = says("alone")
+    (rollout,) = await classic.run(args=args, members=[7])
+    assert rollout.member == 7 and rollout.reward == 1.0
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_fails_is_left_out_of_the_comparison(classic: Any) -> None:
+    """Invariant 5: scorer faults are of their own member, and a failed rollout is compared with nobody."""
+    classic.policy.answer = says("a", "raise", "nan", "abc")
+    rollouts = await classic.run(args=GROUPS, members=range(4), messages_of_members=4)
+    told = {r.messages[-1].content: kind(r) for r in rollouts}
+    assert told == {"a": "UNSPECIFIED", "raise": "SCORER", "nan": "SCORER", "abc": "UNSPECIFIED"}
+    classic.policy.errors = [QuartetError("PROMPT_TOO_LONG", "9 tokens, limit 4")]
+    classic.policy.answer = says("a", "abc", "ab")
+    rollouts = await classic.run(args=GROUPS, members=range(4))
+    assert sorted(kind(r) for r in rollouts) == ["MODEL", "UNSPECIFIED", "UNSPECIFIED", "UNSPECIFIED"]
+    assert sorted(r.rewards["rank"] for r in rollouts if not r.HasField("failure")) == [0.0, 1.0, 2.0]
+    classic.policy.answer = says("a", "break the group", "b")
+    rollouts = await classic.run(args=GROUPS, members=range(3), max_retries=2)
+    assert {kind(r) for r in rollouts} == {"SCORER"} and "a group scorer's bug" in rollouts[0].failure.message
+    assert len(classic.policy.requests) == 4 + 4 + 3, "a scorer is not tried again"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_member_out_of_time_does_not_hold_its_group(classic: Any) -> None:
+    """Invariant 7."""
+    await classic.run(args=GROUPS)  # loaded; the times below are rollouts'
+    classic.policy.answer = says("stay", "a", "a", "b", "bcd")
+    rollouts = await classic.run("waits_if_told", GROUPS, members=range(3), timeout_ms=3000)
+    assert [kind(r) for r in rollouts] == ["TIMEOUT", "UNSPECIFIED", "UNSPECIFIED"]
+    assert "without it" in rollouts[0].failure.message
+    assert sorted(r.rewards["rank"] for r in rollouts[1:]) == [0.0, 1.0]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_killed_worker_fails_the_whole_group_and_it_is_run_again(classic: Any) -> None:
+    """Invariants 5 and 9."""
+    await classic.run(args=GROUPS)
+    classic.policy.delay_s = 2.0
+    run = asyncio.create_task(classic.run(args=GROUPS, members=range(3), max_retries=1))
+    await asyncio.wait_for(until(lambda: classic.policy.running == 3), 20)
+    (pool,) = [one for one in classic.host._pools.values() if one.in_use]
+    os.kill(pool.workers[0].pid, signal.SIGKILL)
+    classic.policy.delay_s = 0.0
+    rollouts = await run
+    assert sorted(r.member for r in rollouts) == [0, 1, 2]
+    assert not any(r.HasField("failure") for r in rollouts), [r.failure for r in rollouts]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_group_that_no_worker_has_room_for_is_refused(classic: Any) -> None:
+    error = await refusal(classic.run(args=GROUPS, members=range(17)))
+    assert error.reason == "INVALID_REQUEST" and "rollouts_per_worker" in error.message
+
+
+async def test_a_group_is_complete_when_everybody_joined_or_left() -> None:
+    """classic/groups.py 1 and 2."""
+    scored: list[list[str]] = []
+    going_on, ended = asyncio.Event(), asyncio.Event()
+
+    async def score(states: list[str]) -> None:
+        scored.append(states)
+        if "slow" in states:
+            try:
+                await going_on.wait()
+            finally:
+                ended.set()
+        if "broken" in states:
+            raise LookupError("no scale")
+
+    groups = Groups(score)
+    request = envhost_service_pb2.RunRolloutsRequest(request_id="one", members=range(3))
+    members = [groups.enter(request) for _ in range(3)]
+    first = asyncio.create_task(members[0].join("a"))
+    await asyncio.sleep(0)
+    members[1].leave()
+    assert not scored
+    await asyncio.wait_for(members[2].join("b"), 1)
+    await asyncio.wait_for(first, 1)
+    assert scored == [["a", "b"]] and not groups._open
+    for _ in range(3):
+        groups.enter(request).leave()
+    assert len(scored) == 1 and not groups._open, "nobody is left to score"
+    tasks = [asyncio.create_task(groups.enter(request).join(one)) for one in ("a", "broken", "b")]
+    for task in tasks:
+        with pytest.raises(LookupError, match="no scale"):
+            await asyncio.wait_for(task, 1)
+    tasks = [asyncio.create_task(groups.enter(request).join(one)) for one in ("a", "slow", "b")]
+    await asyncio.sleep(0.01)
+    for task in tasks:
+        assert not ended.is_set(), "the scoring goes on while somebody waits for it"
+        task.cancel()
+        await asyncio.wait([task])
+    await asyncio.wait_for(ended.wait(), 1)
+    assert not groups._open
