@@ -20,6 +20,11 @@ def run(config: TrainerConfig) -> None:
     # Read by OpenMP and cuBLAS once, when torch is imported.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from quartet_trainer.ranks.launch import run_ranks
+
+        run_ranks(config)
+        return
     from quartet_trainer.assembly import run_trainer
 
     asyncio.run(run_trainer(config))

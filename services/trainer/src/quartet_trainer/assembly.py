@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
@@ -18,6 +19,7 @@ from quartet_trainer.bases import Bases
 from quartet_trainer.config import TrainerConfig
 from quartet_trainer.loss.custom import load_losses
 from quartet_trainer.passes import Machine
+from quartet_trainer.ranks.alone import Alone, Ranks
 from quartet_trainer.roster import Roster
 from quartet_trainer.run import Run
 from quartet_trainer.service import TrainerServicer
@@ -45,7 +47,28 @@ class Trainer:
     health: Health
 
 
-def assemble(config: TrainerConfig) -> Trainer:
+def machine_of(
+    config: TrainerConfig, ranks: Ranks | None = None, device: torch.device | None = None
+) -> Machine:
+    """What the configuration says about computing. Errors: ConfigError."""
+    try:
+        losses = load_losses(config.losses)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return Machine(
+        device or device_of(config.device),
+        config.microbatch_tokens,
+        config.row_tokens,
+        config.hub,
+        config.gradient_checkpointing,
+        losses,
+        ranks or Alone(),
+    )
+
+
+def assemble(
+    config: TrainerConfig, machine: Machine | None = None, run_kind: Callable[..., Run] = Run
+) -> Trainer:
     """Build the trainer; needs a running event loop. Errors: ConfigError."""
     # Loading is quick and logged by us; progress bars have no place in a service's log.
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -53,14 +76,11 @@ def assemble(config: TrainerConfig) -> Trainer:
     worker = Worker(config.threads, config.deterministic)
     store = WeightStore(config.published_versions)
     bases = Bases()
-    try:
-        losses = load_losses(config.losses)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    machine = Machine(_device(config.device), config.microbatch_tokens, config.row_tokens, config.hub, losses)
+
+    machine = machine or machine_of(config)
 
     def make_run(run_id: str, spec: RunSpec) -> Run:
-        run = Run(run_id, spec, machine, store, health.progress, bases)
+        run = run_kind(run_id, spec, machine, store, health.progress, bases)
         store.open_run(run_id)
         log.info("run_opened", run_id=run_id, base_model=spec.base_model, device=str(machine.device))
         return run
@@ -87,7 +107,8 @@ async def run_trainer(config: TrainerConfig) -> None:
             await trainer.worker.close()
 
 
-def _device(wanted: str) -> torch.device:
+def device_of(wanted: str) -> torch.device:
+    """The device that the configuration means. Errors: ConfigError."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             'device = "cuda", but torch finds no CUDA device; set device = "cpu" or mend the driver'

@@ -26,6 +26,8 @@ class TrainerConfig(Config):
     microbatch_tokens: int = Field(default=8192, ge=1)
     #: Samples that share a prompt are put into one row up to this length; attention costs its square.
     row_tokens: int = Field(default=256, ge=1, le=65536)
+    #: Compute activations anew in the backward pass of every run instead of keeping them; a run may ask, too.
+    gradient_checkpointing: bool = False
     #: Published versions of a run that stay fetchable.
     published_versions: int = Field(default=4, ge=1, le=64)
     #: Runs held in memory at once.

@@ -13,12 +13,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from quartet_trainer.ranks.alone import Ranks
+from quartet_trainer.ranks.layout import is_whole, like
+
 
 class Gradients:
     """The gradients of named parameters."""
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        self._parameters = dict(parameters)
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], ranks: Ranks) -> None:
+        self._parameters, self._ranks = dict(parameters), ranks
 
     @contextmanager
     def joined(self) -> Iterator[None]:
@@ -29,6 +32,7 @@ class Gradients:
         except BaseException:
             self._replace(before)
             raise
+        self._ranks.sum_gradients([one for one in self._parameters.values() if is_whole(one)])
         self._replace([_sum(*pair) for pair in zip(before, self._parameters.values(), strict=True)])
 
     def taken(self) -> dict[str, Tensor]:
@@ -39,7 +43,7 @@ class Gradients:
         """Put back what was taken."""
         for name, parameter in self._parameters.items():
             gradient = gradients.get(name)
-            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+            parameter.grad = None if gradient is None else like(gradient, parameter)
 
     def _replace(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         held = []

@@ -10,27 +10,48 @@ Shapes: R rows, L columns, K covered positions, V vocabulary, H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from quartet_trainer.head import chunked_logprobs
 from quartet_trainer.packing import PROMPT, MicroBatch
+from quartet_trainer.recompute import recomputing
 
 #: Logits of a chunk, float32: 64 MiB. Larger ones are no faster on a CPU; a few of them exist at a time.
 LOGIT_CHUNK_ELEMENTS = 2**24
 
 
+#: (micro-batch, temperature, full_precision) -> (log-probabilities, entropies).
+Scoring = Callable[[MicroBatch, float, bool], tuple[Tensor, Tensor]]
+
+
 class PolicyForward(nn.Module):
     """A causal language model as a function from a micro-batch to log-probabilities and entropies."""
 
-    def __init__(self, model: Any, device: torch.device, autocast_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        device: torch.device,
+        autocast_dtype: torch.dtype | None,
+        recomputed: Sequence[nn.Module] = (),
+    ) -> None:
+        """`recomputed` are the layers whose activations are computed anew in the backward pass."""
         super().__init__()
         self.model = model
         self._device = device
         self._autocast_dtype = autocast_dtype
+        self._recomputed = tuple(recomputed)
+
+    @property
+    def width(self) -> int:
+        """Of the hidden states."""
+        return int(self.model.get_input_embeddings().embedding_dim)
 
     def forward(
         self,
@@ -42,8 +63,16 @@ class PolicyForward(nn.Module):
         """(log-probability of each covered token, entropy in nats there, with gradient if it learns)."""
         enabled = self._autocast_dtype is not None and not full_precision
         with torch.autocast(self._device.type, dtype=self._autocast_dtype, enabled=enabled):
-            hidden_KH = self._hidden(batch)
+            with recomputing(self._recomputed):
+                hidden_KH = self._hidden(batch)
             return self._read_out(hidden_KH, self._tensor(batch.targets_K), temperature, entropy_learns)
+
+    @contextmanager
+    def standing_as(self, placed: Mapping[str, Tensor]) -> Iterator[Scoring]:
+        """The same function with other parameters of the model; the live ones are left alone."""
+        # Moved as they are and widened there: in one call the CPU would widen them first.
+        named = {f"model.{name}": tensor.to(self._device).float() for name, tensor in placed.items()}
+        yield lambda *arguments: functional_call(self, named, arguments)
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
         mask = attention_mask(self._tensor(batch.segments_RL)) if batch.needs_mask else None

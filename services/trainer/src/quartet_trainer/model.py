@@ -81,11 +81,22 @@ def load_model(folder: Path, base_model: str, *, from_scratch: bool, seed: int, 
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         remedy = "name a folder with config.json and model.safetensors, or set from_scratch"
         raise _refused(base_model, f"{folder} cannot be loaded: {text}", remedy) from error
+    _check_attention(model.config, base_model)
+    return _prepared(model.to(device))
+
+
+def without_memory(folder: Path) -> Any:
+    """A model whose tensors have shapes and no contents (device "meta"); others loaded its folder."""
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        return _prepared(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))  # type: ignore[no-untyped-call]
+
+
+def _prepared(model: Any) -> Any:
     # eval: no dropout, so that trainer and sampler compute the same function.
-    model = model.eval().to(device)
+    model = model.eval()
     model.config.use_cache = False
     attention.use(model)
-    _check_attention(model.config, base_model)
     return model
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quartet_trainer.ranks.layout import like, whole
 from quartet_trainer.spec.optimizer import OptimizerKind, OptimizerSpec
 
 SGD_MOMENTUM = 0.9
@@ -68,7 +69,7 @@ class Optimizer:
     def gradient_norm(self) -> float:
         """Norm of all gradients together."""
         gradients = [one.grad for one in self._parameters.values() if one.grad is not None]
-        return float(torch.nn.utils.get_total_norm(gradients))
+        return float(whole(torch.nn.utils.get_total_norm(gradients)))
 
     def step(self, rate: float, norm: float) -> None:
         """Clip by the norm, step and clear."""
@@ -100,7 +101,7 @@ class Optimizer:
         for name, parameter, part in self._moved():
             part.state.pop(parameter, None)
             state: dict[str, Any] = {
-                key: moments[stem + name].to(parameter.device, copy=True)
+                key: like(moments[stem + name], parameter)
                 for key, stem in STEMS.items()
                 if stem + name in moments
             }

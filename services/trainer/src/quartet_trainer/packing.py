@@ -57,7 +57,9 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class Row:
+    """One sample, or several behind the prompt that they share."""
+
     prompt_length: int  # 0: one sample alone
     members: tuple[int, ...]
     length: int
@@ -67,9 +69,16 @@ def pack(
     samples: Sequence[Sample], members: Sequence[int], budget_tokens: int, row_tokens: int
 ) -> list[MicroBatch]:
     """Pack the samples numbered in `members`; those that cover nothing are left out."""
-    rows = sorted(_rows(samples, members, row_tokens), key=lambda row: row.length)
+    return cut(samples, rows_of(samples, members, row_tokens), budget_tokens, row_tokens)
+
+
+def cut(
+    samples: Sequence[Sample], rows: Sequence[Row], budget_tokens: int, row_tokens: int
+) -> list[MicroBatch]:
+    """Micro-batches of rows."""
+    rows = sorted(rows, key=lambda row: row.length)
     batches: list[MicroBatch] = []
-    pending: list[_Row] = []
+    pending: list[Row] = []
     held = 0
     for row in rows:
         computed = (len(pending) + 1) * row.length
@@ -89,15 +98,16 @@ def pack(
     return batches
 
 
-def _rows(samples: Sequence[Sample], members: Sequence[int], row_tokens: int) -> list[_Row]:
+def rows_of(samples: Sequence[Sample], members: Sequence[int], row_tokens: int) -> list[Row]:
+    """Rows of the samples numbered in `members`."""
     by_prompt: dict[bytes, list[int]] = {}
-    rows: list[_Row] = []
+    rows: list[Row] = []
     for member in members:
         sample = samples[member]
         if not sample.is_covered:
             continue
         if sample.prompt_length < MIN_SHARED_TOKENS:
-            rows.append(_Row(0, (member,), sample.input_length))
+            rows.append(Row(0, (member,), sample.input_length))
             continue
         prompt = sample.tokens_T[: sample.prompt_length].tobytes()
         by_prompt.setdefault(prompt, []).append(member)
@@ -106,23 +116,23 @@ def _rows(samples: Sequence[Sample], members: Sequence[int], row_tokens: int) ->
     return rows
 
 
-def _shared_rows(samples: Sequence[Sample], group: Sequence[int], row_tokens: int) -> list[_Row]:
+def _shared_rows(samples: Sequence[Sample], group: Sequence[int], row_tokens: int) -> list[Row]:
     prompt_length = samples[group[0]].prompt_length
-    rows: list[_Row] = []
+    rows: list[Row] = []
     held: list[int] = []
     length = prompt_length
     for member in group:
         tail = samples[member].input_length - prompt_length
         if held and length + tail > row_tokens:
-            rows.append(_Row(prompt_length, tuple(held), length))
+            rows.append(Row(prompt_length, tuple(held), length))
             held, length = [], prompt_length
         held.append(member)
         length += tail
-    rows.append(_Row(prompt_length, tuple(held), length))
-    return [row if len(row.members) > 1 else _Row(0, row.members, row.length) for row in rows]
+    rows.append(Row(prompt_length, tuple(held), length))
+    return [row if len(row.members) > 1 else Row(0, row.members, row.length) for row in rows]
 
 
-def _lay_out(samples: Sequence[Sample], rows: Sequence[_Row]) -> MicroBatch:
+def _lay_out(samples: Sequence[Sample], rows: Sequence[Row]) -> MicroBatch:
     width = max(1, max(row.length for row in rows))
     token_ids_RL = np.zeros((len(rows), width), dtype=np.int64)
     needs_mask = any(row.prompt_length > 0 for row in rows)

@@ -8,20 +8,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 from quartet_trainer.batch import Columns
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.loss import token_losses
 from quartet_trainer.loss.custom import CustomLoss
-from quartet_trainer.packing import MicroBatch, pack
+from quartet_trainer.packing import MicroBatch, cut, rows_of
 from quartet_trainer.publish import Snapshot
+from quartet_trainer.ranks.alone import Alone, Ranks
 from quartet_trainer.sample import Floats, Sample
 from quartet_trainer.spec import LossSpec
 from quartet_trainer.trained import replaced
@@ -38,8 +38,11 @@ class Machine:
     microbatch_tokens: int
     row_tokens: int
     hub: bool
+    gradient_checkpointing: bool = False
     # Losses that the configuration names.
     losses: Mapping[str, CustomLoss] = field(default_factory=dict)
+    # The processes that compute together.
+    ranks: Ranks = field(default_factory=Alone)
 
 
 @dataclass(slots=True)
@@ -60,6 +63,8 @@ class Pass:
         self, samples: Sequence[Sample], members: Sequence[int], logp_K: Tensor, entropy_K: Tensor
     ) -> None:
         """Take the values of a micro-batch apart."""
+        if not members:
+            return
         ends = np.cumsum([len(samples[member].covered_K) for member in members])[:-1]
         for target, values in ((self.logprobs, logp_K), (self.entropies, entropy_K)):
             for member, part in zip(members, np.split(values.cpu().numpy(), ends), strict=True):
@@ -96,13 +101,18 @@ class Passes:
                     logp_K, entropy_K = self._policy(
                         batch, loss.temperature, entropy_learns=loss.entropy_coef != 0
                     )
-                    tokens = columns.tokens(batch.members, logp_K, entropy_K)
-                    total = token_losses(loss, tokens, kl_coef, self._machine.losses).sum() / normalizer
+                    if batch.members:
+                        tokens = columns.tokens(batch.members, logp_K, entropy_K)
+                        total = token_losses(loss, tokens, kl_coef, self._machine.losses).sum() / normalizer
+                    else:
+                        # Of nothing, so zero; but its backward pass meets those of the other ranks.
+                        total = logp_K.sum()
                 if learns:
                     torch.autograd.backward(total)
                 done.loss += float(total.detach())
                 done.keep(samples, batch.members, logp_K.detach(), entropy_K.detach())
                 self._progress()
+        self._machine.ranks.join(done, [len(sample.covered_K) for sample in samples])
         return done
 
     def score(
@@ -118,18 +128,16 @@ class Passes:
         """
         done = Pass.over(samples)
         with torch.no_grad(), self._standing(weights) as placed:
-            # Moved as they are and widened there: in one call the CPU would widen them first.
-            named = {
-                f"model.{name}": tensor.to(self._machine.device).float() for name, tensor in placed.items()
-            }
-            for batch in self._pack(samples, range(len(samples))):
-                if weights is None:
-                    output = self._policy(batch, temperature)
-                else:
-                    output = functional_call(self._policy, named, (batch, temperature, full_precision))
-                done.keep(samples, batch.members, *output)
-                self._progress()
+            scoring = nullcontext(self._policy) if weights is None else self._policy.standing_as(placed)
+            with scoring as score:
+                for batch in self._pack(samples, range(len(samples))):
+                    output = score(batch, temperature, weights is not None and full_precision)
+                    done.keep(samples, batch.members, *output)
+                    self._progress()
+        self._machine.ranks.join(done, [len(sample.covered_K) for sample in samples])
         return done.logprobs
 
     def _pack(self, samples: Sequence[Sample], members: Sequence[int]) -> list[MicroBatch]:
-        return pack(samples, members, self._budget_tokens, self._machine.row_tokens)
+        row_tokens, ranks = self._machine.row_tokens, self._machine.ranks
+        rows = ranks.mine(rows_of(samples, members, row_tokens), self._policy.width)
+        return ranks.even(cut(samples, rows, self._budget_tokens, row_tokens))

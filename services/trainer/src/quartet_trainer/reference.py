@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from quartet_trainer.passes import Passes
+from quartet_trainer.ranks.layout import part
 from quartet_trainer.sample import Floats, Sample
 from quartet_trainer.spec import ReferenceSpec
 
@@ -60,4 +61,4 @@ class Reference:
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Put back what a state kept."""
         for name, tensor in tensors.items():
-            self._weights[name].copy_(tensor)
+            part(self._weights[name]).copy_(part(tensor))

@@ -23,6 +23,7 @@ import torch
 from quartet.errors import QuartetError
 from quartet.v1 import weights_pb2
 from quartet.weights.store import WeightStore
+from torch import nn
 
 from quartet_trainer import model as base
 from quartet_trainer.bases import Bases
@@ -34,6 +35,8 @@ from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.optimizer import Optimizer
 from quartet_trainer.passes import Machine, Passes, Standing
 from quartet_trainer.publish import TORCH_DTYPES, Snapshot
+from quartet_trainer.ranks.layout import part
+from quartet_trainer.recompute import recomputable
 from quartet_trainer.reference import REFERENCE, Reference
 from quartet_trainer.sample import Floats, Sample, check_against_model
 from quartet_trainer.schedule import scheduled_rate
@@ -110,16 +113,20 @@ class Run:
         try:
             self._model = self._trained.model
             self._vocab_size = base.vocab_size(self._model)
-            self._passes = self._passes_of(self._model, self._trained.standing)
+            recompute = spec.gradient_checkpointing or machine.gradient_checkpointing
+            layers = recomputable(self._model, spec.base_model) if recompute else ()
+            self._passes = self._passes_of(self._model, self._trained.standing, layers)
             self._reference = self._make_reference(bare)
         except BaseException:
             self._trained.close()
             raise
         parameters = self._trained.parameters
-        self._gradients = Gradients(parameters.items())
+        self._gradients = Gradients(parameters.items(), machine.ranks)
         self._optimizer = Optimizer(parameters.items(), spec.optimizer, self._trained.embeddings)
         config = self._trained.adapter_config
-        self._versions = Versions(run_id, store, spec.retain_versions, self._canary, config)
+        self._versions = Versions(
+            run_id, store, spec.retain_versions, self._canary, config, ranks=machine.ranks
+        )
         self._kl_control = KlControl()
         self._policy_version = 0
         self._skipped_steps = 0
@@ -128,16 +135,21 @@ class Run:
 
     def _load(self) -> Any:
         """The base model, which computes rightly here."""
-        spec, device = self.spec, self._machine.device
-        model = base.load_model(
-            self._folder, spec.base_model, from_scratch=spec.from_scratch, seed=spec.seed, device=device
-        )
-        policy = PolicyForward(model, device, self._autocast)
-        base.probe(policy, base.vocab_size(model), spec.base_model)
-        return model
+        spec = self.spec
+        return self._placed(self._folder, spec.base_model, from_scratch=spec.from_scratch, seed=spec.seed)
 
-    def _passes_of(self, model: Any, standing: Standing = replaced) -> Passes:
-        policy = PolicyForward(model, self._machine.device, self._autocast)
+    def _placed(self, folder: Path, name: str, *, from_scratch: bool = False, seed: int = 0) -> Any:
+        def load(device: torch.device) -> Any:
+            model = base.load_model(folder, name, from_scratch=from_scratch, seed=seed, device=device)
+            base.probe(PolicyForward(model, device, self._autocast), base.vocab_size(model), name)
+            return model
+
+        return self._machine.ranks.place(load, folder, self._machine.device)
+
+    def _passes_of(
+        self, model: Any, standing: Standing = replaced, recomputed: Sequence[nn.Module] = ()
+    ) -> Passes:
+        policy = self._machine.ranks.policy(model, self._machine.device, self._autocast, recomputed)
         return Passes(policy, self._machine, self._budget_tokens, self._progress, standing)
 
     @property
@@ -250,8 +262,8 @@ class Run:
 
     # -- versions and states
 
-    def publish(self) -> weights_pb2.WeightManifest:
-        """Make the live weights a version.
+    def publish(self) -> weights_pb2.WeightManifest | None:
+        """Make the live weights a version; None in a rank that does not serve it.
 
         Errors: SEQUENCE_CONFLICT if that version is held with other weights.
         """
@@ -295,7 +307,7 @@ class Run:
         self._versions.restore(meta, content.tensors, policy_version, live)
         with torch.no_grad():
             for name, parameter in self._trained.parameters.items():
-                parameter.copy_(weights[name])
+                part(parameter).copy_(part(weights[name]))
         self._trained.restore(meta["trained"])
         self._gradients.restore(content.tensors.get(GRADIENTS, {}))
         self._optimizer.restore(content.tensors.get(MOMENTS, {}), policy_version - skipped)
@@ -318,14 +330,8 @@ class Run:
             return Reference.of_model(spec, self._passes_of(self._model, bare))
         if not spec.model:
             return Reference.of_policy(spec, self._passes, self._trained.parameters)
-        model = base.load_model(
-            base.resolve_folder(spec.model, self._machine.hub),
-            spec.model,
-            from_scratch=False,
-            seed=0,
-            device=self._machine.device,
-        ).requires_grad_(False)
-        base.probe(PolicyForward(model, self._machine.device, self._autocast), self._vocab_size, spec.model)
+        folder = base.resolve_folder(spec.model, self._machine.hub)
+        model = self._placed(folder, spec.model).requires_grad_(False)
         return Reference.of_model(spec, self._passes_of(model))
 
     def close(self) -> None:

@@ -159,6 +159,7 @@ class TrainerServicer(rpc.TrainerServiceServicer):
 
         def job(entry: Entry) -> pb.PublishWeightsResponse:
             manifest = entry.run.publish()
+            assert manifest is not None, "only the rank that serves is called"
             return pb.PublishWeightsResponse(
                 version=manifest.version, digest=manifest.digest, payload_bytes=manifest.payload_bytes
             )

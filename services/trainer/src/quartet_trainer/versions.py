@@ -23,6 +23,7 @@ from quartet.weights.store import WeightStore
 from torch import Tensor
 
 from quartet_trainer.publish import Snapshot, wire_tensors
+from quartet_trainer.ranks.alone import Alone, Ranks
 
 #: A saved version's file is this and its number.
 STEM = "version-"
@@ -38,10 +39,11 @@ class Versions:
         keep: int,
         canary: Callable[[Snapshot], weights_pb2.Canary | None] = lambda weights: None,
         adapter_config: str = "",
+        ranks: Ranks | None = None,
     ) -> None:
         """`canary` computes what goes into a version's manifest as its canary; `adapter_config` does, too."""
         self._run_id, self._store, self._keep, self._canary = run_id, store, max(1, keep), canary
-        self._adapter_config = adapter_config
+        self._adapter_config, self._ranks = adapter_config, ranks or Alone()
         self._kept: dict[int, Snapshot] = {}
         self._newest: weights_pb2.WeightManifest | None = None
 
@@ -67,14 +69,16 @@ class Versions:
             )
         return self._kept[version]
 
-    def publish(self, version: int, weights: Snapshot) -> weights_pb2.WeightManifest:
-        """Make weights a version. Errors: SEQUENCE_CONFLICT if it is held with other weights."""
-        manifest = self._store.publish(
-            self._run_id,
-            version,
-            wire_tensors(weights),
-            canary=self._canary(weights),
-            adapter_config=self._adapter_config,
+    def publish(self, version: int, weights: Snapshot) -> weights_pb2.WeightManifest | None:
+        """Make weights a version; None in a rank that does not serve it.
+
+        Errors: SEQUENCE_CONFLICT if it is held with other weights.
+        """
+        tensors, canary = wire_tensors(weights, self._ranks.first), self._canary(weights)
+        manifest = self._ranks.agree(
+            lambda: self._store.publish(
+                self._run_id, version, tensors, canary=canary, adapter_config=self._adapter_config
+            )
         )
         self._newest = manifest
         self._kept[version] = weights
@@ -112,15 +116,19 @@ class Versions:
             self.publish(published, newest)
 
     def _check(self, version: int, weights: Snapshot, saved: str) -> None:
-        tensors, config = wire_tensors(weights), self._adapter_config
-        digest = build_manifest(self._run_id, version, tensors, adapter_config=config).digest.hex()
-        if digest != saved:
-            raise QuartetError(
-                "CHECKSUM_MISMATCH",
-                f"version {version} of run {self._run_id} was published with digest {saved}, its saved state "
-                f"gives {digest}; nothing was loaded",
-                what=f"version {version}",
-            )
+        tensors, config = wire_tensors(weights, self._ranks.first), self._adapter_config
+
+        def compare() -> None:
+            digest = build_manifest(self._run_id, version, tensors, adapter_config=config).digest.hex()
+            if digest != saved:
+                raise QuartetError(
+                    "CHECKSUM_MISMATCH",
+                    f"version {version} of run {self._run_id} was published with digest {saved}, its saved "
+                    f"state gives {digest}; nothing was loaded",
+                    what=f"version {version}",
+                )
+
+        self._ranks.agree(compare)
 
     def close(self) -> None:
         """Forget all of it, in the store too."""

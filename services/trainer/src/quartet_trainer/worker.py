@@ -26,7 +26,7 @@ class Worker:
     """A single-thread executor with a bound and a count."""
 
     def __init__(self, threads: int, deterministic: bool) -> None:
-        self._executor = ThreadPoolExecutor(1, "torch", _prepare, (threads, deterministic))
+        self._executor = ThreadPoolExecutor(1, "torch", prepare, (threads, deterministic))
         self._pending = 0
 
     @property
@@ -54,7 +54,8 @@ class Worker:
         self._pending -= 1
 
 
-def _prepare(threads: int, deterministic: bool) -> None:
+def prepare(threads: int, deterministic: bool) -> None:
+    """How torch computes; for the threads of a process, or for this thread."""
     import torch
 
     torch.set_num_threads(threads)

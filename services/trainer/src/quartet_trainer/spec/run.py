@@ -32,6 +32,7 @@ class RunSpec(Value):
     retain_versions: int = pydantic.Field(default=0, ge=0, le=64)
     microbatch_tokens: int = pydantic.Field(default=0, ge=0)
     reference: ReferenceSpec | None = None
+    gradient_checkpointing: bool = False
 
 
 def difference(held: RunSpec, wanted: RunSpec) -> tuple[str, object, object] | None:

@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
 from typing import Any
 
 import pydantic
 from quartet.errors import QuartetError
-
-LATER = "comes in a later build; leave it out"
-
-
-def refuse_unserved(
-    message: Any, prefix: str, served: Set[str], refused: Callable[[str, Any, str], QuartetError]
-) -> None:
-    """Raise where a message has a field set that this build does not serve: never ignore one."""
-    for field, _ in message.ListFields():
-        if field.name not in served:
-            raise refused(prefix + field.name, str(getattr(message, field.name)).strip(), LATER)
 
 
 def given(message: Any, *fields: str) -> dict[str, Any]:

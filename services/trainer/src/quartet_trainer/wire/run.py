@@ -8,18 +8,11 @@ from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer.spec import RunSpec
 from quartet_trainer.wire.optimizer import lora_spec, optimizer_spec
 from quartet_trainer.wire.reference import reference_spec
-from quartet_trainer.wire.refusal import config, first, refuse_unserved
-
-#: What a message may carry here. The contract has more, which the domain would silently lack.
-_SERVED_RUN = {
-    *("base_model", "lora", "optimizer", "seed", "compute_dtype", "served_dtype", "from_scratch"),
-    *("retain_versions", "microbatch_tokens", "reference"),
-}
+from quartet_trainer.wire.refusal import config, first
 
 
 def run_spec(spec: pb.RunSpec) -> RunSpec:
     """A run's spec. Errors: INVALID_CONFIG."""
-    refuse_unserved(spec, "", _SERVED_RUN, config)
     try:
         return RunSpec(
             base_model=spec.base_model,
@@ -32,6 +25,7 @@ def run_spec(spec: pb.RunSpec) -> RunSpec:
             retain_versions=spec.retain_versions,
             microbatch_tokens=spec.microbatch_tokens,
             reference=reference_spec(spec.reference) if spec.HasField("reference") else None,
+            gradient_checkpointing=spec.gradient_checkpointing,
         )
     except pydantic.ValidationError as error:
         raise config(*first(error, "spec")) from None

@@ -1,0 +1,192 @@
+"""The ranks of one trainer as a group: how they tell each other, agree, and add up.
+
+1. Every method is called by all ranks in the same order; each is one collective, or two.
+2. Sums do not depend on which rank was quicker: equal calls give equal bits.
+3. What a rank waits for comes within WAIT_SECONDS, or the waiting ends with an error: while nobody calls, the
+   first rank says so every BEAT_SECONDS. A peer that dies is noticed at once, by its closed connection.
+4. Commands and verdicts go over gloo on the CPU, gradients and parameters over NCCL where there is CUDA.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from quartet.errors import QuartetError
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from quartet_trainer import model as base
+from quartet_trainer.packing import MicroBatch, Row
+from quartet_trainer.passes import Pass
+from quartet_trainer.ranks.balance import assignment, cost
+from quartet_trainer.ranks.command import (
+    MAX_COMMAND_BYTES,
+    MAX_SAMPLE_BYTES,
+    Command,
+    command_bytes,
+    parse_command,
+    parse_samples,
+    sample_bytes,
+)
+from quartet_trainer.ranks.sharding import ShardedForward, shard
+from quartet_trainer.sample import Sample
+
+T = TypeVar("T")
+
+#: As long as a trainer may be silent before health calls it stuck (assembly.py): loading a large model.
+WAIT_SECONDS = 900.0
+#: Often enough that no rank waits a tenth of that for nothing.
+BEAT_SECONDS = 60.0
+#: An error of the contract: its text is clipped to less (quartet.errors).
+MAX_VERDICT_BYTES = 16 << 10
+
+#: One token that nothing reads: what a rank computes while others have rows left.
+EMPTY = MicroBatch(
+    np.zeros((1, 1), np.int64),
+    np.zeros((1, 1), np.int64),
+    np.zeros((1, 1), np.int64),
+    needs_mask=False,
+    predictors_K=np.empty(0, np.int64),
+    targets_K=np.empty(0, np.int64),
+    members=(),
+)
+
+
+class Group:
+    """This rank, among the others. Implements `quartet_trainer.ranks.alone.Ranks`."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Meet the others, as torchrun's environment says."""
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=WAIT_SECONDS))
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._mesh = init_device_mesh(device.type, (self.size,))
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that serves."""
+        return self.rank == 0
+
+    # -- telling
+
+    def tell(self, command: Command, samples: Sequence[Sample] = ()) -> None:
+        """The first rank's half of `hear`."""
+        body, arrays = command_bytes(command), sample_bytes(samples)
+        assert len(body) <= MAX_COMMAND_BYTES and len(arrays) <= MAX_SAMPLE_BYTES, "bounded where it came in"
+        dist.broadcast(torch.tensor([len(body), len(arrays)]), src=0)
+        _send(body)
+        _send(arrays)
+
+    def hear(self) -> tuple[Command, list[Sample]]:
+        """What the first rank tells."""
+        sizes = torch.zeros(2, dtype=torch.int64)
+        dist.broadcast(sizes, src=0)
+        body, arrays = (_receive(int(size)) for size in sizes)
+        return parse_command(body), parse_samples(arrays)
+
+    def agree(self, job: Callable[[], T]) -> T | None:
+        """Let the first rank do something: its result there, None here, or its error everywhere."""
+        if not self.first:
+            size = torch.zeros(1, dtype=torch.int64)
+            dist.broadcast(size, src=0)
+            if int(size):
+                raise _error(_receive(int(size)))
+            return None
+        try:
+            result = job()
+        except QuartetError as error:
+            body = _error_bytes(error)
+            dist.broadcast(torch.tensor([len(body)]), src=0)
+            _send(body)
+            raise
+        dist.broadcast(torch.tensor([0]), src=0)
+        return result
+
+    # -- sharing work
+
+    def mine(self, rows: Sequence[Row], width: int) -> Sequence[Row]:
+        """The rows of this rank."""
+        ranks = assignment([cost(row.length, width) for row in rows], self.size)
+        return [row for row, rank in zip(rows, ranks, strict=True) if rank == self.rank]
+
+    def even(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """As many on every rank: each forward pass is a collective."""
+        most = torch.tensor([len(batches)])
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return batches + [EMPTY] * (int(most) - len(batches))
+
+    def join(self, done: Pass, lengths: Sequence[int]) -> None:
+        """Every rank gets all values. Each is computed by one rank; the others add zero to it."""
+        ends = np.cumsum(lengths)
+        values = torch.zeros(2, int(ends[-1]) if len(ends) else 0)
+        for row, arrays in zip(values, (done.logprobs, done.entropies), strict=True):
+            for end, array in zip(ends, arrays, strict=True):
+                row[end - len(array) : end] = torch.from_numpy(array)
+        losses = torch.zeros(self.size, dtype=torch.float64)
+        losses[self.rank] = done.loss
+        dist.all_reduce(values)
+        dist.all_reduce(losses)
+        done.logprobs, done.entropies = (np.split(row.numpy(), ends[:-1]) for row in values)
+        done.loss = float(losses.sum())
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Parameter by parameter; one that no loss reached here counts as zero."""
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+
+    # -- models
+
+    def place(self, load: Callable[[torch.device], Any], folder: Path, device: torch.device) -> Any:
+        """The first rank loads, all get their parts."""
+        full = self.agree(lambda: load(torch.device("cpu")))
+        skeleton = base.without_memory(folder)
+        if full is not None:
+            skeleton.generation_config = full.generation_config
+        return shard(skeleton, full, device, self._mesh)
+
+    def policy(
+        self,
+        model: Any,
+        device: torch.device,
+        autocast: torch.dtype | None,
+        recomputed: Sequence[nn.Module],
+    ) -> ShardedForward:
+        """What a placed model computes."""
+        return ShardedForward(model, device, autocast, recomputed)
+
+
+def leave() -> None:
+    """Close the connections; the others must be doing the same."""
+    dist.destroy_process_group()
+
+
+def _send(body: bytes) -> None:
+    if body:
+        dist.broadcast(torch.frombuffer(bytearray(body), dtype=torch.uint8), src=0)
+
+
+def _receive(size: int) -> bytes:
+    body = torch.empty(size, dtype=torch.uint8)
+    if size:
+        dist.broadcast(body, src=0)
+    return body.numpy().tobytes()
+
+
+def _error_bytes(error: QuartetError) -> bytes:
+    body = json.dumps([error.reason, error.message, error.retry_after_ms, error.metadata]).encode()
+    assert len(body) <= MAX_VERDICT_BYTES
+    return body
+
+
+def _error(body: bytes) -> QuartetError:
+    reason, message, retry_after_ms, metadata = json.loads(body)
+    return QuartetError(reason, message, retry_after_ms=retry_after_ms, **metadata)

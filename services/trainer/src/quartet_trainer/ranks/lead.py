@@ -1,0 +1,89 @@
+"""A run of the first rank: what it does, it tells the others first, and all do it together.
+
+1. An error of the contract is raised in every rank alike, and the run stands as before it.
+2. Any other error in one rank leaves the others waiting in a collective, so it ends this process; torchrun
+   ends the rest, and starts all anew where it was told to (--max-restarts). States are on disk.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import structlog
+from quartet.errors import QuartetError
+from quartet.v1 import weights_pb2
+
+from quartet_trainer.ranks.command import Close, Command, Export, Open, Publish, Score, Step, Train
+from quartet_trainer.ranks.group import Group
+from quartet_trainer.run import BatchResult, Run, StepResult
+from quartet_trainer.sample import Floats, Sample
+from quartet_trainer.spec import LossSpec, RunSpec
+
+T = TypeVar("T")
+
+log = structlog.get_logger()
+
+
+def end_group(rank: int, why: BaseException) -> NoReturn:
+    """End this process at once, whatever its other threads do: the ranks are no longer in step."""
+    log.error("rank_ended", rank=rank, why=f"{type(why).__name__}: {why}", exc_info=why)
+    os._exit(1)
+
+
+class LeadRun(Run):
+    """A run that all ranks have."""
+
+    def __init__(self, group: Group, run_id: str, spec: RunSpec, *arguments: Any) -> None:
+        self._group = group
+        self._together(
+            Open(run_id=run_id, spec=spec), lambda: super(LeadRun, self).__init__(run_id, spec, *arguments)
+        )
+
+    def _together(self, command: Command, work: Callable[[], T], samples: Sequence[Sample] = ()) -> T:
+        try:
+            self._group.tell(command, samples)
+            return work()
+        except QuartetError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the ranks are out of step
+            end_group(self._group.rank, error)
+
+    def forward_backward(
+        self, samples: Sequence[Sample], loss: LossSpec, normalizer: float, verify_logprobs: bool
+    ) -> BatchResult:
+        """Each rank its share."""
+        return self._together(
+            Train(run_id=self.run_id, loss=loss, normalizer=normalizer, verify_logprobs=verify_logprobs),
+            lambda: super(LeadRun, self).forward_backward(samples, loss, normalizer, verify_logprobs),
+            samples,
+        )
+
+    def optim_step(self, learning_rate: float | None) -> StepResult:
+        """Each rank its part of the parameters."""
+        return self._together(
+            Step(run_id=self.run_id, learning_rate=learning_rate),
+            lambda: super(LeadRun, self).optim_step(learning_rate),
+        )
+
+    def forward(self, samples: Sequence[Sample], version: int | None, temperature: float) -> list[Floats]:
+        """Each rank its share."""
+        return self._together(
+            Score(run_id=self.run_id, version=version, temperature=temperature),
+            lambda: super(LeadRun, self).forward(samples, version, temperature),
+            samples,
+        )
+
+    def publish(self) -> weights_pb2.WeightManifest | None:
+        """Tensor after tensor, from all ranks to this one."""
+        return self._together(Publish(run_id=self.run_id), super().publish)
+
+    def export(self, target: Path) -> None:
+        """Tensor after tensor; this rank writes."""
+        self._together(Export(run_id=self.run_id, folder=target), lambda: super(LeadRun, self).export(target))
+
+    def close(self) -> None:
+        """In all ranks."""
+        self._together(Close(run_id=self.run_id), super().close)

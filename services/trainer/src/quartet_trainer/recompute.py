@@ -1,0 +1,50 @@
+"""Gradient checkpointing: the activations of a layer are computed anew in the backward pass instead of kept.
+
+1. Gradients are those without it, bit for bit on a CPU: a layer computed anew computes the same, dropout
+   included.
+2. It holds for the passes inside `recomputing` alone: several runs may share the model, and not the setting.
+3. A model without layers that it could act on is refused.
+
+Kept are the input of every layer and the activations of one layer at a time, for about a third more time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from quartet.errors import QuartetError
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+def recomputable(model: nn.Module, base_model: str) -> Sequence[nn.Module]:
+    """The layers of a model that can be computed anew. Errors: INVALID_CONFIG."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise QuartetError(
+            "INVALID_CONFIG",
+            f"gradient_checkpointing: {base_model} has no layers that transformers could compute anew; leave "
+            "it out",
+            key="gradient_checkpointing",
+            value=True,
+            remedy="leave it out",
+        )
+    return layers
+
+
+@contextmanager
+def recomputing(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Forward passes inside keep the inputs of these layers only."""
+    # Transformers' own switch acts on models in training mode, in which layers may also drop something out.
+    for layer in layers:
+        plain: Any = layer.forward
+        layer.forward = partial(checkpoint, plain, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
