@@ -1,0 +1,64 @@
+"""examples/weights_from_elsewhere as its README runs it: plain PyTorch, and a replica that takes weights."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+pytestmark = pytest.mark.slow
+
+EXAMPLE = REPOSITORY / "examples/weights_from_elsewhere"
+SECONDS = 120
+ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The tiny model with random weights: it answers nothing yet."""
+    import torch
+    from quartet.cli.tiny.files import write_model_files
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path / "model"
+    write_model_files(folder)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def replica(model: Path, tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """Addresses of the example's replica: gRPC, and OpenAI's API."""
+    grpc_port, openai_port = tmp_path / "grpc", tmp_path / "openai"
+    command = [sys.executable, "-m", "quartet_inference", "@", str(EXAMPLE / "inference.toml")]
+    command += ["--model", str(model), "--server.address", "127.0.0.1:0", "--openai.address", "127.0.0.1:0"]
+    command += ["--server.port_file", str(grpc_port), "--openai.port_file", str(openai_port)]
+    with subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT) as process:
+        deadline = time.monotonic() + SECONDS
+        while not (grpc_port.exists() and openai_port.exists()):
+            assert process.poll() is None and time.monotonic() < deadline, "the replica did not start"
+            time.sleep(0.05)
+        yield grpc_port.read_text().strip(), f"http://{openai_port.read_text().strip()}/v1"
+        process.terminate()
+
+
+def test_pushed_weights_are_sampled_from(model: Path, replica: tuple[str, str]) -> None:
+    """Invariant 3: each answer comes from the version just pushed, and the last version knows its answer."""
+    command = [sys.executable, str(EXAMPLE / "train.py"), "--model", str(model), "--steps", "40"]
+    command += ["--push-every", "20", "--inference", replica[0], "--openai", replica[1]]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = re.findall(r"step (\d+)  loss \S+  (.*), sampled by version (.*)", done.stdout)
+    assert [(step, version) for step, _, version in lines] == [("20", "[20]"), ("40", "[40]")]
+    assert lines[-1][1] == "'good day'", done.stdout
