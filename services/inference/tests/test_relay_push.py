@@ -19,19 +19,13 @@ from quartet.v1 import inference_service_pb2_grpc as irpc
 from quartet.weights.push import push_version
 from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
 from quartet.weights.store import WeightStore
-from quartet.weights.tensor import Tensor
 from quartet_inference import app
 from quartet_inference.config import InferenceConfig
 
+from .random_models import weights_of
+
 INFERENCE = "quartet.v1.InferenceService"
 Make = Callable[..., Any]
-
-
-def weights_of(model: Any) -> dict[str, Tensor]:
-    return {
-        name: Tensor("F32", tuple(p.shape), p.detach().numpy().tobytes())
-        for name, p in model.named_parameters()
-    }
 
 
 class Replica:

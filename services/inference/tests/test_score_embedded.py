@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from quartet.errors import QuartetError
-from quartet.weights.tensor import Tensor
 from quartet_inference.embedded import score
-from quartet_inference.embedded.engine import EmbeddedEngine
-from quartet_inference.embedded.limits import Limits
 from quartet_inference.engine import Delta, Request, Sampling, Scored, ScoreRequest, ServedWeights
 
+from .engine_calls import running
+from .random_models import weights_of
+from .told import TOLERANCE
+
 Make = Callable[..., Any]
-TOLERANCE = 2e-5
-
-
-@asynccontextmanager
-async def running(model: Any, **limits: Any) -> AsyncIterator[EmbeddedEngine]:
-    settings = {"max_model_len": 512, "max_num_seqs": 8, "kv_cache_bytes": 1 << 24, **limits}
-    engine = EmbeddedEngine(model, Limits(**settings), frozenset({258}), str, ServedWeights("", 0, b""))
-    try:
-        yield engine
-    finally:
-        await engine.close()
 
 
 def expected(model: Any, request: ScoreRequest) -> list[float]:
@@ -40,7 +29,7 @@ def expected(model: Any, request: ScoreRequest) -> list[float]:
 
 
 def near(have: list[float], want: list[float]) -> bool:
-    return have == pytest.approx(want, abs=TOLERANCE, rel=0)
+    return have == pytest.approx(want, abs=TOLERANCE["embedded"], rel=0)
 
 
 def sequence(chance: random.Random, length: int) -> ScoreRequest:
@@ -48,13 +37,6 @@ def sequence(chance: random.Random, length: int) -> ScoreRequest:
     cuts = sorted(chance.sample(range(1, length + 1), min(6, length)))
     covered = tuple((a, b - a) for a, b in zip(cuts[::2], cuts[1::2], strict=False))
     return ScoreRequest(tuple(chance.randrange(256) for _ in range(length)), covered)
-
-
-def weights_of(model: Any) -> dict[str, Tensor]:
-    return {
-        name: Tensor("F32", tuple(p.shape), p.detach().clone().numpy().tobytes())
-        for name, p in model.named_parameters()
-    }
 
 
 @pytest.mark.parametrize("head_dim_bias", [{}, {"attention_bias": True}])
@@ -69,7 +51,7 @@ async def test_scores_are_a_forward_pass(
     requests.append(ScoreRequest(tuple(range(200)), ((1, 199),)))
     requests.append(ScoreRequest((7, 8), ()))
     plain = make_model(0, **head_dim_bias)
-    async with running(make_model(0, **head_dim_bias)) as engine:
+    async with running(make_model(0, **head_dim_bias), max_model_len=512) as engine:
         scored = await asyncio.gather(*(engine.score(request) for request in requests))
     for request, have in zip(requests, scored, strict=True):
         assert near(have.logprobs, expected(plain, request)), request
@@ -92,7 +74,7 @@ async def test_decoding_goes_on_between_pieces(make_model: Make, monkeypatch: py
     requests = [
         ScoreRequest(tuple(chance.randrange(256) for _ in range(480)), ((1, 479),)) for _ in range(40)
     ]
-    async with running(make_model(0)) as engine:
+    async with running(make_model(0), max_model_len=512) as engine:
         generation = engine.generate(Request((1, 2, 3), Sampling(max_tokens=300, ignore_eos=True)))
         assert isinstance(await anext(generation), Delta)
         scoring = [asyncio.create_task(engine.score(request)) for request in requests]

@@ -1,130 +1,29 @@
-"""The vLLM engine where it is not like the other: keys that are kept, parallel workers, faults of its own.
+"""The vLLM engine where it is not like the other: keys that are kept over an update, faults of its own.
 
-The first engine keeps keys over an update and has an untied head; the second has two workers.
+The engine has an untied head.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import pytest_asyncio
-import torch
 from quartet.errors import QuartetError
 from quartet.weights.tensor import Tensor
-from quartet_inference.config import InferenceConfig
-from quartet_inference.embedded.engine import EmbeddedEngine
-from quartet_inference.embedded.limits import Limits
-from quartet_inference.engine import Delta, Engine, Finish, Request, Sampling, ServedWeights
-from quartet_inference.vllm import environment
+from quartet_inference.engine import Request, Sampling, ServedWeights
+
+from .engine_calls import complete, running, until
+from .random_models import weights_of
+from .told import TOLERANCE, Told
+from .vllm_driver import PROMPT, Driver, Make, launch, tear
 
 pytest.importorskip("vllm", reason="vLLM is not installed in this interpreter (make install-vllm)")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-Make = Callable[..., Any]
-END = frozenset({258})
-TOLERANCE = 5e-5
 SIZES: dict[str, Any] = {"head_dim": 32, "tie_word_embeddings": False}
-PROMPT = list(range(100))
-
-
-class Driver:
-    """An engine, the models of the versions that it has served, and short ways to use it."""
-
-    def __init__(self, engine: Any, make: Make) -> None:
-        self.engine: Any = engine
-        self.make = make
-        self.models: dict[int, Any] = {0: make(0)}
-
-    async def update(self, seed: int) -> int:
-        version = max(self.models) + 1
-        self.models[version] = self.make(seed)
-        staged = await self.engine.stage(weights_of(self.models[version]))
-        await self.engine.swap(staged, ServedWeights("r", version, b""))
-        return version
-
-    async def ask(self, prompt: list[int], **wanted: Any) -> Told:
-        return (await complete(self.engine, prompt, **wanted))[0]
-
-    def difference(self, told: Told) -> float:
-        worst = 0.0
-        for version in set(told.versions):
-            ids = torch.tensor([told.prompt + told.tokens])
-            with torch.no_grad():
-                logits = (
-                    self.models[version](ids, use_cache=False).logits[0, len(told.prompt) - 1 : -1].float()
-                )
-            plain = torch.log_softmax(logits, -1).gather(-1, torch.tensor(told.tokens)[:, None])[:, 0]
-            mine = torch.tensor(told.versions) == version
-            worst = max(worst, (plain - torch.tensor(told.logprobs))[mine].abs().max().item())
-        return worst
-
-
-class Told:
-    """What an engine has told of one completion."""
-
-    def __init__(self, prompt: list[int]) -> None:
-        self.prompt = prompt
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
-        self.finish: Finish | None = None
-
-    @property
-    def cached(self) -> int:
-        assert self.finish is not None
-        return self.finish.cached_tokens
-
-
-async def complete(engine: Engine, prompt: list[int], n: int = 1, **wanted: Any) -> list[Told]:
-    sampling = Sampling(**{"max_tokens": 24, "ignore_eos": True, **wanted})
-    told = [Told(prompt) for _ in range(n)]
-    async for event in engine.generate(Request(tuple(prompt), sampling, n)):
-        one = told[event.index]
-        if isinstance(event, Delta):
-            one.tokens += event.token_ids
-            one.logprobs += event.logprobs
-            for span in event.spans:
-                one.versions += [span.version] * span.length
-        else:
-            one.finish = event
-    return told
-
-
-def weights_of(model: Any) -> dict[str, Tensor]:
-    return {
-        name: Tensor("F32", tuple(p.shape), p.detach().clone().numpy().tobytes())
-        for name, p in model.named_parameters()
-    }
-
-
-def tear(path: Path, missing: int) -> None:
-    """Cut off the end of a file."""
-    os.truncate(path, path.stat().st_size - missing)
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not true():  # noqa: ASYNC110 - there is no event to wait for
-            await asyncio.sleep(0.002)
-
-
-def launch(folder: Path, make: Make, **settings: Any) -> Driver:
-    environment.prepare(threads=1)
-    from quartet_inference.vllm.start import start
-
-    make(0).save_pretrained(folder)
-    config = InferenceConfig(
-        model=folder, engine="vllm", max_model_len=256,
-        vllm={"max_num_seqs": 16, "kv_cache_bytes": 1 << 25, **settings},
-    )  # fmt: skip
-    return Driver(start(config, END, lambda tokens: "", lambda: None), make)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -152,12 +51,12 @@ async def test_kept_keys_survive_an_update_but_never_serve_a_new_request(keeping
     count = mixed.versions.count(before)
     cut.tokens, cut.logprobs = mixed.tokens[:count], mixed.logprobs[:count]
     cut.versions = mixed.versions[:count]
-    assert keeping.difference(cut) <= TOLERANCE
+    assert keeping.difference(cut) <= TOLERANCE["vllm"]
     assert keeping.difference(mixed) > 1e-3, "kept keys should differ from recomputed ones"
     fresh = await keeping.ask(PROMPT + mixed.tokens[:20])
-    assert fresh.cached == 0 and keeping.difference(fresh) <= TOLERANCE
+    assert fresh.cached == 0 and keeping.difference(fresh) <= TOLERANCE["vllm"]
     again = await keeping.ask(PROMPT + mixed.tokens[:20])
-    assert again.cached >= 96 and keeping.difference(again) <= TOLERANCE
+    assert again.cached >= 96 and keeping.difference(again) <= TOLERANCE["vllm"]
 
 
 async def test_requests_that_wait_over_an_update_begin_with_the_new_weights(keeping: Driver) -> None:
@@ -172,14 +71,14 @@ async def test_requests_that_wait_over_an_update_begin_with_the_new_weights(keep
     assert await keeping.engine.resume() == 1
     told = await call
     assert told.cached == 0 and set(told.versions) == {version}
-    assert keeping.difference(told) <= TOLERANCE
+    assert keeping.difference(told) <= TOLERANCE["vllm"]
 
 
 async def test_update_after_update_is_exact(keeping: Driver) -> None:
     for seed in range(3, 8):
         await keeping.update(seed)
         told = await keeping.ask([seed, 1, 2], temperature=0.0)
-        assert keeping.difference(told) <= TOLERANCE
+        assert keeping.difference(told) <= TOLERANCE["vllm"]
         info = keeping.engine.info()
         assert info.served.version == max(keeping.models) and info.last_update_pause_ms > 0
 
@@ -201,7 +100,7 @@ async def test_only_whole_versions_are_staged(keeping: Driver) -> None:
         with pytest.raises(QuartetError) as refused:
             await keeping.engine.stage(bad)
         assert refused.value.reason == "INVALID_REQUEST"
-    assert keeping.difference(await keeping.ask([1, 2])) <= TOLERANCE
+    assert keeping.difference(await keeping.ask([1, 2])) <= TOLERANCE["vllm"]
 
 
 async def test_a_torn_file_leaves_the_old_weights_serving(keeping: Driver) -> None:
@@ -214,7 +113,7 @@ async def test_a_torn_file_leaves_the_old_weights_serving(keeping: Driver) -> No
         await keeping.engine.swap(staged, ServedWeights("r", 99, b""))
     assert keeping.engine.info().served == served
     told = await call
-    assert set(told.versions) == {served.version} and keeping.difference(told) <= TOLERANCE
+    assert set(told.versions) == {served.version} and keeping.difference(told) <= TOLERANCE["vllm"]
     path = staged.path
     del staged
     assert not path.exists(), "a staged file ends with the object that stands for it"
@@ -230,7 +129,7 @@ async def test_a_swap_is_whole_although_its_caller_is_gone(keeping: Driver) -> N
     caller.cancel()
     await until(lambda: keeping.engine.info().served.version == version)
     told = await keeping.ask([5])
-    assert set(told.versions) == {version} and keeping.difference(told) <= TOLERANCE
+    assert set(told.versions) == {version} and keeping.difference(told) <= TOLERANCE["vllm"]
 
 
 async def test_abandoned_requests_give_their_blocks_back(keeping: Driver) -> None:
@@ -271,17 +170,13 @@ async def test_a_request_abandoned_while_it_is_handed_over_leaves_vllm(
 
 
 async def test_both_engines_draw_the_same_tokens_for_a_seed(keeping: Driver) -> None:
-    model = keeping.make(12)
     await keeping.update(12)
-    served = ServedWeights("", 0, b"")
-    embedded = EmbeddedEngine(model, Limits(256, kv_cache_bytes=1 << 24), END, lambda tokens: "", served)
-    try:
+    async with running(keeping.make(12)) as embedded:
         for sampling in ({}, {"top_p": 0.8, "temperature": 1.2}, {"frequency_penalty": 0.6, "min_p": 0.05}):
-            here = await complete(keeping.engine, PROMPT, n=3, seed=8, **sampling)
-            there = await complete(embedded, PROMPT, n=3, seed=8, **sampling)
+            wanted: dict[str, Any] = {"n": 3, "seed": 8, "ignore_eos": True, **sampling}
+            here = await complete(keeping.engine, PROMPT, **wanted)
+            there = await complete(embedded, PROMPT, **wanted)
             assert [one.tokens for one in here] == [one.tokens for one in there]
-    finally:
-        await embedded.close()
 
 
 async def test_half_loaded_weights_end_the_engine(keeping: Driver) -> None:
@@ -298,100 +193,3 @@ async def test_half_loaded_weights_end_the_engine(keeping: Driver) -> None:
         with pytest.raises(QuartetError) as refused:
             await late
         assert refused.value.reason == "NOT_READY"
-
-
-class Core:
-    """vLLM's side of an engine whose workers do as they are told here."""
-
-    def __init__(self, failing: str) -> None:
-        self.failing = failing
-        self.paused = False
-        self.model_config = SimpleNamespace(dtype=torch.float32, max_model_len=64, get_vocab_size=lambda: 387)
-        scheduler = SimpleNamespace(max_num_seqs=1)
-        self.vllm_config = SimpleNamespace(scheduler_config=scheduler, lora_config=None)
-        self.engine_core = self
-        self.output_handler = None
-
-    async def pause_scheduler_async(self, **_: Any) -> None:
-        self.paused = True
-
-    async def resume_scheduler_async(self) -> None:
-        self.paused = False
-
-    async def call_utility_all_async(self, _: str, method: str, *__: Any) -> list[list[dict[str, Any]]]:
-        if self.failing == f"{method} raises":
-            raise RuntimeError("no answer")
-        ok = method != self.failing
-        return [[{"ok": ok, "touched": False, "why": "full"}]]
-
-    async def update_weight_version(self, _: str) -> None:
-        if self.failing == "label":
-            raise RuntimeError("no answer")
-
-    def shutdown(self, **_: Any) -> None: ...
-
-
-@pytest.mark.parametrize("failing", ["quartet_wipe", "label", "quartet_load raises", "quartet_load"])
-async def test_loaded_weights_never_answer_under_the_old_version(failing: str, tmp_path: Path) -> None:
-    """Invariant 3: what fails between load and label ends the engine; what fails before changes nothing."""
-    from quartet_inference.vllm.engine import Held, VllmEngine
-    from quartet_inference.vllm.staging import Staging
-
-    core: Any = Core(failing)
-    served = ServedWeights("", 0, b"")
-    engine = VllmEngine(core, Held({}, b"", END, lambda _: "", served), Staging(tmp_path), 8, False)
-    engine._workers.unsound = True
-    staged = await engine.stage({})
-    with pytest.raises(QuartetError, match="INTERNAL"):
-        await engine.swap(staged, ServedWeights("r", 1, b""))
-    untouched = failing == "quartet_load"
-    assert engine.info().served == served
-    assert (engine.info().closed, core.paused) == ((False, False) if untouched else (True, True))
-    await engine.close()
-
-
-async def test_keys_that_cannot_be_wiped_end_the_engine(tmp_path: Path) -> None:
-    from quartet_inference.vllm.engine import Held, VllmEngine
-    from quartet_inference.vllm.staging import Staging
-
-    core: Any = Core("quartet_wipe")
-    engine = VllmEngine(core, Held({}, b"", END, lambda _: "", None), Staging(tmp_path), 8, False)
-    engine._workers.unsound = True
-    await engine._heal()
-    assert engine.info().closed and core.paused
-    await engine.close()
-
-
-async def test_two_workers_take_an_update_together_and_their_end_is_told(
-    make_model: Make, tmp_path: Path
-) -> None:
-    """Trap 7: a fault in a worker's call must not be taken for the answer to the next."""
-
-    def make(seed: int) -> Any:
-        return make_model(seed, head_dim=32)
-
-    driver = await asyncio.to_thread(launch, tmp_path, make, args={"tensor_parallel_size": 2})
-    engine = driver.engine
-    try:
-        assert driver.difference(await driver.ask(PROMPT)) <= TOLERANCE
-        torn = await engine.stage(weights_of(make(1)))
-        tear(torn.path, 100)
-        for _ in range(2):
-            with pytest.raises(QuartetError, match="could not be loaded"):
-                await engine.swap(torn, ServedWeights("r", 7, b""))
-        call = asyncio.create_task(driver.ask(PROMPT, max_tokens=100))
-        await until(lambda: engine.info().running == 1)
-        version = await driver.update(1)
-        told = await call
-        assert set(told.versions) == {0, version} and driver.difference(told) <= TOLERANCE
-        call = asyncio.create_task(driver.ask([1], max_tokens=250))
-        await until(lambda: engine.info().running == 1)
-        for process in engine._running.llm.engine_core.resources.engine_manager.processes:
-            os.kill(process.pid, signal.SIGKILL)
-        with pytest.raises(QuartetError) as ended:
-            await call
-        assert ended.value.reason == "NOT_READY" and engine.info().closed
-        with pytest.raises(QuartetError):
-            await driver.ask([1])
-    finally:
-        await engine.close()

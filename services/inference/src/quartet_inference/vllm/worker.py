@@ -16,46 +16,19 @@ import torch
 from quartet.kit.memory import tune_allocator
 from safetensors import safe_open
 from vllm.config import set_current_vllm_config
-from vllm.lora.ops.torch_ops import lora_ops
-from vllm.lora.punica_wrapper import punica_cpu
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.platforms import current_platform
 
 from quartet_inference.vllm import environment
+from quartet_inference.vllm.mends import mend
 
 # A load takes and frees the size of the model twice; from fresh pages that would be a third of the pause.
 tune_allocator()
 environment.end_with_service()
 # It warns at every update of layers without weights of their own, such as a tied head; see _check_complete.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-
-
-def _mend_rows_without_adapter() -> None:
-    """vLLM 0.32 on a CPU takes the last adapter's matrices for rows that have none, whose index is -1."""
-    original = lora_ops.bgmv_shrink
-    if getattr(original, "quartet_mended", False):
-        return
-
-    def bgmv_shrink(
-        inputs: torch.Tensor,
-        weights: torch.Tensor,
-        out: torch.Tensor,
-        rows: torch.Tensor,
-        scaling: float = 1.0,
-    ) -> None:
-        original(inputs, weights, out, rows, scaling)
-        out[: len(rows)].masked_fill_((rows < 0)[:, None], 0)
-
-    bgmv_shrink.quartet_mended = True  # type: ignore[attr-defined]
-    # Resolved as a global of both modules.
-    lora_ops.bgmv_shrink = bgmv_shrink
-    punica_cpu.bgmv_shrink = bgmv_shrink
-
-
-if current_platform.is_cpu():
-    _mend_rows_without_adapter()
+mend()
 
 
 class WeightWorker:

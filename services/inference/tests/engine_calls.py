@@ -1,0 +1,74 @@
+"""Engines asked directly, without a service in front."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from quartet_inference.embedded.engine import EmbeddedEngine
+from quartet_inference.embedded.limits import Limits
+from quartet_inference.engine import Delta, Engine, Request, Sampling, ServedWeights
+
+from .adapters import Adapter
+from .random_models import weights_of
+from .told import Told
+
+END = frozenset({258})
+OF_REQUEST = {"run_id", "min_version", "exact_version", "keep_prefix"}
+UNTIL_SECONDS = 30
+
+
+def text_of(tokens: Any) -> str:
+    return "".join(chr(97 + token % 26) for token in tokens)
+
+
+@asynccontextmanager
+async def running(model: Any, **limits: Any) -> AsyncIterator[EmbeddedEngine]:
+    """An embedded engine of its own copy of the model, which it serves as the folder's."""
+    settings = {"max_model_len": 256, "max_num_seqs": 16, "kv_cache_bytes": 1 << 24, **limits}
+    engine = EmbeddedEngine(copy.deepcopy(model), Limits(**settings), END, text_of, None)
+    await engine.swap(None, ServedWeights("", 0, engine.base_digest()))
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def complete(engine: Engine, prompt: list[int], n: int = 1, **wanted: Any) -> list[Told]:
+    """Run a request; deltas and spans must be contiguous, every completion must end."""
+    sampling = Sampling(**{"max_tokens": 24, **{k: v for k, v in wanted.items() if k not in OF_REQUEST}})
+    request = Request(tuple(prompt), sampling, n, **{k: v for k, v in wanted.items() if k in OF_REQUEST})
+    told = [Told(list(prompt)) for _ in range(n)]
+    async for event in engine.generate(request):
+        one = told[event.index]
+        if isinstance(event, Delta):
+            spans = [(span.start, span.length, span.version) for span in event.spans]
+            one.extend(event.token_ids, event.logprobs, spans)
+        else:
+            assert one.finish is None
+            one.finish = event
+    assert all(one.finish for one in told)
+    return told
+
+
+async def complete_one(engine: Engine, prompt: list[int], **wanted: Any) -> Told:
+    """One completion of the length that was asked for."""
+    return (await complete(engine, prompt, **{"ignore_eos": True, **wanted}))[0]
+
+
+async def update(engine: Engine, model: Any, weights: ServedWeights) -> None:
+    await engine.swap(await engine.stage(weights_of(model)), weights)
+
+
+async def load(engine: Engine, run_id: str, version: int, adapter: Adapter) -> None:
+    staged = await engine.stage_adapter(adapter.config, adapter.tensors)
+    await engine.swap_adapter(staged, ServedWeights(run_id, version, f"{run_id}@{version}".encode()))
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(UNTIL_SECONDS):
+        while not true():  # noqa: ASYNC110 - the engine's thread has no event to offer
+            await asyncio.sleep(0.001)

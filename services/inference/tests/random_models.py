@@ -1,0 +1,66 @@
+"""Random tiny models: a Qwen3 with sharp logits, a byte-level tokenizer with a ChatML template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from quartet.weights.tensor import Tensor
+
+torch.set_num_threads(1)
+
+CHATML = """\
+{%- if tools %}{{ '<|im_start|>system\\nTools:' }}
+{%- for t in tools %}{{ ' ' + t.function.name }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}
+{%- for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function | tojson + '</tool_call>' }}{% endfor %}
+{{- '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+def byte_tokenizer() -> Any:
+    """Every byte is a token; ChatML's marks are special."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    fast.chat_template = CHATML
+    return fast
+
+
+def qwen3(seed: int, **changes: Any) -> Any:
+    """A random Qwen3; the wide initialisation makes it prefer some tokens clearly."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    settings: dict[str, Any] = {
+        "vocab_size": 260,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.15,
+        "eos_token_id": 258,
+        "bos_token_id": None,
+    }
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(Qwen3Config(**{**settings, **changes})).eval().requires_grad_(False)
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    """A float32 model as the weight plane carries it."""
+    return {
+        name: Tensor("F32", tuple(p.shape), p.detach().clone().numpy().tobytes())
+        for name, p in model.named_parameters()
+    }

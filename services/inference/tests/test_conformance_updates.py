@@ -1,0 +1,91 @@
+"""Every engine: weights that change under requests, and weights that must not."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+import torch
+from quartet.errors import QuartetError
+
+from .conformance import Replica
+from .told import random_prompt
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def test_updates_in_flight_drop_nothing_and_every_token_tells_its_version(replica: Replica) -> None:
+    """Invariant 3. With recomputed keys each token is that of a plain forward of its version."""
+    rng = random.Random(7)
+    wanted = {"max_tokens": 80, "ignore_eos": True, "temperature": 0.8}
+    calls = [asyncio.create_task(replica.one(random_prompt(rng, 60), **wanted)) for _ in range(30)]
+    await asyncio.sleep(0.1)
+    for seed in (6, 7, 8):
+        await replica.serve(seed)
+        calls += [asyncio.create_task(replica.one(random_prompt(rng, 60), **wanted)) for _ in range(10)]
+        await asyncio.sleep(0.1)
+    answers = await asyncio.gather(*calls)
+    assert all(len(a.tokens) == 80 and a.versions == sorted(a.versions) for a in answers)
+    crossed = [a for a in answers if len(set(a.versions)) > 1]
+    assert crossed, "no request was in flight at an update"
+    assert max(replica.difference(a, temperature=0.8) for a in answers) <= replica.tolerance
+
+
+async def test_seeded_sampling_goes_on_through_an_update(replica: Replica) -> None:
+    """The same weights under another number: not a token differs."""
+    model = await replica.serve(9)
+    wanted = {"max_tokens": 150, "ignore_eos": True, "seed": 3}
+    quiet = await replica.ask([1, 2, 3], n=4, **wanted)
+    call = asyncio.create_task(replica.ask([1, 2, 3], n=4, **wanted))
+    await asyncio.sleep(0.05)
+    with torch.no_grad():
+        other = replica.make(9)
+    other.load_state_dict(model.state_dict())
+    await replica.serve(9, model=other)
+    assert [a.tokens for a in await call] == [a.tokens for a in quiet]
+
+
+async def test_pinned_requests_end_when_their_version_leaves(replica: Replica) -> None:
+    await replica.serve(10)
+    version = max(replica.models)
+    wanted = {"max_tokens": 250, "ignore_eos": True}
+    pinned = [
+        asyncio.create_task(replica.ask([1], n=8, exact_policy_version=version, **wanted)) for _ in range(4)
+    ]
+    free = asyncio.create_task(replica.ask([1], n=4, **wanted))
+    await replica.until(lambda info: info.running > 0)
+    await replica.serve(11)
+    for call in pinned:
+        with pytest.raises(QuartetError) as caught:
+            await call
+        assert caught.value.reason == "VERSION_UNAVAILABLE"
+    assert all(len(answer.tokens) == 250 for answer in await free)
+    exact = await replica.one([1, 2], exact_policy_version=max(replica.models))
+    assert set(exact.versions) == {max(replica.models)}
+
+
+async def test_broken_weights_fail_requests_and_good_ones_heal(replica: Replica) -> None:
+    broken = replica.make(14)
+    with torch.no_grad():
+        broken.model.layers[1].self_attn.v_proj.weight.fill_(float("nan"))
+    await replica.serve(14, model=broken)
+    with pytest.raises(QuartetError) as caught:
+        await replica.ask(list(range(40)), n=4)
+    assert caught.value.reason == "INTERNAL"
+    await replica.serve(15)
+    answers = await replica.ask(list(range(40)), n=4)
+    assert max(replica.difference(a) for a in answers) <= replica.tolerance
+
+
+async def test_a_version_of_another_model_is_refused_and_changes_nothing(replica: Replica) -> None:
+    model = await replica.serve(16)
+    served = (await replica.info()).policy_version
+    wrong = replica.make(17, num_hidden_layers=1)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1.5):
+            await replica.serve(17, model=wrong)
+    assert (await replica.info()).policy_version == served
+    answer = await replica.one([1, 2, 3])
+    assert set(answer.versions) == {served} and replica.difference(answer) <= replica.tolerance
+    await replica.serve(16, model=model)

@@ -1,0 +1,134 @@
+"""The embedded engine: weights that change under requests (float32: at most 2e-5 from a plain forward)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from quartet.errors import QuartetError
+from quartet.weights.tensor import Tensor
+from quartet_inference.embedded import forward
+from quartet_inference.embedded.engine import EmbeddedEngine
+from quartet_inference.engine import ServedWeights
+
+from .engine_calls import complete, running, until
+from .random_models import weights_of
+from .told import TOLERANCE, Told, random_prompt
+
+Make = Callable[..., Any]
+
+
+@pytest.mark.parametrize("kind", ["lean", "hub"])
+async def test_logprobs_while_requests_join_and_leave_and_weights_change(
+    make_model: Make, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "hub":
+        monkeypatch.setattr(forward, "LEAN_MODELS", frozenset())
+    versions = {version: make_model(version) for version in range(4)}
+    rng = random.Random(7)
+    results: list[tuple[Told, float]] = []
+
+    async def caller(number: int, engine: EmbeddedEngine) -> None:
+        await asyncio.sleep(rng.random() * 0.3)
+        prompt = random_prompt(rng, 40)
+        temperature = rng.choice([1.0, 1.0, 0.7, 1.5])
+        for _ in range(rng.randint(1, 3)):
+            answers = await complete(
+                engine, prompt, n=rng.choice([1, 1, 4]), temperature=temperature,
+                max_tokens=rng.randint(1, 60), keep_prefix=bool(number % 2),
+            )  # fmt: skip
+            results.extend((answer, temperature) for answer in answers)
+            prompt = answers[0].prompt + answers[0].tokens + [10, 20, 30]
+            if len(prompt) > 180:
+                return
+
+    async with running(make_model(0)) as engine:
+        callers = [asyncio.create_task(caller(number, engine)) for number in range(30)]
+        for version in (1, 2, 3):
+            await asyncio.sleep(0.25)
+            staged = await engine.stage(weights_of(versions[version]))
+            await engine.swap(staged, ServedWeights("run", version, b""))
+        await asyncio.gather(*callers)
+        assert engine.info().running == engine.info().waiting == 0
+    assert max(result.difference(versions, temperature=t) for result, t in results) <= TOLERANCE["embedded"]
+    assert any(len(set(result.versions)) > 1 for result, _ in results), (
+        "no request was in flight at an update"
+    )
+    for result, _ in results:
+        assert result.versions == sorted(result.versions)
+
+
+async def test_kept_keys_survive_an_update_but_never_serve_a_new_request(make_model: Make) -> None:
+    """Invariant 3: every token is stamped with what sampled it."""
+    old, new = make_model(0), make_model(1)
+    prompt = list(range(40))
+    async with running(make_model(0), recompute_on_update=False) as engine:
+        await engine.pause()
+        task = asyncio.create_task(complete(engine, prompt, max_tokens=40, ignore_eos=True, keep_prefix=True))
+        await until(lambda: engine.info().waiting == 1)
+        await engine.resume()
+        await until(lambda: engine.info().tokens_sampled >= 5)
+        await engine.swap(await engine.stage(weights_of(new)), ServedWeights("run", 1, b""))
+        mixed = (await task)[0]
+        assert set(mixed.versions) == {0, 1} and len(mixed.tokens) == 40
+        before = mixed.versions.count(0)
+        cut = Told(prompt, mixed.tokens[:before], mixed.logprobs[:before], mixed.versions[:before])
+        assert cut.difference({0: old}) <= TOLERANCE["embedded"]
+        assert mixed.difference({0: old, 1: new}) > 1e-3, "kept keys should differ from recomputed ones"
+        fresh = (await complete(engine, prompt + mixed.tokens))[0]
+        assert fresh.finish is not None and fresh.finish.cached_tokens == 0
+        assert fresh.difference({1: new}) <= TOLERANCE["embedded"]
+
+
+async def test_pinned_requests_fail_when_their_weights_leave(make_model: Make) -> None:
+    async with running(make_model(0)) as engine:
+        await engine.swap(None, ServedWeights("a", 3, b""))
+        long = {"max_tokens": 250, "ignore_eos": True}
+        pinned = asyncio.create_task(complete(engine, [1], exact_version=3, **long))
+        of_run = asyncio.create_task(complete(engine, [1], run_id="a", **long))
+        free = asyncio.create_task(complete(engine, [1], **long))
+        await until(lambda: engine.info().running == 3)
+        staged = await engine.stage(weights_of(make_model(1)))
+        await engine.swap(staged, ServedWeights("b", 1, b""))
+        for task, reason in ((pinned, "RUN_NOT_SERVED VERSION_UNAVAILABLE"), (of_run, "RUN_NOT_SERVED")):
+            with pytest.raises(QuartetError) as failure:
+                await task
+            assert failure.value.reason in reason
+        assert set((await free)[0].versions) == {3, 1}
+        for wrong in ({"exact_version": 0}, {"min_version": 2}):
+            with pytest.raises(QuartetError) as failure:
+                await complete(engine, [1], **wrong)
+            assert failure.value.reason == "VERSION_UNAVAILABLE"
+
+
+async def test_wrong_weights_are_refused_and_change_nothing(make_model: Make) -> None:
+    good = weights_of(make_model(1))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    partial = {k: v for k, v in good.items() if k != name}
+    async with running(make_model(0)) as engine:
+        for bad in (
+            partial,
+            {**good, "extra": good[name]},
+            {**good, name: Tensor("F32", (1, 4096), good[name].data)},
+            {**good, name: Tensor("I32", good[name].shape, good[name].data)},
+        ):
+            with pytest.raises(QuartetError) as refusal:
+                await engine.stage(bad)
+            assert refusal.value.reason == "INVALID_REQUEST"
+        assert (await complete(engine, [1, 2]))[0].difference({0: make_model(0)}) <= TOLERANCE["embedded"]
+
+
+async def test_broken_weights_fail_requests_and_good_ones_heal(make_model: Make) -> None:
+    broken = make_model(1)
+    broken.model.layers[1].self_attn.v_proj.weight.fill_(float("nan"))
+    async with running(make_model(0)) as engine:
+        await engine.swap(await engine.stage(weights_of(broken)), ServedWeights("r", 1, b""))
+        with pytest.raises(QuartetError) as failure:
+            await complete(engine, list(range(30)), n=4)
+        assert failure.value.reason == "INTERNAL"
+        await engine.swap(await engine.stage(weights_of(make_model(2))), ServedWeights("r", 2, b""))
+        results = await complete(engine, [4, 5], n=4)
+        assert max(r.difference({2: make_model(2)}) for r in results) <= TOLERANCE["embedded"]

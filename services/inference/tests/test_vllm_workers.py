@@ -1,0 +1,119 @@
+"""vLLM's workers: two that take an update together, and what is made of their faults and their end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from quartet.errors import QuartetError
+from quartet_inference.engine import ServedWeights
+
+from .engine_calls import END, until
+from .random_models import weights_of
+from .told import TOLERANCE
+from .vllm_driver import PROMPT, Make, launch, tear
+
+pytest.importorskip("vllm", reason="vLLM is not installed in this interpreter (make install-vllm)")
+
+
+class Core:
+    """vLLM's side of an engine whose workers do as they are told here."""
+
+    def __init__(self, failing: str) -> None:
+        self.failing = failing
+        self.paused = False
+        self.model_config = SimpleNamespace(dtype=torch.float32, max_model_len=64, get_vocab_size=lambda: 387)
+        scheduler = SimpleNamespace(max_num_seqs=1)
+        self.vllm_config = SimpleNamespace(scheduler_config=scheduler, lora_config=None)
+        self.engine_core = self
+        self.output_handler = None
+
+    async def pause_scheduler_async(self, **_: Any) -> None:
+        self.paused = True
+
+    async def resume_scheduler_async(self) -> None:
+        self.paused = False
+
+    async def call_utility_all_async(self, _: str, method: str, *__: Any) -> list[list[dict[str, Any]]]:
+        if self.failing == f"{method} raises":
+            raise RuntimeError("no answer")
+        ok = method != self.failing
+        return [[{"ok": ok, "touched": False, "why": "full"}]]
+
+    async def update_weight_version(self, _: str) -> None:
+        if self.failing == "label":
+            raise RuntimeError("no answer")
+
+    def shutdown(self, **_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("failing", ["quartet_wipe", "label", "quartet_load raises", "quartet_load"])
+async def test_loaded_weights_never_answer_under_the_old_version(failing: str, tmp_path: Path) -> None:
+    """Invariant 3: what fails between load and label ends the engine; what fails before changes nothing."""
+    from quartet_inference.vllm.engine import Held, VllmEngine
+    from quartet_inference.vllm.staging import Staging
+
+    core: Any = Core(failing)
+    served = ServedWeights("", 0, b"")
+    engine = VllmEngine(core, Held({}, b"", END, lambda _: "", served), Staging(tmp_path), 8, False)
+    engine._workers.unsound = True
+    staged = await engine.stage({})
+    with pytest.raises(QuartetError, match="INTERNAL"):
+        await engine.swap(staged, ServedWeights("r", 1, b""))
+    untouched = failing == "quartet_load"
+    assert engine.info().served == served
+    assert (engine.info().closed, core.paused) == ((False, False) if untouched else (True, True))
+    await engine.close()
+
+
+async def test_keys_that_cannot_be_wiped_end_the_engine(tmp_path: Path) -> None:
+    from quartet_inference.vllm.engine import Held, VllmEngine
+    from quartet_inference.vllm.staging import Staging
+
+    core: Any = Core("quartet_wipe")
+    engine = VllmEngine(core, Held({}, b"", END, lambda _: "", None), Staging(tmp_path), 8, False)
+    engine._workers.unsound = True
+    await engine._heal()
+    assert engine.info().closed and core.paused
+    await engine.close()
+
+
+async def test_two_workers_take_an_update_together_and_their_end_is_told(
+    make_model: Make, tmp_path: Path
+) -> None:
+    """Trap 7: a fault in a worker's call must not be taken for the answer to the next."""
+
+    def make(seed: int) -> Any:
+        return make_model(seed, head_dim=32)
+
+    driver = await asyncio.to_thread(launch, tmp_path, make, args={"tensor_parallel_size": 2})
+    engine = driver.engine
+    try:
+        assert driver.difference(await driver.ask(PROMPT)) <= TOLERANCE["vllm"]
+        torn = await engine.stage(weights_of(make(1)))
+        tear(torn.path, 100)
+        for _ in range(2):
+            with pytest.raises(QuartetError, match="could not be loaded"):
+                await engine.swap(torn, ServedWeights("r", 7, b""))
+        call = asyncio.create_task(driver.ask(PROMPT, max_tokens=100))
+        await until(lambda: engine.info().running == 1)
+        version = await driver.update(1)
+        told = await call
+        assert set(told.versions) == {0, version} and driver.difference(told) <= TOLERANCE["vllm"]
+        call = asyncio.create_task(driver.ask([1], max_tokens=250))
+        await until(lambda: engine.info().running == 1)
+        for process in engine._running.llm.engine_core.resources.engine_manager.processes:
+            os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(QuartetError) as ended:
+            await call
+        assert ended.value.reason == "NOT_READY" and engine.info().closed
+        with pytest.raises(QuartetError):
+            await driver.ask([1])
+    finally:
+        await engine.close()

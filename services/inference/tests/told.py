@@ -1,0 +1,93 @@
+"""What an engine told of a completion, against a plain forward pass of transformers."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+#: Largest |log-probability - plain forward| in float32.
+TOLERANCE = {"embedded": 2e-5, "vllm": 5e-5}
+
+
+@dataclass
+class Told:
+    """One completion; `finish` is the engine's, or the service's."""
+
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: Any = None
+
+    @property
+    def text(self) -> str:
+        """As the service has it."""
+        return str(self.finish.message.content)
+
+    @property
+    def cached(self) -> int:
+        """Prompt tokens that were not computed, as the engine has it."""
+        return int(self.finish.cached_tokens)
+
+    def extend(self, ids: Sequence[int], logprobs: Sequence[float], spans: Sequence[tuple[int, ...]]) -> None:
+        """Take one delta; its spans (start, length, version) go on where those before ended."""
+        assert self.finish is None and 1 <= len(ids) <= 64
+        for start, length, version in spans:
+            assert start == len(self.versions) and length > 0
+            self.versions.extend([version] * length)
+        self.tokens.extend(ids)
+        self.logprobs.extend(logprobs)
+        assert len(self.versions) == len(self.tokens) == len(self.logprobs)
+
+    def difference(self, models: Mapping[int, Any], **shaping: Any) -> float:
+        """The largest |engine - plain forward| over all tokens, by the version stamped on each."""
+        worst = 0.0
+        for version in set(self.versions):
+            plain = chosen(distribution(models[version], self.prompt, self.tokens, **shaping), self.tokens)
+            mine = torch.tensor(self.versions) == version
+            worst = max(worst, (plain - torch.tensor(self.logprobs))[mine].abs().max().item())
+        return worst
+
+
+@torch.no_grad()
+def distribution(
+    model: Any,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    temperature: float = 1.0,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+) -> torch.Tensor:
+    """The log-probabilities before each token, after penalties and temperature: [tokens, vocabulary]."""
+    ids = torch.tensor([[*prompt, *tokens]])
+    logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    if (repetition_penalty, presence_penalty, frequency_penalty) != (1.0, 0.0, 0.0):
+        for position in range(len(tokens)):
+            counts = Counter(tokens[:position])
+            seen = torch.tensor(sorted({*prompt, *counts}))
+            row = logits[position]
+            factor = torch.where(row[seen] > 0, 1 / repetition_penalty, repetition_penalty)
+            row[seen] *= factor
+            for token, count in counts.items():
+                row[token] -= frequency_penalty * count + presence_penalty
+    return torch.log_softmax(logits / (temperature or 1.0), -1)
+
+
+def chosen(rows: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    """What each row says of its token."""
+    return rows.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def scores(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """The log-probability of every token but the first."""
+    return chosen(distribution(model, tokens[:1], tokens[1:]), tokens[1:])
+
+
+def random_prompt(rng: random.Random, longest: int = 120) -> list[int]:
+    return [rng.randrange(256) for _ in range(rng.randint(1, longest))]
