@@ -102,6 +102,25 @@ def test_replicas_that_cannot_be_are_refused(tmp_path: Path, table: dict[str, ob
         wire("m", tmp_path, {"inference": table})
 
 
+def test_inference_runs_in_an_interpreter_of_its_own(tmp_path: Path) -> None:
+    other = tmp_path / "python"
+    other.symlink_to(sys.executable)
+    tables: dict[str, dict[str, object]] = {name: {} for name in SERVICES}
+    tables["inference"] = {"python": str(other), "engine": "vllm"}
+    tables["envhost"] = {"python": sys.executable}
+    specs = {spec.name: spec for spec in write(wire("models/x", tmp_path / "data", tables), tmp_path)}
+    assert specs["inference"].command[0] == str(other)
+    assert {specs[name].command[0] for name in SERVICES if name != "inference"} == {sys.executable}
+    assert "python" not in Path(specs["inference"].command[-1]).read_text()
+    assert f'python = "{sys.executable}"' in Path(specs["envhost"].command[-1]).read_text()
+
+
+@pytest.mark.parametrize("python", ["/nowhere/python", 3])
+def test_an_interpreter_that_is_not_there_is_refused(tmp_path: Path, python: object) -> None:
+    with pytest.raises(ConfigError, match=r"inference\.python = .* there is no such interpreter"):
+        write(wire("m", tmp_path, {"inference": {"python": python}}), tmp_path)
+
+
 def test_a_port_in_use_is_refused_in_a_sentence(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -3,7 +3,9 @@ checked before anything starts.
 
 1. What the user wrote in [trainer], [orchestrator], [inference] and [envhost] wins over what the launcher
    would say, except for the port 0, which becomes a free port, and the port file.
-2. `[inference] replicas = N` is the launcher's own key: N processes of equal config, each with an address.
+2. Two keys are the launcher's own: `[inference] replicas = N` makes N processes of equal config, each with an
+   address; `[inference] python` is the interpreter that runs them, for an engine that is not installed in
+   this one. (`[envhost] python`, the environments' interpreter, is the host's own.)
 3. `check` runs every service's own `--preflight` on the files it would be started with: whatever a
    service would refuse is refused here, in its own sentence, before any service runs.
 """
@@ -11,6 +13,8 @@ checked before anything starts.
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -90,13 +94,25 @@ def write(wired: Mapping[str, Table], root: Path) -> list[ChildSpec]:
     specs = []
     for name, table in wired.items():
         config_file = folder / f"{name}.toml"
-        config_file.write_text(dumps(table), encoding="utf-8")
+        python, own = _interpreter(name, table)
+        config_file.write_text(dumps(own), encoding="utf-8")
         port_file = Path(table["server"]["port_file"])
         port_file.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", f"quartet_{service_of(name)}", "@", str(config_file)]
+        command = [python, "-m", f"quartet_{service_of(name)}", "@", str(config_file)]
         log_file = root / "logs" / f"{name}.log"
         specs.append(ChildSpec(name, command, table["server"]["address"], log_file, port_file))
     return specs
+
+
+def _interpreter(name: str, table: Table) -> tuple[str, Table]:
+    """What runs a process, and its config without the launcher's key."""
+    if service_of(name) != "inference" or "python" not in table:
+        return sys.executable, table
+    python = table["python"]
+    found = shutil.which(os.path.expanduser(python)) if isinstance(python, str) else None
+    if found is None:
+        raise ConfigError(f"inference.python = {python!r} is refused: there is no such interpreter")
+    return os.path.abspath(found), {key: value for key, value in table.items() if key != "python"}
 
 
 async def check(specs: Sequence[ChildSpec]) -> None:
@@ -126,6 +142,6 @@ async def _refusal(spec: ChildSpec) -> str:
     last = lines[-1] if lines else f"exit code {process.returncode}"
     module = spec.command[2]
     if f"No module named {module}" in last:
-        return f"{module} is not installed for {sys.executable}; pip install the service {spec.name} there"
+        return f"{module} is not installed for {spec.command[0]}; pip install the service {spec.name} there"
     # Where the key stands in the generated file is no news to whoever wrote another one.
     return last.removeprefix("error: ").replace(f" (in {spec.command[-1]})", "")
