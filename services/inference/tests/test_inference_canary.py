@@ -16,11 +16,12 @@ from quartet.kit.health import Health
 from quartet.kit.server import RunningServer, ServerConfig, Service, start
 from quartet.v1 import inference_service_pb2 as ipb
 from quartet.v1 import inference_service_pb2_grpc as irpc
+from quartet.v1 import rollout_pb2
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
 from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
-from quartet_inference import app
+from quartet_inference import app, canary
 from quartet_inference.canary import CanaryWatch, Gate, check_canary
 from quartet_inference.config import InferenceConfig
 from quartet_inference.embedded.model import ModelWeights, StagedWeights
@@ -86,11 +87,13 @@ class Serving:
 
 
 @asynccontextmanager
-async def serving(folder: Path, make_model: Make, dtype: str = "float32") -> AsyncIterator[Serving]:
+async def serving(
+    folder: Path, make_model: Make, dtype: str = "float32", **settings: Any
+) -> AsyncIterator[Serving]:
     store = WeightStore(keep=2)
     service = Service(SERVICE, add_weight_service, WeightServicer(store))
     trainer: RunningServer = await start([service], ServerConfig(), Health())
-    embedded: Any = {"kv_cache_bytes": 1 << 24, "max_num_seqs": 4, "dtype": dtype}
+    embedded: Any = {"kv_cache_bytes": 1 << 24, "max_num_seqs": 4, "dtype": dtype, **settings}
     config = InferenceConfig(
         model=folder, max_model_len=256, embedded=embedded, weights_address=trainer.address
     )
@@ -216,6 +219,64 @@ async def test_verdicts() -> None:
     assert "inf off" in (await verdicts(QuartetError("INTERNAL", "non-finite logits")))[0]
     assert await verdicts(QuartetError("OVERLOADED", "full"), [-1.0, -2.0]) == [""]
     assert await verdicts(QuartetError("VERSION_UNAVAILABLE", "swapped again")) == [], "nothing was found out"
+
+
+FULL = QuartetError("OVERLOADED", "9 completions wait already")
+
+
+def impatient(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(canary, "PATIENCE_SECONDS", 0.2)
+    patch.setattr(canary, "EMPTYING_SECONDS", 0.1)
+    patch.setattr(canary, "RETRY_SECONDS", 0.05)
+
+
+async def test_a_canary_that_finds_no_room_closes_the_gate_and_is_tried_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What Gate and CanaryWatch promise under 4."""
+    impatient(monkeypatch)
+    closed = "the weights of version 3 could not be checked: 9 completions wait already"
+    for last, told in (([-1.0, -2.0], [closed, ""]), (FULL, [closed])):
+        engine: Any = Scripted(*[FULL] * 100)
+        said: list[str] = []
+
+        def verdict(why: str, engine: Any = engine, said: list[str] = said, last: Any = last) -> None:
+            if not said:
+                engine.answers[:] = [last]
+            said.append(why)
+
+        watch = CanaryWatch(engine, None, verdict)
+        watch.swapped(ServedWeights("r", 3, b""), pb.Canary(token_ids=[5, 6, 7], logprobs=[-1.0, -2.0]))
+        assert watch._task is not None
+        await asyncio.wait_for(watch._task, 5)
+        assert said == told and not engine.answers
+
+
+async def test_weights_that_a_full_queue_keeps_from_being_checked_are_not_served(
+    model_folder: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    impatient(monkeypatch)
+    async with serving(model_folder, make_model, max_waiting=2) as replica:
+        await replica.publish(0)
+        await replica.ready(0)
+        await replica.stub.Pause(ipb.PauseRequest(), timeout=5)
+        sample = rollout_pb2.Sample(token_ids=[1, 2, 3], spans=[rollout_pb2.PolicySpan(start=1, length=2)])
+        waiting = [replica.stub.Score(ipb.ScoreRequest(samples=[sample]), timeout=60) for _ in range(2)]
+        with pytest.raises(Exception, match="wait already"):
+            await replica.stub.Score(ipb.ScoreRequest(samples=[sample]), timeout=5)
+        await replica.publish(1)
+        model = await replica.until(lambda model: bool(model.out_of_service))
+        assert "version 1 could not be checked" in model.out_of_service
+        assert "could not be checked" in replica.health.why_not(INFERENCE)
+        await asyncio.sleep(0.3)
+        await replica.stub.Resume(ipb.ResumeRequest(), timeout=5)
+        for call in waiting:
+            with pytest.raises(Exception, match="out of service"):
+                await call
+        assert (await replica.stub.GetModel(ipb.GetModelRequest(), timeout=5)).out_of_service
+        await replica.publish(2)
+        await replica.ready(2)
+        assert await replica.generate() == {2}
 
 
 async def test_a_closed_gate_fails_what_runs_and_what_comes() -> None:

@@ -11,6 +11,7 @@ from quartet_inference.completion import StopWatch
 from quartet_inference.embedded.sequence import RunningSequence
 from quartet_inference.engine import Request, Sampling
 from quartet_inference.sampler import Sampler, uniforms
+from quartet_inference.text_stream import MAX_HALF_TOKENS, TextStream
 
 
 def row(
@@ -130,3 +131,18 @@ def test_stop_strings_are_found_across_tokens_and_characters() -> None:
         watch = StopWatch(stops, decode)
         hits = [i + 1 for i, byte in enumerate(text.encode()) if watch.feed(byte)]
         assert (hits[0] if hits else None) == found_at, text
+
+
+def test_texts_grow_by_whole_characters_and_a_feed_costs_no_more_for_what_was_before() -> None:
+    longest = 0
+
+    def decode(tokens: Any) -> str:
+        nonlocal longest
+        longest = max(longest, len(tokens))
+        return bytes(tokens).decode(errors="replace")
+
+    stream = TextStream(decode)
+    assert [stream.feed([byte]) for byte in "aß€".encode()] == ["a", "", "ß", "", "", "€"]
+    assert "".join(stream.feed([byte]) for byte in "\ufffd é".encode() * 50)
+    assert "".join(stream.feed([0xE2]) for _ in range(500)), "half characters without an end are told too"
+    assert longest <= MAX_HALF_TOKENS + 2

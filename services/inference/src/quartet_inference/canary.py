@@ -5,12 +5,16 @@
    nothing new begins.
 2. A closed gate opens only for a version whose canary agrees, or that has none.
 3. Only the newest swap counts: the check of an older one is dropped.
+4. Weights answer unchecked for no longer than PATIENCE_SECONDS: where a full queue leaves the canary no room
+   for so long, the gate closes, which makes room, the canary is tried once more, and where there is still
+   none the gate stays closed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -31,6 +35,9 @@ TOLERANCES = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
 MAX_TOKENS = 64
 #: A queue of scores that is full empties within some steps.
 RETRY_SECONDS = 0.5
+PATIENCE_SECONDS = 60.0
+#: What runs fails at its next piece of tokens, what waits at its first.
+EMPTYING_SECONDS = 10.0
 
 log = structlog.get_logger()
 
@@ -103,7 +110,16 @@ class CanaryWatch:
             self._task.cancel()
 
     async def _judge(self, weights: ServedWeights, canary: pb.Canary) -> None:
-        difference = await self._difference(weights, canary)
+        try:
+            difference = await self._patiently(weights, canary)
+        except QuartetError as full:
+            log.error("canary found no room", run_id=weights.run_id, version=weights.version)
+            self._on_verdict(f"the weights of version {weights.version} could not be checked: {full.message}")
+            await asyncio.sleep(EMPTYING_SECONDS)
+            try:
+                difference = await self._difference(weights, canary)
+            except QuartetError:
+                return
         if difference is None:
             return
         why = ""
@@ -117,22 +133,34 @@ class CanaryWatch:
             log.debug("canary lives", run_id=weights.run_id, version=weights.version, difference=difference)
         self._on_verdict(why)
 
+    async def _patiently(self, weights: ServedWeights, canary: pb.Canary) -> float | None:
+        """The difference, once there is room for it. Errors: OVERLOADED."""
+        impatient = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                return await self._difference(weights, canary)
+            except QuartetError:
+                if time.monotonic() >= impatient:
+                    raise
+            await asyncio.sleep(RETRY_SECONDS)
+
     async def _difference(self, weights: ServedWeights, canary: pb.Canary) -> float | None:
-        """In the mean; None where the weights were changed meanwhile, or the engine ended."""
+        """In the mean; None where the weights were changed meanwhile, or the engine ended.
+
+        Errors: OVERLOADED.
+        """
         # Less than a whole canary fits into a very short context.
         tokens = tuple(canary.token_ids)[: self._engine.info().max_model_len]
         request = ScoreRequest(tokens, ((1, len(tokens) - 1),), weights.run_id, weights.version)
-        while True:
-            try:
-                scored = await self._engine.score(request)
-            except QuartetError as error:
-                if error.reason == "OVERLOADED":
-                    await asyncio.sleep(RETRY_SECONDS)
-                    continue
-                log.warning("canary could not be scored", version=weights.version, why=str(error))
-                return math.inf if error.reason == "INTERNAL" else None
-            pairs = zip(scored.logprobs, canary.logprobs, strict=False)
-            return sum(abs(ours - theirs) for ours, theirs in pairs) / len(scored.logprobs)
+        try:
+            scored = await self._engine.score(request)
+        except QuartetError as error:
+            if error.reason == "OVERLOADED":
+                raise
+            log.warning("canary could not be scored", version=weights.version, why=str(error))
+            return math.inf if error.reason == "INTERNAL" else None
+        pairs = zip(scored.logprobs, canary.logprobs, strict=False)
+        return sum(abs(ours - theirs) for ours, theirs in pairs) / len(scored.logprobs)
 
 
 def check_canary(manifest: pb.WeightManifest, vocab_size: int) -> None:

@@ -9,15 +9,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quartet_inference.engine import Delta, Finish, Reason, Request, Sampling, Span
+from quartet_inference.text_stream import Detokenize, TextStream
 
 #: Tokens per message: small enough to follow a completion, large enough that messages cost little.
 FLUSH_TOKENS = 32
-
-Detokenize = Callable[[Sequence[int]], str]
 
 
 class StopWatch:
@@ -25,26 +24,17 @@ class StopWatch:
 
     def __init__(self, stops: Sequence[str], detokenize: Detokenize) -> None:
         self._stops = stops
-        self._detokenize = detokenize
+        self._text = TextStream(detokenize)
         self._reach = max(len(stop) for stop in stops) - 1
-        self._tokens: list[int] = []  # from the last place where the text was whole
-        self._told = ""  # text of those that were looked at before
         self._tail = ""
 
     def feed(self, token: int) -> str | None:
         """The stop string that the text contains now, the earliest if there are several."""
-        self._tokens.append(token)
-        text = self._detokenize(self._tokens)
-        if text.endswith("\ufffd"):  # a character is still incomplete
-            return None
-        window = self._tail + text[len(self._told) :]
+        window = self._tail + self._text.feed([token])
         found = [(window.find(stop), stop) for stop in self._stops if stop in window]
         if found:
             return min(found)[1]
         self._tail = window[-self._reach :] if self._reach else ""
-        # The last token stays: some decoders treat the first token of a text in a special way.
-        self._tokens = self._tokens[-1:]
-        self._told = self._detokenize(self._tokens)
         return None
 
 

@@ -25,7 +25,7 @@ import torch
 from quartet.errors import QuartetError
 from torch import nn
 
-from quartet_inference.completion import FLUSH_TOKENS, Detokenize, StopWatch
+from quartet_inference.completion import FLUSH_TOKENS, StopWatch
 from quartet_inference.embedded import forward, model
 from quartet_inference.embedded.batch import Batch, Drawn
 from quartet_inference.embedded.commands import Commands
@@ -46,6 +46,7 @@ from quartet_inference.engine import (
     refusal,
 )
 from quartet_inference.sampler import seeds_of
+from quartet_inference.text_stream import Detokenize
 
 log = structlog.get_logger()
 

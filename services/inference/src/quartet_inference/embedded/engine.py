@@ -18,7 +18,6 @@ from quartet.errors import QuartetError
 from quartet.weights.tensor import Tensor
 from torch import nn
 
-from quartet_inference.completion import Detokenize
 from quartet_inference.embedded import model
 from quartet_inference.embedded.commands import Commands
 from quartet_inference.embedded.decoder import Decoder
@@ -28,6 +27,7 @@ from quartet_inference.embedded.score import ScoreJob
 from quartet_inference.embedded.tickets import Ticket
 from quartet_inference.engine import EngineInfo, Event, Finish, Request, Scored, ScoreRequest, ServedWeights
 from quartet_inference.lora import read_adapter
+from quartet_inference.text_stream import Detokenize
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from quartet.v1 import inference_service_pb2 as pb
@@ -15,44 +15,20 @@ from quartet.v1 import inference_service_pb2 as pb
 from quartet_inference.answering import Ended
 from quartet_inference.chat import Said, TurnReader, hold_partial
 from quartet_inference.engine import Delta
+from quartet_inference.text_stream import Detokenize, TextStream
 
 FINISH_REASONS = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
     pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
-#: Tokens after which half a character is told as it is: no character is so long.
-MAX_HALF_TOKENS = 16
-
-Decode = Callable[[Sequence[int]], str]
-
-
-class TextStream:
-    """The text of tokens that come one after another."""
-
-    def __init__(self, decode: Decode) -> None:
-        self._decode = decode
-        self._tokens: list[int] = []  # from the last place where the text was whole
-        self._told = ""  # text of those that were told
-
-    def feed(self, tokens: Sequence[int]) -> str:
-        """The text that these add, up to the last whole character."""
-        self._tokens.extend(tokens)
-        text = self._decode(self._tokens)
-        if text.endswith("\ufffd") and len(self._tokens) < len(tokens) + MAX_HALF_TOKENS:
-            return ""
-        added = text[len(self._told) :]
-        # The last token stays: some decoders treat the first token of a text in a special way.
-        self._tokens = self._tokens[-1:]
-        self._told = self._decode(self._tokens)
-        return added
 
 
 class Speaker:
     """Tells a growing choice piece by piece."""
 
-    def __init__(self, decode: Decode, reader: TurnReader, stops: Sequence[str]) -> None:
-        self._stream = TextStream(decode)
+    def __init__(self, detokenize: Detokenize, reader: TurnReader, stops: Sequence[str]) -> None:
+        self._stream = TextStream(detokenize)
         self._reader = reader
         self._stops = stops
         self._last: list[int] = []  # the last token: it may be what ends the choice

@@ -28,7 +28,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from quartet_inference.completion import Completion, Detokenize, StopWatch
+from quartet_inference.completion import Completion, StopWatch
 from quartet_inference.engine import (
     EngineInfo,
     Event,
@@ -42,6 +42,7 @@ from quartet_inference.engine import (
 )
 from quartet_inference.layout import Layout, check_layout
 from quartet_inference.sampler import seeds_of
+from quartet_inference.text_stream import Detokenize
 from quartet_inference.vllm.adapters import Adapters
 from quartet_inference.vllm.flight import Flight, Moved, NonFiniteLogits, Submission, score_params
 from quartet_inference.vllm.running import Running

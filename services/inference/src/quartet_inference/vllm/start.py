@@ -18,10 +18,10 @@ from vllm import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from quartet_inference.completion import Detokenize
 from quartet_inference.config import GIB, InferenceConfig
 from quartet_inference.embedded import model
 from quartet_inference.engine import ServedWeights
+from quartet_inference.text_stream import Detokenize
 from quartet_inference.vllm.engine import Held, VllmEngine
 from quartet_inference.vllm.staging import Staging
 
