@@ -213,12 +213,21 @@ class FakeHost(EnvHostServiceServicer):
         # (task_index, member) -> failures still to come; kind of failure.
         self.failures: dict[tuple[int, int], int] = {}
         self.failing_tasks: set[int] = set()
+        # Whose failing tasks fail; empty: every environment's.
+        self.failing_environments: set[str] = set()
+        # Tasks whose members all earn the same.
+        self.flat_tasks: set[int] = set()
         self.kind = rpb.FAILURE_KIND_ENVIRONMENT
         self.reason = cpb.ERROR_REASON_UNSPECIFIED
         self.lie_about_version: dict[int, int] = {}
+        # Of tasks of evaluations: the version that samples them, instead of the one that was asked for.
+        self.lie_in_evaluations: dict[int, int] = {}
+        # Of (environment, task) of evaluations: those that never end.
+        self.stuck: set[tuple[str, int]] = set()
         self.break_streams = 0
         # Environments whose description takes until the event.
         self.describing: dict[str, asyncio.Event] = {}
+        self.described: list[str] = []
         # Answers with rollouts that sampled nothing.
         self.silent = False
 
@@ -227,6 +236,7 @@ class FakeHost(EnvHostServiceServicer):
             raise QuartetError(
                 "ENVIRONMENT_UNKNOWN", "'nowhere' is not hosted here", env_id="nowhere", hosted="toy"
             )
+        self.described.append(request.environment.id)
         if request.environment.id in self.describing:
             await self.describing[request.environment.id].wait()
         info = epb.EnvironmentInfo(id=request.environment.id, train_size=50, eval_size=6)
@@ -239,16 +249,22 @@ class FakeHost(EnvHostServiceServicer):
         for number, member in enumerate(members):
             await asyncio.sleep(self.random.uniform(0, self.max_delay_s))
             await self.trainer.wait_version(request.run_id, request.min_policy_version)
+            if request.split == epb.SPLIT_EVAL and (request.environment.id, request.task_index) in self.stuck:
+                await asyncio.Event().wait()
             if self.break_streams and number:
                 self.break_streams -= 1
                 raise QuartetError("NOT_READY", "the host went away")
             yield epb.RunRolloutsResponse(rollout=self._rollout(request, member))
 
+    def _fails(self, request):
+        everywhere = not self.failing_environments or request.environment.id in self.failing_environments
+        return everywhere and request.task_index in self.failing_tasks
+
     def _rollout(self, request, member):
         rollout = rpb.Rollout(member=member)
         key = (request.task_index, member)
         train = request.split == epb.SPLIT_TRAIN
-        if train and (self.failures.get(key, 0) > 0 or request.task_index in self.failing_tasks):
+        if train and (self.failures.get(key, 0) > 0 or self._fails(request)):
             self.failures[key] = self.failures.get(key, 0) - 1
             rollout.failure.kind, rollout.failure.reason = self.kind, self.reason
             rollout.failure.message = "broken"
@@ -257,7 +273,11 @@ class FakeHost(EnvHostServiceServicer):
         version = self.trainer.latest[request.run_id]
         if train:
             version = self.lie_about_version.pop(request.task_index, version)
+        else:
+            version = self.lie_in_evaluations.get(request.task_index, version)
         rollout.reward = ((request.task_index * 7 + member * 13 + version) % 10) / 10
+        if request.task_index in self.flat_tasks:
+            rollout.reward = 1.0
         rollout.rewards["match"] = rollout.reward
         if self.silent:
             return rollout

@@ -36,7 +36,7 @@ async def test_a_broken_environment_ends_the_run(world):
         await runs.submit(RUN, world.toml(), dry_run=False)
         run = await world.rest(runs)
     assert run.phase == pb.RUN_PHASE_FAILED
-    assert "10 groups in a row failed" in run.error and "broken" in run.error
+    assert "10 groups in a row of environment 'toy' failed" in run.error and "broken" in run.error
     assert run.ledger.in_flight == 0
     assert run.ledger.dispatched == sum(run.ledger.discarded.values())
 

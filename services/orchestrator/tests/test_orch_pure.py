@@ -17,7 +17,7 @@ from quartet_orchestrator import batches, credit, metrics
 from quartet_orchestrator.calls import CallKind, CallPlan
 from quartet_orchestrator.ledger import Ledger
 from quartet_orchestrator.permits import Permits
-from quartet_orchestrator.prompts import CYCLE, Prompts, Source, shares
+from quartet_orchestrator.prompts import Prompts, Source
 
 
 def test_ledger_balances_and_refuses_what_was_not_dispatched():
@@ -51,31 +51,19 @@ def test_call_plan_is_one_contiguous_list(max_steps, interval, keep_last):
         assert plan.call(plan.published_by(step)).kind is CallKind.PUBLISH
 
 
-@given(st.lists(st.floats(0.01, 10), min_size=1, max_size=5), st.integers(0, 5))
-def test_prompts_follow_from_the_number_and_cover_every_task_once_per_epoch(weights, seed):
-    sources = [Source(f"env{i}", weight, 7) for i, weight in enumerate(weights)]
-    forward, backward = Prompts(sources, seed), Prompts(sources, seed)
-    choices = [forward.choose(group) for group in range(2 * CYCLE)]
-    assert choices == [backward.choose(group) for group in reversed(range(2 * CYCLE))][::-1]
-    for environment, share in enumerate(shares(weights)):
-        tasks = [c.task_index for c in choices if c.environment == environment]
-        assert len(tasks) == 2 * share
-        for epoch in range(len(tasks) // 7):
-            assert sorted(tasks[7 * epoch : 7 * epoch + 7]) == list(range(7))
-
-
-def test_prompts_shuffle_each_epoch_anew_and_read_infinite_sets_in_order():
-    prompts = Prompts([Source("a", 1.0, 50)], 0)
-    epochs = [[prompts.choose(50 * e + i).task_index for i in range(50)] for e in range(2)]
+def test_prompts_cover_every_task_once_per_epoch_in_an_order_of_its_own():
+    prompts, again = (Prompts([Source("a", 50), Source("b", 50)], 0) for _ in range(2))
+    epochs = [[prompts.task(0, 50 * epoch + turn) for turn in range(50)] for epoch in range(2)]
+    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
     assert epochs[0] != epochs[1] and epochs[0] != list(range(50))
-    endless = Prompts([Source("a", 1.0, None)], 0)
-    assert [endless.choose(group).task_index for group in range(250)] == list(range(250))
+    assert epochs[0] != [prompts.task(1, turn) for turn in range(50)]
+    # Found again after a restart, from any turn.
+    assert [again.task(0, turn) for turn in (70, 7)] == [epochs[1][20], epochs[0][7]]
 
 
-def test_shares_follow_weights():
-    assert shares([3, 1]) == (75, 25)
-    assert shares([1, 1, 1]) in {(34, 33, 33), (33, 34, 33), (33, 33, 34)}
-    assert shares([1000, 1]) == (99, 1)
+def test_an_infinite_environment_is_read_in_order():
+    endless = Prompts([Source("a", None)], 0)
+    assert [endless.task(0, turn) for turn in range(250)] == list(range(250))
 
 
 def test_credit_by_hand():
@@ -137,11 +125,11 @@ def test_frames_carry_every_sample_once_below_the_message_limit():
 
 def test_staleness_is_weighted_by_tokens():
     scored = [
-        metrics.Scored("e", rollout(30, version=4)),
-        metrics.Scored("e", rollout(10, version=3, reward=0.0)),
+        metrics.Scored("e", 0, rollout(30, version=4)),
+        metrics.Scored("e", 0, rollout(10, version=3, reward=0.0)),
     ]
     times = metrics.StepTimes(2.0, 0.5, 1.0)
-    values = metrics.of_step(4, scored, tpb.ForwardBackwardResponse(), tpb.OptimStepResponse(), times, 2)
+    values = metrics.of_step(4, scored, tpb.ForwardBackwardResponse(), tpb.OptimStepResponse(), times, {})
     assert values["staleness/max"] == 1 and values["staleness/mean"] == 0.25
     assert values["train/reward"] == 0.5 and values["tokens_per_second"] == 20
     assert "train/logprob_difference_max" not in values and "train/entropy" not in values

@@ -133,7 +133,11 @@ async def test_a_slow_environment_holds_up_its_own_submission_alone(world):
     """runs.py 3."""
     world.host.describing["slow"] = asyncio.Event()
     async with serving(world) as stub:
-        slow = [asyncio.create_task(submit(stub, TOML.replace("toy", "slow"), "slow")) for _ in range(2)]
+        toml = TOML.replace("toy", "slow")
+        first = asyncio.create_task(submit(stub, toml, "slow"))
+        while not world.host.described:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        slow = [first, asyncio.create_task(submit(stub, toml, "slow"))]
         conflict = asyncio.create_task(submit(stub, TOML, "slow"))
         assert (await submit(stub, run_id="quick")).phase == pb.RUN_PHASE_PENDING
         assert not any(task.done() for task in (*slow, conflict))

@@ -19,6 +19,8 @@ from quartet.run.values import Count, NonNegative, Number, Positive, Text
 
 #: Each is a pass over the batch; what so many do not teach it, another batch will.
 MAX_ITERATIONS = 16
+#: A batch of tasks that are all too hard or too easy is sampled so many times over, at most.
+MAX_RESAMPLE, DEFAULT_RESAMPLE = 1000, 10
 #: Of the losses with a ratio.
 RATIO_LOSSES = ("cispo", "ppo", "dppo")
 
@@ -108,6 +110,10 @@ class AlgorithmConfig(Config):
     reference: ReferenceConfig | None = None
     #: Rollouts that a limit cut count for the group's baseline, and not for the loss.
     overlong_filtering: bool = False
+    #: Groups whose rewards are all alike teach nothing: fresh ones take their places, ...
+    dynamic_sampling: bool = False
+    #: ... so many times for one place; then such a group is kept. Absent: DEFAULT_RESAMPLE.
+    max_resample: Annotated[int, Field(ge=1, le=MAX_RESAMPLE, strict=True)] | None = None
     #: loss = "custom": a name of `losses` in the trainer's configuration.
     custom: Text | None = None
 
@@ -115,6 +121,11 @@ class AlgorithmConfig(Config):
     def normalised_by(self) -> Literal["token", "sequence", "constant"]:
         """The aggregation that is used."""
         return self.aggregation or ("constant" if self.advantage == "dr_grpo" else "token")
+
+    @property
+    def resamples(self) -> int:
+        """How often a place gets a fresh group because the one before it taught nothing."""
+        return (self.max_resample or DEFAULT_RESAMPLE) if self.dynamic_sampling else 0
 
     @property
     def needs_reference(self) -> bool:
@@ -167,6 +178,19 @@ class AlgorithmConfig(Config):
         if self.correction is not None and not self.proximal:
             raise ValueError(
                 "correction weighs the proximal policy against the sampler; set proximal to true"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _spread_is_wanted(self) -> Self:
+        if self.dynamic_sampling and self.advantage in ("none", "zero"):
+            raise ValueError(
+                f'dynamic_sampling looks for rewards that differ, and advantage = "{self.advantage}" learns '
+                "without; set dynamic_sampling to false"
+            )
+        if self.max_resample is not None and not self.dynamic_sampling:
+            raise ValueError(
+                "max_resample bounds dynamic_sampling, which is off; set that to true, or remove it"
             )
         return self
 

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
@@ -23,6 +24,7 @@ from quartet.run.values import (
     Count,
     Decay,
     NonNegative,
+    Number,
     Positive,
     PositiveCount,
     Seed,
@@ -38,10 +40,17 @@ MAX_GROUP = 1024
 MAX_RETRIES = 16
 #: Limits of a rollout's time: it travels in whole milliseconds, and nothing waits longer than a week.
 MIN_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS = 0.001, 7 * 24 * 3600.0
-#: Each environment has at least one in this many groups (quartet_orchestrator.prompts).
+#: Each has worker processes of its own at every host.
 MAX_ENVIRONMENTS = 100
 
 GroupSize = Annotated[int, Field(ge=1, le=MAX_GROUP, strict=True)]
+
+
+def as_array(tables: Any, key: str) -> Any:
+    """What was given for a list of tables, refused where it is one table."""
+    if isinstance(tables, dict):
+        raise ValueError(f"environments are a list of tables; write [[{key}]] with two brackets")
+    return tables
 
 
 class HostedConfig(Config):
@@ -61,6 +70,25 @@ class EnvConfig(HostedConfig):
     weight: Positive = 1.0
 
 
+class EvalEnvConfig(HostedConfig):
+    """One environment to evaluate on; what is left out is taken from [eval]."""
+
+    #: Of its metrics; absent: its id.
+    name: Text | None = None
+    num_examples: PositiveCount | None = None
+    rollouts_per_example: GroupSize | None = None
+
+
+@dataclass(frozen=True)
+class EvalTrial:
+    """What an evaluation measures on one environment."""
+
+    name: str
+    hosted: HostedConfig
+    num_examples: int
+    rollouts_per_example: int
+
+
 class EvalConfig(Config):
     """Evaluations at a pinned version; num_examples = 0 switches them off."""
 
@@ -70,6 +98,28 @@ class EvalConfig(Config):
     after: bool = True
     temperature: NonNegative | None = None
     interval: Count = 0
+    #: A rollout passes from this reward on.
+    pass_threshold: Number = 0.5
+    #: An evaluation that is not whole by then counts what it has.
+    timeout_seconds: Annotated[
+        float, Field(ge=MIN_TIMEOUT_SECONDS, le=MAX_TIMEOUT_SECONDS, allow_inf_nan=False, strict=True)
+    ] = 3600.0
+    #: Where to evaluate, if not where the run trains.
+    env: Annotated[tuple[EvalEnvConfig, ...], Field(max_length=MAX_ENVIRONMENTS)] = ()
+
+    @pydantic.field_validator("env", mode="before")
+    @classmethod
+    def _is_an_array(cls, env: Any) -> Any:
+        return as_array(env, "eval.env")
+
+    @pydantic.field_validator("env")
+    @classmethod
+    def _distinct(cls, env: tuple[EvalEnvConfig, ...]) -> tuple[EvalEnvConfig, ...]:
+        names = [one.name or one.id for one in env]
+        twice = sorted({one for one in names if names.count(one) > 1})
+        if twice:
+            raise ValueError(f'two are called {twice[0]!r}; give each a name = "..." of its own')
+        return env
 
 
 class CheckpointConfig(Config):
@@ -127,6 +177,25 @@ class RunConfig(Config):
     def versions_per_step(self) -> int:
         """Optimizer steps on one batch, which is how far the policy's version goes on with each."""
         return self.algorithm.num_iterations
+
+    @property
+    def trials(self) -> list[EvalTrial]:
+        """What each evaluation measures; empty where there is none."""
+        settings = self.eval
+        if not settings.num_examples:
+            return []
+        if not settings.env:
+            size = settings.num_examples, settings.rollouts_per_example
+            return [EvalTrial(env.id, env, *size) for env in self.env]
+        return [
+            EvalTrial(
+                env.name or env.id,
+                env,
+                env.num_examples or settings.num_examples,
+                env.rollouts_per_example or settings.rollouts_per_example,
+            )
+            for env in settings.env
+        ]
 
     @property
     def groups_per_batch(self) -> int:
@@ -187,9 +256,7 @@ class RunConfig(Config):
     @pydantic.field_validator("env", mode="before")
     @classmethod
     def _is_an_array(cls, env: Any) -> Any:
-        if isinstance(env, dict):
-            raise ValueError("environments are a list of tables; write [[env]] with two brackets")
-        return env
+        return as_array(env, "env")
 
     @pydantic.field_validator("env")
     @classmethod
@@ -230,21 +297,25 @@ class RunConfig(Config):
 
     @pydantic.model_validator(mode="after")
     def _evaluates_something(self) -> Self:
-        if self.eval.interval and not self.eval.num_examples:
-            raise ValueError(
-                f"eval.interval = {self.eval.interval} has nothing to evaluate; set eval.num_examples "
-                "above 0, or eval.interval to 0"
-            )
+        if self.eval.num_examples:
+            return self
+        for key, given in (("interval", self.eval.interval or ""), ("env", "[...]" if self.eval.env else "")):
+            if given:
+                raise ValueError(
+                    f"eval.{key} = {given} has nothing to evaluate; set eval.num_examples above 0, or remove "
+                    f"eval.{key}"
+                )
         return self
 
     @pydantic.model_validator(mode="after")
     def _evaluation_fits(self) -> Self:
-        group = self.eval.rollouts_per_example
-        if self.eval.num_examples and self.max_concurrent < group:
-            raise ValueError(
-                f"max_concurrent = {self.max_concurrent} is less than eval.rollouts_per_example = {group}, "
-                f"which run together; set max_concurrent to at least {group}"
-            )
+        for trial in self.trials:
+            if self.max_concurrent < trial.rollouts_per_example:
+                raise ValueError(
+                    f"max_concurrent = {self.max_concurrent} is less than eval.rollouts_per_example = "
+                    f"{trial.rollouts_per_example}, which run together; set max_concurrent to at least "
+                    f"{trial.rollouts_per_example}"
+                )
         return self
 
     @pydantic.model_validator(mode="after")

@@ -33,6 +33,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "clip_high": 0.28,
         "aggregation": "token",
         "overlong_filtering": True,
+        "dynamic_sampling": True,
     },
     # MiniMax-M1, arXiv 2506.13585
     "cispo": {"advantage": "grpo", "loss": "cispo", "clip_high": 4.0, "aggregation": "token"},

@@ -42,14 +42,16 @@ class JournalRecord(_message.Message):
     def __init__(self, number: _Optional[int] = ..., at_ms: _Optional[int] = ..., event: _Optional[int] = ..., submitted: _Optional[_Union[RunSubmitted, _Mapping]] = ..., dispatched: _Optional[_Union[GroupDispatched, _Mapping]] = ..., rollout: _Optional[_Union[_orchestrator_service_pb2.RolloutEvent, _Mapping]] = ..., discarded: _Optional[_Union[GroupDiscarded, _Mapping]] = ..., batch: _Optional[_Union[BatchClosed, _Mapping]] = ..., call: _Optional[_Union[CallApplied, _Mapping]] = ..., step: _Optional[_Union[_orchestrator_service_pb2.StepEvent, _Mapping]] = ..., eval_rollout: _Optional[_Union[EvalRollout, _Mapping]] = ..., eval: _Optional[_Union[_orchestrator_service_pb2.EvalEvent, _Mapping]] = ..., phase: _Optional[_Union[_orchestrator_service_pb2.PhaseEvent, _Mapping]] = ..., note: _Optional[_Union[_orchestrator_service_pb2.NoteEvent, _Mapping]] = ...) -> None: ...
 
 class RunSubmitted(_message.Message):
-    __slots__ = ("run_id", "config_toml", "environments")
+    __slots__ = ("run_id", "config_toml", "environments", "eval_environments")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     CONFIG_TOML_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENTS_FIELD_NUMBER: _ClassVar[int]
+    EVAL_ENVIRONMENTS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     config_toml: str
     environments: _containers.RepeatedCompositeFieldContainer[_envhost_service_pb2.EnvironmentInfo]
-    def __init__(self, run_id: _Optional[str] = ..., config_toml: _Optional[str] = ..., environments: _Optional[_Iterable[_Union[_envhost_service_pb2.EnvironmentInfo, _Mapping]]] = ...) -> None: ...
+    eval_environments: _containers.RepeatedCompositeFieldContainer[_envhost_service_pb2.EnvironmentInfo]
+    def __init__(self, run_id: _Optional[str] = ..., config_toml: _Optional[str] = ..., environments: _Optional[_Iterable[_Union[_envhost_service_pb2.EnvironmentInfo, _Mapping]]] = ..., eval_environments: _Optional[_Iterable[_Union[_envhost_service_pb2.EnvironmentInfo, _Mapping]]] = ...) -> None: ...
 
 class GroupDispatched(_message.Message):
     __slots__ = ("group", "batch", "place", "environment", "task_index", "members")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.run.config import RunConfig, parse_run
@@ -32,21 +34,32 @@ def parse(config_toml: str) -> RunConfig:
         ) from None
 
 
-async def describe_environments(config: RunConfig, hosts: EnvHosts) -> list[EnvironmentInfo]:
-    """Each environment as its host describes it, with something to train and to evaluate on."""
-    found = []
-    for env in config.env:
-        info = await hosts.describe(environment_ref(env))
+@dataclass(frozen=True)
+class Environments:
+    """As their hosts describe them, in the order of the configuration."""
+
+    train: list[EnvironmentInfo]
+    #: Empty where the evaluations use those above.
+    eval: list[EnvironmentInfo]
+
+
+async def describe_environments(config: RunConfig, hosts: EnvHosts) -> Environments:
+    """Each environment, with something to train on and to evaluate on."""
+    train = [await hosts.describe(environment_ref(env)) for env in config.env]
+    for env, info in zip(config.env, train, strict=True):
         if not info.infinite and info.train_size == 0:
             _refuse("env.id", env.id, "it has no training examples; choose another environment or other args")
-        if config.eval.num_examples > 0 and info.eval_size == 0:
+    own = [await hosts.describe(environment_ref(env)) for env in config.eval.env]
+    # There are no trials where nothing is evaluated.
+    for trial, info in zip(config.trials, own or train, strict=bool(config.trials)):
+        if info.eval_size == 0:
             _refuse(
                 "eval.num_examples",
-                config.eval.num_examples,
-                f"{env.id!r} has no evaluation examples; set it to 0",
+                trial.num_examples,
+                f"{trial.name!r} has no evaluation examples; set it to 0"
+                + (f", or remove {trial.name!r} from eval.env" if own else ", or give eval.env others"),
             )
-        found.append(info)
-    return found
+    return Environments(train, own)
 
 
 def _refuse(key: str, value: object, remedy: str) -> None:

@@ -13,6 +13,7 @@ from quartet_orchestrator.compaction import Compaction
 from quartet_orchestrator.config import OrchestratorConfig
 from quartet_orchestrator.envhosts import EnvHosts
 from quartet_orchestrator.evaluation import Evaluation
+from quartet_orchestrator.mixture import Mixture
 from quartet_orchestrator.outage import Outage
 from quartet_orchestrator.pace import Pace
 from quartet_orchestrator.permits import Permits
@@ -73,12 +74,13 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         versions_per_step=config.versions_per_step,
     )
     sources = [
-        Source(env.id, env.weight, None if info.infinite else info.train_size)
+        Source(env.id, None if info.infinite else info.train_size)
         for env, info in zip(config.env, book.state.environments, strict=True)
     ]
     training = Training(book, config, services.trainer, outage("the trainer"))
     sampling = Sampling(services.hosts, permits, host, model, teacher.judge if teacher else None)
-    rollouts = Rollouts(book, config, pace, Prompts(sources, config.seed), sampling)
+    mixture = Mixture([env.weight for env in config.env])
+    rollouts = Rollouts(book, config, pace, mixture, Prompts(sources, config.seed), sampling)
     evaluation = Evaluation(book, config, Sampling(services.hosts, permits, host, model))
 
     async def policy_ready() -> None:

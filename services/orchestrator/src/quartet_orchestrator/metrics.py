@@ -1,7 +1,7 @@
-"""Metrics of a step and of an evaluation, from what was sampled and what the trainer answered.
+"""Metrics of a step, from what was sampled and what the trainer answered.
 
 Names follow what Weights & Biases users of RL trainers know: "train/reward", "rollout/mean_length", ... A
-value that was not measured is absent, never 0.
+value that was not measured is absent, never 0. docs/runs.md lists them.
 
 Pure.
 """
@@ -9,10 +9,12 @@ Pure.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
+from quartet.run.statistics import means_by_name
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.rollout_pb2 import Rollout
 
@@ -25,12 +27,28 @@ DIAGNOSTICS = {
 }
 
 
+# The full reward of most environments.
+SOLVED = 1.0
+
+
 @dataclass(frozen=True)
 class Scored:
-    """A rollout of a batch, with the environment it came from."""
+    """A rollout of a batch, with the environment and the group that it came from."""
 
     env_id: str
+    group: int
     rollout: Rollout
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What an environment lost on the way to a batch: rollouts that failed, groups without spread."""
+
+    failed: int = 0
+    resampled: int = 0
+
+    def __add__(self, other: Losses) -> Losses:
+        return Losses(self.failed + other.failed, self.resampled + other.resampled)
 
 
 @dataclass(frozen=True)
@@ -46,7 +64,7 @@ def of_step(
     trained: tpb.ForwardBackwardResponse,
     stepped: tpb.OptimStepResponse,
     times: StepTimes,
-    failed_rollouts: int,
+    losses: Mapping[str, Losses],
     versions_per_step: int = 1,
 ) -> dict[str, float]:
     sampled = sum(s.rollout.usage.completion_tokens for s in scored)
@@ -57,7 +75,8 @@ def of_step(
         "train/learning_rate": stepped.learning_rate,
         "train/grad_norm": stepped.grad_norm,
         "train/skipped_steps": float(stepped.skipped_nonfinite),
-        "rollout/failed": float(failed_rollouts),
+        "rollout/failed": float(sum(one.failed for one in losses.values())),
+        "rollout/resampled": float(sum(one.resampled for one in losses.values())),
         "time/step_s": times.step_s,
         "time/wait_rollouts_s": times.wait_rollouts_s,
         "time/train_s": times.train_s,
@@ -72,7 +91,10 @@ def of_step(
     if trained.HasField("verification") and trained.verification.tokens_compared:
         values["train/logprob_difference_max"] = trained.verification.max_difference
         values["train/logprob_difference_mean"] = trained.verification.mean_difference
-    values |= _rewards("train", scored) | _shape(scored) | _staleness(batch, scored, versions_per_step)
+    values |= _rewards(scored) | _shape(scored) | _staleness(batch, scored, versions_per_step)
+    for env_id in sorted({s.env_id for s in scored} | set(losses)):
+        mine = [s for s in scored if s.env_id == env_id]
+        values |= _environment(f"env/{env_id}", mine, len(mine) / len(scored), losses.get(env_id, Losses()))
     # A skipped step has a loss or a norm that is no number, and neither has JSON.
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
@@ -88,35 +110,32 @@ def over_iterations(passes: Sequence[tpb.ForwardBackwardResponse]) -> tpb.Forwar
     return whole
 
 
-def of_evaluation(scored: Sequence[Scored], asked: int) -> dict[str, float]:
-    """`asked` counts the rollouts that were wanted; those that failed are missing from `scored`."""
-    values = {"eval/coverage": len(scored) / asked, "eval/rollouts": float(len(scored))}
-    if scored:
-        values |= _rewards("eval", scored)
-        values["eval/mean_length"] = fmean([s.rollout.usage.completion_tokens for s in scored])
-    return values
-
-
-def _rewards(prefix: str, scored: Sequence[Scored]) -> dict[str, float]:
+def _rewards(scored: Sequence[Scored]) -> dict[str, float]:
     rewards = [s.rollout.reward for s in scored]
-    values = {f"{prefix}/reward": fmean(rewards), f"{prefix}/reward_std": pstdev(rewards)}
-    env = "env" if prefix == "train" else prefix
-    for env_id in sorted({s.env_id for s in scored}):
-        values[f"{env}/{env_id}/reward"] = fmean([s.rollout.reward for s in scored if s.env_id == env_id])
-    if prefix == "train":
-        values |= {
-            f"rewards/{name}": value for name, value in _means([s.rollout.rewards for s in scored]).items()
-        }
-        values |= {
-            f"metrics/{name}": value for name, value in _means([s.rollout.metrics for s in scored]).items()
-        }
+    values = {"train/reward": fmean(rewards), "train/reward_std": pstdev(rewards)}
+    for name, value in means_by_name([s.rollout.rewards for s in scored]).items():
+        values[f"rewards/{name}"] = value
+    for name, value in means_by_name([s.rollout.metrics for s in scored]).items():
+        values[f"metrics/{name}"] = value
     return values
 
 
-def _means(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each name over the tables that have it."""
-    names = sorted({name for table in tables for name in table})
-    return {name: fmean([table[name] for table in tables if name in table]) for name in names}
+def _environment(prefix: str, scored: Sequence[Scored], share: float, lost: Losses) -> dict[str, float]:
+    """One environment's part of a batch; it may have none."""
+    values = {"share": share, "failed": float(lost.failed), "resampled": float(lost.resampled)}
+    groups: dict[int, list[float]] = defaultdict(list)
+    for one in scored:
+        groups[one.group].append(one.rollout.reward)
+    if groups:
+        every = list(groups.values())
+        values |= {
+            "reward": fmean([s.rollout.reward for s in scored]),
+            "mean_length": fmean([s.rollout.usage.completion_tokens for s in scored]),
+            "solved_all": fmean([float(min(rewards) >= SOLVED) for rewards in every]),
+            "solved_none": fmean([float(max(rewards) <= 0) for rewards in every]),
+            "no_spread": fmean([float(min(rewards) == max(rewards)) for rewards in every]),
+        }
+    return {f"{prefix}/{name}": value for name, value in values.items()}
 
 
 def _shape(scored: Sequence[Scored]) -> dict[str, float]:

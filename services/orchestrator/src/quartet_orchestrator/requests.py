@@ -6,7 +6,7 @@ import json
 
 import xxhash
 from quartet.run import sampling as run_sampling
-from quartet.run.config import EnvConfig, RunConfig
+from quartet.run.config import HostedConfig, RunConfig
 from quartet.run.sampling import SamplingConfig
 from quartet.v1 import common_pb2 as cpb
 from quartet.v1 import envhost_service_pb2 as epb
@@ -15,7 +15,7 @@ from quartet.v1 import envhost_service_pb2 as epb
 MESSAGES_OF_MEMBERS = 1
 
 
-def environment_ref(env: EnvConfig) -> epb.EnvironmentRef:
+def environment_ref(env: HostedConfig) -> epb.EnvironmentRef:
     # Sorted, because equal references share their workers.
     return epb.EnvironmentRef(id=env.id, args_json=json.dumps(env.args, sort_keys=True) if env.args else "")
 
@@ -30,7 +30,7 @@ def sampling_params(config: SamplingConfig, name: str) -> cpb.SamplingParams:
 
 
 def rollouts_request(
-    run_id: str, config: RunConfig, name: str, env: EnvConfig, split: epb.Split, task_index: int
+    run_id: str, config: RunConfig, name: str, env: HostedConfig, split: epb.Split, task_index: int
 ) -> epb.RunRolloutsRequest:
     """Everything but the members and the policy version."""
     return epb.RunRolloutsRequest(

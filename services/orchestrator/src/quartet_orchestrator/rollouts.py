@@ -5,13 +5,17 @@
 3. A group with a member that failed for good, or with a token outside the staleness bound, is discarded
    whole, with the reason, and a fresh group takes its place. (Training on the survivors would favour what
    fails seldom, e.g. short answers.)
-4. MAX_FAILED_GROUPS discarded groups in a row, with no complete one between them, end the run: the
-   environment is broken.
+4. A place keeps its environment (mixture.py), whatever happens to its groups.
+5. With dynamic sampling a group whose rewards are all alike is discarded, too, and a fresh one takes its
+   place; `max_resample` times for one place, after which such a group is kept: a batch always gets full.
+6. MAX_FAILED_GROUPS groups of one environment in a row that failed or broke the bound, with no complete one
+   between them, end the run: the environment is broken.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 from quartet.run.config import RunConfig
 from quartet.v1 import envhost_service_pb2 as epb
@@ -19,12 +23,13 @@ from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
 
 from quartet_orchestrator.book import Book
+from quartet_orchestrator.mixture import Mixture
 from quartet_orchestrator.outage import RunFailed
 from quartet_orchestrator.pace import Pace, Place
 from quartet_orchestrator.prompts import Prompts
 from quartet_orchestrator.requests import rollouts_request
 from quartet_orchestrator.sampling import Sampling
-from quartet_orchestrator.state import Group
+from quartet_orchestrator.state import NO_SPREAD, Group
 
 # Ten tasks in a row that fail for good are not bad luck.
 MAX_FAILED_GROUPS = 10
@@ -32,16 +37,24 @@ MAX_FAILED_GROUPS = 10
 
 class Rollouts:
     def __init__(
-        self, book: Book, config: RunConfig, pace: Pace, prompts: Prompts, sampling: Sampling
+        self,
+        book: Book,
+        config: RunConfig,
+        pace: Pace,
+        mixture: Mixture,
+        prompts: Prompts,
+        sampling: Sampling,
     ) -> None:
         self._book = book
         self._config = config
         self._pace = pace
+        self._mixture = mixture
         self._prompts = prompts
         self._sampling = sampling
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
-        self._failed_in_a_row = 0
+        # Of each environment.
+        self._failed_in_a_row: Counter[int] = Counter()
 
     async def flow(self) -> None:
         """Sends groups out wherever the pace admits one, until it is cancelled."""
@@ -84,6 +97,8 @@ class Rollouts:
                 continue
             done = self._book.rollouts(group.number)
             reason = next(filter(None, (self._violation(group, rollout) for rollout in done)), None)
+            if reason is None and self._teaches_nothing(group):
+                reason = NO_SPREAD
             if reason is not None:
                 self._discard(group, reason)
             elif group.missing:
@@ -91,14 +106,14 @@ class Rollouts:
 
     def _new_group(self, place: Place) -> Group:
         number = self._book.state.next_group
-        choice = self._prompts.choose(number)
+        environment = self._mixture.environment(place.batch * self._config.groups_per_batch + place.index)
         self._book.write(
             dispatched={
                 "group": number,
                 "batch": place.batch,
                 "place": place.index,
-                "environment": choice.environment,
-                "task_index": choice.task_index,
+                "environment": environment,
+                "task_index": self._prompts.task(environment, self._book.state.groups_of[environment]),
                 "members": self._config.rollouts_per_example,
             }
         )
@@ -129,7 +144,7 @@ class Rollouts:
             kind = rpb.FailureKind.Name(failure.kind).removeprefix("FAILURE_KIND_")
             self._discard(group, f"failed:{kind}", failure.message)
         else:
-            self._failed_in_a_row = 0
+            self._failed_in_a_row[group.environment] = 0
 
     def _ended(self, group: Group, rollout: rpb.Rollout) -> bool:
         env_id = self._config.env[group.environment].id
@@ -143,9 +158,20 @@ class Rollouts:
             )
         )
         reason = self._violation(group, rollout)
+        if reason is None and self._teaches_nothing(group):
+            # Here, before anybody can take the group for complete.
+            reason = NO_SPREAD
         if reason is not None:
             self._discard(group, reason)
         return reason is None
+
+    def _teaches_nothing(self, group: Group) -> bool:
+        """Whether dynamic sampling replaces it: complete, without spread, in a place that may try again."""
+        return (
+            not group.missing
+            and not group.has_spread
+            and self._book.state.resampled[group.place] < self._config.algorithm.resamples
+        )
 
     def _violation(self, group: Group, rollout: rpb.Rollout) -> str | None:
         if rollout.HasField("failure"):
@@ -157,10 +183,13 @@ class Rollouts:
         self._book.write(discarded={"group": group.number, "reason": reason})
         self._pace.give_back(group.place)
         self._wake.set()
-        self._failed_in_a_row += 1
-        if self._failed_in_a_row >= MAX_FAILED_GROUPS:
+        if reason == NO_SPREAD:
+            self._failed_in_a_row[group.environment] = 0
+            return
+        self._failed_in_a_row[group.environment] += 1
+        if self._failed_in_a_row[group.environment] >= MAX_FAILED_GROUPS:
             env_id = self._config.env[group.environment].id
             why = f"{reason}: {message}" if message else reason
             raise RunFailed(
-                f"{MAX_FAILED_GROUPS} groups in a row failed, the last in environment {env_id!r} with {why}"
+                f"{MAX_FAILED_GROUPS} groups in a row of environment {env_id!r} failed, the last with {why}"
             )

@@ -23,7 +23,6 @@ import structlog
 from quartet.errors import QuartetError
 from quartet.run.config import RunConfig
 from quartet.v1 import orchestrator_service_pb2 as pb
-from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 
 from quartet_orchestrator import admission, shelf, state
 from quartet_orchestrator.assembly import Services, assemble
@@ -198,14 +197,19 @@ class Runs:
         return held
 
     def _create(
-        self, run_id: str, config_toml: str, config: RunConfig, environments: list[EnvironmentInfo]
+        self, run_id: str, config_toml: str, config: RunConfig, environments: admission.Environments
     ) -> Book:
         folder = self._folder / run_id
         try:
             book = Book(folder)
             try:
                 book.write(
-                    submitted={"run_id": run_id, "config_toml": config_toml, "environments": environments}
+                    submitted={
+                        "run_id": run_id,
+                        "config_toml": config_toml,
+                        "environments": environments.train,
+                        "eval_environments": environments.eval,
+                    }
                 )
                 pending = book.run()
                 pending.phase, pending.max_steps, pending.last_event = state.PENDING, config.max_steps, 1

@@ -5,8 +5,9 @@
    costs no attempt, nor does a model that is (MODEL_AWAY): those are outages (outage.py), waited out within
    the run's patience.
 3. At most `max_concurrent` rollouts are under way at once, over training and evaluations together.
-4. What comes back is checked before anybody sees it: a reward that is no number, or a success without a
-   sampled token, is a failure. A failure never has a reward.
+4. What comes back is checked before anybody sees it: a reward that is no number, a success without a sampled
+   token, or one that another version sampled than the request pins, is a failure. A failure never has a
+   reward.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ class Sampling:
         asked.CopyFrom(request)
         asked.request_id = f"{request.request_id}/{uuid.uuid4().hex[:12]}"
         asked.members.extend(sorted(missing))
+        pinned = request.exact_policy_version if request.HasField("exact_policy_version") else None
         held = len(missing)
         await self._permits.take(held)
         try:
@@ -108,7 +110,7 @@ class Sampling:
                 async for rollout in rollouts:
                     self._permits.give_back(1)
                     held -= 1
-                    checked(rollout)
+                    checked(rollout, pinned)
                     if not rollout.HasField("failure"):
                         if self._judge is not None:
                             await self._judge(rollout)
@@ -135,17 +137,22 @@ class Sampling:
         return not failure.retryable or charged[rollout.member] >= MEMBER_ATTEMPTS
 
 
-def checked(rollout: rpb.Rollout) -> None:
+def checked(rollout: rpb.Rollout, exact_version: int | None = None) -> None:
     """Turns a success that cannot be one into the failure that it is."""
     if rollout.HasField("failure"):
         return
+    versions = {span.policy_version for sample in rollout.samples for span in sample.spans}
     if not math.isfinite(rollout.reward):
-        rollout.failure.kind = rpb.FAILURE_KIND_SCORER
-        rollout.failure.message = f"the reward is {rollout.reward}"
-        rollout.failure.retryable = True
-        rollout.reward = 0.0
+        _fail(rollout, rpb.FAILURE_KIND_SCORER, f"the reward is {rollout.reward}")
     elif covered_tokens([rollout]) == 0:
         # Not the model's: the environment asked it nothing, or kept no answer.
-        rollout.failure.kind = rpb.FAILURE_KIND_ENVIRONMENT
-        rollout.failure.message = "no token was sampled"
-        rollout.failure.retryable = True
+        _fail(rollout, rpb.FAILURE_KIND_ENVIRONMENT, "no token was sampled")
+    elif exact_version is not None and versions != {exact_version}:
+        message = f"sampled by versions {sorted(versions)}, where {exact_version} is pinned"
+        _fail(rollout, rpb.FAILURE_KIND_MODEL, message)
+        rollout.failure.reason = cpb.ERROR_REASON_VERSION_UNAVAILABLE
+
+
+def _fail(rollout: rpb.Rollout, kind: rpb.FailureKind, message: str) -> None:
+    rollout.failure.CopyFrom(rpb.RolloutFailure(kind=kind, message=message, retryable=True))
+    rollout.reward = 0.0

@@ -11,6 +11,8 @@ Pure.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -38,6 +40,8 @@ TRANSITIONS: dict[pb.RunPhase, frozenset[pb.RunPhase]] = {
     COMPLETED: frozenset(),
     FAILED: frozenset(),
 }
+# Why a group is discarded whose rewards teach nothing, because they are all alike.
+NO_SPREAD = "no_spread"
 # In these a run does nothing until somebody asks.
 RESTING = frozenset({STOPPED, COMPLETED, FAILED})
 
@@ -55,10 +59,18 @@ class Group:
     # What the members that are done put before the loss; and of it, what a limit cut.
     size: Size = field(default_factory=Size)
     truncated: Size = field(default_factory=Size)
+    # Of the members that are done.
+    lowest_reward: float = math.inf
+    highest_reward: float = -math.inf
 
     @property
     def missing(self) -> list[int]:
         return [member for member in range(self.members) if member not in self.done]
+
+    @property
+    def has_spread(self) -> bool:
+        """Whether its rewards differ."""
+        return self.lowest_reward < self.highest_reward
 
 
 def size_before_loss(groups: Sequence[Group], *, overlong_filtering: bool) -> Size:
@@ -74,6 +86,8 @@ class RunState:
     config_toml: str = ""
     submitted_at_ms: int = 0
     environments: list[EnvironmentInfo] = field(default_factory=list)
+    # Of the evaluations.
+    eval_environments: list[EnvironmentInfo] = field(default_factory=list)
     phase: pb.RunPhase = UNSPECIFIED
     error: str = ""
     model_path: str = ""
@@ -81,6 +95,10 @@ class RunState:
     step: int = 0
     max_steps: int = 0
     next_group: int = 0
+    # How many groups each environment was given.
+    groups_of: Counter[int] = field(default_factory=Counter)
+    # Of the places that are not trained: how often a group without spread was taken out of each.
+    resampled: Counter[Place] = field(default_factory=Counter)
     groups: dict[int, Group] = field(default_factory=dict)
     # Closed and not yet applied.
     batches: dict[int, jpb.BatchClosed] = field(default_factory=dict)
@@ -99,6 +117,7 @@ class RunState:
                 self.run_id = record.submitted.run_id
                 self.config_toml = record.submitted.config_toml
                 self.environments = list(record.submitted.environments)
+                self.eval_environments = list(record.submitted.eval_environments) or self.environments
                 self.submitted_at_ms = record.at_ms
             case "dispatched":
                 self._dispatched(record.dispatched)
@@ -107,6 +126,8 @@ class RunState:
             case "discarded":
                 group = self.groups.pop(record.discarded.group)
                 self.ledger.discard(group.members, record.discarded.reason)
+                if record.discarded.reason == NO_SPREAD:
+                    self.resampled[group.place] += 1
             case "batch":
                 self.batches[record.batch.batch] = record.batch
             case "call":
@@ -153,6 +174,7 @@ class RunState:
     def _dispatched(self, group: jpb.GroupDispatched) -> None:
         assert group.group == self.next_group, group.group
         self.next_group += 1
+        self.groups_of[group.environment] += 1
         self.ledger.dispatch(group.members)
         place = Place(group.batch, group.place)
         self.groups[group.group] = Group(
@@ -167,6 +189,8 @@ class RunState:
         if not rollout.HasField("failure"):
             assert rollout.member in group.missing, f"group {group.number} member {rollout.member} twice"
             group.done.add(rollout.member)
+            group.lowest_reward = min(group.lowest_reward, rollout.reward)
+            group.highest_reward = max(group.highest_reward, rollout.reward)
             size = size_of(rollout)
             group.size += size
             if rollout.truncated:
@@ -175,6 +199,7 @@ class RunState:
     def _step(self, event: pb.StepEvent, at_ms: int) -> None:
         assert event.step == self.step + 1, event.step
         batch = self.batches.pop(self.step)
+        self.resampled = Counter({p: n for p, n in self.resampled.items() if p.batch != self.step})
         for number in batch.groups:
             self.ledger.train(self.groups.pop(number).members)
         self.step = event.step

@@ -14,6 +14,7 @@ from quartet.v1.journal_pb2 import JournalRecord
 from quartet_orchestrator import metrics
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.calls import CallPlan
+from quartet_orchestrator.state import NO_SPREAD
 
 
 async def record_step(book: Book, config: RunConfig, batch: int, republished: int) -> None:
@@ -33,12 +34,17 @@ def _measure(book: Book, config: RunConfig, batch: int) -> tuple[dict[str, float
     first, last = plan.first_of(batch), plan.published_by(batch)
     passes = [_answer(book, seq_id).call.forward_backward for seq_id in range(first, last, 2)]
     stepped, published = _answer(book, last - 1), _answer(book, last)
-    scored, failed = [], 0
-    for number in closed.batch.groups:
-        env_id = config.env[book.state.groups[number].environment].id
-        attempts, good = book.attempts(number), book.rollouts(number)
-        failed += len(attempts) - len(good)
-        scored += [metrics.Scored(env_id, rollout) for rollout in good]
+    scored: list[metrics.Scored] = []
+    losses: dict[str, metrics.Losses] = {}
+    trained = set(closed.batch.groups)
+    for record in book.journal.select("dispatched", step=batch + 1):
+        number, env_id = record.dispatched.group, config.env[record.dispatched.environment].id
+        attempts = book.attempts(number)
+        good = [rollout for rollout in attempts if not rollout.HasField("failure")]
+        lost = metrics.Losses(len(attempts) - len(good), _without_spread(book, number))
+        losses[env_id] = losses.get(env_id, metrics.Losses()) + lost
+        if number in trained:
+            scored += [metrics.Scored(env_id, number, rollout) for rollout in good]
     before_ms = book.state.last_step_at_ms or _answer(book, plan.published_by(-1)).at_ms
     times = metrics.StepTimes(
         step_s=_seconds(published.at_ms - before_ms),
@@ -51,10 +57,16 @@ def _measure(book: Book, config: RunConfig, batch: int) -> tuple[dict[str, float
         metrics.over_iterations(passes),
         stepped.call.optim_step,
         times,
-        failed,
+        losses,
         config.versions_per_step,
     )
     return values, len(scored)
+
+
+def _without_spread(book: Book, group: int) -> int:
+    """1 for a group that was discarded for that, else 0."""
+    discarded = book.journal.select("discarded", group=group)
+    return sum(record.discarded.reason == NO_SPREAD for record in discarded)
 
 
 def _answer(book: Book, seq_id: int) -> JournalRecord:

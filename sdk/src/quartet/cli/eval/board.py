@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 
 from quartet.cli.display import Plain
-from quartet.cli.eval.statistics import Summary
+from quartet.run.statistics import Summary
 from quartet.v1.rollout_pb2 import Rollout
 
 REFRESH_PER_SECOND = 4

@@ -25,10 +25,10 @@ from typing import Any
 from quartet.cli.eval.config import ALL, Trial
 from quartet.cli.eval.rows import failure_kind, failure_row, result_row
 from quartet.cli.eval.source import Source
-from quartet.cli.eval.statistics import Summary, means_by_name, summarise
 from quartet.cli.outputs import Row, append_line, recover_lines, write_json
 from quartet.config import ConfigError
 from quartet.kit.folder import lock_file
+from quartet.run.statistics import Summary, means_by_name, summarise
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 from quartet.v1.rollout_pb2 import Rollout, Task
 

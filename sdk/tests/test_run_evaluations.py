@@ -1,0 +1,61 @@
+"""[eval] of a run: what is measured, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from quartet.config import ConfigError
+from quartet.run.config import parse_run
+
+RUN = 'model = "m"\n[[env]]\nid = "a"\n[[env]]\nid = "b"\n'
+
+
+def test_evaluations_are_on_what_is_trained_unless_they_say_where() -> None:
+    run = parse_run(RUN + "[eval]\nnum_examples = 5\nrollouts_per_example = 3\n")
+    assert [(t.name, t.num_examples, t.rollouts_per_example) for t in run.trials] == [
+        ("a", 5, 3),
+        ("b", 5, 3),
+    ]
+    run = parse_run(
+        RUN + "[eval]\nnum_examples = 5\n"
+        '[[eval.env]]\nid = "c"\nargs = { level = 2 }\ntimeout_seconds = 9.5\n'
+        '[[eval.env]]\nid = "c"\nname = "hard"\nnum_examples = 7\nrollouts_per_example = 2\n'
+    )
+    first, second = run.trials
+    assert (first.name, first.num_examples, first.rollouts_per_example) == ("c", 5, 1)
+    assert (first.hosted.args, first.hosted.timeout_seconds) == ({"level": 2}, 9.5)
+    assert (second.name, second.num_examples, second.rollouts_per_example) == ("hard", 7, 2)
+    assert parse_run(RUN + "[eval]\nnum_examples = 0\n").trials == []
+
+
+@pytest.mark.parametrize(
+    ("text", "refusal"),
+    [
+        ('[[eval.env]]\nid = "c"\n[[eval.env]]\nid = "c"', "two are called 'c'; give each a name"),
+        ('[eval.env]\nid = "c"', "write [[eval.env]] with two brackets"),
+        ('[eval]\nnum_examples = 0\n[[eval.env]]\nid = "c"', "eval.env = [...] has nothing to evaluate"),
+        ("[eval]\ntimeout_seconds = 0.0", "eval.timeout_seconds = 0.0 is refused"),
+        ("[eval]\npass_threshold = nan", "eval.pass_threshold"),
+        ('[[eval.env]]\nid = "c"\nweight = 1.0', "weight"),
+        ('[[eval.env]]\nid = "c"\nrollouts_per_example = 2000', "rollouts_per_example = 2000 is refused"),
+        ('[algorithm]\ndynamic_sampling = true\nadvantage = "none"', 'advantage = "none" learns without'),
+        ("[algorithm]\nmax_resample = 3", "max_resample bounds dynamic_sampling, which is off"),
+        ("[algorithm]\ndynamic_sampling = true\nmax_resample = 0", "algorithm.max_resample = 0 is refused"),
+    ],
+)
+def test_what_cannot_be_evaluated_or_sampled_is_refused(text: str, refusal: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_run(RUN + text)
+    assert refusal in str(caught.value)
+
+
+def test_an_evaluation_that_never_fits_is_refused() -> None:
+    text = "max_concurrent = 8\n" + RUN + '[[eval.env]]\nid = "c"\nrollouts_per_example = 9\n'
+    with pytest.raises(ConfigError, match=r"is less than eval\.rollouts_per_example = 9"):
+        parse_run(text)
+
+
+def test_dynamic_sampling_is_part_of_dapo_and_can_be_left_out() -> None:
+    assert parse_run(RUN + '[algorithm]\npreset = "dapo"').algorithm.resamples == 10
+    assert parse_run(RUN + '[algorithm]\npreset = "dapo"\nmax_resample = 3').algorithm.resamples == 3
+    assert parse_run(RUN + '[algorithm]\npreset = "dapo"\ndynamic_sampling = false').algorithm.resamples == 0
+    assert parse_run(RUN).algorithm.resamples == 0

@@ -1,0 +1,95 @@
+"""Metrics of an evaluation, from the rollouts that ended in it.
+
+1. Only results count: a rollout that failed for good, or did not end in time, is no reward. It is missing
+   from "coverage" = results / asked, and counted by the kind of its failure ("unfinished" where it has none).
+2. Each environment is reported apart; what has no result at all has a coverage, and nothing else.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, pstdev
+
+from quartet.run.config import EvalTrial
+from quartet.run.statistics import summarise
+from quartet.v1 import rollout_pb2 as rpb
+
+UNFINISHED = "UNFINISHED"
+
+
+@dataclass
+class Outcome:
+    """What became of one environment's rollouts, by its example and their member."""
+
+    trial: EvalTrial
+    #: Examples of it that are evaluated.
+    examples: int
+    good: dict[tuple[int, int], rpb.Rollout] = field(default_factory=dict)
+    failed: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    @property
+    def asked(self) -> int:
+        return self.examples * self.trial.rollouts_per_example
+
+    def ended(self, example: int, rollout: rpb.Rollout) -> None:
+        """One more attempt ended; attempts of one member come in order."""
+        key = (example, rollout.member)
+        if rollout.HasField("failure"):
+            self.failed[key] = rpb.FailureKind.Name(rollout.failure.kind).removeprefix("FAILURE_KIND_")
+        else:
+            self.failed.pop(key, None)
+            self.good[key] = rollout
+
+    def losses(self) -> Counter[str]:
+        """What is missing, by reason."""
+        lost = Counter(self.failed.values())
+        lost[UNFINISHED] += self.asked - len(self.good) - len(self.failed)
+        return +lost
+
+
+def of_evaluation(outcomes: Sequence[Outcome], pass_threshold: float) -> dict[str, float]:
+    good = [rollout for outcome in outcomes for rollout in outcome.good.values()]
+    values = _coverage("eval", outcomes) | {"eval/rollouts": float(len(good))}
+    if good:
+        rewards = [rollout.reward for rollout in good]
+        values |= {"eval/reward": fmean(rewards), "eval/reward_std": pstdev(rewards)}
+        values["eval/mean_length"] = _mean_length(good)
+    for outcome in outcomes:
+        prefix = f"eval/{outcome.trial.name}"
+        values |= _coverage(prefix, [outcome])
+        if outcome.good:
+            values |= {f"{prefix}/{name}": value for name, value in _figures(outcome, pass_threshold).items()}
+    return values
+
+
+def _coverage(prefix: str, outcomes: Sequence[Outcome]) -> dict[str, float]:
+    asked = sum(outcome.asked for outcome in outcomes)
+    good = sum(len(outcome.good) for outcome in outcomes)
+    lost = sum((outcome.losses() for outcome in outcomes), Counter[str]())
+    return {f"{prefix}/coverage": good / asked} | {
+        f"{prefix}/failed/{why}": float(n) for why, n in lost.items()
+    }
+
+
+def _figures(outcome: Outcome, pass_threshold: float) -> dict[str, float]:
+    examples: dict[int, list[float]] = defaultdict(list)
+    for (example, _), rollout in outcome.good.items():
+        examples[example].append(rollout.reward)
+    summary = summarise(examples, pass_threshold, outcome.trial.rollouts_per_example)
+    values = {"reward": summary.mean, "reward_std": summary.deviation}
+    if summary.error is not None:
+        values["reward_error"] = summary.error
+    if summary.within is not None:
+        values["reward_within"] = summary.within
+    values |= {f"pass@{k}": value for k, value in summary.pass_at_k.items()}
+    values |= {f"pass^{k}": value for k, value in summary.pass_all_k.items()}
+    values["mean_length"] = _mean_length(outcome.good.values())
+    return values
+
+
+def _mean_length(rollouts: Iterable[rpb.Rollout]) -> float:
+    return fmean([rollout.usage.completion_tokens for rollout in rollouts])

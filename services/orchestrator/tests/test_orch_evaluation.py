@@ -1,0 +1,153 @@
+"""Evaluations inside a run: pinned to one version, bounded in time, honest about what is missing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+
+from orch_world import RUN, assert_complete, events, notes
+from quartet.run.config import EvalTrial, HostedConfig
+from quartet.v1 import envhost_service_pb2 as epb
+from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet.v1 import rollout_pb2 as rpb
+from quartet_orchestrator import outage
+from quartet_orchestrator.eval_metrics import Outcome, of_evaluation
+from quartet_orchestrator.state import RESTING
+
+TWO = """
+interval = 2
+rollouts_per_example = 4
+timeout_seconds = {}
+[[eval.env]]
+id = "toy"
+name = "easy"
+args = {{ level = 1 }}
+[[eval.env]]
+id = "other"
+num_examples = 2
+rollouts_per_example = 1
+"""
+
+
+def evaluated(world, limit_s=30.0):
+    return world.toml().replace("num_examples = 4", "num_examples = 4" + TWO.format(limit_s))
+
+
+async def evals_of(runs):
+    return [record.eval for record in await events(runs) if record.WhichOneof("kind") == "eval"]
+
+
+async def test_several_environments_are_measured_apart_at_one_version(world):
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, evaluated(world), dry_run=False)
+        run = await world.rest(runs)
+        found = await evals_of(runs)
+    assert_complete(world, run)
+    assert [(one.step, one.policy_version) for one in found] == [(0, 0), (2, 2), (4, 4)]
+    for one in found:
+        metrics = one.metrics
+        assert metrics["eval/rollouts"] == 4 * 4 + 2 and metrics["eval/coverage"] == 1
+        for name in ("reward", "reward_std", "reward_error", "pass@1", "coverage", "mean_length"):
+            assert f"eval/easy/{name}" in metrics and f"eval/other/{name}" in metrics
+        assert metrics["eval/easy/pass@4"] >= metrics["eval/easy/pass@1"] >= metrics["eval/easy/pass^4"]
+        assert "eval/other/pass@2" not in metrics and "eval/other/reward_within" not in metrics
+    asked = [request for request in world.host.requests if request.split == epb.SPLIT_EVAL]
+    assert {request.environment.args_json for request in asked if request.environment.id == "toy"} == {
+        '{"level": 1}'
+    }
+    assert all(request.exact_policy_version in (0, 2, 4) for request in asked)
+    assert run.reward_before == found[0].metrics["eval/reward"]
+
+
+async def test_a_stuck_episode_costs_its_deadline_and_coverage_says_so(world):
+    """evaluation.py 4 and invariant 7: training goes on."""
+    world.host.stuck = {("toy", 1)}
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, evaluated(world, 0.5), dry_run=False)
+        run = await world.rest(runs)
+        found, said = await evals_of(runs), await notes(runs)
+    assert_complete(world, run)
+    for one in found:
+        assert one.metrics["eval/easy/coverage"] == 12 / 16 and one.metrics["eval/other/coverage"] == 1
+        assert one.metrics["eval/easy/failed/UNFINISHED"] == 4
+        assert one.metrics["eval/coverage"] == 14 / 18
+    assert sum("was ended at 0.5 s" in note for note in said) == 3
+    assert sum("has 12 of 16 rollouts of 'easy': 4 UNFINISHED" in note for note in said) == 3
+
+
+async def test_an_evaluation_never_mixes_versions(world, monkeypatch):
+    """evaluation.py 1: what another version sampled is a failure, and no part of the mean."""
+    monkeypatch.setattr(outage, "MAX_BACKOFF_S", 0.01)
+    world.host.lie_in_evaluations = {2: 7}
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        run = await world.rest(runs)
+        found = await evals_of(runs)
+        records = await events(runs, rollouts=True)
+    assert_complete(world, run)
+    assert all(one.metrics["eval/toy/failed/MODEL"] == 1 for one in found)
+    assert all(one.metrics["eval/coverage"] == 3 / 4 for one in found)
+    lied = [
+        record.eval_rollout.rollout.rollout
+        for record in records
+        if record.WhichOneof("kind") == "eval_rollout" and record.eval_rollout.rollout.task_index == 2
+    ]
+    assert {rollout.failure.message for rollout in lied} == {
+        f"sampled by versions [7], where {version} is pinned" for version in (0, 4)
+    }
+    assert not any(rollout.reward for rollout in lied)
+
+
+async def test_an_evaluation_without_any_result_is_no_end_of_training(world):
+    """Invariant 5: no result is no reward 0 either."""
+    world.host.stuck = {("toy", task) for task in range(4)}
+    toml = world.toml().replace("num_examples = 4", "num_examples = 4\ntimeout_seconds = 0.2")
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, toml, dry_run=False)
+        run = await world.rest(runs)
+        found = await evals_of(runs)
+    assert_complete(world, run)
+    assert not run.HasField("reward_before") and not run.HasField("reward_after")
+    assert all("eval/reward" not in one.metrics and one.metrics["eval/coverage"] == 0 for one in found)
+
+
+async def test_after_a_restart_only_what_is_missing_is_measured(world):
+    """evaluation.py 2."""
+    world.host.max_delay_s = 0.05
+    run, restarts = pb.Run(), 0
+    while run.phase not in RESTING:
+        async with world.orchestrator() as runs:
+            run = await runs.submit(RUN, evaluated(world), dry_run=False)
+            with suppress(TimeoutError):
+                run = await world.rest(runs, timeout_s=0.1)
+            restarts += run.phase not in RESTING
+            journal = runs.get(RUN).journal
+            good = Counter(
+                (step, rollout.group, rollout.rollout.member)
+                for step in (0, 2, 4)
+                for record in journal.select("eval_rollout", step=step)
+                if not (rollout := record.eval_rollout.rollout).rollout.HasField("failure")
+            )
+    assert restarts >= 2
+    assert_complete(world, run)
+    assert set(good.values()) == {1} and len(good) == 3 * 18
+
+
+def test_figures_by_hand():
+    hosted = HostedConfig(id="e")
+    one = Outcome(EvalTrial("e", hosted, 2, 2), 2)
+    rewards = {(0, 0): 1.0, (0, 1): 0.0, (1, 0): 1.0}
+    for (example, member), reward in rewards.items():
+        failed = rpb.Rollout(member=member)
+        failed.failure.kind = rpb.FAILURE_KIND_SCORER
+        one.ended(example, failed)  # an attempt that was tried again
+        one.ended(example, rpb.Rollout(member=member, reward=reward))
+    lost = rpb.Rollout(member=1)
+    lost.failure.kind = rpb.FAILURE_KIND_TIMEOUT
+    one.ended(1, lost)
+    values = of_evaluation([one], 0.5)
+    assert values["eval/e/coverage"] == values["eval/coverage"] == 3 / 4
+    assert values["eval/e/failed/TIMEOUT"] == 1 and "eval/e/failed/SCORER" not in values
+    assert values["eval/e/reward"] == 2 / 3 and values["eval/e/reward_within"] == 0.5
+    # Example 0 has one pass of two, example 1 one of one: pass@1 is their mean, pass@2 that of example 0.
+    assert values["eval/e/pass@1"] == 0.75 and values["eval/e/pass@2"] == 1 and values["eval/e/pass^2"] == 0
