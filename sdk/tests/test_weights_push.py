@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import grpc
@@ -93,6 +94,25 @@ async def test_a_pushed_version_is_held_as_it_was_sent(plane: Plane) -> None:
     # Again: accepted at once, and nothing changes.
     await push_version(plane.channel, "r", 3, model(), canary=canary, adapter_config="{}")
     assert plane.store.get("r", 3) is held
+
+
+async def test_neither_event_loop_hashes_what_passes(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What push.py promises under 6; both loops are this test's."""
+    hashing: set[int] = set()
+
+    def noted(function: Callable[..., object]) -> Callable[..., object]:
+        def note(*data: bytes) -> object:
+            if not data or len(data[0]) > 4096:  # a state, or more than a manifest
+                hashing.add(threading.get_ident())
+            return function(*data)
+
+        return note
+
+    for name in ("xxh3_64", "xxh3_64_intdigest", "xxh3_128_digest"):
+        monkeypatch.setattr(xxhash, name, noted(getattr(xxhash, name)))
+    first = await push_version(plane.channel, "r", 1, model())
+    await push_version(plane.channel, "r", 2, model(1), base=first)
+    assert hashing and threading.get_ident() not in hashing
 
 
 async def test_the_next_version_is_pushed_as_a_delta_or_whole_where_its_base_is_gone(plane: Plane) -> None:

@@ -8,6 +8,7 @@
 4. Repeating a committed version succeeds, without its bytes being read.
 5. The server sends GO_AHEAD as initial metadata once it wants the payload, and `push_version` waits for it: a
    refusal comes before the bytes, and not while they are written, when grpc.aio loses it (grpc/grpc#36066).
+6. Bytes are hashed and copied in threads, at both ends: neither event loop waits for them.
 """
 
 from __future__ import annotations
@@ -149,8 +150,7 @@ async def _receive(messages: AsyncIterator[bytes], buffer: memoryview) -> None:
         frame = await _next(messages)
         match frame:
             case Chunk():
-                position = _accept(frame, position, buffer)
-                state.update(frame.data)
+                position = await asyncio.to_thread(_accept, frame, position, buffer, state)
             case pb.WeightEnd():
                 if (frame.payload_bytes, position) != (len(buffer), len(buffer)):
                     raise mismatch("size of the payload in the commit")
@@ -161,11 +161,12 @@ async def _receive(messages: AsyncIterator[bytes], buffer: memoryview) -> None:
                 raise _refused("a second manifest", "send one manifest, then chunks, then the commit")
 
 
-def _accept(chunk: Chunk, position: int, buffer: memoryview) -> int:
+def _accept(chunk: Chunk, position: int, buffer: memoryview, state: xxhash.xxh3_128) -> int:
     if chunk.offset != position or not 0 < len(chunk.data) <= min(CHUNK_BYTES, len(buffer) - position):
         raise mismatch(f"place of the chunk at {chunk.offset}")
     if xxhash.xxh3_64_intdigest(chunk.data) != chunk.checksum:
         raise mismatch(f"chunk at {position}")
+    state.update(chunk.data)
     buffer[position : position + len(chunk.data)] = chunk.data
     return position + len(chunk.data)
 
@@ -245,7 +246,8 @@ async def _push_once(channel: grpc.aio.Channel, manifest: pb.WeightManifest, pay
             # The call ends without the payload; nothing may be written until its status is there.
             await call.code()
             return
-        for message in payload.encoded_chunks(0, PUSH_CHUNK):
+        chunks = payload.encoded_chunks(0, PUSH_CHUNK)
+        while (message := await asyncio.to_thread(next, chunks, None)) is not None:
             yield message
         yield pb.PushRequest(commit=payload.end()).SerializeToString()
 
