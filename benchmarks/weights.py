@@ -1,18 +1,24 @@
 """Fetching a whole version: gRPC against raw TCP, HTTP, shared memory against memcpy, all in one run.
 
-Two processes, this one the reader and a child the publisher; random bf16 weights (nothing compresses),
-chunks of 1 MiB. Rounds alternate between the roads; figures are medians over the rounds, ratios medians of
-the ratios within a round. CPU seconds are those of both processes together, user and system.
+Random bf16 weights (nothing compresses), chunks of 1 MiB. Every road has a publisher and a reader of its own,
+fresh processes with the allocator's settings that a service has, so that no road inherits another's heap. The
+roads take turns, round after round, each round begun with another; the first round warms all of them up and
+does not count. Figures are medians over the rounds, ratios medians of the ratios within a round. CPU seconds
+are those of both processes together, user and system.
 
 1. gRPC: `fetch_version`, every chunk, tensor and the whole verified, into fresh memory.
 2. Raw TCP: the same chunks through one socket by `sendall` and `recv_into`, into fresh memory, unverified.
-3. HTTP: the same chunks from a bare ASGI application under uvicorn (uvloop, httptools) to an aiohttp client,
+3. HTTP: the same chunks from a bare ASGI application under uvicorn to an aiohttp client, both on uvloop,
    copied into fresh memory, unverified.
 4. Shared memory: `fetch_version` with the transport SharedMemory, verified, against numpy's copy of as many
    bytes in one process, into fresh memory and into memory that was touched before. The first reader makes the
    publisher write the file; the later ones only map it.
 
-    python benchmarks/weights.py [--gib 1] [--rounds 5] [--json FILE]
+Fresh memory is fresh to the process, not to the machine: right before each transfer its reader touches as
+many bytes and frees them. Where a hypervisor takes free memory back (page reporting), getting it again takes
+up to five seconds per GiB, or nothing, depending on how long ago it was freed: chance, and no road's doing.
+
+    python benchmarks/weights.py [--gib 1] [--rounds 7] [--json FILE]
 """
 
 from __future__ import annotations
@@ -24,15 +30,17 @@ import os
 import resource
 import socket
 import statistics
+import subprocess
 import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import aiohttp
 import numpy as np
 import uvicorn
+import uvloop
 from figures import Figure, arguments, report
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
@@ -57,7 +65,11 @@ NAMES = {
     "fresh": "memcpy into fresh memory",
     "touched": "memcpy into touched memory",
 }
+#: Who publishes for whom; the copies need nobody.
+PUBLISHER_OF = {"raw": "raw", "grpc": "grpc", "http": "http", "shared": "grpc"}
 TICKS = os.sysconf("SC_CLK_TCK")
+
+Fetch = Callable[[], Awaitable[object]]
 
 
 def model(size: int) -> dict[str, Tensor]:
@@ -71,19 +83,28 @@ def model(size: int) -> dict[str, Tensor]:
     }
 
 
-# The publisher.
+# Publishers: each prints where it serves and how many bytes, and ends with its input.
 
 
-async def publisher(size: int) -> None:
-    """Serve one version in the three ways until its input ends; the first line printed says where."""
+async def publish(road: str, size: int) -> None:
     store = WeightStore(keep=1)
     store.publish("r", 1, model(size))
     payload = store.get("r", 1).payload
-    server = await start(
-        [Service(SERVICE, add_weight_service, WeightServicer(store))], ServerConfig(), Health()
-    )
-    raw = await asyncio.to_thread(raw_publisher, payload)
+    serve = {"raw": raw_publisher, "grpc": grpc_publisher, "http": http_publisher}[road]
+    place, end = await serve(payload, store)
+    print(json.dumps([place, payload.size]), flush=True)
+    # An end that lets the process clean up its shared memory.
+    await asyncio.to_thread(sys.stdin.read)
+    await end()
 
+
+async def grpc_publisher(payload: Payload, store: WeightStore) -> tuple[str, Fetch]:
+    served = Service(SERVICE, add_weight_service, WeightServicer(store))
+    server = await start([served], ServerConfig(), Health())
+    return server.address, lambda: server.stop(0)
+
+
+async def http_publisher(payload: Payload, store: WeightStore) -> tuple[str, Fetch]:
     async def application(
         scope: dict[str, object], receive: object, send: Callable[..., Awaitable[None]]
     ) -> None:
@@ -95,131 +116,178 @@ async def publisher(size: int) -> None:
 
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(application, log_level="error", lifespan="off", http="httptools")
-    web = asyncio.create_task(uvicorn.Server(config).serve(sockets=[listener]))
-    places = {"grpc": server.address, "raw": raw, "http": listener.getsockname()[1], "bytes": payload.size}
-    print(json.dumps(places), flush=True)
-    # An end that lets the process clean up its shared memory.
-    await asyncio.to_thread(sys.stdin.read)
-    web.cancel()
-    await server.stop(0)
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+
+    async def end() -> None:
+        server.should_exit = True
+        await serving
+
+    return f"http://127.0.0.1:{listener.getsockname()[1]}/", end
 
 
-def raw_publisher(payload: Payload) -> int:
-    """Send the payload to everybody who connects; the port."""
+async def raw_publisher(payload: Payload, store: WeightStore) -> tuple[str, Fetch]:
+    """Send the payload to everybody who connects."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
         while True:
-            connection, _ = listener.accept()
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
             with connection:
                 for begin, end in chunk_spans(payload.size, 0):
                     for view in payload.slices(begin, end):
                         connection.sendall(view)
 
-    threading.Thread(target=serve, daemon=True).start()
-    return int(listener.getsockname()[1])
+    serving = asyncio.create_task(asyncio.to_thread(serve))
+
+    async def end() -> None:
+        listener.shutdown(socket.SHUT_RDWR)
+        await serving
+
+    return str(listener.getsockname()[1]), end
 
 
-# The reader.
+# Readers: each does one transfer for every line of its input, and prints what it cost.
 
 
-def raw_fetch(port: int, size: int) -> None:
+async def read(road: str, place: str, size: int) -> None:
+    if road in ("fresh", "touched"):
+        return await asyncio.to_thread(copies, size, touched=road == "touched")
+    # A channel that is never used connects nowhere.
+    async with connect(place if PUBLISHER_OF[road] == "grpc" else "127.0.0.1:1", bulk=True) as channel:
+        fetch: Fetch = {
+            "raw": lambda: asyncio.to_thread(raw_fetch, int(place), size),
+            "grpc": lambda: fetch_version(channel, "r", 1),
+            "http": lambda: http_fetch(place, size),
+            "shared": lambda: fetch_version(channel, "r", 1, transports=[SharedMemory()]),
+        }[road]
+        while await asyncio.to_thread(sys.stdin.readline):
+            bring_memory(size)
+            began = Cost.now()
+            kept = await fetch()
+            print(json.dumps(began.until_now()), flush=True)
+            del kept
+
+
+def copies(size: int, *, touched: bool) -> None:
+    """memcpy of so many bytes, into fresh or into touched memory."""
+    source, target = np.ones(size, np.uint8), np.ones(size if touched else 0, np.uint8)
+    while sys.stdin.readline():
+        bring_memory(size)
+        began = Cost.now()
+        kept = target if touched else np.empty(size, np.uint8)
+        np.copyto(kept, source)
+        print(json.dumps(began.until_now()), flush=True)
+        del kept
+
+
+def bring_memory(size: int) -> None:
+    """See to it that the machine has so many bytes of free memory at hand."""
+    np.ones(size, np.uint8)
+
+
+def raw_fetch(port: int, size: int) -> object:
     buffer = memoryview(np.empty(size, np.uint8).data)
     with socket.create_connection(("127.0.0.1", port)) as connection:
         for begin, end in chunk_spans(size, 0):
             while begin < end:
                 begin += connection.recv_into(buffer[begin:end])
+    return buffer
 
 
-async def http_fetch(port: int, size: int) -> None:
+async def http_fetch(url: str, size: int) -> object:
     buffer = memoryview(np.empty(size, np.uint8).data)
     at = 0
     async with (
         aiohttp.ClientSession(read_bufsize=4 * CHUNK_BYTES) as session,
-        session.get(f"http://127.0.0.1:{port}/") as response,
+        session.get(url) as response,
     ):
         async for data in response.content.iter_any():
             buffer[at : at + len(data)] = data
             at += len(data)
     assert at == size
+    return buffer
+
+
+# The parent.
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one transfer took."""
+    """What one transfer took, or a moment to count from."""
 
     wall_s: float
     cpu_s: float
 
-
-class Meter:
-    """Wall time, and the CPU time of this process and the publisher."""
-
-    def __init__(self, publisher_pid: int) -> None:
-        self._stat = f"/proc/{publisher_pid}/stat"
-
-    def _cpu_s(self) -> float:
+    @classmethod
+    def now(cls) -> Cost:
+        """By this process's own clocks."""
         own = resource.getrusage(resource.RUSAGE_SELF)
-        with open(self._stat) as file:
+        return cls(time.perf_counter(), own.ru_utime + own.ru_stime)
+
+    def until_now(self) -> tuple[float, float]:
+        """Wall and CPU seconds since."""
+        now = self.now()
+        return now.wall_s - self.wall_s, now.cpu_s - self.cpu_s
+
+
+class Child:
+    """A process that does one part of one road."""
+
+    def __init__(self, stack: ExitStack, *part: object) -> None:
+        command = [sys.executable, __file__, "--part", *map(str, part)]
+        pipe = subprocess.PIPE
+        self._process = stack.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True))
+
+    def told(self) -> list[object]:
+        """The next line that is for us; logs are passed over."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("["):
+                return list(json.loads(line))
+        raise RuntimeError(f"{self._process.args!r} ended")
+
+    def go(self) -> list[object]:
+        """Have it do its work once."""
+        assert self._process.stdin is not None
+        print(file=self._process.stdin, flush=True)
+        return self.told()
+
+    def cpu_s(self) -> float:
+        """So far."""
+        with open(f"/proc/{self._process.pid}/stat") as file:
             fields = file.read().rsplit(")", 1)[1].split()
-        return own.ru_utime + own.ru_stime + (int(fields[11]) + int(fields[12])) / TICKS
-
-    async def measure(self, work: Callable[[], Awaitable[object]]) -> Cost:
-        """Do the work once."""
-        cpu_s, began = self._cpu_s(), time.perf_counter()
-        kept = await work()
-        wall_s = time.perf_counter() - began
-        del kept
-        return Cost(wall_s, self._cpu_s() - cpu_s)
+        return (int(fields[11]) + int(fields[12])) / TICKS
 
 
-def copies(size: int) -> dict[str, Cost]:
-    """memcpy of so many bytes, into fresh and into touched memory."""
-    source = np.ones(size, np.uint8)
-    target = np.empty(size, np.uint8)
-    costs = {}
-    for name in ("fresh", "touched"):
-        began = time.perf_counter()
-        np.copyto(target, source)
-        costs[name] = Cost(time.perf_counter() - began, 0.0)
-    return costs
+def measure(reader: Child, publisher: Child | None) -> Cost:
+    """One transfer."""
+    before_s = publisher.cpu_s() if publisher else 0.0
+    wall_s, cpu_s = map(float, map(str, reader.go()))
+    return Cost(wall_s, cpu_s + (publisher.cpu_s() - before_s if publisher else 0.0))
 
 
-async def compare(size: int, rounds: int) -> list[Figure]:
-    """Start the publisher, and alternate between the roads."""
-    command = [sys.executable, __file__, "--publish", str(size)]
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
-    assert process.stdin is not None and process.stdout is not None
-    places: dict[str, object] = {}
-    while not places:
-        line = await process.stdout.readline()
-        places = json.loads(line) if line.startswith(b"{") else {}
-    total = int(str(places["bytes"]))
-    meter = Meter(process.pid)
-    costs: dict[str, list[Cost]] = {}
-    try:
-        async with connect(str(places["grpc"]), bulk=True) as channel:
-            roads: dict[str, Callable[[], Awaitable[object]]] = {
-                "raw": lambda: asyncio.to_thread(raw_fetch, int(str(places["raw"])), total),
-                "grpc": lambda: fetch_version(channel, "r", 1),
-                "http": lambda: http_fetch(int(str(places["http"])), total),
-                "shared": lambda: fetch_version(channel, "r", 1, transports=[SharedMemory()]),
-            }
-            first = await meter.measure(roads["shared"])
-            for index in range(rounds + 1):
-                for name, road in roads.items():
-                    cost = await meter.measure(road)
-                    # The first round warms both processes up.
-                    if index:
-                        costs.setdefault(name, []).append(cost)
-                if index:
-                    for name, cost in copies(total).items():
-                        costs.setdefault(name, []).append(cost)
-    finally:
-        process.stdin.close()
-        await process.wait()
-    return figures(total, first, costs)
+def compare(size: int, rounds: int) -> list[Figure]:
+    """Start every process, and alternate between the roads."""
+    costs: dict[str, list[Cost]] = {road: [] for road in NAMES}
+    with ExitStack() as stack:
+        publishers = {road: Child(stack, "publish", road, size) for road in set(PUBLISHER_OF.values())}
+        places = {road: publisher.told() for road, publisher in publishers.items()}
+        (total,) = {int(str(payload_bytes)) for _, payload_bytes in places.values()}
+        readers = {
+            road: Child(stack, "read", road, total, *places.get(PUBLISHER_OF.get(road, ""), [])[:1])
+            for road in NAMES
+        }
+        roads = list(NAMES)
+        for _ in range(rounds + 1):
+            for road in roads:
+                costs[road].append(measure(readers[road], publishers.get(PUBLISHER_OF.get(road, ""))))
+            roads = [*roads[1:], roads[0]]
+    first = costs["shared"][0]
+    return figures(total, first, {road: each[1:] for road, each in costs.items()})
 
 
 def figures(size: int, first: Cost, costs: dict[str, list[Cost]]) -> list[Figure]:
@@ -254,15 +322,17 @@ def figures(size: int, first: Cost, costs: dict[str, list[Cost]]) -> list[Figure
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--gib", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--publish", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     tune_allocator()
-    if options.publish:
-        asyncio.run(publisher(options.publish))
-        return
-    size = int(options.gib * GIB)
-    report(asyncio.run(compare(size, options.rounds)), options.json, rounds=options.rounds)
+    match options.part:
+        case None:
+            figures = compare(int(options.gib * GIB), options.rounds)
+            report(figures, options.json, rounds=options.rounds)
+        case [part, road, size, *place]:
+            run = uvloop.run if road == "http" else asyncio.run
+            run(publish(road, int(size)) if part == "publish" else read(road, "".join(place), int(size)))
 
 
 if __name__ == "__main__":
