@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from quartet.errors import QuartetError
+from quartet.replicas.generation import Generation
+from quartet.seeds import completion_seed
 from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 from replica_fleet import QUICK, ask, at, check, fails, fleet, home, until
@@ -114,12 +116,24 @@ async def test_several_completions_are_carried_on_each_by_itself() -> None:
 
 
 async def test_seeded_completions_have_seeds_of_their_own() -> None:
+    """Asked for together, and each gone on with by the seed of its place."""
     async with fleet(2) as (scripted, replicas):
         first, _ = home("s", scripted)
         first.before_piece = at(8, fails("NOT_READY"))
         generated = await replicas.complete(ask(n=3, sampling={"seed": 40}), 5)
+        assert [request.n for request in first.requests] == [3], "one call shares the prompt"
         for index, completion in enumerate(generated.completions):
-            assert completion.token_ids == undisturbed(seed=40 + index)
+            assert completion.token_ids == undisturbed(seed=completion_seed(40, index))
+
+
+def test_seeded_completions_that_remain_of_a_call_are_asked_for_one_by_one() -> None:
+    """In a smaller request their places, and so their seeds, would be others."""
+    seeded, unseeded = Generation(ask(n=3, sampling={"seed": 40})), Generation(ask(n=3))
+    assert seeded.may_be_together(seeded.lanes) and unseeded.may_be_together(unseeded.lanes[1:])
+    assert not seeded.may_be_together(seeded.lanes[1:])
+    assert seeded.ask(seeded.lanes[2:]).sampling.seed == completion_seed(40, 2)
+    unseeded.lanes[1].token_ids.append(7)
+    assert not unseeded.may_be_together(unseeded.lanes[1:])
 
 
 async def test_a_request_that_was_itself_gone_on_with() -> None:

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from quartet.seeds import completion_seed
 from quartet.v1 import inference_service_pb2 as pb
 
 from .conformance import Replica
@@ -44,6 +45,19 @@ async def test_a_completion_begun_elsewhere_goes_on_as_if_it_had_not_moved(
     over = await replica.one(prompt + whole.tokens, resumed=40, **wanted)
     assert over.tokens == [] and over.finish.finish_reason == pb.FINISH_REASON_LENGTH
     assert over.text == whole.text
+
+
+async def test_any_of_a_seeded_requests_completions_goes_on_by_itself(replica: Replica) -> None:
+    """With its own place of the seed, whichever of the n it was."""
+    prompt, seed = [3, 1, 4, 1, 5], 2**64 - 5
+    wanted = {"max_tokens": 40, "ignore_eos": True, "temperature": 0.9, "frequency_penalty": 0.5}
+    group = await replica.ask(prompt, n=5, seed=seed, **wanted)
+    assert len({tuple(one.tokens) for one in group}) == 5
+    for index, whole in enumerate(group):
+        for done in (0, 13):
+            seeded = {"seed": completion_seed(seed, index), **wanted}
+            rest = await replica.one(prompt + whole.tokens[:done], resumed=done, **seeded)
+            assert rest.tokens == whole.tokens[done:]
 
 
 async def test_a_resumed_completion_ends_where_it_would_have_ended(replica: Replica) -> None:

@@ -134,8 +134,7 @@ class Replicas:
         deadline = time.monotonic() + (request_context.bounded(timeout_s) or 0.0)
         generation = Generation(request)
         self.counts.generations += 1
-        parts = [self._sample(generation, lanes, deadline) for lanes in generation.parts]
-        async with aclosing(merged(parts) if len(parts) > 1 else parts[0]) as frames:
+        async with aclosing(self._sample(generation, generation.lanes, deadline)) as frames:
             async for frame in frames:
                 yield frame
 
@@ -180,9 +179,8 @@ class Replicas:
             rounds.note(replica, failure, progress=sum(len(lane.token_ids) for lane in lanes) > had)
             self._count(left)
             lanes = left
-            if len(lanes) > 1 and any(lane.token_ids for lane in lanes):
+            if not generation.may_be_together(lanes):
                 break
-        # Only single completions can go on from the tokens they have.
         async with aclosing(merged([self._sample(generation, [lane], deadline) for lane in lanes])) as frames:
             async for frame in frames:
                 yield frame

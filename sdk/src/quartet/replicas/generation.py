@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from quartet.errors import QuartetError
+from quartet.seeds import completion_seed
 from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 
 # GenerateRequest.n says so.
 MAX_COMPLETIONS: Final = 256
-_SEEDS: Final = 2**64
 
 
 @dataclass(eq=False)
@@ -61,24 +61,24 @@ class Generation:
             self.prompt_ids = list(request.tokens.token_ids)
         self._started = False
 
-    @property
-    def parts(self) -> list[list[Lane]]:
-        """Which completions are asked for together.
+    def may_be_together(self, lanes: Sequence[Lane]) -> bool:
+        """Whether one request can ask for these: for one always, for several only before any has a token.
 
-        A seeded request's are asked for one by one, each with a seed of its own: only a request for a single
-        completion can go on elsewhere at the same place of its seed.
+        Seeds are of places among a request's completions, so a seeded request's are together as a whole only.
         """
-        if self.request.sampling.HasField("seed"):
-            return [[lane] for lane in self.lanes]
-        return [self.lanes]
+        if len(lanes) == 1:
+            return True
+        seeded = self.request.sampling.HasField("seed")
+        return not any(lane.token_ids for lane in lanes) and (len(lanes) == len(self.lanes) or not seeded)
 
     def ask(self, lanes: Sequence[Lane]) -> pb.GenerateRequest:
-        """The request for what is still to be sampled of these lanes: several only before any has a token."""
+        """The request for what is still to be sampled of these lanes, which may be together."""
+        assert self.may_be_together(lanes)
         request = pb.GenerateRequest()
         request.CopyFrom(self.request)
         request.n = len(lanes)
         if self.request.sampling.HasField("seed"):
-            request.sampling.seed = (self.request.sampling.seed + lanes[0].index) % _SEEDS
+            request.sampling.seed = completion_seed(self.request.sampling.seed, lanes[0].index)
         if self.prompt_ids is not None:
             # Never rendered a second time: the tokens are those of the prompt that the client was told.
             request.tokens.Clear()
@@ -86,7 +86,7 @@ class Generation:
         for lane in lanes:
             lane.taken_over_at = len(lane.token_ids)
         if lanes[0].token_ids:
-            assert len(lanes) == 1 and self.prompt_ids is not None, "tokens came before their prompt"
+            assert self.prompt_ids is not None, "tokens came before their prompt"
             request.tokens.token_ids.extend(lanes[0].token_ids)
             request.resumed_tokens = lanes[0].sampled
         return request

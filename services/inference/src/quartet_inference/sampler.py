@@ -17,14 +17,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from quartet.seeds import completion_seed
 from torch import Tensor
 
 from quartet_inference.engine import Request, Sampling
 
 U64 = npt.NDArray[np.uint64]
 
-#: Between the seeds of a request's completions.
-_COMPLETIONS_APART = np.uint64(0xD1B54A32D192ED03)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -48,8 +47,8 @@ def seeds_of(request: Request, random: np.random.Generator) -> list[int]:
     """The seed of each of a request's completions; one that was resumed gets what it had before."""
     seed = request.sampling.seed
     base = int(random.integers(2**63)) if seed is None else seed
-    numbers = np.arange(request.n, dtype=np.uint64)
-    return [int(one) for one in mix(np.uint64(base % 2**64) + numbers * _COMPLETIONS_APART)]
+    seeds = np.array([completion_seed(base, index) for index in range(request.n)], dtype=np.uint64)
+    return [int(one) for one in mix(seeds)]
 
 
 class Row(Protocol):
