@@ -13,19 +13,13 @@ Naive is what a plain trainer does: logits in the compute dtype, log_softmax in 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import threading
 import time
 from argparse import Namespace
-from pathlib import Path
 
 from figures import Figure, arguments, report
+from peak_memory import GIB, Watch, in_own_process
 
 WAYS = ("naive", "chunked")
-POLL_SECONDS = 0.005
-GIB = 2**30
 
 
 def main() -> None:
@@ -41,7 +35,7 @@ def main() -> None:
     if options.way:
         print(json.dumps(measure(options)))
         return
-    found = {way: in_own_process(way) for way in WAYS}
+    found = {way: in_own_process(__file__, way) for way in WAYS}
     naive, chunked = found["naive"], found["chunked"]
     figures = [
         Figure("peak, naive", naive["peak_bytes"] / GIB, "GiB"),
@@ -58,16 +52,6 @@ def main() -> None:
     ]
     shape = {key: getattr(options, key) for key in ("tokens", "vocabulary", "hidden", "dtype", "device")}
     report(figures, options.json, **shape)
-
-
-def in_own_process(way: str) -> dict[str, float]:
-    """What one way measures."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--way", way]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return measured
 
 
 def measure(options: Namespace) -> dict[str, float]:
@@ -103,43 +87,6 @@ def measure(options: Namespace) -> dict[str, float]:
         "logp": float(logp.detach().double().mean()),
         "norm": norm,
     }
-
-
-class Watch:
-    """The highest memory since it began."""
-
-    def __init__(self, device: object) -> None:
-        import torch
-
-        self._cuda = getattr(device, "type", "") == "cuda"
-        if self._cuda:
-            torch.cuda.reset_peak_memory_stats()
-            self._before = torch.cuda.memory_allocated()
-            return
-        self._before = self._peak = resident()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._poll)
-        self._thread.start()
-
-    def _poll(self) -> None:
-        while not self._ended.wait(POLL_SECONDS):
-            self._peak = max(self._peak, resident())
-
-    def stop(self) -> int:
-        """Bytes above the beginning."""
-        if self._cuda:
-            import torch
-
-            return int(torch.cuda.max_memory_allocated()) - self._before
-        self._ended.set()
-        self._thread.join()
-        return self._peak - self._before
-
-
-def resident() -> int:
-    """Resident memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,83 @@
+"""Gradient checkpointing: the same bits, less kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from quartet.errors import QuartetError
+from quartet.v1 import trainer_service_pb2 as pb
+from quartet_trainer.logprobs import PolicyForward
+from quartet_trainer.packing import pack
+from quartet_trainer.recompute import recomputable
+from quartet_trainer.sample import make_sample
+
+Make = Callable[..., Any]
+LORA = pb.LoraSpec(rank=4, alpha=8.0, dropout=0.3)
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole model", "adapter with dropout"])
+async def test_invariant_1_training_is_the_same_bit_for_bit(
+    serve_trainer: Make, make_samples: Make, folder: Path, lora: pb.LoraSpec | None
+) -> None:
+    """Asked for by the run, or by the trainer's configuration."""
+    found = []
+    for config, asked in (({}, False), ({}, True), ({"gradient_checkpointing": True}, False)):
+        async with serve_trainer(**config) as trainer:
+            run_id = f"r{len(found)}"
+            await trainer.create(run_id, base_model=str(folder), lora=lora, gradient_checkpointing=asked)
+            norms = []
+            for step in range(3):
+                await trainer.forward_backward(2 * step + 1, make_samples(seed=step), run_id=run_id)
+                stepped = pb.OptimStepRequest(run_id=run_id, seq_id=2 * step + 2)
+                norms.append((await trainer.stub.OptimStep(stepped)).grad_norm)
+            publish = pb.PublishWeightsRequest(run_id=run_id, seq_id=7)
+            found.append((norms, (await trainer.stub.PublishWeights(publish)).digest))
+    assert found[0] == found[1] == found[2]
+
+
+def kept_bytes(model: Any, recomputed: Any) -> tuple[int, list[torch.Tensor]]:
+    """What the graph of a pass over 4 rows of 100 tokens holds besides parameters, and the gradients."""
+    policy = PolicyForward(model, torch.device("cpu"), None, recomputed)
+    samples = [
+        make_sample(i, [(i + 3 * t) % 96 for t in range(101)], [(50, 51, 0)], [], []) for i in range(4)
+    ]
+    (batch,) = pack(samples, range(4), 1000, 1)
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    held: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in own:
+            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    model.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logp, _ = policy(batch, 1.0)
+    total = sum(held.values())
+    torch.autograd.backward(logp.sum())
+    return total, [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_invariant_2_less_is_kept_and_nothing_stays_on_the_model(write_qwen3: Make, tmp_path: Path) -> None:
+    shape = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 2}
+    write_qwen3(tmp_path, seed=5, num_hidden_layers=8, head_dim=16, **shape)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    layers = recomputable(model, "m")
+    assert len(layers) == 8
+    plain, expected = kept_bytes(model, ())
+    less, gradients = kept_bytes(model, layers)
+    assert less < plain / 4, (less, plain)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients, expected, strict=True))
+    assert not any("forward" in vars(layer) for layer in layers), "another run on this model keeps them"
+    assert kept_bytes(model, ())[0] == plain
+
+
+def test_invariant_3_a_model_without_layers_to_recompute_is_refused() -> None:
+    with pytest.raises(QuartetError, match="no layers") as raised:
+        recomputable(torch.nn.Linear(2, 2), "odd")
+    assert raised.value.metadata["key"] == "gradient_checkpointing"
