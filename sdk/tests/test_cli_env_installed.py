@@ -31,16 +31,17 @@ def test_where_nothing_is_said_the_first_interpreter_that_has_it_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").write_text("#!/bin/sh\nexit 1\n")
-    (tmp_path / "empty").chmod(0o755)
-    monkeypatch.setattr(installed, "ENVIRONMENTS_PYTHON", "empty")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "empty").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "bin" / "empty").chmod(0o755)
+    monkeypatch.setattr(installed, "ENVIRONMENTS_PYTHON", "bin/empty")
     assert with_interpreters({}, ["json"]) == {"environments": {"json": {"python": sys.executable}}}
     own = installed.own_python("json")
     own.parent.mkdir(parents=True)
     own.symlink_to(sys.executable)
     entries = with_interpreters({"environments": {"json": {"workers": 2}}}, ["json"])["environments"]
     assert entries == {"json": {"workers": 2, "python": str(own)}}
-    with pytest.raises(ConfigError, match=r"no package 'no_such_env' in empty, .*python; install it there"):
+    with pytest.raises(ConfigError, match=r"'no_such_env' in bin/empty, .*python; install it there"):
         with_interpreters({}, ["no-such-env"])
 
 

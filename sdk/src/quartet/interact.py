@@ -40,13 +40,13 @@ async def interact(
     stub: Any, run: envhost_service_pb2.RunRolloutsRequest, policy: Policy, timeout_s: float | None = None
 ) -> AsyncGenerator[rollout_pb2.Rollout, None]:
     """The rollouts of `run`, each as it ends, with `policy` sampling their turns. Raises QuartetError."""
-    # At most one frame for each open question, which the host bounds.
-    said: asyncio.Queue[envhost_service_pb2.InteractRequest] = asyncio.Queue()
+    # At most one frame for each open question, which the host bounds; None ends this side.
+    said: asyncio.Queue[envhost_service_pb2.InteractRequest | None] = asyncio.Queue()
     said.put_nowait(envhost_service_pb2.InteractRequest(run=run))
 
     async def requests() -> AsyncGenerator[envhost_service_pb2.InteractRequest, None]:
-        while True:
-            yield await said.get()
+        while (frame := await said.get()) is not None:
+            yield frame
 
     async def answer(question: envhost_service_pb2.ModelQuestion) -> None:
         call_id = question.call_id
@@ -71,5 +71,6 @@ async def interact(
                     answering.add(task)
                     task.add_done_callback(answering.discard)
     finally:
+        said.put_nowait(None)
         for task in answering:
             task.cancel()

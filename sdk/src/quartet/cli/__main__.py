@@ -53,6 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
         )
 
     from quartet.cli import clients, rl
+    from quartet.cli.baseline import arguments as baseline
+    from quartet.cli.env import arguments as environments
     from quartet.cli.eval import arguments as evaluation
     from quartet.cli.sft import arguments as sft
     from quartet.cli.tiny import command as tiny
@@ -60,6 +62,10 @@ def build_parser() -> argparse.ArgumentParser:
     rl.add_arguments(add("rl", "reinforcement learning on this machine", RL_DESCRIPTION))
     sft.add_arguments(add("sft", "supervised fine-tuning on this machine", sft.DESCRIPTION))
     evaluation.add_arguments(add("eval", "measure a model on environments", evaluation.DESCRIPTION))
+    environments.add_arguments(
+        add("env", "make, install, describe, check environments", environments.DESCRIPTION)
+    )
+    baseline.add_arguments(add("baseline", "too hard, too easy, or fit to train on", baseline.DESCRIPTION))
     model = add("model", "make a model")
     models = model.add_subparsers(dest="model_command", required=True, metavar="KIND")
     tiny.add_arguments(
@@ -92,7 +98,7 @@ def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
     from quartet.cli import clients, rl
     from quartet.cli.tiny import command as tiny
 
-    if rest and options.command not in ("rl", "sft", "eval", "submit"):
+    if rest and options.command not in ("rl", "sft", "eval", "env", "baseline", "submit"):
         raise ConfigError(f"argument {rest[0]!r} is not understood; see 'quartet {options.command} --help'")
     match options.command:
         case "rl":
@@ -108,6 +114,16 @@ def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
             from quartet.cli.eval import command as evaluation
 
             return evaluation.run(options, rest)
+        case "baseline":
+            _need("rich")
+            from quartet.cli.baseline import command as baseline
+
+            return baseline.run(options, rest)
+        case "env":
+            _need("rich")
+            from quartet.cli.env import command as environments
+
+            return environments.run(options, rest)
         case "model":
             _need("tokenizers")
             return tiny.run(options)

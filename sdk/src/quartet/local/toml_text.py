@@ -38,7 +38,7 @@ def _float(value: float) -> str:
     return text if "." in text or "e" in text else text + ".0"
 
 
-def _inline(value: object) -> str:
+def inline(value: object) -> str:
     """A value on one line."""
     match value:
         case bool():
@@ -52,10 +52,10 @@ def _inline(value: object) -> str:
         case Path():
             return _string(str(value))
         case Mapping():
-            pairs = [f"{_key(str(k))} = {_inline(v)}" for k, v in value.items() if v is not None]
+            pairs = [f"{_key(str(k))} = {inline(v)}" for k, v in value.items() if v is not None]
             return "{ " + ", ".join(pairs) + " }" if pairs else "{}"
         case list() | tuple():
-            return "[" + ", ".join(_inline(item) for item in value) + "]"
+            return "[" + ", ".join(inline(item) for item in value) + "]"
         case _:
             raise TypeError(f"TOML has no {type(value).__name__}: {value!r}")
 
@@ -73,7 +73,7 @@ def _write(table: Mapping[str, object], prefix: str, lines: list[str]) -> None:
         if isinstance(value, Mapping) or _is_table_list(value):
             nested.append((name, value))
         else:
-            lines.append(f"{_key(name)} = {_inline(value)}")
+            lines.append(f"{_key(name)} = {inline(value)}")
     for name, value in nested:
         path = f"{prefix}{_key(name)}"
         if isinstance(value, Mapping):

@@ -36,7 +36,7 @@ def deploy(
             raise ConfigError("[inference] configures a model that is started here; name a model folder")
         tables["envhost"] |= {
             "inference_addresses": list(source.addresses),
-            "interact_only": source.endpoint is not None,
+            "interact_only": source.player is not None,
         }
     specs = write(wire(source.folder, folder / "data", tables), folder)
     asyncio.run(check(specs))
@@ -54,11 +54,7 @@ def with_host(
         async with AsyncExitStack() as opened:
             channel = await opened.enter_async_context(connect(book["envhost"][0]))
             host = EnvHostServiceStub(channel)  # type: ignore[no-untyped-call]
-            if source.endpoint is None:
-                return await work(host, None, book)
-            from quartet.cli.eval.openai_policy import OpenAiPolicy
-
-            policy = await opened.enter_async_context(OpenAiPolicy(source.endpoint))
+            policy = await opened.enter_async_context(source.player()) if source.player else None
             return await work(host, policy, book)
 
     return asyncio.run(beside(specs, connected, drain_s=DRAIN_SECONDS))

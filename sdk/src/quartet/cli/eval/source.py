@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,15 +12,18 @@ from quartet.cli.eval.config import EvalFileConfig
 from quartet.cli.eval.endpoints import Endpoint, endpoint_at, read_endpoints
 from quartet.cli.job import model_path
 from quartet.config import ConfigError
+from quartet.interact import Policy
 
 
 @dataclass(frozen=True)
 class Source:
-    """`folder` is served by the command; else `addresses` are dialled by the host, or `endpoint` is asked."""
+    """`folder` is served by the command; else `addresses` are dialled by the host, or `player` is asked."""
 
     name: str
     folder: str = ""
     addresses: Sequence[str] = ()
+    #: Makes the policy that this process plays.
+    player: Callable[[], AbstractAsyncContextManager[Policy]] | None = None
     endpoint: Endpoint | None = None
 
     @property
@@ -40,7 +45,7 @@ def choose(config: EvalFileConfig) -> Source:
 def source_of(model: str, base_url: str, api_key_var: str, endpoints: Path) -> Source:
     """A model at an address, in the file of endpoints, or in a folder. Raises ConfigError."""
     if base_url:
-        return _reachable(Source(model, endpoint=endpoint_at(base_url, model, api_key_var)))
+        return _asked(model, endpoint_at(base_url, model, api_key_var))
     if not model:
         raise ConfigError(
             "no model is named; give --model with a model folder or an id in "
@@ -48,7 +53,7 @@ def source_of(model: str, base_url: str, api_key_var: str, endpoints: Path) -> S
         )
     known = read_endpoints(endpoints) if endpoints.exists() else {}
     if model in known:
-        return _reachable(Source(model, endpoint=known[model]))
+        return _asked(model, known[model])
     try:
         return Source(model, folder=model_path(model))
     except ConfigError as error:
@@ -56,9 +61,12 @@ def source_of(model: str, base_url: str, api_key_var: str, endpoints: Path) -> S
         raise ConfigError(f"{error}; or name an endpoint ({ids})") from None
 
 
-def _reachable(source: Source) -> Source:
-    """With every key that it needs, looked up before anything starts."""
-    assert source.endpoint is not None
-    for replica in source.endpoint.replicas:
-        source.endpoint.key_of(replica)
-    return source
+def _asked(name: str, endpoint: Endpoint) -> Source:
+    """An endpoint with every key that it needs, looked up before anything starts."""
+    if importlib.util.find_spec("openai") is None:
+        raise ConfigError("openai is not installed; in the repository: pip install './sdk[eval]'")
+    from quartet.cli.eval.openai_policy import OpenAiPolicy
+
+    for replica in endpoint.replicas:
+        endpoint.key_of(replica)
+    return Source(name, player=lambda: OpenAiPolicy(endpoint), endpoint=endpoint)

@@ -1,0 +1,1 @@
+"""Before training: whether a task can be learned from as it is."""

@@ -1,0 +1,160 @@
+"""`quartet baseline`: the environments of a run, played as training would play them, and judged."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quartet.cli.baseline.arguments import SAMPLING_KEYS
+from quartet.cli.baseline.verdict import FIT, Setting, Verdict, judge
+from quartet.cli.env.installed import REFUSALS
+from quartet.cli.eval.arguments import env_args, environment_first, given_keys
+from quartet.cli.eval.board import Tally, board, print_table, result_table
+from quartet.cli.eval.command import SERVICES, evaluate, folder_name
+from quartet.cli.eval.config import Trial
+from quartet.cli.eval.record import Record
+from quartet.cli.eval.services import deploy, with_host
+from quartet.cli.eval.source import Source, source_of
+from quartet.cli.outputs import write_json
+from quartet.config import ConfigError, load
+from quartet.errors import QuartetError
+from quartet.interact import Policy
+from quartet.kit.folder import check_folder
+from quartet.local.beside import AddressBook
+from quartet.local.supervisor import ServiceFailed
+from quartet.local.toml_text import inline
+from quartet.run.config import MAX_GROUP, HostedConfig, RunConfig
+from quartet.run.sampling import EvalSamplingConfig
+
+EXIT_FAILED = 1
+VERDICTS = "baseline.json"
+
+
+def run(options: argparse.Namespace, rest: list[str]) -> int:
+    """The command. `rest` is what argparse left: an environment, `@ file.toml`, `--key value` of the run."""
+    config = read(options, rest)
+    planned = trials(options, config)
+    source = _source(options, config)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    base = options.output_dir.absolute() / "baselines"
+    check_folder("--output-dir", base)
+    records = [Record(base / folder_name(trial, source) / stamp, trial, source) for trial in planned]
+    services = base / SERVICES / stamp
+    ids = [env.id for env in config.env]
+    inference = dict(config.inference) if source.folder else {}
+    specs = deploy(source, services, ids, config.envhost, inference)
+    try:
+        _play(records, options, specs, source)
+    except ServiceFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except QuartetError as error:
+        if error.reason not in REFUSALS:
+            raise
+        raise ConfigError(error.message) from error
+    return report(records, options.full_reward)
+
+
+def _play(records: Sequence[Record], options: argparse.Namespace, specs: Any, source: Source) -> None:
+    tallies = [Tally(record.trial.name) for record in records]
+    with contextlib.closing(board(tallies, plain=options.plain)) as shown:
+
+        async def work(host: Any, policy: Policy | None, book: AddressBook) -> None:
+            for record, tally in zip(records, tallies, strict=True):
+                await evaluate(host, policy, record, tally, shown)
+
+        with_host(specs, source, work)
+
+
+def read(options: argparse.Namespace, rest: list[str]) -> RunConfig:
+    """The run. Raises ConfigError."""
+    named, rest = environment_first(rest)
+    args = env_args(options)
+    if args and not named:
+        raise ConfigError("--env-args is for an environment named on the command line; write args in [[env]]")
+    given = given_keys(options, SAMPLING_KEYS)
+    if options.key_model is not None:
+        given.append(f"--model={options.key_model}")
+    if named:
+        given.append(f"--env={inline([{'id': named, 'args': args}])}")
+    return load(RunConfig, [*rest, *given]).config
+
+
+def trials(options: argparse.Namespace, config: RunConfig) -> list[Trial]:
+    """One for each environment of the run. Raises ConfigError."""
+    group = options.rollouts_per_example or config.rollouts_per_example
+    for flag, value, most in (
+        ("--num-examples", options.num_examples, 2**32),
+        ("--rollouts-per-example", group, MAX_GROUP),
+        ("--max-concurrent", options.max_concurrent, 2**32),
+    ):
+        if not 1 <= value <= most:
+            raise ConfigError(f"{flag} {value} is refused; give 1 to {most}")
+    if options.full_reward <= 0:
+        raise ConfigError(f"--full-reward {options.full_reward:g} is refused; give what a right answer earns")
+    return [
+        Trial(
+            name=env.id,
+            hosted=HostedConfig.model_validate(env.model_dump(exclude={"weight"})),
+            split="train",
+            num_examples=options.num_examples,
+            rollouts_per_example=group,
+            sampling=EvalSamplingConfig.model_validate(config.sampling.model_dump()),
+            max_concurrent=options.max_concurrent,
+        )
+        for env in config.env
+    ]
+
+
+def _source(options: argparse.Namespace, config: RunConfig) -> Source:
+    if options.inference_address:
+        return Source(config.model, addresses=options.inference_address)
+    return source_of(
+        config.model,
+        options.key_base_url or "",
+        options.key_api_key_var or "OPENAI_API_KEY",
+        Path(options.key_endpoints or "configs/endpoints.toml"),
+    )
+
+
+def report(records: Sequence[Record], full_reward: float) -> int:
+    """Say the verdicts, and write them. The exit code."""
+    print_table(result_table([(one.trial.name, one.summary(), one.failed) for one in records]))
+    fit = True
+    for record in records:
+        failed = sum(record.failed.values())
+        verdict = verdict_of(record, full_reward)
+        fit = fit and verdict.word == FIT and not failed
+        print(f"{record.trial.name}: {verdict.word}. {verdict.why}.")
+        for line in verdict.advice:
+            print(f"  - {line}")
+        if failed:
+            print(f"  - {failed} rollouts failed and count as nothing here; see failures.jsonl")
+        write_json(
+            record.folder / VERDICTS,
+            {"verdict": verdict.word, "why": verdict.why, "advice": list(verdict.advice), "failed": failed},
+        )
+        print(f"  {record.folder}")
+    return 0 if fit else EXIT_FAILED
+
+
+def verdict_of(record: Record, full_reward: float) -> Verdict:
+    """Of what the record holds."""
+    figures = record.summary()
+    if figures is None:
+        return Verdict("unclear", "no rollout has a result", ["see what failed: quartet env check"])
+    sampling = record.trial.sampling
+    setting = Setting(
+        record.trial.hosted.id,
+        record.trial.rollouts_per_example,
+        1.0 if sampling.temperature is None else sampling.temperature,
+        sampling.max_tokens,
+        full_reward,
+    )
+    cut = sum(row["is_truncated"] for row in record.results) / len(record.results)
+    return judge(figures, cut, setting)

@@ -1,0 +1,133 @@
+"""`quartet env check`: an environment played by its oracle and by a policy that knows nothing, or by a model.
+
+1. It passes where no rollout failed and, with an oracle, the right answer earns the full reward each time and
+   the wrong one less.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from quartet.cli.env.oracle import Oracle
+from quartet.cli.eval.board import failures_text
+from quartet.cli.eval.config import Trial
+from quartet.cli.eval.rollouts import play, tasks_of
+from quartet.cli.eval.rows import failure_kind
+from quartet.interact import Policy
+from quartet.run.statistics import means_by_name
+from quartet.v1.rollout_pb2 import Rollout, Task
+
+
+@dataclass
+class Played:
+    """What one policy made of the examples."""
+
+    who: str
+    rollouts: list[tuple[Task, Rollout]] = field(default_factory=list)
+
+    @property
+    def results(self) -> list[tuple[Task, Rollout]]:
+        """Those with a reward."""
+        return [(task, one) for task, one in self.rollouts if not one.HasField("failure")]
+
+    @property
+    def failures(self) -> list[tuple[Task, Rollout]]:
+        """Those without."""
+        return [(task, one) for task, one in self.rollouts if one.HasField("failure")]
+
+
+async def play_by_oracle(host: Any, trial: Trial, oracle: Oracle) -> list[Played]:
+    """The oracle, then a policy that knows nothing; example by example, for the oracle to know which."""
+    tasks = await tasks_of(host, trial)
+    played = []
+    for who, wrong in (("the oracle", False), ("a wrong answer", True)):
+        one = Played(who)
+        oracle.wrong = wrong
+        for task in tasks:
+            oracle.playing(json.loads(task.data_json))
+            await _play(host, trial, [task], one, oracle)
+        played.append(one)
+    return played
+
+
+async def play_by_model(host: Any, trial: Trial, policy: Policy | None, name: str) -> list[Played]:
+    """A model."""
+    one = Played(name)
+    await _play(host, trial, await tasks_of(host, trial), one, policy)
+    return [one]
+
+
+async def _play(host: Any, trial: Trial, tasks: Sequence[Task], into: Played, policy: Policy | None) -> None:
+    members = range(trial.rollouts_per_example)
+
+    def note(task: Task, rollout: Rollout) -> None:
+        fatal = getattr(policy, "fatal", None)
+        if fatal is not None:
+            raise fatal
+        into.rollouts.append((task, rollout))
+
+    await play(host, trial, {task.index: members for task in tasks}, tasks, note, policy)
+
+
+def played_lines(played: Played, *, tokens: bool) -> list[str]:
+    """Rewards, failures, times and token counts."""
+    lines = [f"{played.who}: {len(played.results)} results, {len(played.failures)} failures"]
+    rollouts = [one for _, one in played.results]
+    if rollouts:
+        rewards = [one.reward for one in rollouts]
+        lines.append(f"  reward       mean {fmean(rewards):.3f}, {min(rewards):.3f} to {max(rewards):.3f}")
+        for name, value in means_by_name({**one.rewards, **one.metrics} for one in rollouts).items():
+            lines.append(f"  {name:<12} mean {value:.3f}")
+        lines.append(_spread("turns", [one.num_turns for one in rollouts], ""))
+        lines.append(_spread("time", [one.timing.total_ms / 1000 for one in rollouts], " s"))
+        lines.append(_spread("  of it scoring", [one.timing.scoring_ms / 1000 for one in rollouts], " s"))
+        if tokens:
+            lines.append(_spread("prompt tokens", [one.usage.prompt_tokens for one in rollouts], ""))
+            lines.append(_spread("sampled tokens", [one.usage.completion_tokens for one in rollouts], ""))
+            lines.append(f"  cut by a limit: {sum(one.truncated for one in rollouts)} of {len(rollouts)}")
+    seen: dict[str, tuple[Task, Rollout]] = {}
+    for task, one in played.failures:
+        seen.setdefault(f"{failure_kind(one)}: {one.failure.message}", (task, one))
+    lines += [f"  failed at example {task.index}: {text}" for text, (task, _) in seen.items()]
+    return lines
+
+
+def _spread(name: str, values: Sequence[float], unit: str) -> str:
+    return f"  {name:<12} mean {fmean(values):.3g}{unit}, most {max(values):.3g}{unit}"
+
+
+def problems(played: Sequence[Played], full_reward: float) -> list[str]:
+    """Why it does not pass; empty where it does."""
+    found = []
+    for one in played:
+        if one.failures:
+            kinds = failures_text(_kinds(one))
+            found.append(f"{one.who}: {kinds} of {len(one.rollouts)} rollouts failed")
+        elif not one.rollouts:
+            found.append(f"{one.who}: nothing was played")
+    if len(played) == 2:
+        oracle, wrong = played
+        short = [(task, each) for task, each in oracle.results if each.reward < full_reward - 1e-9]
+        if short:
+            task, each = short[0]
+            found.append(
+                f"the oracle earns {each.reward:.3f} of {full_reward:g} at example {task.index} "
+                f"({len(short)} such); mend its answer or the reward, or give --full-reward"
+            )
+        best = {task.index: each.reward for task, each in oracle.results}
+        as_good = [task for task, each in wrong.results if each.reward >= best.get(task.index, full_reward)]
+        if as_good:
+            found.append(
+                f"a wrong answer earns as much as the right one at example {as_good[0].index} "
+                f"({len(as_good)} such); the reward tells nothing there"
+            )
+    return found
+
+
+def _kinds(played: Played) -> Counter[str]:
+    return Counter(failure_kind(one) for _, one in played.failures)

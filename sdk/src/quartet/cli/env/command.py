@@ -1,0 +1,127 @@
+"""`quartet env init | install | list | show | check`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from quartet.cli.env.catalogue import catalogue, catalogue_table, info_lines, interpreters
+from quartet.cli.env.checking import Played, play_by_model, play_by_oracle, played_lines, problems
+from quartet.cli.env.install import install
+from quartet.cli.env.installed import REFUSALS, module_of, with_interpreters
+from quartet.cli.env.oracle import Oracle, has_oracle
+from quartet.cli.env.scaffold import write_package
+from quartet.cli.eval.arguments import MODEL_KEYS, PLAY_KEYS, env_args, given_keys
+from quartet.cli.eval.board import print_table
+from quartet.cli.eval.config import EvalFileConfig, OneEvalConfig
+from quartet.cli.eval.rollouts import describe, reference, tasks_of
+from quartet.cli.eval.services import deploy, with_host
+from quartet.cli.eval.source import Source, choose
+from quartet.config import ConfigError, load, validate
+from quartet.errors import QuartetError
+from quartet.interact import Policy
+from quartet.local.beside import AddressBook
+from quartet.local.supervisor import ServiceFailed
+
+EXIT_FAILED = 1
+#: One rollout of each of a few examples shows what is broken.
+CHECK = ["--num-examples=5", "--rollouts-per-example=1"]
+
+
+def run(options: argparse.Namespace, rest: list[str]) -> int:
+    """The command. `rest` is what argparse left: keys of `quartet eval`."""
+    match options.env_command:
+        case "init":
+            folder = write_package(options.name, options.path)
+            print(f"{folder} is written; next: quartet env install {folder}")
+        case "install":
+            name, python = install(options.package, options.generation, options.into)
+            print(f"{name} is installed in {python}; next: quartet env check {name}")
+        case "list":
+            found = catalogue(interpreters(options.python))
+            print_table(catalogue_table(found)) if found else print("no environment is installed here")
+        case "show" | "check":
+            try:
+                return _show(options, rest) if options.env_command == "show" else _check(options, rest)
+            except QuartetError as error:
+                if error.reason not in REFUSALS:
+                    raise
+                raise ConfigError(error.message) from error
+            except ServiceFailed as error:
+                print(f"error: {error}", file=sys.stderr)
+                return EXIT_FAILED
+    return 0
+
+
+def _config(options: argparse.Namespace, keys: list[str]) -> EvalFileConfig:
+    config = load(EvalFileConfig, keys).config
+    one = validate(OneEvalConfig, {"id": options.environment, "args": env_args(options)})
+    return config.model_copy(update={"eval": (one,)})
+
+
+def _show(options: argparse.Namespace, rest: list[str]) -> int:
+    config = _config(options, [*rest, "--num-examples=1", "--split=train"])
+    (trial,) = config.trials
+
+    async def work(host: Any, policy: Policy | None, book: AddressBook) -> list[str]:
+        info = await describe(host, reference(trial))
+        (task, *_) = await tasks_of(host, trial)
+        return info_lines(info, python, json.loads(task.data_json))
+
+    python = _python(config, options.environment)
+    nobody = Source("nobody", player=lambda: Oracle(module_of(options.environment), python))
+    with tempfile.TemporaryDirectory(prefix="quartet-env-") as folder:
+        specs = deploy(nobody, Path(folder), [options.environment], config.envhost, {})
+        print("\n".join(with_host(specs, nobody, work)))
+    return 0
+
+
+def _check(options: argparse.Namespace, rest: list[str]) -> int:
+    """Rewards, failures, times, tokens; exit code 1 where it does not pass."""
+    given = [*given_keys(options, MODEL_KEYS), *given_keys(options, PLAY_KEYS)]
+    config = _config(options, [*CHECK, *rest, *given])
+    source, oracle = _player(config, options.environment)
+    (trial,) = config.trials
+
+    async def work(host: Any, policy: Policy | None, book: AddressBook) -> list[Played]:
+        if isinstance(policy, Oracle):
+            return await play_by_oracle(host, trial, policy)
+        return await play_by_model(host, trial, policy, source.name)
+
+    with tempfile.TemporaryDirectory(prefix="quartet-env-") as folder:
+        specs = deploy(source, Path(folder), [options.environment], config.envhost, config.inference)
+        played = with_host(specs, source, work)
+    for one in played:
+        print("\n".join(played_lines(one, tokens=not oracle)))
+    found = problems(played, options.full_reward)
+    for problem in found:
+        print(f"error: {problem}", file=sys.stderr)
+    if not found:
+        print(f"{options.environment} passes")
+    return EXIT_FAILED if found else 0
+
+
+def _player(config: EvalFileConfig, env_id: str) -> tuple[Source, bool]:
+    """The model that is named, else the package's oracle. Raises ConfigError."""
+    if config.model or config.inference_addresses:
+        return choose(config), False
+    module, python = module_of(env_id), _python(config, env_id)
+    if not has_oracle(module, python):
+        raise ConfigError(
+            f"{env_id!r} has no oracle ({module}/oracle.py with answer(task, messages)); "
+            "write one, or name a model with -m"
+        )
+    return Source("oracle", player=lambda: Oracle(module, python)), True
+
+
+def _python(config: EvalFileConfig, env_id: str) -> str:
+    """The interpreter of an environment. Raises ConfigError."""
+    table = with_interpreters(config.envhost, [env_id])
+    entries = table.get("environments", {})
+    module = module_of(env_id)
+    own: dict[str, Any] = next((one for name, one in entries.items() if module_of(name) == module), {})
+    return str(own.get("python") or table["python"])

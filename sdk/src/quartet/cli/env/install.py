@@ -1,0 +1,126 @@
+"""`quartet env install`: an interpreter for an environment, with the Verifiers that it was written for.
+
+1. The package is put in first without what it needs, and read: what imports `verifiers.v1` or asks for
+   Verifiers 0.4 is a v1 package, any other a classic one.
+2. An interpreter that could not be finished is removed again.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from quartet.cli.env.installed import find, module_of, own_python
+from quartet.config import ConfigError
+
+#: The extra of quartet-envhost that brings each generation's Verifiers.
+EXTRAS: Final = {"v1": "verifiers", "classic": "verifiers-classic"}
+#: Verifiers brings half a gigabyte; a slow line takes a while.
+INSTALL_SECONDS = 1800.0
+# "v1" or "classic", for the package of argv[1] whose distribution is argv[2].
+READ = """
+import importlib.metadata, importlib.util, pathlib, re, sys
+spec = importlib.util.find_spec(sys.argv[1])
+if spec is None:
+    sys.exit(1)
+files = [pathlib.Path(spec.origin)]
+if spec.submodule_search_locations:
+    files = [file for root in spec.submodule_search_locations for file in pathlib.Path(root).rglob("*.py")]
+needs = importlib.metadata.requires(sys.argv[2]) or ()
+asked = [need for need in needs if re.match(r"verifiers\\b(?!-)", need)]
+v1 = any(re.search(r"[>=~]=\\s*0\\.([4-9]|[1-9][0-9])", need) for need in asked)
+v1 = v1 or any(re.search(r"verifiers\\.v1|from verifiers import v1", file.read_text()) for file in files)
+print("v1" if v1 else "classic")
+"""
+
+
+def install(target: str, generation: str | None, into: Path | None) -> tuple[str, Path]:
+    """The environment's name and its interpreter. Raises ConfigError."""
+    name, what = _target(target)
+    python = into or own_python(name)
+    if into is None:
+        if python.parent.parent.exists():
+            shutil.rmtree(python.parent.parent)
+        venv.create(python.parent.parent, with_pip=True)
+    elif not into.exists():
+        raise ConfigError(f"--into {into}: there is no such interpreter")
+    python = python.absolute()
+    try:
+        _fill(python, name, what, generation)
+    except ConfigError:
+        if into is None:
+            shutil.rmtree(python.parent.parent)
+        raise
+    return name, python
+
+
+def _fill(python: Path, name: str, what: Sequence[str], generation: str | None) -> None:
+    module = module_of(name)
+    _pip(python, ["--no-deps", *what])
+    read = subprocess.run([python, "-c", READ, module, name], capture_output=True, text=True, check=False)
+    if read.returncode != 0:
+        raise ConfigError(
+            f"{name} installs no package {module!r}, under which Verifiers would look for it; "
+            "rename one of the two"
+        )
+    generation = generation or read.stdout.strip()
+    print(f"{name}: a {generation} package", flush=True)
+    _pip(python, [*_ours("quartet", ""), *_ours("quartet-envhost", f"[{EXTRAS[generation]}]"), *what])
+    if not find(module, str(python))[0]:
+        raise ConfigError(f"{name} is installed in {python}, and cannot be found there")
+
+
+def _target(target: str) -> tuple[str, list[str]]:
+    """Its name, and how pip is asked for it. Raises ConfigError."""
+    folder = Path(target)
+    if (folder / "pyproject.toml").is_file():
+        project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8")).get("project", {})
+        if "name" not in project:
+            raise ConfigError(f"{folder / 'pyproject.toml'} gives no name under [project]")
+        return str(project["name"]), ["-e", str(folder.absolute())]
+    if folder.exists():
+        raise ConfigError(f"{target} has no pyproject.toml; name the folder of a package")
+    if "/" in target:
+        # A name without its owner might be somebody else's package.
+        raise ConfigError(f"{target!r} is no folder here; fetch the package and name its folder")
+    name = target.split("[")[0].split("=")[0].split("<")[0].split(">")[0].strip(" ~!")
+    return name, [target]
+
+
+def _ours(package: str, extra: str) -> list[str]:
+    """How pip is asked for a package of Quartet: the source tree that runs now, where there is one."""
+    try:
+        origin = importlib.metadata.distribution(package).read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(f"{package} is not installed for {sys.executable}; pip install it there") from None
+    url = json.loads(origin)["url"] if origin else ""
+    if url.startswith("file://"):
+        return ["-e", url.removeprefix("file://") + extra]
+    return [f"{package}{extra}=={importlib.metadata.version(package)}"]
+
+
+def _pip(python: Path, what: Sequence[str]) -> None:
+    """Install into an interpreter, by uv where there is one: pip takes minutes for Verifiers."""
+    commands = [[str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *what]]
+    if uv := shutil.which("uv"):
+        commands.insert(0, [uv, "pip", "install", "-q", "--python", str(python), *what])
+    for command in commands:
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"{' '.join(command)} took longer than {INSTALL_SECONDS:.0f} s") from None
+        if done.returncode == 0:
+            return
+    said = done.stderr.splitlines() or ["pip failed"]
+    first = next((line for line in said if line.startswith("ERROR")), said[0]).strip()
+    raise ConfigError(f"{' '.join(what)} cannot be installed: {first}")

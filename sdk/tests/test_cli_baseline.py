@@ -1,0 +1,85 @@
+"""`quartet baseline`: the word for a baseline, and what it says to change."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from quartet.cli.__main__ import build_parser, main
+from quartet.cli.baseline.command import read, trials
+from quartet.cli.baseline.verdict import (
+    FIT,
+    NO_DIVERSITY,
+    TOO_EASY,
+    TOO_HARD,
+    UNCLEAR,
+    Setting,
+    Verdict,
+    judge,
+)
+from quartet.run.statistics import summarise
+
+RUN = Path(__file__).resolve().parents[2] / "configs" / "reverse-text.toml"
+SETTING = Setting("my-env", 4, 0.7, 32, full_reward=1.0)
+
+
+def verdict(*groups: list[float], cut: float = 0.0, setting: Setting = SETTING) -> Verdict:
+    return judge(summarise(dict(enumerate(groups)), 0.5, 4), cut, setting)
+
+
+def test_no_reward_in_ten_attempts_is_too_hard_and_in_fewer_says_nothing() -> None:
+    found = verdict([0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], cut=0.5)
+    assert found.word == TOO_HARD and "0 % of the full reward after 12 attempts" in found.why
+    assert found.advice[0] == "sampling.max_tokens (now 32): 50% of the answers were cut; raise it"
+    assert any("quartet sft" in line for line in found.advice)
+    assert verdict([0, 0, 0, 0], [0, 0, 0, 0]).word == UNCLEAR
+
+
+def test_eighty_percent_of_the_full_reward_is_too_easy() -> None:
+    easy = [[1.0, 1.0, 1.0, 0.2]] * 5
+    assert verdict(*easy).word == TOO_EASY
+    assert verdict(*easy, setting=Setting("my-env", 4, 1.0, None, full_reward=1.7)).word == FIT
+    assert verdict(*[[1.0, 1.0, 1.0, 0.1]] * 5).word == FIT, "77.5 %"
+
+
+def test_groups_whose_rewards_are_all_equal_have_no_diversity() -> None:
+    found = verdict([1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0])
+    assert found.word == NO_DIVERSITY and "in 75% of the groups" in found.why
+    assert found.advice[0] == "sampling.temperature (now 0.7): raise it"
+    assert "rollouts_per_example (now 4)" in found.advice[1]
+    assert verdict([1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0]).word == FIT
+    assert verdict(*[[0.5]] * 12).word == UNCLEAR, "one rollout each"
+
+
+def test_every_baseline_has_one_word_and_what_is_not_fit_has_advice() -> None:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    draw = random.Random(seed)
+    for _ in range(300):
+        groups = [[float(draw.random() < draw.random()) for _ in range(4)] for _ in range(draw.randint(3, 9))]
+        found = verdict(*groups, cut=draw.random())
+        mean = sum(map(sum, groups)) / (4 * len(groups))
+        assert (found.word == TOO_HARD) == (mean == 0)
+        assert (found.word == TOO_EASY) == (mean >= 0.8)
+        assert found.word == FIT or found.advice
+
+
+def test_a_baseline_is_played_as_the_run_would(capsys: pytest.CaptureFixture[str]) -> None:
+    options, rest = build_parser().parse_known_args(
+        ["baseline", "@", str(RUN), "-n", "7", "-r", "3", "-T", "0.5"]
+    )
+    (trial,) = trials(options, read(options, rest))
+    assert (trial.num_examples, trial.rollouts_per_example, trial.split) == (7, 3, "train")
+    assert (trial.sampling.temperature, trial.sampling.max_tokens) == (0.5, 13)
+    options, rest = build_parser().parse_known_args(["baseline", "e", "-m", "m", "-a", '{"k": [1, "x"]}'])
+    (trial,) = trials(options, read(options, rest))
+    assert (trial.hosted.id, trial.hosted.args) == ("e", {"k": [1, "x"]})
+    for arguments, said in (
+        (["baseline"], "required key 'model'"),
+        (["baseline", "e", "-m", "m", "-n", "0"], "--num-examples 0 is refused"),
+        (["baseline", "e", "-m", "m", "--max-stpes", "3"], "did you mean 'max_steps'?"),
+        (["baseline", "e", "-m", "nowhere"], "model = 'nowhere' is neither a folder"),
+    ):
+        assert main(arguments) == 2
+        assert said in capsys.readouterr().err

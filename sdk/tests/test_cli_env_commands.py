@@ -1,0 +1,111 @@
+"""`quartet env`: what is read of a package before it is installed, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from quartet.cli.__main__ import main
+from quartet.cli.env.checking import Played, played_lines, problems
+from quartet.cli.env.install import READ, _ours, _target
+from quartet.cli.env.scaffold import write_package
+from quartet.config import ConfigError
+from quartet.v1.rollout_pb2 import FAILURE_KIND_SCORER, Rollout, RolloutFailure, Task
+
+
+def generation(folder: Path, source: str, needs: str) -> str:
+    """What `install` reads of a package with this source and this requirement."""
+    package = folder / "some_env"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(source)
+    info = folder / "some_env-1.0.dist-info"
+    info.mkdir()
+    lines = ["Metadata-Version: 2.1", "Name: some-env", "Version: 1.0", f"Requires-Dist: {needs}", ""]
+    (info / "METADATA").write_text("\n".join(lines))
+    return subprocess.check_output(
+        [sys.executable, "-c", READ, "some_env", "some-env"], cwd=folder, text=True
+    ).strip()
+
+
+@pytest.mark.parametrize(
+    ("source", "needs", "wanted"),
+    [
+        ("import verifiers.v1 as vf", "verifiers", "v1"),
+        ("import verifiers as vf\ndef load_environment(): ...", "verifiers>=0.1.9", "classic"),
+        ("import verifiers as vf", "verifiers", "classic"),
+        ("", "verifiers>=0.4.0,<0.5", "v1"),
+        ("", "verifiers==0.3.1", "classic"),
+        ("", "verifiers-extras>=0.4", "classic"),
+    ],
+)
+def test_the_generation_of_a_package_is_read_from_it(
+    tmp_path: Path, source: str, needs: str, wanted: str
+) -> None:
+    assert generation(tmp_path, source, needs) == wanted
+
+
+def test_what_is_installed_is_a_folder_or_a_name_without_an_owner(tmp_path: Path) -> None:
+    folder = write_package("my-env", tmp_path)
+    assert _target(str(folder)) == ("my-env", ["-e", str(folder)])
+    assert _target("some-env[extra]>=1.0") == ("some-env", ["some-env[extra]>=1.0"])
+    for bad, why in (("owner/some-env", "fetch the package"), (str(tmp_path), "has no pyproject.toml")):
+        with pytest.raises(ConfigError, match=why):
+            _target(bad)
+    for name in ("My_Env", "1env", "a b", "../x"):
+        with pytest.raises(ConfigError, match="is no name of a package"):
+            write_package(name, tmp_path)
+    with pytest.raises(ConfigError, match="exists; choose another name"):
+        write_package("my_env", tmp_path)
+
+
+def test_quartet_itself_comes_from_the_tree_that_runs() -> None:
+    (flag, where) = _ours("quartet", "[cli]")
+    assert flag == "-e" and (Path(where.removesuffix("[cli]")) / "pyproject.toml").is_file()
+
+
+def test_the_template_is_python(tmp_path: Path) -> None:
+    folder = write_package("three-word-name", tmp_path)
+    for file in folder.rglob("*.py"):
+        compile(file.read_text(), str(file), "exec")
+    assert "ThreeWordNameTaskset" in (folder / "three_word_name" / "__init__.py").read_text()
+
+
+def played(who: str, *rewards: float | None) -> Played:
+    """Rollouts of examples 0, 1, ...; None is a failure."""
+    rollouts = []
+    for index, reward in enumerate(rewards):
+        rollout = Rollout(reward=reward or 0.0, num_turns=2)
+        if reward is None:
+            rollout.failure.CopyFrom(RolloutFailure(kind=FAILURE_KIND_SCORER, message="KeyError: 'x'"))
+        rollouts.append((Task(index=index), rollout))
+    return Played(who, rollouts)
+
+
+def test_invariant_5_a_failure_is_reported_and_is_no_reward() -> None:
+    one = played("the oracle", 1.0, None, 1.0)
+    lines = played_lines(one, tokens=False)
+    assert "  reward       mean 1.000, 1.000 to 1.000" in lines
+    assert "  failed at example 1: SCORER: KeyError: 'x'" in lines
+    assert problems([one], 1.0) == ["the oracle: 1 SCORER of 3 rollouts failed"]
+
+
+def test_an_oracle_must_earn_everything_and_a_wrong_answer_less() -> None:
+    assert problems([played("o", 1.7, 1.7), played("w", 0.0, 1.6)], 1.7) == []
+    (short,) = problems([played("o", 1.0, 0.9), played("w", 0.0, 0.0)], 1.0)
+    assert short.startswith("the oracle earns 0.900 of 1 at example 1 (1 such)")
+    (empty,) = problems([played("o", 1.0), played("w", 1.0)], 1.0)
+    assert empty.startswith("a wrong answer earns as much as the right one at example 0")
+
+
+def test_bad_arguments_are_refused_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in (
+        (["env", "install", "nope/nope"], "fetch the package and name its folder"),
+        (["env", "check", "no-such-env"], "no package 'no_such_env'"),
+        (["env", "show", "reverse-text", "-a", "[1]"], "is no JSON object"),
+        (["env", "show", "reverse-text", "--num-exmaples", "3"], "did you mean 'num_examples'?"),
+        (["env", "list", "--python", "/no/python"], "cannot be run: No such file"),
+    ):
+        assert main(arguments) == 2
+        assert said in capsys.readouterr().err
