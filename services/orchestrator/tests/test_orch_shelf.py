@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import shutil
+from contextlib import suppress
 
 import pytest
 from quartet.config import ConfigError
@@ -155,6 +156,42 @@ async def test_two_orchestrators_on_one_folder_are_refused(world):
         with pytest.raises(ConfigError, match=r"data_dir is in use: .*held by another orchestrator"):
             second.start()
         await services.close()
+
+
+def open_in(folder):
+    """The files of a folder that this process has open."""
+    links = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return [link for link in links if link.startswith(f"{folder}/")]
+
+
+async def test_runs_that_rest_hold_no_descriptors(world):
+    """book.py 4, journal.py 5: what was is not bounded by open files."""
+    folder = world.folder / "runs"
+    async with world.orchestrator() as runs:
+        for run_id in ("a", "b"):
+            await runs.submit(run_id, world.toml(), dry_run=False)
+            await world.rest(runs, run_id)
+        await runs.submit("stopped", world.toml(steps=6), dry_run=False)
+        assert open_in(folder / "stopped")
+        runs.stop("stopped")
+        await world.rest(runs, "stopped")
+        await asyncio.sleep(0)
+        assert not open_in(folder)
+    async with world.orchestrator() as runs:
+        assert not open_in(folder)
+        followers = [runs.get("a").events(0, rollouts=True) for _ in range(2)]
+        first = [await anext(follower) for follower in followers]
+        assert first[0] == first[1] and open_in(folder / "a")
+        seen = [[record.event async for record in follower] for follower in followers]
+        assert seen[0] == seen[1] == list(range(2, runs.status("a").last_event + 1))
+        assert not open_in(folder)
+        await runs.resume("stopped")
+        assert (await world.rest(runs, "stopped")).phase == pb.RUN_PHASE_COMPLETED
+        await asyncio.sleep(0)
+        assert not open_in(folder)
 
 
 async def test_a_full_disk_stops_the_run_resumable_and_tells_its_followers(world, monkeypatch):

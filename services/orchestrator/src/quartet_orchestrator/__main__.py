@@ -38,7 +38,7 @@ async def _serve(config: OrchestratorConfig) -> None:
 def run(config: OrchestratorConfig) -> None:
     """Serve until a signal ends it."""
     configure("orchestrator", config.log_level)
-    # Every run's journal stays open, also a finished one's: about six descriptors each.
+    # The journal of each run that is under way, or that somebody reads, is open: about six descriptors each.
     raise_open_files()
     asyncio.run(_serve(config))
 

@@ -4,6 +4,7 @@
    written down.
 2. `settled` returns once everything written so far survives a power cut, too.
 3. Whoever follows `events` gets every event exactly once, in order, without gaps, also over a restart.
+4. The book of a run that rests is closed, and opened for as long as somebody reads it.
 
 Appending hands a few KiB to the page cache and one row to SQLite (tens of microseconds), on the event loop,
 because that is what makes 1 simple; syncing to the disk happens in a thread.
@@ -46,6 +47,7 @@ class Book:
         except BaseException:
             self.journal.close()
             raise
+        self.close_if_resting()
 
     def _fold(self) -> None:
         number = 0
@@ -125,21 +127,34 @@ class Book:
     async def events(self, after: int, *, rollouts: bool) -> AsyncGenerator[jpb.JournalRecord, None]:
         """All events after one, then new ones until the run rests and everything was said. Raises NOT_READY
         once there is nothing to say because the journal cannot be written."""
-        while True:
-            news, resting, last = self._news, self.state.phase in RESTING, self.journal.last_event
-            page = await asyncio.to_thread(self.journal.events, after, PAGE, rollouts=rollouts)
-            for record in page:
-                after = record.event
-                yield record
-            if page:
-                continue
-            after = max(after, last)  # the rest were rollouts nobody asked for
-            if last == self.journal.last_event:
-                if resting:
-                    return
-                if self._blocked:
-                    raise QuartetError("NOT_READY", f"the run waits for its journal: {self._blocked}")
-                await news.wait()
+        try:
+            while True:
+                news, resting, last = self._news, self.state.phase in RESTING, self.journal.last_event
+                page = await asyncio.to_thread(self.journal.events, after, PAGE, rollouts=rollouts)
+                for record in page:
+                    after = record.event
+                    yield record
+                if page:
+                    continue
+                after = max(after, last)  # the rest were rollouts nobody asked for
+                if last == self.journal.last_event:
+                    if resting:
+                        return
+                    if self._blocked:
+                        raise QuartetError("NOT_READY", f"the run waits for its journal: {self._blocked}")
+                    await news.wait()
+        finally:
+            self.close_if_resting()
+
+    async def opened(self) -> None:
+        """Returns with the book open, to be written. Raises JournalCorrupt or OSError."""
+        while not self.journal.is_open:  # somebody may close it again before this goes on
+            await asyncio.to_thread(self.journal.wake)
+
+    def close_if_resting(self) -> None:
+        """Called by whoever has done with it; others who still read it open it again."""
+        if self.state.phase in RESTING:
+            self.close()
 
     def close(self) -> None:
         self.journal.close()

@@ -9,7 +9,8 @@
    A sealed segment is compacted (compaction.py says when) by `compact`, in a thread, and `swap`, on the loop.
    Whoever reads holds `_layout`, so that where a record lies and what lies there belong together.
 4. One process holds a journal at a time (a lock on the folder).
-5. A journal that cannot be opened is `JournalCorrupt` or OSError; nothing stays open, no segment was changed.
+5. One that nobody uses holds no descriptor after `close`; whoever reads it next opens it again.
+6. A journal that cannot be opened is `JournalCorrupt` or OSError; nothing stays open, no segment was changed.
 
 docs/journal.md describes the format and what is synced when.
 """
@@ -20,7 +21,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from google.protobuf.message import DecodeError
 from quartet.kit.folder import lock_file
 from quartet.v1 import journal_pb2 as jpb
 
+from quartet_orchestrator import index
 from quartet_orchestrator.segments import REWRITTEN, SEGMENT_BYTES, Frame, JournalCorrupt, Segments, end_of
 
 # The kinds of record that WatchRun shows.
@@ -38,18 +40,6 @@ FILES = ("*.seg", "index.sqlite*", "lock", f"*{REWRITTEN}")
 
 # What a follower holds in memory at once: one rollout of the largest size, or many small ones.
 PAGE_BYTES = 4 << 20
-
-# Raised when the tables change: an index of another layout is rebuilt.
-INDEX_LAYOUT = 1
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS records (
-  number INTEGER PRIMARY KEY, segment INTEGER NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL,
-  kind TEXT NOT NULL, grp INTEGER, step INTEGER, event INTEGER);
-CREATE INDEX IF NOT EXISTS by_group ON records (kind, grp, number);
-CREATE INDEX IF NOT EXISTS by_step ON records (kind, step, number);
-CREATE UNIQUE INDEX IF NOT EXISTS by_event ON records (event) WHERE event IS NOT NULL;
-"""
 
 
 @dataclass(frozen=True)
@@ -79,33 +69,64 @@ class Journal:
         self._layout = threading.Lock()
         # Segments that were looked at and have nothing to give up.
         self._compacted: set[int] = set()
+        # What closes everything; None while it is closed.
+        self._opened: ExitStack | None = None
+        self._open()
+
+    def _open(self) -> None:
+        folder = self._folder
         try:
             lock = lock_file(folder / "lock")
         except BlockingIOError:
             raise BlockingIOError(f"{folder} is held by another orchestrator; stop it first") from None
         with ExitStack() as opened:
             opened.callback(lock.close)
-            self._segments = Segments(folder, segment_bytes)
+            self._segments = Segments(folder, self._segment_bytes)
             opened.callback(self._segments.close)
             self.torn_bytes = self._segments.torn_bytes
             try:
-                self._index = self._open_index()
+                self._index = index.open_index(folder)
                 opened.callback(self._index.close)
                 self.last_number, self.last_event = self._catch_up()
             except sqlite3.Error as error:
                 raise OSError(f"the index of {folder} cannot be written: {error}") from error
             self._opened = opened.pop_all()
 
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        """The journal is open and what lies in it does not move. Opening reads the last segment: it is meant
+        for a thread."""
+        with self._layout:
+            if self._opened is None:
+                self._open()
+            yield
+
+    @property
+    def is_open(self) -> bool:
+        return self._opened is not None
+
+    def wake(self) -> None:
+        """Opens a journal that was closed, to append to it. Meant for a thread."""
+        with self._using():
+            pass
+
+    def close(self) -> None:
+        """Gives every descriptor back."""
+        with self._layout:
+            if self._opened is not None:
+                self._opened.close()
+                self._opened = None
+
     def append(self, record: jpb.JournalRecord) -> jpb.JournalRecord:
         """Numbers, dates and writes the record."""
         kind = record.WhichOneof("kind")
-        assert kind is not None
+        assert kind is not None and self.is_open
         record.number = self.last_number + 1
         record.event = self.last_event + 1 if kind in EVENTS else 0
         record.at_ms = time.time_ns() // 1_000_000
         frame = self._segments.append(record.SerializeToString())
         try:
-            self._enter(record, frame)
+            index.enter(self._index, record, frame)
         except sqlite3.Error as error:
             # A frame without its row would give its number to two records.
             self._segments.take_back(frame)
@@ -119,7 +140,7 @@ class Journal:
     ) -> list[jpb.JournalRecord]:
         """The records of a kind, in order; of one group (calls: one seq_id) or one step (evaluations: steps
         applied before)."""
-        with self._layout:
+        with self._using():
             rows = self._index.execute(
                 "SELECT segment, offset, length FROM records WHERE kind = ?"
                 + (" AND grp = ?" if group is not None else "")
@@ -139,7 +160,7 @@ class Journal:
 
     def events(self, after: int, limit: int, *, rollouts: bool) -> list[jpb.JournalRecord]:
         """The next events after one, at most so many, and no more than about PAGE_BYTES."""
-        with self._layout:
+        with self._using():
             rows = self._index.execute(
                 "SELECT segment, offset, length FROM records WHERE event > ?"
                 + ("" if rollouts else " AND kind NOT IN ('rollout', 'eval_rollout')")
@@ -193,31 +214,17 @@ class Journal:
         """Puts a compacted segment in its place. A kill between the two lines leaves an index that disagrees
         with the file's size, and is rebuilt."""
         with self._layout:
-            self._move([(number, then) for number, _, then in compacted.moves])
+            index.move(self._index, [(number, then) for number, _, then in compacted.moves])
             try:
                 self._segments.replace(compacted.segment, compacted.file)
             except OSError:
-                self._move([(number, now) for number, now, _ in compacted.moves])
+                index.move(self._index, [(number, now) for number, now, _ in compacted.moves])
                 raise
             self._compacted.add(compacted.segment)
-
-    def _move(self, places: list[tuple[int, Frame]]) -> None:
-        rows = [(frame.offset, frame.length, number) for number, frame in places]
-        self._index.execute("BEGIN")
-        try:
-            self._index.executemany("UPDATE records SET offset = ?, length = ? WHERE number = ?", rows)
-            self._index.execute("COMMIT")
-        except sqlite3.Error as error:
-            self._index.execute("ROLLBACK")
-            raise OSError(f"the index of {self._folder} cannot be written: {error}") from error
 
     def syncer(self) -> Callable[[], None]:
         """What makes everything appended so far survive a power cut; call it once, in a thread."""
         return self._segments.syncer()
-
-    def close(self) -> None:
-        with self._layout:
-            self._opened.close()
 
     def _locked_read(self, frame: Frame) -> jpb.JournalRecord:
         with self._layout:
@@ -225,23 +232,6 @@ class Journal:
 
     def _read(self, frame: Frame) -> jpb.JournalRecord:
         return _parse(self._segments.read(frame))
-
-    def _open_index(self) -> sqlite3.Connection:
-        path = self._folder / "index.sqlite"
-        try:
-            index = _connect(path)
-            layout = index.execute("PRAGMA user_version").fetchone()[0]
-            if layout not in (0, INDEX_LAYOUT):
-                raise sqlite3.DatabaseError(f"index layout {layout}")
-            index.executescript(_SCHEMA)
-        except sqlite3.DatabaseError:
-            # A cache that cannot be read is thrown away and built again from the segments.
-            for name in ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm"):
-                (self._folder / name).unlink(missing_ok=True)
-            index = _connect(path)
-            index.executescript(_SCHEMA)
-        index.execute(f"PRAGMA user_version = {INDEX_LAYOUT}")
-        return index
 
     def _catch_up(self) -> tuple[int, int]:
         """Indexes what the segments have beyond the index. Returns the last number and the last event."""
@@ -263,7 +253,7 @@ class Journal:
             if record.number != number + 1 or (record.event and record.event != event + 1):
                 self._index.execute("ROLLBACK")
                 raise JournalCorrupt(f"{self._folder}: record {record.number} follows record {number}")
-            self._enter(record, frame)
+            index.enter(self._index, record, frame)
             number, event = record.number, record.event or event
         self._index.execute("COMMIT")
         return number, event
@@ -281,24 +271,6 @@ class Journal:
             ends[row[0]] = end_of(Frame(*row))
         return all(ends[number] == size for number, size in self._segments.sealed() if number in ends)
 
-    def _enter(self, record: jpb.JournalRecord, frame: Frame) -> None:
-        kind = record.WhichOneof("kind")
-        assert kind is not None
-        group, step = _keys(record, kind)
-        self._index.execute(
-            "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                record.number,
-                frame.segment,
-                frame.offset,
-                frame.length,
-                kind,
-                group,
-                step,
-                record.event or None,
-            ),
-        )
-
 
 def _parse(payload: bytes) -> jpb.JournalRecord:
     try:
@@ -308,32 +280,3 @@ def _parse(payload: bytes) -> jpb.JournalRecord:
     if record.WhichOneof("kind") is None:
         raise JournalCorrupt(f"record {record.number} is of a kind that this version does not know")
     return record
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    index = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    index.execute("PRAGMA journal_mode = WAL")
-    # The segments are the truth; an index that lost its end in a power cut catches up.
-    index.execute("PRAGMA synchronous = OFF")
-    return index
-
-
-def _keys(record: jpb.JournalRecord, kind: str) -> tuple[int | None, int | None]:
-    """What the index finds the record by: its group and its step, where it has them."""
-    if kind == "rollout":
-        return record.rollout.group, record.rollout.step
-    if kind == "eval_rollout":
-        return record.eval_rollout.rollout.group, record.eval_rollout.at_step
-    if kind == "dispatched":
-        return record.dispatched.group, record.dispatched.batch + 1
-    if kind == "discarded":
-        return record.discarded.group, None
-    if kind == "call":
-        return record.call.seq_id, None
-    if kind == "batch":
-        return None, record.batch.batch + 1
-    if kind == "step":
-        return None, record.step.step
-    if kind == "eval":
-        return None, record.eval.step
-    return None, None

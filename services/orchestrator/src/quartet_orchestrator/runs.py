@@ -54,6 +54,7 @@ class Runs:
     def __init__(self, folder: Path, services: Services) -> None:
         self._folder = folder
         self._services = services
+        self._shelf: shelf.Shelf | None = None
         self._held: dict[str, _Held] = {}
         self._set_aside: dict[str, QuartetError] = {}
         # Of each name that is being submitted, when that is over.
@@ -61,7 +62,7 @@ class Runs:
 
     def start(self) -> None:
         """Opens all runs and goes on with those that are not finished. Raises ConfigError."""
-        found = shelf.open_all(self._folder)
+        found = self._shelf = shelf.open_all(self._folder)
         self._set_aside = found.set_aside
         for run_id, book in found.books.items():
             try:
@@ -174,6 +175,7 @@ class Runs:
         if phase == state.STOPPED:
             held.config = held.config or admission.parse(held.book.state.config_toml)
             with _written(run_id):
+                await held.book.opened()
                 held.book.enter(state.PENDING)
             self._launch(held)
         return held.book.run()
@@ -187,6 +189,8 @@ class Runs:
         for held in self._held.values():
             held.book.close()
         self._held.clear()
+        if self._shelf is not None:
+            self._shelf.close()
 
     def _find(self, run_id: str) -> _Held:
         if run_id in self._set_aside:
@@ -238,6 +242,8 @@ def _written(run_id: str) -> Iterator[None]:
     """What a caller asks for takes place when it is written down, or not at all."""
     try:
         yield
+    except JournalCorrupt as error:
+        raise QuartetError("CHECKSUM_MISMATCH", str(error), run_id=run_id) from error
     except OSError as error:
         raise QuartetError(
             "NOT_READY",
@@ -255,12 +261,18 @@ async def _live(book: Book, run: TrainingRun) -> None:
     except Exception as raised:  # noqa: BLE001 - the end of a run's task: every way to end becomes a phase
         cause = _first(raised)
         await run.close(goes_on=isinstance(cause, RESUMABLE))
-        while True:
-            try:
-                return _ended(book, cause)
-            except OSError as error:
-                log.error("the journal cannot be written; make room", why=str(error))
-            await asyncio.sleep(FULL_DISK_S)
+        await _write_down(book, cause)
+    book.close_if_resting()
+
+
+async def _write_down(book: Book, cause: BaseException) -> None:
+    """How the run ended, as soon as its journal takes it."""
+    while True:
+        try:
+            return _ended(book, cause)
+        except OSError as error:
+            log.error("the journal cannot be written; make room", why=str(error))
+        await asyncio.sleep(FULL_DISK_S)
 
 
 def _ended(book: Book, cause: BaseException) -> None:

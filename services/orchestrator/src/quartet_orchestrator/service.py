@@ -84,6 +84,10 @@ async def _responses(book: Book, after: int, rollouts: bool) -> AsyncGenerator[p
                 yield to_response(record)
         except JournalCorrupt as error:
             raise QuartetError("CHECKSUM_MISMATCH", str(error), run_id=book.state.run_id) from error
+        except OSError as error:
+            raise QuartetError(
+                "NOT_READY", f"the journal cannot be read now: {error}", run_id=book.state.run_id
+            ) from error
 
 
 def listing(runs: Iterable[pb.Run]) -> pb.ListRunsResponse:

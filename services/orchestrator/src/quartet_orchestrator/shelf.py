@@ -6,17 +6,20 @@
    aborted submission: the journal's own files in it are removed.
 3. A run's folder has the run's name. Under another name it is a copy, and set aside: two books of one run
    would drive one trainer.
-4. A book that another process holds means that two orchestrators share a `data_dir`: ConfigError.
+4. One orchestrator has the shelf at a time, by a lock beside the folder: the books of runs that rest are
+   closed and hold none. A second one, or one that finds a book held, gets a ConfigError.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import structlog
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
+from quartet.kit.folder import lock_file
 
 from quartet_orchestrator import state
 from quartet_orchestrator.book import Book
@@ -28,16 +31,25 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Shelf:
-    """By run id: the books that are open, and why the others are not."""
+    """By run id: the books, and why the others cannot be used. Nobody else has it until it is closed."""
 
+    lock: IO[bytes]
     books: dict[str, Book]
     set_aside: dict[str, QuartetError]
+
+    def close(self) -> None:
+        for book in self.books.values():
+            book.close()
+        self.lock.close()
 
 
 def open_all(folder: Path) -> Shelf:
     """Opens every run's book in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    shelf = Shelf({}, {})
+    try:
+        shelf = Shelf(lock_file(folder.with_name(f"{folder.name}.lock")), {}, {})
+    except BlockingIOError:
+        raise _in_use(f"{folder} is held by another orchestrator; stop it first") from None
     for path in sorted(path for path in folder.iterdir() if path.is_dir()):
         if not any(path.glob("*.seg")):
             log.warning("not a run, left alone", folder=str(path))
@@ -45,8 +57,8 @@ def open_all(folder: Path) -> Shelf:
         try:
             book = Book(path)
         except BlockingIOError as error:
-            close(shelf)
-            raise ConfigError(f"data_dir is in use: {error}, or set another data_dir") from error
+            shelf.close()
+            raise _in_use(str(error)) from error
         except (JournalCorrupt, OSError) as error:
             shelf.set_aside[path.name] = unreadable(path, error)
             continue
@@ -65,9 +77,8 @@ def open_all(folder: Path) -> Shelf:
     return shelf
 
 
-def close(shelf: Shelf) -> None:
-    for book in shelf.books.values():
-        book.close()
+def _in_use(why: str) -> ConfigError:
+    return ConfigError(f"data_dir is in use: {why}, or set another data_dir")
 
 
 def unreadable(folder: Path, error: JournalCorrupt | OSError) -> QuartetError:
