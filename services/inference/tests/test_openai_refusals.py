@@ -98,7 +98,9 @@ async def test_raw_bodies_urls_and_methods(door: Door) -> None:
         async with session.post("/v1/completions", data=emoji) as response:
             assert response.status == 200
         async with session.get("/v1/nothing") as response:
-            assert response.status == 404 and (await response.json())["error"]["code"] == "unknown_url"
+            error = (await response.json())["error"]
+            assert (response.status, error["code"]) == (404, "unknown_url")
+            assert "/v1/chat/completions" in error["message"]
         async with session.get("/v1/chat/completions") as response:
             assert response.status == 405 and (await response.json())["error"]
         async with session.get("/health") as response:

@@ -309,7 +309,7 @@ def _fields(raw: bytes, served: set[str]) -> dict[str, Any]:
         if name not in NEUTRAL:
             raise unsupported(name, "leave it out")
         if not any(fields[name] == value for value in NEUTRAL[name]):
-            raise unsupported(name, f"leave {_short(fields[name])} out")
+            raise unsupported(name, f"leave it out ({_short(fields[name])} was given)")
     return {name: value for name, value in fields.items() if name in served}
 
 

@@ -34,6 +34,8 @@ from quartet_inference.openai.replies import ChatReply, CompletionReply, Reply
 
 #: As a message of the contract.
 MAX_BODY_BYTES = 4 << 20
+# What a wrong URL is told, such as a client's base_url without /v1.
+SERVED_HERE = "/v1/chat/completions, /v1/completions, /v1/models and /health are"
 INFERENCE = "quartet.v1.InferenceService"
 
 log = structlog.get_logger()
@@ -207,7 +209,9 @@ def _as_error(error: OpenAiError | QuartetError | web.HTTPException) -> OpenAiEr
         return from_quartet(error)
     if error.status == 413:
         return OpenAiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
-    return OpenAiError(error.status, error.reason, code="unknown_url" if error.status == 404 else None)
+    if error.status == 404:
+        return OpenAiError(404, f"nothing is served at this URL; {SERVED_HERE}", code="unknown_url")
+    return OpenAiError(error.status, error.reason)
 
 
 def _error_response(error: OpenAiError) -> web.Response:
