@@ -20,8 +20,8 @@ from quartet_orchestrator.credit import Size
 
 # A frame is sent when it has grown this large; small enough that sending and packing overlap.
 FRAME_BYTES = 1 << 20
-# Length prefix and tag of a sample inside a frame, rounded up.
-SAMPLE_OVERHEAD_BYTES = 8
+# Length prefixes and tags of a sample inside a frame, and its advantage, rounded up.
+SAMPLE_OVERHEAD_BYTES = 24
 
 
 def covered_tokens(rollouts: Sequence[Rollout]) -> int:
@@ -51,15 +51,17 @@ def frames(
     batch, size, samples, tokens = tpb.SampleBatch(), 0, 0, 0
     for rollout, advantage in zip(rollouts, advantages, strict=True):
         for sample in rollout.samples:
-            credited = tpb.TrainingSample(
-                sample=sample, advantages=[advantage], reference_logprobs=sample.reference_logprobs
-            )
-            credited.sample.ClearField("reference_logprobs")
-            grown = credited.ByteSize() + SAMPLE_OVERHEAD_BYTES
+            grown = sample.ByteSize() + SAMPLE_OVERHEAD_BYTES
             if size and size + grown > FRAME_BYTES:
                 yield tpb.ForwardBackwardRequest(batch=batch)
                 batch, size = tpb.SampleBatch(), 0
-            batch.samples.append(credited)
+            # In place: a message given to a constructor or appended is serialised and parsed again.
+            credited = batch.samples.add()
+            credited.sample.CopyFrom(sample)
+            credited.advantages.append(advantage)
+            if sample.reference_logprobs:
+                credited.reference_logprobs.extend(sample.reference_logprobs)
+                credited.sample.ClearField("reference_logprobs")
             size += grown
             samples += 1
             tokens += len(sample.token_ids)

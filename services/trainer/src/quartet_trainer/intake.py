@@ -91,9 +91,10 @@ class Intake:
             if kind == "commit":
                 commit = frame.commit
                 continue
-            self._admit(frame.ByteSize(), held)
             for sample in frame.batch.samples:
-                digest.update(sample.SerializeToString(deterministic=True))
+                serialised = sample.SerializeToString(deterministic=True)
+                self._admit(len(serialised), held)
+                digest.update(serialised)
                 samples.append(training_sample(len(samples), sample))
         if commit is None:
             raise _torn(f"the stream ended after {len(samples)} samples without its commit")

@@ -72,14 +72,11 @@ def make_sample(
         end = start + length
     covered = [np.arange(start, start + length) for start, length, _ in spans]
     versions = [np.full(length, version, dtype=np.int64) for _, length, version in spans]
-    none = np.empty(0, dtype=np.int64)
-    covered_K = np.concatenate(covered) if covered else none
-    versions_K = np.concatenate(versions) if versions else none
-    count = len(covered_K)
+    count = sum(map(len, covered))
     return Sample(
         tokens_T,
-        covered_K,
-        versions_K,
+        _joined(covered),
+        _joined(versions),
         _per_position(index, "logprobs", logprobs, (0, count), count),
         _per_position(index, "advantages", advantages, (0, 1, count), count),
         _per_position(index, "reference_logprobs", reference, (0, count), count),
@@ -100,6 +97,13 @@ def check_against_model(samples: Sequence[Sample], vocab_size: int, max_tokens: 
             raise _refused(index, "token_ids", value, f"the model has {max_tokens} positions")
 
 
+def _joined(parts: Sequence[Ints]) -> Ints:
+    # Most samples have one span, and joining costs as much as all else here.
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
 def _per_position(
     index: int, field: str, values: Sequence[float], allowed: tuple[int, ...], count: int
 ) -> Floats | None:
@@ -107,10 +111,11 @@ def _per_position(
         raise _refused(index, field, f"{len(values)} values", f"{count} positions are covered")
     if not values:
         return None
-    array = np.array(values, dtype=np.float32)
-    if not np.isfinite(array).all():
-        raise _refused(index, field, str(array[~np.isfinite(array)][0]), "every value must be finite")
-    return array if len(array) == count else np.full(count, array[0], dtype=np.float32)
+    array = np.array(values, dtype=np.float32) if len(values) > 1 else np.full(count, values[0], np.float32)
+    finite = np.isfinite(array)
+    if not finite.all():
+        raise _refused(index, field, str(array[~finite][0]), "every value must be finite")
+    return array
 
 
 def _refused(index: int, field: str, value: str, remedy: str) -> QuartetError:
