@@ -55,7 +55,7 @@ async def measure(address: str, rollouts: int, group: int, concurrency: int, pyt
     await host.describe(ref)
     loaded = time.perf_counter() - started
     (pool,) = host._pools.values()
-    worker = pool._workers[0].pid
+    worker = pool.workers[0].pid
     gate = asyncio.Semaphore(concurrency // group)
 
     async def one(index: int) -> float:

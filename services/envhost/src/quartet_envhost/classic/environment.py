@@ -1,7 +1,7 @@
 """One loaded classic environment: its examples, its description, its rollouts.
 
-1. `args` are the keyword arguments of its `load_environment`; one that it does not take is refused with the
-   nearest known name.
+1. `args` are the keyword arguments of its `load_environment`, and `system_prompt` (instruction.py); one that
+   it does not take is refused with the nearest known name.
 2. Training examples are its `dataset`, evaluation examples its `eval_dataset`, or the training ones where it
    has none, as Verifiers has it. Both in the order in which they are stored.
 3. Signal handlers are as they were before it was loaded: the front alone decides when a worker ends.
@@ -35,7 +35,9 @@ from quartet_envhost.classic.groups import Groups, OutOfTime
 from quartet_envhost.classic.outcome import rollout_of
 from quartet_envhost.classic.policy import RolloutPolicy, sampling_args
 from quartet_envhost.classic.scoring import faults_of, noted, rubrics_of, watch
+from quartet_envhost.classic.tuning import remember_signatures, sort_tokens_at_once
 from quartet_envhost.config import canonical_id, distribution_version
+from quartet_envhost.instruction import split_off
 from quartet_envhost.sampler import MODEL_NAME, Sampler
 
 # A longer list is asked for in parts; it would not fit into a message with its data.
@@ -51,7 +53,10 @@ class HostedEnvironment:
         self._id = env_id
         # Rubrics fork pools of processes; this one has threads by now, and forking it could lock them.
         multiprocessing.set_start_method("forkserver", force=True)
+        remember_signatures()
+        sort_tokens_at_once()
         load = _loader(env_id)
+        args, prompt = split_off(env_id, args, inspect.signature(load).parameters)
         _check_arguments(env_id, load, args)
         with _signals_kept():
             self._env = load(**args)
@@ -67,6 +72,8 @@ class HostedEnvironment:
         }
         if self._rows[envhost_service_pb2.SPLIT_EVAL] is None:
             self._rows[envhost_service_pb2.SPLIT_EVAL] = self._rows[envhost_service_pb2.SPLIT_TRAIN]
+        if prompt is not None:
+            self._rows = {split: rows and _Told(rows, prompt) for split, rows in self._rows.items()}
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -237,6 +244,25 @@ def _rows(env: Any, build: str, name: str) -> Any:
     """A split as a list of rows, built now; None where the environment has none."""
     getattr(env, build)()
     return getattr(env, name)
+
+
+class _Told:
+    """The rows with another system message in front."""
+
+    def __init__(self, rows: Any, prompt: str) -> None:
+        self._rows = rows
+        self._message = {"role": "system", "content": prompt}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = dict(self._rows[index])
+        messages = row["prompt"]
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        rest = messages[1:] if messages and messages[0]["role"] == "system" else messages
+        return {**row, "prompt": [self._message, *rest]}
 
 
 async def _nothing() -> None:
