@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import aiohttp
 import openai
 import pytest
 from quartet_inference.answering import Answerer
-from quartet_inference.openai import answers
+from quartet_inference.engine import Delta, Request, Span
+from quartet_inference.openai import answers, server
 
 from .openai_door import TOOL, Door, opened, say, until
 
@@ -162,11 +164,16 @@ async def test_faults_deadlines_and_overload_are_answers(
             await door.chat(stream=True)
         assert unbegun.value.status_code == 504, "a stream that has told nothing has a status of its own"
         await door.engine.resume()
+
+        async def one_word(request: Request) -> AsyncIterator[Delta]:
+            yield Delta(0, [71, 72], [-1.0, -1.0], [Span(0, 2, 0)])
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(door.engine, "generate", one_word)
         with pytest.raises(openai.APIError) as broken:
-            async for _ in await door.chat(stream=True, max_tokens=200):
-                await door.engine.pause()
+            async for _ in await door.chat(stream=True):
+                pass
         assert broken.value.code == "timeout", "one that has told something ends with an event"
-        await door.engine.resume()
 
         def fault(*_: Any) -> None:
             raise RuntimeError("secret")
@@ -206,6 +213,34 @@ async def test_callers_that_send_or_read_too_slowly_are_given_up(
         monkeypatch.undo()
         assert (await door.complete(max_tokens=1)).choices, "its place is free"
         deaf.close()
+
+
+async def test_prompts_of_megabytes_are_refused_at_once(door: Door) -> None:
+    long = "so " * (1 << 20)
+    chat = {"messages": [{"role": "user", "content": long}]}
+    for path, body in (("completions", {"prompt": long}), ("chat/completions", chat)):
+        status, error = await door.refusal(path, model=door.model, **body)
+        assert (status, error["code"]) == (400, "context_length_exceeded")
+        assert "at least" in error["message"] and "at most 255" in error["message"]
+
+
+async def test_connections_are_bounded_and_silent_ones_end(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariants 7 and 8: whoever connects and says nothing holds no place for ever."""
+    monkeypatch.setattr(server, "IDLE_SECONDS", 1.5)
+    async with opened(model_folder, openai={"max_connections": 3}) as door, door.client() as client:
+        host, _, port = door.address.rpartition(":")
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
+        status, error = await door.refusal("completions", model=door.model, prompt="hi")
+        assert (status, error["code"]) == (429, "overloaded")
+        with pytest.raises(openai.RateLimitError, match="3 connections are open"):
+            await client.models.list()
+        async with asyncio.timeout(10):
+            for reader, writer in silent:
+                assert await reader.read() == b"", "closed without a word"
+                writer.close()
+        assert (await client.models.list()).data
 
 
 async def test_drain_lets_running_requests_end(door: Door) -> None:

@@ -22,6 +22,7 @@ from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 
 from quartet_inference.chat import Chat, Unextendable
+from quartet_inference.chat.lengths import too_long
 from quartet_inference.conversations import Conversations, Messages
 from quartet_inference.engine import Delta, Engine, Finish, Reason, Request, ServedWeights
 from quartet_inference.messages import from_turn, to_template, tool_to_template
@@ -146,7 +147,7 @@ class Answerer:
         if not request.messages.messages:
             raise refused("messages", "empty", "send at least one message")
         messages = tuple(to_template(message) for message in request.messages.messages)
-        return _Prompt(tuple(self._chat.render(messages, tools)), tools, messages=messages)
+        return _Prompt(tuple(self._chat.render(messages, tools, self._room())), tools, messages=messages)
 
     def _given(self, request: pb.GenerateRequest, tools: Tools) -> _Prompt:
         """A prompt of exact tokens."""
@@ -173,17 +174,20 @@ class Answerer:
         known = self._conversations.recall(token_ids) if self._chat.may_break else None
         messages = (*known, *tail) if known is not None else None
         try:
-            extended = tuple(self._chat.extend(token_ids, tail, tools))
+            extended = tuple(self._chat.extend(token_ids, tail, tools, self._room()))
         except Unextendable as why:
             if messages is None:
                 self._count_break()
                 remedy = "send the whole conversation as messages"
                 raise refused("tokens.tail_messages", f"{len(tail)} messages", f"{remedy}: {why}") from why
-            extended = tuple(self._chat.render(messages, tools))
+            extended = tuple(self._chat.render(messages, tools, self._room()))
         kept = extended[: len(token_ids)] == token_ids
         if not kept:
             self._count_break()
         return _Prompt(extended, tools, kept=kept, messages=messages)
+
+    def _room(self) -> int:
+        return self._engine.info().max_model_len
 
     def _count_break(self) -> None:
         with self._lock:
@@ -196,13 +200,7 @@ class Answerer:
             raise refused("messages", "rendered to nothing", "send a message with content")
         room = info.max_model_len - len(prompt.given)
         if room < max(1, prompt.resumed):
-            raise QuartetError(
-                "PROMPT_TOO_LONG",
-                f"the prompt has {len(prompt.token_ids)} tokens, "
-                f"at most {info.max_model_len - 1} leave room for one",
-                tokens=len(prompt.token_ids),
-                limit=info.max_model_len - 1,
-            )
+            raise too_long(f"{len(prompt.token_ids)}", len(prompt.token_ids), info.max_model_len)
         return Request(
             prompt=prompt.token_ids,
             sampling=resolve(request.sampling, room, info.vocab_size),

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from quartet_inference.chat.calls import schemas_of
 from quartet_inference.chat.formats import FORMATS, ToolFormat, format_of
+from quartet_inference.chat.lengths import check_length, longest_token
 from quartet_inference.chat.reader import THINKING_MARKS, DeclaredReader, FormatReader, TurnReader
 from quartet_inference.chat.template import Template
 
@@ -52,6 +53,7 @@ class Chat:
             if added.special
         }
         self._decode = _decoder(self._tokenizer)
+        self._longest_token = longest_token(self._tokenizer)
         self._token_texts: dict[int, str] = {}  # at most the vocabulary
         self._wanted = self._tokens_of(self._thinking or ())
         calls = self._format.special if self._format is not None else ()
@@ -77,27 +79,41 @@ class Chat:
             return "response_template"
         return self._format.name if self._format is not None else "none"
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The tokens of a conversation, opened for the assistant. Errors: INVALID_REQUEST."""
-        return self.encode(self.template.render(messages, tools))
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        room: int | None = None,
+    ) -> list[int]:
+        """The tokens of a conversation, opened for the assistant.
+
+        Errors: INVALID_REQUEST, PROMPT_TOO_LONG.
+        """
+        return self.encode(self.template.render(messages, tools), room=room)
 
     def extend(
         self,
         token_ids: Sequence[int],
         tail: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
+        room: int | None = None,
     ) -> list[int]:
         """The given tokens, the close of the turn that they end with, the tail, the next turn's opening.
 
-        Raises Unextendable.
+        Raises Unextendable. Errors: PROMPT_TOO_LONG.
         """
-        following = self.encode(self.template.following(tail, tools))
+        following = self.encode(self.template.following(tail, tools), room=room)
         if following and token_ids[-1] in self.end_tokens and following[0] == token_ids[-1]:
             following = following[1:]  # the turn was closed by the token that was sampled
         return [*token_ids, *following]
 
-    def encode(self, text: str, add_special: bool = False) -> list[int]:
-        """The tokens of a text; by default it has its special tokens written out."""
+    def encode(self, text: str, add_special: bool = False, room: int | None = None) -> list[int]:
+        """The tokens of a text; by default it has its special tokens written out.
+
+        Errors: PROMPT_TOO_LONG, where it cannot be said in so many tokens; not every longer text is seen.
+        """
+        if room is not None and self._longest_token is not None:
+            check_length(text, self._longest_token, room)
         return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=add_special)]
 
     def text(self, token_ids: Sequence[int], special: bool = False, keep: Collection[int] = ()) -> str:

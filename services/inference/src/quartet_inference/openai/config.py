@@ -24,6 +24,8 @@ class OpenAiConfig(Config):
     # A request takes no longer, waiting included.
     request_seconds: float = pydantic.Field(default=600.0, gt=0, le=86_400)
     max_concurrent_requests: int = pydantic.Field(default=4096, ge=1)
+    # Open connections, idle ones too.
+    max_connections: int = pydantic.Field(default=8192, ge=1)
     # The address, once it is bound.
     port_file: Path | None = None
 

@@ -1,7 +1,8 @@
 """The routes of the front: who may ask, what is asked for, which answer it gets.
 
 1. Every answer is OpenAI's JSON, errors too; a fault's details stay in the log.
-2. Bodies, requests at a time and choices are bounded, and so is the time that a body takes to come.
+2. Bodies, requests at a time and choices are bounded, and so is the time that a body takes to come; so are
+   connections (`connections`), and what is tokenized of a prompt that cannot fit (`chat.lengths`).
 3. While the service drains new requests get 503.
 """
 
@@ -173,9 +174,9 @@ class Front:
         return await self._complete(request, *parsed, CompletionReply)
 
     def _prompts(self, raw: bytes) -> tuple[CompletionBody, list[pb.GenerateRequest]]:
-        body = parse_completion(raw)
+        body, room = parse_completion(raw), self._engine.info().max_model_len
         prompts = [
-            self._chat.encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
+            self._chat.encode(prompt, body.add_special_tokens, room) if isinstance(prompt, str) else prompt
             for prompt in body.prompts()
         ]
         return body, body.requests(prompts)

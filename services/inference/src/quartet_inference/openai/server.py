@@ -2,6 +2,7 @@
 
 1. A caller that goes away ends its generation.
 2. Drains with the service: after the signal new requests get 503, those under way have the server's grace.
+3. Connections are bounded, and closed when no request comes by them for IDLE_SECONDS: silence holds no place.
 """
 
 from __future__ import annotations
@@ -16,8 +17,14 @@ from quartet.config import ConfigError
 from quartet.kit.health import Health
 
 from quartet_inference.openai.config import OpenAiConfig
+from quartet_inference.openai.connections import Connections
 from quartet_inference.openai.door import tls_context
 from quartet_inference.openai.front import Front
+
+#: Longer than a client's own pool keeps them, usually.
+IDLE_SECONDS = 75.0
+#: Connections that the kernel holds until they are accepted: a burst of clients, not a queue of work.
+BACKLOG = 1024
 
 log = structlog.get_logger()
 
@@ -26,27 +33,34 @@ log = structlog.get_logger()
 async def serving(front: Front, config: OpenAiConfig, health: Health, grace_s: float) -> AsyncIterator[str]:
     """Listen until left; yields the address. Raises ConfigError."""
     runner = web.AppRunner(
-        front.application(), handler_cancellation=True, access_log=None, shutdown_timeout=grace_s
+        front.application(),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=grace_s,
+        keepalive_timeout=IDLE_SECONDS,
     )
     await runner.setup()
+    assert runner.server is not None, "it is set up"
+    connections = Connections(runner.server, config.max_connections)
     host, _, port = config.address.rpartition(":")
+    tls = tls_context(config.tls) if config.tls else None
     try:
-        site = web.TCPSite(
-            runner, host.strip("[]"), int(port), ssl_context=tls_context(config.tls) if config.tls else None
+        listening = await asyncio.get_running_loop().create_server(
+            connections, host.strip("[]"), int(port), ssl=tls, backlog=BACKLOG
         )
-        await site.start()
     except OSError as error:
         await runner.cleanup()
         raise ConfigError(
             f"openai.address = {config.address!r} cannot be bound: {error.strerror}; choose another port"
         ) from None
-    address = f"{host}:{runner.addresses[0][1]}"
+    address = f"{host}:{listening.sockets[0].getsockname()[1]}"
     if config.port_file is not None:
         config.port_file.write_text(f"{address}\n", encoding="ascii")
     log.info("serving OpenAI's API", address=address)
 
     async def drain() -> None:
         await health.draining.wait()
+        listening.close()
         await runner.cleanup()
 
     draining = asyncio.create_task(drain(), name="drain-openai")
@@ -57,4 +71,5 @@ async def serving(front: Front, config: OpenAiConfig, health: Health, grace_s: f
             await draining
         draining.cancel()
         await asyncio.gather(draining, return_exceptions=True)
+        listening.close()
         await runner.cleanup()
