@@ -56,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     from quartet.cli.baseline import arguments as baseline
     from quartet.cli.env import arguments as environments
     from quartet.cli.eval import arguments as evaluation
+    from quartet.cli.gepa import arguments as gepa
     from quartet.cli.sft import arguments as sft
     from quartet.cli.tiny import command as tiny
 
@@ -66,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
         add("env", "make, install, describe, check environments", environments.DESCRIPTION)
     )
     baseline.add_arguments(add("baseline", "too hard, too easy, or fit to train on", baseline.DESCRIPTION))
+    gepa.add_arguments(add("gepa", "improve an environment's system prompt", gepa.DESCRIPTION))
     model = add("model", "make a model")
     models = model.add_subparsers(dest="model_command", required=True, metavar="KIND")
     tiny.add_arguments(
@@ -98,7 +100,7 @@ def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
     from quartet.cli import clients, rl
     from quartet.cli.tiny import command as tiny
 
-    if rest and options.command not in ("rl", "sft", "eval", "env", "baseline", "submit"):
+    if rest and options.command not in ("rl", "sft", "eval", "env", "baseline", "gepa", "submit"):
         raise ConfigError(f"argument {rest[0]!r} is not understood; see 'quartet {options.command} --help'")
     match options.command:
         case "rl":
@@ -119,6 +121,11 @@ def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
             from quartet.cli.baseline import command as baseline
 
             return baseline.run(options, rest)
+        case "gepa":
+            _need("gepa", "rich", extra="gepa")
+            from quartet.cli.gepa import command as gepa
+
+            return gepa.run(options, rest)
         case "env":
             _need("rich")
             from quartet.cli.env import command as environments
@@ -131,12 +138,12 @@ def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
             return clients.run(getattr(clients, options.command), options, rest)
 
 
-def _need(*packages: str) -> None:
+def _need(*packages: str, extra: str = "cli") -> None:
     """Refuse now what would fail at the end. Raises ConfigError."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"{', '.join(missing)} is not installed; in the repository: pip install './sdk[cli]'"
+            f"{', '.join(missing)} is not installed; in the repository: pip install './sdk[{extra}]'"
         )
 
 

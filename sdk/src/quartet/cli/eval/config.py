@@ -42,8 +42,8 @@ class OneEvalConfig(HostedConfig):
     sampling: EvalSamplingConfig = EvalSamplingConfig()
 
 
-class EvalFileConfig(Config):
-    """A file of evaluations."""
+class AnswererConfig(Config):
+    """Who answers, how it is sampled, and the services of this machine behind it."""
 
     model: str = ""
     inference_addresses: tuple[Text, ...] = ()
@@ -51,16 +51,29 @@ class EvalFileConfig(Config):
     #: Name of the environment variable that holds the endpoint's key.
     api_key_var: str = "OPENAI_API_KEY"
     endpoints: Path = Path("configs/endpoints.toml")
+    max_concurrent: PositiveCount = MAX_CONCURRENT
+    sampling: EvalSamplingConfig = EvalSamplingConfig()
+    inference: Table
+    envhost: Table
+
+    @pydantic.model_validator(mode="after")
+    def _one_answers(self) -> Self:
+        if self.base_url and self.inference_addresses:
+            raise ValueError("base_url and inference_addresses both say who answers; give one of the two")
+        if self.base_url and not self.model:
+            raise ValueError('base_url needs the name of a model there; set model = "..."')
+        return self
+
+
+class EvalFileConfig(AnswererConfig):
+    """A file of evaluations."""
+
     num_examples: Examples = NUM_EXAMPLES
     rollouts_per_example: GroupSize = ROLLOUTS_PER_EXAMPLE
-    max_concurrent: PositiveCount = MAX_CONCURRENT
     split: Split = "eval"
     #: A rollout passes from this reward on.
     pass_threshold: Number = PASS_THRESHOLD
-    sampling: EvalSamplingConfig = EvalSamplingConfig()
     eval: Annotated[tuple[OneEvalConfig, ...], Field(max_length=MAX_ENVIRONMENTS)] = ()
-    inference: Table
-    envhost: Table
 
     @pydantic.field_validator("num_examples")
     @classmethod
@@ -75,14 +88,6 @@ class EvalFileConfig(Config):
         if isinstance(value, dict):
             raise ValueError("evaluations are a list of tables; write [[eval]] with two brackets")
         return value
-
-    @pydantic.model_validator(mode="after")
-    def _one_answers(self) -> Self:
-        if self.base_url and self.inference_addresses:
-            raise ValueError("base_url and inference_addresses both say who answers; give one of the two")
-        if self.base_url and not self.model:
-            raise ValueError('base_url needs the name of a model there; set model = "..."')
-        return self
 
     @pydantic.model_validator(mode="after")
     def _names_differ(self) -> Self:

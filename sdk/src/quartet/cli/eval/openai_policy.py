@@ -80,11 +80,6 @@ class OpenAiPolicy:
         self._answered = True
         return answer_of(done)
 
-    async def ask(self, text: str) -> str:
-        """One question and its answer, outside any environment."""
-        question = pb.ModelQuestion(messages=[common_pb2.Message(role="user", content=text)])
-        return (await self(question)).message.content
-
     def _give_up(self, url: str, why: str) -> ConfigError:
         self.fatal = ConfigError(f"the endpoint {url} {why}; check its url, key and model")
         return self.fatal

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from quartet.cli.eval.config import EvalFileConfig
+from quartet.cli.eval.config import AnswererConfig
 from quartet.cli.eval.endpoints import Endpoint, endpoint_at, read_endpoints
 from quartet.cli.job import model_path
 from quartet.config import ConfigError
@@ -34,7 +34,7 @@ class Source:
         return ",".join(f"grpc://{one}" for one in self.addresses)
 
 
-def choose(config: EvalFileConfig) -> Source:
+def choose(config: AnswererConfig) -> Source:
     """What the configuration names. Raises ConfigError."""
     if config.inference_addresses:
         name = config.model or config.inference_addresses[0]

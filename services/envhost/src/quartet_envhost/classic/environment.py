@@ -32,12 +32,12 @@ from quartet.v1 import envhost_service_pb2, rollout_pb2
 
 from quartet_envhost import failures
 from quartet_envhost.classic.groups import Groups, OutOfTime
+from quartet_envhost.classic.instruction import Told, split_off
 from quartet_envhost.classic.outcome import rollout_of
 from quartet_envhost.classic.policy import RolloutPolicy, sampling_args
 from quartet_envhost.classic.scoring import faults_of, noted, rubrics_of, watch
 from quartet_envhost.classic.tuning import remember_signatures, sort_tokens_at_once
 from quartet_envhost.config import canonical_id, distribution_version
-from quartet_envhost.instruction import split_off
 from quartet_envhost.sampler import MODEL_NAME, Sampler
 
 # A longer list is asked for in parts; it would not fit into a message with its data.
@@ -73,7 +73,7 @@ class HostedEnvironment:
         if self._rows[envhost_service_pb2.SPLIT_EVAL] is None:
             self._rows[envhost_service_pb2.SPLIT_EVAL] = self._rows[envhost_service_pb2.SPLIT_TRAIN]
         if prompt is not None:
-            self._rows = {split: rows and _Told(rows, prompt) for split, rows in self._rows.items()}
+            self._rows = {split: rows and Told(rows, prompt) for split, rows in self._rows.items()}
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -244,25 +244,6 @@ def _rows(env: Any, build: str, name: str) -> Any:
     """A split as a list of rows, built now; None where the environment has none."""
     getattr(env, build)()
     return getattr(env, name)
-
-
-class _Told:
-    """The rows with another system message in front."""
-
-    def __init__(self, rows: Any, prompt: str) -> None:
-        self._rows = rows
-        self._message = {"role": "system", "content": prompt}
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        row = dict(self._rows[index])
-        messages = row["prompt"]
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        rest = messages[1:] if messages and messages[0]["role"] == "system" else messages
-        return {**row, "prompt": [self._message, *rest]}
 
 
 async def _nothing() -> None:

@@ -1,7 +1,7 @@
 """One loaded environment: its tasks, its description, its rollouts.
 
-1. `args` may name fields of the taskset ("num_train", "split") and of the environment ("agent", "timeout"),
-   and `system_prompt` (instruction.py); anything else is refused with the nearest known name.
+1. `args` may name fields of the taskset ("num_train", "split") and of the environment ("agent", "timeout");
+   anything else is refused with the nearest known name.
 2. Roles that do not say where and how they run get the in-process harness on the local machine.
 3. Training examples are the taskset as configured. Evaluation examples are the taskset with its `split` set
    to "eval", "test" or "validation", whichever it knows; a taskset without splits evaluates on its training
@@ -37,7 +37,6 @@ from verifiers.v1.utils.loaders import (
 )
 
 from quartet_envhost.config import distribution_version
-from quartet_envhost.instruction import split_off
 from quartet_envhost.sampler import MODEL_NAME, Sampler
 from quartet_envhost.v1.harness import HARNESS_ID
 from quartet_envhost.v1.interception import POLICY_CONFIG, HostInterception, current_policy
@@ -61,11 +60,10 @@ class HostedEnvironment:
         self._id = env_id
         remember_default_factories()
         remember_certificates()
-        own, prompt = split_off(env_id, args, _fields(env_id))
-        self._env = load_environment(environment_config(env_id, own))
+        self._env = load_environment(environment_config(env_id, args))
         self._tasks = {
-            envhost_service_pb2.SPLIT_TRAIN: _Tasks(self._env.taskset, prompt),
-            envhost_service_pb2.SPLIT_EVAL: _Tasks(_eval_taskset(self._env.taskset), prompt),
+            envhost_service_pb2.SPLIT_TRAIN: _Tasks(self._env.taskset),
+            envhost_service_pb2.SPLIT_EVAL: _Tasks(_eval_taskset(self._env.taskset)),
         }
 
     @contextlib.asynccontextmanager
@@ -157,11 +155,8 @@ class HostedEnvironment:
 class _Tasks:
     """A split as a list that grows as far as it is read; an infinite taskset is read to MAX_READ at most."""
 
-    def __init__(self, taskset: Any, prompt: str | None) -> None:
-        """With `prompt` in place of every task's own system prompt."""
+    def __init__(self, taskset: Any) -> None:
         self._source: Iterator[Any] = iter(taskset)
-        if prompt is not None:
-            self._source = (task.with_system_prompt(prompt) for task in self._source)
         self._bounded = taskset.bounded
         self._read: list[Any] = []
 
@@ -176,14 +171,6 @@ class _Tasks:
     def size(self) -> int:
         self._read.extend(self._source)
         return len(self._read)
-
-
-def _fields(env_id: str) -> set[str]:
-    """The arguments that an environment takes by itself. Raises QuartetError(ENVIRONMENT_UNKNOWN)."""
-    try:
-        return set(taskset_config_type(env_id).model_fields) | set(env_config_type(env_id).model_fields)
-    except ModuleNotFoundError as error:
-        raise _not_found(env_id, error) from error
 
 
 def environment_config(env_id: str, args: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
-"""The argument `system_prompt`: what the model is told first, in place of what the environment would tell it.
+"""The argument `system_prompt` of a classic environment: what the model is told first, as text.
 
 An environment that takes an argument of that name gets it; in any other it replaces the system message of
-every example. So a prompt that was found for an environment (`quartet gepa`) is one line of a run.
+every example. (In a v1 taskset it is Verifiers' own argument, and names a file.)
 """
 
 from __future__ import annotations
@@ -28,3 +28,22 @@ def split_off(env_id: str, args: Mapping[str, Any], own: Container[str]) -> tupl
             remedy="write a text",
         )
     return {name: value for name, value in args.items() if name != SYSTEM_PROMPT}, prompt
+
+
+class Told:
+    """Rows with another system message in front."""
+
+    def __init__(self, rows: Any, prompt: str) -> None:
+        self._rows = rows
+        self._message = {"role": "system", "content": prompt}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = dict(self._rows[index])
+        messages = row["prompt"]
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        rest = messages[1:] if messages and messages[0]["role"] == "system" else messages
+        return {**row, "prompt": [self._message, *rest]}

@@ -1,0 +1,1 @@
+"""Prompt optimisation: the system prompt of an environment, improved by reflection (GEPA)."""

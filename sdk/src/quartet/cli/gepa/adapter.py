@@ -1,0 +1,157 @@
+"""The bridge between the `gepa` library, which runs in a thread, and rollouts, which run on the event loop.
+
+1. A candidate is scored by rollouts only: a rollout that fails is tried again, and one that goes on failing
+   ends the optimisation (which can be resumed), because a prompt is not worth 0 for what broke.
+2. What ends it is kept in `broken`, whatever the library makes of it.
+3. A prompt is played once on a validation example: its rollouts are in validation.jsonl, from which an
+   optimisation that goes on takes them. (The library itself would play the first prompt again.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gepa.core.adapter import EvaluationBatch
+
+from quartet.cli.eval.board import Board
+from quartet.cli.eval.config import Trial
+from quartet.cli.eval.rollouts import play
+from quartet.cli.eval.rows import failure_kind, result_row
+from quartet.cli.gepa.policies import Prompted, ask
+from quartet.cli.outputs import Row, append_line, recover_lines
+from quartet.errors import QuartetError
+from quartet.interact import Policy
+from quartet.v1.rollout_pb2 import Rollout, Task
+
+T = TypeVar("T")
+
+COMPONENT = "system_prompt"
+VALIDATION = "validation.jsonl"
+#: Beyond the tries inside the host.
+ATTEMPTS = 3
+
+
+class Adapter:
+    """GEPA's adapter: examples are (split, index)."""
+
+    #: The library proposes with its own template and the reflecting model.
+    propose_new_texts = None
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        host: Any,
+        trial: Trial,
+        tasks: Mapping[str, Sequence[Task]],
+        policy: Prompted,
+        teacher: Policy,
+        state_columns: Sequence[str],
+        reflection_max_tokens: int,
+        board: Board,
+        folder: Path,
+    ) -> None:
+        self._loop, self._host, self._trial, self._tasks = loop, host, trial, tasks
+        self._policy, self._teacher = policy, teacher
+        self._columns, self._max_tokens, self._board = state_columns, reflection_max_tokens, board
+        self._seen: dict[str, int] = {}
+        self._file = folder / VALIDATION
+        self._validated: dict[tuple[str, int], Row] = {
+            (one["prompt"], one["index"]): one["row"] for one in recover_lines(self._file)
+        }
+        self.broken: Exception | None = None
+
+    def evaluate(
+        self, batch: list[tuple[str, int]], candidate: dict[str, str], capture_traces: bool = False
+    ) -> EvaluationBatch[Row, Row]:
+        """Rollouts of the examples under a candidate's prompt."""
+        rows = self._call(self._play(batch, candidate[COMPONENT]))
+        scores = [float(row["reward"]) for row in rows]
+        number = self._seen.setdefault(candidate[COMPONENT], len(self._seen))
+        mean = sum(scores) / len(scores)
+        self._board.say(f"prompt {number}: reward {mean:.3f} on {len(scores)} {batch[0][0]} examples")
+        return EvaluationBatch(outputs=rows, scores=scores, trajectories=rows if capture_traces else None)
+
+    def make_reflective_dataset(
+        self,
+        candidate: dict[str, str],
+        eval_batch: EvaluationBatch[Row, Row],
+        components_to_update: list[str],
+    ) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        """What the teacher reads of each example."""
+        records = [self._record(row) for row in eval_batch.outputs]
+        return dict.fromkeys(components_to_update, records)
+
+    def _record(self, row: Row) -> Row:
+        asked = next((one["content"] for one in row["prompt"] if one["role"] == "user"), "")
+        record = {
+            "query": asked,
+            "completion": row["completion"],
+            "expected_answer": row.get("answer", ""),
+            "reward": row["reward"],
+            "stop_condition": row["stop_condition"],
+        }
+        return record | {name: row[name] for name in self._columns if name in row}
+
+    def reflect(self, prompt: str | list[dict[str, Any]]) -> str:
+        """The teacher's answer."""
+        text = prompt if isinstance(prompt, str) else "\n\n".join(str(one["content"]) for one in prompt)
+        self._board.say("the teacher reflects")
+        return self._call(ask(self._teacher, text, self._max_tokens))
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        """From the library's thread to the loop and back."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        except Exception as error:
+            self.broken = error
+            raise
+
+    async def _play(self, batch: Sequence[tuple[str, int]], prompt: str) -> list[Row]:
+        self._policy.prompt = prompt
+        known = {key: self._validated.get((prompt, key[1])) for key in batch if key[0] == "eval"}
+        rows = {key: row for key, row in known.items() if row is not None}
+        for _ in range(ATTEMPTS):
+            failed: list[Rollout] = []
+            for split in sorted({split for split, _ in batch}):
+                missing = [key for key in batch if key[0] == split and key not in rows]
+                await self._some(split, missing, rows, failed)
+            if not failed:
+                self._keep(prompt, rows, known)
+                return [rows[key] for key in batch]
+        worst = failed[0]
+        why = f"{failure_kind(worst)}: {worst.failure.message}"
+        raise QuartetError("INTERNAL", f"{len(failed)} rollouts went on failing, the first as {why}")
+
+    def _keep(self, prompt: str, rows: dict[tuple[str, int], Row], known: dict[tuple[str, int], Any]) -> None:
+        for (split, index), row in rows.items():
+            if split == "eval" and known[split, index] is None:
+                append_line(self._file, {"prompt": prompt, "index": index, "row": row})
+                self._validated[prompt, index] = row
+
+    async def _some(
+        self,
+        split: str,
+        keys: Sequence[tuple[str, int]],
+        rows: dict[tuple[str, int], Row],
+        failed: list[Rollout],
+    ) -> None:
+        tasks = [self._tasks[split][index] for _, index in dict.fromkeys(keys)]
+        position = {task.index: at for at, task in enumerate(self._tasks[split])}
+
+        def note(task: Task, rollout: Rollout) -> None:
+            if self._policy.fatal is not None:
+                raise self._policy.fatal
+            if rollout.HasField("failure"):
+                failed.append(rollout)
+                return
+            data = json.loads(task.data_json)
+            columns = {name: data[name] for name in self._columns if name in data}
+            rows[split, position[task.index]] = columns | result_row(task, rollout)
+
+        trial = replace(self._trial, split=split)
+        await play(self._host, trial, {task.index: [0] for task in tasks}, tasks, note, self._policy)

@@ -1,0 +1,295 @@
+"""`quartet gepa`: a better system prompt for an environment, found by the `gepa` library.
+
+1. Rollouts are played through `Interact` with the candidate's prompt in front, so any environment can be
+   optimised, whatever its generation; the model is our inference or any endpoint, so is the teacher.
+2. The library saves its state after every step: with --resume it goes on where it was, with equal settings;
+   only `max_calls` may be another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import difflib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gepa.api import optimize
+
+from quartet.cli.env.installed import REFUSALS
+from quartet.cli.eval.arguments import MODEL_KEYS, env_args, environment_first, given_keys
+from quartet.cli.eval.board import Board, PlainBoard
+from quartet.cli.eval.command import folder_name
+from quartet.cli.eval.config import Trial
+from quartet.cli.eval.rollouts import describe, reference, tasks_of
+from quartet.cli.eval.services import deploy, with_host
+from quartet.cli.eval.source import Source, choose, source_of
+from quartet.cli.gepa.adapter import COMPONENT, Adapter
+from quartet.cli.gepa.arguments import GEPA_KEYS, SAMPLING_KEYS
+from quartet.cli.gepa.artefacts import BEST_ENV, METADATA, head, write_artefacts
+from quartet.cli.gepa.config import GepaConfig
+from quartet.cli.gepa.policies import Prompted, ReplicaPolicy
+from quartet.cli.outputs import Row, write_json
+from quartet.config import ConfigError, load
+from quartet.errors import QuartetError
+from quartet.interact import Policy
+from quartet.kit.channel import ClientSecurity
+from quartet.kit.folder import check_folder, lock_file
+from quartet.local.beside import AddressBook
+from quartet.local.supervisor import ServiceFailed
+from quartet.local.toml_text import inline
+from quartet.run.config import HostedConfig
+from quartet.v1.rollout_pb2 import Task
+
+EXIT_FAILED = 1
+#: Columns of every rollout, beside metrics, rewards and the task's own fields.
+ROW_COLUMNS = ("num_turns", "is_truncated", "stop_condition", "token_usage", "timing", "task_key", "prompt")
+#: Settings that stand in metadata.json under the names of their keys.
+KEPT = ("num_train", "num_val", "minibatch_size", "perfect_score", "state_columns", "seed", "max_calls")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done, all of it checked."""
+
+    config: GepaConfig
+    env: HostedConfig
+    source: Source
+    teacher: Source | None
+    folder: Path
+    run_id: str
+
+    @property
+    def trial(self) -> Trial:
+        """One rollout of each example, as GEPA has it."""
+        config = self.config
+        return Trial(
+            name=self.env.id, hosted=self.env, split="train", num_examples=config.num_train,
+            rollouts_per_example=1, sampling=config.sampling, max_concurrent=config.max_concurrent,
+        )  # fmt: skip
+
+    @property
+    def settings(self) -> Row:
+        """What may not change on a resume, and max_calls, which may."""
+        config = self.config.model_dump(mode="json")
+        sampling = self.config.sampling.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+        return {
+            "env_id": self.env.id,
+            "env_args": self.env.args,
+            "model": self.source.name,
+            "base_url": self.source.base_url,
+            "reflection_model": (self.teacher or self.source).name,
+            "sampling_args": sampling,
+            **{key: config[key] for key in KEPT},
+        }
+
+
+def run(options: argparse.Namespace, rest: list[str]) -> int:
+    """The command. `rest` is what argparse left: an environment, `@ file.toml`, `--key value`."""
+    plan = plan_of(read(options, rest), options)
+    config, ids = plan.config, [plan.env.id]
+    if options.dry_run:
+        with tempfile.TemporaryDirectory(prefix="quartet-check-") as scratch:
+            deploy(plan.source, Path(scratch), ids, config.envhost, config.inference)
+        print(config.model_dump_json(indent=2, exclude_none=True))
+        return 0
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = lock_file(plan.folder / ".lock")
+    except BlockingIOError:
+        raise ConfigError(f"{plan.folder} belongs to an optimisation that is going on; wait for it") from None
+    with lock, contextlib.closing(PlainBoard()) as board:
+        specs = deploy(plan.source, plan.folder / "services", ids, config.envhost, config.inference)
+        board.say(f"run {plan.run_id} in {plan.folder}")
+        try:
+
+            async def work(host: Any, policy: Policy | None, book: AddressBook) -> tuple[Any, str]:
+                return await _optimise(plan, host, policy, book, board)
+
+            result, api = with_host(specs, plan.source, work)
+        except ServiceFailed as error:
+            print(f"error: {error}", file=sys.stderr)
+            return EXIT_FAILED
+        except QuartetError as error:
+            if error.reason in REFUSALS:
+                raise ConfigError(error.message) from error
+            print(f"error: {error}\ngo on with --resume {plan.run_id}", file=sys.stderr)
+            return EXIT_FAILED
+        except KeyboardInterrupt:
+            print(f"stopped; go on with --resume {plan.run_id}", file=sys.stderr)
+            raise
+    return _report(plan, result, api)
+
+
+def _report(plan: Plan, result: Any, api: str) -> int:
+    args = write_artefacts(plan.folder, result, plan.env, api, plan.settings)
+    scores = result.val_aggregate_scores
+    print(
+        f"reward {scores[0]:.3f} -> {scores[result.best_idx]:.3f} on {len(result.val_subscores[0])} "
+        f"validation examples, {len(scores)} prompts kept, {result.total_metric_calls} rollouts"
+    )
+    print(f"the line for [[env]] of a run (or @ {plan.folder / BEST_ENV}):")
+    print(f"args = {inline(args)}")
+    return 0
+
+
+def read(options: argparse.Namespace, rest: list[str]) -> GepaConfig:
+    """The configuration of the file, the flags and the environment named before them. Raises ConfigError."""
+    named, rest = environment_first(rest)
+    given = [one for keys in (MODEL_KEYS, GEPA_KEYS, SAMPLING_KEYS) for one in given_keys(options, keys)]
+    if options.state_columns is not None:
+        given.append(f"--state-columns={inline(options.state_columns)}")
+    args = env_args(options)
+    if named:
+        given.append(f"--env={inline({'id': named, **({'args': args} if args else {})})}")
+    elif args:
+        raise ConfigError("--env-args is for an environment named on the command line; write env.args")
+    config = load(GepaConfig, [*rest, *given]).config
+    if config.env is None:
+        raise ConfigError("no environment is named; write quartet gepa ENVIRONMENT, or [env] in a file")
+    return config
+
+
+def plan_of(config: GepaConfig, options: argparse.Namespace) -> Plan:
+    """Who answers, who reflects, and where to. Raises ConfigError; changes nothing."""
+    assert config.env is not None
+    source = choose(config)
+    teacher = _teacher(config, source)
+    base = options.output_dir.absolute() / "gepa"
+    check_folder("--output-dir", base)
+    run_id = options.resume or options.run_id or time.strftime("%Y%m%d-%H%M%S")
+    plan = Plan(config, config.env, source, teacher, base, run_id)
+    folder = base / folder_name(plan.trial, source) / run_id
+    plan = Plan(config, config.env, source, teacher, folder, run_id)
+    known = folder / METADATA
+    if options.resume is None and known.exists():
+        raise ConfigError(f"{folder} is taken; add --resume {run_id}, or choose another --run-id")
+    if options.resume is not None:
+        if not known.exists():
+            raise ConfigError(f"--resume {run_id}: there is no optimisation in {folder}")
+        _same(json.loads(known.read_text(encoding="utf-8"))["config"], plan.settings, folder)
+    return plan
+
+
+def _same(before: Row, now: Row, folder: Path) -> None:
+    for key, value in now.items():
+        if key != "max_calls" and before.get(key) != value:
+            raise ConfigError(
+                f"{key} = {json.dumps(value)} is refused: {folder} was begun with {key} = "
+                f"{json.dumps(before.get(key))}; set that, or begin anew without --resume"
+            )
+
+
+def _teacher(config: GepaConfig, source: Source) -> Source | None:
+    """None where the model reflects on itself. Raises ConfigError."""
+    if config.reflection_model in ("", config.model) and not config.reflection_base_url:
+        return None
+    teacher = source_of(
+        config.reflection_model, config.reflection_base_url, config.reflection_api_key_var, config.endpoints
+    )
+    if teacher.folder:
+        raise ConfigError(
+            f"reflection_model = {config.reflection_model!r} is a model folder; serve it (quartet_inference "
+            "has an OpenAI-compatible front) and name its reflection_base_url"
+        )
+    return teacher
+
+
+async def _optimise(
+    plan: Plan, host: Any, policy: Policy | None, book: AddressBook, board: Board
+) -> tuple[Any, str]:
+    """GEPA's result, and the environment's generation. Raises QuartetError, ConfigError."""
+    trial, config = plan.trial, plan.config
+    info = await describe(host, reference(trial))
+    tasks = {
+        split: await tasks_of(host, Trial(**{**vars(trial), "split": split, "num_examples": count}))
+        for split, count in (("train", config.num_train), ("eval", config.num_val))
+    }
+    data = json.loads(tasks["train"][0].data_json)
+    _check_columns(config.state_columns, [*info.rewards, *info.metrics, *data, *ROW_COLUMNS])
+    initial = _initial_prompt(config, data)
+    async with AsyncExitStack() as opened:
+        if policy is None:
+            addresses = plan.source.addresses or book["inference"]
+            security = ClientSecurity.model_validate(config.envhost.get("inference_security", {}))
+            policy = await opened.enter_async_context(ReplicaPolicy(addresses, security))
+        teacher = policy
+        if plan.teacher is not None:
+            assert plan.teacher.player is not None
+            teacher = await opened.enter_async_context(plan.teacher.player())
+        adapter = Adapter(
+            asyncio.get_running_loop(), host, trial, tasks, Prompted(policy), teacher,
+            config.state_columns, config.reflection_max_tokens, board, plan.folder,
+        )  # fmt: skip
+        write_json(plan.folder / METADATA, head(plan.settings))
+        try:
+            return await asyncio.to_thread(_run_library, plan, adapter, initial, tasks), info.api
+        finally:
+            if isinstance(adapter.broken, (QuartetError, ConfigError)):
+                raise adapter.broken
+
+
+def _run_library(plan: Plan, adapter: Adapter, initial: str, tasks: dict[str, list[Task]]) -> Any:
+    """In a thread of its own: the library blocks."""
+    config = plan.config
+    with (plan.folder / "gepa.log").open("a", encoding="utf-8") as log:
+        return optimize(
+            seed_candidate={COMPONENT: initial},
+            trainset=[("train", at) for at in range(len(tasks["train"]))],
+            valset=[("eval", at) for at in range(len(tasks["eval"]))],
+            adapter=adapter,  # type: ignore[arg-type]
+            reflection_lm=adapter.reflect,
+            reflection_minibatch_size=config.minibatch_size,
+            skip_perfect_score=config.perfect_score is not None,
+            perfect_score=1.0 if config.perfect_score is None else config.perfect_score,
+            max_metric_calls=config.max_calls,
+            stop_callbacks=lambda state: adapter.broken is not None,
+            run_dir=str(plan.folder),
+            logger=_Log(log),
+            seed=config.seed,
+            raise_on_exception=True,
+        )
+
+
+class _Log:
+    """What the library has to say, in a file."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def log(self, message: str) -> None:
+        """One message."""
+        print(message, file=self._file, flush=True)
+
+
+def _initial_prompt(config: GepaConfig, data: Row) -> str:
+    """The file's, or the environment's own: of its task, or of its first message. Raises ConfigError."""
+    if config.initial_prompt is not None:
+        try:
+            return config.initial_prompt.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"initial_prompt = {str(config.initial_prompt)!r}: {error.strerror}") from None
+    messages = data.get("prompt")
+    first = messages[0] if isinstance(messages, list) and messages else {}
+    prompt = data.get(COMPONENT) or (first.get("content") if first.get("role") == "system" else None)
+    if not prompt:
+        raise ConfigError(
+            "the environment has no system prompt to begin with; give one with --initial-prompt FILE"
+        )
+    return str(prompt)
+
+
+def _check_columns(asked: Sequence[str], known: Sequence[str]) -> None:
+    for name in asked:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            remedy = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(set(known)))}"
+            raise ConfigError(f"state_columns: a rollout has no {name!r}; {remedy}")

@@ -1,0 +1,36 @@
+"""What is optimised: the TOML of `quartet gepa @ file.toml`, with the options of Verifiers' own command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from quartet.cli.eval.config import AnswererConfig
+from quartet.run.config import HostedConfig
+from quartet.run.values import Number, PositiveCount, Seed, Text
+
+
+class GepaConfig(AnswererConfig):
+    """One environment, the model whose prompt it is, and the model that reflects."""
+
+    env: HostedConfig | None = None
+    #: Of the file of endpoints, or at reflection_base_url; empty: the model itself.
+    reflection_model: str = ""
+    reflection_base_url: str = ""
+    reflection_api_key_var: str = "OPENAI_API_KEY"
+    reflection_max_tokens: PositiveCount = 4096
+    #: Rollouts in all, before and after a resume together.
+    max_calls: PositiveCount = 500
+    num_train: PositiveCount = 100
+    num_val: PositiveCount = 50
+    #: Examples looked at together in one reflection.
+    minibatch_size: PositiveCount = 3
+    #: A minibatch that earns it everywhere is not reflected on.
+    perfect_score: Number | None = None
+    #: Further columns of a rollout for the reflecting model: metrics, rewards, fields of the task.
+    state_columns: Annotated[tuple[Text, ...], Field(max_length=64)] = ()
+    seed: Seed = 0
+    #: A file with the prompt to begin with; default: the environment's own.
+    initial_prompt: Path | None = None

@@ -1,0 +1,217 @@
+"""`quartet eval`: what it reads, what it refuses, what it writes and goes on from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quartet.cli.__main__ import build_parser, main
+from quartet.cli.eval.command import plan_of, read
+from quartet.cli.eval.config import EvalFileConfig, Trial
+from quartet.cli.eval.endpoints import endpoint_at, read_endpoints
+from quartet.cli.eval.record import Record
+from quartet.cli.eval.source import Source
+from quartet.config import ConfigError, validate
+from quartet.v1.common_pb2 import Message, ToolCall
+from quartet.v1.envhost_service_pb2 import EnvironmentInfo
+from quartet.v1.rollout_pb2 import FAILURE_KIND_TIMEOUT, Rollout, RolloutFailure, Task
+
+SOURCE = Source("models/tiny", folder="/models/tiny")
+
+
+def trial(**changes: Any) -> Trial:
+    """One of a file, with the keys that are changed."""
+    tables = {
+        "num_examples": 2,
+        "rollouts_per_example": 3,
+        "eval": [{"id": "e", "args": {"k": 1}}],
+        **changes,
+    }
+    (one,) = validate(EvalFileConfig, tables).trials
+    return one
+
+
+TASKS = [Task(index=index, key=f"k{index}", data_json='{"answer": "42"}') for index in range(2)]
+
+
+def rollout(member: int, reward: float) -> Rollout:
+    said = [
+        Message(role="system", content="s"),
+        Message(role="user", content="q"),
+        Message(role="assistant", tool_calls=[ToolCall(id="1", name="t", arguments_json="{}")]),
+        Message(role="tool", content="42", tool_call_id="1"),
+        Message(role="assistant", content="42"),
+    ]
+    return Rollout(member=member, reward=reward, rewards={"r": reward}, metrics={"m": 2.0}, messages=said)
+
+
+def failure(member: int) -> Rollout:
+    return Rollout(member=member, failure=RolloutFailure(kind=FAILURE_KIND_TIMEOUT, message="late"))
+
+
+def fill(record: Record, *rollouts: tuple[int, Rollout]) -> None:
+    with record.held(EnvironmentInfo(verifiers_version="0.4.0"), TASKS):
+        for index, one in rollouts:
+            record.note(TASKS[index], one)
+
+
+def test_invariant_5_a_failure_is_in_a_file_of_its_own_and_in_no_mean(tmp_path: Path) -> None:
+    record = Record(tmp_path / "r", trial(), SOURCE)
+    fill(record, (0, rollout(0, 1.0)), (0, failure(1)), (1, rollout(2, 0.5)))
+    metadata = json.loads((tmp_path / "r" / "metadata.json").read_text())
+    assert (metadata["avg_reward"], metadata["failures"], metadata["results"]) == (0.75, {"TIMEOUT": 1}, 2)
+    assert metadata["avg_error"] == pytest.approx(1 / 3) and metadata["avg_metrics"] == {"m": 2.0, "r": 0.75}
+    (failed,) = (tmp_path / "r" / "failures.jsonl").read_text().splitlines()
+    assert "reward" not in json.loads(failed)
+
+
+def test_a_line_has_the_form_that_verifiers_reads(tmp_path: Path) -> None:
+    fill(Record(tmp_path / "r", trial(), SOURCE), (1, rollout(2, 0.5)))
+    (line,) = (tmp_path / "r" / "results.jsonl").read_text().splitlines()
+    row = json.loads(line)
+    assert [one["role"] for one in row["prompt"]] == ["system", "user"]
+    assert [one["role"] for one in row["completion"]] == ["assistant", "tool", "assistant"]
+    assert json.loads(row["completion"][0]["tool_calls"][0]) == {"id": "1", "name": "t", "arguments": "{}"}
+    assert (row["example_id"], row["rollout"], row["answer"], row["r"]) == (1, 2, "42", 0.5)
+
+
+def test_what_has_a_result_is_not_wanted_again_and_what_failed_is(tmp_path: Path) -> None:
+    fill(Record(tmp_path / "r", trial(), SOURCE), (0, rollout(0, 1.0)), (0, failure(1)), (1, rollout(2, 0.5)))
+    with (tmp_path / "r" / "results.jsonl").open("a") as file:
+        file.write('{"example_id": 1, "rol')  # torn by a kill
+    again = Record(tmp_path / "r", trial(num_examples=3), SOURCE)
+    assert again.wanted([*TASKS, Task(index=2)]) == {0: [1, 2], 1: [0, 1], 2: [0, 1, 2]}
+    assert again.failed == {}, "failures are of this attempt"
+    fill(again, (0, rollout(1, 0.0)))
+    assert len((tmp_path / "r" / "results.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_examples": 1}, "num_examples = 1 is refused: .* begun with 2; it may grow"),
+        ({"rollouts_per_example": 4}, "rollouts_per_example = 4 is refused: .* rollouts_per_example = 3"),
+        ({"sampling": {"top_k": 5}}, 'sampling = {"top_k": 5} is refused: .* begun with sampling = {}'),
+        ({"split": "train"}, 'split = "train" is refused'),
+        ({"eval": [{"id": "e", "args": {"k": 2}}]}, 'args = {"k": 2} is refused: .* args = {"k": 1}'),
+    ],
+)
+def test_a_changed_setting_is_refused_with_its_key(tmp_path: Path, change: Any, said: str) -> None:
+    fill(Record(tmp_path / "r", trial(), SOURCE))
+    Record(tmp_path / "r", trial(pass_threshold=0.9), SOURCE)
+    with pytest.raises(ConfigError, match=said):
+        Record(tmp_path / "r", trial(**change), SOURCE)
+    with pytest.raises(ConfigError, match='model = "other" is refused'):
+        Record(tmp_path / "r", trial(), Source("other"))
+
+
+def test_two_evaluations_do_not_fill_one_folder(tmp_path: Path) -> None:
+    first, second = (Record(tmp_path / "r", trial(), SOURCE) for _ in range(2))
+    with (
+        first.held(EnvironmentInfo(), TASKS),
+        pytest.raises(ConfigError, match="is being filled by another"),
+        second.held(EnvironmentInfo(), TASKS),
+    ):
+        pass
+
+
+def test_what_a_table_says_wins_over_the_file() -> None:
+    tables = {
+        "num_examples": 7,
+        "sampling": {"max_tokens": 9, "temperature": 0.5},
+        "eval": [
+            {"id": "a"},
+            {"id": "b", "num_examples": -1, "pass_threshold": 0.0, "sampling": {"temperature": 0.0}},
+        ],
+    }
+    a, b = validate(EvalFileConfig, tables).trials
+    assert (a.num_examples, a.sampling.temperature, a.pass_threshold) == (7, 0.5, 0.5)
+    assert (b.num_examples, b.sampling.temperature, b.pass_threshold) == (-1, 0.0, 0.0)
+    assert b.sampling.max_tokens == 9
+
+
+def test_bad_input_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    twice = tmp_path / "twice.toml"
+    twice.write_text('model = "m"\n[[eval]]\nid = "a"\n[[eval]]\nid = "a"\n')
+    once = tmp_path / "once.toml"
+    once.write_text('model = "m"\n[[eval]]\nid = "a"\n')
+    table = tmp_path / "table.toml"
+    table.write_text('[eval]\nid = "a"\n')
+    for arguments, said in (
+        (["eval"], "no environment is named; write quartet eval ENVIRONMENT"),
+        (["eval", "e"], "no model is named; give --model"),
+        (["eval", "e", "-m", "nowhere"], "or name an endpoint (there is none in"),
+        (["eval", "e", "-m", "m", "-n", "0"], "nothing would be evaluated"),
+        (
+            ["eval", "e", "-m", "m", "-n", "many"],
+            "num_examples = 'many' is refused: should be a whole number",
+        ),
+        (["eval", "e", "-m", "m", "--num-exmaples", "3"], "did you mean 'num_examples'?"),
+        (["eval", "e", "-m", "m", "-a", "{"], "--env-args '{' is not JSON"),
+        (["eval", "e", "@", str(once)], "is named beside [[eval]] of a file"),
+        (["eval", "@", str(twice)], "two evaluations are called 'a'; give each a name"),
+        (["eval", "@", str(table)], "write [[eval]] with two brackets"),
+        (["eval", "@", str(tmp_path / "none.toml")], "does not exist; check the path after '@'"),
+        (["eval", "e", "-m", "m", "-b", "localhost:80"], 'such as "http://127.0.0.1:8000/v1"'),
+        (["eval", "e", "-b", "http://x/v1"], "base_url needs the name of a model there"),
+    ):
+        command = [*arguments, "-e", str(tmp_path / "no-endpoints.toml")]
+        assert main(command) == 2
+        assert said in capsys.readouterr().err, arguments
+
+
+def test_an_endpoint_has_replicas_a_key_by_name_and_verifiers_longer_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "endpoints.toml"
+    file.write_text(
+        """
+        [[endpoint]]
+        endpoint_id = "mini"
+        model = "m1"
+        url = "https://a/v1/"
+        key = "SOME_KEY"
+        [[endpoint]]
+        id = "mini"
+        model = "m2"
+        base_url = "https://b/v1"
+        api_key_var = "SOME_KEY"
+        api_client_type = "openai_chat_completions"
+        """
+    )
+    mini = read_endpoints(file)["mini"]
+    assert mini.url == "https://a/v1,https://b/v1" and [one.model for one in mini.replicas] == ["m1", "m2"]
+    monkeypatch.delenv("SOME_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"environment variable SOME_KEY, which is not set; export"):
+        mini.key_of(mini.replicas[0])
+    monkeypatch.setenv("SOME_KEY", "secret")
+    assert mini.key_of(mini.replicas[0]) == "secret"
+    local = endpoint_at("http://127.0.0.1:8000/v1", "m", "NO_SUCH_VARIABLE")
+    assert local.key_of(local.replicas[0]) == "none", "a server on this machine needs none"
+    file.write_text(
+        '[[endpoint]]\nendpoint_id = "x"\nmodel = "m"\nurl = "http://x"\ntype = "anthropic_messages"\n'
+    )
+    with pytest.raises(ConfigError, match="openai_chat_completions"):
+        read_endpoints(file)
+
+
+def test_a_resumed_evaluation_is_the_last_one_or_the_one_that_is_named(tmp_path: Path) -> None:
+    def planned(*more: str) -> Any:
+        options, rest = build_parser().parse_known_args(["eval", "e", "-m", "m", "-o", str(tmp_path), *more])
+        return plan_of(read(options, rest), Source("m", folder="/m"), options)
+
+    with pytest.raises(ConfigError, match="nothing to go on with"):
+        planned("--resume")
+    plan = planned("--run-id", "first")
+    fill_default = plan.records[0]
+    with fill_default.held(EnvironmentInfo(), TASKS):
+        pass
+    with pytest.raises(ConfigError, match="is taken; add --resume first"):
+        planned("--run-id", "first")
+    assert planned("--resume", "-n", "7").run_id == planned("--resume", "first").run_id == "first"
+    with pytest.raises(ConfigError, match="no evaluation second of this environment"):
+        planned("--resume", "second")
+    with pytest.raises(ConfigError, match=r"--run-id '\.\./x' is refused"):
+        planned("--run-id", "../x")
