@@ -25,7 +25,7 @@ from quartet_trainer.run import Run
 from quartet_trainer.service import TrainerServicer
 from quartet_trainer.spec import RunSpec
 from quartet_trainer.state_root import hold, state_root
-from quartet_trainer.states import StateStore
+from quartet_trainer.states import StateStore, TensorFiles
 from quartet_trainer.worker import Worker
 
 TRAINER = "quartet.v1.TrainerService"
@@ -67,7 +67,10 @@ def machine_of(
 
 
 def assemble(
-    config: TrainerConfig, machine: Machine | None = None, run_kind: Callable[..., Run] = Run
+    config: TrainerConfig,
+    machine: Machine | None = None,
+    run_kind: Callable[..., Run] = Run,
+    files: TensorFiles | None = None,
 ) -> Trainer:
     """Build the trainer; needs a running event loop. Errors: ConfigError."""
     # Loading is quick and logged by us; progress bars have no place in a service's log.
@@ -85,7 +88,7 @@ def assemble(
         log.info("run_opened", run_id=run_id, base_model=spec.base_model, device=str(machine.device))
         return run
 
-    states = StateStore(state_root(config.state_dir), config.keep_last)
+    states = StateStore(state_root(config.state_dir), config.keep_last, files)
     roster = Roster(make_run, states, worker, config.max_runs)
     health.watch_progress(STUCK_SECONDS, lambda: worker.busy)
     services = (

@@ -30,7 +30,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from quartet_trainer import model as base
-from quartet_trainer.publish import TORCH_DTYPES, Snapshot, cast
+from quartet_trainer.publish import TORCH_DTYPES, Snapshot, cast, gathered
+from quartet_trainer.ranks.layout import is_whole, like, whole
 from quartet_trainer.spec import LoraSpec
 from quartet_trainer.trained import Masters
 
@@ -59,6 +60,9 @@ class Base:
         self._active = ""
         self._left: list[str] = []
         self._digest = ""
+        if not all(is_whole(parameter) for parameter in model.parameters()):
+            # While all ranks are here: later the first one alone asks for it.
+            self.digest()
 
     def join(self, spec: LoraSpec, base_model: str, seed: int) -> Adapter:
         """Put another adapter into the model. Errors: INVALID_CONFIG."""
@@ -135,7 +139,8 @@ class Base:
             state = xxhash.xxh3_128()
             for name, parameter in sorted(self.frozen().items()):
                 state.update(name.encode())
-                state.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+                frozen = whole(parameter.detach()).cpu().contiguous()
+                state.update(frozen.view(-1).view(torch.uint8).numpy().data)
             self._digest = state.hexdigest()
         return self._digest
 
@@ -186,11 +191,11 @@ class Adapter:
         merged = {}
         for name, weight in plain.items():
             module = PREFIX + name.removesuffix(".weight")
-            whole = masters.get(PREFIX + name, weight.detach())
+            one = masters.get(PREFIX + name, weight.detach())
             if module + _A in masters:
                 low, high = masters[module + _A].detach(), masters[module + _B].detach()
-                whole = whole + (high.to(whole.device) @ low.to(whole.device)) * self._scale
-            merged[name] = whole
+                one = one + like((high.to(one.device) @ low.to(one.device)) * self._scale, one)
+            merged[name] = one
         return merged
 
     @contextmanager
@@ -240,10 +245,13 @@ class Adapter:
                     dropout.eval()
         self._batches += 1
 
-    def export(self, source: Path, target: Path, served_dtype: str) -> None:
+    def export(self, source: Path, target: Path, served_dtype: str, writes: bool = True) -> None:
         """Write the merged model, and the adapter beside it."""
         plain = {_plain(name): tensor for name, tensor in base.untied(self.model).items() if _is_frozen(name)}
-        base.export_folder(self.model, self._merged(self.parameters, plain), source, target, served_dtype)
+        merged = gathered(self._merged(self.parameters, plain).items(), served_dtype, writes)
+        if not writes:
+            return
+        base.export_folder(self.model, merged, source, target, served_dtype)
         folder = target / ADAPTER_FOLDER
         folder.mkdir()
         (folder / "adapter_config.json").write_text(self._config + "\n", encoding="utf-8")

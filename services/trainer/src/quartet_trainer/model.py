@@ -25,7 +25,6 @@ from safetensors import SafetensorError
 from quartet_trainer import attention
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.packing import pack
-from quartet_trainer.publish import TORCH_DTYPES
 from quartet_trainer.sample import Sample, make_sample
 
 #: What a folder needs besides weights so that tokenizer and sampling defaults travel with the model.
@@ -184,20 +183,18 @@ def embedding_names(model: Any) -> frozenset[str]:
 def export_folder(
     model: Any, tensors: Mapping[str, torch.Tensor], source: Path, target: Path, served_dtype: str
 ) -> None:
-    """Write tensors as a Hugging Face folder into `target`, which must not exist.
+    """Write tensors of the served dtype as a Hugging Face folder into `target`, which must not exist.
 
     Not atomic: the caller renames.
     """
-    dtype = TORCH_DTYPES[served_dtype]
     target.mkdir(parents=True)
     for pattern in COMPANION_PATTERNS:
         for file in source.glob(pattern):
             if file.is_file():
                 shutil.copyfile(file, target / file.name)
-    state = {name: tensor.detach().to("cpu", dtype) for name, tensor in tensors.items()}
     held_cache, model.config.use_cache = model.config.use_cache, True
     try:
-        model.save_pretrained(target, state_dict=state)
+        model.save_pretrained(target, state_dict=dict(tensors))
     finally:
         model.config.use_cache = held_cache
     # save_pretrained writes the dtype of the live model there; it is the exported one that readers go by.

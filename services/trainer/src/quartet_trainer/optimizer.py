@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quartet_trainer.ranks.layout import like, whole
+from quartet_trainer.ranks.layout import is_whole, like, whole
 from quartet_trainer.spec.optimizer import OptimizerKind, OptimizerSpec
 
 SGD_MOMENTUM = 0.9
@@ -130,7 +130,10 @@ def _sgd(spec: OptimizerSpec, matrices: Named, vectors: Named) -> torch.optim.Op
 
 
 def _muon(spec: OptimizerSpec, blocks: Named) -> torch.optim.Optimizer:
-    return torch.optim.Muon(
+    kind = torch.optim.Muon
+    if not all(is_whole(one) for one in blocks.values()):
+        from quartet_trainer.ranks.muon import WholeMuon as kind
+    return kind(
         list(blocks.values()),
         lr=spec.learning_rate,
         weight_decay=spec.weight_decay,

@@ -28,6 +28,16 @@ def cast(masters: Iterable[tuple[str, torch.Tensor]], served_dtype: str) -> Snap
     return {name: on_host(master, dtype) for name, master in masters}
 
 
+def gathered(masters: Iterable[tuple[str, torch.Tensor]], served_dtype: str, keep: bool = True) -> Snapshot:
+    """Cast masters on the CPU, whole; none for who does not keep them, but gives its part."""
+    kept = {}
+    for name, master in masters:
+        tensor = whole(on_host(master, TORCH_DTYPES[served_dtype]))
+        if keep:
+            kept[name] = tensor
+    return kept
+
+
 def wire_tensors(weights: Snapshot, keep: bool = True) -> dict[str, Tensor]:
     """The snapshot as bytes, without copying where it is whole; empty for who does not keep it."""
     tensors = {}

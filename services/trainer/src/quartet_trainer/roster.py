@@ -96,9 +96,7 @@ class Roster:
                 return
             # No call finds the run from here on; those that found it come before on the worker.
             await entry.sequence.settle()
-            if save_at and save_at == entry.sequence.applied:
-                await self._save_closed(entry)
-            entry.run.close()
+            await self._end(entry, save=bool(save_at) and save_at == entry.sequence.applied)
             del entry
             await self._worker.run(release_memory)
             log.info("run_closed", run_id=run_id)
@@ -122,10 +120,14 @@ class Roster:
         work: Callable[[], Awaitable[T]] = lambda: self._worker.run(job_then_status)  # noqa: E731
         return await entry.sequence.apply(seq_id, digest, work, moves_to)
 
-    async def _save_closed(self, entry: Entry) -> None:
-        applied = entry.sequence.applied
+    async def _end(self, entry: Entry, save: bool) -> None:
+        def job() -> None:
+            if save:
+                self.save(entry, CLOSED, entry.sequence.applied, False)
+            entry.run.close()
+
         try:
-            await self._worker.run(lambda: self.save(entry, CLOSED, applied, False))
+            await self._worker.run(job)
         except BaseException:
             # Still open: what it has in memory is all there is of it.
             self._entries[entry.run.run_id] = entry

@@ -35,7 +35,7 @@ from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.optimizer import Optimizer
 from quartet_trainer.passes import Machine, Passes, Standing
 from quartet_trainer.publish import TORCH_DTYPES, Snapshot
-from quartet_trainer.ranks.layout import part
+from quartet_trainer.ranks.layout import is_whole, part
 from quartet_trainer.recompute import recomputable
 from quartet_trainer.reference import REFERENCE, Reference
 from quartet_trainer.sample import Floats, Sample, check_against_model
@@ -157,6 +157,11 @@ class Run:
         """The run as it stands."""
         trainable, total = self._trained.counts()
         return RunStatus(self._policy_version, self._skipped_steps, trainable, total, self._versions.newest)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether each rank has a part of what is trained, and not the whole."""
+        return not all(is_whole(parameter) for parameter in self._trained.parameters.values())
 
     # -- training
 
@@ -318,8 +323,8 @@ class Run:
         self._loss_broken, self._served_dtype = bool(meta["loss_broken"]), served_dtype
 
     def export(self, target: Path) -> None:
-        """Write the live model as a Hugging Face folder."""
-        self._trained.export(self._folder, target, self._served_dtype)
+        """Write the live model as a Hugging Face folder; the first rank does, all give their parts."""
+        self._trained.export(self._folder, target, self._served_dtype, self._machine.ranks.first)
 
     def _make_reference(self, bare: Standing | None) -> Reference | None:
         """`bare` makes the model of an adapter stand as its base."""

@@ -5,7 +5,8 @@
    leaves it whole or absent.
 2. A state is read only after every digest was checked; `newest_sound` skips what is harmed, saying so in the
    log.
-3. Tensors are safetensors, the rest is JSON. Nothing is pickled.
+3. Tensors are safetensors, the rest is JSON. Nothing is pickled. Ranks write their parts in files of their
+   own, and what one process wrote they read, as it reads what they wrote.
 4. Of each run the `keep_last` newest states are kept. Newest means saved or loaded last: a state that a run
    returned to is the one it restarts from.
 5. A state that another release wrote in another form is refused like a harmed one.
@@ -22,7 +23,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 import torch
@@ -42,6 +43,8 @@ MODEL_FOLDER = "model"
 _TEMPORARY = "@writing-"
 _DISCARDED = "@discarded-"
 _READ_BYTES = 1 << 20
+
+Stems = Mapping[str, Mapping[str, torch.Tensor]]
 
 log = structlog.get_logger()
 
@@ -64,15 +67,49 @@ class Content:
     """What a state holds: JSON, and tensors by file stem and name."""
 
     meta: dict[str, Any]
-    tensors: Mapping[str, Mapping[str, torch.Tensor]]
+    tensors: Stems
+    #: Where it was read from.
+    folder: Path | None = None
+
+
+class TensorFiles(Protocol):
+    """How the tensors of a state are kept."""
+
+    def write(self, folder: Path, content: Content) -> None:
+        """Write them. Errors: NOT_READY."""
+        ...
+
+    def read(self, folder: Path) -> Stems:
+        """Read them again."""
+        ...
+
+
+class WholeFiles:
+    """One file for each stem. What ranks wrote in parts is read, too (ranks/shards.py)."""
+
+    def write(self, folder: Path, content: Content) -> None:
+        """Write whole tensors. Errors: OSError."""
+        for stem, tensors in content.tensors.items():
+            plain = {key: tensor.detach().to("cpu").contiguous() for key, tensor in tensors.items()}
+            save_file(plain, folder / f"{stem}.safetensors")
+
+    def read(self, folder: Path) -> Stems:
+        """Read whole tensors."""
+        stems = {file.stem: load_file(file) for file in sorted(folder.glob("*.safetensors"))}
+        if not any(folder.glob("*/shard-*.safetensors")):
+            return stems
+        from quartet_trainer.ranks.shards import read_whole
+
+        return stems | read_whole(folder)
 
 
 class StateStore:
     """The saved states of all runs below one root. One process at a time, one thread at a time."""
 
-    def __init__(self, root: Path, keep_last: int) -> None:
+    def __init__(self, root: Path, keep_last: int, files: TensorFiles | None = None) -> None:
         self._root = root.absolute()
         self._keep_last = keep_last
+        self._files = files or WholeFiles()
 
     def save(
         self,
@@ -109,9 +146,7 @@ class StateStore:
         writing = folder / f"{_TEMPORARY}{name}@{seq_id}"
         try:
             writing.mkdir()
-            for stem, tensors in content.tensors.items():
-                plain = {key: tensor.detach().to("cpu").contiguous() for key, tensor in tensors.items()}
-                save_file(plain, writing / f"{stem}.safetensors")
+            self._files.write(writing, content)
             (writing / META).write_text(json.dumps(content.meta, indent=1, sort_keys=True), encoding="utf-8")
             if export is not None:
                 export(writing / MODEL_FOLDER)
@@ -165,10 +200,10 @@ class StateStore:
                 raise _harmed(info, relative)
         try:
             meta = json.loads((info.path / META).read_text(encoding="utf-8"))
-            tensors = {file.stem: load_file(file) for file in sorted(info.path.glob("*.safetensors"))}
+            tensors = self._files.read(info.path)
         except (ValueError, SafetensorError) as error:
             raise _harmed(info, str(error)) from error
-        return Content(meta, tensors)
+        return Content(meta, tensors, info.path)
 
     def newest_sound(self, run_id: str) -> tuple[StateInfo, Content] | None:
         """The newest state that is unharmed; harmed ones are logged and passed over."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from quartet_trainer import model as base
-from quartet_trainer.publish import Snapshot, cast
+from quartet_trainer.publish import Snapshot, cast, gathered
 
 Masters = Mapping[str, Tensor]
 
@@ -50,8 +50,11 @@ class Trained(Protocol):
         """The model as it learns."""
         ...
 
-    def export(self, source: Path, target: Path, served_dtype: str) -> None:
-        """Write the live model as a Hugging Face folder; `source` has its tokenizer."""
+    def export(self, source: Path, target: Path, served_dtype: str, writes: bool = True) -> None:
+        """Write the live model as a Hugging Face folder; `source` has its tokenizer.
+
+        Or, where this rank does not write, give its part of the tensors.
+        """
         ...
 
     def meta(self) -> dict[str, Any]:
@@ -105,9 +108,11 @@ class WholeModel:
         """Nothing changes."""
         yield
 
-    def export(self, source: Path, target: Path, served_dtype: str) -> None:
+    def export(self, source: Path, target: Path, served_dtype: str, writes: bool = True) -> None:
         """Write the folder."""
-        base.export_folder(self.model, base.untied(self.model), source, target, served_dtype)
+        tensors = gathered(base.untied(self.model).items(), served_dtype, writes)
+        if writes:
+            base.export_folder(self.model, tensors, source, target, served_dtype)
 
     def meta(self) -> dict[str, Any]:
         """Nothing."""

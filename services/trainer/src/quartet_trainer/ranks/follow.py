@@ -13,7 +13,8 @@ from quartet.errors import QuartetError
 
 from quartet_trainer.ranks import command as told
 from quartet_trainer.ranks.group import Group
-from quartet_trainer.ranks.lead import end_group
+from quartet_trainer.ranks.lead import end_group, part_of
+from quartet_trainer.ranks.shards import write
 from quartet_trainer.run import Run
 from quartet_trainer.sample import Sample
 from quartet_trainer.spec import RunSpec
@@ -25,8 +26,8 @@ log = structlog.get_logger()
 class Follower:
     """The runs of this rank."""
 
-    def __init__(self, make_run: Callable[[str, RunSpec], Run]) -> None:
-        self._make_run = make_run
+    def __init__(self, group: Group, make_run: Callable[[str, RunSpec], Run]) -> None:
+        self._group, self._make_run = group, make_run
         self._runs: dict[str, Run] = {}
 
     def obey(self, command: told.Command, samples: Sequence[Sample]) -> None:
@@ -43,6 +44,12 @@ class Follower:
                 self._runs[run_id].forward(samples, command.version, command.temperature)
             case told.Publish(run_id=run_id):
                 self._runs[run_id].publish()
+            case told.Write(run_id=run_id):
+                content = self._runs[run_id].content(command.seq_id)
+                write(command.folder, content.tensors, self._group, self._group.host_group)
+            case told.Read(run_id=run_id):
+                run = self._runs[run_id]
+                run.restore(part_of(command.folder, run, self._group))
             case told.Export(run_id=run_id):
                 self._runs[run_id].export(command.folder)
             case told.Close(run_id=run_id):
@@ -56,7 +63,7 @@ class Follower:
 
 def follow(group: Group, make_run: Callable[[str, RunSpec], Run]) -> None:
     """Obey until told to stop."""
-    follower = Follower(make_run)
+    follower = Follower(group, make_run)
     try:
         while True:
             command, samples = group.hear()

@@ -67,6 +67,8 @@ class Group:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=WAIT_SECONDS))
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        #: For what is on the CPU.
+        self.host_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_SECONDS))
         self._mesh = init_device_mesh(device.type, (self.size,))
 
     @property

@@ -30,7 +30,7 @@ from quartet_trainer.passes import Machine
 from quartet_trainer.ranks.command import Stop, Wait
 from quartet_trainer.ranks.follow import follow
 from quartet_trainer.ranks.group import BEAT_SECONDS, Group, leave
-from quartet_trainer.ranks.lead import LeadRun
+from quartet_trainer.ranks.lead import LeadFiles, LeadRun
 from quartet_trainer.run import Run
 from quartet_trainer.spec import RunSpec
 from quartet_trainer.state_root import hold, state_root
@@ -72,7 +72,7 @@ def _maker(machine: Machine) -> Callable[[str, RunSpec], Run]:
 
 async def _lead(config: TrainerConfig, group: Group, machine: Machine) -> None:
     with hold(state_root(config.state_dir)):
-        trainer = assemble(config, machine, partial(LeadRun, group))
+        trainer = assemble(config, machine, partial(LeadRun, group), LeadFiles(group))
         beat = asyncio.create_task(_beat(trainer, group))
         try:
             await serve(trainer.services, config.server, trainer.health)

@@ -45,11 +45,28 @@ def like(values: Any, pattern: Any) -> Tensor:
     """
     if is_whole(pattern):
         return whole(values).to(pattern.device, copy=True)
-    if is_whole(values):
-        rank, ranks = pattern.device_mesh.get_local_rank(), pattern.device_mesh.size()
-        chunks = torch.chunk(values, ranks)
-        values = chunks[rank] if rank < len(chunks) else values[:0]
-    return _spread(part(values).to(part(pattern).device, copy=True), pattern, pattern.device_mesh)
+    mine = part_like(values, pattern)
+    return _spread(mine.to(part(pattern).device, copy=True), pattern, pattern.device_mesh)
+
+
+def part_like(values: Any, pattern: Any) -> Tensor:
+    """What this process holds of values if they are spread as a pattern is; as `like`, no copy."""
+    return _chunk(values, pattern.device_mesh) if is_whole(values) else part(values)
+
+
+def spread(values: Tensor) -> Tensor:
+    """This rank's part of what is whole on the host, as FSDP2 would cut it."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    local = _chunk(values, host_mesh()).clone()
+    return DTensor.from_local(
+        local, host_mesh(), [Shard(0)], run_check=False, shape=values.shape, stride=values.stride()
+    )
+
+
+def empty(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Memory for this rank's part of a tensor, on the host."""
+    return spread(torch.empty(shape, dtype=dtype))
 
 
 @cache
@@ -59,6 +76,12 @@ def host_mesh() -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh("cpu", (get_world_size(),))
+
+
+def _chunk(values: Tensor, mesh: Any) -> Tensor:
+    chunks = torch.chunk(values, mesh.size())
+    rank = mesh.get_local_rank()
+    return chunks[rank] if rank < len(chunks) else values[:0]
 
 
 def _spread(local: Tensor, pattern: Any, mesh: Any) -> Tensor:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,11 +17,24 @@ import structlog
 from quartet.errors import QuartetError
 from quartet.v1 import weights_pb2
 
-from quartet_trainer.ranks.command import Close, Command, Export, Open, Publish, Score, Step, Train
+from quartet_trainer.ranks.command import (
+    Close,
+    Command,
+    Export,
+    Open,
+    Publish,
+    Read,
+    Score,
+    Step,
+    Train,
+    Write,
+)
 from quartet_trainer.ranks.group import Group
+from quartet_trainer.ranks.shards import read, write
 from quartet_trainer.run import BatchResult, Run, StepResult
 from quartet_trainer.sample import Floats, Sample
 from quartet_trainer.spec import LossSpec, RunSpec
+from quartet_trainer.states import META, Content, Stems
 
 T = TypeVar("T")
 
@@ -33,6 +47,43 @@ def end_group(rank: int, why: BaseException) -> NoReturn:
     os._exit(1)
 
 
+def together(group: Group, command: Command, work: Callable[[], T], samples: Sequence[Sample] = ()) -> T:
+    """Do in this rank what the others are told to do. Errors: those of the contract."""
+    try:
+        group.tell(command, samples)
+        return work()
+    except QuartetError:
+        raise
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the ranks are out of step
+        end_group(group.rank, error)
+
+
+def part_of(folder: Path, run: Run, group: Group) -> Content:
+    """This rank's part of a saved content of a run."""
+    meta = json.loads((folder / META).read_text(encoding="utf-8"))
+    return Content(meta, read(folder, run.is_spread, group.host_group), folder)
+
+
+class LeadFiles:
+    """The tensors of a state, of which each rank writes its part. Implements states.TensorFiles."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def write(self, folder: Path, content: Content) -> None:
+        """In all ranks. Errors: NOT_READY."""
+        run_id, seq_id = content.meta["run_id"], content.meta["applied_seq_id"]
+        together(
+            self._group,
+            Write(run_id=run_id, seq_id=seq_id, folder=folder),
+            lambda: write(folder, content.tensors, self._group, self._group.host_group),
+        )
+
+    def read(self, folder: Path) -> Stems:
+        """Nothing: LeadRun.restore lets each rank read its part."""
+        return {}
+
+
 class LeadRun(Run):
     """A run that all ranks have."""
 
@@ -43,13 +94,7 @@ class LeadRun(Run):
         )
 
     def _together(self, command: Command, work: Callable[[], T], samples: Sequence[Sample] = ()) -> T:
-        try:
-            self._group.tell(command, samples)
-            return work()
-        except QuartetError:
-            raise
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the ranks are out of step
-            end_group(self._group.rank, error)
+        return together(self._group, command, work, samples)
 
     def forward_backward(
         self, samples: Sequence[Sample], loss: LossSpec, normalizer: float, verify_logprobs: bool
@@ -83,6 +128,15 @@ class LeadRun(Run):
     def export(self, target: Path) -> None:
         """Tensor after tensor; this rank writes."""
         self._together(Export(run_id=self.run_id, folder=target), lambda: super(LeadRun, self).export(target))
+
+    def restore(self, content: Content) -> None:
+        """Each rank reads its part."""
+        folder = content.folder
+        assert folder is not None
+        self._together(
+            Read(run_id=self.run_id, folder=folder),
+            lambda: super(LeadRun, self).restore(part_of(folder, self, self._group)),
+        )
 
     def close(self) -> None:
         """In all ranks."""

@@ -85,15 +85,15 @@ class ShardedForward(PolicyForward):
 
     @contextmanager
     def standing_as(self, placed: Mapping[str, Tensor]) -> Iterator[Scoring]:
-        """Spread parameters lie in the place of the live ones until the end; each rank moves its part."""
-        spread = {name: tensor for name, tensor in placed.items() if not layout.is_whole(tensor)}
-        rest = {name: tensor for name, tensor in placed.items() if name not in spread}
+        """Others lie in the place of spread parameters until the end; each rank moves its part."""
         live = dict(self.model.named_parameters())
+        spread = {name: tensor for name, tensor in placed.items() if not layout.is_whole(live[name])}
+        rest = {name: tensor for name, tensor in placed.items() if name not in spread}
         held = {name: layout.part(live[name]).detach().clone() for name in spread}
         with torch.no_grad():
             try:
                 for name, tensor in spread.items():
-                    layout.part(live[name]).copy_(layout.part(tensor))
+                    layout.part(live[name]).copy_(layout.part_like(tensor, live[name]))
                 with super().standing_as(rest) as scoring:
                     yield scoring
             finally:

@@ -1,0 +1,96 @@
+"""A trainer of several ranks, started by torchrun as a user would, over gloo on this machine's CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quartet.kit.channel import connect
+from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
+
+#: Three processes import torch on a machine that is shared.
+START_SECONDS = 120.0
+END_SECONDS = 60.0
+
+
+@dataclass
+class Ranked:
+    """A running group."""
+
+    process: subprocess.Popen[bytes]
+    port_file: Path
+    log: Path
+    state_dir: Path
+
+    def wait_served(self) -> str:
+        """Its address, once it serves."""
+        deadline = time.monotonic() + START_SECONDS
+        while not self.port_file.exists():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-4000:]
+            time.sleep(0.05)
+        return self.port_file.read_text().strip()
+
+    def rank_pid(self, rank: int) -> int:
+        """The process of a rank."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return next(
+            int(pid)
+            for pid in children
+            if f"\0RANK={rank}\0".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+        )
+
+
+@contextlib.contextmanager
+def torchrun(folder: Path, ranks: int, *, restarts: int = 0, **config: Any) -> Iterator[Ranked]:
+    """Run a trainer of so many ranks."""
+    folder.mkdir(exist_ok=True)
+    log, port_file, states = folder / "log", folder / "port", folder / "states"
+    arguments = {"state-dir": states, "device": "cpu", "server.port-file": port_file, **config}
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *("--nproc-per-node", str(ranks), "--max-restarts", str(restarts), "-m", "quartet_trainer"),
+                *(text for key, value in arguments.items() for text in (f"--{key}", str(value))),
+            ],
+            stdout=stream,
+            stderr=stream,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    try:
+        yield Ranked(process, port_file, log, states)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(END_SECONDS)
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranked]:
+    """One group for all tests of a file."""
+    with torchrun(tmp_path_factory.mktemp("ranks"), 2, **{"max-runs": 16}) as group:
+        yield group
+
+
+@pytest.fixture
+def call_ranks(two_ranks: Ranked) -> Callable[..., Any]:
+    """An async context with the group's trainer, as `serve_trainer` has one process's."""
+    from .conftest import Served
+
+    @contextlib.asynccontextmanager
+    async def calling() -> AsyncIterator[Served]:
+        async with connect(two_ranks.wait_served()) as channel:
+            yield Served(TrainerServiceStub(channel), channel, two_ranks.state_dir)
+
+    return calling

@@ -1,0 +1,125 @@
+"""States of two ranks and of one process: each goes on from the other's, and from its own."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from quartet.v1 import trainer_service_pb2 as pb
+
+SPECS = {
+    "whole": {"max_grad_norm": 1.0, "retain_versions": 2, "reference": pb.ReferenceSpec(sync_steps=2)},
+    "adapter": {"lora": pb.LoraSpec(rank=4, alpha=8.0), "retain_versions": 2},
+    "merged": {"lora": pb.LoraSpec(rank=4, alpha=8.0, publish_merged=True), "retain_versions": 2},
+}
+#: Later calls of a run, after the state at call 7.
+SAVED_AT = 7
+
+
+class Running:
+    """One run of a trainer, by name."""
+
+    def __init__(self, trainer: Any, run_id: str, folder: Path, spec: dict[str, Any]) -> None:
+        self.trainer, self.run_id = trainer, run_id
+        self._spec = {"base_model": str(folder), "learning_rate": 1e-4, **spec}
+
+    async def create(self) -> Any:
+        return await self.trainer.create(self.run_id, **self._spec)
+
+    async def step(self, seq_id: int, samples: Any) -> Any:
+        """Three calls: (loss, digest of what was published)."""
+        stub, run_id = self.trainer.stub, self.run_id
+        done = await self.trainer.forward_backward(seq_id, samples, run_id, verify_logprobs=True)
+        await stub.OptimStep(pb.OptimStepRequest(run_id=run_id, seq_id=seq_id + 1))
+        published = await stub.PublishWeights(pb.PublishWeightsRequest(run_id=run_id, seq_id=seq_id + 2))
+        return done.loss, published.digest, done.verification
+
+    async def save(self, seq_id: int, name: str = "a", export: bool = False) -> Any:
+        request = pb.SaveStateRequest(run_id=self.run_id, seq_id=seq_id, name=name, export_model=export)
+        return (await self.trainer.stub.SaveState(request)).state
+
+    async def load(self, seq_id: int, name: str = "a") -> Any:
+        request = pb.LoadStateRequest(run_id=self.run_id, seq_id=seq_id, name=name)
+        return (await self.trainer.stub.LoadState(request)).run
+
+    async def upto_saved(self, make_samples: Any) -> Any:
+        """Two steps, half a third one, a state."""
+        await self.create()
+        for number in range(2):
+            await self.step(3 * number + 1, make_samples(seed=number, version=number))
+        assert (await self.save(SAVED_AT)).seq_id == SAVED_AT
+
+    async def after_saved(self, make_samples: Any) -> Any:
+        return [
+            await self.step(SAVED_AT + 1 + 3 * n, make_samples(seed=9 + n, version=1 + n)) for n in range(2)
+        ]
+
+
+def near(one: Any, other: Any) -> None:
+    for (loss, _, seen), (loss2, _, seen2) in zip(one, other, strict=True):
+        assert abs(loss - loss2) <= 1e-5 * max(1.0, abs(loss))
+        assert (seen.tokens_compared, seen.tokens_skipped) == (seen2.tokens_compared, seen2.tokens_skipped)
+        assert abs(seen.max_difference - seen2.max_difference) < 1e-4
+    assert any(seen.tokens_compared for _, _, seen in one)
+
+
+@pytest.mark.parametrize("kind", list(SPECS))
+async def test_states_go_from_ranks_to_one_process_and_back(
+    serve_trainer: Callable[..., Any],
+    call_ranks: Callable[..., Any],
+    folder: Path,
+    tmp_path: Path,
+    make_samples: Any,
+    kind: str,
+) -> None:
+    there, here = f"{kind}-there", f"{kind}-here"
+    async with call_ranks() as group:
+        run = Running(group, there, folder, SPECS[kind])
+        await run.upto_saved(make_samples)
+        copied = shutil.copytree(group.state_dir / there, tmp_path / "states" / there)
+        straight = await run.after_saved(make_samples)
+        # Returning to it in the same group gives the same bits.
+        assert (await run.load(SAVED_AT + 7)).applied_seq_id == SAVED_AT
+        again = await run.after_saved(make_samples)
+        assert [one[:2] for one in again] == [one[:2] for one in straight]
+        if kind != "adapter":
+            assert sorted(copied.glob("*/*/shard-*.safetensors")), "each rank wrote its part"
+    async with serve_trainer() as alone:
+        run = Running(alone, there, folder, SPECS[kind])
+        assert (await run.create()).applied_seq_id == SAVED_AT
+        near(await run.after_saved(make_samples), straight)
+        run = Running(alone, here, folder, SPECS[kind])
+        await run.upto_saved(make_samples)
+        straight = await run.after_saved(make_samples)
+        states = alone.state_dir
+    async with call_ranks() as group:
+        shutil.copytree(states / here, group.state_dir / here)
+        run = Running(group, here, folder, SPECS[kind])
+        assert (await run.create()).applied_seq_id == SAVED_AT
+        near(await run.after_saved(make_samples), straight)
+
+
+async def test_ranks_export_a_folder_that_loads(
+    call_ranks: Callable[..., Any], folder: Path, make_samples: Any
+) -> None:
+    async with call_ranks() as group:
+        run = Running(group, "exported", folder, {"learning_rate": 1e-2})
+        await run.create()
+        samples = make_samples(groups=1)
+        await run.step(1, samples)
+        saved = await run.save(4, export=True)
+        frames = group.frames(pb.ForwardRequest, pb.ForwardStart(run_id="exported"), samples)
+        live = [list(one.logprobs) async for one in group.stub.Forward(frames)]
+    model = transformers.AutoModelForCausalLM.from_pretrained(saved.model_path, dtype=torch.float32).eval()
+    for one, logprobs in zip(samples, live, strict=True):
+        ids = torch.tensor([list(one.sample.token_ids)])
+        with torch.no_grad():
+            logp = torch.log_softmax(model(ids).logits[0], -1)
+        start = one.sample.spans[0].start
+        plain = logp[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0]
+        assert torch.allclose(plain, torch.tensor(logprobs), atol=1e-5)
