@@ -19,7 +19,7 @@ from quartet.weights.tensor import Tensor
 #: Tensors up to this size are encoded both ways without a sample: it costs less than a millisecond.
 SMALL_BYTES = 1 << 17
 #: A sample is this share of the tensor, in pieces of SAMPLE_PIECE_BYTES spread evenly over it.
-SAMPLE_SHARE = 1 / 32
+SAMPLE_SHARE = 1 / 64
 SAMPLE_PIECE_BYTES = 1 << 13
 #: The sample decides alone where one way needs less than this share of the other's bytes.
 CLEARLY = 0.93
