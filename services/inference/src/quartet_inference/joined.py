@@ -50,6 +50,7 @@ async def joined(events: AsyncIterator[AnswerEvent], interval_s: float) -> Async
                 timer = loop.call_later(interval_s, came.set)
                 await came.wait()
                 timer.cancel()
+                await asyncio.sleep(0)  # what is ready as well comes now, and shares the frame
             came.clear()
             batch = _together(waiting)
             waiting.clear()
