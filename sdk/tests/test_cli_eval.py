@@ -82,10 +82,23 @@ def test_what_has_a_result_is_not_wanted_again_and_what_failed_is(tmp_path: Path
     with (tmp_path / "r" / "results.jsonl").open("a") as file:
         file.write('{"example_id": 1, "rol')  # torn by a kill
     again = Record(tmp_path / "r", trial(num_examples=3), SOURCE)
-    assert again.wanted([*TASKS, Task(index=2)]) == {0: [1, 2], 1: [0, 1], 2: [0, 1, 2]}
+    with again.held(EnvironmentInfo(), [*TASKS, Task(index=2)]):
+        assert again.wanted() == {0: [1, 2], 1: [0, 1], 2: [0, 1, 2]}
     assert again.failed == {}, "failures are of this attempt"
     fill(again, (0, rollout(1, 0.0)))
     assert len((tmp_path / "r" / "results.jsonl").read_text().splitlines()) == 3
+
+
+def test_where_members_are_compared_an_example_with_one_missing_is_played_again_whole(
+    tmp_path: Path,
+) -> None:
+    ended = [(0, rollout(0, 1.0)), (0, rollout(1, 1.0)), (0, rollout(2, 1.0)), (1, rollout(1, 1.0))]
+    fill(Record(tmp_path / "r", trial(), SOURCE), *ended)
+    again = Record(tmp_path / "r", trial(), SOURCE)
+    with again.held(EnvironmentInfo(group_scoring=True), TASKS):
+        assert again.wanted() == {0: [], 1: [0, 1, 2]}
+    lines = (tmp_path / "r" / "results.jsonl").read_text().splitlines()
+    assert [json.loads(line)["example_id"] for line in lines] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +159,18 @@ def recover_lines(file: Path) -> list[Row]:
 
 def write_json(file: Path, content: Row) -> None:
     """Write a file atomically."""
+    _write_whole(file, json.dumps(content, indent=2) + "\n")
+
+
+def write_lines(file: Path, rows: Sequence[Row]) -> None:
+    """Write a file of lines atomically, in place of the one that is there."""
+    _write_whole(file, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _write_whole(file: Path, text: str) -> None:
     staged = file.with_name(f"{file.name}.{os.getpid()}.partial")
     try:
-        staged.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        staged.write_text(text, encoding="utf-8")
         staged.replace(file)
     finally:
         with contextlib.suppress(FileNotFoundError):

@@ -147,12 +147,6 @@ async def evaluate(host: Any, policy: Policy | None, record: Record, tally: Tall
     trial = record.trial
     info = await describe(host, reference(trial))
     tasks = await tasks_of(host, trial)
-    wanted = record.wanted(tasks)
-    total = len(tasks) * trial.rollouts_per_example
-    left = sum(map(len, wanted.values()))
-    tally.begin(left)
-    if left < total:
-        shown.say(f"{trial.name}: {total - left} of {total} rollouts have results already")
 
     def note(task: Task, rollout: Rollout) -> None:
         fatal = getattr(policy, "fatal", None)
@@ -163,7 +157,12 @@ async def evaluate(host: Any, policy: Policy | None, record: Record, tally: Tall
         shown.update(tally)
 
     with record.held(info, tasks):
-        await play(host, trial, wanted, tasks, note, policy)
+        wanted = record.wanted()
+        total, left = len(tasks) * trial.rollouts_per_example, sum(map(len, wanted.values()))
+        tally.begin(left)
+        if left < total:
+            shown.say(f"{trial.name}: {total - left} of {total} rollouts have results already")
+        await play(host, trial, wanted, tasks, note, policy, whole_groups=info.group_scoring)
 
 
 def report(plan: Plan) -> int:

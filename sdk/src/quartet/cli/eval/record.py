@@ -25,7 +25,7 @@ from typing import Any
 from quartet.cli.eval.config import ALL, Trial
 from quartet.cli.eval.rows import failure_kind, failure_row, result_row
 from quartet.cli.eval.source import Source
-from quartet.cli.outputs import Row, append_line, recover_lines, write_json
+from quartet.cli.outputs import Row, append_line, recover_lines, write_json, write_lines
 from quartet.config import ConfigError
 from quartet.kit.folder import lock_file
 from quartet.run.statistics import Summary, means_by_name, summarise
@@ -55,17 +55,17 @@ class Record:
         self.results: list[Row] = []
         self.failures: dict[tuple[int, int], str] = {}
         self._info = EnvironmentInfo()
+        self._tasks: Sequence[Task] = ()
         self._began = time.monotonic()
         self._before = 0.0
         if (folder / METADATA).exists():
-            self._go_on()
+            self._check()
 
-    def _go_on(self) -> None:
+    def _check(self) -> None:
+        """Whether the folder was begun with equal settings. Raises ConfigError."""
         try:
             known = json.loads((self.folder / METADATA).read_text(encoding="utf-8"))
-            rows = recover_lines(self.folder / RESULTS)
-            {_key(row) for row in rows}
-        except (ValueError, KeyError) as error:
+        except ValueError as error:
             raise ConfigError(f"{self.folder} cannot be read ({error}); use another folder") from None
         for name, key in SETTINGS.items():
             if known.get(name) != self.settings[name]:
@@ -79,12 +79,11 @@ class Record:
                 f"num_examples = {now} is refused: {self.folder} was begun with {before}; "
                 "it may grow, not shrink"
             )
-        self.results = rows
         self._before = float(known.get("time", 0.0))
 
     @contextmanager
     def held(self, info: EnvironmentInfo, tasks: Sequence[Task]) -> Iterator[None]:
-        """The folder, made and locked; metadata.json says at the end how it went, whatever ended it."""
+        """The folder, made, locked and read; metadata.json says at the end how it went, whatever ended it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             lock = lock_file(self.folder / ".lock")
@@ -92,18 +91,35 @@ class Record:
             raise ConfigError(f"{self.folder} is being filled by another evaluation; wait for it") from None
         self._info, self._tasks = info, tasks
         with lock:
+            self.results = self._read()
             try:
                 self.save()
                 yield
             finally:
                 self.save()
 
-    def wanted(self, tasks: Sequence[Task]) -> dict[int, list[int]]:
+    def _read(self) -> list[Row]:
+        """The results of the folder, which is locked.
+
+        Where rewards compare the members of a group, an example of which one is missing is played again
+        whole, and what it has is dropped.
+        """
+        rows = recover_lines(self.folder / RESULTS)
+        if self._info.group_scoring:
+            members = Counter(row["example_id"] for row in rows)
+            whole = [row for row in rows if members[row["example_id"]] == self.trial.rollouts_per_example]
+            if len(whole) < len(rows):
+                write_lines(self.folder / RESULTS, whole)
+            rows = whole
+        return rows
+
+    def wanted(self) -> dict[int, list[int]]:
         """Of each task, the members that have no result yet."""
         done = {_key(row) for row in self.results}
         members = range(self.trial.rollouts_per_example)
         return {
-            task.index: [member for member in members if (task.index, member) not in done] for task in tasks
+            task.index: [member for member in members if (task.index, member) not in done]
+            for task in self._tasks
         }
 
     def note(self, task: Task, rollout: Rollout) -> None:

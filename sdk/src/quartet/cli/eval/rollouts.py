@@ -86,15 +86,20 @@ async def tasks_of(host: Any, trial: Trial) -> list[Task]:
 
 async def play(
     host: Any, trial: Trial, wanted: Mapping[int, Sequence[int]], tasks: Sequence[Task], note: Note,
-    policy: Policy | None = None,
+    policy: Policy | None = None, *, whole_groups: bool = False,
 ) -> None:  # fmt: skip
-    """Run the wanted members of each task, by index; each is noted as it ends. Raises QuartetError."""
-    width = min(trial.rollouts_per_example, trial.max_concurrent)
+    """Run the wanted members of each task, by index; each is noted as it ends. Raises QuartetError.
+
+    With `whole_groups` (the environment's rewards compare the members of a group) a group is one request, and
+    is noted once all of it has ended.
+    """
+    group = trial.rollouts_per_example
+    width = group if whole_groups else min(group, trial.max_concurrent)
     groups = _groups(wanted, tasks, width)
 
     async def some() -> None:
         for task, members in groups:
-            await _group(host, trial, task, members, note, policy)
+            await _group(host, trial, task, members, note, policy, whole_groups)
 
     workers = [asyncio.create_task(some()) for _ in range(max(1, trial.max_concurrent // width))]
     try:
@@ -115,26 +120,45 @@ def _groups(
 
 
 async def _group(
-    host: Any, trial: Trial, task: Task, members: Sequence[int], note: Note, policy: Policy | None
+    host: Any,
+    trial: Trial,
+    task: Task,
+    members: Sequence[int],
+    note: Note,
+    policy: Policy | None,
+    whole: bool,
 ) -> None:
-    missing = list(members)
+    """One request, and further ones for what is missing: of a whole group that is all of it."""
+    missing = dict.fromkeys(members)
+    ended: list[Rollout] = []
     budget, why = RetryBudget(), ""
     for attempt in range(1, ATTEMPTS + 1):
-        request = rollouts_request(trial, task, missing)
+        request = rollouts_request(trial, task, members if whole else list(missing))
+        ended.clear()
         try:
             async with aclosing(_ask(host, request, policy)) as rollouts:
                 async for rollout in rollouts:
-                    missing.remove(rollout.member)
-                    note(task, rollout)
-            return
+                    if whole:
+                        ended.append(rollout)
+                    else:
+                        del missing[rollout.member]
+                        note(task, rollout)
         except QuartetError as error:
             if error.reason not in RETRYABLE | {"DEADLINE"}:
                 raise
             why = str(error)
-            await asyncio.sleep(budget.delay_s(attempt, error))
-    for member in missing:
-        failure = RolloutFailure(kind=FAILURE_KIND_HOST, message=why, retryable=True)
-        note(task, Rollout(member=member, failure=failure))
+        if not missing or len(ended) == len(members):  # also where the stream broke after the last one
+            break
+        await asyncio.sleep(budget.delay_s(attempt, QuartetError("NOT_READY", why)))
+    else:
+        ended = [_away(member, why) for member in missing]
+    for rollout in ended:
+        note(task, rollout)
+
+
+def _away(member: int, why: str) -> Rollout:
+    failure = RolloutFailure(kind=FAILURE_KIND_HOST, message=why, retryable=True)
+    return Rollout(member=member, failure=failure)
 
 
 async def _ask(

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 from quartet.cli.gepa.adapter import COMPONENT
-from quartet.cli.outputs import Row, write_json
+from quartet.cli.outputs import Row, write_json, write_lines
 from quartet.local.toml_text import dumps
 from quartet.run.config import HostedConfig
 
@@ -35,8 +34,8 @@ def write_artefacts(folder: Path, result: Any, env: HostedConfig, api: str, sett
     # A v1 taskset reads it from a file; a classic package is given it.
     args = {**env.args, COMPONENT: str(folder / BEST_PROMPT) if api == "v1" else best}
     (folder / BEST_ENV).write_text(dumps({"env": [{"id": env.id, "args": args}]}), encoding="utf-8")
-    _write_lines(folder / "results.jsonl", [_candidate(result, prompts, at) for at in range(len(prompts))])
-    _write_lines(folder / "pareto_frontier.jsonl", _frontier(result, prompts))
+    write_lines(folder / "results.jsonl", [_candidate(result, prompts, at) for at in range(len(prompts))])
+    write_lines(folder / "pareto_frontier.jsonl", _frontier(result, prompts))
     summary = {
         "num_candidates": len(prompts),
         "best_idx": result.best_idx,
@@ -110,10 +109,6 @@ def _frontier(result: Any, prompts: list[str]) -> list[Row]:
             }
         )
     return rows
-
-
-def _write_lines(file: Path, rows: list[Row]) -> None:
-    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
 def _digest(text: str) -> str:

@@ -1,0 +1,136 @@
+"""Rollouts asked of a host that goes away, and the questions of an endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import grpc
+import pytest
+from quartet.cli.eval import rollouts
+from quartet.cli.eval.config import EvalFileConfig, Trial
+from quartet.cli.eval.openai_policy import parameters, wire_message
+from quartet.cli.eval.rollouts import ATTEMPTS, play
+from quartet.config import validate
+from quartet.errors import QuartetError
+from quartet.kit.call import RetryBudget
+from quartet.v1 import envhost_service_pb2 as pb
+from quartet.v1.common_pb2 import Message, SamplingParams, ToolCall, ToolDefinition
+from quartet.v1.rollout_pb2 import FAILURE_KIND_HOST, Rollout, Task
+
+
+class Call:
+    """A stream of frames that may end in an error."""
+
+    def __init__(self, frames: list[Any], error: QuartetError | None) -> None:
+        self._frames, self._error = iter(frames), error
+
+    async def read(self) -> Any:
+        await asyncio.sleep(0)
+        frame = next(self._frames, None)
+        if frame is None and self._error is not None:
+            raise self._error
+        return grpc.aio.EOF if frame is None else frame
+
+    def cancel(self) -> None:
+        """Nothing is held."""
+
+
+class Host:
+    """Ends each member once, and breaks off as it is told."""
+
+    def __init__(self, breaks: Any) -> None:
+        self.breaks = breaks
+        self.requests: list[pb.RunRolloutsRequest] = []
+        self.running = self.most = 0
+
+    def RunRollouts(self, request: pb.RunRolloutsRequest) -> Call:
+        self.requests.append(request)
+        members = list(request.members)
+        kept, error = self.breaks(members)
+        return Call([pb.RunRolloutsResponse(rollout=Rollout(member=one)) for one in kept], error)
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = RetryBudget(initial_backoff_s=0.001, max_backoff_s=0.002)
+    monkeypatch.setattr(rollouts, "RetryBudget", lambda: quick)
+
+
+def trial(group: int, at_once: int) -> Trial:
+    tables = {"rollouts_per_example": group, "max_concurrent": at_once, "eval": [{"id": "e"}]}
+    return validate(EvalFileConfig, tables).trials[0]
+
+
+async def played(host: Host, one: Trial, tasks: int, *, whole: bool = False) -> list[tuple[int, Rollout]]:
+    found: list[tuple[int, Rollout]] = []
+    members = range(one.rollouts_per_example)
+    await play(
+        host, one, {index: members for index in range(tasks)}, [Task(index=index) for index in range(tasks)],
+        lambda task, rollout: found.append((task.index, rollout)), whole_groups=whole,
+    )  # fmt: skip
+    return found
+
+
+AWAY = QuartetError("NOT_READY", "the host went away")
+
+
+async def test_every_member_ends_once_whatever_breaks_off() -> None:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    draw = random.Random(seed)
+
+    def breaks(members: list[int]) -> tuple[list[int], QuartetError | None]:
+        kept = members[: draw.randint(0, len(members))]
+        return kept, AWAY if len(kept) < len(members) or draw.random() < 0.1 else None
+
+    for _ in range(40):
+        group, tasks = draw.randint(1, 6), draw.randint(1, 5)
+        for whole in (False, True):
+            host = Host(breaks)
+            found = await played(host, trial(group, draw.randint(1, 8)), tasks, whole=whole)
+            keys = Counter((index, rollout.member) for index, rollout in found)
+            assert keys == {(index, member): 1 for index in range(tasks) for member in range(group)}
+            if whole:
+                assert all(len(request.members) == group for request in host.requests)
+
+
+async def test_a_host_that_stays_away_is_a_failure_of_its_own_kind_and_a_refusal_ends_everything() -> None:
+    host = Host(lambda members: (members[:1], AWAY))
+    found = await played(host, trial(3, 3), 1)
+    assert [rollout.HasField("failure") for _, rollout in found] == [False, False, False]
+    host = Host(lambda members: ([], AWAY))
+    (first, *_) = found = await played(host, trial(2, 2), 1)
+    assert len(found) == 2 and len(host.requests) == ATTEMPTS
+    assert first[1].failure.kind == FAILURE_KIND_HOST and "went away" in first[1].failure.message
+    assert len({request.request_id for request in host.requests}) == ATTEMPTS
+    refused = Host(lambda members: ([], QuartetError("INVALID_CONFIG", "no such argument")))
+    with pytest.raises(QuartetError, match="no such argument"):
+        await played(refused, trial(1, 2), 5)
+
+
+async def test_no_more_rollouts_are_asked_for_at_once_than_may_be() -> None:
+    for group, at_once, width in ((8, 3, 3), (2, 7, 2), (5, 5, 5)):
+        host = Host(lambda members: (members, None))
+        await played(host, trial(group, at_once), 4)
+        assert max(len(request.members) for request in host.requests) == width <= at_once
+
+
+def test_a_question_is_a_chat_completion() -> None:
+    sampling = SamplingParams(max_tokens=9, temperature=0.0, top_k=4, stop=["x"], seed=3)
+    tool = ToolDefinition(name="t", description="d", parameters_json='{"type": "object"}')
+    asked = parameters(pb.ModelQuestion(sampling=sampling, tools=[tool]))
+    assert asked["tools"] == [
+        {"type": "function", "function": {"name": "t", "description": "d", "parameters": {"type": "object"}}}
+    ]
+    assert {key: value for key, value in asked.items() if key != "tools"} == {
+        "max_completion_tokens": 9, "temperature": 0.0, "stop": ["x"], "seed": 3, "extra_body": {"top_k": 4},
+    }  # fmt: skip
+    call = ToolCall(id="1", name="t", arguments_json='{"a": 1}')
+    wire = wire_message(Message(role="assistant", tool_calls=[call]))
+    assert json.loads(wire["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
+    answer = wire_message(Message(role="tool", content="2", tool_call_id="1"))
+    assert answer == {"role": "tool", "content": "2", "tool_call_id": "1"}
