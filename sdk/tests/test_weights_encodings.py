@@ -93,6 +93,18 @@ def test_large_tensors_of_several_segments(share: float, steps: int) -> None:
     assert np.array_equal(out, new)
 
 
+@pytest.mark.parametrize("changed", [slice(0, sparse.BLOCK_VALUES), slice(sparse.BLOCK_VALUES, None)])
+def test_a_segment_whose_first_block_is_unlike_the_rest(changed: slice) -> None:
+    base = np.zeros(2 * sparse.SEGMENT_VALUES + 3, np.uint16)
+    new = base.copy()
+    new[changed] += 1
+    parts = sparse.encode(base.data.cast("B"), new.data.cast("B"), "BF16")
+    out = np.empty_like(base)
+    sparse.decode(memoryview(b"".join(parts)), base.data.cast("B"), "BF16", out.data.cast("B"))
+    assert np.array_equal(out, new)
+    assert sum(map(len, parts)) < 0.001 * base.nbytes
+
+
 def test_gaps_of_every_length_around_the_escape() -> None:
     base = np.zeros(20_000, np.uint16)
     new = base.copy()
