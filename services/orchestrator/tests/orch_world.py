@@ -115,9 +115,10 @@ def assert_complete(world, run, steps=4):
     assert len(final.trained) == steps * 8
 
 
-async def events(runs, after=0, rollouts=False):
-    return [record async for record in runs.get(RUN).events(after, rollouts=rollouts)]
+async def events(runs, after=0, rollouts=False, run_id=RUN):
+    return [record async for record in runs.get(run_id).events(after, rollouts=rollouts)]
 
 
-async def notes(runs):
-    return [record.note.message for record in await events(runs) if record.WhichOneof("kind") == "note"]
+async def notes(runs, run_id=RUN):
+    seen = await events(runs, run_id=run_id)
+    return [record.note.message for record in seen if record.WhichOneof("kind") == "note"]

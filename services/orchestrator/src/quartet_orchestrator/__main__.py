@@ -15,8 +15,10 @@ from quartet.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServ
 
 from quartet_orchestrator.assembly import Services
 from quartet_orchestrator.config import OrchestratorConfig
+from quartet_orchestrator.run import alongside
 from quartet_orchestrator.runs import Runs
 from quartet_orchestrator.service import SERVICE_NAME, OrchestratorServicer
+from quartet_orchestrator.watchdog import watch
 
 
 async def _serve(config: OrchestratorConfig) -> None:
@@ -29,7 +31,8 @@ async def _serve(config: OrchestratorConfig) -> None:
     try:
         runs.start()
         health.set_ready(SERVICE_NAME)
-        await serve([service], config.server, health)
+        watching = watch(runs.moving, health, SERVICE_NAME, config.stalled_after_seconds)
+        await alongside(serve([service], config.server, health), watching)
     finally:
         await runs.close()
         await services.close()

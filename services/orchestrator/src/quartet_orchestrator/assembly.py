@@ -25,6 +25,7 @@ from quartet_orchestrator.sampling import Sampling
 from quartet_orchestrator.teacher import Teachers
 from quartet_orchestrator.trainer_client import TrainerClient
 from quartet_orchestrator.training import Training
+from quartet_orchestrator.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Services:
     hosts: EnvHosts
     policies: Policies
     teachers: Teachers
+    turns: Turns
     patience_s: float
     journal_keep_bytes: int
 
@@ -45,6 +47,7 @@ class Services:
             EnvHosts(config.envhost_addresses, config.security),
             Policies(config.inference_addresses, config.security),
             Teachers(config.security),
+            Turns(config.whole_model_runs),
             config.patience_seconds,
             config.journal_keep_bytes,
         )
@@ -83,12 +86,24 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
     rollouts = Rollouts(book, config, pace, mixture, Prompts(sources, config.seed), sampling)
     evaluation = Evaluation(book, config, Sampling(services.hosts, permits, host, model))
 
+    run_id, publishes_adapters = book.state.run_id, config.lora.enabled and config.lora.publish == "adapter"
+
+    async def turn() -> None:
+        def waits_for(others: list[str]) -> None:
+            names = ", ".join(map(repr, others))
+            book.note(
+                f"waits for run {names}: a replica of inference serves one run that trains the whole model; "
+                "it starts when those before it have ended or are stopped"
+            )
+
+        if not publishes_adapters:
+            await services.turns.take(run_id, waits_for)
+
     async def policy_ready() -> None:
         """Waits until the published version is served somewhere, so that no rollout is spent on finding
         out."""
-        run_id, version = book.state.run_id, book.state.step * config.versions_per_step
-        adapter = config.lora.enabled and config.lora.publish == "adapter"
-        await model.through(lambda: services.policies.serving(run_id, version, adapter=adapter))
+        version = book.state.step * config.versions_per_step
+        await model.through(lambda: services.policies.serving(run_id, version, adapter=publishes_adapters))
 
     compaction = Compaction(book, CallPlan.of(config), services.journal_keep_bytes)
-    return TrainingRun(book, config, training, rollouts, evaluation, policy_ready, compaction.run)
+    return TrainingRun(book, config, training, rollouts, evaluation, turn, policy_ready, compaction.run)

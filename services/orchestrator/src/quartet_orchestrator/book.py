@@ -13,6 +13,7 @@ because that is what makes 1 simple; syncing to the disk happens in a thread.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ class Book:
         self._news = asyncio.Event()
         # Why the last write failed; empty where it did not.
         self._blocked = ""
+        # On the monotonic clock: the last record that was more than a remark.
+        self.moved_at = time.monotonic()
         try:
             self._fold()
         except BaseException:
@@ -80,6 +83,8 @@ class Book:
             self._tell()
             raise
         self._blocked = ""
+        if "note" not in kind:
+            self.moved_at = time.monotonic()
         self.state.apply(record)
         self._tell()
         return record

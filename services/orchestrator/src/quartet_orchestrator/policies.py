@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-import structlog
 from quartet.errors import QuartetError
 from quartet.kit.call import unary
 from quartet.kit.channel import ClientSecurity, connect
@@ -19,11 +18,10 @@ ASK_S = 5.0
 #: An adapter is fetched meanwhile.
 LOAD_S = 60.0
 
-log = structlog.get_logger()
-
 
 class Policies:
     def __init__(self, addresses: Sequence[str], security: ClientSecurity) -> None:
+        self._addresses = list(addresses)
         self._channels = [connect(address, security=security) for address in addresses]
         self._stubs = [InferenceServiceStub(one) for one in self._channels]  # type: ignore[no-untyped-call]
 
@@ -32,38 +30,38 @@ class Policies:
         NOT_READY. A run whose versions are an adapter's is loaded by every replica that does not serve it."""
         if not self._stubs:
             return
-        seen = await asyncio.gather(*(self._version(stub, run_id, adapter) for stub in self._stubs))
-        if not any(held is not None and held >= version for held in seen):
+        seen = await asyncio.gather(*(self._held(stub, run_id, adapter) for stub in self._stubs))
+        if not any(isinstance(held, int) and held >= version for held in seen):
+            found = "; ".join(
+                f"{address}: {f'version {held}' if isinstance(held, int) else held}"
+                for address, held in zip(self._addresses, seen, strict=True)
+            )
             raise QuartetError(
-                "NOT_READY", f"no inference replica serves run {run_id!r} at version {version} yet"
+                "NOT_READY",
+                f"no inference replica serves run {run_id!r} at version {version} yet ({found})",
             )
 
-    async def _version(self, stub: InferenceServiceStub, run_id: str, adapter: bool) -> int | None:
-        """The version of the run that a replica serves."""
-        model = await self._ask(stub)
-        if model is None:
-            return None
-        if model.run_id == run_id:
-            return int(model.policy_version) if model.HasField("policy_version") else None
-        held = next((one.policy_version for one in model.adapters if one.run_id == run_id), None)
-        if held is not None or not adapter:
-            return held
-        try:
-            request = ipb.LoadAdapterRequest(run_id=run_id)
-            loaded: ipb.LoadAdapterResponse = await unary(stub.LoadAdapter, request, timeout_s=LOAD_S)
-        except QuartetError as error:
-            log.info("adapter not loaded", run_id=run_id, why=str(error))
-            return None
-        return int(loaded.version)
-
-    async def _ask(self, stub: InferenceServiceStub) -> ipb.GetModelResponse | None:
+    async def _held(self, stub: InferenceServiceStub, run_id: str, adapter: bool) -> int | str:
+        """The version of the run that a replica serves, or why it serves none."""
         try:
             model: ipb.GetModelResponse = await unary(stub.GetModel, ipb.GetModelRequest(), timeout_s=ASK_S)
         except QuartetError as error:
             if error.reason not in AWAY:
                 raise
-            return None
-        return model
+            return error.message
+        if model.run_id == run_id and model.HasField("policy_version"):
+            return int(model.policy_version)
+        for one in model.adapters:
+            if one.run_id == run_id:
+                return int(one.policy_version)
+        if not adapter:
+            return f"serves run {model.run_id!r}" if model.run_id else "serves its own model"
+        try:
+            request = ipb.LoadAdapterRequest(run_id=run_id)
+            loaded: ipb.LoadAdapterResponse = await unary(stub.LoadAdapter, request, timeout_s=LOAD_S)
+        except QuartetError as error:
+            return error.message
+        return int(loaded.version)
 
     async def close(self) -> None:
         for channel in self._channels:

@@ -1,7 +1,7 @@
 """A run, from its first call to its last. This file is the algorithm; how each line survives a crash is told
 elsewhere.
 
-    publish version 0, measure it
+    wait for its turn, publish version 0, measure it
     for every batch s:
         wait until its groups of rollouts are complete        (those of later batches are under way meanwhile)
         close it: fix its groups and its normaliser
@@ -45,6 +45,7 @@ class TrainingRun:
         training: Training,
         rollouts: Rollouts,
         evaluation: Evaluation,
+        turn: Callable[[], Coroutine[Any, Any, None]],
         policy_ready: Callable[[], Coroutine[Any, Any, None]],
         compact: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
@@ -53,15 +54,22 @@ class TrainingRun:
         self._training = training
         self._rollouts = rollouts
         self._evaluation = evaluation
+        self._turn = turn
         self._policy_ready = policy_ready
         self._compact = compact
         self._stop = asyncio.Event()
+        # For people, and whether it is more than waiting for its turn.
+        self.doing = "waiting for its turn"
+        self.should_move = False
 
     def stop(self) -> None:
         """Ends the run after the step under way."""
         self._stop.set()
 
     async def execute(self) -> None:
+        await self._unless_stopped(self._turn())
+        self.should_move = True
+        self.doing = "opening the run on the trainer"
         await self._unless_stopped(self._training.open())
         await alongside(self._all_steps(), self._training.guard())
         await self.close(goes_on=False)
@@ -73,12 +81,14 @@ class TrainingRun:
 
     async def _all_steps(self) -> None:
         last = self._config.max_steps
+        self.doing = "waiting until inference serves its version"
         await self._unless_stopped(self._policy_ready())
         if self._book.state.step == 0:
             await self._measure(0)
         if self._book.state.step < last:
             self._enter(state.TRAINING)
             await alongside(self._steps(), self._rollouts.flow())
+        self.doing = "exporting the model"
         await self._training.save(last - 1)
         await self._measure(last)
 
@@ -86,13 +96,16 @@ class TrainingRun:
         for batch in range(self._book.state.step, self._config.max_steps):
             if batch > 0:
                 await self._measure(batch)
+            self.doing = f"waiting for the rollouts of step {batch + 1}"
             groups = await self._unless_stopped(self._rollouts.batch(batch))
             if batch not in self._book.state.batches:
                 self._close(batch, groups)
+            self.doing = f"training step {batch + 1}"
             await self._training.train(batch)
             await record_step(self._book, self._config, batch, self._training.versions_changed())
             self._rollouts.published(batch + 1)
             if batch + 1 < self._config.max_steps:
+                self.doing = f"saving the state after step {batch + 1}"
                 await self._training.save(batch)
                 await self._compact()
 
@@ -112,6 +125,7 @@ class TrainingRun:
             return
         if version in (0, self._config.max_steps):
             self._enter(state.EVALUATING)
+        self.doing = f"evaluating after {version} steps"
         await self._unless_stopped(self._evaluation.measure(version))
 
     def _enter(self, phase: RunPhase) -> None:

@@ -30,6 +30,7 @@ from quartet_orchestrator.book import Book
 from quartet_orchestrator.outage import RunFailed, RunInterrupted
 from quartet_orchestrator.run import StopAsked, TrainingRun
 from quartet_orchestrator.segments import JournalCorrupt
+from quartet_orchestrator.watchdog import Moving
 
 log = structlog.get_logger()
 
@@ -64,7 +65,11 @@ class Runs:
         """Opens all runs and goes on with those that are not finished. Raises ConfigError."""
         found = self._shelf = shelf.open_all(self._folder)
         self._set_aside = found.set_aside
-        for run_id, book in found.books.items():
+        # In the order in which they take turns: who had begun, then who came first.
+        books = sorted(
+            found.books.items(), key=lambda one: (one[1].state.step == 0, one[1].state.submitted_at_ms)
+        )
+        for run_id, book in books:
             try:
                 self._held[run_id] = self._take_up(book)
             except OSError as error:
@@ -146,6 +151,14 @@ class Runs:
         """Newest first."""
         runs = [self.status(run_id) for run_id in (*self._held, *self._set_aside)]
         return sorted(runs, key=lambda run: (run.submitted_at_ms, run.run_id), reverse=True)
+
+    def moving(self) -> list[Moving]:
+        """The runs that should move."""
+        return [
+            Moving(run_id, held.book.moved_at, held.run.doing)
+            for run_id, held in self._held.items()
+            if held.run is not None and held.run.should_move and held.book.state.phase not in state.RESTING
+        ]
 
     def stop(self, run_id: str) -> pb.Run:
         if run_id in self._set_aside:
@@ -233,8 +246,23 @@ class Runs:
         held.run = assemble(held.book, held.config, self._services)
         # A context of its own: the run outlives the call that submitted it, and its deadline.
         held.task = asyncio.create_task(
-            _live(held.book, held.run), name=f"run-{held.book.state.run_id}", context=contextvars.Context()
+            self._live(held.book, held.run),
+            name=f"run-{held.book.state.run_id}",
+            context=contextvars.Context(),
         )
+
+    async def _live(self, book: Book, run: TrainingRun) -> None:
+        """Executes the run and writes down how it ended."""
+        structlog.contextvars.bind_contextvars(run_id=book.state.run_id)
+        try:
+            await run.execute()
+        except Exception as raised:  # noqa: BLE001 - the end of a run's task: every way to end becomes a phase
+            cause = _first(raised)
+            await run.close(goes_on=isinstance(cause, RESUMABLE))
+            await _write_down(book, cause)
+        finally:
+            self._services.turns.leave(book.state.run_id)
+        book.close_if_resting()
 
 
 @contextmanager
@@ -251,18 +279,6 @@ def _written(run_id: str) -> Iterator[None]:
             "room and ask again",
             run_id=run_id,
         ) from error
-
-
-async def _live(book: Book, run: TrainingRun) -> None:
-    """Executes the run and writes down how it ended."""
-    structlog.contextvars.bind_contextvars(run_id=book.state.run_id)
-    try:
-        await run.execute()
-    except Exception as raised:  # noqa: BLE001 - the end of a run's task: every way to end becomes a phase
-        cause = _first(raised)
-        await run.close(goes_on=isinstance(cause, RESUMABLE))
-        await _write_down(book, cause)
-    book.close_if_resting()
 
 
 async def _write_down(book: Book, cause: BaseException) -> None:
