@@ -8,9 +8,12 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from quartet.cli.__main__ import main
 from quartet.cli.sft.chats import batches, read_chats, sample_of, template_of
 from quartet.cli.sft.command import frames, run_spec
+from quartet.cli.sft.place import Calls, begin, cut_metrics, go_on
 from quartet.cli.tiny.files import PHRASES, write_model_files
 from quartet.config import ConfigError
 from quartet.run.sft import SftConfig
@@ -128,3 +131,47 @@ def test_a_batch_is_the_mean_over_what_is_learned(folder: Path) -> None:
 def test_the_command_refuses_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sft", "--model", str(tmp_path / "absent"), "--data", "x.jsonl"]) == 2
     assert "neither a folder here nor" in capsys.readouterr().err
+
+
+@given(steps=st.integers(1, 60), interval=st.integers(1, 20))
+def test_invariant_1_the_last_call_says_which_step_comes_next(steps: int, interval: int) -> None:
+    calls = Calls(steps, interval)
+    applied = 0
+    for step in range(steps):
+        assert calls.first_of(step) == applied + 1
+        applied += 2
+        if calls.saves_after(step):
+            applied += 1
+            assert calls.step_after(applied) == step + 1
+    assert calls.step_after(0) == 0
+    assert calls.last == applied + 1 and calls.step_after(calls.last) == steps
+
+
+def test_invariant_2_a_folder_goes_on_as_it_was_begun_or_not_at_all(folder: Path, tmp_path: Path) -> None:
+    data, output = written(tmp_path, {"messages": CHAT}), tmp_path / "out"
+    config = SftConfig(model=str(folder), data=data)
+    with pytest.raises(ConfigError, match="holds no fine-tuning"):
+        go_on(output, config)
+    begin(output, config)
+    with pytest.raises(ConfigError, match="add --resume"):
+        begin(output, config)
+    go_on(output, config)
+    go_on(output, config.model_copy(update={"trainer": {"threads": 2}}))
+    with pytest.raises(ConfigError, match="another batch_size"):
+        go_on(output, config.model_copy(update={"batch_size": 5}))
+    data.write_text(json.dumps({"messages": CHAT[1:]}))
+    with pytest.raises(ConfigError, match="another contents of data"):
+        go_on(output, config)
+    written(tmp_path, {"messages": CHAT})
+    (output / "checkpoint").mkdir()
+    with pytest.raises(ConfigError, match="is complete"):
+        go_on(output, config)
+
+
+def test_invariant_3_lines_of_steps_that_come_again_are_cut_off(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    cut_metrics(tmp_path, 0)
+    assert not file.exists()
+    file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    cut_metrics(tmp_path, 2)
+    assert file.read_text() == '{"step": 1}\n{"step": 2}\n'

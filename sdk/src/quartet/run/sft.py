@@ -9,6 +9,7 @@ import pydantic
 from pydantic import Field
 
 from quartet.config import Config
+from quartet.run.config import CheckpointConfig
 from quartet.run.values import Count, Decay, NonNegative, Positive, PositiveCount, Seed, Table, Text
 
 #: A chat has these; a message of another role has no place in a chat template.
@@ -38,6 +39,8 @@ class SftConfig(Config):
     adam_beta1: Decay = 0.9
     adam_beta2: Decay = 0.999
     microbatch_tokens: Count = 0
+    #: When the trainer saves its state, from which --resume goes on.
+    ckpt: CheckpointConfig = CheckpointConfig()
     #: The trainer's own configuration.
     trainer: Table
 

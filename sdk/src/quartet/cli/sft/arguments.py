@@ -16,6 +16,9 @@ Start a trainer on this machine, train a model on a file of chats, and write its
     learning_rate = 1e-4
     roles = ["assistant"]    # whose messages are learned
 
+    [ckpt]
+    interval = 10            # steps between states, from which --resume goes on
+
 Writes metrics.jsonl, checkpoint/, logs/ to the output folder.
 """
 
@@ -23,4 +26,5 @@ Writes metrics.jsonl, checkpoint/, logs/ to the output folder.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments besides the configuration."""
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/sft"), help="default: %(default)s")
+    parser.add_argument("--resume", action="store_true", help="go on with what the output folder holds")
     parser.add_argument("--dry-run", action="store_true", help="only check, and say what would run")

@@ -8,13 +8,14 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from quartet.cli.job import model_path
 from quartet.cli.outputs import append_line, link_or_copy
 from quartet.cli.sft.chats import Chats, batches, read_chats
-from quartet.config import ConfigError
+from quartet.cli.sft.place import CHECKPOINT, METRICS, Calls, begin, cut_metrics, go_on
 from quartet.config.load import load
 from quartet.kit.call import RetryBudget, unary
 from quartet.kit.channel import connect
@@ -27,7 +28,7 @@ from quartet.v1.rollout_pb2 import Sample
 from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
 RUN_ID = "sft"
-METRICS, CHECKPOINT = "metrics.jsonl", "checkpoint"
+FINAL = "final"
 START_SECONDS = 180.0  # the first call waits for the service to import torch
 CALL_SECONDS = 3600.0  # the largest batch on the slowest machine
 DRAIN_SECONDS = 2.0
@@ -42,8 +43,6 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     config = load(SftConfig, rest).config
     config = config.model_copy(update={"model": model_path(config.model)})
     output: Path = options.output_dir.absolute()
-    if output.exists() and any(output.iterdir()):
-        raise ConfigError(f"--output-dir {output} is not empty; name another one")
     chats = read_chats(config.data, Path(config.model), config.roles, config.max_tokens)
     covered = sum(span.length for sample in chats.samples for span in sample.spans)
     print(
@@ -52,17 +51,19 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     )
     if options.dry_run:
         return 0
+    (go_on if options.resume else begin)(output, config)
     try:
         asyncio.run(_train(config, chats, output))
     except ServiceFailed as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}; go on with --resume --output-dir {output}", file=sys.stderr)
         return EXIT_FAILED
     print(f"model and metrics: {output}")
     return 0
 
 
 async def _train(config: SftConfig, chats: Chats, output: Path) -> None:
-    specs = write(wire(config.model, output / "data", {"trainer": config.trainer}), output)
+    trainer = {"keep_last": config.ckpt.keep_last, **config.trainer}
+    specs = write(wire(config.model, output / "data", {"trainer": trainer}), output)
     await check(specs)
 
     async def work(book: AddressBook) -> Path:
@@ -71,39 +72,61 @@ async def _train(config: SftConfig, chats: Chats, output: Path) -> None:
             return await _steps(stub, config, chats.samples, output)
 
     exported = await beside(specs, work, drain_s=DRAIN_SECONDS)
-    shutil.copytree(exported, output / CHECKPOINT, copy_function=link_or_copy)
+    staged = output / f"{CHECKPOINT}.partial"
+    if staged.exists():
+        shutil.rmtree(staged)
+    shutil.copytree(exported, staged, copy_function=link_or_copy)
+    staged.rename(output / CHECKPOINT)
 
 
 async def _steps(stub: Any, config: SftConfig, samples: Sequence[Sample], output: Path) -> Path:
-    """All steps. The exported model's folder."""
-    await unary(
-        stub.CreateRun,
-        pb.CreateRunRequest(run_id=RUN_ID, spec=run_spec(config, len(samples))),
-        timeout_s=START_SECONDS,
-        budget=RetryBudget(),
-        wait_for_ready=True,
+    """All steps that are not done yet. The exported model's folder."""
+    calls = Calls(config.steps(len(samples)), config.ckpt.interval)
+    create = pb.CreateRunRequest(run_id=RUN_ID, spec=run_spec(config, len(samples)))
+    created = await unary(
+        stub.CreateRun, create, timeout_s=START_SECONDS, budget=RetryBudget(), wait_for_ready=True
     )
-    steps, began = config.steps(len(samples)), time.monotonic()
-    for step, batch in zip(range(steps), batches(samples, config.batch_size, config.seed), strict=False):
-        done = await unary(stub.ForwardBackward, list(frames(batch, 2 * step + 1)), timeout_s=CALL_SECONDS)
-        taken = await unary(
-            stub.OptimStep, pb.OptimStepRequest(run_id=RUN_ID, seq_id=2 * step + 2), timeout_s=CALL_SECONDS
-        )
-        row = {
-            "step": step + 1,
-            "loss": done.loss,
-            "tokens": done.tokens,
-            "loss_tokens": done.loss_tokens,
-            "learning_rate": taken.learning_rate,
-            "grad_norm": taken.grad_norm,
-            "seconds": time.monotonic() - began,
-        }
-        append_line(output / METRICS, row)
-        print(
-            f"step {step + 1}/{steps}  loss {done.loss:.4f}  learning rate {taken.learning_rate:.3g}",
-            flush=True,
-        )
-    save = pb.SaveStateRequest(run_id=RUN_ID, seq_id=2 * steps + 1, name="final", export_model=True)
+    done = calls.step_after(created.run.applied_seq_id)
+    cut_metrics(output, done)
+    if done:
+        print(f"going on after step {done}/{calls.steps}", flush=True)
+    began = time.monotonic()
+    for step, batch in islice(enumerate(batches(samples, config.batch_size, config.seed)), done, calls.steps):
+        await _step(stub, calls, step, batch, output, began)
+        if calls.saves_after(step):
+            await _save(stub, calls.first_of(step) + 2, f"step-{step + 1}", export=False)
+    if done == calls.steps:
+        states = await unary(stub.ListStates, pb.ListStatesRequest(run_id=RUN_ID), timeout_s=CALL_SECONDS)
+        return Path(next(one.model_path for one in states.states if one.name == FINAL))
+    return await _save(stub, calls.last, FINAL, export=True)
+
+
+async def _step(
+    stub: Any, calls: Calls, step: int, batch: Sequence[Sample], output: Path, began: float
+) -> None:
+    seq_id = calls.first_of(step)
+    done = await unary(stub.ForwardBackward, list(frames(batch, seq_id)), timeout_s=CALL_SECONDS)
+    taken = await unary(
+        stub.OptimStep, pb.OptimStepRequest(run_id=RUN_ID, seq_id=seq_id + 1), timeout_s=CALL_SECONDS
+    )
+    row = {
+        "step": step + 1,
+        "loss": done.loss,
+        "tokens": done.tokens,
+        "loss_tokens": done.loss_tokens,
+        "learning_rate": taken.learning_rate,
+        "grad_norm": taken.grad_norm,
+        "seconds": time.monotonic() - began,
+    }
+    append_line(output / METRICS, row)
+    print(
+        f"step {step + 1}/{calls.steps}  loss {done.loss:.4f}  learning rate {taken.learning_rate:.3g}",
+        flush=True,
+    )
+
+
+async def _save(stub: Any, seq_id: int, name: str, *, export: bool) -> Path:
+    save = pb.SaveStateRequest(run_id=RUN_ID, seq_id=seq_id, name=name, export_model=export)
     saved = await unary(stub.SaveState, save, timeout_s=CALL_SECONDS)
     return Path(saved.state.model_path)
 

@@ -1,0 +1,273 @@
+"""The main job against TRL's GRPOTrainer: CPU time of a step, time of the job, and the reward in the end.
+
+Both train the same tiny model (`quartet model tiny`) to reverse texts by GRPO: 16 prompts x 8 completions of
+at most 13 tokens for `--steps` steps, the same loss (clip 0.2, means of sequence means, advantages over the
+group's standard deviation, no divergence term), learning rate, warm-up and AdamW settings, the same reward,
+one thread in each process. TRL runs in one process and generates with transformers; Quartet is `quartet rl`,
+its four services as processes. They run in turns, `--rounds` times.
+
+- CPU per step: all processes together, from the end of step 5 to the end of the last.
+- The whole job: from the start of the command to its model on disk.
+- Reward: greedy answers to 256 texts that nobody trained on, by transformers, for both.
+
+TRL is in the `dev` group of pyproject.toml, so `make install` has it.
+
+    python benchmarks/vs_trl.py [--model DIR] [--steps 50] [--rounds 3] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from figures import Figure, arguments, report
+from quartet.cli.tiny.demos import MAX_TOKENS, Reversals, reward
+from quartet.local.toml_text import dumps
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PROMPTS, GROUP = 16, 8
+#: Steps before the measurement of CPU time begins: imports, caches, first batches.
+WARM_UP = 5
+LEARNING_RATE, WARM_UP_RATE_STEPS, BETA2, MAX_GRAD_NORM, CLIP = 3e-4, 3, 0.95, 1.0, 0.2
+EVALUATED, EVALUATION_SEED = 256, 1_000_003
+POLL_SECONDS = 0.02
+QUIET = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRL_EXPERIMENTAL_SILENCE": "1",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One finished job."""
+
+    cpu_per_step: float
+    seconds: float
+    reward: float
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--model", type=Path, default=REPOSITORY / "models/tiny")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--trl", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--score", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.trl:
+        train_with_trl(options.model, options.trl, options.steps)
+        return
+    if options.score:
+        print(json.dumps(score(options.score)))
+        return
+    model = options.model.resolve()
+    jobs: dict[str, list[Job]] = {"trl": [], "quartet": []}
+    for number in range(options.rounds):
+        with tempfile.TemporaryDirectory(prefix="quartet-trl-") as folder:
+            jobs["trl"].append(trl_job(model, Path(folder) / "trl", options.steps))
+            jobs["quartet"].append(quartet_job(model, Path(folder) / "quartet", options.steps, number))
+            print(f"round {number}: {jobs['trl'][-1]} {jobs['quartet'][-1]}", file=sys.stderr, flush=True)
+    begun = in_own_process("--score", str(model))
+    report(figures_of(jobs["trl"], jobs["quartet"], float(begun)), options.json, steps=options.steps)
+
+
+def figures_of(theirs: Sequence[Job], ours: Sequence[Job], begun: float) -> list[Figure]:
+    """Ratios are of the runs of a round, then their median."""
+    pairs = list(zip(ours, theirs, strict=True))
+    cpu = statistics.median(one.cpu_per_step / other.cpu_per_step for one, other in pairs)
+    faster = statistics.median(other.seconds / one.seconds for one, other in pairs)
+    rewards = [statistics.mean(job.reward for job in jobs) for jobs in (theirs, ours)]
+    return [
+        Figure("TRL: CPU of a step", statistics.median(job.cpu_per_step for job in theirs), "CPU s"),
+        Figure("Quartet: CPU of a step", statistics.median(job.cpu_per_step for job in ours), "CPU s"),
+        Figure("CPU of a step, Quartet over TRL", cpu, "ratio", "<= 0.7"),
+        Figure("TRL: whole job", statistics.median(job.seconds for job in theirs), "s"),
+        Figure("Quartet: whole job", statistics.median(job.seconds for job in ours), "s"),
+        Figure("whole job, TRL over Quartet", faster, "ratio", ">= 1.5"),
+        Figure("reward before", begun, ""),
+        Figure("reward after, TRL", rewards[0], ""),
+        Figure("reward after, Quartet", rewards[1], ""),
+        # Two jobs of one system that differ in the seed differ by about as much.
+        Figure("reward after, Quartet minus TRL", rewards[1] - rewards[0], "", ">= -0.02"),
+    ]
+
+
+def in_own_process(*command: str) -> str:
+    """The last line that this script prints."""
+    done = subprocess.run(
+        [sys.executable, __file__, *command],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env=os.environ | QUIET,
+    )
+    return done.stdout.splitlines()[-1]
+
+
+def trl_job(model: Path, output: Path, steps: int) -> Job:
+    """Train with TRL and score what it wrote."""
+    began = time.monotonic()
+    said = in_own_process("--model", str(model), "--trl", str(output), "--steps", str(steps))
+    seconds = time.monotonic() - began
+    return Job(json.loads(said), seconds, json.loads(in_own_process("--score", str(output))))
+
+
+def quartet_job(model: Path, output: Path, steps: int, seed: int) -> Job:
+    """Train with `quartet rl` and score its checkpoint."""
+    config = tomllib.loads((REPOSITORY / "configs/reverse-text.toml").read_text(encoding="utf-8"))
+    config |= {"model": str(model), "max_steps": steps, "seed": seed}
+    # What TRL does not do either: comparing log-probabilities, saving on the way, evaluating.
+    config |= {"algorithm": {"preset": "grpo"}, "eval": {"num_examples": 0}, "checks": {}, "ckpt": {}}
+    file = output.with_suffix(".toml")
+    file.write_text(dumps(config), encoding="utf-8")
+    command = [sys.executable, "-m", "quartet.cli", "rl", "@", str(file), "--output-dir", str(output)]
+    began = time.monotonic()
+    with (output.with_suffix(".log")).open("wb") as log:
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, env=os.environ | QUIET, stdout=log, stderr=subprocess.STDOUT
+        )
+        first = cpu_at_step(process, output / "metrics.jsonl", WARM_UP)
+        last = cpu_at_step(process, output / "metrics.jsonl", steps)
+        code = process.wait()
+    seconds = time.monotonic() - began
+    assert code == 0, output.with_suffix(".log").read_text()[-2000:]
+    reached = json.loads(in_own_process("--score", str(output / "checkpoint")))
+    return Job((last - first) / (steps - WARM_UP), seconds, reached)
+
+
+def cpu_at_step(process: subprocess.Popen[bytes], metrics: Path, step: int) -> float:
+    """CPU seconds of a job's processes when it has written the metrics of so many steps."""
+    while process.poll() is None:
+        spent = cpu_of_family(process.pid)
+        if metrics.exists() and metrics.read_text().count('"train/loss"') >= step:
+            return spent
+        time.sleep(POLL_SECONDS)
+    raise AssertionError(f"the job ended with {process.returncode} before step {step}")
+
+
+def cpu_of_family(process: int) -> float:
+    """CPU seconds, user and system, of a process and all below it."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = file.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended while we looked
+        pid = int(file.parent.name)
+        # With the time of children that ended and were waited for.
+        parents[pid], ticks[pid] = int(fields[1]), sum(map(int, fields[11:15]))
+    held = {process}
+    while grown := {pid for pid, parent in parents.items() if parent in held} - held:
+        held |= grown
+    return sum(ticks[pid] for pid in held) / os.sysconf("SC_CLK_TCK")
+
+
+def train_with_trl(model: Path, output: Path, steps: int) -> None:
+    """In a process of its own; prints CPU seconds per step."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(1)
+    texts = Reversals(seed=0)
+    examples = [texts.example() for _ in range(PROMPTS * steps)]
+    rows = [{"prompt": one.messages, "text": one.text} for one in examples]
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+    def rewards(completions: Any, completion_ids: Any, text: Any, **others: Any) -> list[float]:
+        said = zip(text, completions, completion_ids, strict=True)
+        return [reward(asked, answer[0]["content"], end in ids) for asked, answer, ids in said]
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        spent: dict[int, float] = {}  # noqa: RUF012
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            usage = resource.getrusage(resource.RUSAGE_SELF)
+            self.spent[state.global_step] = usage.ru_utime + usage.ru_stime
+
+    settings = GRPOConfig(
+        output_dir=str(output / "work"),
+        per_device_train_batch_size=PROMPTS * GROUP,
+        num_generations=GROUP,
+        max_completion_length=MAX_TOKENS,
+        max_steps=steps,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=WARM_UP_RATE_STEPS,
+        adam_beta2=BETA2,
+        weight_decay=0.0,
+        max_grad_norm=MAX_GRAD_NORM,
+        loss_type="grpo",
+        epsilon=CLIP,
+        beta=0.0,
+        temperature=1.0,
+        top_k=0,
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        logging_steps=1000,
+    )
+    clock = Clock()
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        reward_funcs=rewards,
+        args=settings,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        callbacks=[clock],
+    )
+    trainer.train()
+    trainer.save_model(str(output))
+    print(json.dumps((clock.spent[steps] - clock.spent[WARM_UP]) / (steps - WARM_UP)))
+
+
+def score(folder: Path) -> float:
+    """Mean reward of a model's greedy answers."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    texts = Reversals(seed=EVALUATION_SEED)
+    examples = [texts.example() for _ in range(EVALUATED)]
+    asked = tokenizer.apply_chat_template(
+        [one.messages for one in examples],
+        add_generation_prompt=True,
+        padding=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    said = model.generate(**asked, max_new_tokens=MAX_TOKENS, do_sample=False, use_cache=True)
+    answers = said[:, asked["input_ids"].shape[1] :]
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    texts_of = tokenizer.batch_decode(answers, skip_special_tokens=True)
+    earned = [
+        reward(example.text, text, bool((ids == end).any()))
+        for example, text, ids in zip(examples, texts_of, answers, strict=True)
+    ]
+    return statistics.mean(earned)
+
+
+if __name__ == "__main__":
+    main()

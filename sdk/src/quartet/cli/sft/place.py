@@ -1,0 +1,88 @@
+"""Where a fine-tuning stands, and what its output folder says of it.
+
+1. The calls of a run follow from its steps and the interval of its states alone: ForwardBackward and
+   OptimStep for each step, SaveState after every `interval` steps but the last, and one at the end that also
+   exports. So the number of the call that was applied last says which step comes next.
+2. A folder is gone on with under the configuration and the data that it was begun with, or not at all.
+3. Lines of steps that will be done again are cut off metrics.jsonl: every step has one line in the end.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from quartet.cli.outputs import recover_lines, write_json
+from quartet.config import ConfigError
+from quartet.run.sft import SftConfig
+
+RECORD, METRICS, CHECKPOINT = "run.json", "metrics.jsonl", "checkpoint"
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The calls of a run of so many steps."""
+
+    steps: int
+    interval: int
+
+    def first_of(self, step: int) -> int:
+        """The number of the first call of a step; steps count from 0."""
+        return 1 + 2 * step + step // self.interval
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a plain state is saved after this step."""
+        return (step + 1) % self.interval == 0 and step + 1 < self.steps
+
+    @property
+    def last(self) -> int:
+        """The number of the call that exports the model."""
+        return 1 + 2 * self.steps + (self.steps - 1) // self.interval
+
+    def step_after(self, applied: int) -> int:
+        """The step that comes next in a run that was restored at this call: 0 in a new one."""
+        return self.steps if applied >= self.last else applied // (2 * self.interval + 1) * self.interval
+
+
+def begin(folder: Path, config: SftConfig) -> None:
+    """Take a new folder. Raises ConfigError."""
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(
+            f"--output-dir {folder} is not empty; add --resume to go on with what it holds, or name another"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / RECORD, _record(config))
+
+
+def go_on(folder: Path, config: SftConfig) -> None:
+    """Take a folder that was begun. Raises ConfigError."""
+    try:
+        held = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--resume: {folder} holds no fine-tuning that was begun; leave it out") from error
+    wanted = _record(config)
+    differs = [key for key in sorted(held.keys() | wanted.keys()) if held.get(key) != wanted.get(key)]
+    if differs:
+        raise ConfigError(
+            f"--resume: {folder} was begun with another {differs[0]}; give what it was begun with "
+            f"({folder / RECORD}), or name another --output-dir"
+        )
+    if (folder / CHECKPOINT).exists():
+        raise ConfigError(f"--resume: {folder} is complete; name another --output-dir")
+
+
+def cut_metrics(folder: Path, steps: int) -> None:
+    """Keep the lines of so many steps."""
+    file = folder / METRICS
+    kept = [json.dumps(row) + "\n" for row in recover_lines(file) if row["step"] <= steps]
+    if file.exists():
+        file.write_text("".join(kept), encoding="utf-8")
+
+
+def _record(config: SftConfig) -> dict[str, object]:
+    # How the trainer is deployed may change; what it computes may not.
+    values = config.model_dump(mode="json", exclude={"trainer"})
+    return values | {"contents of data": xxhash.xxh3_128_hexdigest(config.data.read_bytes())}
