@@ -7,7 +7,8 @@ Sizes and costs, for a model of bf16 weights (standard deviation 0.02), one core
    changed values moved is reported beside it.
 2. `random`: so many values, at random places, replaced by random bits: the worst that can happen.
 3. Encoding is `make_delta`; applying is `apply_delta`, which verifies every tensor. The result is compared
-   bit by bit. zstd(XOR) is the whole tensor XORed with its base, at level 1 or 3, whichever is smaller.
+   bit by bit. Both begin with as much free memory at hand as the model has (fresh_memory.py). zstd(XOR) is
+   the whole tensor XORed with its base, at level 1 or 3, whichever is smaller.
 
 End to end, for models of several sizes, two processes, from the order to publish until the reader has the new
 tensors in memory of its own:
@@ -35,6 +36,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import fresh_memory
 import grpc
 import numpy as np
 import torch
@@ -137,10 +139,12 @@ def codec(kind: str, share: float, mib: int, rounds: int) -> list[Figure]:
     size = new.manifest.payload_bytes
     encode_s, apply_s = [], []
     for _ in range(rounds):
+        fresh_memory.bring(size)
         began = time.process_time()
         delta = make_delta(base, new)
         encode_s.append(time.process_time() - began)
         received = memoryview(b"".join(delta.payload.parts))
+        fresh_memory.bring(size)
         began = time.process_time()
         tensors = apply_delta(received, delta.manifest, base)
         apply_s.append(time.process_time() - began)

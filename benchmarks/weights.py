@@ -14,9 +14,7 @@ are those of both processes together, user and system.
    bytes in one process, into fresh memory and into memory that was touched before. The first reader makes the
    publisher write the file; the later ones only map it.
 
-Fresh memory is fresh to the process, not to the machine: right before each transfer its reader touches as
-many bytes and frees them. Where a hypervisor takes free memory back (page reporting), getting it again takes
-up to five seconds per GiB, or nothing, depending on how long ago it was freed: chance, and no road's doing.
+Right before each transfer its reader brings as much free memory to hand as it will fill (fresh_memory.py).
 
     python benchmarks/weights.py [--gib 1] [--rounds 7] [--json FILE]
 """
@@ -38,6 +36,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import aiohttp
+import fresh_memory
 import numpy as np
 import uvicorn
 import uvloop
@@ -165,7 +164,7 @@ async def read(road: str, place: str, size: int) -> None:
             "shared": lambda: fetch_version(channel, "r", 1, transports=[SharedMemory()]),
         }[road]
         while await asyncio.to_thread(sys.stdin.readline):
-            bring_memory(size)
+            fresh_memory.bring(size)
             began = Cost.now()
             kept = await fetch()
             print(json.dumps(began.until_now()), flush=True)
@@ -176,17 +175,12 @@ def copies(size: int, *, touched: bool) -> None:
     """memcpy of so many bytes, into fresh or into touched memory."""
     source, target = np.ones(size, np.uint8), np.ones(size if touched else 0, np.uint8)
     while sys.stdin.readline():
-        bring_memory(size)
+        fresh_memory.bring(size)
         began = Cost.now()
         kept = target if touched else np.empty(size, np.uint8)
         np.copyto(kept, source)
         print(json.dumps(began.until_now()), flush=True)
         del kept
-
-
-def bring_memory(size: int) -> None:
-    """See to it that the machine has so many bytes of free memory at hand."""
-    np.ones(size, np.uint8)
 
 
 def raw_fetch(port: int, size: int) -> object:
