@@ -1,0 +1,100 @@
+"""The environment hosts as a run reaches them: which one is asked, and what of their streams is believed."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+from quartet.errors import QuartetError
+from quartet.kit.channel import ClientSecurity
+from quartet.kit.health import Health
+from quartet.kit.server import ServerConfig, Service, start
+from quartet.v1 import envhost_service_pb2 as epb
+from quartet.v1 import rollout_pb2 as rpb
+from quartet.v1.envhost_service_pb2_grpc import EnvHostServiceServicer, add_EnvHostServiceServicer_to_server
+from quartet_orchestrator import envhosts
+from quartet_orchestrator.envhosts import EnvHosts
+
+
+class Host(EnvHostServiceServicer):
+    """Sends what it is told to send; None: nothing more, ever."""
+
+    def __init__(self, *members):
+        self.members = members
+        self.asked = 0
+        self.left = asyncio.Event()
+
+    async def RunRollouts(self, request, context):
+        self.asked += 1
+        try:
+            for member in self.members or request.members:
+                if member is None:
+                    await asyncio.Event().wait()
+                yield epb.RunRolloutsResponse(rollout=rpb.Rollout(member=member))
+        finally:
+            self.left.set()
+
+
+@asynccontextmanager
+async def hosting(*hosts):
+    servers = [
+        await start([Service("host", add_EnvHostServiceServicer_to_server, host)], ServerConfig(), Health())
+        for host in hosts
+    ]
+    client = EnvHosts([server.address for server in servers], ClientSecurity())
+    try:
+        yield client
+    finally:
+        await client.close()
+        for server in servers:
+            await server.stop(0)
+
+
+async def run(client, *members):
+    request = epb.RunRolloutsRequest(request_id="r", members=members, timeout_ms=1000)
+    return [rollout.member async for rollout in client.run(request)]
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason", "text"),
+    [
+        ((0,), "NOT_READY", "with 1 rollouts missing"),
+        ((0, 0), "INTERNAL", "sent member 0 of r unasked"),
+        ((0, 7), "INTERNAL", "sent member 7 of r unasked"),
+    ],
+)
+async def test_each_member_comes_once_or_the_stream_is_an_error(sent, reason, text):
+    """envhosts.py 2"""
+    async with hosting(Host(*sent)) as client:
+        with pytest.raises(QuartetError, match=text) as caught:
+            await run(client, 0, 1)
+        assert caught.value.reason == reason
+
+
+async def test_a_host_that_falls_silent_is_given_up(monkeypatch):
+    """envhosts.py 3 and invariant 7"""
+    monkeypatch.setattr(envhosts, "IDLE_TIMEOUT_SECONDS", 0.1)
+    host = Host(0, None)
+    async with hosting(host) as client:
+        with pytest.raises(QuartetError) as caught:
+            await run(client, 0, 1)
+        assert caught.value.reason == "DEADLINE"
+        await asyncio.wait_for(host.left.wait(), 5)
+
+
+async def test_the_host_with_the_least_under_way_is_asked_and_one_that_failed_last():
+    """envhosts.py 1"""
+    busy, torn, idle = Host(None), Host(0), Host()
+    async with hosting(busy, torn, idle) as client:
+        waiting = asyncio.create_task(run(client, *range(3)))
+        while not busy.asked:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        with pytest.raises(QuartetError, match="missing"):
+            await run(client, 0, 1)
+        assert torn.asked == 1
+        for _ in range(3):
+            assert await run(client, 0, 1) == [0, 1]
+        assert (busy.asked, torn.asked, idle.asked) == (1, 1, 3)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)

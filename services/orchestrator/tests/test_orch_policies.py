@@ -1,0 +1,67 @@
+"""What the replicas of inference serve, asked before a run samples."""
+
+from __future__ import annotations
+
+import pytest
+from quartet.errors import QuartetError
+from quartet.kit.channel import ClientSecurity
+from quartet.kit.health import Health
+from quartet.kit.server import ServerConfig, Service, start
+from quartet.v1 import inference_service_pb2 as ipb
+from quartet.v1.inference_service_pb2_grpc import (
+    InferenceServiceServicer,
+    add_InferenceServiceServicer_to_server,
+)
+from quartet_orchestrator.policies import Policies
+
+
+class Replica(InferenceServiceServicer):
+    def __init__(self):
+        self.model = ipb.GetModelResponse()
+        self.refusal = "adapters are served upon the model of this replica's folder"
+
+    async def GetModel(self, request, context):
+        return self.model
+
+    async def LoadAdapter(self, request, context):
+        raise QuartetError("INVALID_REQUEST", self.refusal)
+
+
+@pytest.fixture
+async def replicas():
+    found = [Replica(), Replica()]
+    servers = [
+        await start([Service("i", add_InferenceServiceServicer_to_server, one)], ServerConfig(), Health())
+        for one in found
+    ]
+    policies = Policies([server.address for server in servers], ClientSecurity())
+    yield found, policies
+    await policies.close()
+    for server in servers:
+        await server.stop(0)
+
+
+async def test_one_replica_at_the_version_is_enough(replicas):
+    found, policies = replicas
+    found[1].model.run_id, found[1].model.policy_version = "run", 3
+    await policies.serving("run", 3)
+    with pytest.raises(QuartetError, match="at version 4 yet") as caught:
+        await policies.serving("run", 4)
+    assert caught.value.reason == "NOT_READY"
+    assert "serves its own model" in caught.value.message and "version 3" in caught.value.message
+
+
+async def test_what_is_served_instead_is_said(replicas):
+    found, policies = replicas
+    for replica in found:
+        replica.model.run_id, replica.model.policy_version = "other", 9
+    with pytest.raises(QuartetError, match="serves run 'other'"):
+        await policies.serving("run", 0)
+    with pytest.raises(QuartetError, match=r"adapters are served upon the model of this replica's folder"):
+        await policies.serving("run", 0, adapter=True)
+    found[0].model.adapters.add(run_id="run", policy_version=2)
+    await policies.serving("run", 2, adapter=True)
+
+
+async def test_no_replica_known_means_nobody_to_ask():
+    await Policies([], ClientSecurity()).serving("run", 5)
