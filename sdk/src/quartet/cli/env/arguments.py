@@ -47,5 +47,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_keys(check, MODEL_KEYS)
     add_keys(check, PLAY_KEYS)
     check.add_argument(
-        "--full-reward", type=float, default=1.0, help="what a right answer earns (default: %(default)s)"
+        "--full-reward", type=float, help="what a right answer earns (default: what the oracle says, or 1)"
     )

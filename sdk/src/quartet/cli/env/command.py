@@ -13,7 +13,7 @@ from quartet.cli.env.catalogue import catalogue, catalogue_table, info_lines, in
 from quartet.cli.env.checking import Played, play_by_model, play_by_oracle, played_lines, problems
 from quartet.cli.env.install import install
 from quartet.cli.env.installed import REFUSALS, module_of, with_interpreters
-from quartet.cli.env.oracle import Oracle, has_oracle
+from quartet.cli.env.oracle import Oracle, full_reward
 from quartet.cli.env.scaffold import write_package
 from quartet.cli.eval.arguments import MODEL_KEYS, PLAY_KEYS, env_args, given_keys
 from quartet.cli.eval.board import print_table
@@ -84,7 +84,7 @@ def _check(options: argparse.Namespace, rest: list[str]) -> int:
     """Rewards, failures, times, tokens; exit code 1 where it does not pass."""
     given = [*given_keys(options, MODEL_KEYS), *given_keys(options, PLAY_KEYS)]
     config = _config(options, [*CHECK, *rest, *given])
-    source, oracle = _player(config, options.environment)
+    source, full = _player(config, options.environment)
     (trial,) = config.trials
 
     async def work(host: Any, policy: Policy | None, book: AddressBook) -> list[Played]:
@@ -96,8 +96,8 @@ def _check(options: argparse.Namespace, rest: list[str]) -> int:
         specs = deploy(source, Path(folder), [options.environment], config.envhost, config.inference)
         played = with_host(specs, source, work)
     for one in played:
-        print("\n".join(played_lines(one, tokens=not oracle)))
-    found = problems(played, options.full_reward)
+        print("\n".join(played_lines(one, tokens=full is None)))
+    found = problems(played, options.full_reward or full or 1.0)
     for problem in found:
         print(f"error: {problem}", file=sys.stderr)
     if not found:
@@ -105,17 +105,18 @@ def _check(options: argparse.Namespace, rest: list[str]) -> int:
     return EXIT_FAILED if found else 0
 
 
-def _player(config: EvalFileConfig, env_id: str) -> tuple[Source, bool]:
-    """The model that is named, else the package's oracle. Raises ConfigError."""
+def _player(config: EvalFileConfig, env_id: str) -> tuple[Source, float | None]:
+    """The model that is named, else the package's oracle and what it is to earn. Raises ConfigError."""
     if config.model or config.inference_addresses:
-        return choose(config), False
+        return choose(config), None
     module, python = module_of(env_id), _python(config, env_id)
-    if not has_oracle(module, python):
+    full = full_reward(module, python)
+    if full is None:
         raise ConfigError(
             f"{env_id!r} has no oracle ({module}/oracle.py with answer(task, messages)); "
             "write one, or name a model with -m"
         )
-    return Source("oracle", player=lambda: Oracle(module, python)), True
+    return Source("oracle", player=lambda: Oracle(module, python)), full
 
 
 def _python(config: EvalFileConfig, env_id: str) -> str:

@@ -3,7 +3,8 @@
     def answer(task: dict, messages: list[dict]) -> str | dict
 
 `task` is the example's data, `messages` the conversation so far; the result is the next message's text, or
-`{"content": "...", "tool_calls": [{"name": "...", "arguments": {...}}]}`.
+`{"content": "...", "tool_calls": [{"name": "...", "arguments": {...}}]}`. Where a right answer earns
+something else than 1, the module says so: `FULL_REWARD = 1.7`.
 
 1. It runs in the environment's interpreter, in a process of its own, one question after the other.
 2. What it raises fails the rollout that asked, with its words.
@@ -38,7 +39,15 @@ for line in sys.stdin:
         line = json.dumps({"error": f"{type(error).__name__}: {error}"})
     print(line, file=out, flush=True)
 """
-HAS = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1] + '.oracle') is None)"
+# What the oracle says that a right answer earns; exit code NONE where there is no oracle.
+NONE = 3
+FULL = """
+import importlib, importlib.util, sys
+name = sys.argv[1] + ".oracle"
+if importlib.util.find_spec(name) is None:
+    sys.exit(3)
+print(float(getattr(importlib.import_module(name), "FULL_REWARD", 1.0)))
+"""
 #: An answer is a function of its arguments; importing Verifiers comes before the first.
 ANSWER_SECONDS = 120.0
 #: One line: a conversation with its example, as a message of the contract bounds it.
@@ -47,10 +56,17 @@ LINE_BYTES = 8 << 20
 WRONG = "I do not know."
 
 
-def has_oracle(module: str, python: str) -> bool:
-    """Whether the package has one."""
-    done = subprocess.run([python, "-c", HAS, module], capture_output=True, timeout=FIND_SECONDS, check=False)
-    return done.returncode == 0
+def full_reward(module: str, python: str) -> float | None:
+    """What the package's oracle is to earn; None where it has no oracle. Raises ConfigError."""
+    done = subprocess.run(
+        [python, "-c", FULL, module], capture_output=True, text=True, timeout=FIND_SECONDS, check=False
+    )
+    if done.returncode == 0:
+        return float(done.stdout.split()[-1])
+    if done.returncode == NONE:
+        return None
+    why = (done.stderr.strip().splitlines() or ["it ended"])[-1]
+    raise ConfigError(f"{module}.oracle cannot be imported: {why}")
 
 
 class Oracle:

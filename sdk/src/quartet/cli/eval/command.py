@@ -174,8 +174,9 @@ def report(plan: Plan) -> int:
         print(f"{record.trial.name}: {means}" if means else f"{record.trial.name}: no result")
         if len(metadata["policy_versions"]) > 1:
             print(f"  several versions of the policy answered: {metadata['policy_versions']}")
-        if metadata["truncated"]:
-            print(f"  {metadata['truncated']:.0%} were cut by a limit, such as sampling.max_tokens")
+        cut = sum(row["is_truncated"] for row in record.results)
+        if cut:
+            print(f"  {cut} of {len(record.results)} were cut by a limit, such as sampling.max_tokens")
         print(f"  {record.folder}")
     failed = sum(sum(record.failed.values()) for record in plan.records)
     if failed:
