@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,17 +49,27 @@ class Ranked:
         )
 
 
+def alive(pids: Sequence[int]) -> bool:
+    """Whether any of the processes is there."""
+    return any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def by_torchrun(ranks: int, restarts: int = 0) -> list[str]:
+    """What a user types."""
+    options = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+    return ["-m", "torch.distributed.run", *options, "-m", "quartet_trainer"]
+
+
 @contextlib.contextmanager
-def torchrun(folder: Path, ranks: int, *, restarts: int = 0, **config: Any) -> Iterator[Ranked]:
-    """Run a trainer of so many ranks."""
+def running(folder: Path, command: Sequence[str], **config: Any) -> Iterator[Ranked]:
+    """Run a trainer of several ranks."""
     folder.mkdir(exist_ok=True)
     log, port_file, states = folder / "log", folder / "port", folder / "states"
     arguments = {"state-dir": states, "device": "cpu", "server.port-file": port_file, **config}
     with log.open("wb") as stream:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                *("--nproc-per-node", str(ranks), "--max-restarts", str(restarts), "-m", "quartet_trainer"),
+                *(sys.executable, *command),
                 *(text for key, value in arguments.items() for text in (f"--{key}", str(value))),
             ],
             stdout=stream,
@@ -79,7 +89,7 @@ def torchrun(folder: Path, ranks: int, *, restarts: int = 0, **config: Any) -> I
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranked]:
     """One group for all tests of a file."""
-    with torchrun(tmp_path_factory.mktemp("ranks"), 2, **{"max-runs": 16}) as group:
+    with running(tmp_path_factory.mktemp("ranks"), by_torchrun(2), **{"max-runs": 16}) as group:
         yield group
 
 

@@ -20,6 +20,11 @@ def run(config: TrainerConfig) -> None:
     # Read by OpenMP and cuBLAS once, when torch is imported.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if config.ranks > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        # This process becomes torchrun, and keeps its pid. Whoever supervises it starts it again.
+        ranks = ["--standalone", "--nproc-per-node", str(config.ranks)]
+        command = ["-m", "torch.distributed.run", *ranks, "-m", "quartet_trainer", *sys.argv[1:]]
+        os.execv(sys.executable, [sys.executable, *command])
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from quartet_trainer.ranks.launch import run_ranks
 

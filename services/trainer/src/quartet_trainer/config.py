@@ -20,6 +20,8 @@ class TrainerConfig(Config):
     keep_last: int = Field(default=2, ge=1, le=1000)
     #: "auto" takes CUDA where there is a device.
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    #: Processes that train together, of this machine; with CUDA each has a device of its own (docs/ranks.md).
+    ranks: int = Field(default=1, ge=1, le=64)
     #: Threads of torch. On a machine shared with other processes more than one costs more than it gives.
     threads: int = Field(default=1, ge=1, le=256)
     #: Tokens of a micro-batch where the run does not say.

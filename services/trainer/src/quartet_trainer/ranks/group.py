@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from quartet.errors import QuartetError
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from quartet_trainer import model as base
 from quartet_trainer.packing import MicroBatch, Row
@@ -65,10 +67,17 @@ class Group:
     def __init__(self, device: torch.device) -> None:
         """Meet the others, as torchrun's environment says."""
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=WAIT_SECONDS))
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        wait = timedelta(seconds=WAIT_SECONDS)
+        store: Any
+        self.rank: int
+        self.size: int
+        store, self.rank, self.size = next(rendezvous("env://", timeout=wait))
+        # torchrun's store outlives a group that it starts again, with the addresses of the dead in it.
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        store = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=wait)
         #: For what is on the CPU.
-        self.host_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_SECONDS))
+        self.host_group = dist.new_group(backend="gloo", timeout=wait)
         self._mesh = init_device_mesh(device.type, (self.size,))
 
     @property

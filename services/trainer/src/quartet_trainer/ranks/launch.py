@@ -19,6 +19,7 @@ from functools import partial
 
 import structlog
 import torch
+from quartet.config import ConfigError
 from quartet.kit.server import serve
 from quartet.local.tether import PR_SET_PDEATHSIG
 from quartet.weights.store import WeightStore
@@ -43,10 +44,7 @@ def run_ranks(config: TrainerConfig) -> None:
     """Serve, or follow, until told to stop. Errors: ConfigError."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    device = device_of(config.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+    device = _own_device(config)
     group = Group(device)
     log.info("rank_joined", rank=group.rank, ranks=group.size, device=str(device))
     machine = machine_of(config, group, device)
@@ -58,6 +56,19 @@ def run_ranks(config: TrainerConfig) -> None:
         prepare(config.threads, config.deterministic)
         follow(group, _maker(machine))
     leave()
+
+
+def _own_device(config: TrainerConfig) -> torch.device:
+    device = device_of(config.device)
+    if device.type != "cuda":
+        return device
+    number, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if number >= devices:
+        raise ConfigError(
+            f"{os.environ['LOCAL_WORLD_SIZE']} ranks share {devices} CUDA devices; start one for each device"
+        )
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
 
 
 def _maker(machine: Machine) -> Callable[[str, RunSpec], Run]:

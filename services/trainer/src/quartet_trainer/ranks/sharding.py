@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,8 +46,10 @@ def shard(model: Any, full: Any | None, device: torch.device, mesh: Any) -> Any:
     return model
 
 
-def _forward(compute: Any, *arguments: Any) -> Any:
-    return compute(*arguments)
+def _forward(compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    logp_K, entropy_K = compute()
+    # FSDP2's hooks hang on the results; on a view of another tensor they may be lost.
+    return logp_K.clone(), entropy_K.clone()
 
 
 def _fill(model: Any, full: Any | None, device: torch.device, mesh: Any) -> None:

@@ -1,0 +1,89 @@
+"""Invariants 7 and 9 for ranks: one that dies ends the group at once, and torchrun's next one goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from quartet.kit.channel import connect
+from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
+
+from .conftest import Served
+from .ranked import START_SECONDS, Ranked, alive, by_torchrun, running
+
+#: A group ends within this; torchrun looks at its processes ten times a second. On a machine that is shared.
+END_SECONDS = 10.0
+SPEC = {"learning_rate": 1e-3, "max_grad_norm": 1.0}
+
+
+async def restored(group: Ranked, old: list[int], folder: Path) -> tuple[Any, Any]:
+    """The next group, once it serves, and its run."""
+    async with asyncio.timeout(START_SECONDS):
+        while alive(old) or not group.port_file.exists():
+            assert group.process.poll() is None, group.log.read_text()[-4000:]
+            await asyncio.sleep(0.05)
+    channel = connect(group.wait_served())
+    served = Served(TrainerServiceStub(channel), channel, group.state_dir)
+    return served, await served.create(base_model=str(folder), **SPEC)
+
+
+async def test_a_killed_rank_ends_the_group_and_the_next_one_continues_bit_equally(
+    folder: Path, tmp_path: Path, make_samples: Any
+) -> None:
+    batches = [make_samples(seed=seed) for seed in range(4)]
+    with running(tmp_path / "ranks", by_torchrun(2, restarts=2)) as group:
+        channel = connect(group.wait_served())
+        trainer = Served(TrainerServiceStub(channel), channel, group.state_dir)
+        await trainer.create(base_model=str(folder), **SPEC)
+        straight = [await trainer.one_step(3 * n + 1, batches[n]) for n in range(2)]
+        await trainer.save(7, "a")
+        straight += [await trainer.one_step(3 * n + 2, batches[n]) for n in (2, 3)]
+        for killed in (1, 0):
+            # In the middle of a batch that takes the ranks seconds.
+            pids = [group.rank_pid(rank) for rank in (0, 1)]
+            group.port_file.unlink()
+            call = asyncio.ensure_future(trainer.forward_backward(14, make_samples(groups=400, seed=9)))
+            await asyncio.sleep(0.5)
+            os.kill(pids[killed], signal.SIGKILL)
+            began = time.monotonic()
+            with pytest.raises(grpc.RpcError) as raised:
+                await call
+            assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+            while alive(pids):
+                await asyncio.sleep(0.01)
+                assert time.monotonic() - began < END_SECONDS
+            print(f"rank {killed} killed: all had ended after {time.monotonic() - began:.2f} s")
+            await channel.close()
+            trainer, run = await restored(group, pids, folder)
+            channel = trainer.channel
+            assert (run.applied_seq_id, run.policy_version, run.published_version) == (7, 2, 2)
+            assert [await trainer.one_step(3 * n + 2, batches[n]) for n in (2, 3)] == straight[2:]
+        await channel.close()
+    why = group.log.read_text()
+    assert '"event": "rank_ended"' in why and "by peer" in why
+
+
+async def test_a_group_that_is_told_to_end_ends_well(tmp_path: Path) -> None:
+    with running(tmp_path / "ranks", by_torchrun(2)) as group:
+        group.wait_served()
+        pids = [group.rank_pid(rank) for rank in (0, 1)]
+    said = group.log.read_text()
+    assert "rank_ended" not in said and '"event": "stopped"' in said
+    assert not alive(pids)
+
+
+async def test_the_key_ranks_starts_torchrun_and_its_ranks_die_with_it(tmp_path: Path) -> None:
+    with running(tmp_path / "ranks", ["-m", "quartet_trainer"], ranks=2) as group:
+        group.wait_served()
+        pids = [group.rank_pid(rank) for rank in (0, 1)]
+        group.process.kill()
+        deadline = time.monotonic() + END_SECONDS
+        while alive(pids):
+            await asyncio.sleep(0.05)
+            assert time.monotonic() < deadline
