@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from quartet_trainer.sample import Ints, Sample
 
@@ -54,6 +55,11 @@ class MicroBatch:
     def tokens(self) -> int:
         """Tokens computed, padding included."""
         return int(self.token_ids_RL.size)
+
+    @property
+    def present_T(self) -> npt.NDArray[np.bool_]:
+        """Which of them are no padding, row after row."""
+        return np.not_equal(self.segments_RL, PADDING).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)

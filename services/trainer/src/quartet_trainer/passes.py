@@ -22,6 +22,7 @@ from quartet_trainer.loss.custom import CustomLoss
 from quartet_trainer.packing import MicroBatch, cut, rows_of
 from quartet_trainer.publish import Snapshot
 from quartet_trainer.ranks.alone import Alone, Ranks
+from quartet_trainer.routing import Routing
 from quartet_trainer.sample import Floats, Sample
 from quartet_trainer.spec import LossSpec
 from quartet_trainer.trained import replaced
@@ -52,6 +53,8 @@ class Pass:
     logprobs: list[Floats]
     entropies: list[Floats]
     loss: float = 0.0
+    #: What the routers of a mixture of experts did; None for another model.
+    routing: Tensor | None = None
 
     @classmethod
     def over(cls, samples: Sequence[Sample]) -> Pass:
@@ -85,19 +88,21 @@ class Passes:
         """`standing` makes the model stand as a version while samples are scored."""
         self._policy, self._machine, self._standing = policy, machine, standing
         self._budget_tokens, self._progress = budget_tokens, progress
+        self._routing = Routing(policy.model)
 
     def train(
         self, samples: Sequence[Sample], columns: Columns, loss: LossSpec, normalizer: float, kl_coef: float
     ) -> Pass:
         """Forward and backward; the gradients are left on the parameters."""
         done = Pass.over(samples)
+        self._routing.begin()
         always = loss.moves_without_advantage
         moving = [index for index, weight in enumerate(columns.advantages) if always or weight.any()]
         still = sorted(set(range(len(samples))) - set(moving))
         for members, learns in ((moving, True), (still, False)):
             # Where every weight is zero so is the gradient: the forward pass alone gives the diagnostics.
             for batch in self._pack(samples, members):
-                with torch.set_grad_enabled(learns):
+                with torch.set_grad_enabled(learns), self._routing.watched(batch.present_T):
                     logp_K, entropy_K = self._policy(
                         batch, loss.temperature, entropy_learns=loss.entropy_coef != 0
                     )
@@ -112,6 +117,7 @@ class Passes:
                 done.loss += float(total.detach())
                 done.keep(samples, batch.members, logp_K.detach(), entropy_K.detach())
                 self._progress()
+        done.routing = self._routing.table()
         self._machine.ranks.join(done, [len(sample.covered_K) for sample in samples])
         return done
 

@@ -38,6 +38,7 @@ from quartet_trainer.publish import TORCH_DTYPES, Snapshot
 from quartet_trainer.ranks.layout import is_whole, part
 from quartet_trainer.recompute import recomputable
 from quartet_trainer.reference import REFERENCE, Reference
+from quartet_trainer.routing import routing_values
 from quartet_trainer.sample import Floats, Sample, check_against_model
 from quartet_trainer.schedule import scheduled_rate
 from quartet_trainer.spec import LossSpec, RunSpec
@@ -184,6 +185,8 @@ class Run:
         self._loss_broken = self._loss_broken or not math.isfinite(done.loss)
         loss_tokens = sum(len(sample.covered_K) for sample in samples)
         values = diagnose(columns, loss, done.logprobs, done.entropies)
+        if done.routing is not None:
+            values |= routing_values(done.routing, self._model.config.num_experts_per_tok)
         if loss.kl_coef:
             values["kl_coef"] = kl_coef
             self._kl_control.observe(loss, values["reference_kl"], loss_tokens)

@@ -146,6 +146,8 @@ class Group:
         dist.all_reduce(losses)
         done.logprobs, done.entropies = (np.split(row.numpy(), ends[:-1]) for row in values)
         done.loss = float(losses.sum())
+        if done.routing is not None:
+            dist.all_reduce(done.routing)
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Parameter by parameter; one that no loss reached here counts as zero."""

@@ -1,0 +1,131 @@
+"""Mixture-of-experts models: what the routers did, against the model's own router logits, and training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from quartet.v1 import trainer_service_pb2 as pb
+from quartet_trainer.logprobs import PolicyForward
+from quartet_trainer.packing import pack
+from quartet_trainer.routing import Routing
+from quartet_trainer.sample import make_sample
+
+Make = Callable[..., Any]
+EXPERTS, CHOICES, LAYERS = 6, 2, 2
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Qwen3-MoE whose routers have clear preferences."""
+    torch.manual_seed(4)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=96, hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, intermediate_size=64, moe_intermediate_size=16, num_experts=EXPERTS, norm_topk_prob=True,
+        num_experts_per_tok=CHOICES, tie_word_embeddings=True, max_position_embeddings=128,
+        initializer_range=0.2,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("mixture")
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def routed(folder: Path, samples: list[pb.TrainingSample]) -> dict[str, float]:
+    """The figures from the definition, in numpy, one sample at a time."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    logits: list[list[np.ndarray]] = [[] for _ in range(LAYERS)]
+    for one in samples:
+        read = torch.tensor([list(one.sample.token_ids)[:-1]])
+        with torch.no_grad():
+            found = model(read, output_router_logits=True).router_logits
+        for layer, values in enumerate(found):
+            logits[layer].append(values.double().numpy())
+    largest, unused, entropies = [], [], []
+    for parts in logits:
+        all_TE = np.concatenate(parts)
+        p_TE = np.exp(all_TE - all_TE.max(1, keepdims=True))
+        p_TE /= p_TE.sum(1, keepdims=True)
+        counts = np.bincount(np.argsort(-all_TE, 1)[:, :CHOICES].flatten(), minlength=EXPERTS)
+        largest.append(counts.max() / counts.mean())
+        unused.append((counts == 0).mean())
+        entropies.append(-(p_TE * np.log(p_TE)).sum(1).mean())
+    return {
+        "router_load_max": max(largest),
+        "router_load_violation": float(np.mean(largest)) - 1,
+        "router_unused_experts": float(np.mean(unused)),
+        "router_entropy": float(np.mean(entropies)),
+    }
+
+
+@pytest.mark.parametrize("settings", [{}, {"microbatch_tokens": 30}, {"gradient_checkpointing": True}])
+async def test_the_figures_are_those_of_the_definition(
+    serve_trainer: Make, make_samples: Make, mixture: Path, settings: dict[str, Any]
+) -> None:
+    """Whatever the micro-batches; a layer computed anew counts once. Samples without advantage count, too."""
+    samples = make_samples(groups=9, members=1)
+    samples[2].advantages[0] = 0.0
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(mixture), **settings)
+        for seq_id in (1, 2):  # of each batch by itself
+            done = await trainer.forward_backward(seq_id, samples)
+            found = {name: value for name, value in done.diagnostics.items() if name.startswith("router_")}
+            assert found == pytest.approx(routed(mixture, samples), rel=1e-5)
+    assert found["router_load_violation"] > 0.1 and found["router_entropy"] < np.log(EXPERTS)
+
+
+def test_invariant_1_no_token_is_dropped_and_no_padding_counted(mixture: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(mixture).eval()
+    policy, routing = PolicyForward(model, torch.device("cpu"), None), Routing(model)
+    samples = [make_sample(i, list(range(4 + 9 * i)), [(1, 3 + 9 * i, 0)], [], []) for i in range(4)]
+    (batch,) = pack(samples, range(4), 1000, 256)
+    assert not batch.present_T.all()
+    with routing.watched(batch.present_T), torch.no_grad():
+        watched, _ = policy(batch, 1.0)
+    table = routing.table()
+    assert table is not None and table.shape == (LAYERS, EXPERTS + 1)
+    assert table[:, :-1].sum(1).tolist() == [CHOICES * sum(3 + 9 * i for i in range(4))] * LAYERS
+    with torch.no_grad():
+        plain, _ = policy(batch, 1.0)
+    assert torch.equal(watched, plain)
+    assert torch.equal(routing.table(), table), "nothing is counted outside"
+    routing.begin()
+    assert routing.table() is None
+
+
+async def test_a_dense_model_reports_nothing_of_routers(
+    serve_trainer: Make, make_samples: Make, folder: Path
+) -> None:
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        done = await trainer.forward_backward(1, make_samples())
+        assert not [name for name in done.diagnostics if name.startswith("router_")]
+
+
+async def test_a_mixture_trains_publishes_and_scores(
+    serve_trainer: Make, make_samples: Make, mixture: Path, plain_logprobs: Make
+) -> None:
+    samples = make_samples()
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(mixture), retain_versions=1)
+        model = transformers.AutoModelForCausalLM.from_pretrained(mixture)
+        for ours, plain in zip(await trainer.forward(samples), plain_logprobs(model, samples), strict=True):
+            np.testing.assert_allclose(ours, plain, atol=1e-5)
+        for one in samples:
+            del one.advantages[:]
+        likelihood = pb.LossSpec(kind=pb.LOSS_KIND_CROSS_ENTROPY)
+        losses = []
+        for step in range(5):
+            losses.append((await trainer.forward_backward(2 * step + 1, samples, loss=likelihood)).loss)
+            await trainer.optim_step(2 * step + 2)
+        assert losses[-1] < 0.7 * losses[0], losses
+        await trainer.publish(11)
+        state = await trainer.save(12, "s", export=True)
+        live = await trainer.forward(samples)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(state.model_path)
+    for ours, plain in zip(live, plain_logprobs(exported, samples), strict=True):
+        np.testing.assert_allclose(ours, plain, atol=1e-5)
