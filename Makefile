@@ -91,8 +91,8 @@ check: install
 	$(BIN)/yamllint -s compose.yaml k8s protos
 	$(PY) -m pytest tests/deploy tests/contract/test_stubs_current.py
 
-bench: install models/tiny/config.json
-	$(foreach b,demo overlap wire recovery weights delta relay replicas generate_cpu generate pause adapters agreement envhost loss_memory checkpointing packing trainer_call vs_trl,\
+bench: install classic models/tiny/config.json
+	$(foreach b,demo overlap wire recovery weights delta relay replicas generate_cpu generate pause adapters agreement envhost rollouts rollout_faults loss_memory checkpointing packing trainer_call vs_trl,\
 	  $(PY) benchmarks/$(b).py &&) true
 
 protos: .venv/installed

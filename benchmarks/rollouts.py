@@ -32,6 +32,7 @@ from quartet.kit.server import ServerConfig, Service, start
 from quartet.v1 import common_pb2, envhost_service_pb2, envhost_service_pb2_grpc
 from quartet_envhost.config import EnvHostConfig
 from quartet_envhost.host import EnvironmentHost
+from quartet_envhost.process import WorkerProcess
 from quartet_envhost.service import SERVICE_NAME, EnvHostServicer
 
 HERE = Path(__file__).resolve().parent
@@ -108,7 +109,7 @@ class Road:
         self.host, self._stub, self._env_id = host, stub, env_id
         self._requests = 0
 
-    def request(self, count: int) -> envhost_service_pb2.RunRolloutsRequest:
+    def request(self, count: int, max_retries: int) -> envhost_service_pb2.RunRolloutsRequest:
         """A group of the next task."""
         self._requests += 1
         return envhost_service_pb2.RunRolloutsRequest(
@@ -119,12 +120,18 @@ class Road:
             members=range(count),
             sampling=common_pb2.SamplingParams(max_tokens=64),
             timeout_ms=600_000,
+            max_retries=max_retries,
         )
+
+    async def run(self, count: int, max_retries: int = 0) -> AsyncIterator[Any]:
+        """The rollouts of a group, as they end."""
+        async for frame in self._stub.RunRollouts(self.request(count, max_retries), timeout=600):
+            if frame.HasField("rollout"):
+                yield frame.rollout
 
     async def group(self, count: int) -> list[Any]:
         """The rollouts of a group."""
-        stream = self._stub.RunRollouts(self.request(count), timeout=600)
-        return [frame.rollout async for frame in stream if frame.HasField("rollout")]
+        return [rollout async for rollout in self.run(count)]
 
     async def round(self, count: int) -> float:
         """Rollouts per second; each is checked to be whole."""
@@ -145,10 +152,15 @@ class Road:
         await self._stub.Cancel(envhost_service_pb2.CancelRequest(run_id="benchmark"), timeout=60)
 
     @property
+    def workers(self) -> list[WorkerProcess]:
+        """Those that are alive."""
+        (pool,) = self.host._pools.values()
+        return [worker for worker in pool.workers if worker.alive]
+
+    @property
     def processes(self) -> list[int]:
         """The front, which is this process, and its workers."""
-        (pool,) = self.host._pools.values()
-        return [os.getpid(), *(worker.pid for worker in pool.workers)]
+        return [os.getpid(), *(worker.pid for worker in self.workers)]
 
 
 @asynccontextmanager
@@ -214,8 +226,7 @@ async def crowd(generation: str, count: int) -> list[Figure]:
         async with road(generation, addresses["grpc"], rollouts_per_worker=count) as ours:
             idle = rss_mib(ours.processes)
             groups = [asyncio.create_task(ours.group(GROUP)) for _ in range(count // GROUP)]
-            (pool,) = ours.host._pools.values()
-            while sum(worker.open_calls for worker in pool.workers) < count // GROUP * GROUP:  # noqa: ASYNC110
+            while sum(one.open_calls for one in ours.workers) < count // GROUP * GROUP:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             await asyncio.sleep(2)  # until all of them wait for the policy
             held = rss_mib(ours.processes)
