@@ -1,11 +1,12 @@
 """Payloads in shared memory: on one host their bytes need no network.
 
-1. A file in SHARED_FOLDER is a token, then the payload. It appears under its name complete, or not at all.
-2. It lives no longer than its payload, and not longer than its process: whoever is killed leaves files that
-   nobody holds a lock on, and the next publisher on the host removes those.
-3. Bounded in bytes and number: the oldest files go first. A reader that has mapped one keeps its memory.
-4. A reader believes nothing: what is no such file, has another token or another size is not taken, and the
-   tensors are verified as if they had come over the network.
+1. An offer is the path of a sealed memfd under /proc: a token, then the payload. Whoever maps it can rely on
+   it: sealed, it never changes and never shrinks.
+2. It lives no longer than its payload and its process, mappings apart: it has no name to be left behind.
+3. Bounded in bytes, in number, and by the free space of ROOM_FOLDER, by which an operator says how much
+   memory may be shared: the oldest go first.
+4. A reader believes nothing: what is no such memory, is not sealed, has another token or another size is not
+   taken, and the tensors are verified as if they had come over the network.
 """
 
 from __future__ import annotations
@@ -13,154 +14,131 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import re
 import secrets
-import stat
 import weakref
 from dataclasses import dataclass
-from pathlib import Path
 
 import structlog
 
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights.payload import Payload
 
-SHARED_FOLDER = Path("/dev/shm")
-PREFIX = "quartet-weights-"
+NAME = "quartet-weights"
 TOKEN_BYTES = 16
-#: Of all files of one process; memory that the tensors do not share.
+#: Of one process; memory that the tensors do not share.
 SHARED_BYTES = 16 << 30
 #: Each holds a descriptor open.
 MAX_FILES = 64
+#: Its free space is the room: little in a container that was given none.
+ROOM_FOLDER = "/dev/shm"
+SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+_PATH = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}")
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
-    """A published file: unlinked by `finalizer`, which also closes the descriptor that holds the lock."""
+class _Shared:
+    """Memory that is offered; `finalizer` closes it."""
 
     offer: pb.SharedPayload
     size: int
-    finalizer: weakref.finalize[[Path, int], Payload]
+    finalizer: weakref.finalize[[int], Payload]
 
 
 class SharedPayloads:
-    """The files of one publisher. Not thread-safe: one thread owns it."""
+    """What one publisher offers. Not thread-safe: one thread owns it."""
 
-    def __init__(self, limit_bytes: int = SHARED_BYTES, folder: Path = SHARED_FOLDER) -> None:
-        self._limit_bytes, self._folder = limit_bytes, folder
+    def __init__(self, limit_bytes: int = SHARED_BYTES) -> None:
+        self._limit_bytes = limit_bytes
         # By identity of the payload, in the order of their making.
-        self._files: dict[int, _File] = {}
+        self._held: dict[int, _Shared] = {}
 
     def offer(self, payload: Payload) -> pb.SharedPayload | None:
         """Where the payload can be mapped; None where there is no room. Copies it the first time."""
-        self._files = {key: file for key, file in self._files.items() if file.finalizer.alive}
-        known = self._files.get(id(payload))
+        self._held = {key: held for key, held in self._held.items() if held.finalizer.alive}
+        known = self._held.get(id(payload))
         if known is not None:
             return known.offer
-        if payload.size > self._limit_bytes:
-            return None
-        sweep(self._folder)
-        while len(self._files) >= MAX_FILES or payload.size > self._limit_bytes - self._occupied_bytes:
-            self._files.pop(next(iter(self._files))).finalizer()
-        token = secrets.token_bytes(TOKEN_BYTES)
-        path = self._folder / f"{PREFIX}{os.getpid()}-{token.hex()}"
         try:
-            descriptor = _write(path, token, payload)
+            if not self._make_room(payload.size):
+                return None
+            token = secrets.token_bytes(TOKEN_BYTES)
+            descriptor = _sealed(token, payload)
         except OSError as error:
             log.info("shared memory not used", why=str(error), bytes=payload.size)
             return None
-        made = _File(
-            pb.SharedPayload(path=str(path), token=token),
+        made = _Shared(
+            pb.SharedPayload(path=f"/proc/{os.getpid()}/fd/{descriptor}", token=token),
             payload.size,
-            weakref.finalize(payload, _remove, path, descriptor),
+            weakref.finalize(payload, os.close, descriptor),
         )
-        self._files[id(payload)] = made
+        self._held[id(payload)] = made
         return made.offer
 
+    def _make_room(self, size: int) -> bool:
+        """Whether so many bytes may be shared; gives up the oldest for them."""
+        status = os.statvfs(ROOM_FOLDER)
+        limit_bytes = min(self._limit_bytes, status.f_bavail * status.f_frsize)
+        if size > limit_bytes:
+            return False
+        while len(self._held) >= MAX_FILES or size > limit_bytes - self.occupied_bytes:
+            self._held.pop(next(iter(self._held))).finalizer()
+        return True
+
     @property
-    def _occupied_bytes(self) -> int:
-        return sum(file.size for file in self._files.values())
+    def occupied_bytes(self) -> int:
+        """Of all payloads that are offered."""
+        return sum(held.size for held in self._held.values())
 
 
-def _write(path: Path, token: bytes, payload: Payload) -> int:
-    """Make the file and return the descriptor that holds its lock."""
-    descriptor = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+def _sealed(token: bytes, payload: Payload) -> int:
+    """The descriptor of sealed memory with the token and the payload."""
+    descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for part in (memoryview(token), *payload.parts):
             while part:
                 part = part[os.write(descriptor, part) :]
-        # Named only now: nobody finds a file that is not complete, or that could be taken for a dead one's.
-        _name(descriptor, path)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
 
 
-def _name(descriptor: int, path: Path) -> None:
-    # os.link follows the symbolic link of a descriptor only when told which folder that lies in.
-    folder = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.link(str(descriptor), path, src_dir_fd=folder, follow_symlinks=True)
-    finally:
-        os.close(folder)
-
-
-def _remove(path: Path, descriptor: int) -> None:
-    path.unlink(missing_ok=True)
-    os.close(descriptor)
-
-
-def sweep(folder: Path) -> None:
-    """Remove the files of publishers that are no more: nobody holds their locks."""
-    for path in folder.glob(f"{PREFIX}*"):
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:  # Removed meanwhile, or another user's.
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-        except BlockingIOError:
-            pass
-        finally:
-            os.close(descriptor)
-
-
 class SharedMemory:
     """The reader's side: a Transport."""
 
-    def __init__(self, folder: Path = SHARED_FOLDER) -> None:
-        self._folder = folder
-
     def ask(self, request: pb.GetManifestRequest) -> None:
-        """Say that this process can map the publisher's files."""
+        """Say that this process can map the publisher's memory."""
         request.shared_memory = True
 
     async def payload(self, answer: pb.GetManifestResponse) -> memoryview | None:
-        """The payload as a mapping of the file; None where it is not to be had."""
+        """The payload as a mapping; None where it is not to be had."""
         if not answer.HasField("shared"):
             return None
         try:
-            return self._mapped(answer.shared, answer.manifest.payload_bytes)
+            return _mapped(answer.shared, answer.manifest.payload_bytes)
         except OSError as error:
             log.info("shared memory not reached", path=answer.shared.path, why=str(error))
             return None
 
-    def _mapped(self, shared: pb.SharedPayload, size: int) -> memoryview | None:
-        path = Path(shared.path)
-        if path.parent != self._folder or not path.name.startswith(PREFIX):
+
+def _mapped(shared: pb.SharedPayload, size: int) -> memoryview | None:
+    # Looked at before it is opened: in another host's or container's /proc this may be anything.
+    if not _PATH.fullmatch(shared.path) or not os.readlink(shared.path).startswith(f"/memfd:{NAME}"):
+        return None
+    descriptor = os.open(shared.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        # Only a memfd has seals to ask for. Without them it could shrink under the mapping: SIGBUS.
+        sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
+        if not sealed or os.fstat(descriptor).st_size != TOKEN_BYTES + size:
             return None
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_size != TOKEN_BYTES + size:
-                return None
-            if os.pread(descriptor, TOKEN_BYTES, 0) != shared.token or len(shared.token) != TOKEN_BYTES:
-                return None
-            mapping = mmap.mmap(descriptor, TOKEN_BYTES + size, prot=mmap.PROT_READ)
-            return memoryview(mapping)[TOKEN_BYTES:]
-        finally:
-            os.close(descriptor)
+        if os.pread(descriptor, TOKEN_BYTES, 0) != shared.token or len(shared.token) != TOKEN_BYTES:
+            return None
+        mapping = mmap.mmap(descriptor, TOKEN_BYTES + size, prot=mmap.PROT_READ)
+        return memoryview(mapping)[TOKEN_BYTES:]
+    finally:
+        os.close(descriptor)
