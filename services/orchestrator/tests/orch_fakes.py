@@ -209,6 +209,8 @@ class FakeHost(EnvHostServiceServicer):
         self.trainer = trainer
         self.requests: list[epb.RunRolloutsRequest] = []
         self.max_delay_s = 0.004
+        # Rollouts that were asked for and have not ended, now and at most.
+        self.under_way = self.most_under_way = 0
         self.random = random.Random(0)
         # (task_index, member) -> failures still to come; kind of failure.
         self.failures: dict[tuple[int, int], int] = {}
@@ -246,6 +248,21 @@ class FakeHost(EnvHostServiceServicer):
         self.requests.append(request)
         members = list(request.members)
         self.random.shuffle(members)
+        left = len(members)
+        self._count(left)
+        try:
+            async for rollout in self._rollouts(request, members):
+                left -= 1
+                self._count(-1)
+                yield epb.RunRolloutsResponse(rollout=rollout)
+        finally:
+            self._count(-left)
+
+    def _count(self, more):
+        self.under_way += more
+        self.most_under_way = max(self.most_under_way, self.under_way)
+
+    async def _rollouts(self, request, members):
         for number, member in enumerate(members):
             await asyncio.sleep(self.random.uniform(0, self.max_delay_s))
             await self.trainer.wait_version(request.run_id, request.min_policy_version)
@@ -254,7 +271,7 @@ class FakeHost(EnvHostServiceServicer):
             if self.break_streams and number:
                 self.break_streams -= 1
                 raise QuartetError("NOT_READY", "the host went away")
-            yield epb.RunRolloutsResponse(rollout=self._rollout(request, member))
+            yield self._rollout(request, member)
 
     def _fails(self, request):
         everywhere = not self.failing_environments or request.environment.id in self.failing_environments

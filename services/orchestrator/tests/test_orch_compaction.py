@@ -44,7 +44,10 @@ def test_covered_steps_are_in_every_state_that_the_trainer_keeps(max_steps, inte
 
 
 async def test_old_rollouts_are_given_up_and_nothing_else(world, small_segments):
-    """Invariant 8: the journal's size is bounded; followers still see every event."""
+    """Invariant 8: the journal's size is bounded; followers still see every event.
+
+    compaction.py 1 and 2
+    """
     async with world.orchestrator() as runs:
         await runs.submit("whole", world.toml(steps=12), dry_run=False)
         await world.rest(runs, "whole")
@@ -79,7 +82,10 @@ async def test_old_rollouts_are_given_up_and_nothing_else(world, small_segments)
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_replays_never_miss_what_was_given_up(world, small_segments, monkeypatch, seed):
-    """Invariants 2 and 9, with trainer and orchestrator killed while the journal is compacted."""
+    """Invariants 2 and 9, with trainer and orchestrator killed while the journal is compacted.
+
+    compaction.py 3
+    """
     print(f"seed {seed}")
     chance = random.Random(seed)
     monkeypatch.setattr(training, "GUARD_S", 0.05)
@@ -129,6 +135,7 @@ async def test_a_trainer_that_lost_all_states_is_told_what_is_missing(world, sma
 
 
 async def test_a_kill_between_the_index_and_the_file_is_mended(world, small_segments, monkeypatch):
+    """compaction.py 4"""
     async with world.orchestrator() as runs:
         await runs.submit("run", world.toml(steps=6), dry_run=False)
         await world.rest(runs)
@@ -157,6 +164,7 @@ async def test_a_kill_between_the_index_and_the_file_is_mended(world, small_segm
 
 
 def test_a_rename_that_fails_leaves_everything_as_it_was(tmp_path, monkeypatch):
+    """segments.py 5, index.py 2"""
     from quartet.v1.journal_pb2 import JournalRecord
 
     journal = Journal(tmp_path, 300)

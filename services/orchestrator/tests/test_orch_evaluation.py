@@ -60,7 +60,10 @@ async def test_several_environments_are_measured_apart_at_one_version(world):
 
 
 async def test_a_stuck_episode_costs_its_deadline_and_coverage_says_so(world):
-    """evaluation.py 4 and invariant 7: training goes on."""
+    """evaluation.py 4 and invariant 7: training goes on.
+
+    evaluation.py 3
+    """
     world.host.stuck = {("toy", 1)}
     async with world.orchestrator() as runs:
         await runs.submit(RUN, evaluated(world, 0.5), dry_run=False)
@@ -99,7 +102,10 @@ async def test_an_evaluation_never_mixes_versions(world, monkeypatch):
 
 
 async def test_an_evaluation_without_any_result_is_no_end_of_training(world):
-    """Invariant 5: no result is no reward 0 either."""
+    """Invariant 5: no result is no reward 0 either.
+
+    eval_metrics.py 2
+    """
     world.host.stuck = {("toy", task) for task in range(4)}
     toml = world.toml().replace("num_examples = 4", "num_examples = 4\ntimeout_seconds = 0.2")
     async with world.orchestrator() as runs:
@@ -134,6 +140,7 @@ async def test_after_a_restart_only_what_is_missing_is_measured(world):
 
 
 def test_figures_by_hand():
+    """eval_metrics.py 1"""
     hosted = HostedConfig(id="e")
     one = Outcome(EvalTrial("e", hosted, 2, 2), 2)
     rewards = {(0, 0): 1.0, (0, 1): 0.0, (1, 0): 1.0}

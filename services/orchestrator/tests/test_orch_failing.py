@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 from orch_world import RUN, assert_complete
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet.v1 import rollout_pb2 as rpb
+from quartet_orchestrator.sampling import checked
 
 
 async def test_members_that_fail_are_tried_again_alone(world):
-    """Invariant 5: retried."""
+    """Invariant 5: retried.
+
+    sampling.py 1, ledger.py 3
+    """
     world.host.failures = {(task, 1): 1 for task in range(50)}
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(), dry_run=False)
@@ -20,7 +28,10 @@ async def test_members_that_fail_are_tried_again_alone(world):
 
 
 async def test_a_group_that_fails_for_good_is_replaced_and_counted(world):
-    """Invariant 5: excluded whole, and counted; never reward 0."""
+    """Invariant 5: excluded whole, and counted; never reward 0.
+
+    rollouts.py 3, credit.py 1
+    """
     world.host.failing_tasks = set(range(0, 50, 3))
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(), dry_run=False)
@@ -58,3 +69,32 @@ async def test_rollouts_without_a_sampled_token_are_no_outage(world):
         run = await world.rest(runs)
     assert run.phase == pb.RUN_PHASE_FAILED
     assert "failed:ENVIRONMENT" in run.error and "no token was sampled" in run.error
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_no_number_is_a_failure(reward):
+    """sampling.py 4 and invariant 5."""
+    rollout = rpb.Rollout(reward=reward)
+    rollout.samples.add(token_ids=[1], logprobs=[-1.0]).spans.add(length=1)
+    checked(rollout)
+    assert rollout.failure.kind == rpb.FAILURE_KIND_SCORER and rollout.reward == 0
+
+
+async def test_after_a_restart_a_group_misses_only_its_missing_members(world):
+    """rollouts.py 1 and 2: nothing that was written down is sampled again."""
+    world.host.max_delay_s = 0.2
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(evals=0), dry_run=False)
+        book = runs.get(RUN)
+        while not any(group.done for group in book.state.groups.values()):
+            await book.changed()
+    world.host.requests.clear()
+    world.host.max_delay_s = 0.004
+    async with world.orchestrator() as runs:
+        groups = dict(runs.get(RUN).state.groups)
+        had = {number: set(group.done) for number, group in groups.items()}
+        assert any(had.values())
+        assert_complete(world, await world.rest(runs))
+    for number, done in had.items():
+        (request,) = [r for r in world.host.requests if r.request_id.startswith(f"{RUN}/group-{number}/")]
+        assert set(request.members) == set(range(4)) - done

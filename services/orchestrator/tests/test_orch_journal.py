@@ -50,6 +50,7 @@ def contents(folder: Path) -> list[JournalRecord]:
 
 
 def test_what_was_written_is_found_by_number_kind_group_and_event(tmp_path):
+    """journal.py 1 and 4"""
     written = fill(tmp_path, 40)
     assert len(list(tmp_path.glob("*.seg"))) > 3
     assert contents(tmp_path) == written
@@ -65,7 +66,10 @@ def test_what_was_written_is_found_by_number_kind_group_and_event(tmp_path):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 25), st.integers(0, 10**6), st.booleans(), st.booleans())
 def test_torn_tail_leaves_the_longest_whole_prefix(count, cut, keep_index, garbage):
-    """Invariant 2: what was acknowledged before a crash is there after it."""
+    """Invariant 2: what was acknowledged before a crash is there after it.
+
+    segments.py 2
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         written = fill(folder, count)
@@ -125,7 +129,10 @@ def test_a_flipped_bit_is_never_read_as_something_else(position, bit, keep_index
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 200), st.booleans())
 def test_a_hole_with_records_behind_it_is_no_torn_tail(position, length, zeros):
-    """Any damage inside the last segment that leaves a whole record behind it is found, and cut by nobody."""
+    """Any damage inside the last segment that leaves a whole record behind it is found, and cut by nobody.
+
+    segments.py 3, journal.py 6
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         written = fill(folder, 30, segment_bytes=1 << 20)
@@ -154,6 +161,7 @@ def test_a_missing_segment_is_noticed(tmp_path):
 
 
 def test_an_unreadable_or_foreign_index_is_rebuilt(tmp_path):
+    """journal.py 3, index.py 1"""
     written = fill(tmp_path / "a", 20)
     (tmp_path / "a/index.sqlite").write_bytes(b"this is no database at all" * 100)
     assert contents(tmp_path / "a") == written
@@ -165,6 +173,7 @@ def test_an_unreadable_or_foreign_index_is_rebuilt(tmp_path):
 
 
 def test_a_failed_write_leaves_no_half_record(tmp_path, monkeypatch):
+    """journal.py 2"""
     journal = Journal(tmp_path)
     journal.append(note("one"))
 
@@ -191,6 +200,7 @@ def test_a_failed_index_leaves_no_record(tmp_path):
 
 
 def test_a_segment_that_cannot_be_started_is_started_later(tmp_path, monkeypatch):
+    """segments.py 4"""
     journal = Journal(tmp_path, 1)
     journal.append(note("one"))
 

@@ -21,7 +21,10 @@ from quartet_orchestrator.state import RESTING
 @pytest.mark.parametrize("seed", range(4))
 async def test_orchestrator_killed_at_random_points(world, seed):
     """Invariants 1, 2 and 9: same final weights as without a kill, every call applied once, the ledger
-    balanced, events without gaps."""
+    balanced, events without gaps.
+
+    training.py 1 and 2, book.py 3, runs.py 2
+    """
     print(f"seed {seed}")
     chance = random.Random(seed)
     async with world.orchestrator() as runs:
@@ -51,7 +54,10 @@ async def test_orchestrator_killed_at_random_points(world, seed):
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_a_power_cut_loses_nothing_that_the_trainer_has(world, seed, monkeypatch):
-    """Invariant 2: after each kill the journal's files end where they were synced last."""
+    """Invariant 2: after each kill the journal's files end where they were synced last.
+
+    book.py 2, segments.py 1, training.py 1
+    """
     print(f"seed {seed}")
     chance = random.Random(seed)
     synced: dict[Path, tuple[int, int]] = {}
@@ -85,7 +91,10 @@ async def test_a_power_cut_loses_nothing_that_the_trainer_has(world, seed, monke
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_trainer_and_host_killed_at_random_points(world, seed, monkeypatch):
-    """Invariants 2 and 9: a batch that was not applied is replayed."""
+    """Invariants 2 and 9: a batch that was not applied is replayed.
+
+    training.py 3
+    """
     monkeypatch.setattr(training, "GUARD_S", 0.05)
     monkeypatch.setattr(outage, "MAX_BACKOFF_S", 0.2)
     print(f"seed {seed}")
@@ -105,6 +114,7 @@ async def test_trainer_and_host_killed_at_random_points(world, seed, monkeypatch
 
 
 async def test_a_state_saved_without_an_answer_is_found(world):
+    """training.py 2"""
     # Calls 2..4 and 5..7 are two steps, 8 is the SaveState after them.
     world.trainer.lose_answer_of = {8}
     async with world.orchestrator() as runs:
@@ -113,7 +123,10 @@ async def test_a_state_saved_without_an_answer_is_found(world):
 
 
 async def test_the_state_is_the_fold_of_the_records(world):
-    """What a restart reads is what the process before it knew, at any moment."""
+    """What a restart reads is what the process before it knew, at any moment.
+
+    state.py 1 and 2, book.py 1
+    """
     world.host.failures = {(task, 1): 1 for task in range(50)}
     world.host.lie_about_version = {task: 99 for task in range(0, 50, 5)}
     world.trainer.delay_s = 0.01

@@ -61,6 +61,7 @@ async def test_a_version_outside_the_bound_is_discarded_and_counted(world):
 
 
 async def test_stop_and_resume(world):
+    """runs.py 4"""
     world.trainer.delay_s = 0.02
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(steps=6), dry_run=False)
@@ -99,3 +100,13 @@ async def test_a_run_of_no_steps_measures_and_exports(world):
         run = await world.rest(runs)
     assert run.phase == pb.RUN_PHASE_COMPLETED and run.model_path == "/model"
     assert run.reward_before == run.reward_after
+
+
+async def test_at_most_so_many_rollouts_are_under_way_in_training_and_evaluations_together(world):
+    """sampling.py 3 and invariant 8."""
+    world.host.max_delay_s = 0.01
+    toml = world.toml(steps=6, max_concurrent=8).replace("num_examples = 4", "num_examples = 4\ninterval = 2")
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, toml, dry_run=False)
+        assert_complete(world, await world.rest(runs), steps=6)
+    assert world.host.most_under_way == 8

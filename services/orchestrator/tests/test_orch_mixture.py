@@ -42,6 +42,7 @@ def test_every_prefix_has_the_shares_to_within_less_than_one_place(weights):
 
 
 def test_the_mixture_follows_from_the_place_alone():
+    """mixture.py 1"""
     weights = [0.5, 0.2, 0.3]
     forward, backward = Mixture(weights), Mixture(weights)
     places = [forward.environment(place) for place in range(100)]
@@ -54,7 +55,10 @@ def mixed(world, steps, **more):
 
 
 async def test_what_is_trained_has_the_shares_and_is_reported_apart(world):
-    """mixture.py 1: one environment fails two groups of three, and gets no less of the run than it should."""
+    """mixture.py 1: one environment fails two groups of three, and gets no less of the run than it should.
+
+    rollouts.py 4
+    """
     world.host.failing_tasks = set(range(50)) - set(range(0, 50, 3))
     world.host.failing_environments = {"seldom"}
     async with world.orchestrator() as runs:

@@ -94,3 +94,23 @@ async def test_a_service_away_for_too_long_stops_the_run_resumable(world):
         run = await world.rest(runs)
         assert_complete(world, run)
         assert run.error == ""
+
+
+async def test_an_answer_to_anybody_ends_the_outage_for_everybody():
+    """outage.py 1, 3 and 4."""
+    now, said = [0.0], []
+    service = outage.Outage(
+        "the host", 10.0, lambda message, *, warning=False: said.append(message), lambda: now[0]
+    )
+    for at in (0.0, 1.0, 9.0, 9.5):
+        now[0] = at
+        service.failed("refused")
+    service.answered()
+    service.answered()
+    assert said == ["the host is away, waiting for it: refused", "the host is back after 10 s"]
+    for at in (15.0, 25.0):
+        now[0] = at
+        service.failed("refused")
+    now[0] = 25.1
+    with pytest.raises(outage.RunInterrupted, match="away for 10 s"):
+        service.failed("refused")

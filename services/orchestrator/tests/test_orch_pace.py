@@ -15,7 +15,10 @@ def test_bound_holds_for_every_order_of_completion_failure_lag_and_restart(
     bound, groups, steps, seed, restarts
 ):
     """Invariant 4: replicas lag, rollouts end in any order, groups fail, the orchestrator restarts, and
-    always s - v <= K."""
+    always s - v <= K.
+
+    pace.py 1-4
+    """
 
     def new_pace(published: int) -> Pace:
         return Pace(max_off_policy_steps=bound, groups_per_batch=groups, max_steps=steps, published=published)
@@ -80,6 +83,7 @@ def test_one_batch_ahead():
     ("versions", "reason"), [([3, 4, 5], None), ([2], "stale"), ([6], "version_unpublished"), ([], None)]
 )
 def test_violations_are_named(versions, reason):
+    """pace.py 5"""
     pace = Pace(max_off_policy_steps=2, groups_per_batch=1, max_steps=9)
     assert pace.violation(5, versions) == reason
 

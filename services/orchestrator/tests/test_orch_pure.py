@@ -12,16 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quartet.v1 import trainer_service_pb2 as tpb
+from quartet.v1.journal_pb2 import JournalRecord
+from quartet.v1.orchestrator_service_pb2 import PhaseEvent, Run
 from quartet.v1.rollout_pb2 import Rollout
 from quartet_orchestrator import batches, credit, metrics
 from quartet_orchestrator.calls import CallKind, CallPlan
 from quartet_orchestrator.ledger import Ledger
 from quartet_orchestrator.permits import Permits
 from quartet_orchestrator.prompts import Prompts, Source
+from quartet_orchestrator.state import TRANSITIONS, RunState
 
 
 def test_ledger_balances_and_refuses_what_was_not_dispatched():
-    """Invariant 1."""
+    """Invariant 1.
+
+    ledger.py 1 and 2
+    """
     ledger = Ledger()
     ledger.dispatch(8)
     ledger.discard(3, "stale")
@@ -31,8 +37,23 @@ def test_ledger_balances_and_refuses_what_was_not_dispatched():
         ledger.train(1)
 
 
+def test_phases_change_along_their_transitions_and_no_other_way():
+    """state.py 3."""
+    for before, allowed in TRANSITIONS.items():
+        for after in TRANSITIONS:
+            run = RunState(phase=before)
+            record = JournalRecord(phase=PhaseEvent(run=Run(phase=after)))
+            if after in allowed:
+                run.apply(record)
+                assert run.phase == after
+            else:
+                with pytest.raises(AssertionError):
+                    run.apply(record)
+
+
 @given(st.integers(0, 40), st.integers(1, 12), st.integers(1, 3))
 def test_call_plan_is_one_contiguous_list(max_steps, interval, keep_last):
+    """calls.py 1-3"""
     plan = CallPlan(max_steps=max_steps, save_interval=interval, keep_last=keep_last)
     expected = [(CallKind.PUBLISH, -1)]
     for step in range(max_steps):
@@ -52,6 +73,7 @@ def test_call_plan_is_one_contiguous_list(max_steps, interval, keep_last):
 
 
 def test_prompts_cover_every_task_once_per_epoch_in_an_order_of_its_own():
+    """prompts.py 1 and 2"""
     prompts, again = (Prompts([Source("a", 50), Source("b", 50)], 0) for _ in range(2))
     epochs = [[prompts.task(0, 50 * epoch + turn) for turn in range(50)] for epoch in range(2)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
@@ -62,6 +84,7 @@ def test_prompts_cover_every_task_once_per_epoch_in_an_order_of_its_own():
 
 
 def test_an_infinite_environment_is_read_in_order():
+    """prompts.py 2"""
     endless = Prompts([Source("a", None)], 0)
     assert [endless.task(0, turn) for turn in range(250)] == list(range(250))
 
@@ -83,6 +106,7 @@ rewards = st.lists(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=8), min_s
 
 @given(st.sampled_from(sorted(credit.CREDIT)), rewards)
 def test_credit_is_finite_and_centred(kind, groups):
+    """credit.py 2"""
     result = credit.advantages(kind, groups)
     assert [len(group) for group in result] == [len(group) for group in groups]
     assert all(math.isfinite(a) for group in result for a in group)
@@ -94,6 +118,7 @@ def test_credit_is_finite_and_centred(kind, groups):
 
 
 def test_normalizer():
+    """credit.py 3"""
     of, size = credit.normalizer, credit.Size(tokens=40, samples=9)
     assert of("token", size, rollouts=8, max_tokens=None) == 40
     assert of("sequence", size, rollouts=8, max_tokens=None) == 9
@@ -110,6 +135,7 @@ def rollout(tokens: int, version: int = 0, reward: float = 1.0) -> Rollout:
 
 
 def test_frames_carry_every_sample_once_below_the_message_limit():
+    """batches.py 1-3"""
     rollouts = [rollout(120_000) for _ in range(9)]
     start = tpb.ForwardBackwardStart(run_id="r", seq_id=2)
     frames = list(batches.frames(start, rollouts, [float(i) for i in range(9)]))

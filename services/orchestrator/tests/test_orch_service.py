@@ -166,6 +166,7 @@ async def test_stop_and_submit_are_idempotent(world):
 
 
 async def test_a_stop_while_the_submission_is_not_yet_on_disk(world, monkeypatch):
+    """runs.py 1"""
     slow = asyncio.Event()
 
     async def settled(_book):

@@ -42,6 +42,7 @@ def damage(world, name: str) -> bytes:
 
 
 async def test_a_damaged_journal_is_listed_and_the_other_runs_go_on(world):
+    """runs.py 2, shelf.py 1"""
     await stopped_runs(world, "bad", "good")
     data = damage(world, "bad")
     async with world.orchestrator() as runs:
@@ -81,6 +82,7 @@ async def test_a_restored_journal_goes_on(world):
 
 
 async def test_a_configuration_that_is_refused_now_stops_its_run_only(world, monkeypatch):
+    """runs.py 2"""
     world.trainer.delay_s = 0.02
     async with world.orchestrator() as runs:
         for name, steps in (("old", 8), ("new", 4)):
@@ -118,6 +120,7 @@ async def test_records_that_do_not_follow_are_damage(world):
 
 
 async def test_folders_that_are_no_runs_are_left_alone(world):
+    """shelf.py 2"""
     kept = world.folder / "runs" / "backup" / "run-1"
     kept.mkdir(parents=True)
     (kept / "000001.seg").write_bytes(b"precious")
@@ -128,6 +131,7 @@ async def test_folders_that_are_no_runs_are_left_alone(world):
 
 
 async def test_an_aborted_submission_is_removed_but_nothing_else_in_its_folder(world):
+    """shelf.py 2"""
     for name in ("empty", "shared"):
         Book(world.folder / "runs" / name).close()
     note = world.folder / "runs" / "shared" / "note.txt"
@@ -140,6 +144,7 @@ async def test_an_aborted_submission_is_removed_but_nothing_else_in_its_folder(w
 
 
 async def test_a_copy_of_a_run_beside_it_is_set_aside(world):
+    """shelf.py 3"""
     await stopped_runs(world, "run")
     shutil.copytree(world.folder / "runs" / "run", world.folder / "runs" / "run-copy")
     async with world.orchestrator() as runs:
@@ -149,6 +154,7 @@ async def test_a_copy_of_a_run_beside_it_is_set_aside(world):
 
 
 async def test_two_orchestrators_on_one_folder_are_refused(world):
+    """shelf.py 4"""
     await stopped_runs(world, "a", "run")
     async with world.orchestrator():
         services = world.services()
@@ -156,6 +162,13 @@ async def test_two_orchestrators_on_one_folder_are_refused(world):
         with pytest.raises(ConfigError, match=r"data_dir is in use: .*held by another orchestrator"):
             second.start()
         await services.close()
+    # A book may be held by somebody who does not have the shelf.
+    book = Book(world.folder / "runs" / "a")
+    await book.opened()
+    with pytest.raises(ConfigError, match=r"data_dir is in use: .*held by another orchestrator"):
+        async with world.orchestrator():
+            pass
+    book.close()
 
 
 def open_in(folder):

@@ -59,6 +59,7 @@ def rollout(*lengths: int) -> Rollout:
 
 
 async def test_every_token_is_judged_and_the_samplers_opinion_is_not_told() -> None:
+    """teacher.py 1"""
     scorer, judged = Scorer(), rollout(3, 5)
     async with teaching(scorer) as teacher:
         await teacher.judge(judged)
@@ -69,6 +70,7 @@ async def test_every_token_is_judged_and_the_samplers_opinion_is_not_told() -> N
 
 
 async def test_large_rollouts_are_asked_about_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """teacher.py 3"""
     monkeypatch.setattr(module, "REQUEST_BYTES", 400)
     scorer, judged = Scorer(), rollout(*[30] * 9)
     async with teaching(scorer) as teacher:
@@ -78,6 +80,7 @@ async def test_large_rollouts_are_asked_about_in_parts(monkeypatch: pytest.Monke
 
 
 async def test_a_teacher_that_is_away_is_waited_for() -> None:
+    """teacher.py 2"""
     scorer, judged = Scorer(), rollout(3)
     scorer.away = 2
     async with teaching(scorer) as teacher:

@@ -30,6 +30,7 @@ async def test_a_step_that_the_trainer_skipped_counts_and_the_run_goes_on(world)
 
 
 async def test_a_model_that_gives_no_numbers_any_more_ends_its_run(world):
+    """training.py 6"""
     world.trainer.losses = [float("nan")] * training.MAX_SKIPPED_STEPS
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(), dry_run=False)
@@ -84,6 +85,7 @@ async def test_every_end_of_a_run_closes_it_on_the_trainer(world, trainer_away):
 
 
 async def test_a_trainer_driven_by_somebody_else_is_refused(world):
+    """training.py 5"""
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(), dry_run=False)
         await world.rest(runs)
@@ -107,7 +109,10 @@ async def test_a_missing_model_fails_the_run_before_anything_is_sampled(world):
 
 
 async def test_a_version_published_again_with_other_contents_is_noted_and_counted(world, monkeypatch):
-    """Invariant 9: the trainer comes back bit-equal; where it does not, somebody is told."""
+    """Invariant 9: the trainer comes back bit-equal; where it does not, somebody is told.
+
+    training.py 4
+    """
     monkeypatch.setattr(training, "GUARD_S", 0.05)
     world.trainer.delay_s = 0.02
     async with world.orchestrator() as runs:
@@ -128,6 +133,7 @@ async def test_a_version_published_again_with_other_contents_is_noted_and_counte
 
 
 async def test_an_honest_replay_changes_no_version(world, monkeypatch):
+    """training.py 7"""
     monkeypatch.setattr(training, "GUARD_S", 0.05)
     world.trainer.delay_s = 0.02
     async with world.orchestrator() as runs:

@@ -13,6 +13,7 @@ ADAPTER = "[lora]\nenabled = true\n[checks]"
 
 
 async def test_turns_are_taken_in_order_and_left_by_whoever_has_them():
+    """turns.py 1-3"""
     turns, told, order = Turns(2), {}, []
 
     async def live(name):

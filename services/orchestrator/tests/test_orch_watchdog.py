@@ -23,7 +23,10 @@ def test_only_what_stands_still_is_told():
 
 @pytest.mark.parametrize("stuck", ["trainer", "host"])
 async def test_health_means_that_runs_move(world, monkeypatch, stuck):
-    """Invariant 7: NOT_SERVING with the reason, until it moves again; a run that rests is no stall."""
+    """Invariant 7: NOT_SERVING with the reason, until it moves again; a run that rests is no stall.
+
+    watchdog.py 1 and 2
+    """
     monkeypatch.setattr(watchdog, "LOOK_S", 0.02)
     health = Health()
     if stuck == "trainer":
