@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from quartet.cli.display import eval_line
 from quartet.config import ConfigError
 from quartet.run.config import parse_run
+from quartet.v1.orchestrator_service_pb2 import EvalEvent
 
 RUN = 'model = "m"\n[[env]]\nid = "a"\n[[env]]\nid = "b"\n'
 
@@ -20,6 +22,7 @@ def test_evaluations_are_on_what_is_trained_unless_they_say_where() -> None:
         '[[eval.env]]\nid = "c"\nargs = { level = 2 }\ntimeout_seconds = 9.5\n'
         '[[eval.env]]\nid = "c"\nname = "hard"\nnum_examples = 7\nrollouts_per_example = 2\n'
     )
+    assert run.environment_ids == ["a", "b", "c"]
     first, second = run.trials
     assert (first.name, first.num_examples, first.rollouts_per_example) == ("c", 5, 1)
     assert (first.hosted.args, first.hosted.timeout_seconds) == ({"level": 2}, 9.5)
@@ -59,3 +62,14 @@ def test_dynamic_sampling_is_part_of_dapo_and_can_be_left_out() -> None:
     assert parse_run(RUN + '[algorithm]\npreset = "dapo"\nmax_resample = 3').algorithm.resamples == 3
     assert parse_run(RUN + '[algorithm]\npreset = "dapo"\ndynamic_sampling = false').algorithm.resamples == 0
     assert parse_run(RUN).algorithm.resamples == 0
+
+
+def test_an_evaluation_without_a_result_shows_none() -> None:
+    metrics = {"eval/coverage": 0.0, "eval/rollouts": 0.0}
+    assert eval_line(EvalEvent(step=3, metrics=metrics)) == (
+        "evaluation after 3 steps: no result  of 0% of its rollouts"
+    )
+    metrics = {"eval/reward": 0.5, "eval/x/y/reward": 0.25, "eval/z/reward": 0.75, "eval/coverage": 1.0}
+    assert eval_line(EvalEvent(step=0, metrics=metrics)) == (
+        "evaluation after 0 steps: reward 0.500  x/y 0.250  z 0.750"
+    )

@@ -9,7 +9,7 @@ from typing import Protocol, TextIO
 
 from quartet.cli.progress import Progress, phase_name
 from quartet.local.supervisor import Status
-from quartet.v1.orchestrator_service_pb2 import WatchRunResponse
+from quartet.v1.orchestrator_service_pb2 import EvalEvent, WatchRunResponse
 
 
 class Display(Protocol):
@@ -47,14 +47,30 @@ def step_line(progress: Progress) -> str:
     return "  ".join(parts)
 
 
+def eval_line(event: EvalEvent) -> str:
+    """One line about an evaluation; what was not measured is no reward."""
+    metrics = event.metrics
+    measured = f"reward {metrics['eval/reward']:.3f}" if "eval/reward" in metrics else "no result"
+    parts = [f"evaluation after {event.step} steps: {measured}"]
+    each = {
+        name.split("/", 1)[1].removesuffix("/reward"): value
+        for name, value in metrics.items()
+        if name.endswith("/reward") and name != "eval/reward"
+    }
+    if len(each) > 1:
+        parts += [f"{name} {value:.3f}" for name, value in sorted(each.items())]
+    if metrics.get("eval/coverage", 1.0) < 1.0:
+        parts.append(f"of {metrics['eval/coverage']:.0%} of its rollouts")
+    return "  ".join(parts)
+
+
 def event_line(event: WatchRunResponse, progress: Progress) -> str:
     """One line about an event; empty where it says nothing to a person."""
     match event.WhichOneof("kind"):
         case "step":
             return step_line(progress)
         case "eval":
-            metrics = event.eval.metrics
-            return f"evaluation after {event.eval.step} steps: reward {metrics.get('eval/reward', 0.0):.3f}"
+            return eval_line(event.eval)
         case "phase":
             error = event.phase.run.error
             return f"run {event.phase.run.run_id}: {phase_name(event.phase.run.phase)}" + (

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     started = time.monotonic()
     config = load(RunConfig, rest).config
     config = config.model_copy(update={"model": model_path(config.model)})
-    envhost = with_interpreters(config.envhost, [env.id for env in config.env])
+    envhost = with_interpreters(config.envhost, config.environment_ids)
     config = config.model_copy(update={"envhost": envhost})
     folder = (options.output_dir or default_folder(rest)).absolute()
     job = plan(config, folder, options.run_id, resume=options.resume, overwrite=options.overwrite)

@@ -179,6 +179,11 @@ class RunConfig(Config):
         return self.algorithm.num_iterations
 
     @property
+    def environment_ids(self) -> list[str]:
+        """All that the run asks its hosts for, each once."""
+        return list(dict.fromkeys(env.id for env in (*self.env, *self.eval.env)))
+
+    @property
     def trials(self) -> list[EvalTrial]:
         """What each evaluation measures; empty where there is none."""
         settings = self.eval
