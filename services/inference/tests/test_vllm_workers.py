@@ -27,6 +27,7 @@ class Core:
 
     def __init__(self, failing: str) -> None:
         self.failing = failing
+        self.asked: list[str] = []
         self.paused = False
         self.model_config = SimpleNamespace(dtype=torch.float32, max_model_len=64, get_vocab_size=lambda: 387)
         scheduler = SimpleNamespace(max_num_seqs=1)
@@ -41,6 +42,7 @@ class Core:
         self.paused = False
 
     async def call_utility_all_async(self, _: str, method: str, *__: Any) -> list[list[dict[str, Any]]]:
+        self.asked.append(method)
         if self.failing == f"{method} raises":
             raise RuntimeError("no answer")
         ok = method != self.failing
@@ -53,15 +55,19 @@ class Core:
     def shutdown(self, **_: Any) -> None: ...
 
 
-@pytest.mark.parametrize("failing", ["quartet_wipe", "label", "quartet_load raises", "quartet_load"])
-async def test_loaded_weights_never_answer_under_the_old_version(failing: str, tmp_path: Path) -> None:
-    """Invariant 3: what fails between load and label ends the engine; what fails before changes nothing."""
+def engine_of(core: Any, folder: Path, served: ServedWeights | None = None) -> Any:
     from quartet_inference.vllm.engine import Held, VllmEngine
     from quartet_inference.vllm.staging import Staging
 
+    return VllmEngine(core, Held({}, b"", END, lambda _: "", served), Staging(folder), 8, False)
+
+
+@pytest.mark.parametrize("failing", ["quartet_wipe", "label", "quartet_load raises", "quartet_load"])
+async def test_loaded_weights_never_answer_under_the_old_version(failing: str, tmp_path: Path) -> None:
+    """Invariant 3: what fails between load and label ends the engine; what fails before changes nothing."""
     core: Any = Core(failing)
     served = ServedWeights("", 0, b"")
-    engine = VllmEngine(core, Held({}, b"", END, lambda _: "", served), Staging(tmp_path), 8, False)
+    engine = engine_of(core, tmp_path, served)
     engine._workers.unsound = True
     staged = await engine.stage({})
     with pytest.raises(QuartetError, match="INTERNAL"):
@@ -72,12 +78,21 @@ async def test_loaded_weights_never_answer_under_the_old_version(failing: str, t
     await engine.close()
 
 
-async def test_keys_that_cannot_be_wiped_end_the_engine(tmp_path: Path) -> None:
-    from quartet_inference.vllm.engine import Held, VllmEngine
-    from quartet_inference.vllm.staging import Staging
+async def test_the_memory_of_a_load_is_touched_once_and_before_a_pause(tmp_path: Path) -> None:
+    """In the first pause fresh pages would cost a third of it."""
+    core: Any = Core("")
+    engine = engine_of(core, tmp_path)
+    for version in (1, 2):
+        staged = await engine.stage({})
+        assert not core.paused
+        await engine.swap(staged, ServedWeights("r", version, b""))
+    assert core.asked == ["quartet_warm", "quartet_load", "quartet_load"]
+    await engine.close()
 
+
+async def test_keys_that_cannot_be_wiped_end_the_engine(tmp_path: Path) -> None:
     core: Any = Core("quartet_wipe")
-    engine = VllmEngine(core, Held({}, b"", END, lambda _: "", None), Staging(tmp_path), 8, False)
+    engine = engine_of(core, tmp_path)
     engine._workers.unsound = True
     await engine._heal()
     assert engine.info().closed and core.paused

@@ -254,7 +254,10 @@ class VllmEngine:
     async def stage(self, tensors: Mapping[str, Tensor]) -> StagedFile:
         """Check a version against the model and lay it where the workers find it."""
         check_layout(tensors, self._held.layout)
-        return await asyncio.to_thread(self._staging.write, tensors)
+        staged = await asyncio.to_thread(self._staging.write, tensors)
+        self._running.check_open()
+        await self._workers.warm(staged.nbytes)
+        return staged
 
     async def swap(self, staged: StagedFile | None, weights: ServedWeights) -> None:
         """Serve staged weights, or the ones held, under a name."""

@@ -30,6 +30,7 @@ class StagedFile:
     """One version on its way into the workers."""
 
     path: Path
+    nbytes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +54,7 @@ class Staging:
         header, names, size = header_of({name: (one.dtype, one.shape) for name, one in tensors.items()})
         self._count += 1
         path = self._folder_for(size) / f"{self._count}.safetensors"
-        staged = StagedFile(path)
+        staged = StagedFile(path, size)
         weakref.finalize(staged, path.unlink, missing_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:

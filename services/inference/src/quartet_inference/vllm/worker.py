@@ -19,12 +19,15 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
 
 from quartet_inference.vllm import environment
 from quartet_inference.vllm.mends import mend
 
 # A load takes and frees the size of the model twice; from fresh pages that would be a third of the pause.
 tune_allocator()
+#: What the tuned allocator keeps once it is freed; blocks of the size of small tensors.
+WARM_BYTES, WARM_BLOCK_BYTES = 256 << 20, 1 << 20
 environment.end_with_service()
 # It warns at every update of layers without weights of their own, such as a tied head; see _check_complete.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
@@ -59,6 +62,15 @@ class WeightWorker:
         except Exception as error:  # noqa: BLE001 - see 1
             return {"ok": False, "touched": touched, "why": f"{type(error).__name__}: {error}"}
         return {"ok": True, "loaded": len(loaded or ())}
+
+    def quartet_warm(self, nbytes: str) -> dict[str, Any]:
+        """Touch as much memory as a load of a version of this size takes, and give it to the allocator."""
+        share = int(nbytes) // int(self.vllm_config.parallel_config.tensor_parallel_size)
+        if current_platform.is_cpu():
+            count = min(share, WARM_BYTES) // WARM_BLOCK_BYTES
+            blocks = [torch.ones(WARM_BLOCK_BYTES, dtype=torch.uint8) for _ in range(count)]
+            del blocks
+        return {"ok": True}
 
     def quartet_wipe(self) -> dict[str, Any]:
         """Make every key and value finite: masking multiplies by zero, which keeps a NaN."""

@@ -1,4 +1,4 @@
-"""What the engine asks of the workers that hold the model: load, wipe, label.
+"""What the engine asks of the workers that hold the model: load, wipe, label; warm before the first load.
 
 1. A load that fails before it touches a model leaves the old weights serving; one that fails later, or whose
    end is unknown, ends the engine.
@@ -11,19 +11,32 @@ from __future__ import annotations
 from typing import Any
 
 from quartet.errors import QuartetError
+from vllm.v1.engine.exceptions import EngineDeadError
 
-from quartet_inference.engine import ServedWeights
+from quartet_inference.engine import ServedWeights, not_ready
 from quartet_inference.vllm.running import Running
 from quartet_inference.vllm.staging import StagedFile
 
 
 class Workers:
-    """Call it while decoding is paused."""
+    """Call it while decoding is paused, but for `warm`."""
 
     def __init__(self, running: Running) -> None:
         """The workers of a started engine."""
         self._running = running
         self.unsound = False  # the cache holds non-finite keys
+        self._warm = False
+
+    async def warm(self, nbytes: int) -> None:
+        """Once: have the memory that a load takes touched before a pause waits for it. Errors: NOT_READY."""
+        if self._warm:
+            return
+        self._warm = True
+        try:
+            await self._in_workers("quartet_warm", str(nbytes))
+        except EngineDeadError:
+            self._running.die("vLLM's core has ended")
+            raise not_ready() from None
 
     async def label(self, weights: ServedWeights) -> None:
         """Say what the workers have loaded. Errors: INTERNAL; the engine has ended.
