@@ -30,6 +30,21 @@ async def test_a_relay_that_is_killed_costs_the_trainer_only_what_was_missing(fl
     assert fleet.trainer.streams == 2
 
 
+async def test_below_a_relay_whose_own_fetch_fails_what_has_come_is_kept(fleet: Fleet) -> None:
+    await fleet.add(6)
+    fleet.trainer.gate.clear()
+    fleet.trainer.gate_at = CHUNKS // 2 * CHUNK_BYTES
+    full = await fleet.publish(0, tensors(1))
+    await until(lambda: fleet.trainer.sent >= fleet.trainer.gate_at)
+    await asyncio.sleep(0.2)
+    # Its server lives, and says that there will be no more.
+    fleet.replicas[0].task.cancel()
+    fleet.trainer.gate.set()
+    await fleet.serve(0, fleet.replicas[1:])
+    assert fleet.trainer.sent < size(full) + CHUNKS // 2 * CHUNK_BYTES + 3 * CHUNK_BYTES
+    assert fleet.trainer.streams == 2 and not any(one.refused for one in fleet.replicas[1:])
+
+
 async def test_a_relay_that_freezes_is_gone_round_and_not_waited_for_again(fleet: Fleet) -> None:
     await fleet.add(4)
 

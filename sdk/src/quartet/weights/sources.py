@@ -5,8 +5,9 @@
    passed over.
 2. A silent, starved, slow or lying relay is not asked again for SHUNNED_SECONDS: a frozen one costs its
    readers one wait, not one for each version.
-3. A relay that lives and says that it has given the version up fails the fetch instead: the trouble is above
-   it, and a fresh announcement knows more. If it says so twice in STRIKE_SECONDS it is passed over.
+3. A relay that lives and says that it will not have the version fails the fetch instead: the trouble is above
+   it, and a fresh announcement knows more. If it says so twice in STRIKE_SECONDS it is passed over, and so it
+   is where it says so in the middle of a stream: its own fetch failed, and its readers keep what they have.
 4. A relay's word is not taken for anything: its manifest must have the digest that was announced, and what it
    sends is verified by the fetch.
 5. Bounded: MAX_CHANNELS connections; every wait on a relay.
@@ -142,10 +143,10 @@ class Route(grpc.aio.Channel):  # type: ignore[misc]
         """The address of the relay in use; empty for the announcer."""
         return self._left[0] if self._left else ""
 
-    def failed(self, relay: str, error: QuartetError, waited_s: float = 0.0) -> None:
+    def failed(self, relay: str, error: QuartetError, waited_s: float = 0.0, *, torn: bool = False) -> None:
         """Go on with the next source, or with the same if it will have the version soon.
 
-        Raises the error instead where a fresh announcement helps more.
+        Raises the error instead where a fresh announcement helps more. `torn`: after the relay had begun.
         """
         if relay != self.relay:
             return
@@ -154,7 +155,7 @@ class Route(grpc.aio.Channel):  # type: ignore[misc]
             self._patience_s -= waited_s
             if self._patience_s > 0:
                 return
-        if error.reason in GIVEN_UP and not self._relays.strike(relay):
+        if error.reason in GIVEN_UP and not torn and not self._relays.strike(relay):
             raise error
         log.info("relay passed over", relay=relay, why=error.message)
         self._left.pop(0)
@@ -243,7 +244,8 @@ class _RoutedStream:
         self._route, self._start = route, start
         self._call: Any = None
         self._relay = ""
-        self._flowing = False
+        #: Whether the source in use said anything, and whether any brought bytes.
+        self._begun = self._flowing = False
 
     async def read(self) -> Any:
         """The next message that is not only a sign of life."""
@@ -251,16 +253,18 @@ class _RoutedStream:
             if self._call is None:
                 # Starting picks a source, which is then the one in use.
                 self._call, self._relay = self._start(), self._route.relay
+                self._begun = False
             if not self._relay:
                 return await self._call.read()
             began = time.monotonic()
             try:
                 message = await self._read_relay()
+                self._begun = True
                 self._route.pace.note(time.monotonic() - began, len(message), _is_sign_of_life(message))
             except QuartetError as error:
                 self._call.cancel()
                 self._call = None
-                self._route.failed(self._relay, error, time.monotonic() - began)
+                self._route.failed(self._relay, error, time.monotonic() - began, torn=self._begun)
                 if self._flowing:
                     raise QuartetError("NOT_READY", f"relay {self._relay}: {error.message}") from None
                 continue
