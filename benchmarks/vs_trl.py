@@ -156,7 +156,7 @@ def cpu_at_step(process: subprocess.Popen[bytes], metrics: Path, step: int) -> f
         if metrics.exists() and metrics.read_text().count('"train/loss"') >= step:
             return spent
         time.sleep(POLL_SECONDS)
-    raise AssertionError(f"the job ended with {process.returncode} before step {step}")
+    raise AssertionError(f"the job ended with {process.returncode} before step {step}; see its log")
 
 
 def cpu_of_family(process: int) -> float:

@@ -1,0 +1,83 @@
+"""Base models that load are whole and computed rightly; those that are not are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from quartet.errors import QuartetError
+from quartet_trainer.logprobs import PolicyForward
+from quartet_trainer.model import load_model, probe
+from quartet_trainer.publish import cast
+from safetensors.torch import load_file, save_file
+
+CPU = torch.device("cpu")
+TINY = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 64,
+    "initializer_range": 0.2,
+}
+
+
+def load(folder: Path, **settings: Any) -> Any:
+    return load_model(folder, "m", **{"from_scratch": False, "seed": 0, "device": CPU, **settings})
+
+
+def test_invariant_1_a_missing_weight_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(QuartetError, match=r"lack 1 tensors.*layers\.1\.mlp\.up_proj"):
+        load(tmp_path)
+
+
+def test_invariant_2_a_model_that_scales_its_logits_is_refused_by_the_probe() -> None:
+    """Granite divides them after the output layer, which logprobs.py would not see."""
+    for scaling, refused in ((1.0, False), (4.0, True)):
+        torch.manual_seed(0)
+        config = transformers.GraniteConfig(**TINY, logits_scaling=scaling)
+        model = transformers.GraniteForCausalLM(config).eval()
+        policy = PolicyForward(model, CPU, None)
+        if not refused:
+            probe(policy, 96, "m")
+            continue
+        with pytest.raises(QuartetError, match="unscaled output layer"):
+            probe(policy, 96, "m")
+
+
+def test_invariant_2_layers_with_a_window_are_refused(tmp_path: Path) -> None:
+    config = transformers.Qwen2Config(
+        **TINY, use_sliding_window=True, sliding_window=16, max_window_layers=1, max_position_embeddings=64
+    )
+    transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(QuartetError, match="sliding_attention"):
+        load(tmp_path)
+
+
+def test_invariant_3_initialisation_leaves_the_random_state_alone(folder: Path) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    one, two, other = (load(folder, from_scratch=True, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    weights = [model.model.embed_tokens.weight for model in (one, two, other)]
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_published_snapshot_shares_no_memory_with_the_model(dtype: str) -> None:
+    master = torch.tensor([1.0, 1.0 + 2**-8, 1.0 + 3 * 2**-8])
+    kept = cast([("w", master)], dtype)["w"]
+    before = kept.clone()
+    master.zero_()
+    assert torch.equal(kept, before)
+    if dtype == "bfloat16":
+        # Halfway cases go to the even neighbour.
+        assert before.tolist() == [1.0, 1.0, 1.0 + 2**-6]

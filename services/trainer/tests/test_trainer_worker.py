@@ -1,0 +1,70 @@
+"""The one thread that computes: order, jobs whose caller left, and the bound on those that wait."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from functools import partial
+
+import pytest
+import pytest_asyncio
+from quartet.errors import QuartetError
+from quartet_trainer import worker as worker_module
+from quartet_trainer.worker import Worker
+
+WAIT_SECONDS = 20.0
+
+
+@pytest_asyncio.fixture
+async def worker() -> AsyncIterator[Worker]:
+    made = Worker(threads=1, deterministic=True)
+    yield made
+    await made.close()
+
+
+async def test_invariant_1_jobs_run_in_their_order_on_one_thread(worker: Worker) -> None:
+    done: list[tuple[int, int]] = []
+
+    def job(number: int) -> None:
+        done.append((number, threading.get_ident()))
+
+    await asyncio.gather(*(worker.run(partial(job, number)) for number in range(20)))
+    assert [number for number, _ in done] == list(range(20))
+    assert len({thread for _, thread in done} | {threading.get_ident()}) == 2
+
+
+async def test_invariant_2_a_job_is_finished_though_its_caller_leaves(worker: Worker) -> None:
+    go_on, finished = threading.Event(), threading.Event()
+    began = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def job() -> None:
+        loop.call_soon_threadsafe(began.set)
+        assert go_on.wait(WAIT_SECONDS)
+        finished.set()
+
+    caller = asyncio.create_task(worker.run(job))
+    await began.wait()
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert worker.busy and not finished.is_set()
+    go_on.set()
+    assert await worker.run(lambda: 7) == 7
+    assert finished.is_set() and not worker.busy
+
+
+async def test_invariant_3_more_jobs_than_the_bound_are_refused(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "MAX_PENDING", 3)
+    go_on = threading.Event()
+    held = [asyncio.create_task(worker.run(lambda: go_on.wait(WAIT_SECONDS))) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(QuartetError) as raised:
+        await worker.run(lambda: None)
+    assert raised.value.reason == "OVERLOADED"
+    go_on.set()
+    assert await asyncio.gather(*held) == [True] * 3
+    assert await worker.run(lambda: "again") == "again"
