@@ -31,6 +31,19 @@ TASKS = {
 }
 
 
+class Teacher:
+    """Says what it was asked."""
+
+    fatal: ConfigError | None = None
+
+    def __init__(self) -> None:
+        self.seen: list[list[tuple[str, str]]] = []
+
+    async def __call__(self, question: pb.ModelQuestion) -> pb.ModelAnswer:
+        self.seen.append([(one.role, one.content) for one in question.messages])
+        return pb.ModelAnswer(message=Message(content=f"teach: {question.messages[0].content}"))
+
+
 class World:
     """Stands for the host: says what each rollout ends as, and who was asked for."""
 
@@ -56,13 +69,10 @@ async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
 
 
 def adapter(folder: Path) -> Adapter:
-    async def nobody(question: pb.ModelQuestion) -> pb.ModelAnswer:
-        return pb.ModelAnswer(message=Message(content=f"teach: {question.messages[0].content}"))
-
     (trial,) = validate(EvalFileConfig, {"rollouts_per_example": 1, "eval": [{"id": "e"}]}).trials
     board: Any = SimpleNamespace(say=lambda line: None)
     loop = asyncio.get_running_loop()
-    return Adapter(loop, None, trial, TASKS, Prompted(nobody), nobody, ["m"], 9, board, folder)
+    return Adapter(loop, None, trial, TASKS, Prompted(Teacher()), Teacher(), ["m"], 9, board, folder)
 
 
 async def test_invariant_5_a_prompt_is_scored_by_results_and_never_by_failures(
@@ -98,23 +108,29 @@ async def test_a_prompt_is_played_once_on_a_validation_example_also_over_a_resum
     assert len(world.played) == 2
 
 
-async def test_the_teacher_answers_the_library(world: World, tmp_path: Path) -> None:
-    assert await asyncio.to_thread(adapter(tmp_path).reflect, "mend it") == "teach: mend it"
+async def test_the_teacher_answers_the_library_and_one_that_breaks_ends_it(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = adapter(tmp_path)
+    assert await asyncio.to_thread(one.reflect, "mend it") == "teach: mend it"
+
+    async def breaks(*arguments: Any) -> str:
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr(module, "ask", breaks)
+    with pytest.raises(TimeoutError):
+        await asyncio.to_thread(one.reflect, "mend it")
+    assert one.broken is not None and "TimeoutError: no answer" in str(one.broken)
 
 
 async def test_a_candidates_prompt_stands_in_place_of_the_system_message() -> None:
-    seen: list[list[tuple[str, str]]] = []
-
-    async def inner(question: pb.ModelQuestion) -> pb.ModelAnswer:
-        seen.append([(one.role, one.content) for one in question.messages])
-        return pb.ModelAnswer()
-
+    inner = Teacher()
     told = Prompted(inner)
     told.prompt = "new"
     user = Message(role="user", content="q")
     await told(pb.ModelQuestion(messages=[Message(role="system", content="old"), user]))
     await told(pb.ModelQuestion(messages=[user]))
-    assert seen == [[("system", "new"), ("user", "q")]] * 2
+    assert inner.seen == [[("system", "new"), ("user", "q")]] * 2
 
 
 def test_the_prompt_to_begin_with_is_the_environments_own_or_a_files(tmp_path: Path) -> None:

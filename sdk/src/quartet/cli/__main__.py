@@ -12,6 +12,7 @@ import sys
 
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
+from quartet.local.supervisor import ServiceFailed
 
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -155,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_REFUSED
-    except QuartetError as error:
+    except (QuartetError, ServiceFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,21 +11,18 @@ from typing import Any
 
 from quartet.cli.baseline.arguments import SAMPLING_KEYS
 from quartet.cli.baseline.verdict import FIT, Setting, Verdict, judge
-from quartet.cli.env.installed import REFUSALS
 from quartet.cli.eval.arguments import env_args, environment_first, given_keys
 from quartet.cli.eval.board import Tally, board, print_table, result_table
 from quartet.cli.eval.command import SERVICES, evaluate, folder_name
 from quartet.cli.eval.config import Trial
+from quartet.cli.eval.player import Player
 from quartet.cli.eval.record import Record
 from quartet.cli.eval.services import deploy, with_host
 from quartet.cli.eval.source import Source, source_of
 from quartet.cli.outputs import write_json
 from quartet.config import ConfigError, load
-from quartet.errors import QuartetError
-from quartet.interact import Policy
 from quartet.kit.folder import check_folder
 from quartet.local.beside import AddressBook
-from quartet.local.supervisor import ServiceFailed
 from quartet.local.toml_text import inline
 from quartet.run.config import MAX_GROUP, HostedConfig, RunConfig
 from quartet.run.sampling import EvalSamplingConfig
@@ -43,20 +39,12 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     base = options.output_dir.absolute() / "baselines"
     check_folder("--output-dir", base)
-    records = [Record(base / folder_name(trial, source) / stamp, trial, source) for trial in planned]
+    records = [Record(base / folder_name(trial.name, source) / stamp, trial, source) for trial in planned]
     services = base / SERVICES / stamp
     ids = [env.id for env in config.env]
     inference = dict(config.inference) if source.folder else {}
     specs = deploy(source, services, ids, config.envhost, inference)
-    try:
-        _play(records, options, specs, source)
-    except ServiceFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
-    except QuartetError as error:
-        if error.reason not in REFUSALS:
-            raise
-        raise ConfigError(error.message) from error
+    _play(records, options, specs, source)
     return report(records, options.full_reward)
 
 
@@ -64,7 +52,7 @@ def _play(records: Sequence[Record], options: argparse.Namespace, specs: Any, so
     tallies = [Tally(record.trial.name) for record in records]
     with contextlib.closing(board(tallies, plain=options.plain)) as shown:
 
-        async def work(host: Any, policy: Policy | None, book: AddressBook) -> None:
+        async def work(host: Any, policy: Player | None, book: AddressBook) -> None:
             for record, tally in zip(records, tallies, strict=True):
                 await evaluate(host, policy, record, tally, shown)
 

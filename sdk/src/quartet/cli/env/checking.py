@@ -16,9 +16,9 @@ from typing import Any
 from quartet.cli.env.oracle import Oracle
 from quartet.cli.eval.board import failures_text
 from quartet.cli.eval.config import Trial
+from quartet.cli.eval.player import Player
 from quartet.cli.eval.rollouts import play, tasks_of
 from quartet.cli.eval.rows import failure_kind
-from quartet.interact import Policy
 from quartet.run.statistics import means_by_name
 from quartet.v1.rollout_pb2 import Rollout, Task
 
@@ -55,20 +55,17 @@ async def play_by_oracle(host: Any, trial: Trial, oracle: Oracle) -> list[Played
     return played
 
 
-async def play_by_model(host: Any, trial: Trial, policy: Policy | None, name: str) -> list[Played]:
+async def play_by_model(host: Any, trial: Trial, policy: Player | None, name: str) -> list[Played]:
     """A model."""
     one = Played(name)
     await _play(host, trial, await tasks_of(host, trial), one, policy)
     return [one]
 
 
-async def _play(host: Any, trial: Trial, tasks: Sequence[Task], into: Played, policy: Policy | None) -> None:
+async def _play(host: Any, trial: Trial, tasks: Sequence[Task], into: Played, policy: Player | None) -> None:
     members = range(trial.rollouts_per_example)
 
     def note(task: Task, rollout: Rollout) -> None:
-        fatal = getattr(policy, "fatal", None)
-        if fatal is not None:
-            raise fatal
         into.rollouts.append((task, rollout))
 
     await play(host, trial, {task.index: members for task in tasks}, tasks, note, policy)

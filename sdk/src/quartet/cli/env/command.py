@@ -12,22 +12,21 @@ from typing import Any
 from quartet.cli.env.catalogue import catalogue, catalogue_table, info_lines, interpreters
 from quartet.cli.env.checking import Played, play_by_model, play_by_oracle, played_lines, problems
 from quartet.cli.env.install import install
-from quartet.cli.env.installed import REFUSALS, module_of, with_interpreters
-from quartet.cli.env.oracle import Oracle, full_reward
+from quartet.cli.env.installed import module_of, with_interpreters
+from quartet.cli.env.oracle import Oracle, has_oracle
 from quartet.cli.env.scaffold import write_package
 from quartet.cli.eval.arguments import MODEL_KEYS, PLAY_KEYS, env_args, given_keys
 from quartet.cli.eval.board import print_table
 from quartet.cli.eval.config import EvalFileConfig, OneEvalConfig
+from quartet.cli.eval.player import Nobody, Player
 from quartet.cli.eval.rollouts import describe, reference, tasks_of
 from quartet.cli.eval.services import deploy, with_host
 from quartet.cli.eval.source import Source, choose
 from quartet.config import ConfigError, load, validate
-from quartet.errors import QuartetError
-from quartet.interact import Policy
 from quartet.local.beside import AddressBook
-from quartet.local.supervisor import ServiceFailed
 
 EXIT_FAILED = 1
+ORACLE = "oracle"
 #: One rollout of each of a few examples shows what is broken.
 CHECK = ["--num-examples=5", "--rollouts-per-example=1"]
 
@@ -44,16 +43,10 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         case "list":
             found = catalogue(interpreters(options.python))
             print_table(catalogue_table(found)) if found else print("no environment is installed here")
-        case "show" | "check":
-            try:
-                return _show(options, rest) if options.env_command == "show" else _check(options, rest)
-            except QuartetError as error:
-                if error.reason not in REFUSALS:
-                    raise
-                raise ConfigError(error.message) from error
-            except ServiceFailed as error:
-                print(f"error: {error}", file=sys.stderr)
-                return EXIT_FAILED
+        case "show":
+            return _show(options, rest)
+        case "check":
+            return _check(options, rest)
     return 0
 
 
@@ -67,13 +60,13 @@ def _show(options: argparse.Namespace, rest: list[str]) -> int:
     config = _config(options, [*rest, "--num-examples=1", "--split=train"])
     (trial,) = config.trials
 
-    async def work(host: Any, policy: Policy | None, book: AddressBook) -> list[str]:
+    async def work(host: Any, policy: Player | None, book: AddressBook) -> list[str]:
         info = await describe(host, reference(trial))
         (task, *_) = await tasks_of(host, trial)
         return info_lines(info, python, json.loads(task.data_json))
 
     python = _python(config, options.environment)
-    nobody = Source("nobody", player=lambda: Oracle(module_of(options.environment), python))
+    nobody = Source("nobody", player=Nobody)
     with tempfile.TemporaryDirectory(prefix="quartet-env-") as folder:
         specs = deploy(nobody, Path(folder), [options.environment], config.envhost, {})
         print("\n".join(with_host(specs, nobody, work)))
@@ -84,11 +77,14 @@ def _check(options: argparse.Namespace, rest: list[str]) -> int:
     """Rewards, failures, times, tokens; exit code 1 where it does not pass."""
     given = [*given_keys(options, MODEL_KEYS), *given_keys(options, PLAY_KEYS)]
     config = _config(options, [*CHECK, *rest, *given])
-    source, full = _player(config, options.environment)
+    source = _player(config, options.environment)
+    full = options.full_reward or 1.0
     (trial,) = config.trials
 
-    async def work(host: Any, policy: Policy | None, book: AddressBook) -> list[Played]:
+    async def work(host: Any, policy: Player | None, book: AddressBook) -> list[Played]:
+        nonlocal full
         if isinstance(policy, Oracle):
+            full = options.full_reward or policy.full_reward
             return await play_by_oracle(host, trial, policy)
         return await play_by_model(host, trial, policy, source.name)
 
@@ -96,8 +92,8 @@ def _check(options: argparse.Namespace, rest: list[str]) -> int:
         specs = deploy(source, Path(folder), [options.environment], config.envhost, config.inference)
         played = with_host(specs, source, work)
     for one in played:
-        print("\n".join(played_lines(one, tokens=full is None)))
-    found = problems(played, options.full_reward or full or 1.0)
+        print("\n".join(played_lines(one, tokens=source.name != ORACLE)))
+    found = problems(played, full)
     for problem in found:
         print(f"error: {problem}", file=sys.stderr)
     if not found:
@@ -105,18 +101,17 @@ def _check(options: argparse.Namespace, rest: list[str]) -> int:
     return EXIT_FAILED if found else 0
 
 
-def _player(config: EvalFileConfig, env_id: str) -> tuple[Source, float | None]:
-    """The model that is named, else the package's oracle and what it is to earn. Raises ConfigError."""
+def _player(config: EvalFileConfig, env_id: str) -> Source:
+    """The model that is named, else the package's oracle. Raises ConfigError."""
     if config.model or config.inference_addresses:
-        return choose(config), None
+        return choose(config)
     module, python = module_of(env_id), _python(config, env_id)
-    full = full_reward(module, python)
-    if full is None:
+    if not has_oracle(module, python):
         raise ConfigError(
             f"{env_id!r} has no oracle ({module}/oracle.py with answer(task, messages)); "
             "write one, or name a model with -m"
         )
-    return Source("oracle", player=lambda: Oracle(module, python)), full
+    return Source(ORACLE, player=lambda: Oracle(module, python))
 
 
 def _python(config: EvalFileConfig, env_id: str) -> str:

@@ -23,30 +23,29 @@ from quartet.local.child import child_environment
 from quartet.v1 import common_pb2
 from quartet.v1 import envhost_service_pb2 as pb
 
-# A line is a question: {"task", "messages"}; the answer is a line: {"content", "tool_calls"} or {"error"}.
+# Its first line is {"full_reward"}. Then each line is a question, {"task", "messages"}, and is answered by a
+# line, {"content", "tool_calls"} or {"error"}.
 SERVE = """
 import importlib, json, os, sys
 out = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what the package prints is no answer
-answer = importlib.import_module(sys.argv[1] + ".oracle").answer
+oracle = importlib.import_module(sys.argv[1] + ".oracle")
+print(json.dumps({"full_reward": float(getattr(oracle, "FULL_REWARD", 1.0))}), file=out, flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
     try:
-        said = answer(asked["task"], asked["messages"])
+        said = oracle.answer(asked["task"], asked["messages"])
         said = {"content": said} if isinstance(said, str) else dict(said)
         line = json.dumps({"content": "", "tool_calls": [], **said})
     except Exception as error:
         line = json.dumps({"error": f"{type(error).__name__}: {error}"})
     print(line, file=out, flush=True)
 """
-# What the oracle says that a right answer earns; exit code NONE where there is no oracle.
-NONE = 3
-FULL = """
-import importlib, importlib.util, sys
-name = sys.argv[1] + ".oracle"
-if importlib.util.find_spec(name) is None:
-    sys.exit(3)
-print(float(getattr(importlib.import_module(name), "FULL_REWARD", 1.0)))
+# Exit code 0 where the package has the module. Looks without importing the package, and Verifiers with it.
+HAS = """
+import importlib.util, pathlib, sys
+spec = importlib.util.find_spec(sys.argv[1])
+sys.exit(not any(pathlib.Path(one, "oracle.py").is_file() for one in spec.submodule_search_locations or ()))
 """
 #: An answer is a function of its arguments; importing Verifiers comes before the first.
 ANSWER_SECONDS = 120.0
@@ -56,17 +55,10 @@ LINE_BYTES = 8 << 20
 WRONG = "I do not know."
 
 
-def full_reward(module: str, python: str) -> float | None:
-    """What the package's oracle is to earn; None where it has no oracle. Raises ConfigError."""
-    done = subprocess.run(
-        [python, "-c", FULL, module], capture_output=True, text=True, timeout=FIND_SECONDS, check=False
-    )
-    if done.returncode == 0:
-        return float(done.stdout.split()[-1])
-    if done.returncode == NONE:
-        return None
-    why = (done.stderr.strip().splitlines() or ["it ended"])[-1]
-    raise ConfigError(f"{module}.oracle cannot be imported: {why}")
+def has_oracle(module: str, python: str) -> bool:
+    """Whether the package, which is there, has one."""
+    done = subprocess.run([python, "-c", HAS, module], capture_output=True, timeout=FIND_SECONDS, check=False)
+    return done.returncode == 0
 
 
 class Oracle:
@@ -76,10 +68,15 @@ class Oracle:
         """Nothing runs yet."""
         self._command = [python, "-c", SERVE, module]
         self._asking = asyncio.Lock()
+        self._module = module
         self._process: asyncio.subprocess.Process | None = None
         self._data: dict[str, Any] = {}
+        #: What a right answer earns.
+        self.full_reward = 1.0
         #: Set to play a policy that knows nothing.
         self.wrong = False
+        #: It may fail at one question and answer the next.
+        self.fatal: ConfigError | None = None
 
     async def __aenter__(self) -> Oracle:
         self._process = await asyncio.create_subprocess_exec(
@@ -89,6 +86,11 @@ class Oracle:
             env=child_environment(),
             limit=LINE_BYTES,
         )
+        try:
+            self.full_reward = float((await self._line(self._process))["full_reward"])
+        except BaseException:
+            await self.__aexit__()
+            raise
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -117,16 +119,27 @@ class Oracle:
 
     async def _ask(self, question: pb.ModelQuestion) -> Any:
         process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
+        assert process is not None and process.stdin is not None
         messages = [_plain(one) for one in question.messages]
-        async with self._asking, asyncio.timeout(ANSWER_SECONDS):
+        async with self._asking:
             process.stdin.write(json.dumps({"task": self._data, "messages": messages}).encode() + b"\n")
             await process.stdin.drain()
-            line = await process.stdout.readline()
-        said = json.loads(line) if line else {"error": "its process ended; see what it printed above"}
+            said = await self._line(process)
         if "error" in said:
             raise ConfigError(f"the oracle failed: {said['error']}")
         return said
+
+    async def _line(self, process: asyncio.subprocess.Process) -> Any:
+        """The next line of its process. Raises ConfigError."""
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                line = await process.stdout.readline()
+        except TimeoutError:
+            raise ConfigError(f"{self._module}.oracle said nothing for {ANSWER_SECONDS:.0f} s") from None
+        if not line:
+            raise ConfigError(f"the process of {self._module}.oracle ended; see what it printed above")
+        return json.loads(line)
 
 
 def _plain(message: common_pb2.Message) -> dict[str, Any]:

@@ -18,21 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quartet.cli.env.installed import REFUSALS
 from quartet.cli.eval.arguments import MODEL_KEYS, PLAY_KEYS, env_args, environment_first, given_keys
 from quartet.cli.eval.board import Board, Tally, board, print_table, result_table
-from quartet.cli.eval.config import EvalFileConfig, OneEvalConfig, Trial
+from quartet.cli.eval.config import EvalFileConfig, OneEvalConfig
+from quartet.cli.eval.player import Player
 from quartet.cli.eval.record import METADATA, Record
 from quartet.cli.eval.rollouts import describe, play, reference, tasks_of
 from quartet.cli.eval.rows import failure_kind
 from quartet.cli.eval.services import deploy, with_host
 from quartet.cli.eval.source import Source, choose
 from quartet.config import ConfigError, load, validate
-from quartet.errors import QuartetError
-from quartet.interact import Policy
 from quartet.kit.folder import check_folder
 from quartet.local.beside import AddressBook
-from quartet.local.supervisor import ServiceFailed
 from quartet.run.name import RULE, is_run_id
 from quartet.v1.rollout_pb2 import Rollout, Task
 
@@ -66,19 +63,12 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     with contextlib.closing(board(tallies, plain=options.plain)) as shown:
         shown.say(f"run {plan.run_id}; logs are in {plan.services / 'logs'}")
 
-        async def work(host: Any, policy: Policy | None, book: AddressBook) -> None:
+        async def work(host: Any, policy: Player | None, book: AddressBook) -> None:
             for record, tally in zip(plan.records, tallies, strict=True):
                 await evaluate(host, policy, record, tally, shown)
 
         try:
             with_host(specs, plan.source, work)
-        except ServiceFailed as error:
-            print(f"error: {error}", file=sys.stderr)
-            return EXIT_FAILED
-        except QuartetError as error:
-            if error.reason not in REFUSALS:
-                raise
-            raise ConfigError(error.message) from error
         except KeyboardInterrupt:
             print(f"stopped; go on with --resume {plan.run_id}", file=sys.stderr)
             raise
@@ -110,7 +100,7 @@ def plan_of(config: EvalFileConfig, source: Source, options: argparse.Namespace)
     """Folders and what they hold. Raises ConfigError; changes nothing."""
     base = options.output_dir.absolute() / "evals"
     check_folder("--output-dir", base)
-    folders = [base / folder_name(trial, source) for trial in config.trials]
+    folders = [base / folder_name(trial.name, source) for trial in config.trials]
     run_id = options.run_id or options.resume or ""
     if options.resume == "" and not run_id:
         run_id = _latest(folders)
@@ -129,9 +119,9 @@ def plan_of(config: EvalFileConfig, source: Source, options: argparse.Namespace)
     return Plan(source, records, base / SERVICES / run_id, run_id)
 
 
-def folder_name(trial: Trial, source: Source) -> str:
+def folder_name(name: str, source: Source) -> str:
     """As Verifiers calls it."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "--", f"{trial.name}--{source.name.strip('/')}")
+    return re.sub(r"[^A-Za-z0-9_.-]+", "--", f"{name}--{source.name.strip('/')}")
 
 
 def _latest(folders: Sequence[Path]) -> str:
@@ -142,16 +132,13 @@ def _latest(folders: Sequence[Path]) -> str:
     return max(begun, key=lambda file: file.stat().st_mtime).parent.name
 
 
-async def evaluate(host: Any, policy: Policy | None, record: Record, tally: Tally, shown: Board) -> None:
+async def evaluate(host: Any, policy: Player | None, record: Record, tally: Tally, shown: Board) -> None:
     """Play what the record does not have. Raises QuartetError, ConfigError."""
     trial = record.trial
     info = await describe(host, reference(trial))
     tasks = await tasks_of(host, trial)
 
     def note(task: Task, rollout: Rollout) -> None:
-        fatal = getattr(policy, "fatal", None)
-        if fatal is not None:
-            raise fatal
         record.note(task, rollout)
         tally.add(rollout, failure_kind(rollout) if rollout.HasField("failure") else "")
         shown.update(tally)

@@ -120,6 +120,13 @@ def parameters(question: pb.ModelQuestion) -> dict[str, Any]:
 def wire_message(message: common_pb2.Message) -> dict[str, Any]:
     """A message of the contract in the API's form."""
     wire: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.parts:
+        wire["content"] = [
+            {"type": "image_url", "image_url": {"url": part.image_url}}
+            if part.HasField("image_url")
+            else {"type": "text", "text": part.text}
+            for part in message.parts
+        ]
     if message.tool_calls:
         wire["tool_calls"] = [
             {

@@ -4,7 +4,7 @@
 2. At most `max_concurrent` rollouts are under way.
 3. A host that goes away is asked again for the members that are missing, ATTEMPTS times; those that are
    still missing then end as HOST failures. Whatever will not pass (an unknown environment, refused
-   arguments) ends all of them: QuartetError.
+   arguments, an endpoint that will never answer) ends all of them: QuartetError, ConfigError.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from contextlib import aclosing
 from typing import Any
 
 from quartet.cli.eval.config import ALL, Trial
+from quartet.cli.eval.player import Player
 from quartet.errors import QuartetError
-from quartet.interact import Policy, interact
+from quartet.interact import interact
 from quartet.kit.call import RETRYABLE, RetryBudget, stream, unary
 from quartet.kit.stream import IDLE_TIMEOUT_SECONDS
 from quartet.run.sampling import sampling_params
@@ -86,7 +87,7 @@ async def tasks_of(host: Any, trial: Trial) -> list[Task]:
 
 async def play(
     host: Any, trial: Trial, wanted: Mapping[int, Sequence[int]], tasks: Sequence[Task], note: Note,
-    policy: Policy | None = None, *, whole_groups: bool = False,
+    policy: Player | None = None, *, whole_groups: bool = False,
 ) -> None:  # fmt: skip
     """Run the wanted members of each task, by index; each is noted as it ends. Raises QuartetError.
 
@@ -125,7 +126,7 @@ async def _group(
     task: Task,
     members: Sequence[int],
     note: Note,
-    policy: Policy | None,
+    policy: Player | None,
     whole: bool,
 ) -> None:
     """One request, and further ones for what is missing: of a whole group that is all of it."""
@@ -162,11 +163,13 @@ def _away(member: int, why: str) -> Rollout:
 
 
 async def _ask(
-    host: Any, request: pb.RunRolloutsRequest, policy: Policy | None
+    host: Any, request: pb.RunRolloutsRequest, policy: Player | None
 ) -> AsyncGenerator[Rollout, None]:
     if policy is not None:
         async with aclosing(interact(host, request, policy)) as rollouts:
             async for rollout in rollouts:
+                if policy.fatal is not None:
+                    raise policy.fatal
                 yield rollout
         return
     beating: Any = stream(host.RunRollouts(request), idle_timeout_s=IDLE_TIMEOUT_SECONDS)

@@ -9,10 +9,11 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quartet.cli.env.installed import with_interpreters
+from quartet.cli.env.installed import REFUSALS, with_interpreters
+from quartet.cli.eval.player import Player
 from quartet.cli.eval.source import Source
 from quartet.config import ConfigError
-from quartet.interact import Policy
+from quartet.errors import QuartetError
 from quartet.kit.channel import connect
 from quartet.local.beside import AddressBook, beside
 from quartet.local.child import ChildSpec
@@ -46,9 +47,12 @@ def deploy(
 def with_host(
     specs: Sequence[ChildSpec],
     source: Source,
-    work: Callable[[Any, Policy | None, AddressBook], Coroutine[Any, Any, T]],
+    work: Callable[[Any, Player | None, AddressBook], Coroutine[Any, Any, T]],
 ) -> T:
-    """Run `work` with a stub of the host and the policy that a client plays, if one does."""
+    """Run `work` with a stub of the host and the policy that a client plays, if one does.
+
+    Raises ServiceFailed, QuartetError, and ConfigError for what the host says can never run as written.
+    """
 
     async def connected(book: AddressBook) -> T:
         async with AsyncExitStack() as opened:
@@ -57,4 +61,9 @@ def with_host(
             policy = await opened.enter_async_context(source.player()) if source.player else None
             return await work(host, policy, book)
 
-    return asyncio.run(beside(specs, connected, drain_s=DRAIN_SECONDS))
+    try:
+        return asyncio.run(beside(specs, connected, drain_s=DRAIN_SECONDS))
+    except QuartetError as error:
+        if error.reason in REFUSALS:
+            raise ConfigError(error.message) from error
+        raise

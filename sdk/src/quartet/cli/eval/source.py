@@ -10,9 +10,9 @@ from pathlib import Path
 
 from quartet.cli.eval.config import AnswererConfig
 from quartet.cli.eval.endpoints import Endpoint, endpoint_at, read_endpoints
+from quartet.cli.eval.player import Player
 from quartet.cli.job import model_path
 from quartet.config import ConfigError
-from quartet.interact import Policy
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Source:
     folder: str = ""
     addresses: Sequence[str] = ()
     #: Makes the policy that this process plays.
-    player: Callable[[], AbstractAsyncContextManager[Policy]] | None = None
+    player: Callable[[], AbstractAsyncContextManager[Player]] | None = None
     endpoint: Endpoint | None = None
 
     @property

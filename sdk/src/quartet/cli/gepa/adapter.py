@@ -20,12 +20,13 @@ from gepa.core.adapter import EvaluationBatch
 
 from quartet.cli.eval.board import Board
 from quartet.cli.eval.config import Trial
+from quartet.cli.eval.player import Player
 from quartet.cli.eval.rollouts import play
 from quartet.cli.eval.rows import failure_kind, result_row
 from quartet.cli.gepa.policies import Prompted, ask
 from quartet.cli.outputs import Row, append_line, recover_lines
+from quartet.config import ConfigError
 from quartet.errors import QuartetError
-from quartet.interact import Policy
 from quartet.v1.rollout_pb2 import Rollout, Task
 
 T = TypeVar("T")
@@ -49,7 +50,7 @@ class Adapter:
         trial: Trial,
         tasks: Mapping[str, Sequence[Task]],
         policy: Prompted,
-        teacher: Policy,
+        teacher: Player,
         state_columns: Sequence[str],
         reflection_max_tokens: int,
         board: Board,
@@ -63,7 +64,7 @@ class Adapter:
         self._validated: dict[tuple[str, int], Row] = {
             (one["prompt"], one["index"]): one["row"] for one in recover_lines(self._file)
         }
-        self.broken: Exception | None = None
+        self.broken: QuartetError | ConfigError | None = None
 
     def evaluate(
         self, batch: list[tuple[str, int]], candidate: dict[str, str], capture_traces: bool = False
@@ -107,8 +108,11 @@ class Adapter:
         """From the library's thread to the loop and back."""
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-        except Exception as error:
+        except (QuartetError, ConfigError) as error:
             self.broken = error
+            raise
+        except Exception as error:  # what the teacher's client library raises
+            self.broken = QuartetError("INTERNAL", f"{type(error).__name__}: {error}")
             raise
 
     async def _play(self, batch: Sequence[tuple[str, int]], prompt: str) -> list[Row]:
@@ -144,8 +148,6 @@ class Adapter:
         position = {task.index: at for at, task in enumerate(self._tasks[split])}
 
         def note(task: Task, rollout: Rollout) -> None:
-            if self._policy.fatal is not None:
-                raise self._policy.fatal
             if rollout.HasField("failure"):
                 failed.append(rollout)
                 return

@@ -24,11 +24,11 @@ from typing import Any
 
 from gepa.api import optimize
 
-from quartet.cli.env.installed import REFUSALS
 from quartet.cli.eval.arguments import MODEL_KEYS, env_args, environment_first, given_keys
 from quartet.cli.eval.board import Board, PlainBoard
 from quartet.cli.eval.command import folder_name
 from quartet.cli.eval.config import Trial
+from quartet.cli.eval.player import Player
 from quartet.cli.eval.rollouts import describe, reference, tasks_of
 from quartet.cli.eval.services import deploy, with_host
 from quartet.cli.eval.source import Source, choose, source_of
@@ -40,20 +40,22 @@ from quartet.cli.gepa.policies import Prompted, ReplicaPolicy
 from quartet.cli.outputs import Row, write_json
 from quartet.config import ConfigError, load
 from quartet.errors import QuartetError
-from quartet.interact import Policy
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.folder import check_folder, lock_file
 from quartet.local.beside import AddressBook
-from quartet.local.supervisor import ServiceFailed
 from quartet.local.toml_text import inline
 from quartet.run.config import HostedConfig
+from quartet.run.name import RULE, is_run_id
 from quartet.v1.rollout_pb2 import Task
 
 EXIT_FAILED = 1
 #: Columns of every rollout, beside metrics, rewards and the task's own fields.
 ROW_COLUMNS = ("num_turns", "is_truncated", "stop_condition", "token_usage", "timing", "task_key", "prompt")
 #: Settings that stand in metadata.json under the names of their keys.
-KEPT = ("num_train", "num_val", "minibatch_size", "perfect_score", "state_columns", "seed", "max_calls")
+KEPT = (
+    *("num_train", "num_val", "minibatch_size", "perfect_score", "state_columns", "initial_prompt"),
+    *("seed", "max_calls"),
+)
 
 
 @dataclass(frozen=True)
@@ -111,18 +113,13 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         board.say(f"run {plan.run_id} in {plan.folder}")
         try:
 
-            async def work(host: Any, policy: Policy | None, book: AddressBook) -> tuple[Any, str]:
+            async def work(host: Any, policy: Player | None, book: AddressBook) -> tuple[Any, str]:
                 return await _optimise(plan, host, policy, book, board)
 
             result, api = with_host(specs, plan.source, work)
-        except ServiceFailed as error:
-            print(f"error: {error}", file=sys.stderr)
-            return EXIT_FAILED
-        except QuartetError as error:
-            if error.reason in REFUSALS:
-                raise ConfigError(error.message) from error
-            print(f"error: {error}\ngo on with --resume {plan.run_id}", file=sys.stderr)
-            return EXIT_FAILED
+        except QuartetError:
+            print(f"what was done is kept; go on with --resume {plan.run_id}", file=sys.stderr)
+            raise
         except KeyboardInterrupt:
             print(f"stopped; go on with --resume {plan.run_id}", file=sys.stderr)
             raise
@@ -166,8 +163,9 @@ def plan_of(config: GepaConfig, options: argparse.Namespace) -> Plan:
     base = options.output_dir.absolute() / "gepa"
     check_folder("--output-dir", base)
     run_id = options.resume or options.run_id or time.strftime("%Y%m%d-%H%M%S")
-    plan = Plan(config, config.env, source, teacher, base, run_id)
-    folder = base / folder_name(plan.trial, source) / run_id
+    if not is_run_id(run_id):
+        raise ConfigError(f"--run-id {run_id!r} is refused: {RULE}")
+    folder = base / folder_name(config.env.id, source) / run_id
     plan = Plan(config, config.env, source, teacher, folder, run_id)
     known = folder / METADATA
     if options.resume is None and known.exists():
@@ -204,7 +202,7 @@ def _teacher(config: GepaConfig, source: Source) -> Source | None:
 
 
 async def _optimise(
-    plan: Plan, host: Any, policy: Policy | None, book: AddressBook, board: Board
+    plan: Plan, host: Any, policy: Player | None, book: AddressBook, board: Board
 ) -> tuple[Any, str]:
     """GEPA's result, and the environment's generation. Raises QuartetError, ConfigError."""
     trial, config = plan.trial, plan.config
@@ -233,7 +231,7 @@ async def _optimise(
         try:
             return await asyncio.to_thread(_run_library, plan, adapter, initial, tasks), info.api
         finally:
-            if isinstance(adapter.broken, (QuartetError, ConfigError)):
+            if adapter.broken is not None:
                 raise adapter.broken
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from quartet.cli.eval.player import Player
 from quartet.config import ConfigError
-from quartet.interact import Policy
 from quartet.kit.channel import ClientSecurity
 from quartet.replicas import Replicas
 from quartet.v1 import common_pb2
@@ -24,6 +24,8 @@ class ReplicaPolicy:
         """Raises ConfigError."""
         self._replicas = Replicas(addresses, security)
         self._ids = itertools.count(1)
+        #: A replica that is away may come back.
+        self.fatal: ConfigError | None = None
 
     async def __aenter__(self) -> ReplicaPolicy:
         await self._replicas.__aenter__()
@@ -55,15 +57,14 @@ class ReplicaPolicy:
 class Prompted:
     """Another policy, told `prompt` in place of the environment's system message."""
 
-    def __init__(self, inner: Policy) -> None:
+    def __init__(self, inner: Player) -> None:
         self._inner = inner
         self.prompt = ""
 
     @property
     def fatal(self) -> ConfigError | None:
         """Why no further question is worth asking."""
-        found: ConfigError | None = getattr(self._inner, "fatal", None)
-        return found
+        return self._inner.fatal
 
     async def __call__(self, question: pb.ModelQuestion) -> pb.ModelAnswer:
         """One turn. Raises what the inner policy raises."""
@@ -76,7 +77,7 @@ class Prompted:
         return await self._inner(told)
 
 
-async def ask(policy: Policy, text: str, max_tokens: int) -> str:
+async def ask(policy: Player, text: str, max_tokens: int) -> str:
     """One question and its answer, outside any environment."""
     question = pb.ModelQuestion(
         messages=[common_pb2.Message(role="user", content=text)],

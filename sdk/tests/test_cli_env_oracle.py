@@ -1,0 +1,62 @@
+"""An environment's oracle: a process in the environment's interpreter that answers line by line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from quartet.cli.env.oracle import WRONG, Oracle, has_oracle
+from quartet.config import ConfigError
+from quartet.v1.common_pb2 import Message
+from quartet.v1.envhost_service_pb2 import ModelQuestion
+
+SOURCE = """
+FULL_REWARD = 1.7
+print("imported")
+
+def answer(task, messages):
+    print("thinking")
+    if len(messages) == 1:
+        return {"content": "", "tool_calls": [{"name": "look", "arguments": {"at": task["where"]}}]}
+    return f"{messages[-1]['role']} said {messages[-1]['content']}"
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a package that this interpreter finds."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    folder = tmp_path / "some_env"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "oracle.py").write_text(SOURCE)
+    return folder
+
+
+async def test_it_answers_with_text_and_tool_calls_and_what_it_prints_is_no_answer(package: Path) -> None:
+    assert has_oracle("some_env", sys.executable)
+    async with Oracle("some_env", sys.executable) as oracle:
+        assert oracle.full_reward == 1.7
+        oracle.playing({"where": "there"})
+        asked = [Message(role="user", content="q")]
+        (call,) = (await oracle(ModelQuestion(messages=asked))).message.tool_calls
+        assert (call.name, json.loads(call.arguments_json)) == ("look", {"at": "there"})
+        asked += [Message(role="assistant"), Message(role="tool", content="42")]
+        answer = await oracle(ModelQuestion(messages=asked))
+        assert answer.message.content == "tool said 42" and list(answer.token_ids)
+        with pytest.raises(ConfigError, match="the oracle failed: KeyError: 'where'"):
+            oracle.playing({})
+            await oracle(ModelQuestion(messages=asked[:1]))
+        assert (await oracle(ModelQuestion(messages=asked))).message.content == "tool said 42", "it goes on"
+        oracle.wrong = True
+        assert (await oracle(ModelQuestion(messages=asked))).message.content == WRONG
+
+
+async def test_one_that_is_not_there_or_cannot_be_imported_is_named(package: Path) -> None:
+    (package / "oracle.py").write_text("import no_such_module")
+    with pytest.raises(ConfigError, match=r"the process of some_env\.oracle ended"):
+        await Oracle("some_env", sys.executable).__aenter__()
+    (package / "oracle.py").unlink()
+    assert not has_oracle("some_env", sys.executable)
