@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 import re
+import tomllib
 import unittest
 from functools import partial
+from itertools import islice
+from pathlib import Path
 
 import episodes_by_hand
 from episodes_by_hand import scored
 from wordle import guess_of
+from wordle.demonstrations import ARGS, MAX_TOKENS, WORDS, demonstrations
 from wordle.engine import Game, colours, words
 
 taskset = partial(episodes_by_hand.taskset, "wordle")
@@ -91,3 +95,37 @@ class Data(unittest.TestCase):
         self.assertEqual(len(set(taskset(num_words=20).secrets())), 18)
         with self.assertRaisesRegex(ValueError, "more than the"):
             taskset(num_words=10**6)
+
+
+class Demonstrations(unittest.TestCase):
+    def test_the_run_is_of_what_the_demonstrations_are_of(self) -> None:
+        run = tomllib.loads(Path(__file__).parents[3].joinpath("configs/wordle.toml").read_text())
+        self.assertEqual(run["env"], [{"id": "wordle", "args": ARGS}])
+        self.assertEqual(run["sampling"]["max_tokens"], MAX_TOKENS)
+
+    def rewards(self, habit_share: float) -> list[float]:
+        """Of 300 demonstrated games, whose every answer must be the environment's own."""
+        rewards = []
+        for conversation in islice(demonstrations(3, habit_share), 300):
+            told = [str(message["content"]) for message in conversation[::2]]
+            guesses = [str(message["content"]) for message in conversation[1::2]]
+            task = self.game(told, guesses)
+            rewards.append(scored(task, guesses).reward)
+        return rewards
+
+    def game(self, told: list[str], guesses: list[str]) -> object:
+        """The task that answers these guesses so."""
+        template = next(iter(taskset(**ARGS)))
+        self.assertEqual(told[0], template.data.prompt)
+        for secret in WORDS:
+            game = template.with_data(answer=secret).game()
+            if [game.guess(guess_of(guess)) for guess in guesses][:-1] == told[1:] and game.over:
+                return template.with_data(answer=secret)
+        raise AssertionError(f"no secret answers {guesses} with {told}")
+
+    def test_clean_ones_win_and_bad_habits_seldom(self) -> None:
+        clean = self.rewards(0.0)
+        self.assertGreater(min(clean), 1.4, "won in at most four guesses")
+        self.assertGreater(sum(clean) / len(clean), 1.55)
+        spoiled = self.rewards(1.0)
+        self.assertLess(sum(spoiled) / len(spoiled), 0.9)

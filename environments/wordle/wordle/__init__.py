@@ -138,15 +138,18 @@ class WordleTaskset(vf.Taskset[WordleTask, WordleConfig]):
 
     def secrets(self) -> list[str]:
         """The secrets of the split: a fixed tenth of the words is held out for evaluation."""
-        config = self.config
-        drawn = words()
-        random.Random(f"{config.seed}:words").shuffle(drawn)
-        drawn = drawn[: config.num_words]
+        config, drawn = self.config, self.drawn()
         held_out = max(1, len(drawn) // 10)
         own = drawn[:held_out] if config.split == "eval" else drawn[held_out:]
         count = config.num_eval_examples if config.split == "eval" else config.num_train_examples
         # More games than words: the same secrets again, in the same order.
         return [own[at % len(own)] for at in range(count)]
+
+    def drawn(self) -> list[str]:
+        """All words that secrets come from, of both splits."""
+        drawn = words()
+        random.Random(f"{self.config.seed}:words").shuffle(drawn)
+        return drawn[: self.config.num_words]
 
 
 class WordleEnv(vf.SingleAgentEnv):
