@@ -74,7 +74,7 @@ def running(folder: Path, command: Sequence[str], **config: Any) -> Iterator[Ran
             ],
             stdout=stream,
             stderr=stream,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)},
         )
     try:
         yield Ranked(process, port_file, log, states)
@@ -89,7 +89,8 @@ def running(folder: Path, command: Sequence[str], **config: Any) -> Iterator[Ran
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranked]:
     """One group for all tests of a file."""
-    with running(tmp_path_factory.mktemp("ranks"), by_torchrun(2), **{"max-runs": 16}) as group:
+    config = {"max-runs": 16, "losses.picky": "picky_loss:picky"}
+    with running(tmp_path_factory.mktemp("ranks"), by_torchrun(2), **config) as group:
         yield group
 
 

@@ -40,6 +40,7 @@ async def trained(trainer: Any, run_id: str, make_samples: Any, steps: int, **sp
         ("adamw", {"learning_rate": 1e-4, "max_grad_norm": 1.0}),
         ("sgd", {"kind": pb.OPTIMIZER_KIND_SGD, "learning_rate": 1e-3, "weight_decay": 0.1}),
         ("muon", {"kind": pb.OPTIMIZER_KIND_MUON, "learning_rate": 1e-4, "max_grad_norm": 1.0}),
+        ("recomputed", {"learning_rate": 1e-4, "gradient_checkpointing": True}),
         ("lora", {"learning_rate": 1e-4, "lora": pb.LoraSpec(rank=4, alpha=8.0)}),
     ],
 )

@@ -60,7 +60,8 @@ class Base:
         self._active = ""
         self._left: list[str] = []
         self._digest = ""
-        if not all(is_whole(parameter) for parameter in model.parameters()):
+        self._is_spread = not all(is_whole(parameter) for parameter in model.parameters())
+        if self._is_spread:
             # While all ranks are here: later the first one alone asks for it.
             self.digest()
 
@@ -102,6 +103,9 @@ class Base:
 
     def _saved(self, spec: LoraSpec) -> list[str]:
         for module in spec.modules_to_save:
+            if self._is_spread:
+                why = "it would be whole in every rank; leave it out, or train in one process (ranks = 1)"
+                raise _refused("modules_to_save", module, why)
             self._found("modules_to_save", module)
         return sorted(set(spec.modules_to_save))
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from quartet.errors import QuartetError
 from torch import Tensor
 
 from quartet_trainer.batch import Columns
@@ -93,8 +94,12 @@ class Passes:
     def train(
         self, samples: Sequence[Sample], columns: Columns, loss: LossSpec, normalizer: float, kl_coef: float
     ) -> Pass:
-        """Forward and backward; the gradients are left on the parameters."""
+        """Forward and backward; the gradients are left on the parameters.
+
+        Errors: those of a loss of one's own.
+        """
         done = Pass.over(samples)
+        refused: QuartetError | None = None
         self._routing.begin()
         always = loss.moves_without_advantage
         moving = [index for index, weight in enumerate(columns.advantages) if always or weight.any()]
@@ -106,17 +111,22 @@ class Passes:
                     logp_K, entropy_K = self._policy(
                         batch, loss.temperature, entropy_learns=loss.entropy_coef != 0
                     )
-                    if batch.members:
+                    # Zero of nothing has a backward pass, too, which meets those of the other ranks.
+                    total = 0.0 * logp_K.sum()
+                    if batch.members and refused is None:
                         tokens = columns.tokens(batch.members, logp_K, entropy_K)
-                        total = token_losses(loss, tokens, kl_coef, self._machine.losses).sum() / normalizer
-                    else:
-                        # Of nothing, so zero; but its backward pass meets those of the other ranks.
-                        total = logp_K.sum()
+                        try:
+                            losses_K = token_losses(loss, tokens, kl_coef, self._machine.losses)
+                            total = losses_K.sum() / normalizer
+                        except QuartetError as error:
+                            # A loss of one's own; other ranks may know nothing of it and go on.
+                            refused = error
                 if learns:
                     torch.autograd.backward(total)
                 done.loss += float(total.detach())
                 done.keep(samples, batch.members, logp_K.detach(), entropy_K.detach())
                 self._progress()
+        self._machine.ranks.settle(refused)
         done.routing = self._routing.table()
         self._machine.ranks.join(done, [len(sample.covered_K) for sample in samples])
         return done

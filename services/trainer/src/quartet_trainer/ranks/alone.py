@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from quartet.errors import QuartetError
+
 if TYPE_CHECKING:
     import torch
 
@@ -33,6 +35,10 @@ class Ranks(Protocol):
 
     def even(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """The same, and empty ones until there are as many as in any other process."""
+        ...
+
+    def settle(self, refused: QuartetError | None) -> None:
+        """Raise what was refused in any process."""
         ...
 
     def join(self, done: Pass, lengths: Sequence[int]) -> None:
@@ -74,6 +80,11 @@ class Alone:
     def even(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """As they are."""
         return batches
+
+    def settle(self, refused: QuartetError | None) -> None:
+        """Raise what was refused here."""
+        if refused is not None:
+            raise refused
 
     def join(self, done: Pass, lengths: Sequence[int]) -> None:
         """It is together."""

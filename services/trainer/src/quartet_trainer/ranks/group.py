@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from quartet_trainer import model as base
-from quartet_trainer.packing import MicroBatch, Row
+from quartet_trainer.packing import PADDING, MicroBatch, Row
 from quartet_trainer.passes import Pass
 from quartet_trainer.ranks.balance import assignment, cost
 from quartet_trainer.ranks.command import (
@@ -53,7 +53,7 @@ MAX_VERDICT_BYTES = 16 << 10
 EMPTY = MicroBatch(
     np.zeros((1, 1), np.int64),
     np.zeros((1, 1), np.int64),
-    np.zeros((1, 1), np.int64),
+    np.full((1, 1), PADDING),
     needs_mask=False,
     predictors_K=np.empty(0, np.int64),
     targets_K=np.empty(0, np.int64),
@@ -92,14 +92,14 @@ class Group:
         body, arrays = command_bytes(command), sample_bytes(samples)
         assert len(body) <= MAX_COMMAND_BYTES and len(arrays) <= MAX_SAMPLE_BYTES, "bounded where it came in"
         dist.broadcast(torch.tensor([len(body), len(arrays)]), src=0)
-        _send(body)
-        _send(arrays)
+        _shared(body)
+        _shared(arrays)
 
     def hear(self) -> tuple[Command, list[Sample]]:
         """What the first rank tells."""
         sizes = torch.zeros(2, dtype=torch.int64)
         dist.broadcast(sizes, src=0)
-        body, arrays = (_receive(int(size)) for size in sizes)
+        body, arrays = (_shared(bytes(size)) for size in sizes.tolist())
         return parse_command(body), parse_samples(arrays)
 
     def agree(self, job: Callable[[], T]) -> T | None:
@@ -108,14 +108,14 @@ class Group:
             size = torch.zeros(1, dtype=torch.int64)
             dist.broadcast(size, src=0)
             if int(size):
-                raise _error(_receive(int(size)))
+                raise _error(_shared(bytes(int(size))))
             return None
         try:
             result = job()
         except QuartetError as error:
             body = _error_bytes(error)
             dist.broadcast(torch.tensor([len(body)]), src=0)
-            _send(body)
+            _shared(body)
             raise
         dist.broadcast(torch.tensor([0]), src=0)
         return result
@@ -132,6 +132,16 @@ class Group:
         most = torch.tensor([len(batches)])
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return batches + [EMPTY] * (int(most) - len(batches))
+
+    def settle(self, refused: QuartetError | None) -> None:
+        """The error of the lowest rank that has one, in all of them."""
+        body = b"" if refused is None else _error_bytes(refused)
+        sizes = torch.zeros(self.size, dtype=torch.int64)
+        sizes[self.rank] = len(body)
+        dist.all_reduce(sizes)
+        for rank, size in enumerate(sizes.tolist()):
+            if size:
+                raise _error(_shared(body if rank == self.rank else bytes(size), rank))
 
     def join(self, done: Pass, lengths: Sequence[int]) -> None:
         """Every rank gets all values. Each is computed by one rank; the others add zero to it."""
@@ -182,16 +192,13 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
-def _send(body: bytes) -> None:
-    if body:
-        dist.broadcast(torch.frombuffer(bytearray(body), dtype=torch.uint8), src=0)
-
-
-def _receive(size: int) -> bytes:
-    body = torch.empty(size, dtype=torch.uint8)
-    if size:
-        dist.broadcast(body, src=0)
-    return body.numpy().tobytes()
+def _shared(body: bytes, source: int = 0) -> bytes:
+    """The bytes that one rank has; the others give as many."""
+    if not body:
+        return body
+    values = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+    dist.broadcast(values, src=source)
+    return values.numpy().tobytes()
 
 
 def _error_bytes(error: QuartetError) -> bytes:

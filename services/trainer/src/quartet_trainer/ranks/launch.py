@@ -31,7 +31,7 @@ from quartet_trainer.passes import Machine
 from quartet_trainer.ranks.command import Stop, Wait
 from quartet_trainer.ranks.follow import follow
 from quartet_trainer.ranks.group import BEAT_SECONDS, Group, leave
-from quartet_trainer.ranks.lead import LeadFiles, LeadRun
+from quartet_trainer.ranks.lead import LeadFiles, LeadRun, together
 from quartet_trainer.run import Run
 from quartet_trainer.spec import RunSpec
 from quartet_trainer.state_root import hold, state_root
@@ -91,7 +91,7 @@ async def _lead(config: TrainerConfig, group: Group, machine: Machine) -> None:
             beat.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await beat
-            await trainer.worker.run(lambda: group.tell(Stop()))
+            await trainer.worker.run(lambda: together(group, Stop(), lambda: None))
             await trainer.worker.close()
 
 
@@ -100,4 +100,4 @@ async def _beat(trainer: Trainer, group: Group) -> None:
     while True:
         await asyncio.sleep(BEAT_SECONDS)
         if not trainer.worker.busy:
-            await trainer.worker.run(lambda: group.tell(Wait()))
+            await trainer.worker.run(lambda: together(group, Wait(), lambda: None))

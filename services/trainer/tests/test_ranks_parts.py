@@ -1,0 +1,131 @@
+"""The pieces of the ranks, without any: who gets which rows, commands as bytes, tensors in parts."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from quartet_trainer.ranks import layout
+from quartet_trainer.ranks.balance import assignment, cost
+from quartet_trainer.ranks.command import (
+    Command,
+    Open,
+    Read,
+    Score,
+    Stop,
+    Train,
+    command_bytes,
+    parse_command,
+    parse_samples,
+    sample_bytes,
+)
+from quartet_trainer.sample import make_sample
+from quartet_trainer.spec import LossSpec, OptimizerSpec, RunSpec
+
+
+def test_ranks_differ_by_at_most_one_row() -> None:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(200):
+        ranks = rng.randint(1, 8)
+        costs = [cost(rng.randint(1, 4000), 64) for _ in range(rng.randint(0, 60))]
+        chosen = assignment(costs, ranks)
+        assert chosen == assignment(costs, ranks)
+        loads = [sum(one for one, rank in zip(costs, chosen, strict=True) if rank == r) for r in range(ranks)]
+        assert sum(loads) == pytest.approx(sum(costs))
+        assert max(loads) - min(loads) <= max(costs, default=0.0) + 1e-6
+
+
+def test_a_long_row_costs_more_than_its_tokens() -> None:
+    assert cost(12 * 64, 64) == 3 * 12 * 64
+    assert assignment([cost(1000, 64), *[cost(100, 64)] * 10], 2) == [0, *[1] * 10]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        Open(run_id="r", spec=RunSpec(base_model="m", optimizer=OptimizerSpec(learning_rate=0.1))),
+        Train(run_id="r", loss=LossSpec(clip_high=0.1 + 0.2), normalizer=1 / 3, verify_logprobs=True),
+        Score(run_id="r", version=None, temperature=0.7),
+        Read(run_id="r", folder=Path("/a b/@writing-x@1")),
+        Stop(),
+    ],
+)
+def test_commands_come_back_equal(command: Command) -> None:
+    back = parse_command(command_bytes(command))
+    assert back == command
+    if isinstance(command, Train):
+        assert back.loss.model_fields_set == command.loss.model_fields_set
+
+
+def test_samples_come_back_equal() -> None:
+    samples = [
+        make_sample(0, [1, 2, 3, 4], [(1, 1, 7), (3, 1, 8)], [-0.1, -0.2], [1.0, 2.0]),
+        make_sample(1, [5], [], [], []),
+        make_sample(2, [1, 2, 3], [(1, 2, 0)], [], [0.5], [-1.0, -2.0]),
+    ]
+    back = parse_samples(sample_bytes(samples))
+    assert len(back) == 3
+    for one, other in zip(samples, back, strict=True):
+        for name in one.__slots__:
+            ours, theirs = getattr(one, name), getattr(other, name)
+            assert (ours is None) == (theirs is None)
+            assert ours is None or (np.array_equal(ours, theirs) and ours.dtype == theirs.dtype), name
+    assert parse_samples(sample_bytes([])) == []
+
+
+@pytest.fixture
+def alone_in_a_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        layout.host_mesh.cache_clear()
+        dist.destroy_process_group()
+
+
+def test_every_block_is_gathered_for_itself(alone_in_a_group: None, folder: Path) -> None:
+    """No rank has the whole model on its device: only a block at a time is gathered."""
+    from quartet_trainer.model import load_model, without_memory
+    from quartet_trainer.ranks.sharding import shard
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    device = torch.device("cpu")
+    full = load_model(folder, str(folder), from_scratch=False, seed=0, device=device)
+    model = shard(without_memory(folder), full, device, layout.host_mesh())
+    blocks = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    assert len(blocks) == 1 + full.config.num_hidden_layers
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor) and not layout.is_whole(parameter)
+        assert torch.equal(layout.whole(parameter.detach()), dict(full.named_parameters())[name])
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert all(torch.equal(one, dict(full.named_buffers())[name]) for name, one in model.named_buffers())
+
+
+def test_parts_and_wholes_become_each_other(alone_in_a_group: None) -> None:
+    values = torch.arange(15.0).view(5, 3)
+    parted = layout.spread(values)
+    assert not layout.is_whole(parted) and torch.equal(layout.whole(parted), values)
+    assert layout.part(layout.like(values, parted)).data_ptr() != values.data_ptr()
+    assert torch.equal(layout.like(parted, values), values)
+    served = layout.on_host(parted, torch.bfloat16)
+    assert served.dtype == torch.bfloat16 and torch.equal(layout.whole(served), values.bfloat16())
+
+
+def test_one_process_imports_no_spread_tensors() -> None:
+    code = (
+        "import sys, quartet_trainer.assembly; "
+        "print([m for m in sys.modules if m.startswith('quartet_trainer.ranks.')])"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "alone" in said and "layout" in said
+    assert not any(name in said for name in ("group", "sharding", "shards", "muon", "lead", "command"))
