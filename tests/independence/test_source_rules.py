@@ -31,7 +31,7 @@ INVARIANTS = range(1, 11)
 NAMED = re.compile(r"[Ii]nvariants?[ _](\d+(?:(?:, | and )\d+)*)")
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "stuff", "manager"}
 # What a document names in backticks or links to, as far as it looks like a path of this repository.
-FOLDERS = "sdk|services|environments|configs|k8s|tests|benchmarks|docs|protos"
+FOLDERS = "sdk|services|environments|configs|examples|k8s|tests|benchmarks|docs|protos"
 PATH = re.compile(rf"(?:`|\]\()((?:{FOLDERS})/[\w./-]+|Makefile|README\.md|compose\.yaml|\.ci/run)(?:`|\))")
 # Documents write "x" for any name.
 PLACEHOLDER = re.compile(r"/x[._]")
@@ -137,6 +137,7 @@ def test_documents_name_only_what_exists() -> None:
     documents = [
         *REPOSITORY.glob("*.md"),
         *REPOSITORY.glob("docs/**/*.md"),
+        *REPOSITORY.glob("examples/**/*.md"),
         *REPOSITORY.glob("tests/**/*.md"),
     ]
     assert documents
