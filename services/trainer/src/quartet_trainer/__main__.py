@@ -1,4 +1,7 @@
-"""`python -m quartet_trainer [@ file.toml ...] [--key value ...] [--dry-run | --preflight]`."""
+"""`python -m quartet_trainer [@ file.toml ...] [--key value ...] [--dry-run | --preflight]`.
+
+One process; or, with `ranks` or started by torchrun, one of several that train together (docs/ranks.md).
+"""
 
 from __future__ import annotations
 
