@@ -134,3 +134,8 @@ def test_a_question_is_a_chat_completion() -> None:
     assert json.loads(wire["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
     answer = wire_message(Message(role="tool", content="2", tool_call_id="1"))
     assert answer == {"role": "tool", "content": "2", "tool_call_id": "1"}
+    shown = wire_message(
+        Message(role="user", parts=[{"text": "what?"}, {"image_url": "data:image/gif;base64,R0"}])
+    )
+    image = {"type": "image_url", "image_url": {"url": "data:image/gif;base64,R0"}}
+    assert shown == {"role": "user", "content": [{"type": "text", "text": "what?"}, image]}

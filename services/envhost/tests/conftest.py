@@ -153,5 +153,5 @@ async def classic(classic_python: str) -> AsyncIterator[Classic]:
 @pytest.fixture(autouse=True)
 def _fresh_policy(request: pytest.FixtureRequest) -> None:
     """The policy behaves at the start of every test."""
-    for name in {"hosted", "classic"} & set(request.fixturenames):
+    for name in {"hosted", "classic", "book"} & set(request.fixturenames):
         request.getfixturevalue(name).policy.behave()

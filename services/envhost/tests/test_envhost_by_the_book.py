@@ -1,5 +1,5 @@
 """Packages that are written as the documentation of Verifiers has it, run unchanged by a real host: stateful
-tools, an MCP server over stdio, forks of a conversation, parsers, programs in the local runtime.
+tools, an MCP server over stdio, forks of a conversation, parsers, images, programs in the local runtime.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from hosting import ENVIRONMENTS, serving
+from quartet.interact import interact
 from quartet.v1 import envhost_service_pb2
 from rollout_outcomes import refusal
 
@@ -23,9 +24,9 @@ class Book:
     def __init__(self, stub: Any, policy: Any) -> None:
         self.stub, self.policy = stub, policy
 
-    async def run(self, env_id: str, args: dict[str, Any], **fields: Any) -> list[Any]:
-        """The rollouts of one request, with all conversations."""
-        request = envhost_service_pb2.RunRolloutsRequest(
+    def request(self, env_id: str, args: dict[str, Any], **fields: Any) -> Any:
+        """Rollouts with all their conversations."""
+        return envhost_service_pb2.RunRolloutsRequest(
             run_id="run",
             request_id=f"{env_id} {args} {fields}",
             environment={"id": env_id, "args_json": json.dumps(args)},
@@ -33,7 +34,10 @@ class Book:
             timeout_ms=60_000,
             **{"members": [0], **fields},
         )
-        stream = self.stub.RunRollouts(request, timeout=150)
+
+    async def run(self, env_id: str, args: dict[str, Any], **fields: Any) -> list[Any]:
+        """The rollouts of one request."""
+        stream = self.stub.RunRollouts(self.request(env_id, args, **fields), timeout=150)
         return [frame.rollout async for frame in stream if frame.HasField("rollout")]
 
 
@@ -122,3 +126,34 @@ async def test_a_program_runs_in_the_local_runtime(book: Book) -> None:
     book.policy.answer = lambda request, last: "run raise SystemExit(7)"
     (rollout,) = await book.run("book-v1", {}, members=[1])
     assert not rollout.HasField("failure") and rollout.reward == 0.0, "its own mistake, and no failure"
+
+
+@pytest.mark.parametrize(
+    ("env_id", "args", "task"), [("book-classic", {"kind": "image"}, 0), ("book-v1", {}, 2)]
+)
+async def test_images_reach_the_policy_as_they_are(
+    book: Book, env_id: str, args: dict[str, Any], task: int
+) -> None:
+    questions: list[Any] = []
+
+    async def policy(question: Any) -> Any:
+        questions.append(question)
+        return envhost_service_pb2.ModelAnswer(
+            prompt_token_ids=[*question.prefix_token_ids, 5, 6],
+            token_ids=[7],
+            logprobs=[-1.0],
+            message={"content": "run print('a dot')"},
+        )
+
+    request = book.request(env_id, args, task_index=task)
+    (rollout,) = [one async for one in interact(book.stub, request, policy, timeout_s=150)]
+    assert not rollout.HasField("failure"), rollout.failure
+    for question in questions:
+        asked = question.messages[0]
+        assert [part.text for part in asked.parts] == ["What is this?", ""] and not asked.content
+        assert asked.parts[1].image_url.startswith("data:image/gif;base64,R0lG")
+    assert rollout.reward == len(questions) and len(rollout.samples) == 1
+    assert rollout.messages[0].content == "What is this?" and not rollout.messages[0].parts
+    await book.run(env_id, args, task_index=task)
+    prompt = book.policy.requests[0].messages.messages[0]
+    assert len(prompt.parts) == 2, "inference is sent them too, and says what it makes of them"

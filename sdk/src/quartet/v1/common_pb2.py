@@ -24,25 +24,27 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quartet/v1/common.proto\x12\nquartet.v1\"\x91\x01\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x19\n\x11reasoning_content\x18\x03 \x01(\t\x12(\n\ntool_calls\x18\x04 \x03(\x0b\x32\x14.quartet.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x0c\n\x04name\x18\x06 \x01(\t\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"L\n\x0eToolDefinition\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x17\n\x0fparameters_json\x18\x03 \x01(\t\"\xb4\x03\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x11\n\x04seed\x18\x0b \x01(\x04H\x08\x88\x01\x01\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x04\x12\x15\n\rcached_tokens\x18\x03 \x01(\x04\"\x1e\n\tHeartbeat\x12\x11\n\tin_flight\x18\x01 \x01(\r*\x87\x06\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12 \n\x1c\x45RROR_REASON_INVALID_REQUEST\x10\x01\x12\x1f\n\x1b\x45RROR_REASON_INVALID_CONFIG\x10\x02\x12\x1c\n\x18\x45RROR_REASON_RUN_UNKNOWN\x10\x03\x12\x1d\n\x19\x45RROR_REASON_RUN_CONFLICT\x10\x04\x12\x1d\n\x19\x45RROR_REASON_SEQUENCE_GAP\x10\x05\x12\"\n\x1e\x45RROR_REASON_SEQUENCE_CONFLICT\x10\x06\x12\x1c\n\x18\x45RROR_REASON_STREAM_TORN\x10\x07\x12$\n ERROR_REASON_ENVIRONMENT_UNKNOWN\x10\x08\x12(\n$ERROR_REASON_ENVIRONMENT_UNAVAILABLE\x10\t\x12!\n\x1d\x45RROR_REASON_RESOURCE_UNKNOWN\x10\n\x12 \n\x1c\x45RROR_REASON_VERSION_UNKNOWN\x10\x0b\x12$\n ERROR_REASON_VERSION_UNAVAILABLE\x10\x0c\x12\x1f\n\x1b\x45RROR_REASON_RUN_NOT_SERVED\x10\r\x12\"\n\x1e\x45RROR_REASON_CHECKSUM_MISMATCH\x10\x0e\x12$\n ERROR_REASON_OFFSET_OUT_OF_RANGE\x10\x0f\x12 \n\x1c\x45RROR_REASON_PROMPT_TOO_LONG\x10\x10\x12\x1b\n\x17\x45RROR_REASON_OVERLOADED\x10\x11\x12\x1a\n\x16\x45RROR_REASON_NOT_READY\x10\x12\x12\x19\n\x15\x45RROR_REASON_DEADLINE\x10\x13\x12 \n\x1c\x45RROR_REASON_UNAUTHENTICATED\x10\x14\x12 \n\x1c\x45RROR_REASON_NOT_IMPLEMENTED\x10\x15\x12\x19\n\x15\x45RROR_REASON_INTERNAL\x10\x16\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quartet/v1/common.proto\x12\nquartet.v1\"\xb9\x01\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x19\n\x11reasoning_content\x18\x03 \x01(\t\x12(\n\ntool_calls\x18\x04 \x03(\x0b\x32\x14.quartet.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x0c\n\x04name\x18\x06 \x01(\t\x12&\n\x05parts\x18\x07 \x03(\x0b\x32\x17.quartet.v1.ContentPart\":\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x13\n\timage_url\x18\x02 \x01(\tH\x00\x42\x06\n\x04part\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"L\n\x0eToolDefinition\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x17\n\x0fparameters_json\x18\x03 \x01(\t\"\xb4\x03\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x11\n\x04seed\x18\x0b \x01(\x04H\x08\x88\x01\x01\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x04\x12\x15\n\rcached_tokens\x18\x03 \x01(\x04\"\x1e\n\tHeartbeat\x12\x11\n\tin_flight\x18\x01 \x01(\r*\x87\x06\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12 \n\x1c\x45RROR_REASON_INVALID_REQUEST\x10\x01\x12\x1f\n\x1b\x45RROR_REASON_INVALID_CONFIG\x10\x02\x12\x1c\n\x18\x45RROR_REASON_RUN_UNKNOWN\x10\x03\x12\x1d\n\x19\x45RROR_REASON_RUN_CONFLICT\x10\x04\x12\x1d\n\x19\x45RROR_REASON_SEQUENCE_GAP\x10\x05\x12\"\n\x1e\x45RROR_REASON_SEQUENCE_CONFLICT\x10\x06\x12\x1c\n\x18\x45RROR_REASON_STREAM_TORN\x10\x07\x12$\n ERROR_REASON_ENVIRONMENT_UNKNOWN\x10\x08\x12(\n$ERROR_REASON_ENVIRONMENT_UNAVAILABLE\x10\t\x12!\n\x1d\x45RROR_REASON_RESOURCE_UNKNOWN\x10\n\x12 \n\x1c\x45RROR_REASON_VERSION_UNKNOWN\x10\x0b\x12$\n ERROR_REASON_VERSION_UNAVAILABLE\x10\x0c\x12\x1f\n\x1b\x45RROR_REASON_RUN_NOT_SERVED\x10\r\x12\"\n\x1e\x45RROR_REASON_CHECKSUM_MISMATCH\x10\x0e\x12$\n ERROR_REASON_OFFSET_OUT_OF_RANGE\x10\x0f\x12 \n\x1c\x45RROR_REASON_PROMPT_TOO_LONG\x10\x10\x12\x1b\n\x17\x45RROR_REASON_OVERLOADED\x10\x11\x12\x1a\n\x16\x45RROR_REASON_NOT_READY\x10\x12\x12\x19\n\x15\x45RROR_REASON_DEADLINE\x10\x13\x12 \n\x1c\x45RROR_REASON_UNAUTHENTICATED\x10\x14\x12 \n\x1c\x45RROR_REASON_NOT_IMPLEMENTED\x10\x15\x12\x19\n\x15\x45RROR_REASON_INTERNAL\x10\x16\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quartet.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ERRORREASON']._serialized_start=881
-  _globals['_ERRORREASON']._serialized_end=1656
+  _globals['_ERRORREASON']._serialized_start=981
+  _globals['_ERRORREASON']._serialized_end=1756
   _globals['_MESSAGE']._serialized_start=40
-  _globals['_MESSAGE']._serialized_end=185
-  _globals['_TOOLCALL']._serialized_start=187
-  _globals['_TOOLCALL']._serialized_end=247
-  _globals['_TOOLDEFINITION']._serialized_start=249
-  _globals['_TOOLDEFINITION']._serialized_end=325
-  _globals['_SAMPLINGPARAMS']._serialized_start=328
-  _globals['_SAMPLINGPARAMS']._serialized_end=764
-  _globals['_USAGE']._serialized_start=766
-  _globals['_USAGE']._serialized_end=846
-  _globals['_HEARTBEAT']._serialized_start=848
-  _globals['_HEARTBEAT']._serialized_end=878
+  _globals['_MESSAGE']._serialized_end=225
+  _globals['_CONTENTPART']._serialized_start=227
+  _globals['_CONTENTPART']._serialized_end=285
+  _globals['_TOOLCALL']._serialized_start=287
+  _globals['_TOOLCALL']._serialized_end=347
+  _globals['_TOOLDEFINITION']._serialized_start=349
+  _globals['_TOOLDEFINITION']._serialized_end=425
+  _globals['_SAMPLINGPARAMS']._serialized_start=428
+  _globals['_SAMPLINGPARAMS']._serialized_end=864
+  _globals['_USAGE']._serialized_start=866
+  _globals['_USAGE']._serialized_end=946
+  _globals['_HEARTBEAT']._serialized_start=948
+  _globals['_HEARTBEAT']._serialized_end=978
 # @@protoc_insertion_point(module_scope)

@@ -14,6 +14,8 @@ from quartet_inference.sampling import refused
 
 def to_template(message: common_pb2.Message) -> dict[str, Any]:
     """A message in the form that chat templates know."""
+    if message.parts:
+        raise refused("messages.parts", len(message.parts), "this model reads text; send messages of text")
     rendered: dict[str, Any] = {"role": message.role, "content": message.content}
     for field in ("reasoning_content", "tool_call_id", "name"):
         if getattr(message, field):

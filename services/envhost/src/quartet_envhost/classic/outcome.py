@@ -16,6 +16,7 @@ from quartet.v1 import rollout_pb2
 
 from quartet_envhost import failures
 from quartet_envhost.classic.policy import RETRYABLE, PolicyError, RolloutPolicy, wire_message
+from quartet_envhost.conversation import without_images
 from quartet_envhost.samples import merge_turns
 
 
@@ -45,7 +46,7 @@ def rollout_of(
         rollout.timing.scoring_ms = round(1000 * state["timing"].scoring.duration)
         _record_scores(rollout, state, weights)
         if with_messages and state["trajectory"]:
-            rollout.messages.extend(wire_message(m) for m in _conversation(state))
+            rollout.messages.extend(without_images(wire_message(m)) for m in _conversation(state))
     rollout.timing.model_ms = round(policy.model_seconds * 1000)
     found = _failure(rollout, state, raised, faults)
     if found is not None:

@@ -206,7 +206,8 @@ def _response(turn: Turn, model: str) -> Response:
 
 def wire_message(message: Any) -> common_pb2.Message:
     """A message of Verifiers as one of the contract."""
-    wire = common_pb2.Message(role=message.role, content=_text(message.content))
+    wire = common_pb2.Message(role=message.role)
+    _put_content(wire, message.content)
     if message.role == "assistant":
         wire.reasoning_content = message.reasoning_content or ""
         for call in message.tool_calls or []:
@@ -217,10 +218,20 @@ def wire_message(message: Any) -> common_pb2.Message:
     return wire
 
 
-def _text(content: Any) -> str:
+def _put_content(wire: common_pb2.Message, content: Any) -> None:
     if content is None or isinstance(content, str):
-        return content or ""
+        wire.content = content or ""
+        return
     parts = [part if isinstance(part, dict) else part.model_dump() for part in content]
-    if any(part["type"] != "text" for part in parts):
-        raise PolicyError(QuartetError("INVALID_REQUEST", "images are not served by this build; send text"))
-    return "".join(part["text"] for part in parts)
+    other = {part["type"] for part in parts} - {"text", "image_url"}
+    if other:
+        text = f"messages have text and images; {', '.join(sorted(other))} is not served"
+        raise PolicyError(QuartetError("INVALID_REQUEST", text, field="messages"))
+    if all(part["type"] == "text" for part in parts):
+        wire.content = "".join(part["text"] for part in parts)
+        return
+    for part in parts:
+        if part["type"] == "text":
+            wire.parts.add(text=part["text"])
+        else:
+            wire.parts.add(image_url=part["image_url"]["url"])

@@ -33,6 +33,7 @@ from verifiers.v1.types import (
     content_text,
 )
 
+from quartet_envhost.conversation import without_images
 from quartet_envhost.sampler import FINISH, SCALARS, Sampler, Turn, turn_seed
 
 _STATUS = {
@@ -186,9 +187,15 @@ def _response(answer: Turn, model: str, *, bridged: bool) -> Response:
 def _message(message: Any) -> common_pb2.Message:
     """A message of Verifiers as one of the contract."""
     content = message.content
+    wire = common_pb2.Message(role=message.role)
     if isinstance(content, list) and any(part.type != "text" for part in content):
-        raise ProviderError("images are not served by this build; send text", status_code=400)
-    wire = common_pb2.Message(role=message.role, content=content_text(content) if content else "")
+        for part in content:
+            if part.type == "text":
+                wire.parts.add(text=part.text)
+            else:
+                wire.parts.add(image_url=part.image_url.url)
+    else:
+        wire.content = content_text(content) if content else ""
     if message.role == "assistant":
         wire.reasoning_content = message.reasoning_content or ""
         for call in message.tool_calls or []:
@@ -206,10 +213,5 @@ def _tool(tool: Tool) -> common_pb2.ToolDefinition:
 
 
 def wire_messages(messages: Sequence[Any]) -> list[common_pb2.Message]:
-    """A conversation for Rollout.messages; parts that are not text are left out."""
-    out = []
-    for message in messages:
-        if isinstance(message.content, list):
-            message = message.model_copy(update={"content": content_text(message.content)})
-        out.append(_message(message))
-    return out
+    """A conversation for Rollout.messages."""
+    return [without_images(_message(message)) for message in messages]

@@ -12,6 +12,8 @@ from datasets import Dataset
 from openai import AsyncOpenAI
 from verifiers.envs.experimental.mcp_env import MCPEnv
 
+# A picture of one dot.
+IMAGE = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAACAkQBADs="
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -70,6 +72,10 @@ def load_environment(kind: str = "parser", judge_url: str = "", judge_model: str
         data = questions(("What is 2 + 2?", "4"), ("What is 3 + 3?", "6"))
         system = f"Think, then answer.\n{parser.get_format_str()}"
         return vf.SingleTurnEnv(dataset=data, system_prompt=system, parser=parser, rubric=rubric)
+    if kind == "image":
+        asks = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": IMAGE}}]
+        data = Dataset.from_list([{"prompt": [{"role": "user", "content": asks}], "answer": "a dot"}])
+        return ForgetfulEnv(dataset=data, rubric=vf.Rubric(funcs=[turns_taken]), max_turns=2)
     if kind == "stateful":
         return NotebookEnv(dataset=questions(("Note two lines.", "")), rubric=vf.Rubric(funcs=[noted]))
     if kind == "mcp":

@@ -5,6 +5,9 @@ The reply is a program, which is run in the runtime of the rollout.
 
 import verifiers.v1 as vf
 
+# A picture of one dot.
+IMAGE = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAACAkQBADs="
+
 
 class CodeData(vf.TaskData):
     expected: str
@@ -27,6 +30,9 @@ class CodeTaskset(vf.Taskset[CodeTask, vf.TasksetConfig]):
         for number in (2, 3):
             prompt = f"Write a program that prints {number * number}."
             yield CodeTask(CodeData(prompt=prompt, expected=str(number * number)), self.config.task)
+        image = {"type": "image_url", "image_url": {"url": IMAGE}}
+        shown = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, image]}]
+        yield CodeTask(CodeData(prompt=shown, expected="a dot"), self.config.task)
 
 
 __all__ = ["CodeTaskset"]
