@@ -14,6 +14,7 @@ from quartet.errors import QuartetError, from_rpc
 from quartet.v1 import common_pb2, rollout_pb2, weights_pb2
 from quartet.v1 import inference_service_pb2 as pb
 from quartet.weights.store import WeightStore
+from quartet_inference import adapters
 
 from .adapters import Adapter, random_adapter
 from .test_inference_service import publish, serving, weights_of
@@ -252,3 +253,31 @@ async def test_a_publisher_that_goes_back_or_names_the_same_adapter_anew_is_foll
         deltas, _ = await replica.generate(request("a"))
         assert difference(deltas, {1: second.merged}) <= 2e-5
     await server.stop(0)
+
+
+async def test_unknown_runs_are_looked_for_seldom_and_few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invariant 8: whoever names runs that do not exist does not flood the trainer."""
+    engine: Any = None
+    known = adapters.Adapters(engine, engine, has_base=True, on_demand=True)
+    publisher: Any = "a trainer"
+    known.start(publisher, lambda: None)
+    asked: list[str] = []
+    answer = asyncio.Event()
+
+    async def load(run_id: str) -> None:
+        asked.append(run_id)
+        await answer.wait()
+
+    monkeypatch.setattr(known, "load", load)
+    for number in range(1000):
+        known.want(f"run {number % 500}")
+        await asyncio.sleep(0)
+    assert len(asked) == adapters.MAX_LOOKS
+    answer.set()
+    await asyncio.sleep(0.01)
+    known.want("run 0")
+    known.want("another")
+    known.want("another")
+    await asyncio.sleep(0.01)
+    assert asked[adapters.MAX_LOOKS :] == ["another"]
+    await known.close()

@@ -34,6 +34,8 @@ DELTA_BYTES = 0
 LOOK_SECONDS = 5.0
 #: Runs that were asked for and not found are remembered for that; the oldest is forgotten first.
 MAX_LOOKED_FOR = 256
+#: At once: whoever names runs that do not exist must not flood the trainer.
+MAX_LOOKS = 16
 #: What LoadAdapter waits for a follower that is at work already.
 LOAD_SECONDS = 60.0
 
@@ -174,6 +176,8 @@ class Adapters:
         looked = self._looked_for.get(run_id)
         too_soon = looked is not None and now < looked + LOOK_SECONDS
         if not self._on_demand or self._publisher is None or self.follows(run_id) or too_soon:
+            return
+        if len(self._tasks) >= MAX_LOOKS:
             return
         self._looked_for.pop(run_id, None)
         while len(self._looked_for) >= MAX_LOOKED_FOR:
