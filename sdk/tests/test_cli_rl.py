@@ -162,7 +162,8 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         build_parser().parse_args(["--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    for command in ("rl", "model", "submit", "watch", "runs", "stop", "resume"):
+    ours = ("rl", "eval", "env", "baseline", "gepa", "model")
+    for command in (*ours, "submit", "watch", "runs", "stop", "resume"):
         assert f"\n    {command} " in shown
 
 

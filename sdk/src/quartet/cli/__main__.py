@@ -1,4 +1,5 @@
-"""The `quartet` command: `quartet rl`, `sft`, `model tiny`, and clients of a running orchestrator.
+"""The `quartet` command: `quartet rl`, `sft`, `model tiny`; `env`, `eval`, `baseline`, `gepa`; and clients of a
+running orchestrator.
 
 Exit codes: 0 done, 1 failed, 2 refused (a wrong argument or configuration, in one sentence), 130 stopped by
 Ctrl-C.
@@ -22,6 +23,10 @@ Quartet trains language models with reinforcement learning on Verifiers environm
   quartet model tiny models/tiny              make a small model (under a minute on a CPU)
   quartet rl @ configs/reverse-text.toml      train it: four services on this machine
   quartet sft @ sft.toml                      fine-tune a model on a file of chats
+  quartet env init my-env                     make an environment; install, check, list, show
+  quartet baseline @ configs/reverse-text.toml    before training: too hard, too easy, or fit
+  quartet eval reverse-text -m models/tiny    measure a model on environments
+  quartet gepa reverse-text -m MODEL          improve an environment's system prompt
   quartet runs --orchestrator HOST:PORT       see what a deployed orchestrator runs
 """
 
