@@ -1,5 +1,5 @@
-"""The `quartet` command: `quartet rl`, `sft`, `model tiny`; `env`, `eval`, `baseline`, `gepa`; and clients of a
-running orchestrator.
+"""The `quartet` command: `quartet rl`, `sft`, `model tiny`; `env`, `eval`, `baseline`, `gepa`; and clients of
+a running orchestrator.
 
 Exit codes: 0 done, 1 failed, 2 refused (a wrong argument or configuration, in one sentence), 130 stopped by
 Ctrl-C.
