@@ -15,7 +15,7 @@ from quartet.config import ConfigError
 from quartet.local.child import ChildSpec
 from quartet.local.deployment import SERVICES, check, wire, write
 from quartet.local.ports import AddressRefused, resolve
-from quartet.local.toml_text import dumps
+from quartet.local.toml_text import dumps, inline
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 SCALAR = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | TEXT
@@ -29,6 +29,14 @@ VALUE = st.recursive(
 @given(st.dictionaries(TEXT, VALUE, max_size=4))
 def test_toml_reads_back_as_written(table: dict[str, object]) -> None:
     assert tomllib.loads(dumps(table)) == table
+
+
+@given(VALUE)
+def test_a_value_on_one_line_reads_back_as_written(value: object) -> None:
+    text = inline(value)
+    # By what TOML calls a line: its strings hold other separators of Unicode as they are.
+    assert "\n" not in text and "\r" not in text
+    assert tomllib.loads(f"value = {text}") == {"value": value}
 
 
 def test_toml_of_what_is_no_table() -> None:

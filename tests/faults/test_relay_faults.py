@@ -88,8 +88,9 @@ class Replica:
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.kill()
-        await self.process.wait()
-        await self._reader
+        async with asyncio.timeout(LIMIT_SECONDS):
+            await self.process.wait()
+            await self._reader
 
 
 class Fleet:
@@ -154,7 +155,8 @@ async def a_fleet() -> AsyncIterator[Fleet]:
     finally:
         for replica in fleet.replicas:
             await replica.end()
-        await fleet.server.stop(0)
+        async with asyncio.timeout(LIMIT_SECONDS):
+            await fleet.server.stop(0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
