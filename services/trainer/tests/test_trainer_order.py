@@ -100,6 +100,28 @@ async def test_a_repeated_call_is_applied_once(folder: Path, serve_trainer: Any,
         assert (run.applied_seq_id, run.policy_version) == (2, 1)
 
 
+async def test_how_a_batch_is_cut_into_frames_does_not_make_it_another(
+    folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    """Invariant 4 of intake.py."""
+    samples = make_samples()
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        first = await trainer.forward_backward(1, samples)
+        count = sum(len(one.sample.logprobs) for one in samples)
+        start = pb.ForwardBackwardStart(
+            run_id="r", seq_id=1, normalizer=count, loss=pb.LossSpec(kind=pb.LOSS_KIND_POLICY_GRADIENT)
+        )
+        tokens = sum(len(one.sample.token_ids) for one in samples)
+        commit = pb.StreamCommit(sample_count=len(samples), token_count=tokens)
+        whole = [
+            pb.ForwardBackwardRequest(start=start),
+            pb.ForwardBackwardRequest(batch=pb.SampleBatch(samples=samples)),
+            pb.ForwardBackwardRequest(commit=commit),
+        ]
+        assert await trainer.stub.ForwardBackward(iter(whole)) == first
+
+
 async def test_a_torn_stream_applies_nothing(folder: Path, serve_trainer: Any, make_samples: Any) -> None:
     samples = make_samples()
     start = pb.ForwardBackwardStart(
