@@ -5,8 +5,8 @@
 2. `None` is left out, because TOML has no null; any other type is a TypeError.
 3. `inline` never breaks a line: its values are arguments of commands and overrides that a user copies.
 
-Not tomli-w, which has no 3 (its arrays take a line for each element) and no 2: what would be left of this module
-is the larger part.
+Not tomli-w, which has no 3 (its arrays take a line for each element) and no 2: what would be left of this
+module is the larger part.
 """
 
 from __future__ import annotations
