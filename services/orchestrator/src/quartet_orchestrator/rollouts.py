@@ -53,13 +53,14 @@ class Rollouts:
         self._sampling = sampling
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
+        self._taken_up = asyncio.Event()
         # Of each environment.
         self._failed_in_a_row: Counter[int] = Counter()
 
     async def flow(self) -> None:
         """Sends groups out wherever the pace admits one, until it is cancelled."""
         try:
-            self._take_up()
+            await self._take_up()
             while True:
                 while (place := self._pace.take()) is not None:
                     self._start(self._new_group(place))
@@ -80,14 +81,15 @@ class Rollouts:
         self._wake.set()
 
     async def batch(self, batch: int) -> list[Group]:
-        """The batch's groups, once all of them are complete."""
+        """The batch's groups, once all of them are complete and found to be good."""
+        await self._taken_up.wait()
         while True:
             groups = self._book.state.batch_groups(batch)
             if len(groups) == self._config.groups_per_batch and not any(group.missing for group in groups):
                 return groups
             await self._book.changed()
 
-    def _take_up(self) -> None:
+    async def _take_up(self) -> None:
         """What an earlier process left: places that are held, groups that miss members."""
         groups = sorted(self._book.state.groups.values(), key=lambda group: group.number)
         self._pace.restore(group.place for group in groups)
@@ -95,7 +97,8 @@ class Rollouts:
         for group in groups:
             if group.place.batch in closed:
                 continue
-            done = self._book.rollouts(group.number)
+            # A batch may hold hundreds of MB of rollouts.
+            done = await asyncio.to_thread(self._book.rollouts, group.number)
             reason = next(filter(None, (self._violation(group, rollout) for rollout in done)), None)
             if reason is None and self._teaches_nothing(group):
                 reason = NO_SPREAD
@@ -103,6 +106,7 @@ class Rollouts:
                 self._discard(group, reason)
             elif group.missing:
                 self._start(group)
+        self._taken_up.set()
 
     def _new_group(self, place: Place) -> Group:
         number = self._book.state.next_group
