@@ -33,6 +33,7 @@ from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 from quartet.v1.rollout_pb2 import Rollout, Task
 
 RESULTS, FAILURES, METADATA = "results.jsonl", "failures.jsonl", "metadata.json"
+FIGURES = ("example_id", "rollout", "reward", "metrics", "token_usage", "is_truncated", "policy_versions")
 #: Of metadata.json: what may not change while a folder is filled, as the keys of the command are called.
 SETTINGS = {
     "env_id": "id",
@@ -52,6 +53,7 @@ class Record:
         """Read the folder, if there is one. Raises ConfigError where it holds another evaluation."""
         self.folder, self.trial, self.source = folder, trial, source
         self.settings = settings_of(trial, source)
+        #: What the figures need of each line; conversations stay in the file.
         self.results: list[Row] = []
         self.failures: dict[tuple[int, int], str] = {}
         self._info = EnvironmentInfo()
@@ -111,7 +113,7 @@ class Record:
             if len(whole) < len(rows):
                 write_lines(self.folder / RESULTS, whole)
             rows = whole
-        return rows
+        return [_figures(row) for row in rows]
 
     def wanted(self) -> dict[int, list[int]]:
         """Of each task, the members that have no result yet."""
@@ -130,7 +132,7 @@ class Record:
             return
         row = result_row(task, rollout)
         append_line(self.folder / RESULTS, row)
-        self.results.append(row)
+        self.results.append(_figures(row))
 
     @property
     def failed(self) -> Counter[str]:
@@ -205,6 +207,10 @@ def settings_of(trial: Trial, source: Source) -> dict[str, Any]:
 
 def _key(row: Mapping[str, Any]) -> tuple[int, int]:
     return row["example_id"], row["rollout"]
+
+
+def _figures(row: Row) -> Row:
+    return {name: row[name] for name in FIGURES}
 
 
 def _text(value: object) -> str:
