@@ -1,12 +1,13 @@
 """The main job, shortened: four real processes, the real environment, the real engine, real weights moving.
 
-Invariants 1 (ledger), 3 (a version never lies), 4 (bounded staleness) and 6 (tokens in, tokens out) are
-read off a finished run.
+Invariants 1 (ledger), 3 (a version never lies), 4 (bounded staleness), 6 (tokens in, tokens out) and 10 (no
+pickle) are read off a finished run.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,29 @@ from tests.conftest import QUARTET, REPOSITORY
 
 STEPS = 12
 RUN_SECONDS = 280
+# Every process of the run loads it at its start. The interpreter itself tells of each class that an unpickler
+# is about to make, so what is there in the end is what was unpickled.
+SITE = """
+import os, sys
+
+def told(event, arguments):
+    if event == "pickle.find_class":
+        with open(os.environ["QUARTET_UNPICKLED"], "a") as file:
+            file.write(f"{sys.argv[0]}: {arguments[0]}.{arguments[1]}\\n")
+
+sys.addaudithook(told)
+with open(os.environ["QUARTET_UNPICKLED"] + ".audited", "a") as file:
+    file.write(f"{sys.orig_argv}\\n")
+"""
 
 
 @pytest.fixture(scope="module")
 def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Output folder of one short run."""
-    output = tmp_path_factory.mktemp("e2e") / "run"
+    folder = tmp_path_factory.mktemp("e2e")
+    output = folder / "run"
+    (folder / "sitecustomize.py").write_text(SITE)
+    audited = {"PYTHONPATH": str(folder), "QUARTET_UNPICKLED": str(folder / "unpickled")}
     command = [
         *QUARTET,
         "rl",
@@ -34,7 +52,14 @@ def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         str(STEPS),
     ]
     command += ["--output-dir", str(output), "--eval.num-examples", "64"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=RUN_SECONDS)
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env=os.environ | audited,
+        capture_output=True,
+        text=True,
+        timeout=RUN_SECONDS,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return output
 
@@ -60,6 +85,15 @@ def test_invariant_1_ledger_balances(finished: Path) -> None:
 
 def test_invariant_4_staleness_is_bounded(finished: Path) -> None:
     assert summary_of(finished)["max_off_policy_steps_seen"] == 1
+
+
+def test_invariant_10_nothing_is_unpickled_by_any_process(finished: Path) -> None:
+    """Read off the interpreters: weights, rollouts and frames between processes go without."""
+    audited = (finished.parent / "unpickled.audited").read_text()
+    for module in ("quartet_trainer", "quartet_inference", "quartet_orchestrator", "quartet_envhost.worker"):
+        assert module in audited, f"{module} was not audited"
+    unpickled = finished.parent / "unpickled"
+    assert not unpickled.exists(), unpickled.read_text()
 
 
 def test_trainer_and_engine_agree_on_every_batch(finished: Path) -> None:
