@@ -13,7 +13,8 @@ from quartet.cli.eval.config import EvalFileConfig, Trial
 from quartet.cli.eval.endpoints import endpoint_at, read_endpoints
 from quartet.cli.eval.record import Record
 from quartet.cli.eval.source import Source
-from quartet.config import ConfigError, validate
+from quartet.cli.gepa.config import GepaConfig
+from quartet.config import ConfigError, load, validate
 from quartet.v1.common_pb2 import Message, ToolCall
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 from quartet.v1.rollout_pb2 import FAILURE_KIND_TIMEOUT, Rollout, RolloutFailure, Task
@@ -228,3 +229,13 @@ def test_a_resumed_evaluation_is_the_last_one_or_the_one_that_is_named(tmp_path:
         planned("--resume", "second")
     with pytest.raises(ConfigError, match=r"--run-id '\.\./x' is refused"):
         planned("--run-id", "../x")
+
+
+def test_the_files_of_the_repository_are_accepted() -> None:
+    configs = Path(__file__).resolve().parents[2] / "configs"
+    files = list((configs / "eval").glob("*.toml"))
+    assert files and all(load(EvalFileConfig, ["@", str(file)]).config.trials for file in files)
+    endpoints = read_endpoints(configs / "endpoints.toml")
+    for file in (configs / "gepa").glob("*.toml"):
+        config = load(GepaConfig, ["@", str(file)]).config
+        assert config.env is not None and {config.model, config.reflection_model} <= endpoints.keys()
