@@ -22,6 +22,7 @@ import pytest
 from quartet.kit.health import Health
 from quartet.kit.server import RunningServer, ServerConfig, Service, start
 from quartet.v1 import weights_pb2 as pb
+from quartet.weights.frames import Chunk, decode_frame
 from quartet.weights.payload import CHUNK_BYTES
 from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
 from quartet.weights.store import WeightStore
@@ -58,7 +59,9 @@ class SlowPublisher(WeightServicer):
         self.streams += 1
         async for frame in super().fetch_encoded(request, context):
             await asyncio.sleep(0.03)
-            self.sent += len(frame)
+            chunk = decode_frame(frame)
+            # Bytes of the payload, as manifests count them: without what frames them.
+            self.sent += len(chunk.data) if isinstance(chunk, Chunk) else 0
             yield frame
 
     def relays(self) -> list[str]:
