@@ -207,6 +207,17 @@ async def test_runs_that_rest_hold_no_descriptors(world):
         assert not open_in(folder)
 
 
+async def test_a_closed_journal_is_opened_by_nobody(world):
+    """journal.py 5: a thread that comes late does not take the lock from the next process."""
+    async with world.orchestrator() as runs:
+        await runs.submit("run", world.toml(steps=1), dry_run=False)
+        await world.rest(runs)
+        journal = runs.get("run").journal
+    with pytest.raises(OSError, match="is closed"):
+        journal.select("step")
+    assert not open_in(world.folder / "runs")
+
+
 async def test_a_full_disk_stops_the_run_resumable_and_tells_its_followers(world, monkeypatch):
     """Invariant 7: a run whose journal cannot be written is no run to wait for."""
     monkeypatch.setattr(runs_module, "FULL_DISK_S", 0.1)

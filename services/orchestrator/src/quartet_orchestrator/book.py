@@ -4,7 +4,7 @@
    written down.
 2. `settled` returns once everything written so far survives a power cut, too.
 3. Whoever follows `events` gets every event exactly once, in order, without gaps, also over a restart.
-4. The book of a run that rests is closed, and opened for as long as somebody reads it.
+4. The book of a run that rests holds nothing open but for as long as somebody reads it.
 
 Appending hands a few KiB to the page cache and one row to SQLite (tens of microseconds), on the event loop,
 because that is what makes 1 simple; syncing to the disk happens in a thread.
@@ -50,7 +50,7 @@ class Book:
         except BaseException:
             self.journal.close()
             raise
-        self.close_if_resting()
+        self.rest_if_idle()
 
     def _fold(self) -> None:
         number = 0
@@ -149,17 +149,17 @@ class Book:
                         raise QuartetError("NOT_READY", f"the run waits for its journal: {self._blocked}")
                     await news.wait()
         finally:
-            self.close_if_resting()
+            self.rest_if_idle()
 
     async def opened(self) -> None:
         """Returns with the book open, to be written. Raises JournalCorrupt or OSError."""
         while not self.journal.is_open:  # somebody may close it again before this goes on
             await asyncio.to_thread(self.journal.wake)
 
-    def close_if_resting(self) -> None:
+    def rest_if_idle(self) -> None:
         """Called by whoever has done with it; others who still read it open it again."""
         if self.state.phase in RESTING:
-            self.close()
+            self.journal.rest()
 
     def close(self) -> None:
         self.journal.close()

@@ -9,7 +9,8 @@
    A sealed segment is compacted (compaction.py says when) by `compact`, in a thread, and `swap`, on the loop.
    Whoever reads holds `_layout`, so that where a record lies and what lies there belong together.
 4. One process holds a journal at a time (a lock on the folder).
-5. One that nobody uses holds no descriptor after `close`; whoever reads it next opens it again.
+5. One that nobody uses holds no descriptor after `rest`; whoever reads it next opens it again. After `close`
+   nobody does, not even a thread that was on its way.
 6. A journal that cannot be opened is `JournalCorrupt` or OSError; nothing stays open, no segment was changed.
 
 docs/journal.md describes the format and what is synced when.
@@ -69,8 +70,9 @@ class Journal:
         self._layout = threading.Lock()
         # Segments that were looked at and have nothing to give up.
         self._compacted: set[int] = set()
-        # What closes everything; None while it is closed.
+        # What gives every descriptor back; None while there is none.
         self._opened: ExitStack | None = None
+        self._closed = False
         self._open()
 
     def _open(self) -> None:
@@ -97,6 +99,8 @@ class Journal:
         """The journal is open and what lies in it does not move. Opening reads the last segment: it is meant
         for a thread."""
         with self._layout:
+            if self._closed:
+                raise OSError(f"the journal in {self._folder} is closed")
             if self._opened is None:
                 self._open()
             yield
@@ -106,16 +110,25 @@ class Journal:
         return self._opened is not None
 
     def wake(self) -> None:
-        """Opens a journal that was closed, to append to it. Meant for a thread."""
+        """Opens a journal that rests, to append to it. Meant for a thread."""
         with self._using():
             pass
 
-    def close(self) -> None:
-        """Gives every descriptor back."""
+    def rest(self) -> None:
+        """Gives every descriptor back, until somebody reads."""
         with self._layout:
-            if self._opened is not None:
-                self._opened.close()
-                self._opened = None
+            self._give_back()
+
+    def close(self) -> None:
+        """Gives every descriptor back, for good."""
+        with self._layout:
+            self._closed = True
+            self._give_back()
+
+    def _give_back(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
 
     def append(self, record: jpb.JournalRecord) -> jpb.JournalRecord:
         """Numbers, dates and writes the record."""

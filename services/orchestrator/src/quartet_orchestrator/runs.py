@@ -262,7 +262,7 @@ class Runs:
             await _write_down(book, cause)
         finally:
             self._services.turns.leave(book.state.run_id)
-        book.close_if_resting()
+        book.rest_if_idle()
 
 
 @contextmanager
