@@ -12,13 +12,14 @@ from quartet.kit.channel import connect
 from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
 from quartet.v1 import weights_pb2_grpc as rpc
-from quartet.weights import fetch
+from quartet.weights import fetch, push
 from quartet.weights.service import SERVICE
 from quartet.weights.store import WeightStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 if TYPE_CHECKING:
+    from push_taker import Taker
     from weight_plane import Plane
 
 
@@ -34,5 +35,19 @@ async def plane(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Plane]:
     server = await start([offered], ServerConfig(), Health())
     channel = connect(server.address, bulk=True)
     yield Plane(store, servicer, channel)
+    await channel.close()
+    await server.stop(0)
+
+
+@pytest.fixture
+async def taker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Taker]:
+    """A replica that takes pushes, and a channel to it."""
+    from push_taker import Taker, serve
+
+    monkeypatch.setattr(push, "RETRY_SECONDS", 0.01)
+    store = WeightStore(keep=2)
+    server = await serve(store)
+    channel = connect(server.address, bulk=True)
+    yield Taker(store, server.address, channel)
     await channel.close()
     await server.stop(0)

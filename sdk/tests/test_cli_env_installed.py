@@ -71,3 +71,10 @@ def test_an_environment_of_the_other_interpreter_is_pointed_to(
     (tmp_path / "empty").chmod(0o755)
     with pytest.raises(ConfigError, match=f"has it: add --envhost.python {re.escape(str(other))}"):
         with_interpreters({"python": str(tmp_path / "empty")}, ["json"])
+
+
+def test_a_project_in_this_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_project" / "some_project").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no package 'some_project'"):
+        with_interpreters(HERE, ["some-project"])

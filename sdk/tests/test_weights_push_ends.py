@@ -1,0 +1,147 @@
+"""Pushes that end early, late or not at all: bounded in time, number and bytes, and gone on with."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+import xxhash
+from push_taker import Taker, frames, model, serve
+from quartet.errors import QuartetError, from_rpc
+from quartet.kit.channel import connect
+from quartet.kit.health import Health
+from quartet.kit.server import ServerConfig, Service, start
+from quartet.weights import push
+from quartet.weights.frames import PUSH_CHUNK, encode_chunk
+from quartet.weights.manifest import build_manifest
+from quartet.weights.payload import full_payload
+from quartet.weights.push import PUSH_METHOD, push_version
+from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
+from quartet.weights.store import WeightStore
+
+
+async def _push_and_hang(address: str) -> None:
+    async def messages() -> AsyncIterator[bytes]:
+        for request in frames()[:-1]:
+            yield request.SerializeToString()
+        print("sent", flush=True)
+        await asyncio.sleep(60)
+
+    async with connect(address, bulk=True) as channel:
+        await channel.stream_unary(PUSH_METHOD)(messages())
+
+
+async def test_a_killed_client_commits_nothing(taker: Taker) -> None:
+    """Invariant 9: to the server its stream ends like any other."""
+    server = await serve(taker.store)
+    command = [sys.executable, __file__, server.address]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    assert await asyncio.wait_for(process.stdout.readline(), 60) == b"sent\n"
+    process.kill()
+    await process.wait()
+    await asyncio.sleep(0.3)
+    assert taker.versions() == []
+    await server.stop(0)
+
+
+async def test_a_silent_client_is_given_up(taker: Taker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invariant 7."""
+    monkeypatch.setattr(push, "IDLE_SECONDS", 0.1)
+    method = taker.channel.stream_unary(PUSH_METHOD)
+
+    async def messages() -> AsyncIterator[bytes]:
+        for request in frames()[:2]:
+            yield request.SerializeToString()
+        await asyncio.sleep(30)
+
+    with pytest.raises(grpc.RpcError) as caught:
+        await asyncio.wait_for(method(messages()), 10)
+    assert from_rpc(caught.value).reason == "DEADLINE" and taker.versions() == []
+
+
+async def test_an_upload_that_trickles_is_given_up(taker: Taker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invariants 7 and 8: a frame now and then is no progress worth a place."""
+    monkeypatch.setattr(push, "PUSH_SECONDS", 0.3)
+    monkeypatch.setattr(push, "MAX_PUSHES", 1)
+    method = taker.channel.stream_unary(PUSH_METHOD)
+    payload = full_payload(model())
+
+    async def messages() -> AsyncIterator[bytes]:
+        yield frames()[0].SerializeToString()
+        for at in range(1000):
+            byte = b"".join(payload.slices(at, at + 1))
+            checksum = xxhash.xxh3_64_intdigest(byte)
+            yield encode_chunk(at, [byte], 1, checksum, PUSH_CHUNK)
+            await asyncio.sleep(0.05)
+
+    with pytest.raises(grpc.RpcError) as caught:
+        await asyncio.wait_for(method(messages()), 20)
+    assert from_rpc(caught.value).reason == "DEADLINE" and taker.versions() == []
+    monkeypatch.setattr(push, "PUSH_SECONDS", 20.0)
+    await push_version(taker.channel, "r", 1, model())
+    assert taker.versions() == [1], "its place was given back"
+
+
+async def test_staging_is_bounded_and_given_back(taker: Taker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invariant 8."""
+    size = build_manifest("r", 1, model()).payload_bytes
+    monkeypatch.setattr(push, "MAX_STAGED_BYTES", size - 1)
+    monkeypatch.setattr(push, "MAX_TRIES", 1)
+    with pytest.raises(QuartetError, match="OVERLOADED"):
+        await push_version(taker.channel, "r", 1, model())
+    monkeypatch.setattr(push, "MAX_STAGED_BYTES", size)
+    for _ in range(3):
+        sent = frames()[:-1]
+        with pytest.raises(QuartetError, match="STREAM_TORN"):
+            await taker.send(iter(sent))
+    await push_version(taker.channel, "r", 1, model())
+
+
+async def test_uploads_at_once_are_bounded(taker: Taker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invariant 8."""
+    monkeypatch.setattr(push, "MAX_PUSHES", 1)
+    monkeypatch.setattr(push, "MAX_TRIES", 1)
+    method = taker.channel.stream_unary(PUSH_METHOD)
+    begun, rest = asyncio.Event(), asyncio.Event()
+
+    async def messages() -> AsyncIterator[bytes]:
+        for index, request in enumerate(frames()):
+            if index == 3:
+                begun.set()
+                await rest.wait()
+            yield request.SerializeToString()
+
+    first = asyncio.ensure_future(method(messages(), timeout=20))
+    await asyncio.wait_for(begun.wait(), 5)
+    await asyncio.sleep(0.1)
+    with pytest.raises(QuartetError, match="OVERLOADED"):
+        await push_version(taker.channel, "r", 2, model(2))
+    rest.set()
+    await first
+    await push_version(taker.channel, "r", 2, model(2))
+    assert taker.versions() == [1, 2]
+
+
+async def test_a_push_goes_on_when_the_server_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push, "RETRY_SECONDS", 0.3)
+    store = WeightStore(keep=1)
+    gone = await serve(store)
+    address = gone.address
+    await gone.stop(0)
+    async with connect(address, bulk=True) as channel:
+        pushing = asyncio.create_task(push_version(channel, "r", 1, model()))
+        await asyncio.sleep(0.2)
+        servicer = WeightServicer(store, accept_push=True)
+        offered = Service(SERVICE, add_weight_service, servicer)
+        server = await start([offered], ServerConfig(address=address), Health())
+        await asyncio.wait_for(pushing, 20)
+    assert store.get("r", 1).tensors == model()
+    await server.stop(0)
+
+
+if __name__ == "__main__":
+    asyncio.run(_push_and_hang(sys.argv[1]))
