@@ -111,7 +111,8 @@ class OrchestratorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StopRun(self, request, context):
-        """StopRun stops after the step under way; the run can be resumed. Idempotent. Errors: RUN_UNKNOWN.
+        """StopRun stops after the step under way; the run can be resumed. Idempotent. Errors: RUN_UNKNOWN, NOT_READY (the journal cannot be written;
+        nothing was changed).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -119,7 +120,7 @@ class OrchestratorServiceServicer:
 
     def ResumeRun(self, request, context):
         """ResumeRun goes on with a stopped run. Idempotent. Errors: RUN_UNKNOWN, INVALID_REQUEST (completed or failed), INVALID_CONFIG (this version
-        refuses its configuration), CHECKSUM_MISMATCH (its journal is damaged).
+        refuses its configuration), CHECKSUM_MISMATCH (its journal is damaged), NOT_READY (as StopRun).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
