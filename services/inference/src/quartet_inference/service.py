@@ -34,14 +34,14 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Sample completions."""
-        beat = pb.GenerateResponse(heartbeat=common_pb2.Heartbeat(in_flight=max(1, request.n)))
         answer = self._answerer.answer(request, context.time_remaining())
         async with aclosing(joined(answer, HEARTBEAT_SECONDS)) as batches:  # type: ignore[type-var]
             async for batch in batches:
                 for response in _responses(batch):
                     yield response
                 if not batch:
-                    yield beat
+                    beat = common_pb2.Heartbeat(in_flight=max(1, request.n))
+                    yield pb.GenerateResponse(heartbeat=beat)
 
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreResponse:
         """Score given tokens: all samples together, answered in their order."""
