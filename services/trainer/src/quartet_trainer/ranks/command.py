@@ -21,10 +21,11 @@ from quartet_trainer.sample import Sample
 from quartet_trainer.spec import LossSpec, RunSpec
 from quartet_trainer.spec.value import Value
 
-#: A spec with its lists of modules is a few kilobytes.
-MAX_COMMAND_BYTES = 1 << 20
-#: Arrays hold 8 bytes where the wire has one or two: about four times its size, at most eight times.
-MAX_SAMPLE_BYTES = 8 * MAX_CALL_BYTES
+#: A spec is a few kilobytes; whoever sends longer lists of modules meets the 4 MiB of a message before this.
+MAX_COMMAND_BYTES = 16 << 20
+#: About four times their size on the wire. A token of one byte there may be 8 of tokens, covered and versions
+#: each here, and 4 of its advantage.
+MAX_SAMPLE_BYTES = 32 * MAX_CALL_BYTES
 
 
 class Open(Value):
