@@ -1,18 +1,19 @@
-"""The main job against TRL's GRPOTrainer: CPU time of a step, time of the job, and the reward in the end.
+"""A GRPO job against TRL's GRPOTrainer: CPU time of a step, time of the job, and the reward in the end.
 
-Both train the same tiny model (`quartet model tiny`) to reverse texts by GRPO: 16 prompts x 8 completions of
-at most 13 tokens for `--steps` steps, the same loss (clip 0.2, means of sequence means, advantages over the
-group's standard deviation, no divergence term), learning rate, warm-up and AdamW settings, the same reward,
-one thread in each process. TRL runs in one process and generates with transformers; Quartet is `quartet rl`,
-its four services as processes. They run in turns, `--rounds` times.
+Both train the same random tiny model (0.63 million parameters) to say digits: 8 prompts x 8 completions of at
+most 64 tokens for `--steps` steps, the same loss (clip 0.2, means of sequence means, advantages over the
+group's standard deviation, no divergence term), learning rate, warm-up and AdamW settings, the same reward
+(the share of digits), one thread in each process. TRL runs in one process and generates with transformers;
+Quartet is `quartet rl`, its four services as processes, the reward a Verifiers environment
+(benchmarks/digits). They run in turns, `--rounds` times.
 
 - CPU per step: all processes together, from the end of step 5 to the end of the last.
 - The whole job: from the start of the command to its model on disk.
-- Reward: greedy answers to 256 texts that nobody trained on, by transformers, for both.
+- Reward: of 256 completions at temperature 1, sampled by transformers for both.
 
 TRL is in the `dev` group of pyproject.toml, so `make install` has it.
 
-    python benchmarks/vs_trl.py [--model DIR] [--steps 50] [--rounds 3] [--json FILE]
+    python benchmarks/vs_trl.py [--steps 30] [--rounds 3] [--json FILE]
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from figures import Figure, arguments, report
-from quartet.cli.tiny.demos import MAX_TOKENS, Reversals, reward
+from quartet.cli.tiny.files import write_model_files
 from quartet.local.toml_text import dumps
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PROMPTS, GROUP = 16, 8
+DIGITS = REPOSITORY / "benchmarks/digits"
+PROMPTS, GROUP, MAX_TOKENS = 8, 8, 64
 #: Steps before the measurement of CPU time begins: imports, caches, first batches.
 WARM_UP = 5
-LEARNING_RATE, WARM_UP_RATE_STEPS, BETA2, MAX_GRAD_NORM, CLIP = 3e-4, 3, 0.95, 1.0, 0.2
-EVALUATED, EVALUATION_SEED = 256, 1_000_003
+LEARNING_RATE, WARM_UP_RATE_STEPS, BETA2, MAX_GRAD_NORM, CLIP = 1e-3, 3, 0.95, 1.0, 0.2
+EVALUATED = 256
 POLL_SECONDS = 0.02
 QUIET = {
     "OMP_NUM_THREADS": "1",
@@ -62,27 +63,36 @@ class Job:
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--model", type=Path, default=REPOSITORY / "models/tiny")
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--trl", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--score", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.trl:
         train_with_trl(options.model, options.trl, options.steps)
         return
+    if options.make:
+        make_model(options.make, options.seed)
+        print(json.dumps(score(options.make)))
+        return
     if options.score:
         print(json.dumps(score(options.score)))
         return
-    model = options.model.resolve()
     jobs: dict[str, list[Job]] = {"trl": [], "quartet": []}
+    begun = []
     for number in range(options.rounds):
         with tempfile.TemporaryDirectory(prefix="quartet-trl-") as folder:
-            jobs["trl"].append(trl_job(model, Path(folder) / "trl", options.steps))
-            jobs["quartet"].append(quartet_job(model, Path(folder) / "quartet", options.steps, number))
+            work = Path(folder)
+            begun.append(float(in_own_process("--make", str(work / "model"), "--seed", str(number))))
+            jobs["trl"].append(trl_job(work / "model", work / "trl", options.steps))
+            jobs["quartet"].append(quartet_job(work / "model", work / "quartet", options.steps, number))
             print(f"round {number}: {jobs['trl'][-1]} {jobs['quartet'][-1]}", file=sys.stderr, flush=True)
-    begun = in_own_process("--score", str(model))
-    report(figures_of(jobs["trl"], jobs["quartet"], float(begun)), options.json, steps=options.steps)
+    report(
+        figures_of(jobs["trl"], jobs["quartet"], statistics.mean(begun)), options.json, steps=options.steps
+    )
 
 
 def figures_of(theirs: Sequence[Job], ours: Sequence[Job], begun: float) -> list[Figure]:
@@ -128,17 +138,36 @@ def trl_job(model: Path, output: Path, steps: int) -> Job:
 
 def quartet_job(model: Path, output: Path, steps: int, seed: int) -> Job:
     """Train with `quartet rl` and score its checkpoint."""
-    config = tomllib.loads((REPOSITORY / "configs/reverse-text.toml").read_text(encoding="utf-8"))
-    config |= {"model": str(model), "max_steps": steps, "seed": seed}
-    # What TRL does not do either: comparing log-probabilities, saving on the way, evaluating.
-    config |= {"algorithm": {"preset": "grpo"}, "eval": {"num_examples": 0}, "checks": {}, "ckpt": {}}
+    config = {
+        "model": str(model),
+        "seed": seed,
+        "max_steps": steps,
+        "batch_size": PROMPTS * GROUP,
+        "rollouts_per_example": GROUP,
+        "learning_rate": LEARNING_RATE,
+        "warmup_steps": WARM_UP_RATE_STEPS,
+        "adam_beta2": BETA2,
+        "max_grad_norm": MAX_GRAD_NORM,
+        "sampling": {"max_tokens": MAX_TOKENS},
+        "env": [{"id": "digits"}],
+        "algorithm": {"preset": "grpo", "epsilon": CLIP},
+        # What TRL does not do here either.
+        "eval": {"num_examples": 0},
+        "ckpt": {"interval": steps},
+        "envhost": {"python": str(REPOSITORY / ".venv-envs/bin/python")},
+    }
+    environment = os.pathsep.join([str(DIGITS), *filter(None, [os.environ.get("PYTHONPATH")])])
     file = output.with_suffix(".toml")
     file.write_text(dumps(config), encoding="utf-8")
     command = [sys.executable, "-m", "quartet.cli", "rl", "@", str(file), "--output-dir", str(output)]
     began = time.monotonic()
     with (output.with_suffix(".log")).open("wb") as log:
         process = subprocess.Popen(
-            command, cwd=REPOSITORY, env=os.environ | QUIET, stdout=log, stderr=subprocess.STDOUT
+            command,
+            cwd=REPOSITORY,
+            env=os.environ | QUIET | {"PYTHONPATH": environment},
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
         first = cpu_at_step(process, output / "metrics.jsonl", WARM_UP)
         last = cpu_at_step(process, output / "metrics.jsonl", steps)
@@ -185,15 +214,11 @@ def train_with_trl(model: Path, output: Path, steps: int) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(1)
-    texts = Reversals(seed=0)
-    examples = [texts.example() for _ in range(PROMPTS * steps)]
-    rows = [{"prompt": one.messages, "text": one.text} for one in examples]
+    rows = [{"prompt": prompt(index)} for index in range(PROMPTS * steps)]
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
 
-    def rewards(completions: Any, completion_ids: Any, text: Any, **others: Any) -> list[float]:
-        said = zip(text, completions, completion_ids, strict=True)
-        return [reward(asked, answer[0]["content"], end in ids) for asked, answer, ids in said]
+    def rewards(completions: Any, **others: Any) -> list[float]:
+        return [digit_share(said[0]["content"]) for said in completions]
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         spent: dict[int, float] = {}  # noqa: RUF012
@@ -241,32 +266,45 @@ def train_with_trl(model: Path, output: Path, steps: int) -> None:
     print(json.dumps((clock.spent[steps] - clock.spent[WARM_UP]) / (steps - WARM_UP)))
 
 
+def make_model(folder: Path, seed: int) -> None:
+    """The architecture of `quartet model tiny`, random."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    write_model_files(folder)
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+
+
 def score(folder: Path) -> float:
-    """Mean reward of a model's greedy answers."""
+    """Mean reward of a model's completions."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    texts = Reversals(seed=EVALUATION_SEED)
-    examples = [texts.example() for _ in range(EVALUATED)]
     asked = tokenizer.apply_chat_template(
-        [one.messages for one in examples],
+        [prompt(index) for index in range(EVALUATED)],
         add_generation_prompt=True,
         padding=True,
         return_tensors="pt",
         return_dict=True,
     )
-    said = model.generate(**asked, max_new_tokens=MAX_TOKENS, do_sample=False, use_cache=True)
-    answers = said[:, asked["input_ids"].shape[1] :]
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    texts_of = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    earned = [
-        reward(example.text, text, bool((ids == end).any()))
-        for example, text, ids in zip(examples, texts_of, answers, strict=True)
-    ]
-    return statistics.mean(earned)
+    said = model.generate(**asked, max_new_tokens=MAX_TOKENS, do_sample=True, top_k=0, use_cache=True)
+    answers = tokenizer.batch_decode(said[:, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+    return statistics.mean(map(digit_share, answers))
+
+
+def prompt(index: int) -> list[dict[str, str]]:
+    """As the environment asks."""
+    return [{"role": "user", "content": f"number {index:08d}:"}]
+
+
+def digit_share(text: str) -> float:
+    """As the environment rewards."""
+    return sum(character in "0123456789" for character in text) / max(1, len(text))
 
 
 if __name__ == "__main__":
