@@ -76,6 +76,7 @@ class WorkerProcess:
         try:
             process = await asyncio.create_subprocess_exec(
                 python,
+                "-P",  # this folder is no place to import from: a project in it would hide its package
                 "-m",
                 "quartet_envhost.worker",
                 f"--fd={theirs.fileno()}",

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
-from quartet.cli.env.installed import CLASSIC_PYTHON, ENVIRONMENTS_PYTHON, FIND_SECONDS, INSTALLED
+from quartet.cli.env.installed import ALONE, CLASSIC_PYTHON, ENVIRONMENTS_PYTHON, FIND_SECONDS, INSTALLED
 from quartet.config import ConfigError
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 
@@ -58,7 +58,7 @@ def catalogue(pythons: Sequence[str]) -> list[Installed]:
     for python in pythons:
         try:
             done = subprocess.run(
-                [python, "-c", LIST], capture_output=True, text=True, timeout=FIND_SECONDS, check=False
+                [python, *ALONE, LIST], capture_output=True, text=True, timeout=FIND_SECONDS, check=False
             )
         except OSError as error:
             raise ConfigError(f"--python {python!r} cannot be run: {error.strerror}") from None

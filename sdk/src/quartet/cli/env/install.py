@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from quartet.cli.env.installed import find, module_of, own_python
+from quartet.cli.env.installed import ALONE, find, module_of, own_python
 from quartet.config import ConfigError
 
 #: The extra of quartet-envhost that brings each generation's Verifiers.
@@ -65,7 +65,7 @@ def install(target: str, generation: str | None, into: Path | None) -> tuple[str
 def _fill(python: Path, name: str, what: Sequence[str], generation: str | None) -> None:
     module = module_of(name)
     _pip(python, ["--no-deps", *what])
-    read = subprocess.run([python, "-c", READ, module, name], capture_output=True, text=True, check=False)
+    read = subprocess.run([python, *ALONE, READ, module, name], capture_output=True, text=True, check=False)
     if read.returncode != 0:
         raise ConfigError(
             f"{name} installs no package {module!r}, under which Verifiers would look for it; "

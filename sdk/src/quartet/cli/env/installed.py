@@ -17,6 +17,9 @@ from typing import Any
 
 from quartet.config import ConfigError
 
+# A program for another interpreter, without this folder on its path: in a folder of projects, each looks like
+# the package that it holds.
+ALONE = ("-P", "-c")
 FIND_SECONDS = 60.0  # a find_spec takes milliseconds; more means a broken interpreter
 # Exit code 0 if the package of argv[1] is there; else the names of the environments that are.
 FIND = """
@@ -86,7 +89,7 @@ def find(module: str, python: str) -> tuple[bool, list[str]]:
     """Whether an interpreter has an environment; else those that it has. Raises ConfigError."""
     try:
         done = subprocess.run(
-            [python, "-c", FIND, module], capture_output=True, text=True, timeout=FIND_SECONDS, check=False
+            [python, *ALONE, FIND, module], capture_output=True, text=True, timeout=FIND_SECONDS, check=False
         )
     except OSError as error:
         raise ConfigError(f"envhost.python = {python!r} cannot be run: {error.strerror}") from None

@@ -17,7 +17,7 @@ import json
 import subprocess
 from typing import Any
 
-from quartet.cli.env.installed import FIND_SECONDS
+from quartet.cli.env.installed import ALONE, FIND_SECONDS
 from quartet.config import ConfigError
 from quartet.local.child import child_environment
 from quartet.v1 import common_pb2
@@ -57,7 +57,9 @@ WRONG = "I do not know."
 
 def has_oracle(module: str, python: str) -> bool:
     """Whether the package, which is there, has one."""
-    done = subprocess.run([python, "-c", HAS, module], capture_output=True, timeout=FIND_SECONDS, check=False)
+    done = subprocess.run(
+        [python, *ALONE, HAS, module], capture_output=True, timeout=FIND_SECONDS, check=False
+    )
     return done.returncode == 0
 
 
@@ -66,7 +68,7 @@ class Oracle:
 
     def __init__(self, module: str, python: str) -> None:
         """Nothing runs yet."""
-        self._command = [python, "-c", SERVE, module]
+        self._command = [python, *ALONE, SERVE, module]
         self._asking = asyncio.Lock()
         self._module = module
         self._process: asyncio.subprocess.Process | None = None
