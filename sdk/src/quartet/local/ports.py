@@ -1,18 +1,25 @@
-"""Ports of the local services: chosen by the system before anything starts, so that every config can be
-checked whole.
+"""Ports of the local services: chosen before anything starts, so that every config can be checked whole.
 
 1. A port given by the user is refused with AddressRefused while another process listens on it.
 2. A port chosen here is free at that moment and differs from the others chosen in the same call: all are
    held open until all are chosen.
+3. It is none that the system gives to others by itself, so it is still free when its service binds it, which
+   may be a minute later.
 """
 
 from __future__ import annotations
 
+import random
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Final
 
-LAST_PORT = 65535
+LAST_PORT: Final = 65535
+# Below what Linux, macOS and Windows give to outgoing connections and to whoever binds port 0 (32768 and up),
+# and below the node ports of Kubernetes (30000 and up).
+OWN_PORTS: Final = range(20_000, 30_000)
+MAX_TRIES: Final = 64
 
 
 class AddressRefused(ValueError):
@@ -27,19 +34,30 @@ def resolve(addresses: Sequence[str]) -> list[str]:
             host, _, port = address.rpartition(":")
             host = host.strip("[]") or "127.0.0.1"
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            # Connections of an ended service linger in TIME_WAIT; a restart on the same port must not trip
-            # over them.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if not port.isdecimal() or int(port) > LAST_PORT:
                 raise AddressRefused(f"{address!r} is no host:port with a port from 0 to {LAST_PORT}")
-            try:
-                listener.bind((host, int(port)))
-                listener.listen(1)
-            except OSError as error:
-                raise AddressRefused(
-                    f"cannot listen on {address}: {error.strerror}; choose another port, or 0 for a free one"
-                ) from error
+            candidates = [int(port)] if int(port) else random.sample(OWN_PORTS, MAX_TRIES)
+            listener = stack.enter_context(_listening(family, host, candidates))
             bound = listener.getsockname()[1]
             chosen.append(f"[{host}]:{bound}" if family == socket.AF_INET6 else f"{host}:{bound}")
     return chosen
+
+
+def _listening(family: socket.AddressFamily, host: str, candidates: Sequence[int]) -> socket.socket:
+    """A listener on the first of these ports that is free."""
+    for port in candidates:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        # Connections of an ended service linger in TIME_WAIT; a restart on the same port must not trip over
+        # them.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(1)
+        except OSError as error:
+            listener.close()
+            refused = error
+        else:
+            return listener
+    where = f"{host}:{candidates[-1]}"
+    remedy = "choose another port, or 0 for a free one"
+    raise AddressRefused(f"cannot listen on {where}: {refused.strerror}; {remedy}") from refused
