@@ -5,6 +5,7 @@ group.py    the group: how ranks tell, agree and add up
 balance.py  who computes which rows
 sharding.py a model whose every rank holds its part (FSDP2)
 layout.py   tensors that are whole here, or spread over the ranks
+muon.py     Muon, which needs whole matrices
 shards.py   tensors of a saved state, each rank's part written and read by that rank
 alone.py    the group of one process, which costs nothing
 lead.py     a run of the first rank: every call of it is a call of all
