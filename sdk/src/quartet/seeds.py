@@ -1,7 +1,7 @@
 """The seeds of a request's completions.
 
-Completion i of a request with seed s draws as completion 0 of a request with seed `completion_seed(s, i)`: any
-one of them can be asked for, and go on elsewhere, by itself. Part of the contract (SamplingParams.seed).
+Completion i of a request with seed s draws as completion 0 of a request with seed `completion_seed(s, i)`:
+any one of them can be asked for, and go on elsewhere, by itself. Part of the contract (SamplingParams.seed).
 """
 
 from __future__ import annotations
