@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from quartet.cli.__main__ import build_parser, main
-from quartet.cli.eval.command import plan_of, read
+from quartet.cli.eval import command
+from quartet.cli.eval.command import folder_name, plan_of, read
 from quartet.cli.eval.config import EvalFileConfig, Trial
 from quartet.cli.eval.endpoints import endpoint_at, read_endpoints
 from quartet.cli.eval.record import Record
@@ -229,6 +231,28 @@ def test_a_resumed_evaluation_is_the_last_one_or_the_one_that_is_named(tmp_path:
         planned("--resume", "second")
     with pytest.raises(ConfigError, match=r"--run-id '\.\./x' is refused"):
         planned("--run-id", "../x")
+
+
+def test_a_full_disk_ends_it_in_a_sentence_that_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "m").mkdir()
+    for file in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / "m" / file).touch()
+
+    def full(specs: object, source: object, work: object) -> None:
+        folder = tmp_path / "out" / "evals" / folder_name("e", Source(str(tmp_path / "m"))) / "one"
+        folder.mkdir(parents=True)
+        (folder / "metadata.json").write_text("{}")
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder / "results.jsonl"))
+
+    monkeypatch.setattr(command, "deploy", lambda *given: [])
+    monkeypatch.setattr(command, "with_host", full)
+    arguments = ["e", "-m", str(tmp_path / "m"), "-o", str(tmp_path / "out"), "--run-id", "one"]
+    assert main(["eval", *arguments]) == 1
+    said = capsys.readouterr().err
+    assert "go on with --resume one" in said
+    assert "results.jsonl: No space left on device" in said and "Traceback" not in said
 
 
 def test_the_files_of_the_repository_are_accepted() -> None:

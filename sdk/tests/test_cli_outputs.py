@@ -11,7 +11,7 @@ import pytest
 from quartet.cli.display import Plain
 from quartet.cli.figure import write_reward_png
 from quartet.cli.live import LiveScreen, reward_curve
-from quartet.cli.outputs import Outputs, append_line, recover_lines
+from quartet.cli.outputs import Outputs, append_line, recover_lines, write_lines
 from quartet.cli.progress import Progress
 from quartet.local.supervisor import State, Status
 from quartet.v1.common_pb2 import Message, Usage
@@ -126,9 +126,14 @@ def test_a_line_that_finds_no_room_leaves_nothing(tmp_path: Path) -> None:
     try:
         with pytest.raises(OSError, match=r"lines\.jsonl"):
             append_line(file, {"event": 2})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        with pytest.raises(OSError, match=r"lines\.jsonl"):
+            append_line(file, {"event": 2})
+        with pytest.raises(OSError, match=r"lines\.jsonl"):
+            write_lines(file, [{"event": 1}, {"event": 2}])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert file.stat().st_size == size
+    assert file.stat().st_size == size and list(tmp_path.iterdir()) == [file]
     append_line(file, {"event": 2})
     assert [row["event"] for row in recover_lines(file)] == [1, 2]
 

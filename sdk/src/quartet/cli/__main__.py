@@ -164,6 +164,10 @@ def main(argv: list[str] | None = None) -> int:
     except (QuartetError, ServiceFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
+    except OSError as error:  # a full disk, a folder that may not be written
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {where}{error.strerror or error}", file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 

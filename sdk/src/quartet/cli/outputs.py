@@ -140,7 +140,12 @@ def append_line(file: Path, row: Row) -> None:
     line = json.dumps(row).encode() + b"\n"
     with file.open("ab", buffering=0) as out:
         before = out.tell()
-        if out.write(line) != len(line):
+        try:
+            whole = out.write(line) == len(line)
+        except OSError as error:
+            error.filename = str(file)
+            raise
+        if not whole:
             out.truncate(before)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
 
@@ -172,6 +177,9 @@ def _write_whole(file: Path, text: str) -> None:
     try:
         staged.write_text(text, encoding="utf-8")
         staged.replace(file)
+    except OSError as error:
+        error.filename = str(file)
+        raise
     finally:
         with contextlib.suppress(FileNotFoundError):
             staged.unlink()

@@ -2,7 +2,8 @@
 
 1. Whatever can be refused is refused before anything starts, in one sentence, with exit code 2.
 2. Exit code 0 only where every rollout has a result. What failed is counted apart and named.
-3. Stopped at any moment, also by SIGKILL, it goes on with --resume and plays only what has no result.
+3. Ended at any moment, also by SIGKILL or a full disk, it goes on with --resume and plays only what has no
+   result.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from quartet.cli.eval.rows import failure_kind
 from quartet.cli.eval.services import deploy, with_host
 from quartet.cli.eval.source import Source, choose
 from quartet.config import ConfigError, load, validate
+from quartet.errors import QuartetError
 from quartet.kit.folder import check_folder
 from quartet.local.beside import AddressBook
+from quartet.local.supervisor import ServiceFailed
 from quartet.run.name import RULE, is_run_id
 from quartet.v1.rollout_pb2 import Rollout, Task
 
@@ -69,8 +72,9 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
 
         try:
             with_host(specs, plan.source, work)
-        except KeyboardInterrupt:
-            print(f"stopped; go on with --resume {plan.run_id}", file=sys.stderr)
+        except (KeyboardInterrupt, OSError, QuartetError, ServiceFailed):
+            if any((one.folder / METADATA).exists() for one in plan.records):
+                print(f"what was done is kept; go on with --resume {plan.run_id}", file=sys.stderr)
             raise
     return report(plan)
 

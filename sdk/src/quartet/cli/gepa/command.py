@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ from quartet.errors import QuartetError
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.folder import check_folder, lock_file
 from quartet.local.beside import AddressBook
+from quartet.local.supervisor import ServiceFailed
 from quartet.local.toml_text import inline
 from quartet.run.config import HostedConfig
 from quartet.run.name import RULE, is_run_id
@@ -117,11 +118,9 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
                 return await _optimise(plan, host, policy, book, board)
 
             result, api = with_host(specs, plan.source, work)
-        except QuartetError:
-            print(f"what was done is kept; go on with --resume {plan.run_id}", file=sys.stderr)
-            raise
-        except KeyboardInterrupt:
-            print(f"stopped; go on with --resume {plan.run_id}", file=sys.stderr)
+        except (KeyboardInterrupt, OSError, QuartetError, ServiceFailed):
+            if (plan.folder / METADATA).exists():
+                print(f"what was done is kept; go on with --resume {plan.run_id}", file=sys.stderr)
             raise
     return _report(plan, result, api)
 
@@ -208,7 +207,7 @@ async def _optimise(
     trial, config = plan.trial, plan.config
     info = await describe(host, reference(trial))
     tasks = {
-        split: await tasks_of(host, Trial(**{**vars(trial), "split": split, "num_examples": count}))
+        split: await tasks_of(host, replace(trial, split=split, num_examples=count))
         for split, count in (("train", config.num_train), ("eval", config.num_val))
     }
     data = json.loads(tasks["train"][0].data_json)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import xxhash
 
-from quartet.cli.outputs import recover_lines, write_json
+from quartet.cli.outputs import recover_lines, write_json, write_lines
 from quartet.config import ConfigError
 from quartet.run.sft import SftConfig
 
@@ -77,9 +77,8 @@ def go_on(folder: Path, config: SftConfig) -> None:
 def cut_metrics(folder: Path, steps: int) -> None:
     """Keep the lines of so many steps."""
     file = folder / METRICS
-    kept = [json.dumps(row) + "\n" for row in recover_lines(file) if row["step"] <= steps]
     if file.exists():
-        file.write_text("".join(kept), encoding="utf-8")
+        write_lines(file, [row for row in recover_lines(file) if row["step"] <= steps])
 
 
 def _record(config: SftConfig) -> dict[str, object]:
