@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from quartet.cli.__main__ import main
+from quartet.cli.env import install as installing
 from quartet.cli.env.checking import Played, played_lines, problems
 from quartet.cli.env.install import READ, _ours, _target
 from quartet.cli.env.scaffold import write_package
@@ -50,7 +51,14 @@ def test_what_is_installed_is_a_folder_or_a_name_without_an_owner(tmp_path: Path
     folder = write_package("my-env", tmp_path)
     assert _target(str(folder)) == ("my-env", ["-e", str(folder)])
     assert _target("some-env[extra]>=1.0") == ("some-env", ["some-env[extra]>=1.0"])
-    for bad, why in (("owner/some-env", "fetch the package"), (str(tmp_path), "has no pyproject.toml")):
+    (tmp_path / "nameless").mkdir()
+    (tmp_path / "nameless" / "pyproject.toml").write_text('[project]\nname = ".."')
+    for bad, why in (
+        ("owner/some-env", "fetch the package"),
+        (str(tmp_path), "has no pyproject.toml"),
+        ("==1.0", "neither a folder nor the name"),
+        (str(tmp_path / "nameless"), "gives no name of a package under"),
+    ):
         with pytest.raises(ConfigError, match=why):
             _target(bad)
     for name in ("My_Env", "1env", "a b", "../x"):
@@ -58,6 +66,22 @@ def test_what_is_installed_is_a_folder_or_a_name_without_an_owner(tmp_path: Path
             write_package(name, tmp_path)
     with pytest.raises(ConfigError, match="exists; choose another name"):
         write_package("my_env", tmp_path)
+
+
+def test_invariant_2_an_interpreter_that_is_stopped_half_way_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(installing.venv, "create", lambda folder, **_: folder.mkdir(parents=True))
+
+    def stopped(*given: object) -> None:
+        assert (tmp_path / ".quartet" / "envs" / "some_env").is_dir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(installing, "_fill", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        installing.install("some-env", None, None)
+    assert list((tmp_path / ".quartet" / "envs").iterdir()) == []
 
 
 def test_quartet_itself_comes_from_the_tree_that_runs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -52,6 +53,19 @@ async def test_it_answers_with_text_and_tool_calls_and_what_it_prints_is_no_answ
         assert (await oracle(ModelQuestion(messages=asked))).message.content == "tool said 42", "it goes on"
         oracle.wrong = True
         assert (await oracle(ModelQuestion(messages=asked))).message.content == WRONG
+
+
+async def test_invariant_3_the_answer_to_a_question_that_was_given_up_is_nobody_elses(package: Path) -> None:
+    (package / "oracle.py").write_text(
+        "import time\ndef answer(task, messages):\n    time.sleep(task)\n    return str(task)\n"
+    )
+    question = ModelQuestion(messages=[Message(role="user", content="q")])
+    async with Oracle("some_env", sys.executable) as oracle:
+        oracle.playing(0.3)  # type: ignore[arg-type]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(oracle(question), 0.05)
+        oracle.playing(0.0)  # type: ignore[arg-type]
+        assert (await oracle(question)).message.content == "0.0"
 
 
 async def test_one_that_is_not_there_or_cannot_be_imported_is_named(package: Path) -> None:

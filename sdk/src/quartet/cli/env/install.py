@@ -2,13 +2,15 @@
 
 1. The package is put in first without what it needs, and read: what imports `verifiers.v1` or asks for
    Verifiers 0.4 is a v1 package, any other a classic one.
-2. An interpreter that could not be finished is removed again.
+2. An interpreter that could not be finished, whatever ended it, is removed again: half of one would be taken
+   for the environment's own.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +25,8 @@ from quartet.config import ConfigError
 
 #: The extra of quartet-envhost that brings each generation's Verifiers.
 EXTRAS: Final = {"v1": "verifiers", "classic": "verifiers-classic"}
+#: A distribution's name, which becomes that of a folder here.
+NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 #: Verifiers brings half a gigabyte; a slow line takes a while.
 INSTALL_SECONDS = 1800.0
 # "v1" or "classic", for the package of argv[1] whose distribution is argv[2].
@@ -45,19 +49,21 @@ print("v1" if v1 else "classic")
 def install(target: str, generation: str | None, into: Path | None) -> tuple[str, Path]:
     """The environment's name and its interpreter. Raises ConfigError."""
     name, what = _target(target)
-    python = into or own_python(name)
-    if into is None:
-        if python.parent.parent.exists():
-            shutil.rmtree(python.parent.parent)
-        venv.create(python.parent.parent, with_pip=True)
-    elif not into.exists():
-        raise ConfigError(f"--into {into}: there is no such interpreter")
-    python = python.absolute()
-    try:
+    if into is not None:
+        if not into.exists():
+            raise ConfigError(f"--into {into}: there is no such interpreter")
+        python = into.absolute()
         _fill(python, name, what, generation)
-    except ConfigError:
-        if into is None:
-            shutil.rmtree(python.parent.parent)
+        return name, python
+    python = own_python(name).absolute()
+    folder = python.parent.parent
+    if folder.exists():
+        shutil.rmtree(folder)
+    try:
+        venv.create(folder, with_pip=True)
+        _fill(python, name, what, generation)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
         raise
     return name, python
 
@@ -83,15 +89,19 @@ def _target(target: str) -> tuple[str, list[str]]:
     folder = Path(target)
     if (folder / "pyproject.toml").is_file():
         project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8")).get("project", {})
-        if "name" not in project:
-            raise ConfigError(f"{folder / 'pyproject.toml'} gives no name under [project]")
-        return str(project["name"]), ["-e", str(folder.absolute())]
+        if not NAME.fullmatch(name := str(project.get("name", ""))):
+            raise ConfigError(
+                f"{folder / 'pyproject.toml'} gives no name of a package under [project]: {name!r}"
+            )
+        return name, ["-e", str(folder.absolute())]
     if folder.exists():
         raise ConfigError(f"{target} has no pyproject.toml; name the folder of a package")
     if "/" in target:
         # A name without its owner might be somebody else's package.
         raise ConfigError(f"{target!r} is no folder here; fetch the package and name its folder")
-    name = target.split("[")[0].split("=")[0].split("<")[0].split(">")[0].strip(" ~!")
+    name = re.split(r"[\[=<>~! ]", target, maxsplit=1)[0]
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"{target!r} is neither a folder nor the name of a package")
     return name, [target]
 
 

@@ -8,11 +8,14 @@ something else than 1, the module says so: `FULL_REWARD = 1.7`.
 
 1. It runs in the environment's interpreter, in a process of its own, one question after the other.
 2. What it raises fails the rollout that asked, with its words.
+3. An answer belongs to its question: that of a question which was given up, by a rollout that ended or by one
+   that waited too long, is passed over.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import subprocess
 from typing import Any
@@ -23,8 +26,8 @@ from quartet.local.child import child_environment
 from quartet.v1 import common_pb2
 from quartet.v1 import envhost_service_pb2 as pb
 
-# Its first line is {"full_reward"}. Then each line is a question, {"task", "messages"}, and is answered by a
-# line, {"content", "tool_calls"} or {"error"}.
+# Its first line is {"full_reward"}. Then each line is a question, {"number", "task", "messages"}, and is
+# answered by a line, {"number"} with {"content", "tool_calls"} or {"error"}.
 SERVE = """
 import importlib, json, os, sys
 out = os.fdopen(os.dup(1), "w")
@@ -36,9 +39,9 @@ for line in sys.stdin:
     try:
         said = oracle.answer(asked["task"], asked["messages"])
         said = {"content": said} if isinstance(said, str) else dict(said)
-        line = json.dumps({"content": "", "tool_calls": [], **said})
+        line = json.dumps({"content": "", "tool_calls": [], **said, "number": asked["number"]})
     except Exception as error:
-        line = json.dumps({"error": f"{type(error).__name__}: {error}"})
+        line = json.dumps({"error": f"{type(error).__name__}: {error}", "number": asked["number"]})
     print(line, file=out, flush=True)
 """
 # Exit code 0 where the package has the module. Looks without importing the package, and Verifiers with it.
@@ -64,12 +67,13 @@ def has_oracle(module: str, python: str) -> bool:
 
 
 class Oracle:
-    """The process. Use as an async context manager; `tasks` tells it the examples."""
+    """The process. Use as an async context manager; `playing` tells it the example."""
 
     def __init__(self, module: str, python: str) -> None:
         """Nothing runs yet."""
         self._command = [python, *ALONE, SERVE, module]
         self._asking = asyncio.Lock()
+        self._numbers = itertools.count()
         self._module = module
         self._process: asyncio.subprocess.Process | None = None
         self._data: dict[str, Any] = {}
@@ -124,9 +128,12 @@ class Oracle:
         assert process is not None and process.stdin is not None
         messages = [_plain(one) for one in question.messages]
         async with self._asking:
-            process.stdin.write(json.dumps({"task": self._data, "messages": messages}).encode() + b"\n")
+            number = next(self._numbers)
+            asked = {"number": number, "task": self._data, "messages": messages}
+            process.stdin.write(json.dumps(asked).encode() + b"\n")
             await process.stdin.drain()
-            said = await self._line(process)
+            while (said := await self._line(process))["number"] != number:
+                pass
         if "error" in said:
             raise ConfigError(f"the oracle failed: {said['error']}")
         return said
