@@ -1,7 +1,7 @@
 """Rollouts of a hosted environment, by the host's own policy or by a client's.
 
 1. Every member of every task that is asked for ends exactly once: as a result or as a typed failure.
-2. At most `max_concurrent` rollouts are under way.
+2. At most `max_concurrent` rollouts are under way; where members of a group are compared, a whole group.
 3. A host that goes away is asked again for the members that are missing, ATTEMPTS times; those that are
    still missing then end as HOST failures. Whatever will not pass (an unknown environment, refused
    arguments, an endpoint that will never answer) ends all of them: QuartetError, ConfigError.
@@ -96,13 +96,15 @@ async def play(
     """
     group = trial.rollouts_per_example
     width = group if whole_groups else min(group, trial.max_concurrent)
-    groups = _groups(wanted, tasks, width)
+    groups = list(_groups(wanted, tasks, width))
+    left = iter(groups)
 
     async def some() -> None:
-        for task, members in groups:
+        for task, members in left:
             await _group(host, trial, task, members, note, policy, whole_groups)
 
-    workers = [asyncio.create_task(some()) for _ in range(max(1, trial.max_concurrent // width))]
+    count = min(len(groups), max(1, trial.max_concurrent // width))
+    workers = [asyncio.create_task(some()) for _ in range(count)]
     try:
         await asyncio.gather(*workers)
     finally:
