@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from orch_world import RUN, assert_complete, events
 from quartet.errors import QuartetError
@@ -73,7 +75,10 @@ async def test_stop_and_resume(world):
         assert runs.stop(RUN).phase == pb.RUN_PHASE_STOPPED
     async with world.orchestrator() as runs:
         assert runs.get(RUN).state.phase == pb.RUN_PHASE_STOPPED
-        await runs.resume(RUN)
+        # Asked twice at once, as by a client that tries again: one task all the same.
+        resumed = await asyncio.gather(runs.resume(RUN), runs.resume(RUN))
+        assert {run.phase for run in resumed} == {pb.RUN_PHASE_PENDING}
+        assert len([task for task in asyncio.all_tasks() if task.get_name() == f"run-{RUN}"]) == 1
         assert_complete(world, await world.rest(runs), steps=6)
         with pytest.raises(QuartetError, match="COMPLETED"):
             await runs.resume(RUN)

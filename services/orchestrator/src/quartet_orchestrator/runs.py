@@ -189,6 +189,8 @@ class Runs:
             held.config = held.config or admission.parse(held.book.state.config_toml)
             with _written(run_id):
                 await held.book.opened()
+                if held.book.state.phase != state.STOPPED:
+                    return held.book.run()  # somebody else resumed it meanwhile
                 held.book.enter(state.PENDING)
             self._launch(held)
         return held.book.run()
