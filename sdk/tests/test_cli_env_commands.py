@@ -68,7 +68,7 @@ def test_what_is_installed_is_a_folder_or_a_name_without_an_owner(tmp_path: Path
         write_package("my_env", tmp_path)
 
 
-def test_invariant_2_an_interpreter_that_is_stopped_half_way_is_removed(
+def test_promise_2_an_interpreter_that_is_stopped_half_way_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -55,7 +55,7 @@ async def test_it_answers_with_text_and_tool_calls_and_what_it_prints_is_no_answ
         assert (await oracle(ModelQuestion(messages=asked))).message.content == WRONG
 
 
-async def test_invariant_3_the_answer_to_a_question_that_was_given_up_is_nobody_elses(package: Path) -> None:
+async def test_promise_3_the_answer_to_a_question_that_was_given_up_is_nobody_elses(package: Path) -> None:
     (package / "oracle.py").write_text(
         "import time\ndef answer(task, messages):\n    time.sleep(task)\n    return str(task)\n"
     )

@@ -118,7 +118,7 @@ async def test_a_host_that_stays_away_is_a_failure_of_its_own_kind_and_a_refusal
         await played(refused, trial(1, 2), 5)
 
 
-async def test_invariant_2_no_more_rollouts_are_under_way_than_may_be() -> None:
+async def test_promise_2_no_more_rollouts_are_under_way_than_may_be() -> None:
     for group, at_once, whole, most in (
         (8, 3, False, 3), (2, 7, False, 6), (5, 5, False, 5), (8, 3, True, 8), (1, 2**32 - 1, False, 4),
     ):  # fmt: skip

@@ -134,7 +134,7 @@ def test_the_command_refuses_in_one_sentence(tmp_path: Path, capsys: pytest.Capt
 
 
 @given(steps=st.integers(1, 60), interval=st.integers(1, 20))
-def test_invariant_1_the_last_call_says_which_step_comes_next(steps: int, interval: int) -> None:
+def test_promise_1_the_last_call_says_which_step_comes_next(steps: int, interval: int) -> None:
     calls = Calls(steps, interval)
     applied = 0
     for step in range(steps):
@@ -147,7 +147,7 @@ def test_invariant_1_the_last_call_says_which_step_comes_next(steps: int, interv
     assert calls.last == applied + 1 and calls.step_after(calls.last) == steps
 
 
-def test_invariant_2_a_folder_goes_on_as_it_was_begun_or_not_at_all(folder: Path, tmp_path: Path) -> None:
+def test_promise_2_a_folder_goes_on_as_it_was_begun_or_not_at_all(folder: Path, tmp_path: Path) -> None:
     data, output = written(tmp_path, {"messages": CHAT}), tmp_path / "out"
     config = SftConfig(model=str(folder), data=data)
     with pytest.raises(ConfigError, match="holds no fine-tuning"):
@@ -168,7 +168,7 @@ def test_invariant_2_a_folder_goes_on_as_it_was_begun_or_not_at_all(folder: Path
         go_on(output, config)
 
 
-def test_invariant_3_lines_of_steps_that_come_again_are_cut_off(tmp_path: Path) -> None:
+def test_promise_3_lines_of_steps_that_come_again_are_cut_off(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     cut_metrics(tmp_path, 0)
     assert not file.exists()

@@ -30,7 +30,7 @@ def load(folder: Path, **settings: Any) -> Any:
     return load_model(folder, "m", **{"from_scratch": False, "seed": 0, "device": CPU, **settings})
 
 
-def test_invariant_1_a_missing_weight_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+def test_promise_1_a_missing_weight_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
@@ -39,7 +39,7 @@ def test_invariant_1_a_missing_weight_is_refused_by_name(folder: Path, tmp_path:
         load(tmp_path)
 
 
-def test_invariant_2_a_model_that_scales_its_logits_is_refused_by_the_probe() -> None:
+def test_promise_2_a_model_that_scales_its_logits_is_refused_by_the_probe() -> None:
     """Granite divides them after the output layer, which logprobs.py would not see."""
     for scaling, refused in ((1.0, False), (4.0, True)):
         torch.manual_seed(0)
@@ -53,7 +53,7 @@ def test_invariant_2_a_model_that_scales_its_logits_is_refused_by_the_probe() ->
             probe(policy, 96, "m")
 
 
-def test_invariant_2_layers_with_a_window_are_refused(tmp_path: Path) -> None:
+def test_promise_2_layers_with_a_window_are_refused(tmp_path: Path) -> None:
     config = transformers.Qwen2Config(
         **TINY, use_sliding_window=True, sliding_window=16, max_window_layers=1, max_position_embeddings=64
     )
@@ -62,7 +62,7 @@ def test_invariant_2_layers_with_a_window_are_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_invariant_3_initialisation_leaves_the_random_state_alone(folder: Path) -> None:
+def test_promise_3_initialisation_leaves_the_random_state_alone(folder: Path) -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
     one, two, other = (load(folder, from_scratch=True, seed=seed) for seed in (1, 1, 2))

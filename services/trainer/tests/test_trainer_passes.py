@@ -27,7 +27,7 @@ def samples() -> list[Sample]:
     ]
 
 
-def test_invariant_2_scoring_other_weights_touches_neither_model_nor_gradients(folder: Path) -> None:
+def test_promise_2_scoring_other_weights_touches_neither_model_nor_gradients(folder: Path) -> None:
     model = load_model(folder, "m", from_scratch=False, seed=0, device=CPU)
     other = load_model(folder, "m", from_scratch=True, seed=3, device=CPU)
     for parameter in model.parameters():
@@ -43,7 +43,7 @@ def test_invariant_2_scoring_other_weights_touches_neither_model_nor_gradients(f
         assert torch.equal(one, before[name][0]) and one.grad is before[name][1]
 
 
-def test_invariant_3_progress_is_heard_after_every_micro_batch(folder: Path) -> None:
+def test_promise_3_progress_is_heard_after_every_micro_batch(folder: Path) -> None:
     model = load_model(folder, "m", from_scratch=False, seed=0, device=CPU)
     for budget, micro_batches in ((1, 5), (1000, 1)):
         heard: list[int] = []

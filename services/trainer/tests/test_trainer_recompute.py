@@ -21,7 +21,7 @@ LORA = pb.LoraSpec(rank=4, alpha=8.0, dropout=0.3)
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["whole model", "adapter with dropout"])
-async def test_invariant_1_training_is_the_same_bit_for_bit(
+async def test_promise_1_training_is_the_same_bit_for_bit(
     serve_trainer: Make, make_samples: Make, folder: Path, lora: pb.LoraSpec | None
 ) -> None:
     """Asked for by the run, or by the trainer's configuration."""
@@ -63,7 +63,7 @@ def kept_bytes(model: Any, recomputed: Any) -> tuple[int, list[torch.Tensor]]:
     return total, [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def test_invariant_2_less_is_kept_and_nothing_stays_on_the_model(write_qwen3: Make, tmp_path: Path) -> None:
+def test_promise_2_less_is_kept_and_nothing_stays_on_the_model(write_qwen3: Make, tmp_path: Path) -> None:
     shape = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 2}
     write_qwen3(tmp_path, seed=5, num_hidden_layers=8, head_dim=16, **shape)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -77,7 +77,7 @@ def test_invariant_2_less_is_kept_and_nothing_stays_on_the_model(write_qwen3: Ma
     assert kept_bytes(model, ())[0] == plain
 
 
-def test_invariant_3_a_model_without_layers_to_recompute_is_refused() -> None:
+def test_promise_3_a_model_without_layers_to_recompute_is_refused() -> None:
     with pytest.raises(QuartetError, match="no layers") as raised:
         recomputable(torch.nn.Linear(2, 2), "odd")
     assert raised.value.metadata["key"] == "gradient_checkpointing"

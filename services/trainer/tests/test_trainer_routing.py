@@ -13,7 +13,7 @@ import transformers
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.packing import pack
-from quartet_trainer.routing import Routing
+from quartet_trainer.routing import Routing, routing_values
 from quartet_trainer.sample import make_sample
 
 Make = Callable[..., Any]
@@ -78,7 +78,7 @@ async def test_the_figures_are_those_of_the_definition(
     assert found["router_load_violation"] > 0.1 and found["router_entropy"] < np.log(EXPERTS)
 
 
-def test_invariant_1_no_token_is_dropped_and_no_padding_counted(mixture: Path) -> None:
+def test_promise_1_no_token_is_dropped_and_no_padding_counted(mixture: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(mixture).eval()
     policy, routing = PolicyForward(model, torch.device("cpu"), None), Routing(model)
     samples = [make_sample(i, list(range(4 + 9 * i)), [(1, 3 + 9 * i, 0)], [], []) for i in range(4)]
@@ -87,14 +87,45 @@ def test_invariant_1_no_token_is_dropped_and_no_padding_counted(mixture: Path) -
     with routing.watched(batch.present_T), torch.no_grad():
         watched, _ = policy(batch, 1.0)
     table = routing.table()
-    assert table is not None and table.shape == (LAYERS, EXPERTS + 1)
-    assert table[:, :-1].sum(1).tolist() == [CHOICES * sum(3 + 9 * i for i in range(4))] * LAYERS
+    assert table is not None and table.shape == (LAYERS, EXPERTS + 2)
+    tokens = sum(3 + 9 * i for i in range(4))
+    assert table[:, :-2].sum(1).tolist() == [CHOICES * tokens] * LAYERS
+    assert table[:, -1].tolist() == [tokens] * LAYERS
     with torch.no_grad():
         plain, _ = policy(batch, 1.0)
     assert torch.equal(watched, plain)
     assert torch.equal(routing.table(), table), "nothing is counted outside"
     routing.begin()
     assert routing.table() is None
+
+
+SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+         "num_key_value_heads": 1, "intermediate_size": 32, "max_position_embeddings": 64}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "is_counted"),
+    [
+        (transformers.AriaTextConfig(**SIZES, head_dim=16, moe_num_experts=4, moe_topk=2), True),
+        (transformers.Llama4TextConfig(**SIZES, head_dim=16, num_local_experts=4, intermediate_size_mlp=32), False),
+        (transformers.DbrxConfig(vocab_size=96, d_model=32, n_heads=2, n_layers=1, max_seq_len=64,
+                                 ffn_config={"hidden_size": 32, "ffn_hidden_size": 32}), False),
+        (transformers.JetMoeConfig(**SIZES, kv_channels=16, num_local_experts=4), False),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)  # fmt: skip
+def test_routers_of_every_form_let_a_model_compute(config: Any, is_counted: bool) -> None:
+    """routing.py 3: one that says its choices is counted, whatever its configuration calls their number."""
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    policy, routing = PolicyForward(model, torch.device("cpu"), None), Routing(model)
+    (batch,) = pack([make_sample(0, list(range(9)), [(1, 8, 0)], [], [])], range(1), 1000, 256)
+    with routing.watched(batch.present_T), torch.no_grad():
+        policy(batch, 1.0)
+    table = routing.table()
+    assert (table is not None) == is_counted
+    if table is not None:
+        assert table[0, :-2].sum() == 2 * 8 and 0 < routing_values(table)["router_entropy"] <= np.log(4)
 
 
 async def test_a_dense_model_reports_nothing_of_routers(

@@ -23,7 +23,7 @@ async def worker() -> AsyncIterator[Worker]:
     await made.close()
 
 
-async def test_invariant_1_jobs_run_in_their_order_on_one_thread(worker: Worker) -> None:
+async def test_promise_1_jobs_run_in_their_order_on_one_thread(worker: Worker) -> None:
     done: list[tuple[int, int]] = []
 
     def job(number: int) -> None:
@@ -34,7 +34,7 @@ async def test_invariant_1_jobs_run_in_their_order_on_one_thread(worker: Worker)
     assert len({thread for _, thread in done} | {threading.get_ident()}) == 2
 
 
-async def test_invariant_2_a_job_is_finished_though_its_caller_leaves(worker: Worker) -> None:
+async def test_promise_2_a_job_is_finished_though_its_caller_leaves(worker: Worker) -> None:
     go_on, finished = threading.Event(), threading.Event()
     began = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -55,7 +55,7 @@ async def test_invariant_2_a_job_is_finished_though_its_caller_leaves(worker: Wo
     assert finished.is_set() and not worker.busy
 
 
-async def test_invariant_3_more_jobs_than_the_bound_are_refused(
+async def test_promise_3_more_jobs_than_the_bound_are_refused(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_module, "MAX_PENDING", 3)
