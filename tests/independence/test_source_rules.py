@@ -4,7 +4,7 @@
 2. SDK, orchestrator and envhost never import torch, not even inside a function.
 3. Only the worker of an environment imports verifiers, never the front of envhost.
 4. A module's name says its concept.
-5. Every file and folder that a document names exists.
+5. Every file and folder that a document names exists, and README.md links to every page of docs/.
 6. `make bench` runs every benchmark.
 7. Nothing pickles (invariant 10), and every invariant of docs/design.md is named by a test.
 """
@@ -148,3 +148,10 @@ def test_documents_name_only_what_exists() -> None:
         if not PLACEHOLDER.search(name) and not (REPOSITORY / name.rstrip("/.")).exists()
     ]
     assert missing == []
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    readme = (REPOSITORY / "README.md").read_text()
+    pages = [f"docs/{page.name}" for page in (REPOSITORY / "docs").glob("*.md")]
+    assert pages
+    assert [page for page in pages if f"]({page})" not in readme] == []
