@@ -17,8 +17,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,9 @@ from quartet.cli.tiny.files import build_tokenizer, write_model_files
 from quartet.cli.tiny.teach import Lesson, Services
 from quartet.config import ConfigError
 from quartet.kit.channel import connect
+from quartet.local.beside import AddressBook, beside
 from quartet.local.deployment import check, wire, write
-from quartet.local.supervisor import ServiceFailed, Supervisor
+from quartet.local.supervisor import ServiceFailed
 from quartet.v1.envhost_service_pb2_grpc import EnvHostServiceStub
 from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
 from quartet.v1.trainer_service_pb2 import SCHEDULE_CONSTANT, OptimizerSpec
@@ -124,49 +125,45 @@ def _course(options: argparse.Namespace) -> Iterator[Course]:
         yield course
 
 
-@asynccontextmanager
-async def _services(work: Path, model: Path, course: Course, python: Path) -> AsyncIterator[Services]:
-    """Trainer and inference, and a host where the course needs one, for as long as the block lasts."""
+async def _make(work: Path, course: Course, options: argparse.Namespace) -> Made:
+    """Both lessons, beside a trainer, inference, and a host where the course needs one."""
+    base = work / "base"
+    write_model_files(base, course.phrases)
     tables: dict[str, dict[str, Any]] = {"trainer": {}, "inference": {}}
     if not isinstance(course, ReverseText):
-        tables["envhost"] = {"python": str(python)}
-    specs = write(wire(str(model), work / "data", tables), work)
+        tables["envhost"] = {"python": str(options.python)}
+    specs = write(wire(str(base), work / "data", tables), work)
     await check(specs)
-    supervisor = Supervisor(specs)
-    supervisor.start()
-    try:
-        await supervisor.wait_bound()
-        addresses = {status.name: status.address for status in supervisor.statuses}
+
+    async def lessons(book: AddressBook) -> Made:
         async with AsyncExitStack() as opened:
-            channels = {name: await opened.enter_async_context(connect(addresses[name])) for name in tables}
+            channels = {name: await opened.enter_async_context(connect(book[name][0])) for name in tables}
             hosts: Any = EnvHostServiceStub
-            yield Services(
+            services = Services(
                 TrainerServiceStub(channels["trainer"]),  # type: ignore[no-untyped-call]
                 InferenceServiceStub(channels["inference"]),  # type: ignore[no-untyped-call]
                 hosts(channels["envhost"]) if "envhost" in channels else None,
             )
-    finally:
-        await supervisor.stop(DRAIN_SECONDS)
+            return await _teach(services, base, course, options.seed)
+
+    return await beside(specs, lessons, drain_s=DRAIN_SECONDS)
 
 
-async def _make(work: Path, course: Course, options: argparse.Namespace) -> Made:
-    """Both lessons."""
-    base, seed = work / "base", options.seed
-    write_model_files(base, course.phrases)
-    async with _services(work, base, course, options.python) as services:
-        tokenizer = build_tokenizer(course.phrases)
-        skill = Lesson(services, tokenizer, "tiny-skill", course, (seed, 0.0))
-        await skill.begin(base, SKILL_OPTIMIZER, seed, from_scratch=True)
-        skill_reward = await _learn_skill(skill, course, seed)
-        skilled = await skill.export("skill")
-        habits = (seed + 2 * SEEDS_APART, course.goals.habit_share)
-        habit = Lesson(services, tokenizer, "tiny-habit", course, habits)
-        optimizer = OptimizerSpec()
-        optimizer.CopyFrom(HABIT_OPTIMIZER)
-        optimizer.learning_rate = course.goals.habit_learning_rate
-        await habit.begin(skilled, optimizer, seed, from_scratch=False)
-        habit_reward = await _learn_habit(habit, course, seed)
-        folder = await habit.export("habit")
+async def _teach(services: Services, base: Path, course: Course, seed: int) -> Made:
+    """The skill, then the habit."""
+    tokenizer = build_tokenizer(course.phrases)
+    skill = Lesson(services, tokenizer, "tiny-skill", course, (seed, 0.0))
+    await skill.begin(base, SKILL_OPTIMIZER, seed, from_scratch=True)
+    skill_reward = await _learn_skill(skill, course, seed)
+    skilled = await skill.export("skill")
+    habits = (seed + 2 * SEEDS_APART, course.goals.habit_share)
+    habit = Lesson(services, tokenizer, "tiny-habit", course, habits)
+    optimizer = OptimizerSpec()
+    optimizer.CopyFrom(HABIT_OPTIMIZER)
+    optimizer.learning_rate = course.goals.habit_learning_rate
+    await habit.begin(skilled, optimizer, seed, from_scratch=False)
+    habit_reward = await _learn_habit(habit, course, seed)
+    folder = await habit.export("habit")
     return Made(folder, skill.steps, skill_reward, habit.steps, habit_reward)
 
 
