@@ -126,6 +126,7 @@ def test_an_oracle_must_earn_everything_and_a_wrong_answer_less() -> None:
 def test_bad_arguments_are_refused_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, said in (
         (["env", "install", "nope/nope"], "fetch the package and name its folder"),
+        (["env", "check", "reverse-text", "--full-reward", "0"], "--full-reward 0 is refused"),
         (["env", "check", "no-such-env"], "no package 'no_such_env'"),
         (["env", "show", "reverse-text", "-a", "[1]"], "is no JSON object"),
         (["env", "show", "reverse-text", "--num-exmaples", "3"], "did you mean 'num_examples'?"),

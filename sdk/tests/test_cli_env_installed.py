@@ -18,8 +18,17 @@ def test_environments_are_looked_for_in_the_interpreter_that_is_named() -> None:
     assert with_interpreters(HERE, ["owner/json@1.0"]) == HERE
     with pytest.raises(ConfigError, match=f"no package 'no_such_env' in {sys.executable}; install it there"):
         with_interpreters(HERE, ["no-such-env"])
-    with pytest.raises(ConfigError, match=r"envhost\.python = '/no/python' cannot be run: No such file"):
+    with pytest.raises(ConfigError, match="the interpreter '/no/python' cannot be run: No such file"):
         with_interpreters({"python": "/no/python"}, ["json"])
+
+
+def test_an_interpreter_that_says_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = tmp_path / "python"
+    silent.write_text("#!/bin/sh\nexec sleep 30\n")
+    silent.chmod(0o755)
+    monkeypatch.setattr(installed, "FIND_SECONDS", 0.1)
+    with pytest.raises(ConfigError, match="said nothing for"):
+        with_interpreters({"python": str(silent)}, ["json"])
 
 
 def test_an_entry_of_another_spelling_is_the_environments_own() -> None:

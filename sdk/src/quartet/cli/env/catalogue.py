@@ -4,7 +4,6 @@ loaded."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from quartet.cli.env.installed import ALONE, CLASSIC_PYTHON, ENVIRONMENTS_PYTHON, FIND_SECONDS, INSTALLED
-from quartet.config import ConfigError
+from quartet.cli.env.installed import CLASSIC_PYTHON, ENVIRONMENTS_PYTHON, INSTALLED, run_in
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 
 # A line of JSON for each distribution that needs Verifiers and is no part of it or of Quartet.
@@ -56,13 +54,7 @@ def catalogue(pythons: Sequence[str]) -> list[Installed]:
     """What each has. Raises ConfigError."""
     found: list[Installed] = []
     for python in pythons:
-        try:
-            done = subprocess.run(
-                [python, *ALONE, LIST], capture_output=True, text=True, timeout=FIND_SECONDS, check=False
-            )
-        except OSError as error:
-            raise ConfigError(f"--python {python!r} cannot be run: {error.strerror}") from None
-        for line in done.stdout.splitlines():
+        for line in run_in(python, LIST).stdout.splitlines():
             row = json.loads(line)
             found.append(Installed(row["name"].lower(), row["version"], row["verifiers"], python))
     return sorted(found, key=lambda one: one.name)

@@ -75,6 +75,8 @@ def _show(options: argparse.Namespace, rest: list[str]) -> int:
 
 def _check(options: argparse.Namespace, rest: list[str]) -> int:
     """Rewards, failures, times, tokens; exit code 1 where it does not pass."""
+    if options.full_reward is not None and not options.full_reward > 0:
+        raise ConfigError(f"--full-reward {options.full_reward:g} is refused; give what a right answer earns")
     given = [*given_keys(options, MODEL_KEYS), *given_keys(options, PLAY_KEYS)]
     config = _config(options, [*CHECK, *rest, *given])
     source = _player(config, options.environment)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from quartet.cli.env.installed import ALONE, find, module_of, own_python
+from quartet.cli.env.installed import find, module_of, own_python, run_in
 from quartet.config import ConfigError
 
 #: The extra of quartet-envhost that brings each generation's Verifiers.
@@ -71,7 +71,7 @@ def install(target: str, generation: str | None, into: Path | None) -> tuple[str
 def _fill(python: Path, name: str, what: Sequence[str], generation: str | None) -> None:
     module = module_of(name)
     _pip(python, ["--no-deps", *what])
-    read = subprocess.run([python, *ALONE, READ, module, name], capture_output=True, text=True, check=False)
+    read = run_in(str(python), READ, module, name)
     if read.returncode != 0:
         raise ConfigError(
             f"{name} installs no package {module!r}, under which Verifiers would look for it; "

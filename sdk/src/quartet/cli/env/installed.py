@@ -87,13 +87,23 @@ def candidates(env_id: str) -> list[Path]:
 
 def find(module: str, python: str) -> tuple[bool, list[str]]:
     """Whether an interpreter has an environment; else those that it has. Raises ConfigError."""
-    try:
-        done = subprocess.run(
-            [python, *ALONE, FIND, module], capture_output=True, text=True, timeout=FIND_SECONDS, check=False
-        )
-    except OSError as error:
-        raise ConfigError(f"envhost.python = {python!r} cannot be run: {error.strerror}") from None
+    done = run_in(python, FIND, module)
     return done.returncode == 0, done.stdout.split()
+
+
+def run_in(python: str, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a short program in another interpreter to its end. Raises ConfigError where that cannot be."""
+    command = [python, *ALONE, program, *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=FIND_SECONDS, check=False)
+    except OSError as error:
+        raise ConfigError(
+            f"the interpreter {python!r} cannot be run: {error.strerror}; name another one"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"the interpreter {python!r} said nothing for {FIND_SECONDS:.0f} s; name another one"
+        ) from None
 
 
 def _check(env_id: str, module: str, python: str) -> None:

@@ -17,10 +17,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import subprocess
 from typing import Any
 
-from quartet.cli.env.installed import ALONE, FIND_SECONDS
+from quartet.cli.env.installed import ALONE, run_in
 from quartet.config import ConfigError
 from quartet.local.child import child_environment
 from quartet.v1 import common_pb2
@@ -60,10 +59,7 @@ WRONG = "I do not know."
 
 def has_oracle(module: str, python: str) -> bool:
     """Whether the package, which is there, has one."""
-    done = subprocess.run(
-        [python, *ALONE, HAS, module], capture_output=True, timeout=FIND_SECONDS, check=False
-    )
-    return done.returncode == 0
+    return run_in(python, HAS, module).returncode == 0
 
 
 class Oracle:
