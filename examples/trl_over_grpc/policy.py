@@ -66,7 +66,8 @@ class TrainersModel:
                 answers = await asyncio.to_thread(self._answer, [question for question, _ in batch])
             except Exception as error:  # noqa: BLE001 - each question's rollout fails with it
                 for _, future in batch:
-                    future.set_exception(error)
+                    if not future.done():
+                        future.set_exception(error)
                 continue
             for (_, future), answer in zip(batch, answers, strict=True):
                 if not future.done():  # its rollout may have ended meanwhile

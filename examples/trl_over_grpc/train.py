@@ -20,7 +20,9 @@ class Arguments:
     host: str = field(metadata={"help": "host:port of the environment host."})
     environment: str = field(metadata={"help": "Id of the environment."})
     environment_args: str = field(default="", metadata={"help": "Its arguments, a JSON object."})
-    tasks: int = field(default=2000, metadata={"help": "How many of its tasks; all, where it has fewer."})
+    tasks: int = field(
+        default=2000, metadata={"help": "How many of its tasks, 4096 at most; all, where it has fewer."}
+    )
     rollout_seconds: float = field(default=120.0, metadata={"help": "Time of one rollout with its scoring."})
 
 
