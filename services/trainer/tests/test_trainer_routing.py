@@ -107,9 +107,7 @@ SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 1, "num_atten
     ("config", "is_counted"),
     [
         (transformers.AriaTextConfig(**SIZES, head_dim=16, moe_num_experts=4, moe_topk=2), True),
-        (transformers.Llama4TextConfig(**SIZES, head_dim=16, num_local_experts=4, intermediate_size_mlp=32), False),
-        (transformers.DbrxConfig(vocab_size=96, d_model=32, n_heads=2, n_layers=1, max_seq_len=64,
-                                 ffn_config={"hidden_size": 32, "ffn_hidden_size": 32}), False),
+        (transformers.DogeConfig(**SIZES, is_moe=True, num_experts=4, num_experts_per_tok=1), False),
         (transformers.JetMoeConfig(**SIZES, kv_channels=16, num_local_experts=4), False),
     ],
     ids=lambda value: getattr(value, "model_type", None),

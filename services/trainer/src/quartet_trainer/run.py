@@ -186,7 +186,7 @@ class Run:
         loss_tokens = sum(len(sample.covered_K) for sample in samples)
         values = diagnose(columns, loss, done.logprobs, done.entropies)
         if done.routing is not None:
-            values |= routing_values(done.routing, self._model.config.num_experts_per_tok)
+            values |= routing_values(done.routing)
         if loss.kl_coef:
             values["kl_coef"] = kl_coef
             self._kl_control.observe(loss, values["reference_kl"], loss_tokens)
