@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -97,6 +98,15 @@ async def test_a_group_that_no_worker_has_room_for_is_refused(classic: Any) -> N
     assert error.reason == "INVALID_REQUEST" and "rollouts_per_worker" in error.message
 
 
+async def raised(work: Awaitable[Any]) -> BaseException | None:
+    """What it raises; in a task of its own SystemExit would end the loop."""
+    try:
+        await work
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the test
+        return error
+    return None
+
+
 async def test_a_group_is_complete_when_everybody_joined_or_left() -> None:
     """classic/groups.py 1 and 2."""
     scored: list[list[str]] = []
@@ -111,6 +121,8 @@ async def test_a_group_is_complete_when_everybody_joined_or_left() -> None:
                 ended.set()
         if "broken" in states:
             raise LookupError("no scale")
+        if "exits" in states:
+            sys.exit("no rollouts beside it")
 
     groups = Groups(score)
     request = envhost_service_pb2.RunRolloutsRequest(request_id="one", members=range(3))
@@ -125,10 +137,10 @@ async def test_a_group_is_complete_when_everybody_joined_or_left() -> None:
     for _ in range(3):
         groups.enter(request).leave()
     assert len(scored) == 1 and not groups._open, "nobody is left to score"
-    tasks = [asyncio.create_task(groups.enter(request).join(one)) for one in ("a", "broken", "b")]
-    for task in tasks:
-        with pytest.raises(LookupError, match="no scale"):
-            await asyncio.wait_for(task, 1)
+    tasks = [asyncio.create_task(raised(groups.enter(request).join(one))) for one in ("a", "broken", "b")]
+    assert [type(await asyncio.wait_for(task, 1)) for task in tasks] == [LookupError] * 3
+    tasks = [asyncio.create_task(raised(groups.enter(request).join(one))) for one in ("a", "exits", "b")]
+    assert [type(await asyncio.wait_for(task, 1)) for task in tasks] == [SystemExit] * 3, "no loop ended"
     tasks = [asyncio.create_task(groups.enter(request).join(one)) for one in ("a", "slow", "b")]
     await asyncio.sleep(0.01)
     for task in tasks:

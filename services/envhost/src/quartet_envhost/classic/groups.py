@@ -65,7 +65,8 @@ class Group:
     async def _run(self) -> None:
         try:
             await self._score(self._states)
-        except Exception as error:  # noqa: BLE001 - the environment's own code; each member tells it
+        # Also what would end the process, with the rollouts beside it: each member raises it, as if alone.
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the environment's own code
             self._scored.set_exception(error)
         else:
             self._scored.set_result(None)
