@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections import Counter
 from itertools import islice
@@ -11,11 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quartet.cli.__main__ import main
+from quartet.cli.sft import command
 from quartet.cli.sft.chats import batches, read_chats, sample_of, template_of
 from quartet.cli.sft.command import frames, run_spec
 from quartet.cli.sft.place import Calls, begin, cut_metrics, go_on
 from quartet.cli.tiny.files import PHRASES, write_model_files
 from quartet.config import ConfigError
+from quartet.errors import QuartetError
 from quartet.run.sft import SftConfig
 from quartet.v1.rollout_pb2 import Sample
 from tokenizers import Tokenizer
@@ -131,6 +134,30 @@ def test_a_batch_is_the_mean_over_what_is_learned(folder: Path) -> None:
 def test_the_command_refuses_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sft", "--model", str(tmp_path / "absent"), "--data", "x.jsonl"]) == 2
     assert "neither a folder here nor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "end",
+    [OSError(errno.ENOSPC, "No space left on device"), QuartetError("NOT_READY", "the trainer is away")],
+)
+def test_whatever_ends_it_says_how_to_go_on(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    end: Exception,
+) -> None:
+    async def ends(*given: object) -> None:
+        raise end
+
+    (folder / "model.safetensors").touch()
+    monkeypatch.setattr(command, "_train", ends)
+    data, output = written(tmp_path, {"messages": CHAT}), tmp_path / "out"
+    arguments = ["--model", str(folder), "--data", str(data), "--output-dir", str(output)]
+    assert main(["sft", *arguments]) == 1
+    kept, error = capsys.readouterr().err.splitlines()
+    assert kept.endswith(f"go on with --resume --output-dir {output}")
+    assert error in ("error: No space left on device", "error: NOT_READY: the trainer is away")
 
 
 @given(steps=st.integers(1, 60), interval=st.integers(1, 20))

@@ -17,6 +17,7 @@ from quartet.cli.outputs import append_line, link_or_copy
 from quartet.cli.sft.chats import Chats, batches, read_chats
 from quartet.cli.sft.place import CHECKPOINT, METRICS, Calls, begin, cut_metrics, go_on
 from quartet.config.load import load
+from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, unary
 from quartet.kit.channel import connect
 from quartet.local.beside import AddressBook, beside
@@ -35,7 +36,6 @@ DRAIN_SECONDS = 2.0
 # Well below the limit of a message, 4 MiB.
 FRAME_BYTES = 1 << 20
 SCHEDULES = {"constant": pb.SCHEDULE_CONSTANT, "linear": pb.SCHEDULE_LINEAR, "cosine": pb.SCHEDULE_COSINE}
-EXIT_FAILED = 1
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:
@@ -54,9 +54,9 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     (go_on if options.resume else begin)(output, config)
     try:
         asyncio.run(_train(config, chats, output))
-    except ServiceFailed as error:
-        print(f"error: {error}; go on with --resume --output-dir {output}", file=sys.stderr)
-        return EXIT_FAILED
+    except (KeyboardInterrupt, OSError, QuartetError, ServiceFailed):
+        print(f"what was done is kept; go on with --resume --output-dir {output}", file=sys.stderr)
+        raise
     print(f"model and metrics: {output}")
     return 0
 
