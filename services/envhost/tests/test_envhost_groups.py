@@ -51,10 +51,11 @@ async def test_a_group_is_scored_together(classic: Any, args: dict[str, Any]) ->
 @pytest.mark.asyncio(loop_scope="module")
 async def test_what_fails_is_left_out_of_the_comparison(classic: Any) -> None:
     """Invariant 5: scorer faults are of their own member, and a failed rollout is compared with nobody."""
-    classic.policy.answer = says("a", "raise", "nan", "abc")
-    rollouts = await classic.run(args=GROUPS, members=range(4), messages_of_members=4)
+    classic.policy.answer = says("a", "raise", "nan", "exit", "abc")
+    rollouts = await classic.run(args=GROUPS, members=range(5), messages_of_members=5)
     told = {r.messages[-1].content: kind(r) for r in rollouts}
-    assert told == {"a": "UNSPECIFIED", "raise": "SCORER", "nan": "SCORER", "abc": "UNSPECIFIED"}
+    faults = dict.fromkeys(("raise", "nan", "exit"), "SCORER")
+    assert told == faults | {"a": "UNSPECIFIED", "abc": "UNSPECIFIED"}
     classic.policy.errors = [QuartetError("PROMPT_TOO_LONG", "9 tokens, limit 4")]
     classic.policy.answer = says("a", "abc", "ab")
     rollouts = await classic.run(args=GROUPS, members=range(4))
@@ -63,7 +64,7 @@ async def test_what_fails_is_left_out_of_the_comparison(classic: Any) -> None:
     classic.policy.answer = says("a", "break the group", "b")
     rollouts = await classic.run(args=GROUPS, members=range(3), max_retries=2)
     assert {kind(r) for r in rollouts} == {"SCORER"} and "a group scorer's bug" in rollouts[0].failure.message
-    assert len(classic.policy.requests) == 4 + 4 + 3, "a scorer is not tried again"
+    assert len(classic.policy.requests) == 5 + 4 + 3, "a scorer is not tried again"
 
 
 @pytest.mark.asyncio(loop_scope="module")

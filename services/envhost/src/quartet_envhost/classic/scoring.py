@@ -1,8 +1,8 @@
 """Reward functions that may not fail in silence.
 
 Classic Verifiers logs what a reward function raises and goes on with 0.0. Here every function of every
-rubric is wrapped: what it raises, or returns that is no finite number, is noted for the rollout that is being
-scored, and what a function of whole groups raises for all of its group.
+rubric is wrapped: what it raises (sys.exit, too), or returns that is no finite number, is noted for the
+rollout that is being scored, and what a function of whole groups raises for all of its group.
 
 1. Signatures and names stay as they are: Verifiers passes arguments by them.
 2. A rollout with a note has no reward; Verifiers' own arithmetic is left alone.
@@ -90,9 +90,11 @@ def _watched(function: Callable[..., Any], *, of_groups: bool) -> Callable[..., 
             if inspect.isawaitable(value):
                 value = await value
             finite = of_groups or math.isfinite(float(value))
-        except Exception as error:
-            faults.append(f"{_name(function)}: {type(error).__name__}: {error}")
-            raise
+        except (Exception, SystemExit) as error:
+            fault = f"{_name(function)}: {type(error).__name__}: {error}"
+            faults.append(fault)
+            # Of what it calls in tasks of their own only an exception leaves the other rollouts alive.
+            raise RuntimeError(fault) from error
         if not finite:
             faults.append(f"not a finite number: {_name(function)}")
         return value

@@ -1,6 +1,7 @@
 """A classic environment for tests: each example behaves as its `info` says."""
 
 import asyncio
+import sys
 
 import verifiers as vf
 from datasets import Dataset
@@ -82,6 +83,8 @@ async def own(completion) -> float:
     await asyncio.sleep(0)  # where the others of its group are scored
     if completion[-1]["content"] == "raise":
         raise ZeroDivisionError("a scorer's bug")
+    if completion[-1]["content"] == "exit":
+        sys.exit("a scorer that thinks it is a program")
     return 1.0
 
 
