@@ -255,6 +255,14 @@ def test_a_full_disk_ends_it_in_a_sentence_that_says_how_to_go_on(
     assert "results.jsonl: No space left on device" in said and "Traceback" not in said
 
 
+def test_names_that_make_one_folder_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "two.toml"
+    file.write_text('model = "m"\n[[eval]]\nid = "owner/e"\n[[eval]]\nid = "owner--e"\n')
+    options, rest = build_parser().parse_known_args(["eval", "@", str(file), "-o", str(tmp_path)])
+    with pytest.raises(ConfigError, match="two evaluations would fill"):
+        plan_of(read(options, rest), SOURCE, options)
+
+
 def test_the_files_of_the_repository_are_accepted() -> None:
     configs = Path(__file__).resolve().parents[2] / "configs"
     files = list((configs / "eval").glob("*.toml"))

@@ -105,6 +105,11 @@ def plan_of(config: EvalFileConfig, source: Source, options: argparse.Namespace)
     base = options.output_dir.absolute() / "evals"
     check_folder("--output-dir", base)
     folders = [base / folder_name(trial.name, source) for trial in config.trials]
+    for trial, folder in zip(config.trials, folders, strict=True):
+        if folders.count(folder) > 1:
+            raise ConfigError(
+                f'two evaluations would fill {folder}; give {trial.name!r} another name = "..."'
+            )
     run_id = options.run_id or options.resume or ""
     if options.resume == "" and not run_id:
         run_id = _latest(folders)

@@ -16,7 +16,7 @@ import pydantic
 from pydantic import Field
 
 from quartet.config import Config
-from quartet.run.config import MAX_ENVIRONMENTS, GroupSize, HostedConfig
+from quartet.run.config import MAX_ENVIRONMENTS, GroupSize, HostedConfig, as_array
 from quartet.run.sampling import EvalSamplingConfig
 from quartet.run.values import Number, PositiveCount, Table, Text
 
@@ -85,9 +85,7 @@ class EvalFileConfig(AnswererConfig):
     @pydantic.field_validator("eval", mode="before")
     @classmethod
     def _is_an_array(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            raise ValueError("evaluations are a list of tables; write [[eval]] with two brackets")
-        return value
+        return as_array(value, "eval")
 
     @pydantic.model_validator(mode="after")
     def _names_differ(self) -> Self:

@@ -61,9 +61,8 @@ class EndpointsConfig(Config):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A model behind one or more addresses of equal rank."""
+    """One or more addresses of equal rank, each with its name of the model."""
 
-    model: str
     replicas: Sequence[EndpointConfig]
 
     @property
@@ -89,7 +88,7 @@ def read_endpoints(file: Path) -> dict[str, Endpoint]:
     found: dict[str, list[EndpointConfig]] = {}
     for entry in entries:
         found.setdefault(entry.endpoint_id, []).append(entry)
-    return {name: Endpoint(replicas[0].model, replicas) for name, replicas in found.items()}
+    return {name: Endpoint(replicas) for name, replicas in found.items()}
 
 
 def endpoint_at(url: str, model: str, key: str) -> Endpoint:
@@ -98,4 +97,4 @@ def endpoint_at(url: str, model: str, key: str) -> Endpoint:
     local = url.startswith(("http://127.0.0.1", "http://localhost", "http://[::1]"))
     key = "" if local and key not in os.environ else key
     entry = validate(EndpointConfig, {"endpoint_id": model, "model": model, "url": url, "key": key})
-    return Endpoint(model, [entry])
+    return Endpoint([entry])
