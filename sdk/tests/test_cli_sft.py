@@ -151,6 +151,11 @@ def test_whatever_ends_it_says_how_to_go_on(
         raise end
 
     (folder / "model.safetensors").touch()
+
+    async def accepts(specs: object) -> None:
+        """The trainer would."""
+
+    monkeypatch.setattr(command, "check", accepts)
     monkeypatch.setattr(command, "_train", ends)
     data, output = written(tmp_path, {"messages": CHAT}), tmp_path / "out"
     arguments = ["--model", str(folder), "--data", str(data), "--output-dir", str(output)]

@@ -55,6 +55,14 @@ def finished(work: Path) -> Path:
     return work / "out"
 
 
+def test_what_the_trainer_refuses_is_refused_before_the_folder_is_taken(work: Path) -> None:
+    arguments = command(work, work / "refused", "--trainer.thread=2")
+    done = subprocess.run(arguments, cwd=REPOSITORY, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "[trainer] unknown key 'thread'" in done.stderr and "Traceback" not in done.stderr
+    assert not (work / "refused").exists()
+
+
 def test_the_loss_falls_along_the_schedule(finished: Path) -> None:
     rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 31))

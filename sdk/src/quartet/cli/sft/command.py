@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -21,6 +22,7 @@ from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, unary
 from quartet.kit.channel import connect
 from quartet.local.beside import AddressBook, beside
+from quartet.local.child import ChildSpec
 from quartet.local.deployment import check, wire, write
 from quartet.local.supervisor import ServiceFailed
 from quartet.run.sft import SftConfig
@@ -49,6 +51,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         f"{len(chats.samples)} chats, {covered} tokens to learn, {chats.left_out} left out as too long; "
         f"{config.steps(len(chats.samples))} steps"
     )
+    with tempfile.TemporaryDirectory(prefix="quartet-check-") as scratch:
+        asyncio.run(check(_deploy(config, Path(scratch))))
     if options.dry_run:
         return 0
     (go_on if options.resume else begin)(output, config)
@@ -61,17 +65,19 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-async def _train(config: SftConfig, chats: Chats, output: Path) -> None:
+def _deploy(config: SftConfig, folder: Path) -> list[ChildSpec]:
+    """Write the trainer's config into a folder."""
     trainer = {"keep_last": config.ckpt.keep_last, **config.trainer}
-    specs = write(wire(config.model, output / "data", {"trainer": trainer}), output)
-    await check(specs)
+    return write(wire(config.model, folder / "data", {"trainer": trainer}), folder)
 
+
+async def _train(config: SftConfig, chats: Chats, output: Path) -> None:
     async def work(book: AddressBook) -> Path:
         async with connect(book["trainer"][0]) as channel:
             stub = TrainerServiceStub(channel)  # type: ignore[no-untyped-call]
             return await _steps(stub, config, chats.samples, output)
 
-    exported = await beside(specs, work, drain_s=DRAIN_SECONDS)
+    exported = await beside(_deploy(config, output), work, drain_s=DRAIN_SECONDS)
     staged = output / f"{CHECKPOINT}.partial"
     if staged.exists():
         shutil.rmtree(staged)
