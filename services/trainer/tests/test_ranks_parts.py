@@ -111,6 +111,20 @@ def test_every_block_is_gathered_for_itself(alone_in_a_group: None, folder: Path
     assert all(torch.equal(one, dict(full.named_buffers())[name]) for name, one in model.named_buffers())
 
 
+def test_values_are_joined_also_of_no_samples(alone_in_a_group: None) -> None:
+    from quartet_trainer.passes import Pass
+    from quartet_trainer.ranks.group import Group
+
+    group = object.__new__(Group)  # it would meet the others
+    group.rank, group.size = 0, 1
+    for lengths in ([], [2], [1, 0, 3]):
+        values = [np.arange(length, dtype=np.float32) for length in lengths]
+        done = Pass(values, [-one for one in values])
+        group.join(done, lengths)
+        for joined, sign in ((done.logprobs, 1), (done.entropies, -1)):
+            assert [one.tolist() for one in joined] == [(sign * one).tolist() for one in values]
+
+
 def test_parts_and_wholes_become_each_other(alone_in_a_group: None) -> None:
     values = torch.arange(15.0).view(5, 3)
     parted = layout.spread(values)

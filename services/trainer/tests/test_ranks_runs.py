@@ -13,6 +13,7 @@ import transformers
 from quartet.v1 import trainer_service_pb2 as pb
 
 from .conftest import VOCAB
+from .ranked import Ranked
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ async def test_versions_are_scored_as_they_were_served(
 
 
 async def test_what_one_rank_refuses_all_do_and_the_run_goes_on(
-    call_ranks: Callable[..., Any], folder: Path, make_samples: Any
+    two_ranks: Ranked, call_ranks: Callable[..., Any], folder: Path, make_samples: Any
 ) -> None:
     loss = pb.LossSpec(kind=pb.LOSS_KIND_CUSTOM, custom="picky")
     samples, wild = make_samples(), make_samples()
@@ -110,6 +111,10 @@ async def test_what_one_rank_refuses_all_do_and_the_run_goes_on(
         assert (await group.forward_backward(1, samples, "refused", loss=loss)).loss_tokens > 0
         unknown = await group.refused(group.create("away", base_model="/nowhere"), "INVALID_CONFIG")
         assert unknown.metadata["key"] == "base_model"
+        # A folder that the first rank alone has, as on the first of several machines.
+        first_only = f"/proc/self/task/{two_ranks.rank_pid(0)}/root{folder}"
+        away = await group.refused(group.create("away", base_model=first_only), "INVALID_CONFIG")
+        assert away.metadata["key"] == "base_model"
         lora = pb.LoraSpec(rank=2, alpha=2.0, modules_to_save=["norm"])
         error = await group.refused(
             group.create("saved", base_model=str(folder), lora=lora), "INVALID_CONFIG"

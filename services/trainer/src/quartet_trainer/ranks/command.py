@@ -173,4 +173,4 @@ def parse_samples(body: bytes) -> list[Sample]:
 
 
 def _cut(array: Any, counts: Any) -> list[Any]:
-    return np.split(array, np.cumsum(counts)[:-1]) if len(counts) else []
+    return np.split(array, np.cumsum(counts))[:-1]

@@ -146,7 +146,7 @@ class Group:
     def join(self, done: Pass, lengths: Sequence[int]) -> None:
         """Every rank gets all values. Each is computed by one rank; the others add zero to it."""
         ends = np.cumsum(lengths)
-        values = torch.zeros(2, int(ends[-1]) if len(ends) else 0)
+        values = torch.zeros(2, sum(lengths))
         for row, arrays in zip(values, (done.logprobs, done.entropies), strict=True):
             for end, array in zip(ends, arrays, strict=True):
                 row[end - len(array) : end] = torch.from_numpy(array)
@@ -154,7 +154,7 @@ class Group:
         losses[self.rank] = done.loss
         dist.all_reduce(values)
         dist.all_reduce(losses)
-        done.logprobs, done.entropies = (np.split(row.numpy(), ends[:-1]) for row in values)
+        done.logprobs, done.entropies = (np.split(row.numpy(), ends)[:-1] for row in values)
         done.loss = float(losses.sum())
         if done.routing is not None:
             dist.all_reduce(done.routing)
