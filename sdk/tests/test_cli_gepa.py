@@ -98,13 +98,7 @@ async def test_a_prompt_is_played_once_on_a_validation_example_also_over_a_resum
         batch = await asyncio.to_thread(one.evaluate, [("eval", 0)], {"system_prompt": "four"})
         assert batch.scores == [4.0]
     assert world.played == [("four", "eval", 0)]
-    await asyncio.to_thread(
-        one.evaluate,
-        [
-            ("eval", 0),
-        ],
-        {"system_prompt": "other"},
-    )
+    await asyncio.to_thread(one.evaluate, [("eval", 0)], {"system_prompt": "other"})
     assert len(world.played) == 2
 
 

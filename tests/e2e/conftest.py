@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import threading
@@ -20,8 +21,6 @@ COMMAND_SECONDS = 300  # a loaded machine takes many times the usual 10 s
 
 def quartet(*arguments: str | Path, cwd: Path = REPOSITORY, **environment: str) -> Any:
     """Run a command to its end."""
-    import os
-
     return subprocess.run(
         [*QUARTET, *map(str, arguments)],
         cwd=cwd,

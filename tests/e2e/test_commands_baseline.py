@@ -11,19 +11,8 @@ from tests.e2e.conftest import Endpoint, only, quartet
 def test_a_run_that_is_too_easy_and_one_that_is_too_hard_are_told_so(
     endpoint: Endpoint, tmp_path: Path
 ) -> None:
-    run = [
-        "baseline",
-        "@",
-        "configs/reverse-text.toml",
-        "-m",
-        "mini",
-        "-b",
-        endpoint.url,
-        "-n",
-        "4",
-        "-r",
-        "3",
-    ]
+    run = ["baseline", "@", "configs/reverse-text.toml", "-m", "mini", "-b", endpoint.url]
+    run += ["-n", "4", "-r", "3"]
     done = quartet(*run, "-o", tmp_path / "easy")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "reverse-text: too easy. 100% of the full reward already" in done.stdout

@@ -107,20 +107,8 @@ def test_invariant_5_an_endpoint_is_measured_and_what_it_refuses_is_no_reward(
 
 
 def test_an_endpoint_where_nobody_listens_is_named(tmp_path: Path) -> None:
-    done = quartet(
-        "eval",
-        "reverse-text",
-        "-m",
-        "any",
-        "-b",
-        "http://127.0.0.1:9/v1",
-        "-n",
-        "1",
-        "-r",
-        "1",
-        "-o",
-        tmp_path,
-    )
+    where = ["-b", "http://127.0.0.1:9/v1", "-o", tmp_path]
+    done = quartet("eval", "reverse-text", "-m", "any", *where, "-n", "1", "-r", "1")
     assert done.returncode == 2
     assert done.stderr.strip().startswith("error: the endpoint http://127.0.0.1:9/v1 cannot be reached")
     assert not list(tmp_path.glob("evals/reverse*/*/results.jsonl"))
