@@ -221,6 +221,20 @@ async def test_verdicts() -> None:
     assert await verdicts(QuartetError("VERSION_UNAVAILABLE", "swapped again")) == [], "nothing was found out"
 
 
+async def test_another_name_does_not_make_weights_right() -> None:
+    """canary.py 2: as when the trainer skips a step, and the next version has equal weights."""
+    engine: Any = Scripted([-1.1, -2.0], [-1.1, -2.0], [-1.0, -2.0])
+    told: list[str] = []
+    watch = CanaryWatch(engine, None, told.append)
+    watch.swapped(ServedWeights("r", 3, b""), pb.Canary(token_ids=[5, 6, 7], logprobs=[-1.0, -2.0]))
+    for version in (4, 5, 6):
+        assert watch._task is not None
+        await asyncio.wait_for(watch._task, 5)
+        watch.renamed(ServedWeights("r", version, b""))
+    assert "of version 3" in told[0] and "of version 4" in told[1] and told[2:] == [""]
+    assert len(engine.scored) == 3, "what is right is not asked again"
+
+
 FULL = QuartetError("OVERLOADED", "9 completions wait already")
 
 

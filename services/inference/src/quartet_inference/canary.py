@@ -88,33 +88,38 @@ class CanaryWatch:
         self._engine, self._on_verdict = engine, on_verdict
         self._tolerance = TOLERANCES[engine.info().dtype] if tolerance is None else tolerance
         self._canary: pb.Canary | None = None
+        self._trusted = False
         self._task: asyncio.Task[None] | None = None
 
     def swapped(self, weights: ServedWeights, canary: pb.Canary | None) -> None:
         """Other weights are in the engine."""
         self.close()
-        self._canary = canary
+        self._canary, self._trusted = canary, False
         if canary is None:
-            self._on_verdict("")
+            self._tell("")
         else:
             self._task = asyncio.create_task(self._judge(weights, canary), name="canary")
 
     def renamed(self, weights: ServedWeights) -> None:
-        """The weights in the engine are those of this version too; they are trusted as they were."""
-        judged = self._task is None or self._task.done()
-        self.swapped(weights, None if judged else self._canary)
+        """The weights in the engine are those of this version too; unless found right they are checked again."""
+        if not self._trusted:
+            self.swapped(weights, self._canary)
 
     def close(self) -> None:
         """Drop the check under way."""
         if self._task is not None:
             self._task.cancel()
 
+    def _tell(self, why: str) -> None:
+        self._trusted = not why
+        self._on_verdict(why)
+
     async def _judge(self, weights: ServedWeights, canary: pb.Canary) -> None:
         try:
             difference = await self._patiently(weights, canary)
         except QuartetError as full:
             log.error("canary found no room", run_id=weights.run_id, version=weights.version)
-            self._on_verdict(f"the weights of version {weights.version} could not be checked: {full.message}")
+            self._tell(f"the weights of version {weights.version} could not be checked: {full.message}")
             await asyncio.sleep(EMPTYING_SECONDS)
             try:
                 difference = await self._difference(weights, canary)
@@ -131,7 +136,7 @@ class CanaryWatch:
             log.error("canary died", run_id=weights.run_id, version=weights.version, difference=difference)
         else:
             log.debug("canary lives", run_id=weights.run_id, version=weights.version, difference=difference)
-        self._on_verdict(why)
+        self._tell(why)
 
     async def _patiently(self, weights: ServedWeights, canary: pb.Canary) -> float | None:
         """The difference, once there is room for it. Errors: OVERLOADED."""
