@@ -101,7 +101,7 @@ class CanaryWatch:
             self._task = asyncio.create_task(self._judge(weights, canary), name="canary")
 
     def renamed(self, weights: ServedWeights) -> None:
-        """The weights in the engine are those of this version too; unless found right they are checked again."""
+        """The weights in the engine are this version's, too; unless found right they are checked again."""
         if not self._trusted:
             self.swapped(weights, self._canary)
 
