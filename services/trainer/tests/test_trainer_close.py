@@ -136,6 +136,33 @@ async def test_a_run_is_closed_after_the_call_under_way(
         assert (await trainer.create("next", base_model=str(folder))).applied_seq_id == 0
 
 
+async def test_a_run_that_nobody_waits_for_any_more_is_opened_once(
+    folder: Path, serve_trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when loading takes longer than the caller's deadline, and the caller tries again."""
+    begun, go_on, opened, plain = threading.Event(), threading.Event(), [], Run.__init__
+
+    def held_up(self: Run, *args: Any) -> None:
+        opened.append(self)
+        begun.set()
+        assert go_on.wait(WAIT_SECONDS)
+        plain(self, *args)
+
+    monkeypatch.setattr(Run, "__init__", held_up)
+    async with serve_trainer(max_runs=1) as trainer:
+        creating = asyncio.create_task(trainer.create(base_model=str(folder)))
+        try:
+            assert await asyncio.to_thread(begun.wait, WAIT_SECONDS)
+            creating.cancel()
+            await asyncio.wait({creating})
+            again = asyncio.create_task(trainer.create(base_model=str(folder)))
+            with pytest.raises(grpc.RpcError):
+                await trainer.stub.GetRun(pb.GetRunRequest(run_id="r"))
+        finally:
+            go_on.set()
+        assert (await again).applied_seq_id == 0 and len(opened) == 1
+
+
 async def known(call: Any) -> bool:
     try:
         await call

@@ -33,8 +33,9 @@ class TrainerServicer(rpc.TrainerServiceServicer):
     async def CreateRun(
         self, request: pb.CreateRunRequest, context: grpc.aio.ServicerContext
     ) -> pb.CreateRunResponse:
-        """Open or restore a run."""
-        entry = await self._roster.create(request.run_id, run_spec(request.spec))
+        """Open or restore a run; what was begun is finished, and found by whoever asks again."""
+        creating = self._roster.create(request.run_id, run_spec(request.spec))
+        entry = await asyncio.shield(asyncio.create_task(creating))
         return pb.CreateRunResponse(run=_run_state(request.run_id, entry))
 
     async def GetRun(self, request: pb.GetRunRequest, context: grpc.aio.ServicerContext) -> pb.GetRunResponse:
