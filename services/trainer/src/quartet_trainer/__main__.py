@@ -9,7 +9,7 @@ import asyncio
 import os
 import sys
 
-from quartet.config import main
+from quartet.config import ConfigError, main
 from quartet.kit import logs
 from quartet.kit.server import check_here
 
@@ -18,17 +18,27 @@ from quartet_trainer.state_root import check_state_root
 
 
 def run(config: TrainerConfig) -> None:
-    """Serve. torch is imported here and not before, so that a dry run stays quick and torch-free."""
+    """Serve. torch is imported here and not before, so that a dry run stays quick and torch-free.
+
+    Errors: ConfigError.
+    """
     logs.configure("trainer")
     # Read by OpenMP and cuBLAS once, when torch is imported.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if config.ranks > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+    by_torchrun, world = "TORCHELASTIC_RUN_ID" in os.environ, os.environ.get("WORLD_SIZE", "1")
+    if config.ranks > 1 and not by_torchrun:
         # This process becomes torchrun, and keeps its pid. Whoever supervises it starts it again.
         ranks = ["--standalone", "--nproc-per-node", str(config.ranks)]
         command = ["-m", "torch.distributed.run", *ranks, "-m", "quartet_trainer", *sys.argv[1:]]
         os.execv(sys.executable, [sys.executable, *command])
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if world != "1":
+        if not by_torchrun:
+            # Alone it would serve a part of what was meant to be one trainer.
+            raise ConfigError(
+                f"the environment has WORLD_SIZE={world}, but torchrun did not start this process; start it "
+                "by torchrun, or unset WORLD_SIZE"
+            )
         from quartet_trainer.ranks.launch import run_ranks
 
         run_ranks(config)
