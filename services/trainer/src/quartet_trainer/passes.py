@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from quartet_trainer.batch import Columns
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.loss import token_losses
 from quartet_trainer.loss.custom import CustomLoss
+from quartet_trainer.model import resolve_folder
 from quartet_trainer.packing import MicroBatch, cut, rows_of
 from quartet_trainer.publish import Snapshot
 from quartet_trainer.ranks.alone import Alone, Ranks
@@ -45,6 +47,16 @@ class Machine:
     losses: Mapping[str, CustomLoss] = field(default_factory=dict)
     # The processes that compute together.
     ranks: Ranks = field(default_factory=Alone)
+
+    def folder_of(self, model: str) -> Path:
+        """Where a model lies. Errors: INVALID_CONFIG, in every rank where one lacks it."""
+        refused = None
+        try:
+            folder = resolve_folder(model, self.hub)
+        except QuartetError as error:
+            refused = error
+        self.ranks.settle(refused)
+        return folder
 
 
 @dataclass(slots=True)

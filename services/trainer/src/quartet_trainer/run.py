@@ -96,7 +96,7 @@ class Run:
     ) -> None:
         """Load or initialise the base model, unless it is in `bases`. Errors: INVALID_CONFIG."""
         self.run_id, self.spec, self._machine = run_id, spec, machine
-        self._folder = self._resolved(spec.base_model)
+        self._folder = machine.folder_of(spec.base_model)
         default_dtype = "bfloat16" if machine.device.type == "cuda" else "float32"
         self._compute_dtype = spec.compute_dtype or default_dtype
         self._served_dtype = spec.served_dtype or self._compute_dtype
@@ -133,16 +133,6 @@ class Run:
         self._skipped_steps = 0
         # Whether a loss among the accumulated batches was not finite; their gradients may look sound.
         self._loss_broken = False
-
-    def _resolved(self, name: str) -> Path:
-        """The folder of a model. Errors: INVALID_CONFIG, in every rank where one lacks it."""
-        refused = None
-        try:
-            folder = base.resolve_folder(name, self._machine.hub)
-        except QuartetError as error:
-            refused = error
-        self._machine.ranks.settle(refused)
-        return folder
 
     def _load(self) -> Any:
         """The base model, which computes rightly here."""
@@ -348,7 +338,7 @@ class Run:
             return Reference.of_model(spec, self._passes_of(self._model, bare))
         if not spec.model:
             return Reference.of_policy(spec, self._passes, self._trained.parameters)
-        model = self._placed(self._resolved(spec.model), spec.model).requires_grad_(False)
+        model = self._placed(self._machine.folder_of(spec.model), spec.model).requires_grad_(False)
         return Reference.of_model(spec, self._passes_of(model))
 
     def close(self) -> None:
