@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from orch_world import RUN, assert_complete, events
+from quartet.errors import QuartetError
 from quartet.v1 import common_pb2 as cpb
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import orchestrator_service_pb2 as pb
@@ -61,6 +62,33 @@ async def test_the_reason_says_whether_the_model_is_away_or_refuses_the_member(m
         assert hosts.tries > 3 * MEMBER_ATTEMPTS
     else:
         assert set(await sampled) == {0} and hosts.tries == tries
+
+
+async def test_a_stream_that_breaks_behind_its_last_rollout_has_told_all():
+    """Invariant 9: a host killed at that moment is not asked for nobody, which a host refuses."""
+    asked_for = []
+
+    class Hosts:
+        async def run(self, asked):
+            asked_for.append(list(asked.members))
+            if not asked.members:
+                raise QuartetError("INVALID_REQUEST", "name 1 to 256 members")
+            good, bad = rpb.Rollout(member=0), rpb.Rollout(member=1)
+            good.samples.add(token_ids=[5, 6], logprobs=[-1.0]).spans.add(start=1, length=1)
+            bad.failure.CopyFrom(rpb.RolloutFailure(kind=rpb.FAILURE_KIND_ENVIRONMENT))
+            yield good
+            yield bad
+            raise QuartetError("NOT_READY", "the host went away")
+
+    def note(message, *, warning=False):
+        pass
+
+    away = [outage.Outage(name, 60.0, note) for name in ("the host", "the model")]
+    told = []
+    failed = await Sampling(Hosts(), Permits(2), *away).complete(
+        epb.RunRolloutsRequest(), [0, 1], lambda one: told.append(one.member) or True, all_or_nothing=False
+    )
+    assert set(failed) == {1} and told == [0, 1] and asked_for == [[0, 1]]
 
 
 @pytest.mark.parametrize("faults", [outage.MAX_FAULTS, outage.MAX_FAULTS + 1])

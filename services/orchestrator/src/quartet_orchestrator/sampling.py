@@ -98,6 +98,8 @@ class Sampling:
         all_or_nothing: bool,
     ) -> bool:
         """One stream for all missing members. Returns whether to go on."""
+        if not missing:
+            return True  # all had come before the last stream broke
         asked = epb.RunRolloutsRequest()
         asked.CopyFrom(request)
         asked.request_id = f"{request.request_id}/{uuid.uuid4().hex[:12]}"
