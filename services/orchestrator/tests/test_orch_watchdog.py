@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from orch_world import RUN
@@ -56,3 +57,20 @@ async def test_health_means_that_runs_move(world, monkeypatch, stuck):
         await asyncio.sleep(0.1)
         assert health.why_not(SERVICE) == ""
         beside.cancel()
+
+
+async def test_who_waited_long_for_a_turn_has_the_whole_time_from_then_on(world):
+    """watchdog.py 1"""
+    world.host.max_delay_s = 1e9
+    async with world.orchestrator() as runs, asyncio.timeout(10):
+        for run_id in (RUN, "queued"):
+            await runs.submit(run_id, world.toml(steps=1, evals=0), dry_run=False)
+        while [one.doing for one in runs.moving()] != ["waiting for the rollouts of step 1"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        world.trainer.delay_s = 0.5  # nothing of the next one is written down meanwhile
+        stopped_at = time.monotonic()
+        runs.stop(RUN)
+        while "queued" not in (moving := {one.run_id: one for one in runs.moving()}):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        assert moving["queued"].moved_at >= stopped_at
+        runs.stop("queued")

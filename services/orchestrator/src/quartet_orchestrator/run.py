@@ -16,6 +16,7 @@ the book is not done twice.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -58,9 +59,9 @@ class TrainingRun:
         self._policy_ready = policy_ready
         self._compact = compact
         self._stop = asyncio.Event()
-        # For people, and whether it is more than waiting for its turn.
+        # For people, and since when it is more than waiting for its turn, on the monotonic clock.
         self.doing = "waiting for its turn"
-        self.should_move = False
+        self.turn_at: float | None = None
 
     def stop(self) -> None:
         """Ends the run after the step under way."""
@@ -68,7 +69,7 @@ class TrainingRun:
 
     async def execute(self) -> None:
         await self._unless_stopped(self._turn())
-        self.should_move = True
+        self.turn_at = time.monotonic()
         self.doing = "opening the run on the trainer"
         await self._unless_stopped(self._training.open())
         await alongside(self._all_steps(), self._training.guard())

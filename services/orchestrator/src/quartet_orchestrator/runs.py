@@ -155,9 +155,12 @@ class Runs:
     def moving(self) -> list[Moving]:
         """The runs that should move."""
         return [
-            Moving(run_id, held.book.moved_at, held.run.doing)
+            # It may have waited for its turn for hours.
+            Moving(run_id, max(held.book.moved_at, held.run.turn_at), held.run.doing)
             for run_id, held in self._held.items()
-            if held.run is not None and held.run.should_move and held.book.state.phase not in state.RESTING
+            if held.run is not None
+            and held.run.turn_at is not None
+            and held.book.state.phase not in state.RESTING
         ]
 
     def stop(self, run_id: str) -> pb.Run:
