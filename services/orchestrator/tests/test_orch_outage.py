@@ -64,6 +64,24 @@ async def test_the_reason_says_whether_the_model_is_away_or_refuses_the_member(m
         assert set(await sampled) == {0} and hosts.tries == tries
 
 
+async def test_a_member_that_the_model_never_answers_while_it_answers_others_fails(monkeypatch):
+    """Invariant 8 and sampling.py 2: its retries are bounded by the run's patience, too."""
+    monkeypatch.setattr(outage, "MAX_BACKOFF_S", 0.01)
+    notes = []
+    model = outage.Outage("the model", 0.3, lambda message, *, warning=False: notes.append(message))
+
+    class Hosts:
+        async def run(self, asked):
+            model.answered()  # another group's rollout
+            failure = rpb.RolloutFailure(kind=rpb.FAILURE_KIND_MODEL, reason="ERROR_REASON_OVERLOADED")
+            yield rpb.Rollout(member=0, failure=failure)
+
+    sampling = Sampling(Hosts(), Permits(1), outage.Outage("the host", 60.0, notes.append), model)
+    async with asyncio.timeout(10):
+        failed = await sampling.complete(epb.RunRolloutsRequest(), [0], lambda _: True, all_or_nothing=True)
+    assert failed[0].reason == cpb.ERROR_REASON_OVERLOADED
+
+
 async def test_a_stream_that_breaks_behind_its_last_rollout_has_told_all():
     """Invariant 9: a host killed at that moment is not asked for nobody, which a host refuses."""
     asked_for = []

@@ -199,9 +199,13 @@ class WorkerPool:
             return [
                 failures.failed(one.members[0], failures.HOST, str(error), retryable=True) for one in asked
             ]
+        answers = [asyncio.create_task(self._answer(worker, one, ask)) for one in asked]
         try:
-            return await asyncio.gather(*(self._answer(worker, one, ask) for one in asked))
+            return await asyncio.gather(*answers)
         finally:
+            for answer in answers:
+                answer.cancel()
+            await asyncio.gather(*answers, return_exceptions=True)  # places are free when nobody is in them
             self._places.give_back(worker, len(asked))
 
     async def _answer(

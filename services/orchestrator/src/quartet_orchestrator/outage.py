@@ -80,6 +80,14 @@ class Outage:
             self._noted = True
             self._note(f"{self.service} is away, waiting for it: {message}", warning=True)
 
+    def now(self) -> float:
+        """By the clock that measures patience."""
+        return self._clock()
+
+    def outlasted(self, since: float) -> bool:
+        """Whether one caller has got no answer since then for longer than the run has patience."""
+        return self._clock() - since > self._patience_s
+
     async def through(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """The attempt's result; tried again while the service is away."""
         tries = faults = 0

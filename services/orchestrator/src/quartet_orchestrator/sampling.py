@@ -3,7 +3,7 @@
 1. Every member ends as a rollout that succeeded or as a failure that further attempts do not mend.
 2. A member is tried MEMBER_ATTEMPTS times (each with the host's own retries inside). A host that is away
    costs no attempt, nor does a model that is (MODEL_AWAY): those are outages (outage.py), waited out within
-   the run's patience.
+   the run's patience. A member that a model refuses for as long, while it answers others, fails.
 3. At most `max_concurrent` rollouts are under way at once, over training and evaluations together.
 4. What comes back is checked before anybody sees it: a reward that is no number, a success without a sampled
    token, or one that another version sampled than the request pins, is a failure. A failure never has a
@@ -18,6 +18,7 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
+from dataclasses import dataclass, field
 
 from quartet.errors import QuartetError
 from quartet.v1 import common_pb2 as cpb
@@ -37,6 +38,17 @@ MODEL_AWAY = frozenset(
 )
 
 Failures = dict[int, rpb.RolloutFailure]
+
+
+@dataclass
+class _Group:
+    """The members of one call, while they are sampled."""
+
+    missing: set[int]
+    failed: Failures = field(default_factory=dict)
+    # Of each member: the attempts that count, and since when it has met a model that is away.
+    charged: Counter[int] = field(default_factory=Counter)
+    away_since: dict[int, float] = field(default_factory=dict)
 
 
 class Sampling:
@@ -68,44 +80,39 @@ class Sampling:
         `ended` is told of every attempt's rollout and says whether to go on. With all_or_nothing one member
         that failed for good ends the others, too.
         """
-        missing, failed = set(members), Failures()
-        charged: Counter[int] = Counter()
+        group = _Group(set(members))
         tries = 0
-        while missing:
+        while group.missing:
             try:
                 goes_on = await self._host_outage.through(
-                    lambda: self._attempt(
-                        request, missing, failed, charged, ended, all_or_nothing=all_or_nothing
-                    )
+                    lambda: self._attempt(request, group, ended, all_or_nothing=all_or_nothing)
                 )
             except QuartetError as error:
                 raise RunFailed(f"environment {request.environment.id!r}: {error.message}") from error
             if not goes_on:
-                return failed
-            if missing:
+                return group.failed
+            if group.missing:
                 await asyncio.sleep(backoff_s(tries))
                 tries += 1
-        return failed
+        return group.failed
 
     async def _attempt(
         self,
         request: epb.RunRolloutsRequest,
-        missing: set[int],
-        failed: Failures,
-        charged: Counter[int],
+        group: _Group,
         ended: Callable[[rpb.Rollout], bool],
         *,
         all_or_nothing: bool,
     ) -> bool:
         """One stream for all missing members. Returns whether to go on."""
-        if not missing:
+        if not group.missing:
             return True  # all had come before the last stream broke
         asked = epb.RunRolloutsRequest()
         asked.CopyFrom(request)
         asked.request_id = f"{request.request_id}/{uuid.uuid4().hex[:12]}"
-        asked.members.extend(sorted(missing))
+        asked.members.extend(sorted(group.missing))
         pinned = request.exact_policy_version if request.HasField("exact_policy_version") else None
-        held = len(missing)
+        held = len(group.missing)
         await self._permits.take(held)
         try:
             async with aclosing(self._hosts.run(asked)) as rollouts:
@@ -117,12 +124,12 @@ class Sampling:
                         if self._judge is not None:
                             await self._judge(rollout)
                         self._model_outage.answered()
-                        missing.discard(rollout.member)
+                        group.missing.discard(rollout.member)
                     if not ended(rollout):
                         return False
-                    if rollout.HasField("failure") and self._for_good(rollout, charged):
-                        missing.discard(rollout.member)
-                        failed[rollout.member] = rollout.failure
+                    if rollout.HasField("failure") and self._for_good(rollout, group):
+                        group.missing.discard(rollout.member)
+                        group.failed[rollout.member] = rollout.failure
                         if all_or_nothing:
                             return False
         finally:
@@ -130,13 +137,14 @@ class Sampling:
                 self._permits.give_back(held)
         return True
 
-    def _for_good(self, rollout: rpb.Rollout, charged: Counter[int]) -> bool:
-        failure = rollout.failure
+    def _for_good(self, rollout: rpb.Rollout, group: _Group) -> bool:
+        failure, member = rollout.failure, rollout.member
         if failure.kind == rpb.FAILURE_KIND_MODEL and failure.reason in MODEL_AWAY:
             self._model_outage.failed(failure.message)
-            return False
-        charged[rollout.member] += 1
-        return not failure.retryable or charged[rollout.member] >= MEMBER_ATTEMPTS
+            return self._model_outage.outlasted(group.away_since.setdefault(member, self._model_outage.now()))
+        group.away_since.pop(member, None)
+        group.charged[member] += 1
+        return not failure.retryable or group.charged[member] >= MEMBER_ATTEMPTS
 
 
 def checked(rollout: rpb.Rollout, exact_version: int | None = None) -> None:
