@@ -2,7 +2,8 @@
 
 Runs the main job for a fixed number of steps with max_off_policy_steps = 1 and = 0, in turn (A B A B ...),
 on one tiny model, and compares the wall time of the whole run, the start of its services included. Bar: the
-alternating run takes >= 1.2 times as long. Beside it, the time of one step and its parts.
+alternating run takes >= 1.2 times as long. Beside it, the time of one step and its parts, and how many cores
+were busy: what generation and training take from each other where there are only two.
 
     python benchmarks/overlap.py [--steps 50] [--pairs 2] [--model DIR] [--json FILE]
 """
@@ -10,6 +11,7 @@ alternating run takes >= 1.2 times as long. Beside it, the time of one step and 
 from __future__ import annotations
 
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -21,7 +23,14 @@ from figures import Figure, arguments, report
 REPOSITORY = Path(__file__).resolve().parent.parent
 WHOLE = "whole run"
 STEP = "time/step_s"
+BUSY = "cores busy"
 QUARTET = [sys.executable, "-m", "quartet.cli"]
+
+
+def cpu_seconds() -> float:
+    """Of all that this process started and that has ended: the launcher and its services."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def run_seconds(model: Path, output: Path, steps: int, off_policy: int) -> dict[str, float]:
@@ -31,11 +40,14 @@ def run_seconds(model: Path, output: Path, steps: int, off_policy: int) -> dict[
     command = [*QUARTET, "rl", "@", "configs/reverse-text.toml", "--model", str(model)]
     command += ["--output-dir", str(output), "--max-steps", str(steps)]
     command += ["--max-off-policy-steps", str(off_policy), "--eval.num-examples", "0"]
+    before = cpu_seconds()
     subprocess.run(command, check=True, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+    used = cpu_seconds() - before
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "time/step_s" in row][1:]
     seconds = {key: statistics.fmean(row[key] for row in rows) for key in rows[0] if key.startswith("time/")}
-    return {WHOLE: json.loads((output / "summary.json").read_text())["wall_seconds"], **seconds}
+    wall = json.loads((output / "summary.json").read_text())["wall_seconds"]
+    return {WHOLE: wall, BUSY: used / wall, **seconds}
 
 
 def main() -> None:
@@ -61,7 +73,8 @@ def main() -> None:
     ]
     for name, runs in (("overlapped", overlapped), ("alternating", alternating)):
         for key in sorted(runs[0]):
-            figures.append(Figure(f"{name}: {key}", statistics.median(run[key] for run in runs), "s"))
+            unit = "cores" if key == BUSY else "s"
+            figures.append(Figure(f"{name}: {key}", statistics.median(run[key] for run in runs), unit))
     report(figures, options.json, steps=options.steps, pairs=options.pairs, ratios=ratios)
 
 
