@@ -6,10 +6,10 @@
    sequences at 512 tokens and more, counted over all tokens and over the sampled ones alone; short rollouts
    are shown beside it.
 2. The main job itself (left out with `--no-job`), its four processes joined through such proxies: bytes of
-   each hop per token of the trained sequences, the same bar on the two hops of a trajectory. Its sequences
-   have about 29 tokens, so fixed costs (names, metrics, HTTP/2) weigh more than in any real job. The third
-   hop, inference <-> envhost, has no bar: beside ids and log-probabilities it carries the conversation as
-   text, both ways (in this job 8.3 bytes a token without framing): only inference has the tokenizer.
+   each hop per token of the trained sequences, with the same bar. Its sequences have about 29 tokens, so
+   fixed costs (names, metrics, HTTP/2) weigh more than in any real job. The third hop, inference <->
+   envhost, misses it: beside ids and log-probabilities it carries the conversation as text, both ways (in
+   this job 8.3 bytes a token without framing): only inference has the tokenizer.
 
     python benchmarks/wire.py [--no-job] [--model DIR] [--json FILE]
 """
@@ -181,13 +181,13 @@ async def main_job(model: Path, folder: Path) -> list[Figure]:
         arguments += ["--envhost-addresses", json.dumps([to_envhost.address])]
         tokens, sampled = await trained_tokens(await up("orchestrator", *arguments), model)
         hops = {
-            "inference <-> envhost": (to_inference, ""),
-            "envhost <-> orchestrator": (to_envhost, "<= 9"),
-            "orchestrator <-> trainer": (to_trainer, "<= 9"),
+            "inference <-> envhost": to_inference,
+            "envhost <-> orchestrator": to_envhost,
+            "orchestrator <-> trainer": to_trainer,
         }
         figures = [Figure("main job: tokens of a trained sequence", tokens / (JOB_STEPS * 128), "tokens")]
-        for name, (hop, bar) in hops.items():
-            figures.append(Figure(f"main job: {name}", hop.total_bytes / tokens, "bytes/token", bar))
+        for name, hop in hops.items():
+            figures.append(Figure(f"main job: {name}", hop.total_bytes / tokens, "bytes/token", "<= 9"))
             figures.append(Figure(f"main job: {name}", hop.total_bytes / sampled, "bytes/sampled"))
         return [*figures, Figure("main job: weights", weights.total_bytes / JOB_STEPS, "bytes/step")]
 
