@@ -54,6 +54,7 @@ class Stub(vf.Client):
             ),
         )
 
+    # The rest of the interface talks to providers; get_response, which is given here, is all that calls it.
     def setup_client(self, config):
         raise NotImplementedError
 

@@ -15,13 +15,19 @@ from quartet_inference.engine import ServedWeights
 from .relay_fleet import CHUNKS, Fleet, size, tensors, until
 
 
-async def test_a_relay_that_is_killed_costs_the_trainer_only_what_was_missing(fleet: Fleet) -> None:
+async def half_way(fleet: Fleet) -> Any:
+    """The manifest of a version of which six replicas in a tree have the first half."""
     await fleet.add(6)
     fleet.trainer.gate.clear()
     fleet.trainer.gate_at = CHUNKS // 2 * CHUNK_BYTES
     full = await fleet.publish(0, tensors(1))
     await until(lambda: fleet.trainer.sent >= fleet.trainer.gate_at)
     await asyncio.sleep(0.2)
+    return full
+
+
+async def test_a_relay_that_is_killed_costs_the_trainer_only_what_was_missing(fleet: Fleet) -> None:
+    full = await half_way(fleet)
     await fleet.replicas[0].kill()
     fleet.trainer.gate.set()
     await fleet.serve(0, fleet.replicas[1:])
@@ -31,12 +37,7 @@ async def test_a_relay_that_is_killed_costs_the_trainer_only_what_was_missing(fl
 
 
 async def test_below_a_relay_whose_own_fetch_fails_what_has_come_is_kept(fleet: Fleet) -> None:
-    await fleet.add(6)
-    fleet.trainer.gate.clear()
-    fleet.trainer.gate_at = CHUNKS // 2 * CHUNK_BYTES
-    full = await fleet.publish(0, tensors(1))
-    await until(lambda: fleet.trainer.sent >= fleet.trainer.gate_at)
-    await asyncio.sleep(0.2)
+    full = await half_way(fleet)
     # Its server lives, and says that there will be no more.
     fleet.replicas[0].task.cancel()
     fleet.trainer.gate.set()

@@ -18,12 +18,17 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
-def main(parent: int, program: list[str]) -> None:
-    """Arm the signal, check that the parent did not die before that, exec."""
+def die_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent dies; end it where that has happened already."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
-        sys.exit(1)
+        os._exit(1)
+
+
+def main(parent: int, program: list[str]) -> None:
+    """Tie this process, and become the program."""
+    die_with(parent)
     os.execvp(program[0], program)
 
 

@@ -12,12 +12,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
 import logging
-import os
 import resource
 import signal
 import socket
@@ -28,6 +26,7 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError, Message
 from quartet.errors import QuartetError
 from quartet.kit.channel import ClientSecurity
+from quartet.local.tether import die_with
 from quartet.replicas import Replicas
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
@@ -39,7 +38,6 @@ from quartet_envhost.together import time_limit_s
 HEARTBEAT_S: Final = 1.0
 # Cancelled rollouts get this long to clean up before the process ends.
 CLOSE_GRACE_S: Final = 5.0
-_PR_SET_PDEATHSIG: Final = 1
 # Rollouts under way are many small objects, nearly none of them garbage; looking through them at Python's own
 # thresholds is a sixth of a rollout's CPU. What a cycle holds waits for so many objects instead, some 20 MiB.
 GC_THRESHOLDS: Final = (100_000, 20, 50)
@@ -254,12 +252,6 @@ def _limit_files(limit: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
 
 
-def _die_with_parent(parent: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # The front died before the line above.
-        os._exit(1)
-
-
 async def _serve(fd: int) -> None:
     line = socket.socket(fileno=fd)
     line.setblocking(False)
@@ -280,7 +272,7 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     arguments = parser.parse_args()
-    _die_with_parent(arguments.parent)
+    die_with(arguments.parent)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     asyncio.run(_serve(arguments.fd))
 

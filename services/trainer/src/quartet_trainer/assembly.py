@@ -26,14 +26,10 @@ from quartet_trainer.service import TrainerServicer
 from quartet_trainer.spec import RunSpec
 from quartet_trainer.state_root import hold, state_root
 from quartet_trainer.states import StateStore, TensorFiles
-from quartet_trainer.worker import Worker
+from quartet_trainer.worker import STUCK_SECONDS, Worker
 
 TRAINER = "quartet.v1.TrainerService"
 WEIGHTS = "quartet.v1.WeightService"
-
-#: A worker that has a job and finishes no micro-batch for this long is stuck; loading a large model from a
-#: slow disk is not.
-STUCK_SECONDS = 900.0
 
 log = structlog.get_logger()
 

@@ -20,6 +20,9 @@ T = TypeVar("T")
 
 #: Callers wait for each other's jobs; more than this means that they do not.
 MAX_PENDING = 64
+#: A worker that has a job and finishes no micro-batch for this long is stuck; loading a large model from a
+#: slow disk is not.
+STUCK_SECONDS = 900.0
 
 
 class Worker:

@@ -39,11 +39,12 @@ from quartet_trainer.ranks.command import (
 )
 from quartet_trainer.ranks.sharding import ShardedForward, shard
 from quartet_trainer.sample import Sample
+from quartet_trainer.worker import STUCK_SECONDS
 
 T = TypeVar("T")
 
-#: As long as a trainer may be silent before health calls it stuck (assembly.py): loading a large model.
-WAIT_SECONDS = 900.0
+#: A job that says nothing for longer is stuck in one process, too.
+WAIT_SECONDS = STUCK_SECONDS
 #: Often enough that no rank waits a tenth of that for nothing.
 BEAT_SECONDS = 60.0
 #: An error of the contract: its text is clipped to less (quartet.errors).

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
-import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -21,7 +19,7 @@ import structlog
 import torch
 from quartet.config import ConfigError
 from quartet.kit.server import serve
-from quartet.local.tether import PR_SET_PDEATHSIG
+from quartet.local.tether import die_with
 from quartet.weights.store import WeightStore
 
 from quartet_trainer.assembly import Trainer, assemble, device_of, machine_of
@@ -42,8 +40,7 @@ log = structlog.get_logger()
 
 def run_ranks(config: TrainerConfig) -> None:
     """Serve, or follow, until told to stop. Errors: ConfigError."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    die_with(os.getppid())
     device = _own_device(config)
     group = Group(device)
     log.info("rank_joined", rank=group.rank, ranks=group.size, device=str(device))
