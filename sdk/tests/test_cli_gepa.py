@@ -20,7 +20,7 @@ from quartet.cli.gepa.config import GepaConfig
 from quartet.cli.gepa.policies import Prompted
 from quartet.config import ConfigError, validate
 from quartet.errors import QuartetError
-from quartet.run.config import HostedConfig
+from quartet.run.hosted import HostedConfig
 from quartet.v1 import envhost_service_pb2 as pb
 from quartet.v1.common_pb2 import Message
 from quartet.v1.rollout_pb2 import FAILURE_KIND_SCORER, Rollout, RolloutFailure, Task

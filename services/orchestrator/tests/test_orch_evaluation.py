@@ -6,7 +6,8 @@ from collections import Counter
 from contextlib import suppress
 
 from orch_world import RUN, assert_complete, events, notes
-from quartet.run.config import EvalTrial, HostedConfig
+from quartet.run.evaluation import EvalTrial
+from quartet.run.hosted import HostedConfig
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
@@ -18,13 +17,14 @@ from pydantic import Field
 from quartet.config import Config, ConfigError
 from quartet.config.load import validate
 from quartet.run.algorithm import AlgorithmConfig
+from quartet.run.evaluation import EvalConfig, EvalTrial
+from quartet.run.hosted import MAX_ENVIRONMENTS, GroupSize, HostedConfig, as_array
 from quartet.run.lora import LoraConfig
 from quartet.run.sampling import SamplingConfig
 from quartet.run.values import (
     Count,
     Decay,
     NonNegative,
-    Number,
     Positive,
     PositiveCount,
     Seed,
@@ -34,92 +34,12 @@ from quartet.run.values import (
 
 #: More staleness than this means that the trainer keeps more than two dozen copies of the model.
 MAX_OFF_POLICY_STEPS = 24
-#: Rollouts of one task in one request to an environment host; more is a mistake, not a group.
-MAX_GROUP = 1024
-#: Tries of one rollout inside the host; more would hide an environment that is broken.
-MAX_RETRIES = 16
-#: Limits of a rollout's time: it travels in whole milliseconds, and nothing waits longer than a week.
-MIN_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS = 0.001, 7 * 24 * 3600.0
-#: Each has worker processes of its own at every host.
-MAX_ENVIRONMENTS = 100
-
-GroupSize = Annotated[int, Field(ge=1, le=MAX_GROUP, strict=True)]
-
-
-def as_array(tables: Any, key: str) -> Any:
-    """What was given for a list of tables, refused where it is one table."""
-    if isinstance(tables, dict):
-        raise ValueError(f"environments are a list of tables; write [[{key}]] with two brackets")
-    return tables
-
-
-class HostedConfig(Config):
-    """An environment as the host is asked for it."""
-
-    id: Text
-    args: Table
-    timeout_seconds: Annotated[
-        float, Field(ge=MIN_TIMEOUT_SECONDS, le=MAX_TIMEOUT_SECONDS, allow_inf_nan=False, strict=True)
-    ] = 600.0
-    max_retries: Annotated[int, Field(ge=0, le=MAX_RETRIES, strict=True)] = 2
 
 
 class EnvConfig(HostedConfig):
     """One environment and its share of the rollouts."""
 
     weight: Positive = 1.0
-
-
-class EvalEnvConfig(HostedConfig):
-    """One environment to evaluate on; what is left out is taken from [eval]."""
-
-    #: Of its metrics; absent: its id.
-    name: Text | None = None
-    num_examples: PositiveCount | None = None
-    rollouts_per_example: GroupSize | None = None
-
-
-@dataclass(frozen=True)
-class EvalTrial:
-    """What an evaluation measures on one environment."""
-
-    name: str
-    hosted: HostedConfig
-    num_examples: int
-    rollouts_per_example: int
-
-
-class EvalConfig(Config):
-    """Evaluations at a pinned version; num_examples = 0 switches them off."""
-
-    num_examples: Count = 64
-    rollouts_per_example: GroupSize = 1
-    before: bool = True
-    after: bool = True
-    temperature: NonNegative | None = None
-    interval: Count = 0
-    #: A rollout passes from this reward on.
-    pass_threshold: Number = 0.5
-    #: An evaluation that is not whole by then counts what it has.
-    timeout_seconds: Annotated[
-        float, Field(ge=MIN_TIMEOUT_SECONDS, le=MAX_TIMEOUT_SECONDS, allow_inf_nan=False, strict=True)
-    ] = 3600.0
-    #: Where to evaluate, if not where the run trains.
-    env: Annotated[tuple[EvalEnvConfig, ...], Field(max_length=MAX_ENVIRONMENTS)] = ()
-
-    @pydantic.field_validator("env", mode="before")
-    @classmethod
-    def _is_an_array(cls, env: Any) -> Any:
-        return as_array(env, "eval.env")
-
-    @pydantic.field_validator("env")
-    @classmethod
-    def _distinct(cls, env: tuple[EvalEnvConfig, ...]) -> tuple[EvalEnvConfig, ...]:
-        names = [one.name or one.id for one in env]
-        twice = sorted({one for one in names if names.count(one) > 1})
-        if twice:
-            raise ValueError(f'two are called {twice[0]!r}; give each a name = "..." of its own')
-        return env
 
 
 class CheckpointConfig(Config):
@@ -186,21 +106,7 @@ class RunConfig(Config):
     @property
     def trials(self) -> list[EvalTrial]:
         """What each evaluation measures; empty where there is none."""
-        settings = self.eval
-        if not settings.num_examples:
-            return []
-        if not settings.env:
-            size = settings.num_examples, settings.rollouts_per_example
-            return [EvalTrial(env.id, env, *size) for env in self.env]
-        return [
-            EvalTrial(
-                env.name or env.id,
-                env,
-                env.num_examples or settings.num_examples,
-                env.rollouts_per_example or settings.rollouts_per_example,
-            )
-            for env in settings.env
-        ]
+        return self.eval.trials(self.env)
 
     @property
     def groups_per_batch(self) -> int:

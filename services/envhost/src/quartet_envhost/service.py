@@ -10,7 +10,7 @@ from typing import Any, Final
 import grpc
 from quartet.errors import QuartetError
 from quartet.kit.stream import with_heartbeats
-from quartet.run.config import MAX_GROUP, MAX_RETRIES
+from quartet.run.hosted import MAX_GROUP, MAX_RETRIES
 from quartet.v1 import common_pb2, envhost_service_pb2, envhost_service_pb2_grpc, rollout_pb2
 
 from quartet_envhost.dialogue import Dialogue

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
-from quartet.run.config import EvalTrial
+from quartet.run.evaluation import EvalTrial
 from quartet.run.statistics import summarise
 from quartet.v1 import rollout_pb2 as rpb
 

@@ -14,7 +14,8 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from quartet.run.config import EvalTrial, RunConfig
+from quartet.run.config import RunConfig
+from quartet.run.evaluation import EvalTrial
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb

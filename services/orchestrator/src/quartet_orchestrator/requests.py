@@ -6,7 +6,8 @@ import json
 
 import xxhash
 from quartet.run import sampling as run_sampling
-from quartet.run.config import HostedConfig, RunConfig
+from quartet.run.config import RunConfig
+from quartet.run.hosted import HostedConfig
 from quartet.run.sampling import SamplingConfig
 from quartet.v1 import common_pb2 as cpb
 from quartet.v1 import envhost_service_pb2 as epb

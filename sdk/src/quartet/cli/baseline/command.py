@@ -24,7 +24,8 @@ from quartet.config import ConfigError, load
 from quartet.kit.folder import check_folder
 from quartet.local.beside import AddressBook
 from quartet.local.toml_text import inline
-from quartet.run.config import MAX_GROUP, HostedConfig, RunConfig
+from quartet.run.config import RunConfig
+from quartet.run.hosted import MAX_GROUP, HostedConfig
 from quartet.run.sampling import EvalSamplingConfig
 
 EXIT_FAILED = 1

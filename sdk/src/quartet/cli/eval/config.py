@@ -16,7 +16,7 @@ import pydantic
 from pydantic import Field
 
 from quartet.config import Config
-from quartet.run.config import MAX_ENVIRONMENTS, GroupSize, HostedConfig, as_array
+from quartet.run.hosted import MAX_ENVIRONMENTS, GroupSize, HostedConfig, as_array
 from quartet.run.sampling import EvalSamplingConfig
 from quartet.run.values import Number, PositiveCount, Table, Text
 

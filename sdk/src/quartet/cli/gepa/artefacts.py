@@ -18,7 +18,7 @@ from typing import Any, Final
 from quartet.cli.gepa.adapter import COMPONENT
 from quartet.cli.outputs import Row, write_json, write_lines
 from quartet.local.toml_text import dumps
-from quartet.run.config import HostedConfig
+from quartet.run.hosted import HostedConfig
 
 SCHEMA: Final = "verifiers.gepa.v1"
 METADATA: Final = "metadata.json"

@@ -45,7 +45,7 @@ from quartet.kit.folder import check_folder, lock_file
 from quartet.local.beside import AddressBook
 from quartet.local.supervisor import ServiceFailed
 from quartet.local.toml_text import inline
-from quartet.run.config import HostedConfig
+from quartet.run.hosted import HostedConfig
 from quartet.run.name import RULE, is_run_id
 from quartet.v1.rollout_pb2 import Task
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from quartet.cli.eval.config import AnswererConfig
-from quartet.run.config import HostedConfig
+from quartet.run.hosted import HostedConfig
 from quartet.run.values import Number, PositiveCount, Seed, Text
 
 

@@ -1,0 +1,39 @@
+"""An environment as a host is asked for it, and the bounds of what it is asked."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from quartet.config import Config
+from quartet.run.values import Table, Text
+
+#: Rollouts of one task in one request to an environment host; more is a mistake, not a group.
+MAX_GROUP = 1024
+#: Tries of one rollout inside the host; more would hide an environment that is broken.
+MAX_RETRIES = 16
+#: Limits of a rollout's time: it travels in whole milliseconds, and nothing waits longer than a week.
+MIN_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS = 0.001, 7 * 24 * 3600.0
+#: Each has worker processes of its own at every host.
+MAX_ENVIRONMENTS = 100
+
+GroupSize = Annotated[int, Field(ge=1, le=MAX_GROUP, strict=True)]
+
+
+def as_array(tables: Any, key: str) -> Any:
+    """What was given for a list of tables, refused where it is one table."""
+    if isinstance(tables, dict):
+        raise ValueError(f"environments are a list of tables; write [[{key}]] with two brackets")
+    return tables
+
+
+class HostedConfig(Config):
+    """An environment as the host is asked for it."""
+
+    id: Text
+    args: Table
+    timeout_seconds: Annotated[
+        float, Field(ge=MIN_TIMEOUT_SECONDS, le=MAX_TIMEOUT_SECONDS, allow_inf_nan=False, strict=True)
+    ] = 600.0
+    max_retries: Annotated[int, Field(ge=0, le=MAX_RETRIES, strict=True)] = 2
