@@ -62,6 +62,17 @@ def test_promise_2_layers_with_a_window_are_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_promise_2_a_class_that_hides_its_decoder_is_refused(tmp_path: Path) -> None:
+    """Transformers' text-only Llama 4 names its decoder otherwise than its base_model_prefix says."""
+    config = transformers.Llama4TextConfig(
+        **TINY, head_dim=16, intermediate_size_mlp=32, num_local_experts=2, layer_types=["full_attention"] * 2
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(QuartetError, match=r"Llama4ForCausalLM .* output layer; use another") as raised:
+        load(tmp_path)
+    assert raised.value.reason == "INVALID_CONFIG"
+
+
 def test_promise_3_initialisation_leaves_the_random_state_alone(folder: Path) -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()

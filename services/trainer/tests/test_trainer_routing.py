@@ -13,7 +13,7 @@ import transformers
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.packing import pack
-from quartet_trainer.routing import Routing, routing_values
+from quartet_trainer.routing import ANSWER_PROBABILITIES, Routing, routing_values
 from quartet_trainer.sample import make_sample
 
 Make = Callable[..., Any]
@@ -124,6 +124,30 @@ def test_routers_of_every_form_let_a_model_compute(config: Any, is_counted: bool
     assert (table is not None) == is_counted
     if table is not None:
         assert table[0, :-2].sum() == 2 * 8 and 0 < routing_values(table)["router_entropy"] <= np.log(4)
+
+
+def test_routers_that_answer_with_probabilities_have_the_entropy_of_their_logits() -> None:
+    config = transformers.Gemma4TextConfig(
+        **SIZES, head_dim=16, global_head_dim=16, num_global_key_value_heads=1, hidden_size_per_layer_input=0,
+        layer_types=["full_attention"], vocab_size_per_layer_input=96, enable_moe_block=True, num_experts=4,
+        top_k_experts=2, moe_intermediate_size=16, initializer_range=2.0,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    policy, routing = PolicyForward(model, torch.device("cpu"), None), Routing(model)
+    logits: list[np.ndarray] = []
+    (router,) = [module for module in model.modules() if type(module).__name__ in ANSWER_PROBABILITIES]
+    router.proj.register_forward_hook(lambda _, __, output: logits.append(output.double().numpy()))
+    (batch,) = pack([make_sample(0, list(range(9)), [(1, 8, 0)], [], [])], range(1), 1000, 256)
+    with routing.watched(batch.present_T), torch.no_grad():
+        policy(batch, 1.0)
+    (all_TE,) = logits
+    p_TE = np.exp(all_TE) / np.exp(all_TE).sum(1, keepdims=True)
+    expected = -(p_TE * np.log(p_TE)).sum(1)[batch.present_T].mean()
+    assert expected < 0.9 * np.log(4), "the routers prefer some experts"
+    table = routing.table()
+    assert table is not None
+    assert routing_values(table)["router_entropy"] == pytest.approx(expected, rel=1e-5)
 
 
 async def test_a_dense_model_reports_nothing_of_routers(

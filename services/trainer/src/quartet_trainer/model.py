@@ -81,6 +81,13 @@ def load_model(folder: Path, base_model: str, *, from_scratch: bool, seed: int, 
         remedy = "name a folder with config.json and model.safetensors, or set from_scratch"
         raise _refused(base_model, f"{folder} cannot be loaded: {text}", remedy) from error
     _check_attention(model.config, base_model)
+    if model.base_model is model:
+        raise _refused(
+            base_model,
+            f"{type(model).__name__} of transformers {transformers.__version__} does not say what comes before "
+            "its output layer",
+            "use another architecture",
+        )
     return _prepared(model.to(device))
 
 

@@ -4,12 +4,14 @@
    and none is dropped. Padding is not counted.
 2. Watching changes nothing that is computed; a layer that is computed anew in a backward pass is not counted
    again.
-3. Routers that answer with something else than (logits, weights, choices), as few of transformers' do, are
-   not counted, and the model trains all the same.
+3. Routers that answer with something else than (logits or probabilities, weights, choices), as few of
+   transformers' do, are not counted, and the model trains all the same.
+4. What is counted stays on the model's device until `table`: no layer waits for the device.
 
 Of the loads of a layer's experts (tokens of each over their mean): the largest of any layer, by how much the
 largest exceeds the mean, averaged over layers (MaxVio of arXiv 2408.15664), and the share of experts that
-got nothing. And the entropy of the router's probabilities in nats: log(experts) where it does not prefer any.
+got nothing. And the entropy of the router's probabilities, the softmax of its logits, in nats: log(experts)
+where it does not prefer any.
 
 Shapes: N routers, E experts, T tokens of a micro-batch.
 """
@@ -27,12 +29,15 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.output_capturing import OutputRecorder
 
+#: The routers of transformers whose first answer has been through the softmax.
+ANSWER_PROBABILITIES = frozenset({"Gemma4TextRouter"})
+
 
 class Routing:
     """The routers of a model, and what they did since `begin`."""
 
     def __init__(self, model: Any) -> None:
-        self._routers = _routers(model)
+        self._routers, self._device = _routers(model), model.device
         # A row for each router: choices of each expert, then the sum of entropies, then tokens.
         self._seen: list[Tensor | None] = [None] * len(self._routers)
 
@@ -43,8 +48,12 @@ class Routing:
     @contextmanager
     def watched(self, present_T: npt.NDArray[np.bool_]) -> Iterator[None]:
         """Count in a forward pass; `present_T` says which tokens are no padding."""
+        if not self._routers:
+            yield
+            return
+        present = torch.from_numpy(present_T).to(self._device)
         hooks = [
-            router.register_forward_hook(partial(self._count, number, present_T))
+            router.register_forward_hook(partial(self._count, number, present))
             for number, router in enumerate(self._routers)
         ]
         try:
@@ -53,30 +62,28 @@ class Routing:
             for hook in hooks:
                 hook.remove()
 
+    @torch.no_grad()
     def _count(
-        self,
-        number: int,
-        present_T: npt.NDArray[np.bool_],
-        _router: nn.Module,
-        _inputs: object,
-        output: object,
+        self, number: int, present_T: Tensor, router: nn.Module, _inputs: object, output: object
     ) -> None:
         if not _is_routing(output, len(present_T)):
             return
-        logits_TE, _, chosen_Tk, *_ = output
-        with torch.no_grad():
-            logp_TE = torch.log_softmax(logits_TE[present_T].float(), -1)
-            entropy = -(logp_TE.exp() * logp_TE).sum().double()
-            loads_E = torch.bincount(chosen_Tk[present_T].flatten(), minlength=logits_TE.shape[-1])
-            tokens = entropy.new_tensor(len(logp_TE))
-            row = torch.cat([loads_E.double(), entropy[None], tokens[None]]).cpu()
+        scores_TE, _, chosen_Tk, *_ = output
+        scores_TE = scores_TE.float()
+        p_TE = scores_TE if type(router).__name__ in ANSWER_PROBABILITIES else scores_TE.softmax(-1)
+        counted_T = present_T.double()
+        entropy = torch.special.entr(p_TE).sum(-1).double() @ counted_T
+        # Not bincount, which asks the device for the largest choice before it counts.
+        loads_E = counted_T.new_zeros(scores_TE.shape[-1])
+        loads_E.scatter_add_(0, chosen_Tk.flatten().long(), counted_T.repeat_interleave(chosen_Tk.shape[1]))
+        row = torch.cat([loads_E, entropy[None], counted_T.sum()[None]])
         seen = self._seen[number]
         self._seen[number] = row if seen is None else seen + row
 
     def table(self) -> Tensor | None:
-        """[N, E + 2] of what was seen, to be added up over ranks; None where nothing was."""
+        """[N, E + 2] of what was seen, on the CPU, to be added up over ranks; None where nothing was."""
         rows = [row for row in self._seen if row is not None]
-        return torch.stack(rows) if rows else None
+        return torch.stack(rows).cpu() if rows else None
 
 
 def routing_values(table: Tensor) -> dict[str, float]:
@@ -103,6 +110,6 @@ def _routers(model: Any) -> list[nn.Module]:
 def _is_routing(output: object, tokens: int) -> TypeGuard[tuple[Tensor, Tensor, Tensor]]:
     if not isinstance(output, tuple) or len(output) < 3:
         return False
-    logits, chosen = output[0], output[2]
-    per_token = logits.ndim == chosen.ndim == 2 and len(logits) == len(chosen) == tokens
+    scores, chosen = output[0], output[2]
+    per_token = scores.ndim == chosen.ndim == 2 and len(scores) == len(chosen) == tokens
     return per_token and not chosen.is_floating_point()
