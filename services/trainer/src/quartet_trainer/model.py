@@ -84,8 +84,8 @@ def load_model(folder: Path, base_model: str, *, from_scratch: bool, seed: int, 
     if model.base_model is model:
         raise _refused(
             base_model,
-            f"{type(model).__name__} of transformers {transformers.__version__} does not say what comes before "
-            "its output layer",
+            f"transformers {transformers.__version__} does not say what in {type(model).__name__} comes before "
+            "the output layer",
             "use another architecture",
         )
     return _prepared(model.to(device))
