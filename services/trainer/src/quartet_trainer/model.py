@@ -84,8 +84,7 @@ def load_model(folder: Path, base_model: str, *, from_scratch: bool, seed: int, 
     if model.base_model is model:
         raise _refused(
             base_model,
-            f"transformers {transformers.__version__} does not say what in {type(model).__name__} comes before "
-            "the output layer",
+            f"transformers does not say which part of {type(model).__name__} comes before its output layer",
             "use another architecture",
         )
     return _prepared(model.to(device))
