@@ -61,9 +61,10 @@ async def test_several_environments_are_measured_apart_at_one_version(world):
 
 
 async def test_a_stuck_episode_costs_its_deadline_and_coverage_says_so(world):
-    """evaluation.py 4 and invariant 7: training goes on.
+    """measuring.py 3 and invariant 7: training goes on.
 
-    evaluation.py 3
+    measuring.py 2
+    evaluation.py 2
     """
     world.host.stuck = {("toy", 1)}
     async with world.orchestrator() as runs:
@@ -80,7 +81,7 @@ async def test_a_stuck_episode_costs_its_deadline_and_coverage_says_so(world):
 
 
 async def test_an_evaluation_never_mixes_versions(world, monkeypatch):
-    """evaluation.py 1: what another version sampled is a failure, and no part of the mean."""
+    """measuring.py 1: what another version sampled is a failure, and no part of the mean."""
     monkeypatch.setattr(outage, "MAX_BACKOFF_S", 0.01)
     world.host.lie_in_evaluations = {2: 7}
     async with world.orchestrator() as runs:
@@ -119,7 +120,7 @@ async def test_an_evaluation_without_any_result_is_no_end_of_training(world):
 
 
 async def test_after_a_restart_only_what_is_missing_is_measured(world):
-    """evaluation.py 2."""
+    """evaluation.py 1."""
     world.host.max_delay_s = 0.05
     run, restarts = pb.Run(), 0
     while run.phase not in RESTING:

@@ -17,8 +17,17 @@ from statistics import fmean, pstdev
 from quartet.run.evaluation import EvalTrial
 from quartet.run.statistics import summarise
 from quartet.v1 import rollout_pb2 as rpb
+from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 
 UNFINISHED = "UNFINISHED"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a figure needs to know of a rollout; an evaluation may have more rollouts than fit into memory."""
+
+    reward: float
+    length: int
 
 
 @dataclass
@@ -28,8 +37,13 @@ class Outcome:
     trial: EvalTrial
     #: Examples of it that are evaluated.
     examples: int
-    good: dict[tuple[int, int], rpb.Rollout] = field(default_factory=dict)
+    good: dict[tuple[int, int], Result] = field(default_factory=dict)
     failed: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, trial: EvalTrial, info: EnvironmentInfo) -> Outcome:
+        """Nothing has ended yet."""
+        return cls(trial, min(trial.num_examples, info.eval_size))
 
     @property
     def asked(self) -> int:
@@ -42,7 +56,12 @@ class Outcome:
             self.failed[key] = rpb.FailureKind.Name(rollout.failure.kind).removeprefix("FAILURE_KIND_")
         else:
             self.failed.pop(key, None)
-            self.good[key] = rollout
+            self.good[key] = Result(rollout.reward, rollout.usage.completion_tokens)
+
+    def missing(self, example: int) -> list[int]:
+        """The members of an example that have no result."""
+        members = range(self.trial.rollouts_per_example)
+        return [member for member in members if (example, member) not in self.good]
 
     def losses(self) -> Counter[str]:
         """What is missing, by reason."""
@@ -52,10 +71,10 @@ class Outcome:
 
 
 def of_evaluation(outcomes: Sequence[Outcome], pass_threshold: float) -> dict[str, float]:
-    good = [rollout for outcome in outcomes for rollout in outcome.good.values()]
+    good = [result for outcome in outcomes for result in outcome.good.values()]
     values = _coverage("eval", outcomes) | {"eval/rollouts": float(len(good))}
     if good:
-        rewards = [rollout.reward for rollout in good]
+        rewards = [result.reward for result in good]
         values |= {"eval/reward": fmean(rewards), "eval/reward_std": pstdev(rewards)}
         values["eval/mean_length"] = _mean_length(good)
     for outcome in outcomes:
@@ -77,8 +96,8 @@ def _coverage(prefix: str, outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 def _figures(outcome: Outcome, pass_threshold: float) -> dict[str, float]:
     examples: dict[int, list[float]] = defaultdict(list)
-    for (example, _), rollout in outcome.good.items():
-        examples[example].append(rollout.reward)
+    for (example, _), result in outcome.good.items():
+        examples[example].append(result.reward)
     summary = summarise(examples, pass_threshold, outcome.trial.rollouts_per_example)
     values = {"reward": summary.mean, "reward_std": summary.deviation}
     if summary.error is not None:
@@ -91,5 +110,5 @@ def _figures(outcome: Outcome, pass_threshold: float) -> dict[str, float]:
     return values
 
 
-def _mean_length(rollouts: Iterable[rpb.Rollout]) -> float:
-    return fmean([rollout.usage.completion_tokens for rollout in rollouts])
+def _mean_length(results: Iterable[Result]) -> float:
+    return fmean([result.length for result in results])

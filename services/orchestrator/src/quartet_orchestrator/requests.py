@@ -6,9 +6,8 @@ import json
 
 import xxhash
 from quartet.run import sampling as run_sampling
-from quartet.run.config import RunConfig
 from quartet.run.hosted import HostedConfig
-from quartet.run.sampling import SamplingConfig
+from quartet.run.sampling import EvalSamplingConfig, SamplingConfig
 from quartet.v1 import common_pb2 as cpb
 from quartet.v1 import envhost_service_pb2 as epb
 
@@ -21,7 +20,7 @@ def environment_ref(env: HostedConfig) -> epb.EnvironmentRef:
     return epb.EnvironmentRef(id=env.id, args_json=json.dumps(env.args, sort_keys=True) if env.args else "")
 
 
-def sampling_params(config: SamplingConfig, name: str) -> cpb.SamplingParams:
+def sampling_params(config: SamplingConfig | EvalSamplingConfig, name: str) -> cpb.SamplingParams:
     """`name` makes the seed of each group its own: a task that comes again in a later epoch is sampled
     afresh."""
     seed = None
@@ -31,7 +30,12 @@ def sampling_params(config: SamplingConfig, name: str) -> cpb.SamplingParams:
 
 
 def rollouts_request(
-    run_id: str, config: RunConfig, name: str, env: HostedConfig, split: epb.Split, task_index: int
+    run_id: str,
+    sampling: SamplingConfig | EvalSamplingConfig,
+    name: str,
+    env: HostedConfig,
+    split: epb.Split,
+    task_index: int,
 ) -> epb.RunRolloutsRequest:
     """Everything but the members and the policy version."""
     return epb.RunRolloutsRequest(
@@ -40,7 +44,7 @@ def rollouts_request(
         environment=environment_ref(env),
         split=split,
         task_index=task_index,
-        sampling=sampling_params(config.sampling, name),
+        sampling=sampling_params(sampling, name),
         timeout_ms=round(env.timeout_seconds * 1000),
         messages_of_members=MESSAGES_OF_MEMBERS,
         max_retries=env.max_retries,

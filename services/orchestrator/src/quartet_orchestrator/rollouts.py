@@ -131,7 +131,7 @@ class Rollouts:
     async def _complete(self, group: Group) -> None:
         request = rollouts_request(
             self._book.state.run_id,
-            self._config,
+            self._config.sampling,
             f"group-{group.number}",
             self._config.env[group.environment],
             epb.SPLIT_TRAIN,
