@@ -91,6 +91,7 @@ async def serve(folder: Path) -> None:
     from quartet_inference.openai.config import OpenAiConfig
     from quartet_inference.openai.front import Front
     from quartet_inference.openai.server import serving
+    from quartet_inference.own_model import OwnModel
     from quartet_inference.service import InferenceServicer
     from quartet_inference.updates import ServedNews
 
@@ -99,7 +100,7 @@ async def serve(folder: Path) -> None:
     engine = stub_engine(chat.end_tokens)
     news = ServedNews(engine)
     answerer = Answerer(engine, chat, news, 1.0)
-    adapters = Adapters(engine, news, has_base=False, on_demand=False)
+    adapters = Adapters(engine, news, OwnModel(engine, folder), on_demand=False)
     add = rpc.add_InferenceServiceServicer_to_server
     servicer = InferenceServicer(engine, answerer, adapters, str(folder))
     server = await start(

@@ -258,9 +258,9 @@ async def test_a_publisher_that_goes_back_or_names_the_same_adapter_anew_is_foll
 async def test_unknown_runs_are_looked_for_seldom_and_few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Invariant 8: whoever names runs that do not exist does not flood the trainer."""
     engine: Any = None
-    known = adapters.Adapters(engine, engine, has_base=True, on_demand=True)
+    known = adapters.Adapters(engine, engine, engine, on_demand=True)
     publisher: Any = "a trainer"
-    known.start(publisher, lambda: None)
+    known.start(publisher, lambda weights: None)
     asked: list[str] = []
     answer = asyncio.Event()
 

@@ -2,8 +2,9 @@
 
 1. An adapter is served from its first verified version on, and followed until it is unloaded: LoadAdapter, a
    request that names its run, or the run that the replica follows anyway begin it.
-2. An adapter is served upon the model of the replica's own folder, as version 0 of no run, and upon nothing
-   else.
+2. An adapter is served upon the model of the replica's own folder, and upon nothing else. Where the run that
+   the replica follows publishes adapters, that model replaces other weights; where it publishes whole models,
+   adapters are refused, and those that are served go with the folder's model.
 3. An adapter whose canary dies is unloaded: its requests fail with NOT_READY. Other runs are not touched.
 4. Whatever fails leaves the version that is served; fetching is tried again as for a whole model.
 """
@@ -22,7 +23,8 @@ from quartet.weights.fetched import Fetched
 from quartet.weights.versions import Version
 
 from quartet_inference.canary import CanaryWatch, check_canary
-from quartet_inference.engine import Engine, EngineInfo, ServedWeights, adapter_gone
+from quartet_inference.engine import Engine, EngineInfo, ServedWeights, adapter_gone, no_base
+from quartet_inference.own_model import OwnModel
 from quartet_inference.relay import Holdings
 from quartet_inference.updates import Adopter, Follower, Publisher, ServedNews
 
@@ -36,8 +38,10 @@ LOOK_SECONDS = 5.0
 MAX_LOOKED_FOR = 256
 #: At once: whoever names runs that do not exist must not flood the trainer.
 MAX_LOOKS = 16
-#: What LoadAdapter waits for a follower that is at work already.
+#: What LoadAdapter waits for a follower that is at work already: of the adapter, or of the base weights.
 LOAD_SECONDS = 60.0
+
+OnBase = Callable[[ServedWeights], None]
 
 log = structlog.get_logger()
 
@@ -95,28 +99,28 @@ class Adapters:
         self,
         engine: Engine,
         news: ServedNews,
+        own: OwnModel,
         *,
-        has_base: bool,
         on_demand: bool,
         canary_tolerance: float | None = None,
     ) -> None:
-        """`has_base`: the engine was started with the weights of its folder."""
-        self._engine, self._news, self._has_base = engine, news, has_base
+        """Serve them upon the replica's `own` model."""
+        self._engine, self._news, self._own = engine, news, own
         self._on_demand, self._tolerance = on_demand, canary_tolerance
         self._publisher: Publisher | None = None
-        self._on_base: Callable[[], None] = lambda: None
+        self._on_base: OnBase = lambda weights: None
         self._followed: dict[str, _Followed] = {}
         self._looked_for: dict[str, float] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def start(self, publisher: Publisher | None, on_base: Callable[[], None]) -> None:
-        """Follow runs at this publisher; `on_base` is called when the folder's own model begins to serve."""
+    def start(self, publisher: Publisher | None, on_base: OnBase) -> None:
+        """Follow runs at this publisher; `on_base` is told when the folder's own model begins to serve."""
         self._publisher, self._on_base = publisher, on_base
 
     def follows(self, run_id: str) -> bool:
-        """Whether a run's newer versions come of themselves."""
+        """Whether a run's adapter is served, and newer versions come of themselves."""
         held = self._followed.get(run_id)
-        return held is not None and held.task is not None
+        return held is not None and held.task is not None and _of_run(self._engine.info(), run_id) is not None
 
     async def load(self, run_id: str) -> ServedWeights:
         """Serve the newest version of a run's adapter, and follow it.
@@ -135,8 +139,9 @@ class Adapters:
         newest = await get_manifest(publisher.channel, run_id)
         if not newest.adapter_config:
             raise _no_adapter(newest.run_id)
+        await self._await_base(publisher)
         if not self.follows(newest.run_id):
-            return await self.adopt(await fetch_version(publisher.channel, newest.run_id, None, None))
+            return await self._take(await fetch_version(publisher.channel, newest.run_id, None, None))
 
         def arrived(_: ServedWeights | None) -> bool:
             served = _of_run(self._engine.info(), newest.run_id)
@@ -149,9 +154,16 @@ class Adapters:
         return served
 
     async def adopt(self, version: Version | Fetched) -> ServedWeights:
-        """Serve a version that was verified, and follow its run. Errors: those of `load`."""
+        """Serve a verified version of the run that the replica follows; other base weights leave the engine.
+
+        Errors: those of `load`.
+        """
+        if not self._own.serves():
+            self._on_base(await self._own.serve())
+        return await self._take(version)
+
+    async def _take(self, version: Version | Fetched) -> ServedWeights:
         run_id = str(version.manifest.run_id)
-        await self._name_base()
         followed = self._followed.get(run_id) or self._make(run_id)
         weights = await followed.adopter.adopt(version)
         # Of two that take a run's first version at once, one follows it.
@@ -161,7 +173,9 @@ class Adapters:
             publisher = replace(self._publisher, run_id=run_id, relay_address="")
             view = cast(Engine, AdapterView(self._engine, run_id))
             holdings = Holdings(KEPT_VERSIONS, DELTA_BYTES)
-            follower = Follower(view, publisher, holdings, followed.adopter, lambda why: None)
+            follower = Follower(
+                view, publisher, holdings, followed.adopter, lambda why: self._refused(run_id)
+            )
             followed.task = asyncio.create_task(follower.run(), name=f"follow-adapter-{run_id}")
             followed.task.add_done_callback(lambda task: self._ended(run_id, task))
         return weights
@@ -200,20 +214,26 @@ class Adapters:
         except QuartetError as error:
             log.info("no adapter for a request", run_id=run_id, why=str(error))
 
-    async def _name_base(self) -> None:
-        """The folder's own model answers requests that name no run."""
-        if self._engine.info().served is not None:
+    async def _await_base(self, publisher: Publisher) -> None:
+        """Wait for the follower of the replica's run where it is about to serve the folder's own model."""
+        if self._own.serves():
             return
-        if not self._has_base:
+        self._own.check()
+        served = self._engine.info().served
+        try:
+            followed = await get_manifest(publisher.channel, publisher.run_id)
+        except QuartetError as error:
+            if error.reason == "RUN_UNKNOWN" and served is not None:
+                raise no_base(served) from error  # of the one run that this replica is for
+            if error.reason not in ("RUN_UNKNOWN", "VERSION_UNKNOWN"):
+                raise
+            raise QuartetError("NOT_READY", f"nothing is there to follow yet: {error.message}") from error
+        if not followed.adapter_config:
+            raise no_base(served)
+        if not await self._news.wait_for(lambda _: self._own.serves(), LOAD_SECONDS):
             raise QuartetError(
-                "INVALID_REQUEST",
-                "the folder of this replica has no weights; adapters need the model that they were made for",
-                field="model",
-                value="",
-                remedy="start the replica with the folder that the run was created from, weights included",
+                "DEADLINE", "the folder's own model is not served yet; the log says why", waited_for="model"
             )
-        await self._engine.swap(None, ServedWeights("", 0, self._engine.base_digest()))
-        self._on_base()
 
     def _make(self, run_id: str) -> _Followed:
         def verdict(why: str) -> None:
@@ -222,6 +242,11 @@ class Adapters:
 
         canaries = CanaryWatch(self._engine, self._tolerance, verdict)
         return _Followed(AdapterAdopter(self._engine, canaries, self._news.tell), canaries)
+
+    def _refused(self, run_id: str) -> None:
+        """A newer version was not taken: where the base weights have left, none will be."""
+        if not self._own.serves():
+            self._spawn(self.unload(run_id))
 
     def _ended(self, run_id: str, task: asyncio.Task[None]) -> None:
         """A follower that failed: an old version is never served for ever."""

@@ -23,6 +23,7 @@ from quartet_inference.embedded.engine import EmbeddedEngine
 from quartet_inference.embedded.limits import Limits
 from quartet_inference.engine import Engine, ServedWeights
 from quartet_inference.openai.start import front
+from quartet_inference.own_model import OwnModel
 from quartet_inference.replication import INFERENCE, replicating
 from quartet_inference.service import InferenceServicer
 from quartet_inference.updates import ServedNews
@@ -91,7 +92,7 @@ async def services(
     adapters = Adapters(
         ungated,
         news,
-        has_base=any(config.model.glob("*.safetensors")),
+        OwnModel(ungated, config.model),
         on_demand=config.adapters.on_demand,
         canary_tolerance=config.canary_tolerance,
     )

@@ -25,7 +25,7 @@ from quartet.weights.transport import Transport
 from quartet_inference.adapters import Adapters
 from quartet_inference.canary import CanaryWatch, Gate
 from quartet_inference.config import InferenceConfig
-from quartet_inference.engine import Engine
+from quartet_inference.engine import Engine, ServedWeights
 from quartet_inference.relay import Holdings, RelayServicer, relay_address
 from quartet_inference.updates import Adopter, Follower, Publisher, ServedNews, adopt_pushed
 
@@ -53,11 +53,6 @@ class _Said:
         """Something else is served."""
         self.news.tell()
         self.health.set_ready(WEIGHTS)
-
-    def base_serves(self) -> None:
-        """The folder's own model is served: it needs no canary."""
-        self.verdict("")
-        self.served()
 
     def refused(self, why: str) -> None:
         """An update failed."""
@@ -88,16 +83,20 @@ async def replicating(
     adopter = Adopter(engine, canaries, said.served, adapters.adopt)
     relays = Relays(config.weights_security)
 
+    def own_model_serves(weights: ServedWeights) -> None:
+        canaries.swapped(weights, None)
+        said.served()
+
     async def follow() -> None:
         if config.accept_push:
-            adapters.start(None, said.base_serves)
+            adapters.start(None, own_model_serves)
             return await adopt_pushed(holdings.store, config.run_id, adopter, said.refused)
         address = ""
         if config.relay and bound is not None:
             address = relay_address(config.advertise_address, await bound)
         async with connect(config.weights_address, security=config.weights_security, bulk=True) as channel:
             publisher = Publisher(channel, config.run_id, relays, address, _transports(config))
-            adapters.start(publisher, said.base_serves)
+            adapters.start(publisher, own_model_serves)
             follower = Follower(
                 cast(Engine, gate), publisher, holdings, adopter, said.refused, adapters.follows
             )

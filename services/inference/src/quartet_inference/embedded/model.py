@@ -50,6 +50,12 @@ def load(folder: Path, dtype: str, *, weights_follow: bool) -> nn.Module:
     return model
 
 
+def read(folder: Path, dtype: str) -> dict[str, Tensor]:
+    """The weights of a local folder as a version's tensors, while another model computes in this process."""
+    # transformers makes the dtype of a load the default of the whole process meanwhile; float32 is it anyway.
+    return ModelWeights(load(folder, "float32", weights_follow=False).to(DTYPES[dtype])).tensors()
+
+
 def kv_shape(model: nn.Module) -> KvShape:
     """What the model keeps per token."""
     config: Any = model.config
@@ -83,9 +89,9 @@ class ModelWeights:
         name = SAFETENSORS_NAMES[self._dtype]
         return {key: (name, tuple(parameter.shape)) for key, parameter in self._parameters.items()}
 
-    def digest(self) -> bytes:
-        """WeightManifest.digest of what is held now. Hashes every byte."""
-        tensors = {
+    def tensors(self) -> dict[str, Tensor]:
+        """What is held now, as a version has it: views."""
+        return {
             name: Tensor(
                 SAFETENSORS_NAMES[self._dtype],
                 tuple(parameter.shape),
@@ -93,7 +99,10 @@ class ModelWeights:
             )
             for name, parameter in self._parameters.items()
         }
-        return bytes(build_manifest("", 0, tensors).digest)
+
+    def digest(self) -> bytes:
+        """WeightManifest.digest of what is held now. Hashes every byte."""
+        return bytes(build_manifest("", 0, self.tensors()).digest)
 
     def stage(self, tensors: Mapping[str, Tensor]) -> StagedWeights:
         """Check a version against the model. Errors: INVALID_REQUEST."""
