@@ -83,22 +83,22 @@ def group(rollouts: list[Rollout]) -> Group:
 
 def test_overlong_rollouts_are_in_neither_batch_nor_normaliser() -> None:
     rollouts = [rollout(3), rollout(9, cut=True), rollout(2, samples=2)]
-    kept, advantages = batches.without_overlong(rollouts, [1.0, 2.0, 3.0])
-    assert kept == [rollouts[0], rollouts[2]] and advantages == [1.0, 3.0]
+    kept, advantages = batches.without_overlong(rollouts, [[1.0], [2.0], [3.0, 4.0]])
+    assert kept == [rollouts[0], rollouts[2]] and advantages == [[1.0], [3.0, 4.0]]
     assert size_before_loss([group(rollouts)], overlong_filtering=True) == credit.Size(7, 3)
     assert size_before_loss([group(rollouts)], overlong_filtering=False) == credit.Size(16, 4)
 
 
 def test_a_batch_of_overlong_rollouts_alone_teaches_nothing_and_is_not_empty() -> None:
     rollouts = [rollout(9, cut=True), rollout(9, cut=True)]
-    assert batches.without_overlong(rollouts, [1.0, -1.0]) == (rollouts, [0.0, 0.0])
+    assert batches.without_overlong(rollouts, [[1.0], [-1.0]]) == (rollouts, [[0.0], [0.0]])
     assert size_before_loss([group(rollouts)], overlong_filtering=True) == credit.Size(18, 2)
 
 
 def test_a_teachers_opinion_goes_beside_the_sample_not_in_it() -> None:
     judged = rollout(3)
     judged.samples[0].reference_logprobs.extend([-0.5, -0.25, -1.0])
-    _, batch, _ = batches.frames(tpb.ForwardBackwardStart(run_id="r", seq_id=2), [judged], [0.5])
+    _, batch, _ = batches.frames(tpb.ForwardBackwardStart(run_id="r", seq_id=2), [judged], [[0.5]])
     (sent,) = batch.batch.samples
     assert list(sent.reference_logprobs) == [-0.5, -0.25, -1.0]
     assert not sent.sample.reference_logprobs and len(judged.samples[0].reference_logprobs) == 3

@@ -138,14 +138,14 @@ def test_frames_carry_every_sample_once_below_the_message_limit():
     """batches.py 1-3"""
     rollouts = [rollout(120_000) for _ in range(9)]
     start = tpb.ForwardBackwardStart(run_id="r", seq_id=2)
-    frames = list(batches.frames(start, rollouts, [float(i) for i in range(9)]))
+    frames = list(batches.frames(start, rollouts, [[float(i)] for i in range(9)]))
     assert all(frame.ByteSize() < 4 << 20 for frame in frames)
     assert len(frames) > 5
     assert frames[0].start.seq_id == 2
     samples = [sample for frame in frames for sample in frame.batch.samples]
     assert [list(sample.advantages) for sample in samples] == [[float(i)] for i in range(9)]
     assert frames[-1].commit == tpb.StreamCommit(sample_count=9, token_count=9 * 120_000)
-    again = batches.frames(start, rollouts, [float(i) for i in range(9)])
+    again = batches.frames(start, rollouts, [[float(i)] for i in range(9)])
     assert [f.SerializeToString() for f in again] == [f.SerializeToString() for f in frames]
 
 

@@ -71,6 +71,16 @@ class RolloutFailure(_message.Message):
     reason: _common_pb2.ErrorReason
     def __init__(self, kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ..., retryable: _Optional[bool] = ..., reason: _Optional[_Union[_common_pb2.ErrorReason, str]] = ...) -> None: ...
 
+class RolloutPart(_message.Message):
+    __slots__ = ("agent", "reward", "samples")
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    agent: str
+    reward: float
+    samples: int
+    def __init__(self, agent: _Optional[str] = ..., reward: _Optional[float] = ..., samples: _Optional[int] = ...) -> None: ...
+
 class RolloutTiming(_message.Message):
     __slots__ = ("total_ms", "model_ms", "scoring_ms")
     TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
@@ -82,7 +92,7 @@ class RolloutTiming(_message.Message):
     def __init__(self, total_ms: _Optional[int] = ..., model_ms: _Optional[int] = ..., scoring_ms: _Optional[int] = ...) -> None: ...
 
 class Rollout(_message.Message):
-    __slots__ = ("member", "samples", "reward", "rewards", "metrics", "stop_condition", "truncated", "num_turns", "usage", "timing", "messages", "prefix_breaks", "failure")
+    __slots__ = ("member", "samples", "reward", "rewards", "metrics", "stop_condition", "truncated", "num_turns", "usage", "timing", "messages", "prefix_breaks", "failure", "parts")
     class RewardsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +120,7 @@ class Rollout(_message.Message):
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_BREAKS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     member: int
     samples: _containers.RepeatedCompositeFieldContainer[Sample]
     reward: float
@@ -123,4 +134,5 @@ class Rollout(_message.Message):
     messages: _containers.RepeatedCompositeFieldContainer[_common_pb2.Message]
     prefix_breaks: int
     failure: RolloutFailure
-    def __init__(self, member: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., reward: _Optional[float] = ..., rewards: _Optional[_Mapping[str, float]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., stop_condition: _Optional[str] = ..., truncated: _Optional[bool] = ..., num_turns: _Optional[int] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., timing: _Optional[_Union[RolloutTiming, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[_common_pb2.Message, _Mapping]]] = ..., prefix_breaks: _Optional[int] = ..., failure: _Optional[_Union[RolloutFailure, _Mapping]] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[RolloutPart]
+    def __init__(self, member: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., reward: _Optional[float] = ..., rewards: _Optional[_Mapping[str, float]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., stop_condition: _Optional[str] = ..., truncated: _Optional[bool] = ..., num_turns: _Optional[int] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., timing: _Optional[_Union[RolloutTiming, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[_common_pb2.Message, _Mapping]]] = ..., prefix_breaks: _Optional[int] = ..., failure: _Optional[_Union[RolloutFailure, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[RolloutPart, _Mapping]]] = ...) -> None: ...

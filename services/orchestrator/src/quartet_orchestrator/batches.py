@@ -33,24 +33,23 @@ def size_of(rollout: Rollout) -> Size:
 
 
 def without_overlong(
-    rollouts: Sequence[Rollout], advantages: Sequence[float]
-) -> tuple[list[Rollout], list[float]]:
+    rollouts: list[Rollout], advantages: list[list[float]]
+) -> tuple[list[Rollout], list[list[float]]]:
     """Those that no limit cut, with their advantages; if there are none, all of them, with 0 as advantage."""
     whole = [index for index, rollout in enumerate(rollouts) if not rollout.truncated]
     if not whole:
-        return list(rollouts), [0.0] * len(rollouts)
+        return rollouts, [[0.0] * len(rollout.samples) for rollout in rollouts]
     return [rollouts[index] for index in whole], [advantages[index] for index in whole]
 
 
 def frames(
-    start: tpb.ForwardBackwardStart, rollouts: Sequence[Rollout], advantages: Sequence[float]
+    start: tpb.ForwardBackwardStart, rollouts: Sequence[Rollout], advantages: Sequence[Sequence[float]]
 ) -> Iterator[tpb.ForwardBackwardRequest]:
-    """Start, samples, commit. Every sample of a rollout gets the rollout's advantage."""
-    assert len(rollouts) == len(advantages)
+    """Start, samples, commit. `advantages` are those of each rollout's samples."""
     yield tpb.ForwardBackwardRequest(start=start)
     batch, size, samples, tokens = tpb.SampleBatch(), 0, 0, 0
-    for rollout, advantage in zip(rollouts, advantages, strict=True):
-        for sample in rollout.samples:
+    for rollout, its_own in zip(rollouts, advantages, strict=True):
+        for sample, advantage in zip(rollout.samples, its_own, strict=True):
             grown = sample.ByteSize() + SAMPLE_OVERHEAD_BYTES
             if size and size + grown > FRAME_BYTES:
                 yield tpb.ForwardBackwardRequest(batch=batch)

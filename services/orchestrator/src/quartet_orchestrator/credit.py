@@ -1,4 +1,4 @@
-"""Credit: from the rewards of a batch's groups to one advantage per rollout.
+"""Credit: from the rewards of a batch's groups to one advantage for each of them (whose: parts.py).
 
 r is a reward, m and s are mean and population standard deviation over its group of n, S over the whole batch.
 

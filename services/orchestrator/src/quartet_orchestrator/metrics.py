@@ -18,6 +18,8 @@ from quartet.run.statistics import means_by_name
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.rollout_pb2 import Rollout
 
+from quartet_orchestrator.parts import have_spread, rewards_by_role
+
 # The trainer's diagnostics that have another name here; "train/logprob_difference_*" is what verification
 # found, under equal weights.
 DIAGNOSTICS = {
@@ -123,17 +125,18 @@ def _rewards(scored: Sequence[Scored]) -> dict[str, float]:
 def _environment(prefix: str, scored: Sequence[Scored], share: float, lost: Losses) -> dict[str, float]:
     """One environment's part of a batch; it may have none."""
     values = {"share": share, "failed": float(lost.failed), "resampled": float(lost.resampled)}
-    groups: dict[int, list[float]] = defaultdict(list)
+    groups: dict[int, list[Rollout]] = defaultdict(list)
     for one in scored:
-        groups[one.group].append(one.rollout.reward)
+        groups[one.group].append(one.rollout)
     if groups:
-        every = list(groups.values())
+        every = [[rollout.reward for rollout in group] for group in groups.values()]
+        spread = [have_spread(rewards_by_role(group).values()) for group in groups.values()]
         values |= {
             "reward": fmean([s.rollout.reward for s in scored]),
             "mean_length": fmean([s.rollout.usage.completion_tokens for s in scored]),
             "solved_all": fmean([float(min(rewards) >= SOLVED) for rewards in every]),
             "solved_none": fmean([float(max(rewards) <= 0) for rewards in every]),
-            "no_spread": fmean([float(min(rewards) == max(rewards)) for rewards in every]),
+            "no_spread": fmean([float(not differs) for differs in spread]),
         }
     return {f"{prefix}/{name}": value for name, value in values.items()}
 

@@ -28,6 +28,7 @@ from quartet.v1 import rollout_pb2 as rpb
 from quartet_orchestrator.batches import covered_tokens
 from quartet_orchestrator.envhosts import EnvHosts
 from quartet_orchestrator.outage import Outage, RunFailed, backoff_s
+from quartet_orchestrator.parts import parts_of
 from quartet_orchestrator.permits import Permits
 
 # Each attempt already contains max_retries of the host; a member that fails this often fails.
@@ -152,8 +153,11 @@ def checked(rollout: rpb.Rollout, exact_version: int | None = None) -> None:
     if rollout.HasField("failure"):
         return
     versions = {span.policy_version for sample in rollout.samples for span in sample.spans}
-    if not math.isfinite(rollout.reward):
-        _fail(rollout, rpb.FAILURE_KIND_SCORER, f"the reward is {rollout.reward}")
+    rewards = [rollout.reward, *(part.reward for part in rollout.parts)]
+    if not all(map(math.isfinite, rewards)):
+        _fail(rollout, rpb.FAILURE_KIND_SCORER, f"the reward is {', '.join(map(str, rewards))}")
+    elif sum(part.samples for part in parts_of(rollout)) != len(rollout.samples):
+        _fail(rollout, rpb.FAILURE_KIND_HOST, "its parts are of more or fewer samples than it has")
     elif covered_tokens([rollout]) == 0:
         # Not the model's: the environment asked it nothing, or kept no answer.
         _fail(rollout, rpb.FAILURE_KIND_ENVIRONMENT, "no token was sampled")

@@ -11,7 +11,6 @@ Pure.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from quartet_orchestrator.batches import size_of
 from quartet_orchestrator.credit import Size
 from quartet_orchestrator.ledger import Ledger
 from quartet_orchestrator.pace import Place
+from quartet_orchestrator.parts import have_spread, rewards_by_role
 
 UNSPECIFIED = pb.RUN_PHASE_UNSPECIFIED
 PENDING, EVALUATING, TRAINING = pb.RUN_PHASE_PENDING, pb.RUN_PHASE_EVALUATING, pb.RUN_PHASE_TRAINING
@@ -59,9 +59,8 @@ class Group:
     # What the members that are done put before the loss; and of it, what a limit cut.
     size: Size = field(default_factory=Size)
     truncated: Size = field(default_factory=Size)
-    # Of the members that are done.
-    lowest_reward: float = math.inf
-    highest_reward: float = -math.inf
+    # Lowest and highest of the members that are done, by role (parts.py).
+    rewards: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def missing(self) -> list[int]:
@@ -70,7 +69,7 @@ class Group:
     @property
     def has_spread(self) -> bool:
         """Whether its rewards differ."""
-        return self.lowest_reward < self.highest_reward
+        return have_spread(self.rewards.values())
 
 
 def size_before_loss(groups: Sequence[Group], *, overlong_filtering: bool) -> Size:
@@ -189,8 +188,9 @@ class RunState:
         if not rollout.HasField("failure"):
             assert rollout.member in group.missing, f"group {group.number} member {rollout.member} twice"
             group.done.add(rollout.member)
-            group.lowest_reward = min(group.lowest_reward, rollout.reward)
-            group.highest_reward = max(group.highest_reward, rollout.reward)
+            for role, rewards in rewards_by_role([rollout]).items():
+                known = [*group.rewards.get(role, ()), *rewards]
+                group.rewards[role] = min(known), max(known)
             size = size_of(rollout)
             group.size += size
             if rollout.truncated:

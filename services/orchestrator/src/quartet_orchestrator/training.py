@@ -30,7 +30,7 @@ from quartet.errors import QuartetError
 from quartet.run.config import RunConfig
 from quartet.v1 import trainer_service_pb2 as tpb
 
-from quartet_orchestrator import batches, credit
+from quartet_orchestrator import batches, parts
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.calls import Call, CallKind, CallPlan
 from quartet_orchestrator.outage import Outage, RunFailed, RunInterrupted
@@ -189,7 +189,6 @@ class Training:
                 f"the trainer stands before step {call.batch + 1}, whose rollouts were given up "
                 "(journal_keep_bytes): put its saved states back and resume the run, or submit a new one"
             )
-        rewards = [[rollout.reward for rollout in group] for group in groups]
         start = tpb.ForwardBackwardStart(
             run_id=self._book.state.run_id,
             seq_id=call.seq_id,
@@ -198,9 +197,8 @@ class Training:
             # Later passes would find what the first one found.
             verify_logprobs=self._config.checks.verify_logprobs and call.iteration == 0,
         )
-        credited = credit.advantages(self._config.algorithm.advantage, rewards)
         rollouts = [rollout for group in groups for rollout in group]
-        advantages = [value for group in credited for value in group]
+        advantages = parts.advantages(self._config.algorithm.advantage, groups)
         if self._config.algorithm.overlong_filtering:
             rollouts, advantages = batches.without_overlong(rollouts, advantages)
         return batches.frames(start, rollouts, advantages)

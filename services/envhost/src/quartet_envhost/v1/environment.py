@@ -1,7 +1,8 @@
 """One loaded environment: its tasks, its description, its rollouts.
 
 1. `args` may name fields of the taskset ("num_train", "split") and of the environment ("agent", "timeout");
-   anything else is refused with the nearest known name.
+   anything else is refused with the nearest known name. "env" names another environment over the taskset, as
+   Verifiers' `--env.id` does ("best-of-n"), whose fields the rest then are.
 2. Roles that do not say where and how they run get the in-process harness on the local machine.
 3. Training examples are the taskset as configured. Evaluation examples are the taskset with its `split` set
    to "eval", "test" or "validation", whichever it knows; a taskset without splits evaluates on its training
@@ -15,6 +16,7 @@ import contextlib
 import difflib
 import itertools
 import json
+import pkgutil
 import sys
 import time
 import typing
@@ -26,6 +28,7 @@ import verifiers
 import verifiers.v1 as vf
 from quartet.errors import QuartetError
 from quartet.v1 import envhost_service_pb2, rollout_pb2
+from verifiers.v1 import envs
 from verifiers.v1.configs.agent import AgentConfig
 from verifiers.v1.utils.loaders import (
     default_harness_id,
@@ -40,11 +43,14 @@ from quartet_envhost.config import distribution_version
 from quartet_envhost.sampler import MODEL_NAME, Sampler
 from quartet_envhost.v1.harness import HARNESS_ID
 from quartet_envhost.v1.interception import POLICY_CONFIG, HostInterception, current_policy
+from quartet_envhost.v1.judgement import watch
 from quartet_envhost.v1.outcome import rollout_of
 from quartet_envhost.v1.policy import RolloutPolicy, sampling_config
 from quartet_envhost.v1.tuning import remember_certificates, remember_default_factories
 
 _EVAL_SPLITS: Final = ("eval", "test", "validation")
+# The argument that names another environment over the taskset.
+_OVER: Final = "env"
 # A longer list is asked for in parts; it would not fit into a message with its data.
 MAX_TASKS: Final = 4096
 # Where a taskset without an end is taken to end. To read so far takes about half a GiB of memory and half a
@@ -61,6 +67,7 @@ class HostedEnvironment:
         remember_default_factories()
         remember_certificates()
         self._env = load_environment(environment_config(env_id, args))
+        watch(self._env)
         self._tasks = {
             envhost_service_pb2.SPLIT_TRAIN: _Tasks(self._env.taskset),
             envhost_service_pb2.SPLIT_EVAL: _Tasks(_eval_taskset(self._env.taskset)),
@@ -144,6 +151,7 @@ class HostedEnvironment:
             episode,
             policy,
             member,
+            accepted=self._env.complete(episode),
             total_seconds=time.monotonic() - started,
             with_messages=member < request.messages_of_members,
         )
@@ -177,15 +185,18 @@ def environment_config(env_id: str, args: dict[str, Any]) -> Any:
     """The environment's validated configuration."""
     try:
         taskset_type = taskset_config_type(env_id)
-        config_type = env_config_type(env_id)
+        taskset_fields = set(taskset_type.model_fields) - {"id"}
+        over = "" if _OVER in taskset_fields else args.get(_OVER, "")
+        config_type = _type_over(env_id, over) if over else env_config_type(env_id)
     except ModuleNotFoundError as error:
         raise _not_found(env_id, error) from error
-    taskset_fields = set(taskset_type.model_fields) - {"id"}
     env_fields = set(config_type.model_fields) - {"id", "taskset"}
-    raw: dict[str, Any] = {"taskset": {"id": env_id}}
+    raw: dict[str, Any] = {"id": over, "taskset": {"id": env_id}}
     for name, value in args.items():
         if name in taskset_fields:
             raw["taskset"][name] = value
+        elif name == _OVER:
+            continue
         elif name in env_fields:
             raw[name] = value
         else:
@@ -200,6 +211,19 @@ def environment_config(env_id: str, args: dict[str, Any]) -> Any:
         return resolve_env_config(raw)
     except pydantic.ValidationError as error:
         raise _refused(env_id, error) from error
+
+
+def _type_over(env_id: str, over: Any) -> Any:
+    """The settings of an environment that runs another's taskset."""
+    try:
+        if not isinstance(over, str):
+            raise TypeError("not a name")
+        return env_config_type(env_id, over)
+    # As its import has it: not there, or a package that has no environment to give.
+    except (ModuleNotFoundError, TypeError, AttributeError) as error:
+        shipped = ", ".join(module.name.replace("_", "-") for module in pkgutil.iter_modules(envs.__path__))
+        text = f"no environment args.{_OVER} = {over!r} is there to run {env_id!r}; Verifiers has {shipped}"
+        raise QuartetError("INVALID_CONFIG", text, key=f"args.{_OVER}", value=str(over)) from error
 
 
 def _placed(default: Any, given: Any, ships_harness: bool) -> Any:

@@ -3,8 +3,12 @@
 1. A reward exists only where every scorer answered with a finite number; anything else is a failure.
 2. Only turns that Verifiers committed to a trainable trace become samples; an answer that a hook replaced
    is not trained on.
-3. Where an episode has several trainable traces, rewards and metrics are their means and all of them give
-   samples.
+3. Where an episode has several trainable traces, each is a part with its own reward, whether it earned that
+   alone or in comparison with the others; what the rollout says of rewards and metrics are means over the
+   traces that have them.
+4. An episode with a trace that failed is a failure, unless its environment takes it as it is (`complete`):
+   then the others are what it was.
+5. A comparison that raises or does not end fails the rollout, as a scorer.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from quartet_envhost import failures
 from quartet_envhost.sampler import Turn
 from quartet_envhost.samples import merge_turns
 from quartet_envhost.v1.harness import PROMPT_TOO_LONG
+from quartet_envhost.v1.judgement import Judgement
 from quartet_envhost.v1.policy import RolloutPolicy, wire_messages
 
 _TOOL_ERRORS = {"ToolsetError", "SandboxError"}
@@ -27,14 +32,23 @@ _HOST_ERRORS = {"InterceptionError", "TunnelError"}
 
 
 def rollout_of(
-    episode: Any, policy: RolloutPolicy, member: int, *, total_seconds: float, with_messages: bool
+    episode: Any,
+    policy: RolloutPolicy,
+    member: int,
+    *,
+    accepted: bool,
+    total_seconds: float,
+    with_messages: bool,
 ) -> rollout_pb2.Rollout:
-    """The rollout that an episode was."""
+    """The rollout that an episode was; `accepted` is what its environment says of it."""
     rollout = rollout_pb2.Rollout(member=member)
-    traces = [trace for trace in episode.traces if trace.agent.trainable]
+    accepted = accepted and _judgement(episode, policy) is Judgement.DONE
+    traces = [trace for trace in episode.traces if trace.agent.trainable and (trace.ok or not accepted)]
     for trace in traces:
         samples, breaks = merge_turns(_committed(trace, policy.turns.get(trace.id, [])))
         rollout.samples.extend(samples)
+        if len(traces) > 1:
+            rollout.parts.add(agent=trace.agent.name, reward=trace.reward, samples=len(samples))
         rollout.prefix_breaks += breaks
         rollout.num_turns += trace.num_turns
         rollout.truncated |= trace.is_truncated or trace.stop_condition == PROMPT_TOO_LONG
@@ -47,7 +61,7 @@ def rollout_of(
     rollout.timing.total_ms = round(total_seconds * 1000)
     rollout.timing.model_ms = round(policy.model_seconds * 1000)
     rollout.timing.scoring_ms = round(1000 * sum(t.timing.scoring.duration for t in episode.traces))
-    found = _failure(episode, traces, policy)
+    found = _failure(episode, traces, policy, accepted=accepted)
     if found is not None:
         rollout.failure.CopyFrom(found)
     return rollout
@@ -74,15 +88,23 @@ def _key(tokens: list[int]) -> bytes:
 
 
 def _record_scores(rollout: rollout_pb2.Rollout, traces: Sequence[Any]) -> None:
-    share = 1.0 / len(traces)
+    rewards: dict[str, list[float]] = {}
+    metrics: dict[str, list[float]] = {}
     for trace in traces:
-        rollout.reward += trace.reward * share
         for name, reward in trace.rewards.items():
             if reward is not None:
-                rollout.rewards[name] += reward.score * share
+                rewards.setdefault(name, []).append(reward.score)
         for name, value in trace.metrics.items():
             if value is not None:
-                rollout.metrics[name] += value * share
+                metrics.setdefault(name, []).append(value)
+    rollout.reward = _mean([trace.reward for trace in traces])
+    for into, found in ((rollout.rewards, rewards), (rollout.metrics, metrics)):
+        into.update({name: _mean(values) for name, values in found.items()})
+
+
+def _mean(values: Sequence[float]) -> float:
+    # Added up as floats are: the exact sum of fmean does not take two infinities of either sign.
+    return sum(values) / len(values)
 
 
 def _record_usage(rollout: rollout_pb2.Rollout, policy: RolloutPolicy) -> None:
@@ -93,10 +115,18 @@ def _record_usage(rollout: rollout_pb2.Rollout, policy: RolloutPolicy) -> None:
             rollout.usage.cached_tokens += turn.completion.usage.cached_tokens
 
 
-def _failure(episode: Any, traces: Sequence[Any], policy: RolloutPolicy) -> rollout_pb2.RolloutFailure | None:
+def _judgement(episode: Any, policy: RolloutPolicy) -> Judgement:
+    return policy.judgements.get(episode.id, Judgement.NOT_BEGUN)
+
+
+def _failure(
+    episode: Any, traces: Sequence[Any], policy: RolloutPolicy, *, accepted: bool
+) -> rollout_pb2.RolloutFailure | None:
     if episode.is_timeout:
         return failures.failure(failures.TIMEOUT, _text(episode.errors[-1]), retryable=False)
-    if not episode.ok:
+    if _judgement(episode, policy) is Judgement.UNDER_WAY:
+        return failures.failure(failures.SCORER, _text(episode.errors[-1]), retryable=False)
+    if not accepted:
         return _of_errors(episode, policy)
     if not traces:
         return failures.failure(failures.ENVIRONMENT, "the episode has no trainable trace", retryable=False)

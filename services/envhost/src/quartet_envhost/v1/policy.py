@@ -35,6 +35,7 @@ from verifiers.v1.types import (
 
 from quartet_envhost.conversation import without_images
 from quartet_envhost.sampler import FINISH, SCALARS, Sampler, Turn, turn_seed
+from quartet_envhost.v1.judgement import Judgement
 
 _STATUS = {
     "OVERLOADED": 429,
@@ -63,6 +64,8 @@ class RolloutPolicy(Client):  # type: ignore[misc]
         self.turns: dict[str, list[Turn]] = {}
         # Why the last turn that was asked for has no answer.
         self.refusal: QuartetError | None = None
+        # How far the environment's judgement came, by episode.
+        self.judgements: dict[str, Judgement] = {}
 
     async def get_response(
         self,

@@ -1,0 +1,86 @@
+"""Rollouts whose agents are rewarded apart: what each is compared with, and what is trained on it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet.v1 import rollout_pb2 as rpb
+from quartet.v1 import trainer_service_pb2 as tpb
+from quartet.v1.journal_pb2 import JournalRecord
+from quartet_orchestrator import batches, metrics, parts
+from quartet_orchestrator.sampling import checked
+from quartet_orchestrator.state import RunState
+
+
+def episode(*rewarded: tuple[str, float, int], member: int = 0) -> rpb.Rollout:
+    """A rollout with a part for each (role, reward, samples)."""
+    made = rpb.Rollout(member=member, reward=sum(reward for _, reward, _ in rewarded) / len(rewarded))
+    for agent, reward, samples in rewarded:
+        made.parts.add(agent=agent, reward=reward, samples=samples)
+        for _ in range(samples):
+            sample = made.samples.add(token_ids=[1, 2, len(made.samples)], logprobs=[-1.0])
+            sample.spans.add(start=2, length=1)
+    return made
+
+
+def plain(reward: float, samples: int = 1) -> rpb.Rollout:
+    made = episode(("", reward, samples))
+    made.ClearField("parts")
+    return made
+
+
+def test_a_part_is_compared_with_its_own_role_over_the_whole_group():
+    """parts.py 1 and 2"""
+    first = episode(("proposer", 8.0, 1), ("solver", 1.0, 2), ("solver", 0.0, 1))
+    second = episode(("proposer", 4.0, 1), ("solver", 0.0, 1), ("solver", 0.0, 0))
+    found = parts.advantages("dr_grpo", [[first, second]])
+    assert found == [[2.0, 0.75, 0.75, -0.25], [-2.0, -0.25]]
+    attempts = episode(("agent", 3.0, 1), ("agent", 1.0, 1))
+    assert parts.advantages("dr_grpo", [[attempts]]) == [[1.0, -1.0]], "siblings are a group of their own"
+
+
+def test_a_rollout_of_one_piece_is_compared_as_ever():
+    """parts.py 1 and 2: groups are apart, all samples of a rollout alike."""
+    groups = [[plain(1.0, samples=2), plain(0.0)], [plain(5.0), plain(5.0)], [episode(("a", 2.0, 1))]]
+    assert parts.advantages("dr_grpo", groups) == [[0.5, 0.5], [-0.5], [0.0], [0.0], [0.0]]
+
+
+def test_each_sample_is_sent_with_what_its_part_earned():
+    rollout = episode(("agent", 3.0, 1), ("agent", 1.0, 2))
+    advantages = parts.advantages("none", [[rollout]])
+    _, batch, _ = batches.frames(tpb.ForwardBackwardStart(run_id="r", seq_id=2), [rollout], advantages)
+    assert [list(sample.advantages) for sample in batch.batch.samples] == [[3.0], [1.0], [1.0]]
+    assert [sample.sample for sample in batch.batch.samples] == list(rollout.samples)
+
+
+def test_a_group_has_spread_where_any_role_has():
+    """Ranks of one episode always have the same mean: dynamic sampling may not take that for no spread."""
+    state = RunState()
+    state.apply(JournalRecord(dispatched={"group": 0, "members": 2}))
+    ranked = [episode(("agent", 0.0, 1), ("agent", 1.0, 1), member=member) for member in range(2)]
+    for rollout in ranked:
+        state.apply(JournalRecord(rollout=pb.RolloutEvent(group=0, rollout=rollout)))
+    assert state.groups[0].has_spread
+    state.apply(JournalRecord(dispatched={"group": 1, "members": 2}))
+    for member in range(2):
+        game = episode(("one", 0.0, 1), ("two", 1.0, 1), member=member)
+        state.apply(JournalRecord(rollout=pb.RolloutEvent(group=1, rollout=game)))
+    assert not state.groups[1].has_spread, "two roles are not compared with each other"
+    times = metrics.StepTimes(1.0, 0.5, 0.5)
+    scored = [metrics.Scored("e", 0, rollout) for rollout in ranked]
+    values = metrics.of_step(0, scored, tpb.ForwardBackwardResponse(), tpb.OptimStepResponse(), times, {})
+    assert values["env/e/no_spread"] == 0.0 and values["env/e/reward"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("reward", "samples", "kind"),
+    [(math.nan, 1, rpb.FAILURE_KIND_SCORER), (1.0, 2, rpb.FAILURE_KIND_HOST), (1.0, 1, None)],
+)
+def test_parts_that_do_not_add_up_are_no_success(reward, samples, kind):
+    """sampling.py 4"""
+    rollout = episode(("agent", 1.0, 1), ("agent", 0.0, 1))
+    rollout.parts[1].reward, rollout.parts[1].samples = reward, samples
+    checked(rollout)
+    assert (rollout.failure.kind if rollout.HasField("failure") else None) == kind
