@@ -53,17 +53,26 @@ class StubInference(inference_service_pb2_grpc.InferenceServiceServicer):
         if self._delay_s:
             await asyncio.sleep(self._delay_s)
         prompt = [*request.tokens.token_ids, *PROMPT]
-        yield inference_service_pb2.GenerateResponse(
-            start=inference_service_pb2.GenerateStart(prompt_token_ids=prompt, prefix_kept=True),
+        start = inference_service_pb2.GenerateStart(prompt_token_ids=prompt, prefix_kept=True)
+        for index in range(request.n):
+            yield self._completion(index, len(prompt), start if index == 0 else None)
+
+    def _completion(
+        self, index: int, prompt_tokens: int, start: inference_service_pb2.GenerateStart | None
+    ) -> inference_service_pb2.GenerateResponse:
+        return inference_service_pb2.GenerateResponse(
+            start=start,
             delta=inference_service_pb2.GenerateDelta(
+                index=index,
                 token_ids=SAMPLED,
                 logprobs=LOGPROBS,
                 spans=[{"start": 0, "length": len(SAMPLED), "policy_version": 1}],
             ),
             finish=inference_service_pb2.GenerateFinish(
+                index=index,
                 finish_reason="FINISH_REASON_STOP",
                 message=common_pb2.Message(role="assistant", content=TEXT),
-                usage=common_pb2.Usage(prompt_tokens=len(prompt), completion_tokens=len(SAMPLED)),
+                usage=common_pb2.Usage(prompt_tokens=prompt_tokens, completion_tokens=len(SAMPLED)),
             ),
         )
 

@@ -13,7 +13,7 @@ from typing import Any
 from quartet.errors import QuartetError
 from quartet.kit.health import Health
 from quartet.kit.server import RunningServer, ServerConfig, Service, start
-from quartet.seeds import completion_seed
+from quartet.seeds import completion_seeds
 from quartet.v1 import common_pb2, rollout_pb2
 from quartet.v1 import inference_service_pb2 as pb
 from quartet.v1 import inference_service_pb2_grpc as rpc
@@ -101,10 +101,10 @@ class ScriptedReplica(rpc.InferenceServiceServicer):
         while len(tokens) - first < until:
             position = len(tokens) - first
             # Unseeded completions of one request differ, as they would by chance.
+            unseeded = [10_000 + index for index in range(request.n)]
             seed = request.sampling.seed
-            tokens.append(
-                next_token(tokens, position, completion_seed(seed, index) if seed else 10_000 + index)
-            )
+            seeds = completion_seeds(seed, request.n) if seed else request.completion_seeds or unseeded
+            tokens.append(next_token(tokens, position, seeds[index]))
             self.sampled.append(tuple(tokens))
         new = tokens[first + at :]
         span = rollout_pb2.PolicySpan(start=at, length=len(new), policy_version=self.version)

@@ -6,12 +6,13 @@ import asyncio
 import os
 import random
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from quartet.errors import QuartetError
 from quartet.replicas.generation import Generation
-from quartet.seeds import completion_seed
+from quartet.seeds import completion_seed, completion_seeds
 from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 from replica_fleet import QUICK, ask, at, check, fails, fleet, home, until
@@ -126,14 +127,61 @@ async def test_seeded_completions_have_seeds_of_their_own() -> None:
             assert completion.token_ids == undisturbed(seed=completion_seed(40, index))
 
 
-def test_seeded_completions_that_remain_of_a_call_are_asked_for_one_by_one() -> None:
-    """In a smaller request their places, and so their seeds, would be others."""
-    seeded, unseeded = Generation(ask(n=3, sampling={"seed": 40})), Generation(ask(n=3))
-    assert seeded.may_be_together(seeded.lanes) and unseeded.may_be_together(unseeded.lanes[1:])
-    assert not seeded.may_be_together(seeded.lanes[1:])
-    assert seeded.ask(seeded.lanes[2:]).sampling.seed == completion_seed(40, 2)
-    unseeded.lanes[1].token_ids.append(7)
-    assert not unseeded.may_be_together(unseeded.lanes[1:])
+@pytest.mark.parametrize(
+    "sampling",
+    [{"sampling": {"seed": 40}}, {"completion_seeds": completion_seeds(40, 3)}],
+    ids=["seed", "seeds"],
+)
+def test_seeded_completions_that_remain_of_a_call_keep_their_seeds(sampling: Any) -> None:
+    """In a smaller request their places are others."""
+    generation = Generation(ask(n=3, **sampling))
+    assert generation.ask(generation.lanes) == ask(n=3, **sampling)
+    again = generation.ask(generation.lanes[1:])
+    assert list(again.completion_seeds) == completion_seeds(40, 3)[1:]
+    assert again.n == 2 and not again.sampling.HasField("seed")
+
+
+def test_completions_are_together_until_one_of_them_has_a_token() -> None:
+    generation = Generation(ask(n=3))
+    assert generation.may_be_together(generation.lanes[1:])
+    generation.lanes[1].token_ids.append(7)
+    assert not generation.may_be_together(generation.lanes[1:])
+
+
+async def test_completions_that_have_no_room_together_are_asked_for_one_by_one() -> None:
+    async with fleet(1) as (scripted, replicas):
+        (only,) = scripted
+
+        async def crowded() -> None:
+            if only.requests[-1].n > 2:
+                raise QuartetError("OVERLOADED", "two completions may wait", retry_after_ms=1)
+
+        only.before_piece = lambda _sampled: crowded()
+        generated = await replicas.complete(ask(n=4, sampling={"seed": 40}), 5)
+        assert [request.n for request in only.requests] == [4, 1, 1, 1, 1]
+        for index, completion in enumerate(generated.completions):
+            assert completion.token_ids == undisturbed(seed=completion_seed(40, index))
+
+
+async def test_completions_are_told_as_they_end() -> None:
+    """One that is short does not wait for one that is long."""
+    async with fleet(1) as (scripted, replicas):
+        (only,) = scripted
+        seen = asyncio.Event()
+        whole = only._frames
+
+        async def held(request: Any) -> AsyncIterator[Any]:
+            async for frame in whole(request):
+                if frame.HasField("finish") and frame.finish.index == 1:
+                    await seen.wait()  # not before the first was told
+                yield frame
+
+        only._frames = held  # type: ignore[method-assign]
+        ended = []
+        async for index, generated in replicas.as_completed(ask(n=2), 5):
+            ended.append((index, len(generated.completions[0].token_ids), generated.prompt_ids))
+            seen.set()
+        assert ended == [(0, 22, [*map(ord, "hello")]), (1, 22, [*map(ord, "hello")])]
 
 
 async def test_a_request_that_was_itself_gone_on_with() -> None:

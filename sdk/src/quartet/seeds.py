@@ -16,3 +16,8 @@ COMPLETIONS_APART: Final = 0xD1B54A32D192ED03
 def completion_seed(seed: int, index: int) -> int:
     """The seed with which this completion of a request is the first of another."""
     return (seed + index * COMPLETIONS_APART) % 2**64
+
+
+def completion_seeds(seed: int, n: int) -> list[int]:
+    """The seeds of all n completions of a request."""
+    return [completion_seed(seed, index) for index in range(n)]

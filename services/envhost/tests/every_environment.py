@@ -20,6 +20,7 @@ import pytest
 from quartet.kit.channel import ClientSecurity
 from quartet.replicas import Replicas
 from quartet.v1.envhost_service_pb2 import SPLIT_EVAL, EnvironmentRef, GetTasksRequest, RunRolloutsRequest
+from quartet_envhost.joining import FirstTurns
 from quartet_envhost.sampler import ReplicaSampler
 from quartet_envhost.v1.environment import HostedEnvironment
 
@@ -107,4 +108,5 @@ async def run(environment: HostedEnvironment, replicas: Replicas, env_id: str, i
         members=[0], messages_of_members=1, timeout_ms=60_000,
     )  # fmt: skip
     async with asyncio.timeout(60):
-        return await environment.run(ReplicaSampler(replicas), request)
+        with FirstTurns(replicas).member(request.request_id) as first:
+            return await environment.run(ReplicaSampler(replicas, first), request)

@@ -68,23 +68,33 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
         # Answers still to be torn after their first delta.
         self.torn = 0
 
+    @property
+    def seeds(self) -> list[int]:
+        """Of every completion that was asked for with one."""
+        seeds: list[int] = []
+        for request in self.requests:
+            seeds += request.completion_seeds
+            seeds += [request.sampling.seed] if request.sampling.HasField("seed") else []
+        return seeds
+
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.requests.append(request)
-        self.running += 1
+        self.running += request.n
         try:
             if self.errors:
                 raise self.errors.pop(0)
             if self.delay_s:
                 await asyncio.sleep(self.delay_s)
-            for frame in self._frames(request):
+            for frame in (frame for index in range(request.n) for frame in self._frames(request, index)):
                 yield frame
                 if self.torn and frame.HasField("delta"):
                     self.torn -= 1
                     raise QuartetError("NOT_READY", "the replica is being stopped")
         finally:
-            self.running -= 1
+            self.running -= request.n
 
-    def _frames(self, request: Any) -> list[Any]:
+    def _frames(self, request: Any, index: int) -> list[Any]:
+        """Of one of the completions; the first has the start."""
         resumed = request.resumed_tokens
         if resumed:
             prompt = list(request.tokens.token_ids)[:-resumed]
@@ -105,12 +115,13 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
         start = inference_service_pb2.GenerateStart(
             prompt_token_ids=() if resumed else prompt, prefix_kept=not self.forgets
         )
-        frames = [inference_service_pb2.GenerateResponse(start=start)]
+        frames = [] if index else [inference_service_pb2.GenerateResponse(start=start)]
         for at in range(resumed, len(tokens), DELTA_TOKENS):
             part = tokens[at : at + DELTA_TOKENS]
             frames.append(
                 inference_service_pb2.GenerateResponse(
                     delta=inference_service_pb2.GenerateDelta(
+                        index=index,
                         token_ids=part,
                         logprobs=[-0.1 * (1 + token % 7) for token in part],
                         # The second delta is sampled by newer weights, as after an update in flight.
@@ -128,6 +139,7 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
         frames.append(
             inference_service_pb2.GenerateResponse(
                 finish=inference_service_pb2.GenerateFinish(
+                    index=index,
                     finish_reason=f"FINISH_REASON_{reason}",
                     message=message,
                     usage=common_pb2.Usage(prompt_tokens=len(prompt), completion_tokens=len(tokens)),

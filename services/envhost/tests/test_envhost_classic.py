@@ -80,7 +80,7 @@ async def test_turns_extend_the_sampled_tokens(classic: Any) -> None:
     assert list(sample.token_ids)[: len(third.tokens.token_ids)] == list(third.tokens.token_ids)
     covered = sum(span.length for span in sample.spans)
     assert covered == rollout.usage.completion_tokens < len(sample.token_ids)
-    assert len({r.sampling.seed for r in classic.policy.requests}) == 3
+    assert len(set(classic.policy.seeds)) == 3
     assert (third.sampling.max_tokens, third.sampling.top_k, list(third.sampling.stop)) == (60, 7, ["x"])
     classic.policy.forgets = True
     (rollout,) = await classic.run("turns")

@@ -83,11 +83,11 @@ async def test_a_template_that_cannot_be_extended_gets_the_whole_conversation(
     """Invariant 6: what is rendered whole is a break only where it does not extend the tokens."""
     frames = hosted.policy._frames
 
-    def unextendable(request: Any) -> list[Any]:
+    def unextendable(request: Any, index: int) -> list[Any]:
         if request.HasField("tokens"):
             field = "tokens.tail_messages"
             raise QuartetError("INVALID_REQUEST", f"{field}: send messages", field=field)
-        return list(frames(request))
+        return list(frames(request, index))
 
     monkeypatch.setattr(hosted.policy, "_frames", unextendable)
     (rollout,) = await hosted.run("two_turns")
@@ -100,17 +100,17 @@ async def test_a_template_that_cannot_be_extended_gets_the_whole_conversation(
 async def test_seeds_differ_by_member_and_turn_and_repeat(hosted: Any) -> None:
     seeded = common_pb2.SamplingParams(seed=11, temperature=0.7, top_k=5, stop=["x"], max_tokens=100)
     await hosted.run("two_turns", members=[0, 1], sampling=seeded)
-    seeds = sorted(r.sampling.seed for r in hosted.policy.requests)
+    seeds = sorted(hosted.policy.seeds)
     assert len(set(seeds)) == 6
     sent = hosted.policy.requests[0].sampling
     assert (sent.top_k, list(sent.stop), sent.max_tokens) == (5, ["x"], 100)
     assert sent.temperature == pytest.approx(0.7)
     hosted.policy.requests.clear()
     await hosted.run("two_turns", members=[1, 0], sampling=seeded)
-    assert sorted(r.sampling.seed for r in hosted.policy.requests) == seeds
+    assert sorted(hosted.policy.seeds) == seeds
     hosted.policy.requests.clear()
     await hosted.run("ok")
-    assert not hosted.policy.requests[0].sampling.HasField("seed")
+    assert hosted.policy.seeds == []
 
 
 async def test_versions_and_run_are_passed_on(hosted: Any) -> None:

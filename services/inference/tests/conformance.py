@@ -76,7 +76,9 @@ class Replica:
 
     async def ask(self, prompt: Sequence[int], n: int = 1, resumed: int = 0, **wanted: Any) -> list[Told]:
         """Complete a prompt; every position must be told once, in order, with its version."""
-        fields = {"exact_policy_version", "min_policy_version", "session_id", "run_id"}
+        fields = {
+            "exact_policy_version", "min_policy_version", "session_id", "run_id", "completion_seeds"
+        }  # fmt: skip
         sampling = {"max_tokens": 24, **{k: v for k, v in wanted.items() if k not in fields}}
         request = pb.GenerateRequest(
             tokens=pb.TokensPrompt(token_ids=prompt), n=n, resumed_tokens=resumed,

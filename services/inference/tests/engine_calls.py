@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from quartet.seeds import completion_seeds
 from quartet_inference.embedded.engine import EmbeddedEngine
 from quartet_inference.embedded.limits import Limits
 from quartet_inference.engine import Delta, Engine, Request, Sampling, ServedWeights
@@ -17,7 +18,7 @@ from .random_models import weights_of
 from .told import Told
 
 END = frozenset({258})
-OF_REQUEST = {"run_id", "min_version", "exact_version", "keep_prefix"}
+OF_REQUEST = {"seeds", "run_id", "min_version", "exact_version", "keep_prefix"}
 UNTIL_SECONDS = 30
 
 
@@ -39,6 +40,8 @@ async def running(model: Any, **limits: Any) -> AsyncIterator[EmbeddedEngine]:
 
 async def complete(engine: Engine, prompt: list[int], n: int = 1, **wanted: Any) -> list[Told]:
     """Run a request; deltas and spans must be contiguous, every completion must end."""
+    if "seed" in wanted:
+        wanted["seeds"] = tuple(completion_seeds(wanted.pop("seed"), n))
     sampling = Sampling(**{"max_tokens": 24, **{k: v for k, v in wanted.items() if k not in OF_REQUEST}})
     request = Request(tuple(prompt), sampling, n, **{k: v for k, v in wanted.items() if k in OF_REQUEST})
     told = [Told(list(prompt)) for _ in range(n)]

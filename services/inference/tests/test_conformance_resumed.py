@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from quartet.errors import QuartetError
 from quartet.seeds import completion_seed
 from quartet.v1 import inference_service_pb2 as pb
 
@@ -58,6 +59,32 @@ async def test_any_of_a_seeded_requests_completions_goes_on_by_itself(replica: R
             seeded = {"seed": completion_seed(seed, index), **wanted}
             rest = await replica.one(prompt + whole.tokens[:done], resumed=done, **seeded)
             assert rest.tokens == whole.tokens[done:]
+
+
+async def test_completions_with_seeds_of_their_own_are_those_of_requests_of_their_own(
+    replica: Replica,
+) -> None:
+    prompt, seeds = [2, 7, 1, 8], [5, 2**64 - 1, 0, 77]
+    wanted = {"max_tokens": 30, "ignore_eos": True, "temperature": 0.9, "top_p": 0.95}
+    together = await replica.ask(prompt, n=4, completion_seeds=seeds, **wanted)
+    alone = [await replica.one(prompt, seed=seed, **wanted) for seed in seeds]
+    assert [one.tokens for one in together] == [one.tokens for one in alone]
+    assert len({tuple(one.tokens) for one in together}) == 4
+
+
+@pytest.mark.parametrize(
+    ("n", "wanted", "field"),
+    [
+        (3, {"completion_seeds": [1, 2]}, "completion_seeds"),
+        (1, {"completion_seeds": [1], "seed": 1}, "seed"),
+    ],
+)
+async def test_seeds_that_contradict_the_request_are_refused(
+    replica: Replica, n: int, wanted: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(QuartetError) as refused:
+        await replica.ask([1, 2], n=n, **wanted)
+    assert refused.value.reason == "INVALID_REQUEST" and refused.value.metadata["field"].endswith(field)
 
 
 async def test_a_resumed_completion_ends_where_it_would_have_ended(replica: Replica) -> None:

@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import pydantic
@@ -140,6 +140,17 @@ class Replicas:
 
     async def complete(self, request: pb.GenerateRequest, timeout_s: float) -> Generated:
         """The whole answer. Raises QuartetError."""
+        answers: dict[int, Generated] = {}
+        async with aclosing(self.as_completed(request, timeout_s)) as ended:
+            async for index, answer in ended:
+                answers[index] = answer
+        completions = [answers[index].completions[0] for index in sorted(answers)]
+        return replace(answers[0], completions=completions)
+
+    async def as_completed(
+        self, request: pb.GenerateRequest, timeout_s: float
+    ) -> AsyncGenerator[tuple[int, Generated], None]:
+        """Each completion when it has ended, by itself, with its index. As `generate` otherwise."""
         completions = [Completion() for _ in range(max(1, request.n))]
         # Where tokens were given without messages, they are the prompt.
         prompt_ids, prefix_kept = list(request.tokens.token_ids), True
@@ -154,8 +165,9 @@ class Replicas:
                     into.logprobs.extend(frame.delta.logprobs)
                     into.spans.extend((s.start, s.length, s.policy_version) for s in frame.delta.spans)
                 if frame.HasField("finish"):
-                    _finish(completions[frame.finish.index], frame.finish)
-        return Generated(prompt_ids, prefix_kept, completions)
+                    index = frame.finish.index
+                    _finish(completions[index], frame.finish)
+                    yield index, Generated(list(prompt_ids), prefix_kept, [completions[index]])
 
     async def _sample(
         self, generation: Generation, lanes: list[Lane], deadline: float
@@ -179,7 +191,9 @@ class Replicas:
             rounds.note(replica, failure, progress=sum(len(lane.token_ids) for lane in lanes) > had)
             self._count(left)
             lanes = left
-            if not generation.may_be_together(lanes):
+            # Where there is no room for all of them there may be for each.
+            crowded = failure.reason == "OVERLOADED" and len(lanes) > 1
+            if crowded or not generation.may_be_together(lanes):
                 break
         async with aclosing(merged([self._sample(generation, [lane], deadline) for lane in lanes])) as frames:
             async for frame in frames:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from quartet.errors import QuartetError
-from quartet.seeds import completion_seed
+from quartet.seeds import completion_seeds
 from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 
@@ -60,16 +60,13 @@ class Generation:
         if request.WhichOneof("prompt") == "tokens" and not request.tokens.tail_messages:
             self.prompt_ids = list(request.tokens.token_ids)
         self._started = False
+        self._seeds = list(request.completion_seeds)
+        if request.sampling.HasField("seed"):
+            self._seeds = completion_seeds(request.sampling.seed, len(self.lanes))
 
     def may_be_together(self, lanes: Sequence[Lane]) -> bool:
-        """Whether one request can ask for these: for one always, for several only before any has a token.
-
-        Seeds are of places among a request's completions, so a seeded request's are together as a whole only.
-        """
-        if len(lanes) == 1:
-            return True
-        seeded = self.request.sampling.HasField("seed")
-        return not any(lane.token_ids for lane in lanes) and (len(lanes) == len(self.lanes) or not seeded)
+        """Whether one request can ask for these: for one always, for several only before any has a token."""
+        return len(lanes) == 1 or not any(lane.token_ids for lane in lanes)
 
     def ask(self, lanes: Sequence[Lane]) -> pb.GenerateRequest:
         """The request for what is still to be sampled of these lanes, which may be together."""
@@ -77,8 +74,9 @@ class Generation:
         request = pb.GenerateRequest()
         request.CopyFrom(self.request)
         request.n = len(lanes)
-        if self.request.sampling.HasField("seed"):
-            request.sampling.seed = completion_seed(self.request.sampling.seed, lanes[0].index)
+        if self._seeds and len(lanes) < len(self.lanes):
+            request.sampling.ClearField("seed")
+            request.completion_seeds[:] = [self._seeds[lane.index] for lane in lanes]
         if self.prompt_ids is not None:
             # Never rendered a second time: the tokens are those of the prompt that the client was told.
             request.tokens.Clear()

@@ -35,7 +35,7 @@ class TokensPrompt(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., tail_messages: _Optional[_Iterable[_Union[_common_pb2.Message, _Mapping]]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("run_id", "messages", "tokens", "tools", "sampling", "n", "min_policy_version", "exact_policy_version", "session_id", "resumed_tokens")
+    __slots__ = ("run_id", "messages", "tokens", "tools", "sampling", "n", "min_policy_version", "exact_policy_version", "session_id", "resumed_tokens", "completion_seeds")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,7 @@ class GenerateRequest(_message.Message):
     EXACT_POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     RESUMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_SEEDS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     messages: MessagesPrompt
     tokens: TokensPrompt
@@ -56,7 +57,8 @@ class GenerateRequest(_message.Message):
     exact_policy_version: int
     session_id: str
     resumed_tokens: int
-    def __init__(self, run_id: _Optional[str] = ..., messages: _Optional[_Union[MessagesPrompt, _Mapping]] = ..., tokens: _Optional[_Union[TokensPrompt, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[_common_pb2.ToolDefinition, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., n: _Optional[int] = ..., min_policy_version: _Optional[int] = ..., exact_policy_version: _Optional[int] = ..., session_id: _Optional[str] = ..., resumed_tokens: _Optional[int] = ...) -> None: ...
+    completion_seeds: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run_id: _Optional[str] = ..., messages: _Optional[_Union[MessagesPrompt, _Mapping]] = ..., tokens: _Optional[_Union[TokensPrompt, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[_common_pb2.ToolDefinition, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., n: _Optional[int] = ..., min_policy_version: _Optional[int] = ..., exact_policy_version: _Optional[int] = ..., session_id: _Optional[str] = ..., resumed_tokens: _Optional[int] = ..., completion_seeds: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateStart(_message.Message):
     __slots__ = ("prompt_token_ids", "prefix_kept")

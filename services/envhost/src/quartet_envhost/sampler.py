@@ -22,6 +22,7 @@ from quartet.replicas import Completion, Generated, Replicas
 from quartet.v1 import common_pb2, envhost_service_pb2, inference_service_pb2
 
 from quartet_envhost.frames import MAX_MESSAGE_BYTES
+from quartet_envhost.joining import FirstTurn
 
 # The whole conversation of a turn, rendered only where it is needed.
 Conversation = Callable[[], Sequence[common_pb2.Message]]
@@ -81,16 +82,19 @@ class Sampler(Protocol):
 
 
 class ReplicaSampler:
-    """The inference tier."""
+    """The inference tier, for one member of a group."""
 
-    def __init__(self, replicas: Replicas) -> None:
-        """Ask these replicas."""
+    def __init__(self, replicas: Replicas, first: FirstTurn) -> None:
+        """Ask these replicas; `first` is the member's share in what its group asks first."""
         self._replicas = replicas
+        self._first = first
 
     async def complete(
         self, request: inference_service_pb2.GenerateRequest, whole: Conversation, timeout_s: float
     ) -> Generated:
         """Exact tokens first; the whole conversation where its template leaves no way to append to them."""
+        if self._first.pending and request.HasField("messages"):
+            return await self._first.complete(request, timeout_s)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         try:

@@ -32,6 +32,7 @@ from quartet.v1 import envhost_service_pb2, rollout_pb2
 
 from quartet_envhost import failures
 from quartet_envhost.frames import MAX_MESSAGE_BYTES, Kind, encode, read_frame
+from quartet_envhost.joining import FirstTurns
 from quartet_envhost.sampler import ClientSampler, ReplicaSampler, Sampler
 from quartet_envhost.together import time_limit_s
 
@@ -54,7 +55,8 @@ class Worker:
         self._writer = writer
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._environment: Any = None
-        self._replicas: ReplicaSampler | None = None
+        self._replicas: Replicas | None = None
+        self._first_turns: FirstTurns | None = None
         # Of the INTERACT calls under way.
         self._clients: dict[int, ClientSampler] = {}
         self._info = b""
@@ -78,9 +80,8 @@ class Worker:
         async with contextlib.AsyncExitStack() as stack:
             if addresses := settings["inference_addresses"]:  # none: interact_only
                 security = ClientSecurity.model_validate(settings["security"])
-                self._replicas = ReplicaSampler(
-                    await stack.enter_async_context(Replicas(addresses, security))
-                )
+                self._replicas = await stack.enter_async_context(Replicas(addresses, security))
+                self._first_turns = FirstTurns(self._replicas)
             await stack.enter_async_context(self._environment.serving())
             beat = asyncio.create_task(self._beat())
             self._send(Kind.OK, call_id, self._info)
@@ -160,7 +161,10 @@ class Worker:
 
     async def _run(self, _: int, payload: bytes) -> Message:
         assert self._replicas is not None
-        return await self._rollout(envhost_service_pb2.RunRolloutsRequest.FromString(payload), self._replicas)
+        assert self._first_turns is not None
+        request = envhost_service_pb2.RunRolloutsRequest.FromString(payload)
+        with self._first_turns.member(request.request_id) as first:
+            return await self._rollout(request, ReplicaSampler(self._replicas, first))
 
     async def _interact(self, call_id: int, payload: bytes) -> Message:
         request = envhost_service_pb2.RunRolloutsRequest.FromString(payload)

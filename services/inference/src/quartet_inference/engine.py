@@ -48,7 +48,6 @@ class Sampling:
     frequency_penalty: float = 0.0
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
-    seed: int | None = None
     ignore_eos: bool = False
 
     @property
@@ -69,6 +68,7 @@ class Request:
     prompt: tuple[int, ...]
     sampling: Sampling
     n: int = 1
+    seeds: tuple[int, ...] = ()  # of each completion; empty: unseeded
     run_id: str = ""  # empty: any run
     min_version: int = 0
     exact_version: int | None = None

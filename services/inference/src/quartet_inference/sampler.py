@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from quartet.seeds import completion_seed
+from quartet.seeds import completion_seeds
 from torch import Tensor
 
 from quartet_inference.engine import Request, Sampling
@@ -45,9 +45,8 @@ def uniforms(seeds: U64, counts: U64) -> npt.NDArray[np.float64]:
 
 def seeds_of(request: Request, random: np.random.Generator) -> list[int]:
     """The seed of each of a request's completions; one that was resumed gets what it had before."""
-    seed = request.sampling.seed
-    base = int(random.integers(2**63)) if seed is None else seed
-    seeds = np.array([completion_seed(base, index) for index in range(request.n)], dtype=np.uint64)
+    given = request.seeds or completion_seeds(int(random.integers(2**63)), request.n)
+    seeds = np.array(given, dtype=np.uint64)
     return [int(one) for one in mix(seeds)]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from quartet.errors import QuartetError
-from quartet.v1 import common_pb2
+from quartet.seeds import completion_seeds
+from quartet.v1 import common_pb2, inference_service_pb2
 
 from quartet_inference.engine import Sampling
 
@@ -66,9 +67,20 @@ def resolve(params: common_pb2.SamplingParams, room: int, vocab_size: int) -> Sa
         frequency_penalty=number("frequency_penalty", 0.0, -2.0, 2.0),
         stop=tuple(params.stop),
         stop_token_ids=frozenset(params.stop_token_ids),
-        seed=params.seed if params.HasField("seed") else None,
         ignore_eos=params.ignore_eos,
     )
+
+
+def seeds(request: inference_service_pb2.GenerateRequest) -> tuple[int, ...]:
+    """The seed of each completion of a request; none where it is unseeded. Errors: INVALID_REQUEST."""
+    given, n, seeded = request.completion_seeds, max(1, request.n), request.sampling.HasField("seed")
+    if not given:
+        return tuple(completion_seeds(request.sampling.seed, n)) if seeded else ()
+    if len(given) != n:
+        raise refused("completion_seeds", f"{len(given)} seeds", f"give one for each of the {n} completions")
+    if seeded:
+        raise refused("sampling.seed", request.sampling.seed, "leave it out beside completion_seeds")
+    return tuple(given)
 
 
 def refused(field: str, value: object, remedy: str) -> QuartetError:
