@@ -20,7 +20,6 @@ NOT_SERVED = {
     "envhost": set(),
     "orchestrator": {
         "OrchestratorService.StreamRollouts",
-        "OrchestratorService.Evaluate",
         "OrchestratorService.OptimizePrompt",
     },
 }

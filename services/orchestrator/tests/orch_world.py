@@ -8,15 +8,20 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from orch_fakes import FakeHost, FakeTrainer
-from quartet.kit.channel import ClientSecurity
+from quartet.kit.channel import ClientSecurity, connect
 from quartet.kit.health import Health
 from quartet.kit.server import RunningServer, ServerConfig, Service, start
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.envhost_service_pb2_grpc import add_EnvHostServiceServicer_to_server
+from quartet.v1.orchestrator_service_pb2_grpc import (
+    OrchestratorServiceStub,
+    add_OrchestratorServiceServicer_to_server,
+)
 from quartet.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
 from quartet_orchestrator.assembly import Services
 from quartet_orchestrator.config import OrchestratorConfig
 from quartet_orchestrator.runs import Runs
+from quartet_orchestrator.service import SERVICE_NAME, OrchestratorServicer
 from quartet_orchestrator.state import RESTING
 
 RUN = "run"
@@ -102,6 +107,27 @@ class World:
     async def close(self) -> None:
         for server in self._servers.values():
             await server.stop(0)
+
+
+@asynccontextmanager
+async def serving(world):
+    """An orchestrator of the world's on a port: its stub."""
+    services = world.services()
+    runs = world.runs(services)
+    runs.start()
+    health = Health()
+    service = Service(
+        SERVICE_NAME, add_OrchestratorServiceServicer_to_server, OrchestratorServicer(runs, health)
+    )
+    server = await start([service], ServerConfig(), health)
+    channel = connect(server.address)
+    try:
+        yield OrchestratorServiceStub(channel)
+    finally:
+        await channel.close()
+        await server.stop(0)
+        await runs.close()
+        await services.close()
 
 
 def assert_complete(world, run, steps=4):

@@ -6,22 +6,18 @@ import asyncio
 import random
 import signal
 import sys
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 
 import pytest
+from orch_world import serving
 from quartet.errors import QuartetError
 from quartet.kit.call import stream, unary
 from quartet.kit.channel import connect
-from quartet.kit.health import Health
-from quartet.kit.server import ServerConfig, Service, start
 from quartet.v1 import orchestrator_service_pb2 as pb
-from quartet.v1.orchestrator_service_pb2_grpc import (
-    OrchestratorServiceStub,
-    add_OrchestratorServiceServicer_to_server,
-)
+from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.journal import Journal
-from quartet_orchestrator.service import SERVICE_NAME, OrchestratorServicer, listing
+from quartet_orchestrator.service import listing
 
 TOML = """
 model = "m"
@@ -33,26 +29,6 @@ id = "toy"
 [eval]
 num_examples = 2
 """
-
-
-@asynccontextmanager
-async def serving(world):
-    services = world.services()
-    runs = world.runs(services)
-    runs.start()
-    health = Health()
-    service = Service(
-        SERVICE_NAME, add_OrchestratorServiceServicer_to_server, OrchestratorServicer(runs, health)
-    )
-    server = await start([service], ServerConfig(), health)
-    channel = connect(server.address)
-    try:
-        yield OrchestratorServiceStub(channel)
-    finally:
-        await channel.close()
-        await server.stop(0)
-        await runs.close()
-        await services.close()
 
 
 async def submit(stub, toml=TOML, run_id="run", dry_run=False):
@@ -272,7 +248,6 @@ async def test_damage_that_a_follower_meets_is_a_typed_error(world, monkeypatch)
 async def test_what_this_build_does_not_serve_says_so(world):
     async with serving(world) as stub:
         for call in (
-            stub.Evaluate(pb.EvaluateRequest(), timeout=5),
             stub.OptimizePrompt(pb.OptimizePromptRequest(), timeout=5),
             stub.StreamRollouts(iter([pb.StreamRolloutsRequest(credits=1)]), timeout=5),
         ):

@@ -277,12 +277,14 @@ class EvaluateRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., config_toml: _Optional[str] = ...) -> None: ...
 
 class EvaluateResponse(_message.Message):
-    __slots__ = ("rollout", "result")
+    __slots__ = ("rollout", "result", "heartbeat")
     ROLLOUT_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     rollout: RolloutEvent
     result: EvalEvent
-    def __init__(self, rollout: _Optional[_Union[RolloutEvent, _Mapping]] = ..., result: _Optional[_Union[EvalEvent, _Mapping]] = ...) -> None: ...
+    heartbeat: _common_pb2.Heartbeat
+    def __init__(self, rollout: _Optional[_Union[RolloutEvent, _Mapping]] = ..., result: _Optional[_Union[EvalEvent, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
 
 class OptimizePromptRequest(_message.Message):
     __slots__ = ("run_id", "config_toml")

@@ -146,7 +146,11 @@ class OrchestratorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Evaluate(self, request, context):
-        """Evaluate measures a run's policy on an environment, pinned to one version. Errors: RUN_UNKNOWN, INVALID_CONFIG, ENVIRONMENT_UNKNOWN.
+        """Evaluate measures a run's policy on environments, pinned to the version published last: the run trains no further step meanwhile, and at
+        least one between two evaluations. Nothing of it is kept; a caller that leaves ends it. Errors: RUN_UNKNOWN, RUN_NOT_SERVED (the run waits for
+        its turn, is stopped or over, or came to that meanwhile), INVALID_CONFIG (key, value, remedy), ENVIRONMENT_UNKNOWN, OVERLOADED (too many
+        at once of this run, or the caller leaves too much unread), NOT_READY (a service was away for too long, or the orchestrator drains).
+        Example: Evaluate{config_toml "num_examples = 2"} -> rollout{...} heartbeat rollout{...} result{policy_version 7}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -15,9 +15,9 @@ from quartet.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServ
 
 from quartet_orchestrator.assembly import Services
 from quartet_orchestrator.config import OrchestratorConfig
-from quartet_orchestrator.run import alongside
 from quartet_orchestrator.runs import Runs
 from quartet_orchestrator.service import SERVICE_NAME, OrchestratorServicer
+from quartet_orchestrator.together import alongside
 from quartet_orchestrator.watchdog import watch
 
 

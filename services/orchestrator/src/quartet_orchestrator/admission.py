@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
+from quartet.run import evaluation
 from quartet.run.config import RunConfig, parse_run
+from quartet.run.evaluation import EvalTrial, EvaluateConfig
 from quartet.run.name import RULE, is_run_id
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 
 from quartet_orchestrator.envhosts import EnvHosts
 from quartet_orchestrator.requests import environment_ref
+
+C = TypeVar("C")
 
 
 def check_run_id(run_id: str) -> None:
@@ -26,8 +32,16 @@ def check_run_id(run_id: str) -> None:
 
 
 def parse(config_toml: str) -> RunConfig:
+    return _parsed(parse_run, config_toml)
+
+
+def parse_evaluation(config_toml: str) -> EvaluateConfig:
+    return _parsed(evaluation.parse_evaluation, config_toml)
+
+
+def _parsed(parser: Callable[[str], C], config_toml: str) -> C:
     try:
-        return parse_run(config_toml)
+        return parser(config_toml)
     except ConfigError as error:
         raise QuartetError(
             "INVALID_CONFIG", str(error), key=error.key, value=error.value, remedy=error.remedy
@@ -48,12 +62,14 @@ async def describe_environments(config: RunConfig, hosts: EnvHosts) -> Environme
     train = [await hosts.describe(environment_ref(env)) for env in config.env]
     for env, info in zip(config.env, train, strict=True):
         if not info.infinite and info.train_size == 0:
-            _refuse("env.id", env.id, "it has no training examples; choose another environment or other args")
+            raise refusal(
+                "env.id", env.id, "it has no training examples; choose another environment or other args"
+            )
     own = [await hosts.describe(environment_ref(env)) for env in config.eval.env]
     # There are no trials where nothing is evaluated.
     for trial, info in zip(config.trials, own or train, strict=bool(config.trials)):
         if info.eval_size == 0:
-            _refuse(
+            raise refusal(
                 "eval.num_examples",
                 trial.num_examples,
                 f"{trial.name!r} has no evaluation examples; set it to 0"
@@ -62,7 +78,18 @@ async def describe_environments(config: RunConfig, hosts: EnvHosts) -> Environme
     return Environments(train, own)
 
 
-def _refuse(key: str, value: object, remedy: str) -> None:
-    raise QuartetError(
+async def describe_trials(trials: Sequence[EvalTrial], hosts: EnvHosts) -> list[EnvironmentInfo]:
+    """The environments of an evaluation that is asked for by itself, each with something to evaluate on."""
+    infos = [await hosts.describe(environment_ref(trial.hosted)) for trial in trials]
+    for trial, info in zip(trials, infos, strict=True):
+        if info.eval_size == 0:
+            raise refusal(
+                "env.id", trial.hosted.id, "it has no evaluation examples; name another environment"
+            )
+    return infos
+
+
+def refusal(key: str, value: object, remedy: str) -> QuartetError:
+    return QuartetError(
         "INVALID_CONFIG", f"{key} = {value} is refused: {remedy}", key=key, value=value, remedy=remedy
     )

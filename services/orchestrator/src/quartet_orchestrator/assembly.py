@@ -13,7 +13,9 @@ from quartet_orchestrator.compaction import Compaction
 from quartet_orchestrator.config import OrchestratorConfig
 from quartet_orchestrator.envhosts import EnvHosts
 from quartet_orchestrator.evaluation import Evaluation
+from quartet_orchestrator.hold import Hold
 from quartet_orchestrator.mixture import Mixture
+from quartet_orchestrator.on_demand import Measurable
 from quartet_orchestrator.outage import Outage
 from quartet_orchestrator.pace import Pace
 from quartet_orchestrator.permits import Permits
@@ -84,7 +86,12 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
     sampling = Sampling(services.hosts, permits, host, model, teacher.judge if teacher else None)
     mixture = Mixture([env.weight for env in config.env])
     rollouts = Rollouts(book, config, pace, mixture, Prompts(sources, config.seed), sampling)
-    evaluation = Evaluation(book, config, Sampling(services.hosts, permits, host, model))
+
+    def measuring(permits: Permits) -> Sampling:
+        return Sampling(services.hosts, permits, host, model)
+
+    evaluation = Evaluation(book, config, measuring(permits))
+    measurable = Measurable(book, config, services.hosts, Hold(), measuring)
 
     run_id, publishes_adapters = book.state.run_id, config.lora.enabled and config.lora.publish == "adapter"
 
@@ -106,4 +113,6 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         await model.through(lambda: services.policies.serving(run_id, version, adapter=publishes_adapters))
 
     compaction = Compaction(book, CallPlan.of(config), services.journal_keep_bytes)
-    return TrainingRun(book, config, training, rollouts, evaluation, turn, policy_ready, compaction.run)
+    return TrainingRun(
+        book, config, training, rollouts, evaluation, measurable, turn, policy_ready, compaction.run
+    )

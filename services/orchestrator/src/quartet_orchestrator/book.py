@@ -43,7 +43,7 @@ class Book:
         self._news = asyncio.Event()
         # Why the last write failed; empty where it did not.
         self._blocked = ""
-        # On the monotonic clock: the last record that was more than a remark.
+        # On the monotonic clock: the last record that was more than a remark, or what somebody measured.
         self.moved_at = time.monotonic()
         try:
             self._fold()
@@ -84,10 +84,14 @@ class Book:
             raise
         self._blocked = ""
         if "note" not in kind:
-            self.moved_at = time.monotonic()
+            self.moved()
         self.state.apply(record)
         self._tell()
         return record
+
+    def moved(self) -> None:
+        """The run did something that counts."""
+        self.moved_at = time.monotonic()
 
     def _tell(self) -> None:
         self._news.set()

@@ -20,15 +20,18 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from quartet.errors import QuartetError
 from quartet.run.config import RunConfig
 from quartet.v1.orchestrator_service_pb2 import RunPhase
 
 from quartet_orchestrator import credit, state
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.evaluation import Evaluation
+from quartet_orchestrator.on_demand import Measurable
 from quartet_orchestrator.rollouts import Rollouts
 from quartet_orchestrator.state import Group, size_before_loss
 from quartet_orchestrator.steps import record_step
+from quartet_orchestrator.together import alongside
 from quartet_orchestrator.training import Training
 
 T = TypeVar("T")
@@ -46,6 +49,7 @@ class TrainingRun:
         training: Training,
         rollouts: Rollouts,
         evaluation: Evaluation,
+        measurable: Measurable,
         turn: Callable[[], Coroutine[Any, Any, None]],
         policy_ready: Callable[[], Coroutine[Any, Any, None]],
         compact: Callable[[], Coroutine[Any, Any, None]],
@@ -55,10 +59,13 @@ class TrainingRun:
         self._training = training
         self._rollouts = rollouts
         self._evaluation = evaluation
+        self._hold = measurable.hold
         self._turn = turn
         self._policy_ready = policy_ready
         self._compact = compact
         self._stop = asyncio.Event()
+        # What others need to measure its policy.
+        self.measurable = measurable
         # For people, and since when it is more than waiting for its turn, on the monotonic clock.
         self.doing = "waiting for its turn"
         self.turn_at: float | None = None
@@ -78,12 +85,16 @@ class TrainingRun:
 
     async def close(self, *, goes_on: bool) -> None:
         """The end of the run here, for now or for good: other runs get its place on the trainer."""
+        run_id = self._book.state.run_id
+        self._hold.end(QuartetError("RUN_NOT_SERVED", f"run {run_id!r} came to its end meanwhile", have=""))
         await self._training.close(goes_on=goes_on)
 
     async def _all_steps(self) -> None:
         last = self._config.max_steps
         self.doing = "waiting until inference serves its version"
         await self._unless_stopped(self._policy_ready())
+        if self._book.state.step not in self._book.state.batches:
+            self._hold.moved()  # else its next version may be published already
         if self._book.state.step == 0:
             await self._measure(0)
         if self._book.state.step < last:
@@ -92,6 +103,7 @@ class TrainingRun:
         self.doing = "exporting the model"
         await self._training.save(last - 1)
         await self._measure(last)
+        await self._still_held()
 
     async def _steps(self) -> None:
         for batch in range(self._book.state.step, self._config.max_steps):
@@ -101,10 +113,12 @@ class TrainingRun:
             groups = await self._unless_stopped(self._rollouts.batch(batch))
             if batch not in self._book.state.batches:
                 self._close(batch, groups)
+            await self._still_held()
             self.doing = f"training step {batch + 1}"
             await self._training.train(batch)
             await record_step(self._book, self._config, batch, self._training.versions_changed())
             self._rollouts.published(batch + 1)
+            self._hold.moved()
             if batch + 1 < self._config.max_steps:
                 self.doing = f"saving the state after step {batch + 1}"
                 await self._training.save(batch)
@@ -129,6 +143,11 @@ class TrainingRun:
         self.doing = f"evaluating after {version} steps"
         await self._unless_stopped(self._evaluation.measure(version))
 
+    async def _still_held(self) -> None:
+        """Waits for those who measure the version that is about to be the last but one."""
+        self.doing = "waiting for evaluations that were asked for"
+        await self._unless_stopped(self._hold.move())
+
     def _enter(self, phase: RunPhase) -> None:
         if self._stop.is_set():
             raise StopAsked
@@ -150,18 +169,3 @@ class TrainingRun:
             for task in (stop, work):
                 task.cancel()
             await asyncio.gather(stop, work, return_exceptions=True)
-
-
-async def alongside(work: Coroutine[Any, Any, T], background: Coroutine[Any, Any, None]) -> T:
-    """The result of the work; the background never ends by itself, and its failure is the work's."""
-    main = asyncio.create_task(work)
-    beside = asyncio.create_task(background)
-    try:
-        await asyncio.wait({main, beside}, return_when=asyncio.FIRST_COMPLETED)
-        if beside.done():
-            beside.result()
-        return main.result()
-    finally:
-        for task in (main, beside):
-            task.cancel()
-        await asyncio.gather(main, beside, return_exceptions=True)

@@ -27,9 +27,11 @@ from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet_orchestrator import admission, shelf, state
 from quartet_orchestrator.assembly import Services, assemble
 from quartet_orchestrator.book import Book
+from quartet_orchestrator.on_demand import EvaluationOnDemand
 from quartet_orchestrator.outage import RunFailed, RunInterrupted
 from quartet_orchestrator.run import StopAsked, TrainingRun
 from quartet_orchestrator.segments import JournalCorrupt
+from quartet_orchestrator.together import first_cause
 from quartet_orchestrator.watchdog import Moving
 
 log = structlog.get_logger()
@@ -163,6 +165,21 @@ class Runs:
             and held.book.state.phase not in state.RESTING
         ]
 
+    def evaluation(self, run_id: str, config_toml: str) -> EvaluationOnDemand:
+        """Of the policy that the run has published last, to be asked for its responses."""
+        held = self._find(run_id)
+        config = admission.parse_evaluation(config_toml)
+        phase = held.book.state.phase
+        if phase in state.RESTING or phase == state.STOPPING:
+            name = pb.RunPhase.Name(phase).removeprefix("RUN_PHASE_")
+            why = f"is {name}, and nobody keeps its policy served; measure its model with quartet eval"
+            raise QuartetError("RUN_NOT_SERVED", f"run {run_id!r} {why}", want=run_id)
+        assert held.run is not None
+        if held.run.turn_at is None:
+            why = "waits for its turn, and is not served yet; ask again when it has begun"
+            raise QuartetError("RUN_NOT_SERVED", f"run {run_id!r} {why}", want=run_id)
+        return EvaluationOnDemand(held.run.measurable, config)
+
     def stop(self, run_id: str) -> pb.Run:
         if run_id in self._set_aside:
             return self.status(run_id)
@@ -262,7 +279,7 @@ class Runs:
         try:
             await run.execute()
         except Exception as raised:  # noqa: BLE001 - the end of a run's task: every way to end becomes a phase
-            cause = _first(raised)
+            cause = first_cause(raised)
             await run.close(goes_on=isinstance(cause, RESUMABLE))
             await _write_down(book, cause)
         finally:
@@ -318,10 +335,3 @@ def _fail(book: Book, error: str) -> None:
     for group in sorted(book.state.groups):
         book.write(discarded={"group": group, "reason": "run_failed"})
     book.enter(state.FAILED, error=error)
-
-
-def _first(error: BaseException) -> BaseException:
-    """The first cause inside what a task group raises."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -67,8 +67,16 @@ class OrchestratorServicer(OrchestratorServiceServicer):
         yield  # makes it a stream
 
     async def Evaluate(self, request: pb.EvaluateRequest, context: Any) -> AsyncIterator[pb.EvaluateResponse]:
-        raise unimplemented("Evaluate")
-        yield  # makes it a stream
+        evaluation = self._runs.evaluation(request.run_id, request.config_toml)
+
+        def heartbeat() -> pb.EvaluateResponse:
+            return pb.EvaluateResponse(heartbeat=Heartbeat(in_flight=evaluation.lacking))
+
+        # Nothing of it is kept, so there is nothing to lose that a drain would have to wait for.
+        told = with_heartbeats(evaluation.responses(), heartbeat, until=self._health.draining)
+        async with aclosing(told) as responses:  # type: ignore[type-var]
+            async for response in responses:
+                yield response
 
     async def OptimizePrompt(
         self, request: pb.OptimizePromptRequest, context: Any

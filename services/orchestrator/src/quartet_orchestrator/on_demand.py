@@ -1,0 +1,157 @@
+"""Evaluations on demand: what a run's policy earns now, for somebody who asks.
+
+1. One version is measured, the one published last: the run trains no further step meanwhile (hold.py).
+2. Nothing of it is written down. Who leaves ends it; so does the end of the run, with its reason.
+3. What is asked for is bounded: MAX_AT_ONCE evaluations of a run, MAX_ROLLOUTS and `max_concurrent` rollouts
+   of each, UNREAD_BYTES that the caller has not taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from quartet.errors import QuartetError
+from quartet.run.config import RunConfig
+from quartet.run.evaluation import EvaluateConfig
+from quartet.v1 import orchestrator_service_pb2 as pb
+
+from quartet_orchestrator import admission
+from quartet_orchestrator.book import Book
+from quartet_orchestrator.envhosts import EnvHosts
+from quartet_orchestrator.eval_metrics import Outcome, of_evaluation
+from quartet_orchestrator.hold import Hold
+from quartet_orchestrator.measuring import Measurement, measured_with
+from quartet_orchestrator.outage import RunFailed, RunInterrupted
+from quartet_orchestrator.permits import Permits
+from quartet_orchestrator.sampling import Sampling
+from quartet_orchestrator.together import alongside, first_cause
+
+# The run stands still for them; more are not a measurement but a load.
+MAX_AT_ONCE = 4
+# Each leaves two numbers in memory and one event on the wire; whole test sets have fewer.
+MAX_ROLLOUTS = 100_000
+# A reader that is this far behind does not read; a rollout has at most 4 MiB.
+UNREAD_BYTES = 64 << 20
+
+
+class _Behind(Exception):
+    """The caller left too much unread. No QuartetError: sampling tries those again."""
+
+
+@dataclass
+class Measurable:
+    """What measuring a run's policy needs of the run."""
+
+    book: Book
+    config: RunConfig
+    hosts: EnvHosts
+    hold: Hold
+    sampling: Callable[[Permits], Sampling]
+    under_way: int = 0
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """One of MAX_AT_ONCE. Raises OVERLOADED."""
+        if self.under_way >= MAX_AT_ONCE:
+            raise QuartetError(
+                "OVERLOADED",
+                f"{MAX_AT_ONCE} evaluations of run {self.book.state.run_id!r} are under way; ask again later",
+            )
+        self.under_way += 1
+        try:
+            yield
+        finally:
+            self.under_way -= 1
+
+
+class EvaluationOnDemand:
+    def __init__(self, subject: Measurable, config: EvaluateConfig) -> None:
+        self._subject = subject
+        self._config = config
+        self._outcomes: list[Outcome] = []
+        self._unread: asyncio.Queue[pb.RolloutEvent | None] = asyncio.Queue()
+        self._unread_bytes = 0
+
+    @property
+    def lacking(self) -> int:
+        """Rollouts without a result."""
+        return sum(outcome.asked - len(outcome.good) for outcome in self._outcomes)
+
+    async def responses(self) -> AsyncGenerator[pb.EvaluateResponse, None]:
+        """Each attempt as it ends, then the result. Raises QuartetError."""
+        with self._subject.place():
+            trials = self._config.trials(self._subject.config.env)
+            infos = await admission.describe_trials(trials, self._subject.hosts)
+            outcomes = [Outcome.of(trial, info) for trial, info in zip(trials, infos, strict=True)]
+            _check_size(outcomes)
+            async with self._subject.hold.held():
+                self._outcomes = outcomes
+                measurement = self._measurement()
+                work = asyncio.create_task(self._measure(measurement))
+                work.add_done_callback(lambda _: self._unread.put_nowait(None))
+                try:
+                    while (event := await self._unread.get()) is not None:
+                        self._unread_bytes -= event.ByteSize()
+                        yield pb.EvaluateResponse(rollout=event)
+                    await work
+                finally:
+                    work.cancel()
+                    await asyncio.gather(work, return_exceptions=True)
+                step = self._subject.book.state.step
+            metrics = await asyncio.to_thread(of_evaluation, outcomes, self._config.pass_threshold)
+            yield pb.EvaluateResponse(
+                result=pb.EvalEvent(step=step, policy_version=measurement.version, metrics=metrics)
+            )
+
+    def _measurement(self) -> Measurement:
+        run, state = self._subject.config, self._subject.book.state
+        return Measurement(
+            state.run_id,
+            "evaluate",
+            state.step * run.versions_per_step,
+            measured_with(run.sampling, **self._config.sampling.model_dump(exclude_unset=True)),
+            self._config.timeout_seconds,
+        )
+
+    async def _measure(self, measurement: Measurement) -> None:
+        sampling = self._subject.sampling(Permits(self._config.max_concurrent))
+        try:
+            await alongside(
+                measurement.run(sampling, self._outcomes, self._ended), self._subject.hold.ended()
+            )
+        except Exception as raised:
+            raise _typed(first_cause(raised)) from raised
+
+    def _ended(self, _: int, event: pb.RolloutEvent) -> None:
+        # The run stands still for it, and does move.
+        self._subject.book.moved()
+        self._unread_bytes += event.ByteSize()
+        if self._unread_bytes > UNREAD_BYTES:
+            raise _Behind
+        self._unread.put_nowait(event)
+
+
+def _check_size(outcomes: list[Outcome]) -> None:
+    asked = sum(outcome.asked for outcome in outcomes)
+    if asked > MAX_ROLLOUTS:
+        raise admission.refusal(
+            "num_examples", asked, f"that are {asked} rollouts; ask for at most {MAX_ROLLOUTS} at once"
+        )
+
+
+def _typed(cause: BaseException) -> BaseException:
+    """As the caller is told."""
+    match cause:
+        case _Behind():
+            return QuartetError(
+                "OVERLOADED",
+                f"{UNREAD_BYTES >> 20} MiB of rollouts were left unread; read faster, or ask for fewer",
+            )
+        case RunInterrupted():
+            return QuartetError("NOT_READY", str(cause))
+        case RunFailed(__cause__=QuartetError() as error):
+            return error
+    return cause
