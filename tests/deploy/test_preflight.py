@@ -40,6 +40,7 @@ OF_ALL = [
 ]
 OF_ONE = [
     ("trainer", ("--state_dir", "/proc/x"), "state_dir = '/proc/x' cannot be used: /proc takes no files"),
+    ("trainer", ("--liger", "on", "--device", "cpu"), 'liger = "on", but the trainer computes on a CPU'),
     ("orchestrator", ("--data_dir", "/proc/x"), "data_dir = '/proc/x' cannot be used: /proc takes no files"),
     ("inference", ("--openai.address", "{busy}"), "openai.address = '{busy}' cannot be bound: the port is"),
     (

@@ -14,6 +14,7 @@ from quartet.kit import logs
 from quartet.kit.server import check_here
 
 from quartet_trainer.config import TrainerConfig
+from quartet_trainer.kernels import check as check_kernels
 from quartet_trainer.state_root import check_state_root
 
 
@@ -52,6 +53,7 @@ def preflight(config: TrainerConfig) -> None:
     """Whether this machine lets the trainer start; nothing is made. Raises ConfigError."""
     check_here(config.server)
     check_state_root(config.state_dir)
+    check_kernels(config.liger, config.device)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from quartet.weights.store import WeightStore
 
 from quartet_trainer.bases import Bases
 from quartet_trainer.config import TrainerConfig
+from quartet_trainer.kernels import chosen
 from quartet_trainer.loss.custom import load_losses
 from quartet_trainer.passes import Machine
 from quartet_trainer.ranks.alone import Alone, Ranks
@@ -51,14 +52,16 @@ def machine_of(
         losses = load_losses(config.losses)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    device = device or device_of(config.device)
     return Machine(
-        device or device_of(config.device),
+        device,
         config.microbatch_tokens,
         config.row_tokens,
         config.hub,
         config.gradient_checkpointing,
         losses,
         ranks or Alone(),
+        chosen(config.liger, device.type),
     )
 
 

@@ -36,6 +36,8 @@ class TrainerConfig(Config):
     max_runs: int = Field(default=4, ge=1, le=64)
     #: Equal calls give equal bits. On CUDA this chooses slower kernels.
     deterministic: bool = True
+    #: Liger's fused layer kernels on CUDA; "auto" uses them where liger-kernel is installed (kernels.py).
+    liger: Literal["auto", "on", "off"] = "auto"
     #: Losses of one's own: name = "module:function" (quartet_trainer/loss/custom.py). A run chooses by name.
     losses: dict[str, str] = Field(default_factory=dict)
     #: Allow base models to be fetched from the Hugging Face hub.

@@ -139,20 +139,29 @@ def _check_attention(config: Any, base_model: str) -> None:
 
 def probe(policy: PolicyForward, vocab_size: int, base_model: str) -> None:
     """Refuse a model for which packed log-probabilities are not the model's own. Errors: INVALID_CONFIG."""
-    prompt = [(7 * i + 3) % vocab_size for i in range(10)]
-    tails = ([(5 * i + 1) % vocab_size for i in range(3)], [(11 * i + 2) % vocab_size for i in range(4)])
-    samples = [make_sample(i, prompt + tail, [(10, len(tail), 0)], [], []) for i, tail in enumerate(tails)]
-    (batch,) = pack(samples, [0, 1], budget_tokens=64, row_tokens=64)
     with torch.no_grad():
-        packed, _ = policy(batch, 1.0, full_precision=True)
-        alone = torch.cat([_plain_logprobs(policy.model, sample) for sample in samples])
-    difference = float((packed - alone).abs().max())
+        alone = torch.cat([_plain_logprobs(policy.model, sample) for sample in _probes(vocab_size)])
+    difference = float((probe_logprobs(policy, vocab_size) - alone).abs().max())
     if not difference <= PROBE_TOLERANCE:
         raise _refused(
             base_model,
             f"packed and plain log-probabilities of {type(policy.model).__name__} differ by {difference:.3g}",
             "use an architecture with plain causal attention and an unscaled output layer",
         )
+
+
+def probe_logprobs(policy: PolicyForward, vocab_size: int) -> torch.Tensor:
+    """Of two short samples, packed."""
+    (batch,) = pack(_probes(vocab_size), [0, 1], budget_tokens=64, row_tokens=64)
+    with torch.no_grad():
+        packed: torch.Tensor = policy(batch, 1.0, full_precision=True)[0]
+    return packed
+
+
+def _probes(vocab_size: int) -> list[Sample]:
+    prompt = [(7 * i + 3) % vocab_size for i in range(10)]
+    tails = ([(5 * i + 1) % vocab_size for i in range(3)], [(11 * i + 2) % vocab_size for i in range(4)])
+    return [make_sample(i, prompt + tail, [(10, len(tail), 0)], [], []) for i, tail in enumerate(tails)]
 
 
 def _plain_logprobs(model: Any, sample: Sample) -> torch.Tensor:

@@ -47,6 +47,8 @@ class Machine:
     losses: Mapping[str, CustomLoss] = field(default_factory=dict)
     # The processes that compute together.
     ranks: Ranks = field(default_factory=Alone)
+    # Whether models use Liger's kernels.
+    liger: bool = False
 
     def folder_of(self, model: str) -> Path:
         """Where a model lies. Errors: INVALID_CONFIG, in every rank where one lacks it."""

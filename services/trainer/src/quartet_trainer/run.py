@@ -25,6 +25,7 @@ from quartet.v1 import weights_pb2
 from quartet.weights.store import WeightStore
 from torch import nn
 
+from quartet_trainer import kernels
 from quartet_trainer import model as base
 from quartet_trainer.bases import Bases
 from quartet_trainer.batch import Columns, check_batch, diagnose, weights_of
@@ -121,6 +122,7 @@ class Run:
         except BaseException:
             self._trained.close()
             raise
+        self._counts = self._trained.counts()
         parameters = self._trained.parameters
         self._gradients = Gradients(parameters.items(), machine.ranks)
         self._optimizer = Optimizer(parameters.items(), spec.optimizer, self._trained.embeddings)
@@ -145,7 +147,11 @@ class Run:
             base.probe(PolicyForward(model, device, self._autocast), base.vocab_size(model), name)
             return model
 
-        return self._machine.ranks.place(load, folder, self._machine.device)
+        model = self._machine.ranks.place(load, folder, self._machine.device)
+        if self._machine.liger:
+            policy = self._machine.ranks.policy(model, self._machine.device, self._autocast, ())
+            kernels.fuse(model, lambda: base.probe_logprobs(policy, base.vocab_size(model)), name)
+        return model
 
     def _passes_of(
         self, model: Any, standing: Standing = replaced, recomputed: Sequence[nn.Module] = ()
@@ -156,7 +162,7 @@ class Run:
     @property
     def status(self) -> RunStatus:
         """The run as it stands."""
-        trainable, total = self._trained.counts()
+        trainable, total = self._counts
         return RunStatus(self._policy_version, self._skipped_steps, trainable, total, self._versions.newest)
 
     @property
