@@ -8,8 +8,8 @@
 2. The main job itself (left out with `--no-job`), its four processes joined through such proxies: bytes of
    each hop per token of the trained sequences, with the same bar. Its sequences have about 29 tokens, so
    fixed costs (names, metrics, HTTP/2) weigh more than in any real job. The third hop, inference <->
-   envhost, misses it: beside ids and log-probabilities it carries the conversation as text, both ways (in
-   this job 8.3 bytes a token without framing): only inference has the tokenizer.
+   envhost, carries beside ids and log-probabilities the conversation as text, both ways (only inference has
+   the tokenizer); what the members of a group have in common they send once.
 
     python benchmarks/wire.py [--no-job] [--model DIR] [--json FILE]
 """
@@ -119,7 +119,7 @@ async def two_hops(tokens: int, seed: int) -> tuple[float, float]:
         rollouts = [one for group in groups for one in group]
         batch_start = trainer.ForwardBackwardStart(run_id="r", seq_id=1)
         # The orchestrator's own frames.
-        messages = frames(batch_start, rollouts, [0.25] * len(rollouts))
+        messages = frames(batch_start, rollouts, [[0.25]] * len(rollouts))
         await trainer_grpc.TrainerServiceStub(channel).ForwardBackward(messages, timeout=60)
     await server.stop(None)
     return first.total_bytes / total, second.total_bytes / total
