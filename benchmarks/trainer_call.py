@@ -78,7 +78,7 @@ async def measure(address: str, bare_address: str, folder: str, calls: int) -> l
             create = pb.CreateRunRequest(run_id=run_id, spec=spec)
             await unary(stub.CreateRun, create, timeout_s=CALL_SECONDS)
             batch = rollouts(samples, tokens)
-            prepared = list(frames(pb.ForwardBackwardStart(), batch, [0.25] * samples))
+            prepared = list(frames(pb.ForwardBackwardStart(), batch, [[0.25]] * samples))
             times, floor = [], []
             for number in range(WARM_UP + calls):
                 times.append(await both_calls(stub, run_id, batch, 1 + 2 * number))
@@ -95,7 +95,7 @@ async def both_calls(stub: Any, run_id: str, batch: list[rollout.Rollout], seq_i
     start = pb.ForwardBackwardStart(run_id=run_id, seq_id=seq_id, loss=loss, normalizer=1.0)
     step = pb.OptimStepRequest(run_id=run_id, seq_id=seq_id + 1)
     began = time.perf_counter()
-    sent = frames(start, batch, [0.25] * len(batch))
+    sent = frames(start, batch, [[0.25]] * len(batch))
     await unary(stub.ForwardBackward, sent, timeout_s=CALL_SECONDS)
     await unary(stub.OptimStep, step, timeout_s=CALL_SECONDS)
     return 1000 * (time.perf_counter() - began)
@@ -126,6 +126,7 @@ def rollouts(samples: int, tokens: int) -> list[rollout.Rollout]:
 def serve_nothing(folder: Path) -> None:
     """The trainer service with runs that answer at once, and a bare server beside it."""
     import transformers
+    from quartet.kit import logs
     from quartet.kit.server import ServerConfig, serve
     from quartet_trainer.assembly import assemble
     from quartet_trainer.config import TrainerConfig
@@ -147,6 +148,7 @@ def serve_nothing(folder: Path) -> None:
         async def OptimStep(self, request: Any, context: Any) -> pb.OptimStepResponse:
             return pb.OptimStepResponse()
 
+    logs.configure("trainer")  # as the trainer does: unset, every call would render a line of debugging
     config = transformers.Qwen3Config(
         vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
         head_dim=16, intermediate_size=16,

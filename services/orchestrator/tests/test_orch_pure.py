@@ -149,6 +149,19 @@ def test_frames_carry_every_sample_once_below_the_message_limit():
     assert [f.SerializeToString() for f in again] == [f.SerializeToString() for f in frames]
 
 
+def test_samples_of_the_longest_numbers_still_fill_a_frame_to_its_bound_at_most():
+    """batches.py 3"""
+    largest = Rollout()
+    sample = largest.samples.add(
+        token_ids=[2**32 - 1] * 40, logprobs=[-1.0] * 30, reference_logprobs=[-1.0] * 30
+    )
+    for _ in range(30):
+        sample.spans.add(start=2**32 - 1, length=2**32 - 1, policy_version=2**64 - 1)
+    _, *several, _ = batches.frames(tpb.ForwardBackwardStart(), [largest] * 3000, [[1.0]] * 3000)
+    assert len(several) > 2
+    assert all(0.9 * batches.FRAME_BYTES < one.ByteSize() <= batches.FRAME_BYTES for one in several[:-1])
+
+
 def test_staleness_is_weighted_by_tokens():
     scored = [
         metrics.Scored("e", 0, rollout(30, version=4)),

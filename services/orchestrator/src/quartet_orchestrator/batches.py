@@ -14,14 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from quartet.v1 import trainer_service_pb2 as tpb
-from quartet.v1.rollout_pb2 import Rollout
+from quartet.v1.rollout_pb2 import Rollout, Sample
 
 from quartet_orchestrator.credit import Size
 
 # A frame is sent when it has grown this large; small enough that sending and packing overlap.
 FRAME_BYTES = 1 << 20
-# Length prefixes and tags of a sample inside a frame, and its advantage, rounded up.
-SAMPLE_OVERHEAD_BYTES = 24
+# The most that a token, a log-probability and a span take on the wire; and, of each sample, length prefixes,
+# tags and the advantage.
+TOKEN_BYTES, LOGPROB_BYTES, SPAN_BYTES, SAMPLE_OVERHEAD_BYTES = 5, 4, 25, 48
 
 
 def covered_tokens(rollouts: Sequence[Rollout]) -> int:
@@ -47,15 +48,15 @@ def frames(
 ) -> Iterator[tpb.ForwardBackwardRequest]:
     """Start, samples, commit. `advantages` are those of each rollout's samples."""
     yield tpb.ForwardBackwardRequest(start=start)
-    batch, size, samples, tokens = tpb.SampleBatch(), 0, 0, 0
+    frame, size, samples, tokens = tpb.ForwardBackwardRequest(), 0, 0, 0
     for rollout, its_own in zip(rollouts, advantages, strict=True):
         for sample, advantage in zip(rollout.samples, its_own, strict=True):
-            grown = sample.ByteSize() + SAMPLE_OVERHEAD_BYTES
+            grown = _most_bytes(sample)
             if size and size + grown > FRAME_BYTES:
-                yield tpb.ForwardBackwardRequest(batch=batch)
-                batch, size = tpb.SampleBatch(), 0
+                yield frame
+                frame, size = tpb.ForwardBackwardRequest(), 0
             # In place: a message given to a constructor or appended is serialised and parsed again.
-            credited = batch.samples.add()
+            credited = frame.batch.samples.add()
             credited.sample.CopyFrom(sample)
             credited.advantages.append(advantage)
             if sample.reference_logprobs:
@@ -65,5 +66,16 @@ def frames(
             samples += 1
             tokens += len(sample.token_ids)
     if size:
-        yield tpb.ForwardBackwardRequest(batch=batch)
+        yield frame
     yield tpb.ForwardBackwardRequest(commit=tpb.StreamCommit(sample_count=samples, token_count=tokens))
+
+
+def _most_bytes(sample: Sample) -> int:
+    """Of a sample in a frame. Not its ByteSize, which serialises it to see."""
+    logprobs = len(sample.logprobs) + len(sample.reference_logprobs)
+    return (
+        SAMPLE_OVERHEAD_BYTES
+        + TOKEN_BYTES * len(sample.token_ids)
+        + LOGPROB_BYTES * logprobs
+        + SPAN_BYTES * len(sample.spans)
+    )
