@@ -125,7 +125,7 @@ def packed(samples: Sequence[Sample]) -> list[MicroBatch]:
 
 
 def trainer_of(folder: Path, attention: str | None = None) -> PolicyForward:
-    model = load_model(folder, str(folder), from_scratch=False, seed=0, device=CPU)
+    model = load_model(folder, str(folder), device=CPU)
     if attention:
         model.set_attn_implementation(attention)
     return PolicyForward(model, CPU, None)

@@ -101,7 +101,7 @@ def test_every_block_is_gathered_for_itself(alone_in_a_group: None, folder: Path
     from torch.distributed.tensor import DTensor
 
     device = torch.device("cpu")
-    full = load_model(folder, str(folder), from_scratch=False, seed=0, device=device)
+    full = load_model(folder, str(folder), device=device)
     model = shard(without_memory(folder), full, device, layout.host_mesh())
     blocks = [module for module in model.modules() if isinstance(module, FSDPModule)]
     assert len(blocks) == 1 + full.config.num_hidden_layers

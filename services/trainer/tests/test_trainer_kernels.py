@@ -26,7 +26,7 @@ CUDA = torch.cuda.is_available() and find_spec("liger_kernel") is not None
 
 
 def loaded(folder: Path, device: str = "cpu") -> Any:
-    return load_model(folder, "m", from_scratch=False, seed=0, device=torch.device(device))
+    return load_model(folder, "m", device=torch.device(device))
 
 
 def logprobs_of(model: Any) -> Callable[[], torch.Tensor]:

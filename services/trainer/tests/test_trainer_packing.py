@@ -33,7 +33,7 @@ def ragged(seed: int, groups: int = 4, members: int = 3, vocab: int = 96) -> lis
 
 def load(folder: Path) -> PolicyForward:
     cpu = torch.device("cpu")
-    return PolicyForward(load_model(folder, "m", from_scratch=False, seed=0, device=cpu), cpu, None)
+    return PolicyForward(load_model(folder, "m", device=cpu), cpu, None)
 
 
 def packed(policy: PolicyForward, samples: list[Sample], budget: int, row: int) -> list[torch.Tensor]:

@@ -28,8 +28,8 @@ def samples() -> list[Sample]:
 
 
 def test_promise_2_scoring_other_weights_touches_neither_model_nor_gradients(folder: Path) -> None:
-    model = load_model(folder, "m", from_scratch=False, seed=0, device=CPU)
-    other = load_model(folder, "m", from_scratch=True, seed=3, device=CPU)
+    model = load_model(folder, "m", device=CPU)
+    other = load_model(folder, "m", device=CPU, seed=3)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 0.5)
     before = {name: (one.detach().clone(), one.grad) for name, one in model.named_parameters()}
@@ -44,7 +44,7 @@ def test_promise_2_scoring_other_weights_touches_neither_model_nor_gradients(fol
 
 
 def test_promise_3_progress_is_heard_after_every_micro_batch(folder: Path) -> None:
-    model = load_model(folder, "m", from_scratch=False, seed=0, device=CPU)
+    model = load_model(folder, "m", device=CPU)
     for budget, micro_batches in ((1, 5), (1000, 1)):
         heard: list[int] = []
         passes_over(model, budget, heard).score(samples(), None, 1.0)

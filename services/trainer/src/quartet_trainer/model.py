@@ -71,11 +71,11 @@ def resolve_folder(base_model: str, allow_hub: bool) -> Path:
         ) from error
 
 
-def load_model(folder: Path, base_model: str, *, from_scratch: bool, seed: int, device: torch.device) -> Any:
-    """A float32 model in eval mode on the device. Errors: INVALID_CONFIG."""
+def load_model(folder: Path, base_model: str, *, device: torch.device, seed: int | None = None) -> Any:
+    """A float32 model in eval mode on the device; with a seed of random weights. Errors: INVALID_CONFIG."""
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        model = _initialise(config, seed) if from_scratch else _load_weights(folder, base_model)
+        model = _load_weights(folder, base_model) if seed is None else _initialise(config, seed)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         remedy = "name a folder with config.json and model.safetensors, or set from_scratch"

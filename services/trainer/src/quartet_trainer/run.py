@@ -25,16 +25,15 @@ from quartet.v1 import weights_pb2
 from quartet.weights.store import WeightStore
 from torch import nn
 
-from quartet_trainer import kernels
 from quartet_trainer import model as base
 from quartet_trainer.bases import Bases
 from quartet_trainer.batch import Columns, check_batch, diagnose, weights_of
 from quartet_trainer.canary import canary
 from quartet_trainer.gradients import Gradients
 from quartet_trainer.kl_control import KlControl
-from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.optimizer import Optimizer
 from quartet_trainer.passes import Machine, Passes, Standing
+from quartet_trainer.placement import placed
 from quartet_trainer.publish import TORCH_DTYPES, Snapshot
 from quartet_trainer.ranks.layout import is_whole, part
 from quartet_trainer.recompute import recomputable
@@ -138,20 +137,8 @@ class Run:
 
     def _load(self) -> Any:
         """The base model, which computes rightly here."""
-        spec = self.spec
-        return self._placed(self._folder, spec.base_model, from_scratch=spec.from_scratch, seed=spec.seed)
-
-    def _placed(self, folder: Path, name: str, *, from_scratch: bool = False, seed: int = 0) -> Any:
-        def load(device: torch.device) -> Any:
-            model = base.load_model(folder, name, from_scratch=from_scratch, seed=seed, device=device)
-            base.probe(PolicyForward(model, device, self._autocast), base.vocab_size(model), name)
-            return model
-
-        model = self._machine.ranks.place(load, folder, self._machine.device)
-        if self._machine.liger:
-            policy = self._machine.ranks.policy(model, self._machine.device, self._autocast, ())
-            kernels.fuse(model, lambda: base.probe_logprobs(policy, base.vocab_size(model)), name)
-        return model
+        seed = self.spec.seed if self.spec.from_scratch else None
+        return placed(self._machine, self._folder, self.spec.base_model, self._autocast, seed)
 
     def _passes_of(
         self, model: Any, standing: Standing = replaced, recomputed: Sequence[nn.Module] = ()
@@ -344,7 +331,8 @@ class Run:
             return Reference.of_model(spec, self._passes_of(self._model, bare))
         if not spec.model:
             return Reference.of_policy(spec, self._passes, self._trained.parameters)
-        model = self._placed(self._machine.folder_of(spec.model), spec.model).requires_grad_(False)
+        folder = self._machine.folder_of(spec.model)
+        model = placed(self._machine, folder, spec.model, self._autocast).requires_grad_(False)
         return Reference.of_model(spec, self._passes_of(model))
 
     def close(self) -> None:

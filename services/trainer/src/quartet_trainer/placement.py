@@ -1,0 +1,38 @@
+"""The base model of a run, where the run computes: loaded, probed, placed on the device or spread over the
+ranks, with fused layers where the machine has them.
+
+What is placed computes rightly: it was compared with the model's own forward pass, before layers were fused
+and after.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quartet_trainer import kernels
+from quartet_trainer import model as base
+from quartet_trainer.logprobs import PolicyForward
+from quartet_trainer.passes import Machine
+
+
+def placed(
+    machine: Machine, folder: Path, name: str, autocast: torch.dtype | None, seed: int | None = None
+) -> Any:
+    """The model of a folder, or with a seed one of random weights; `name` is what errors call it.
+
+    Errors: INVALID_CONFIG.
+    """
+
+    def load(device: torch.device) -> Any:
+        model = base.load_model(folder, name, seed=seed, device=device)
+        base.probe(PolicyForward(model, device, autocast), base.vocab_size(model), name)
+        return model
+
+    model = machine.ranks.place(load, folder, machine.device)
+    if machine.liger:
+        policy = machine.ranks.policy(model, machine.device, autocast, ())
+        kernels.fuse(model, lambda: base.probe_logprobs(policy, base.vocab_size(model)), name)
+    return model
