@@ -18,13 +18,14 @@ from quartet_orchestrator.policies import Policies
 class Replica(InferenceServiceServicer):
     def __init__(self):
         self.model = ipb.GetModelResponse()
+        self.reason = "INVALID_REQUEST"
         self.refusal = "adapters are served upon the model of this replica's folder"
 
     async def GetModel(self, request, context):
         return self.model
 
     async def LoadAdapter(self, request, context):
-        raise QuartetError("INVALID_REQUEST", self.refusal)
+        raise QuartetError(self.reason, self.refusal)
 
 
 @pytest.fixture
@@ -57,8 +58,14 @@ async def test_what_is_served_instead_is_said(replicas):
         replica.model.run_id, replica.model.policy_version = "other", 9
     with pytest.raises(QuartetError, match="serves run 'other'"):
         await policies.serving("run", 0)
-    with pytest.raises(QuartetError, match=r"adapters are served upon the model of this replica's folder"):
+    refused = r"adapters are served upon the model of this replica's folder"
+    with pytest.raises(QuartetError, match=refused) as caught:
         await policies.serving("run", 0, adapter=True)
+    assert caught.value.reason == "INVALID_REQUEST", "no replica will: nobody waits for it"
+    found[1].reason = "NOT_READY"
+    with pytest.raises(QuartetError, match=refused) as caught:
+        await policies.serving("run", 0, adapter=True)
+    assert caught.value.reason == "NOT_READY", "one of them may"
     found[0].model.adapters.add(run_id="run", policy_version=2)
     await policies.serving("run", 2, adapter=True)
 

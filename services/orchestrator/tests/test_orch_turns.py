@@ -1,4 +1,4 @@
-"""Runs that train the whole model take turns; runs that publish adapters do not."""
+"""Runs that train the whole model take turns; runs that publish adapters have one together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ async def test_turns_are_taken_in_order_and_left_by_whoever_has_them():
     turns, told, order = Turns(2), {}, []
 
     async def live(name):
-        await turns.take(name, lambda before: told.setdefault(name, before))
+        await turns.take(name, lambda before: told.setdefault(name, before), shares=False)
         order.append(name)
 
     tasks = {name: asyncio.create_task(live(name)) for name in "abcd"}
@@ -34,6 +34,31 @@ async def test_turns_are_taken_in_order_and_left_by_whoever_has_them():
     assert order == ["a", "b", "d"]
 
 
+async def test_those_who_share_have_one_turn_together_and_overtake_nobody():
+    """turns.py 1: a whole model that waits is not kept waiting by adapters that come after it."""
+    turns, running = Turns(2), []
+
+    async def live(name):
+        await turns.take(name, lambda before: None, shares=name.startswith("adapter"))
+        running.append(name)
+
+    async def then(expected):
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert running == expected
+
+    names = ("adapter 1", "whole 1", "adapter 2", "whole 2", "adapter 3")
+    tasks = [asyncio.create_task(live(name)) for name in names]
+    await then(["adapter 1", "whole 1", "adapter 2"])
+    turns.leave("adapter 1")
+    await then(["adapter 1", "whole 1", "adapter 2"])
+    turns.leave("adapter 2")
+    await then(["adapter 1", "whole 1", "adapter 2", "whole 2"])
+    turns.leave("whole 1")
+    await then([*names[:3], "whole 2", "adapter 3"])
+    await asyncio.gather(*tasks)
+
+
 async def test_the_second_whole_model_waits_and_says_for_whom(world):
     world.trainer.delay_s = 0.01
     async with world.orchestrator() as runs:
@@ -41,19 +66,31 @@ async def test_the_second_whole_model_waits_and_says_for_whom(world):
         for run_id in ("second", "third"):
             await runs.submit(run_id, world.toml(), dry_run=False)
         await runs.submit("adapter", world.toml(steps=1).replace("[checks]", ADAPTER), dry_run=False)
-        assert (await world.rest(runs, "adapter")).phase == pb.RUN_PHASE_COMPLETED
-        assert runs.get("first").state.phase not in RESTING
         assert runs.status("second").phase == pb.RUN_PHASE_PENDING and "second" not in world.trainer.runs
         runs.stop("second")
         assert (await world.rest(runs, "second")).phase == pb.RUN_PHASE_STOPPED
         assert (await world.rest(runs, "first")).phase == pb.RUN_PHASE_COMPLETED
         assert (await world.rest(runs, "third")).phase == pb.RUN_PHASE_COMPLETED
         said = await notes(runs, "third")
+        assert (await world.rest(runs, "adapter")).phase == pb.RUN_PHASE_COMPLETED
         await runs.resume("second")
         assert (await world.rest(runs, "second")).phase == pb.RUN_PHASE_COMPLETED
     assert said[0].startswith("waits for run 'first', 'second': a replica of inference serves one run")
-    closed = [run_id for run_id in world.trainer.closed if run_id != "adapter"]
-    assert closed == ["first", "third", "second"]
+    assert world.trainer.closed == ["first", "third", "adapter", "second"]
+
+
+async def test_runs_that_publish_adapters_go_on_side_by_side_and_a_whole_model_after_them(world):
+    world.trainer.delay_s = 0.01
+    async with world.orchestrator() as runs:
+        await runs.submit("long", world.toml(steps=20).replace("[checks]", ADAPTER), dry_run=False)
+        await runs.submit("short", world.toml(steps=1).replace("[checks]", ADAPTER), dry_run=False)
+        await runs.submit("whole", world.toml(steps=1), dry_run=False)
+        assert (await world.rest(runs, "short")).phase == pb.RUN_PHASE_COMPLETED
+        assert runs.get("long").state.phase not in RESTING
+        assert runs.status("whole").phase == pb.RUN_PHASE_PENDING
+        assert (await world.rest(runs, "whole")).phase == pb.RUN_PHASE_COMPLETED
+        assert (await notes(runs, "whole"))[0].startswith("waits for run 'long', 'short'")
+    assert world.trainer.closed == ["short", "long", "whole"]
 
 
 async def test_after_a_restart_who_had_begun_goes_on_first(world):

@@ -99,12 +99,11 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         def waits_for(others: list[str]) -> None:
             names = ", ".join(map(repr, others))
             book.note(
-                f"waits for run {names}: a replica of inference serves one run that trains the whole model; "
-                "it starts when those before it have ended or are stopped"
+                f"waits for run {names}: a replica of inference serves one run that trains the whole model, "
+                "or runs that publish adapters; it starts when those before it have ended or are stopped"
             )
 
-        if not publishes_adapters:
-            await services.turns.take(run_id, waits_for)
+        await services.turns.take(run_id, waits_for, shares=publishes_adapters)
 
     async def policy_ready() -> None:
         """Waits until the published version is served somewhere, so that no rollout is spent on finding

@@ -31,7 +31,7 @@ class OrchestratorConfig(Config):
     #: for a replay any more (docs/journal.md).
     journal_keep_bytes: int = Field(default=16 << 30, ge=0)
     #: Runs that train the whole model and go on at once; the others wait. More than one needs a replica of
-    #: inference for each (its `run_id`). Runs that publish adapters are not counted.
+    #: inference for each (its `run_id`). All runs that publish adapters count as one of them.
     whole_model_runs: int = Field(default=1, ge=1, le=64)
     #: A run that writes nothing down for so long makes the service NOT_SERVING. Longer than any rollout and
     #: any call of the trainer: neither shows what it does before it ends.

@@ -27,40 +27,47 @@ class Policies:
 
     async def serving(self, run_id: str, version: int, *, adapter: bool = False) -> None:
         """Returns where a replica serves the run at the version or a later one (or none is known); else
-        NOT_READY. A run whose versions are an adapter's is loaded by every replica that does not serve it."""
+        NOT_READY. A run whose versions are an adapter's is loaded by every replica that does not serve it;
+        where all of them refuse it as it is, that is raised: no waiting mends it."""
         if not self._stubs:
             return
         seen = await asyncio.gather(*(self._held(stub, run_id, adapter) for stub in self._stubs))
         if not any(isinstance(held, int) and held >= version for held in seen):
             found = "; ".join(
-                f"{address}: {f'version {held}' if isinstance(held, int) else held}"
+                f"{address}: {f'version {held}' if isinstance(held, int) else held.message}"
                 for address, held in zip(self._addresses, seen, strict=True)
             )
+            if all(isinstance(held, QuartetError) and held.reason == "INVALID_REQUEST" for held in seen):
+                raise QuartetError(
+                    "INVALID_REQUEST",
+                    f"no inference replica can serve the adapter of run {run_id!r} ({found})",
+                )
             raise QuartetError(
                 "NOT_READY",
                 f"no inference replica serves run {run_id!r} at version {version} yet ({found})",
             )
 
-    async def _held(self, stub: InferenceServiceStub, run_id: str, adapter: bool) -> int | str:
+    async def _held(self, stub: InferenceServiceStub, run_id: str, adapter: bool) -> int | QuartetError:
         """The version of the run that a replica serves, or why it serves none."""
         try:
             model: ipb.GetModelResponse = await unary(stub.GetModel, ipb.GetModelRequest(), timeout_s=ASK_S)
         except QuartetError as error:
             if error.reason not in AWAY:
                 raise
-            return error.message
+            return error
         if model.run_id == run_id and model.HasField("policy_version"):
             return int(model.policy_version)
         for one in model.adapters:
             if one.run_id == run_id:
                 return int(one.policy_version)
         if not adapter:
-            return f"serves run {model.run_id!r}" if model.run_id else "serves its own model"
+            served = f"serves run {model.run_id!r}" if model.run_id else "serves its own model"
+            return QuartetError("NOT_READY", served)
         try:
             request = ipb.LoadAdapterRequest(run_id=run_id)
             loaded: ipb.LoadAdapterResponse = await unary(stub.LoadAdapter, request, timeout_s=LOAD_S)
         except QuartetError as error:
-            return error.message
+            return error
         return int(loaded.version)
 
     async def close(self) -> None:

@@ -1,7 +1,8 @@
 """Turns: runs that train the whole model go one after the other, because a replica of inference serves the
-weights of one of them. Runs that publish adapters share what is served, and take no turn.
+weights of one of them. Runs that publish adapters share the model that they are served upon, hence one place.
 
-1. At most `places` runs have a turn at once; the others wait in the order in which they asked.
+1. At most `places` places are taken at once; whoever finds none waits, in the order of asking. Nobody
+   overtakes: a run that would share waits behind a run that waits.
 2. Whoever waits is told once for whom.
 3. A turn ends by `leave`, whoever had it, waits for it, or neither.
 
@@ -11,30 +12,47 @@ Pure but for the waiting.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, eq=False)
+class _Turn:
+    shares: bool
+    come: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Turns:
     def __init__(self, places: int) -> None:
         assert places > 0
         self._places = places
-        # In the order of asking; the first `places` of them have their turn.
-        self._line: dict[str, asyncio.Event] = {}
+        # In the order of asking.
+        self._line: dict[str, _Turn] = {}
 
-    async def take(self, run_id: str, waits_for: Callable[[list[str]], None]) -> None:
-        """Returns once it is the run's turn."""
+    async def take(self, run_id: str, waits_for: Callable[[list[str]], None], *, shares: bool) -> None:
+        """Returns once it is the run's turn; runs that share have one together."""
         assert run_id not in self._line
-        turn = self._line[run_id] = asyncio.Event()
-        before = [name for name in self._line if name != run_id]
-        if len(before) >= self._places:
+        before = list(self._line)
+        turn = self._line[run_id] = _Turn(shares)
+        if turn not in self._called():
             waits_for(before)
         self._call_next()
-        await turn.wait()
+        await turn.come.wait()
 
     def leave(self, run_id: str) -> None:
         self._line.pop(run_id, None)
         self._call_next()
 
+    def _called(self) -> Iterator[_Turn]:
+        """Those at the front of the line for whom there are places."""
+        taken, shared = 0, False
+        for turn in self._line.values():
+            taken += not (turn.shares and shared)
+            shared |= turn.shares
+            if taken > self._places:
+                return
+            yield turn
+
     def _call_next(self) -> None:
-        for turn in list(self._line.values())[: self._places]:
-            turn.set()
+        for turn in self._called():
+            turn.come.set()
