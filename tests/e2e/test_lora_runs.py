@@ -1,5 +1,6 @@
 """Two runs train adapters at once: one base in the trainer, one in the replica. Both runs are sampled in the
-same batches of the engine, each from its own adapter. Real trainer, real replica, real gRPC.
+same batches of the engine, each from its own adapter; and they do so where a whole model was trained before.
+Real trainer, real replica, real gRPC.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from quartet.v1 import inference_service_pb2 as ipb
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
 from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
+from quartet_orchestrator.outage import Outage
 from quartet_orchestrator.policies import Policies
 
 STEPS, ROLLOUTS = 3, 6
@@ -121,4 +123,24 @@ async def test_two_runs_share_a_base_in_trainer_and_engine(tiny_model: Path, tmp
                     break
                 await asyncio.sleep(0.05)
         assert (model.run_id, model.policy_version) == ("", 0)
+        await policies.close()
+
+
+async def test_adapters_are_trained_where_a_whole_model_was_trained_before(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    async with world(tiny_model, tmp_path) as (trainer, inference, address):
+        policies = Policies([address], ClientSecurity())
+        for run_id, lora in (("whole", None), ("a", RUNS["a"]), ("again", None)):
+            optimizer = tpb.OptimizerSpec(learning_rate=3e-3)
+            spec = tpb.RunSpec(base_model=str(tiny_model), lora=lora, optimizer=optimizer, retain_versions=2)
+            await trainer.CreateRun(tpb.CreateRunRequest(run_id=run_id, spec=spec))
+
+            async def ready(run_id: str, adapter: bool = lora is not None) -> None:
+                await Outage("inference", 30.0, lambda message, *, warning=False: None).through(
+                    lambda: policies.serving(run_id, 0, adapter=adapter)
+                )
+
+            assert max(await run(trainer, inference, run_id, ready)) <= 2e-5
+            await trainer.CloseRun(tpb.CloseRunRequest(run_id=run_id))
         await policies.close()

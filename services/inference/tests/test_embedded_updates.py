@@ -85,7 +85,7 @@ async def test_kept_keys_survive_an_update_but_never_serve_a_new_request(make_mo
 
 async def test_pinned_requests_fail_when_their_weights_leave(make_model: Make) -> None:
     async with running(make_model(0)) as engine:
-        await engine.swap(None, ServedWeights("a", 3, b""))
+        await engine.swap(None, ServedWeights("a", 3, engine.base_digest()))
         long = {"max_tokens": 250, "ignore_eos": True}
         pinned = asyncio.create_task(complete(engine, [1], exact_version=3, **long))
         of_run = asyncio.create_task(complete(engine, [1], run_id="a", **long))
@@ -102,6 +102,17 @@ async def test_pinned_requests_fail_when_their_weights_leave(make_model: Make) -
             with pytest.raises(QuartetError) as failure:
                 await complete(engine, [1], **wrong)
             assert failure.value.reason == "VERSION_UNAVAILABLE"
+
+
+async def test_weights_get_no_name_that_is_not_theirs(make_model: Make) -> None:
+    """invariant 3: others were swapped in since whoever names them has looked."""
+    async with running(make_model(0)) as engine:
+        await engine.swap(await engine.stage(weights_of(make_model(1))), ServedWeights("b", 1, b"other"))
+        with pytest.raises(QuartetError) as late:
+            await engine.swap(None, ServedWeights("", 0, engine.base_digest()))
+        assert late.value.reason == "NOT_READY"
+        await engine.swap(None, ServedWeights("b", 2, b"other"))
+        assert set((await complete(engine, [1], max_tokens=3))[0].versions) == {2}
 
 
 async def test_wrong_weights_are_refused_and_change_nothing(make_model: Make) -> None:

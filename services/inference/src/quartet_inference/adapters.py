@@ -219,21 +219,28 @@ class Adapters:
         if self._own.serves():
             return
         self._own.check()
-        served = self._engine.info().served
         try:
             followed = await get_manifest(publisher.channel, publisher.run_id)
         except QuartetError as error:
-            if error.reason == "RUN_UNKNOWN" and served is not None:
-                raise no_base(served) from error  # of the one run that this replica is for
             if error.reason not in ("RUN_UNKNOWN", "VERSION_UNKNOWN"):
                 raise
-            raise QuartetError("NOT_READY", f"nothing is there to follow yet: {error.message}") from error
+            return await self._without_followed(error)
         if not followed.adapter_config:
-            raise no_base(served)
+            raise no_base(self._engine.info().served)
         if not await self._news.wait_for(lambda _: self._own.serves(), LOAD_SECONDS):
             raise QuartetError(
                 "DEADLINE", "the folder's own model is not served yet; the log says why", waited_for="model"
             )
+
+    async def _without_followed(self, error: QuartetError) -> None:
+        """What the replica follows has published nothing: what it has may stay."""
+        served = self._engine.info().served
+        if served is None:
+            self._on_base(await self._own.serve())
+        elif error.reason == "RUN_UNKNOWN":  # it has ended, and the replica is for it alone
+            raise no_base(served) from error
+        else:
+            raise QuartetError("NOT_READY", f"nothing is there to follow yet: {error.message}") from error
 
     def _make(self, run_id: str) -> _Followed:
         def verdict(why: str) -> None:

@@ -2,8 +2,8 @@
 
 1. While the engine holds it, it is only named. Where a run's weights have replaced it, it is read again, and
    served only if it is, to the bit, the model that the engine was started with.
-2. `serve` is for whoever decides what the base weights are, and for nobody else: the follower of the
-   replica's run, or the taker of what is pushed.
+2. Weights of a run leave only by whoever decides what the base weights are: the follower of the replica's
+   run, or the taker of what is pushed. Anybody may name the model where no weights were served yet.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ class OwnModel:
             )
 
     async def serve(self) -> ServedWeights:
-        """Make it answer; other weights leave the engine. Errors: INVALID_REQUEST, CHECKSUM_MISMATCH."""
+        """Make it answer; other weights leave the engine.
+
+        Errors: INVALID_REQUEST, CHECKSUM_MISMATCH, NOT_READY (others came meanwhile).
+        """
         self.check()
         staged = None
         if self._engine.info().served is not None:

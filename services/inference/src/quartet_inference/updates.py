@@ -36,6 +36,7 @@ from quartet.weights.versions import Version
 
 from quartet_inference.canary import CanaryWatch, check_canary
 from quartet_inference.engine import Engine, ServedWeights
+from quartet_inference.held import held_digest
 from quartet_inference.relay import Holdings
 
 #: Full jitter below a bound that doubles from the first to the second.
@@ -221,7 +222,7 @@ class Follower:
         Its digest is the manifest's: the announcement may be older than the publisher's restart.
         """
         info = self._engine.info()
-        held = self._engine.base_digest() if info.served is None else info.served.digest
+        held = held_digest(info.served, self._engine.base_digest())
         if info.served is not None and _same_number(info.served, target):
             # The number is served, with other contents: are they still there, before a payload is moved?
             manifest = await get_manifest(self._publisher.channel, target.run_id, target.version)

@@ -45,6 +45,7 @@ from quartet_inference.engine import (
     not_ready,
     refusal,
 )
+from quartet_inference.held import check_name
 from quartet_inference.sampler import seeds_of
 from quartet_inference.text_stream import Detokenize
 
@@ -226,6 +227,8 @@ class Decoder:
     def swap(self, staged: model.StagedWeights | None, weights: ServedWeights) -> None:
         """Serve staged weights, or the ones held, under a name."""
         began = time.perf_counter()
+        if staged is None:
+            check_name(weights, self.info.served, self.base_digest)
         self._fail_pinned(None, weights)
         if staged is None:
             self.info = replace(self.info, served=weights)

@@ -40,6 +40,7 @@ from quartet_inference.engine import (
     not_ready,
     refusal,
 )
+from quartet_inference.held import check_name
 from quartet_inference.layout import Layout, check_layout
 from quartet_inference.sampler import seeds_of
 from quartet_inference.text_stream import Detokenize
@@ -269,6 +270,7 @@ class VllmEngine:
         async with self._running.changing:
             self._running.check_open()
             if staged is None:
+                check_name(weights, self._running.info.served, self._held.digest)
                 self._running.end_pinned(weights)
                 await self._running.llm.update_weight_version(str(weights.version))
                 self._running.info = replace(self._running.info, served=weights)
