@@ -232,6 +232,8 @@ class FakeHost(EnvHostServiceServicer):
         self.described: list[str] = []
         # Answers with rollouts that sampled nothing.
         self.silent = False
+        # Says that its rewards compare the members of a group; what they sample is their request's number.
+        self.compares = False
 
     async def DescribeEnvironment(self, request, context):
         if request.environment.id == "nowhere":
@@ -241,7 +243,9 @@ class FakeHost(EnvHostServiceServicer):
         self.described.append(request.environment.id)
         if request.environment.id in self.describing:
             await self.describing[request.environment.id].wait()
-        info = epb.EnvironmentInfo(id=request.environment.id, train_size=50, eval_size=6)
+        info = epb.EnvironmentInfo(
+            id=request.environment.id, train_size=50, eval_size=6, group_scoring=self.compares
+        )
         return epb.DescribeEnvironmentResponse(environment=info)
 
     async def RunRollouts(self, request, context) -> AsyncIterator[epb.RunRolloutsResponse]:
@@ -271,7 +275,10 @@ class FakeHost(EnvHostServiceServicer):
             if self.break_streams and number:
                 self.break_streams -= 1
                 raise QuartetError("NOT_READY", "the host went away")
-            yield self._rollout(request, member)
+            rollout = self._rollout(request, member)
+            if self.compares and rollout.samples:
+                rollout.samples[0].token_ids[3] = 10 + self.requests.index(request)
+            yield rollout
 
     def _fails(self, request):
         everywhere = not self.failing_environments or request.environment.id in self.failing_environments

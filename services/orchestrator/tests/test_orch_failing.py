@@ -73,7 +73,7 @@ async def test_rollouts_without_a_sampled_token_are_no_outage(world):
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
 def test_a_reward_that_is_no_number_is_a_failure(reward):
-    """sampling.py 4 and invariant 5."""
+    """sampling.py 5 and invariant 5."""
     rollout = rpb.Rollout(reward=reward)
     rollout.samples.add(token_ids=[1], logprobs=[-1.0]).spans.add(length=1)
     checked(rollout)

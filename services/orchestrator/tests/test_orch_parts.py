@@ -79,7 +79,7 @@ def test_a_group_has_spread_where_any_role_has():
     [(math.nan, 1, rpb.FAILURE_KIND_SCORER), (1.0, 2, rpb.FAILURE_KIND_HOST), (1.0, 1, None)],
 )
 def test_parts_that_do_not_add_up_are_no_success(reward, samples, kind):
-    """sampling.py 4"""
+    """sampling.py 5"""
     rollout = episode(("agent", 1.0, 1), ("agent", 0.0, 1))
     rollout.parts[1].reward, rollout.parts[1].samples = reward, samples
     checked(rollout)

@@ -37,13 +37,15 @@ class Outcome:
     trial: EvalTrial
     #: Examples of it that are evaluated.
     examples: int
+    #: Whether the rollouts of an example are rewarded by comparison with each other.
+    compares: bool = False
     good: dict[tuple[int, int], Result] = field(default_factory=dict)
     failed: dict[tuple[int, int], str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, trial: EvalTrial, info: EnvironmentInfo) -> Outcome:
         """Nothing has ended yet."""
-        return cls(trial, min(trial.num_examples, info.eval_size))
+        return cls(trial, min(trial.num_examples, info.eval_size), info.group_scoring)
 
     @property
     def asked(self) -> int:
@@ -59,9 +61,10 @@ class Outcome:
             self.good[key] = Result(rollout.reward, rollout.usage.completion_tokens)
 
     def missing(self, example: int) -> list[int]:
-        """The members of an example that have no result."""
+        """The members of an example to run: those that have no result, or all where rewards compare them."""
         members = range(self.trial.rollouts_per_example)
-        return [member for member in members if (example, member) not in self.good]
+        without = [member for member in members if (example, member) not in self.good]
+        return list(members) if without and self.compares else without
 
     def losses(self) -> Counter[str]:
         """What is missing, by reason."""

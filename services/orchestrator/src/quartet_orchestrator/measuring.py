@@ -82,7 +82,7 @@ class Measurement:
             outcome.ended(example.task_index, rollout)
             return True
 
-        await sampling.complete(request, members, attempt, all_or_nothing=False)
+        await sampling.complete(request, members, attempt, all_or_nothing=False, whole=outcome.compares)
 
 
 def measured_with(trained_with: SamplingConfig, **own: object) -> EvalSamplingConfig:

@@ -1,7 +1,8 @@
 """Rollouts: keeps every admitted place of every batch under way until it holds a complete group.
 
 1. A group is written down before it is sent out, each of its rollouts before it is looked at.
-2. After a restart a group goes out again with its missing members only.
+2. After a restart a group goes out again with its missing members only. One whose rewards compare its members
+   is written down in one go; where a kill left a part of it, it is discarded (TORN), for a fresh one.
 3. A group with a member that failed for good, or with a token outside the staleness bound, is discarded
    whole, with the reason, and a fresh group takes its place. (Training on the survivors would favour what
    fails seldom, e.g. short answers.)
@@ -29,7 +30,7 @@ from quartet_orchestrator.pace import Pace, Place
 from quartet_orchestrator.prompts import Prompts
 from quartet_orchestrator.requests import rollouts_request
 from quartet_orchestrator.sampling import Sampling
-from quartet_orchestrator.state import NO_SPREAD, Group
+from quartet_orchestrator.state import NO_SPREAD, TORN, Group
 
 # Ten tasks in a row that fail for good are not bad luck.
 MAX_FAILED_GROUPS = 10
@@ -102,6 +103,8 @@ class Rollouts:
             reason = next(filter(None, (self._violation(group, rollout) for rollout in done)), None)
             if reason is None and self._teaches_nothing(group):
                 reason = NO_SPREAD
+            if reason is None and group.done and group.missing and self._compares(group):
+                reason = TORN
             if reason is not None:
                 self._discard(group, reason)
             elif group.missing:
@@ -139,7 +142,11 @@ class Rollouts:
         )
         request.min_policy_version = self._pace.min_policy_version(group.place.batch)
         failed = await self._sampling.complete(
-            request, group.missing, lambda rollout: self._ended(group, rollout), all_or_nothing=True
+            request,
+            group.missing,
+            lambda rollout: self._ended(group, rollout),
+            all_or_nothing=True,
+            whole=self._compares(group),
         )
         if group.number not in self._book.state.groups:
             return  # discarded when its rollout was looked at
@@ -177,6 +184,10 @@ class Rollouts:
             and self._book.state.resampled[group.place] < self._config.algorithm.resamples
         )
 
+    def _compares(self, group: Group) -> bool:
+        """Whether its members are rewarded by comparison with each other."""
+        return self._book.state.environments[group.environment].group_scoring
+
     def _violation(self, group: Group, rollout: rpb.Rollout) -> str | None:
         if rollout.HasField("failure"):
             return None
@@ -187,6 +198,8 @@ class Rollouts:
         self._book.write(discarded={"group": group.number, "reason": reason})
         self._pace.give_back(group.place)
         self._wake.set()
+        if reason == TORN:
+            return  # by a kill: that says nothing of the environment
         if reason == NO_SPREAD:
             self._failed_in_a_row[group.environment] = 0
             return

@@ -5,7 +5,9 @@
    costs no attempt, nor does a model that is (MODEL_AWAY): those are outages (outage.py), waited out within
    the run's patience. A member that a model refuses for as long, while it answers others, fails.
 3. At most `max_concurrent` rollouts are under way at once, over training and evaluations together.
-4. What comes back is checked before anybody sees it: a reward that is no number, a success without a sampled
+4. A group whose rewards compare its members is asked for whole, always, and what ended well is told of once
+   all of it has ended: rewards of two attempts compare with different others.
+5. What comes back is checked before anybody sees it: a reward that is no number, a success without a sampled
    token, or one that another version sampled than the request pins, is a failure. A failure never has a
    reward.
 """
@@ -45,11 +47,22 @@ Failures = dict[int, rpb.RolloutFailure]
 class _Group:
     """The members of one call, while they are sampled."""
 
+    members: frozenset[int]
+    whole: bool
     missing: set[int]
     failed: Failures = field(default_factory=dict)
+    # Of a whole group: what ended well in this attempt, and nobody was told of.
+    held: list[rpb.Rollout] = field(default_factory=list)
     # Of each member: the attempts that count, and since when it has met a model that is away.
     charged: Counter[int] = field(default_factory=Counter)
     away_since: dict[int, float] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Another attempt, for which nothing of the last one counts where all are compared."""
+        if self.whole:
+            self.missing = set(self.members)
+            self.failed.clear()
+            self.held.clear()
 
 
 class Sampling:
@@ -75,13 +88,15 @@ class Sampling:
         ended: Callable[[rpb.Rollout], bool],
         *,
         all_or_nothing: bool,
+        whole: bool = False,
     ) -> Failures:
         """Runs the members; returns those that failed for good.
 
         `ended` is told of every attempt's rollout and says whether to go on. With all_or_nothing one member
-        that failed for good ends the others, too.
+        that failed for good ends the others, too. `whole`: the members' rewards compare them.
         """
-        group = _Group(set(members))
+        wanted = frozenset(members)
+        group = _Group(wanted, whole, set(wanted))
         tries = 0
         while group.missing:
             try:
@@ -95,6 +110,10 @@ class Sampling:
             if group.missing:
                 await asyncio.sleep(backoff_s(tries))
                 tries += 1
+        # In one go: nobody finds a part of the group.
+        for rollout in group.held:
+            if not ended(rollout):
+                break
         return group.failed
 
     async def _attempt(
@@ -108,6 +127,7 @@ class Sampling:
         """One stream for all missing members. Returns whether to go on."""
         if not group.missing:
             return True  # all had come before the last stream broke
+        group.begin()
         asked = epb.RunRolloutsRequest()
         asked.CopyFrom(request)
         asked.request_id = f"{request.request_id}/{uuid.uuid4().hex[:12]}"
@@ -126,6 +146,9 @@ class Sampling:
                             await self._judge(rollout)
                         self._model_outage.answered()
                         group.missing.discard(rollout.member)
+                        if group.whole:
+                            group.held.append(rollout)
+                            continue
                     if not ended(rollout):
                         return False
                     if rollout.HasField("failure") and self._for_good(rollout, group):

@@ -42,6 +42,8 @@ TRANSITIONS: dict[pb.RunPhase, frozenset[pb.RunPhase]] = {
 }
 # Why a group is discarded whose rewards teach nothing, because they are all alike.
 NO_SPREAD = "no_spread"
+# And one of which a kill left a part, where rewards compare all of it.
+TORN = "torn"
 # In these a run does nothing until somebody asks.
 RESTING = frozenset({STOPPED, COMPLETED, FAILED})
 
