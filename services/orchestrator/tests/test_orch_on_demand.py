@@ -234,24 +234,24 @@ async def test_the_end_of_the_run_is_told(world):
 
 async def test_what_is_asked_for_is_bounded(world, monkeypatch):
     """on_demand.py 3 and invariant 8."""
-    monkeypatch.setattr(on_demand, "MAX_AT_ONCE", 2)
+    monkeypatch.setattr(on_demand, "MAX_AT_ONCE", 1)
     monkeypatch.setattr(on_demand, "MAX_ROLLOUTS", 10)
     world.host.stuck = {("other", 0)}
     async with serving(world) as stub:
         await submit(stub, world.toml(evals=0))
-        world.host.most_under_way = 0
-        calls = [asyncio.create_task(refused(stub, "max_concurrent = 2" + ASKED)) for _ in range(2)]
-        await begun(world, 8)
-        third = await refused(stub)
-        assert third.reason == "OVERLOADED" and "2 evaluations" in third.message
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
         large = await refused(stub, "num_examples = 6\nrollouts_per_example = 2")
         assert large.reason == "INVALID_CONFIG" and "12 rollouts" in large.message
-        monkeypatch.setattr(on_demand, "UNREAD_BYTES", 60)
-        unread = await refused(stub)
+        with monkeypatch.context() as patched:
+            patched.setattr(on_demand, "UNREAD_BYTES", 60)
+            unread = await refused(stub)
         assert unread.reason == "OVERLOADED" and "left unread" in unread.message
+        before = len(asked_for(world))
+        call = asyncio.create_task(refused(stub))
+        await begun(world, before + 1)
+        second = await refused(stub)
+        assert second.reason == "OVERLOADED" and "ask again later" in second.message
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
         assert (await over(stub)).phase == pb.RUN_PHASE_COMPLETED
 
 
