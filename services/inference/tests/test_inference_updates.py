@@ -33,11 +33,12 @@ class Publisher(WeightServicer):
         self.lies: list[pb.VersionAnnounced] = []
         self.refusals = 0
         self.truth = asyncio.Event()
-        self.fetches = self.manifests = 0
+        self.fetches = self.manifests = self.watches = 0
 
     async def Watch(
         self, request: pb.WatchRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.WatchResponse]:
+        self.watches += 1
         if self.refusals:
             self.refusals -= 1
             raise QuartetError("INVALID_REQUEST", "not today")
@@ -67,6 +68,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.swaps: list[tuple[bool, ServedWeights]] = []
+        self.stages = 0
+        self.refuses = ""
 
     def base_digest(self) -> bytes:
         return b"base"
@@ -76,6 +79,9 @@ class Recorder:
         return EngineInfo("", "float32", 1, 1, 1, (), served, 0, 0, 0, len(self.swaps), 0.0, False)
 
     async def stage(self, tensors: Mapping[str, Tensor]) -> Any:
+        self.stages += 1
+        if self.refuses:
+            raise QuartetError(self.refuses, "not this one")
         return tensors
 
     async def swap(self, staged: Any, weights: ServedWeights) -> None:
@@ -163,3 +169,34 @@ async def test_a_publisher_that_refuses_to_announce_is_asked_again(following: Fo
     async with following.running():
         await following.until(lambda: bool(following.engine.swaps))
     assert len(following.refused) == 2 and "not today" in following.refused[0]
+
+
+async def test_promise_3_of_updates_what_the_engine_refuses_as_it_is_is_refused_once(
+    following: Following,
+) -> None:
+    """A replica that follows "whoever came last" meets runs that were made for other models."""
+    following.engine.refuses = "INVALID_REQUEST"
+    following.store.publish("other model", 0, weights(1))
+    async with following.running():
+        await following.until(lambda: following.publisher.watches == 2)
+        # Looked at again, and passed over, before what comes next is taken.
+        following.store.publish("other model", 1, weights(2))
+        await following.until(lambda: len(following.refused) == 2)
+        following.engine.refuses = ""
+        following.store.publish("ours", 0, weights(3))
+        await following.until(lambda: bool(following.engine.swaps))
+    assert (following.engine.stages, following.publisher.fetches) == (3, 3)
+    assert [served.run_id for _, served in following.engine.swaps] == ["ours"]
+    assert len(following.refused) == 2
+
+
+async def test_promise_3_of_updates_what_the_engine_has_no_room_for_is_tried_again_and_not_fetched_again(
+    following: Following,
+) -> None:
+    following.engine.refuses = "OVERLOADED"
+    following.store.publish("r", 0, weights(1))
+    async with following.running():
+        await following.until(lambda: following.engine.stages == 3)
+        following.engine.refuses = ""
+        await following.until(lambda: bool(following.engine.swaps))
+    assert following.publisher.fetches == 1

@@ -103,6 +103,20 @@ async def test_a_replica_for_one_run_of_whole_models_refuses_adapters_when_that_
     await server.stop(0)
 
 
+async def test_another_models_run_that_came_last_keeps_nobody_from_being_served(
+    model_folder: Path, make_model: Make
+) -> None:
+    base, store = make_model(0), WeightStore(4)
+    put(store, "ours", 0, random_adapter(base, 1))
+    put(store, "theirs", 0, random_adapter(make_model(0, hidden_size=32), 1))
+    server = await publish(store)
+    async with serving(model_folder, weights_address=server.address, **SETTINGS) as replica:
+        await replica.stub.LoadAdapter(pb.LoadAdapterRequest(run_id="ours"))
+        put(store, "ours", 1, random_adapter(base, 2))
+        await replica.until(lambda model: served(model) == {"ours": 1})
+    await server.stop(0)
+
+
 async def test_a_folder_that_has_changed_meanwhile_is_not_served(
     model_folder: Path, make_model: Make, tmp_path: Path
 ) -> None:

@@ -158,6 +158,8 @@ class Follower:
         self._on_refused = on_refused
         #: What was fetched last: the base of the next delta, as long as the engine serves it.
         self._held: Fetched | None = None
+        #: What the engine will never take.
+        self._refused: ServedWeights | None = None
         self._failures = 0
 
     async def run(self) -> None:
@@ -201,7 +203,8 @@ class Follower:
                 raise QuartetError(target.error.reason, f"versions are not announced: {target.error.message}")
             wanted = target.weights
             assert wanted is not None
-            if wanted != self._engine.info().served and not self._elsewhere(wanted.run_id):
+            taken = wanted in (self._engine.info().served, self._refused)
+            if not taken and not self._elsewhere(wanted.run_id):
                 try:
                     adopted = await self._adopt(wanted, target.sources)
                 except QuartetError as error:
@@ -232,11 +235,16 @@ class Follower:
         if target.digest == held and not info.out_of_service:
             await self._adopter.rename(target)
             return target
-        again = self._held
-        if again is not None and _weights(again.manifest) == target and not info.out_of_service:
-            # Fetched already, but the engine did not take it.
-            return await self._adopter.adopt(again)
-        return await self._adopter.adopt(await self._fetch(target, sources))
+        fetched = self._held
+        if fetched is None or _weights(fetched.manifest) != target or info.out_of_service:
+            fetched = await self._fetch(target, sources)
+        # Otherwise it was fetched already, but the engine did not take it.
+        try:
+            return await self._adopter.adopt(fetched)
+        except QuartetError as error:
+            if error.reason == "INVALID_REQUEST":
+                self._refused = _weights(fetched.manifest)
+            raise
 
     async def _fetch(self, target: ServedWeights, sources: list[str]) -> Fetched:
         publisher, served = self._publisher, self._engine.info().served
