@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,22 +87,33 @@ def running(folder: Path, command: Sequence[str], **config: Any) -> Iterator[Ran
             process.kill()
 
 
+CONFIG = {"max-runs": 16, "losses.picky": "picky_loss:picky"}
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranked]:
     """One group for all tests of a file."""
-    config = {"max-runs": 16, "losses.picky": "picky_loss:picky"}
-    with running(tmp_path_factory.mktemp("ranks"), by_torchrun(2), **config) as group:
+    with running(tmp_path_factory.mktemp("ranks"), by_torchrun(2), **CONFIG) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranked]:
+    """A group among which few tensors are cut evenly."""
+    with running(tmp_path_factory.mktemp("ranks"), by_torchrun(3), **CONFIG) as group:
         yield group
 
 
 @pytest.fixture
 def call_ranks(two_ranks: Ranked) -> Callable[..., Any]:
     """An async context with the group's trainer, as `serve_trainer` has one process's."""
+    return partial(calling, two_ranks)
+
+
+@contextlib.asynccontextmanager
+async def calling(group: Ranked) -> AsyncIterator[Any]:
+    """A group's trainer."""
     from .conftest import Served
 
-    @contextlib.asynccontextmanager
-    async def calling() -> AsyncIterator[Served]:
-        async with connect(two_ranks.wait_served()) as channel:
-            yield Served(TrainerServiceStub(channel), channel, two_ranks.state_dir)
-
-    return calling
+    async with connect(group.wait_served()) as channel:
+        yield Served(TrainerServiceStub(channel), channel, group.state_dir)

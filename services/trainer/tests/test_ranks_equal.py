@@ -18,13 +18,15 @@ TOLERANCE = 1e-6
 MUON_TOLERANCE = 1e-5
 
 
-async def trained(trainer: Any, run_id: str, make_samples: Any, steps: int, **spec: Any) -> Any:
+async def trained(
+    trainer: Any, run_id: str, make_samples: Any, steps: int, loss: pb.LossSpec | None = None, **spec: Any
+) -> Any:
     """Losses and gradient norms of some steps, and the weights that they lead to."""
     await trainer.create(run_id, **spec)
     seen = []
     for step in range(steps):
         samples = make_samples(seed=step)
-        done = await trainer.forward_backward(2 * step + 1, samples, run_id)
+        done = await trainer.forward_backward(2 * step + 1, samples, run_id, loss=loss)
         stepped = await trainer.stub.OptimStep(pb.OptimStepRequest(run_id=run_id, seq_id=2 * step + 2))
         seen.append((done.loss, stepped.grad_norm))
     request = pb.PublishWeightsRequest(run_id=run_id, seq_id=2 * steps + 1)
