@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-OVERLAYS = ("cpu", "gpu", "tls")
+OVERLAYS = ("cpu", "gpu", "ranks", "tls")
 # An overlay as docs/deploy.md tells an operator to write it.
 TLS_OVERLAY = """
 apiVersion: kustomize.config.k8s.io/v1beta1

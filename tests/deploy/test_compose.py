@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SERVICES = {"trainer", "inference", "envhost", "orchestrator"}
 JOBS = {"model", "run"}
 Compose = dict[str, Any]
@@ -77,13 +79,23 @@ def test_what_is_waited_for_can_come(compose: Compose) -> None:
                 assert other in JOBS, (name, other)
 
 
-def test_the_gpu_profile_answers_under_the_same_names(compose: Compose) -> None:
-    one = compose["services"]["trainer-gpu"]
-    assert one["profiles"] == ["gpu"]
+@pytest.mark.parametrize("profile", ["gpu", "ranks"])
+def test_a_trainer_on_gpus_answers_under_the_same_names(compose: Compose, profile: str) -> None:
+    one = compose["services"][f"trainer-{profile}"]
+    assert one["profiles"] == [profile]
     assert one["networks"]["circle"]["aliases"] == ["trainer"]
     assert one["image"] == compose["services"]["trainer"]["image"]
     (device,) = one["deploy"]["resources"]["reservations"]["devices"]
     assert device["capabilities"] == ["gpu"]
+
+
+def test_a_trainer_of_several_ranks_has_a_gpu_for_each(compose: Compose) -> None:
+    one = compose["services"]["trainer-ranks"]
+    (device,) = one["deploy"]["resources"]["reservations"]["devices"]
+    assert one["command"][-2:] == ["--ranks", device["count"]]
+    assert int(one["shm_size"].removesuffix("g")) < int(
+        one["deploy"]["resources"]["limits"]["memory"].removesuffix("g")
+    )
 
 
 def test_nothing_starts_the_trainer_that_the_gpu_one_replaces(compose: Compose) -> None:

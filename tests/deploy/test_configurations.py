@@ -89,11 +89,17 @@ def test_a_wrong_key_in_a_deployed_file_would_be_noticed(repository: Path, tmp_p
         dry_run("trainer", "@", str(file))
 
 
-def test_the_gpu_trainer_of_compose_reads_its_arguments(compose: dict[str, Any], repository: Path) -> None:
-    file = repository / "k8s/base/config/trainer.toml"
-    arguments = compose["services"]["trainer-gpu"]["command"]
-    own = [str(file) if one == "/etc/quartet/trainer.toml" else one for one in arguments]
-    assert dry_run("trainer", *own)["device"] == "cuda"
+@pytest.mark.parametrize(("profile", "ranks"), [("gpu", 1), ("ranks", 2)])
+def test_a_trainer_of_compose_on_gpus_reads_its_arguments(
+    compose: dict[str, Any], repository: Path, profile: str, ranks: int
+) -> None:
+    own = {
+        "/etc/quartet/trainer.toml": str(repository / "k8s/base/config/trainer.toml"),
+        "${TRAINER_RANKS:-2}": "2",
+    }
+    arguments = compose["services"][f"trainer-{profile}"]["command"]
+    resolved = dry_run("trainer", *(own.get(one, one) for one in arguments))
+    assert (resolved["device"], resolved["ranks"]) == ("cuda", ranks)
 
 
 def test_compose_knows_every_address(compose: dict[str, Any], repository: Path) -> None:

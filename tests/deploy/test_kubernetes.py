@@ -100,6 +100,25 @@ def test_every_container_says_what_it_needs(objects: list[Object]) -> None:
         assert "memory" in container["resources"]["limits"], name
 
 
+def test_a_trainer_of_several_ranks_has_a_gpu_for_each(objects: list[Object]) -> None:
+    """And memory between them for NCCL, within its limit."""
+    spec = pods(objects)["trainer"]["spec"]
+    (container,) = spec["containers"]
+    options = dict(zip(container["args"][2::2], container["args"][3::2], strict=True))
+    limits, ranks = container["resources"]["limits"], int(options.get("--ranks", 1))
+    assert limits.get("nvidia.com/gpu", 1) == ranks
+    memory = {one["name"]: one["emptyDir"] for one in spec["volumes"] if "emptyDir" in one}
+    shared = [memory[one["name"]] for one in container["volumeMounts"] if one["mountPath"] == "/dev/shm"]
+    assert len(shared) == (ranks > 1)
+    for one in shared:
+        assert one["medium"] == "Memory" and gibibytes(one["sizeLimit"]) < gibibytes(limits["memory"])
+
+
+def gibibytes(quantity: str) -> int:
+    """Of a quantity written so."""
+    return int(quantity.removesuffix("Gi"))
+
+
 def test_every_service_is_probed_for_progress(objects: list[Object]) -> None:
     for name, template in pods(objects).items():
         if name not in SERVICES:
