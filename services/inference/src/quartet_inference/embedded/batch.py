@@ -1,6 +1,7 @@
 """The running batch: rows join and leave between decode steps.
 
-1. Row i of the KV cache belongs to `rows[i]`; there are no holes.
+1. Row i of the KV cache belongs to `rows[i]`, which knows it (`row`); there are no holes. A row leaves in a
+   time that does not grow with the batch.
 2. Equal prompts of one adapter that join together are computed once; later ones and longer ones take what
    the prefix cache has.
 3. Where the KV budget does not hold all rows at their next length, the row that joined last leaves and is
@@ -11,7 +12,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +58,7 @@ class Batch:
         self._sampler: Sampler | None = None
         self.rows: list[RunningSequence] = []
 
-    def room_for(self, waiting: Sequence[RunningSequence]) -> int:
+    def room_for(self, waiting: Iterable[RunningSequence]) -> int:
         """How many of these, in order, can join now."""
         longest = max((len(row.tokens) for row in self.rows), default=0)
         count, new_tokens = 0, 0
@@ -96,8 +97,8 @@ class Batch:
                     if other.cached_tokens is None:
                         other.cached_tokens = len(prompt[1])
         new = [groups[prompt][0] for prompt in prompts] + followers
-        for sequence in new:
-            sequence.kv_of = (self._epoch, sequence.owner)
+        for row, sequence in enumerate(new, first):
+            sequence.row, sequence.kv_of = row, (self._epoch, sequence.owner)
         self.rows.extend(new)
         self._bank.set_rows(first, [sequence.slot for sequence in new])
         self._sampler = None
@@ -165,7 +166,8 @@ class Batch:
 
     def remove(self, sequence: RunningSequence, keep_prefix: bool = False) -> None:
         """Take a row out; its place goes to the last row."""
-        hole, last = self.rows.index(sequence), len(self.rows) - 1
+        hole, last = sequence.row, len(self.rows) - 1
+        assert hole is not None, "it is in the batch"
         held = len(sequence.tokens) - 1
         if keep_prefix and sequence.kv_of == (self._epoch, sequence.owner):
             tokens = tuple(sequence.tokens[:held])
@@ -173,14 +175,17 @@ class Batch:
         self._cache.fill_hole(hole, last, len(self.rows[last].tokens))
         self._ids[hole], self._positions[hole] = self._ids[last], self._positions[last]
         self.rows[hole] = self.rows[last]
+        self.rows[hole].row = hole
         self.rows.pop()
-        self._bank.set_rows(0, [row.slot for row in self.rows])
+        sequence.row = None
+        self._bank.fill_hole(hole, last)
         self._sampler = None
 
     def clean(self, broken: Sequence[RunningSequence]) -> None:
         """Wipe rows with non-finite keys before they leave: masking multiplies by zero, which keeps a NaN."""
         for sequence in broken:
-            self._cache.clean_row(self.rows.index(sequence))
+            assert sequence.row is not None, "it is in the batch"
+            self._cache.clean_row(sequence.row)
 
     def weights_changed(self, apply: Callable[[], None], recompute: bool) -> list[RunningSequence]:
         """Change the weights of the base model by `apply`: no prefix is known any more.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import islice
@@ -83,7 +83,8 @@ class Decoder:
         prefixes = PrefixCache(limits.prefix_cache_bytes)
         self._batch = Batch(forward.choose(network, cache, self._bank), cache, prefixes, self._bank)
         self._scorer = Scorer(network, limits.max_waiting, self._bank)
-        self._waiting: deque[RunningSequence] = deque()
+        # In the order in which they join; keys alone, because any of them may leave.
+        self._waiting: OrderedDict[RunningSequence, None] = OrderedDict()
         self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, Event | QuartetError]]] = {}
         self._random = np.random.default_rng()
         vocabulary = int(config.vocab_size)
@@ -132,7 +133,8 @@ class Decoder:
         """Let requests join, then take one step."""
         joiners: list[RunningSequence] = []
         try:
-            joiners = [self._waiting.popleft() for _ in range(self._batch.room_for(self._waiting))]
+            room = self._batch.room_for(self._waiting)
+            joiners = [self._waiting.popitem(last=False)[0] for _ in range(room)]
             if joiners:
                 self._commands.admitted(-len(joiners))
                 self._accept(self._batch.join(joiners))
@@ -171,7 +173,7 @@ class Decoder:
                 self._send(row.ticket, row.tell())
         self._fail_broken([item.row for item in drawn if not item.sound])
         for row in ended:
-            if row not in self._batch.rows:  # a broken completion of the same request took it along
+            if row.row is None:  # a broken completion of the same request took it along
                 continue
             self._batch.remove(row, keep_prefix=row.request.keep_prefix)
         self.note(tokens_sampled=self.info.tokens_sampled + len(drawn))
@@ -200,7 +202,7 @@ class Decoder:
                 self._send(ticket, sequence.finish)
             else:
                 ticket.sequences.append(sequence)
-        self._waiting.extend(ticket.sequences)
+        self._waiting.update(dict.fromkeys(ticket.sequences))
 
     def enqueue_score(self, job: ScoreJob) -> None:
         """Let a sequence wait for its score, or refuse it."""
@@ -287,7 +289,8 @@ class Decoder:
     def _hand_back(self, rows: Iterable[RunningSequence]) -> None:
         """Let rows that have left the batch wait before all others, the last one foremost."""
         for row in rows:
-            self._waiting.appendleft(row)
+            self._waiting[row] = None
+            self._waiting.move_to_end(row, last=False)
             self._commands.admitted(1)
 
     def set_paused(self, paused: bool) -> int:
@@ -298,10 +301,10 @@ class Decoder:
     def drop(self, ticket: Ticket) -> None:
         """Take what is left of a request out of the batch and the queue."""
         for sequence in ticket.sequences:
-            if sequence in self._batch.rows:
+            if sequence.row is not None:
                 self._batch.remove(sequence)
             elif sequence in self._waiting:
-                self._waiting.remove(sequence)
+                del self._waiting[sequence]
                 self._commands.admitted(-1)
         ticket.sequences.clear()
 

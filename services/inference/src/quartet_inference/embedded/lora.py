@@ -132,6 +132,11 @@ class Bank:
         self._rows[first:] = slots
         self._plans.clear()
 
+    def fill_hole(self, hole: int, last: int) -> None:
+        """The last row has become this one."""
+        self._rows[hole] = self._rows[last]
+        self.set_rows(last, ())
+
     def plan(self, first: int, rows: int) -> Plan:
         """For a pass over rows of the cache."""
         plan = self._plans.get((first, rows))

@@ -11,9 +11,10 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import structlog
@@ -69,7 +70,8 @@ class Scorer:
         self._device = next(network.parameters()).device
         self._max_waiting = max_waiting
         self._piece_tokens = max(1, min(PIECE_TOKENS, LOGIT_ELEMENTS // int(config.vocab_size)))
-        self._jobs: deque[ScoreJob] = deque()
+        # In the order of asking; keys alone, because any of them may leave.
+        self._jobs: OrderedDict[ScoreJob, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -84,32 +86,32 @@ class Scorer:
         if refused is not None:
             job.settle(refused)
         else:
-            self._jobs.append(job)
+            self._jobs[job] = None
 
     def drop(self, job: ScoreJob) -> None:
         """Nobody waits for this one any more."""
-        if job in self._jobs:
-            self._jobs.remove(job)
+        self._jobs.pop(job, None)
 
     def weights_change(self, weights: ServedWeights, slot: Slot | None = None) -> None:
         """Begin anew with other weights of an adapter, or of the base model."""
         for job in [job for job in self._jobs if job.slot is slot]:
             refused = refusal(job.request, weights)
             if refused is not None:
-                self._jobs.remove(job)
+                del self._jobs[job]
                 job.settle(refused)
             job.restart()
 
     def slot_gone(self, slot: Slot, error: QuartetError) -> None:
         """End those that wait for an adapter."""
         for job in [job for job in self._jobs if job.slot is slot]:
-            self._jobs.remove(job)
+            del self._jobs[job]
             job.settle(error)
 
     def fail(self, error: QuartetError) -> None:
         """End all of them."""
-        while self._jobs:
-            self._jobs.popleft().settle(error)
+        for job in self._jobs:
+            job.settle(error)
+        self._jobs.clear()
 
     def piece(self, served: ServedWeights) -> None:
         """Compute one pass for those that wait longest; `served` is the base model."""
@@ -125,21 +127,21 @@ class Scorer:
         except Exception:
             log.exception("scoring failed")
             for job in jobs:
-                self._jobs.remove(job)
+                del self._jobs[job]
                 job.settle(QuartetError("INTERNAL", "scoring failed"))
             return
         for job in jobs:
             if len(job.logprobs) == len(job.covered):
-                self._jobs.remove(job)
+                del self._jobs[job]
                 job.settle(_answer(job, version))
 
     def _together(self) -> list[ScoreJob]:
         """The first in the queue and those behind it that fit into the same pass."""
-        first = self._jobs[0]
+        first = next(iter(self._jobs))
         jobs, longest = [first], first.needed
         if longest > self._piece_tokens:
             return jobs
-        for job in list(self._jobs)[1 : self._piece_tokens]:
+        for job in islice(self._jobs, 1, self._piece_tokens):
             longer = max(longest, job.needed)
             if job.slot is first.slot and longer * (len(jobs) + 1) <= self._piece_tokens:
                 jobs.append(job)

@@ -23,6 +23,7 @@ class RunningSequence(Completion):
     ticket: Any  # the request that it belongs to, for whoever delivers its events
     tokens: list[int] = field(default_factory=list, init=False)
     slot: Slot | None  # of its run's adapter; None: the base model answers
+    row: int | None = field(default=None, init=False)  # of the KV cache, while it is in the batch
     # The weights that all of its keys and values come from: the base's epoch and the adapter's serial.
     kv_of: tuple[int, int] | None = field(default=None, init=False)
     _counts: Tensor | None = field(default=None, init=False)
