@@ -88,10 +88,9 @@ class WholeFiles:
     """One file for each stem. What ranks wrote in parts is read, too (ranks/shards.py)."""
 
     def write(self, folder: Path, content: Content) -> None:
-        """Write whole tensors. Errors: OSError."""
+        """Write whole tensors. Errors: OSError, SafetensorError."""
         for stem, tensors in content.tensors.items():
-            plain = {key: tensor.detach().to("cpu").contiguous() for key, tensor in tensors.items()}
-            save_file(plain, folder / f"{stem}.safetensors")
+            write_stem(folder, stem, tensors)
 
     def read(self, folder: Path) -> Stems:
         """Read whole tensors."""
@@ -101,6 +100,12 @@ class WholeFiles:
         from quartet_trainer.ranks.shards import read_whole
 
         return stems | read_whole(folder)
+
+
+def write_stem(folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write whole tensors as one file. Errors: OSError, SafetensorError."""
+    plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+    save_file(plain, folder / f"{stem}.safetensors")
 
 
 class StateStore:

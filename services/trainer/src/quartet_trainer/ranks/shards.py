@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from quartet.errors import QuartetError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from quartet_trainer.ranks import layout
 from quartet_trainer.ranks.alone import Ranks
-
-Stems = Mapping[str, Mapping[str, Tensor]]
+from quartet_trainer.states import Stems, write_stem
 
 
 def write(folder: Path, stems: Stems, ranks: Ranks, host_group: Any) -> None:
@@ -44,9 +43,9 @@ def write(folder: Path, stems: Stems, ranks: Ranks, host_group: Any) -> None:
 
 
 def _write_whole(folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> None:
-    plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+    # Other ranks hear of an error of the contract, and of no other.
     try:
-        save_file(plain, folder / f"{stem}.safetensors")
+        write_stem(folder, stem, tensors)
     except (OSError, SafetensorError) as error:
         raise _unwritten(folder, str(error)) from error
 
