@@ -188,15 +188,3 @@ async def test_promise_3_of_updates_what_the_engine_refuses_as_it_is_is_refused_
     assert (following.engine.stages, following.publisher.fetches) == (3, 3)
     assert [served.run_id for _, served in following.engine.swaps] == ["ours"]
     assert len(following.refused) == 2
-
-
-async def test_promise_3_of_updates_what_the_engine_has_no_room_for_is_tried_again_and_not_fetched_again(
-    following: Following,
-) -> None:
-    following.engine.refuses = "OVERLOADED"
-    following.store.publish("r", 0, weights(1))
-    async with following.running():
-        await following.until(lambda: following.engine.stages == 3)
-        following.engine.refuses = ""
-        await following.until(lambda: bool(following.engine.swaps))
-    assert following.publisher.fetches == 1

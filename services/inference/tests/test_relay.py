@@ -93,19 +93,19 @@ async def test_invariant_3_what_was_not_verified_whole_is_never_complete(fleet: 
     await fleet.serve(1)
 
 
-async def test_what_the_engine_refuses_is_fetched_once(fleet: Fleet) -> None:
+async def test_promise_3_of_updates_what_the_engine_does_not_take_is_fetched_once(fleet: Fleet) -> None:
     await fleet.add(1)
     tries = 0
 
     async def refuse(tensors: Mapping[str, Tensor]) -> Any:
         nonlocal tries
         tries += 1
-        raise QuartetError("INVALID_REQUEST", "another model's", field="tensors")
+        raise QuartetError("OVERLOADED", "no room now")
 
     fleet.replicas[0].engine.stage = refuse  # type: ignore[method-assign]
     await fleet.publish(0, tensors(1))
     await until(lambda: tries > 3)
-    assert fleet.trainer.streams == 1 and "another model's" in fleet.replicas[0].refused[-1]
+    assert fleet.trainer.streams == 1 and "no room now" in fleet.replicas[0].refused[-1]
 
 
 async def test_a_restarted_trainer_is_followed_by_a_new_tree(fleet: Fleet) -> None:
