@@ -72,6 +72,19 @@ class Service:
     servicer: object
 
 
+class _MethodTable:
+    """What the generated add functions see of a server: handlers by name, and no methods known to the core.
+
+    For those grpc.aio keeps a task each, and looks at all of them whenever a call arrives.
+    """
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self.add_generic_rpc_handlers = server.add_generic_rpc_handlers
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
+        """Nothing: the generic handler has them too."""
+
+
 class RunningServer:
     """A server that accepts calls."""
 
@@ -124,9 +137,10 @@ async def start(services: Sequence[Service], config: ServerConfig, health: Healt
     )
     names = [service.name for service in services]
     health.register(names)
+    table = _MethodTable(server)
     for service in services:
-        service.add(service.servicer, server)
-    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(health), server)
+        service.add(service.servicer, table)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(health), table)
     if config.reflection:
         reflection.enable_server_reflection((*names, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
     address = _bind(server, config)
