@@ -11,9 +11,10 @@ import pytest
 from .conformance import conformance_folder, make, replica
 from .openai_door import door
 from .random_models import byte_tokenizer, qwen3
+from .refusals import refusals
 from .relay_fleet import fleet
 
-__all__ = ["conformance_folder", "door", "fleet", "make", "replica"]
+__all__ = ["conformance_folder", "door", "fleet", "make", "refusals", "replica"]
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from quartet_inference import app
 from quartet_inference.config import InferenceConfig
 from quartet_inference.engine import Delta, Finish, Reason, Request, Span
 from quartet_inference.openai import server
+from quartet_inference.openai.front import Front
 
 TOOL: Any = {
     "type": "function",
@@ -26,9 +27,10 @@ TOOL: Any = {
 class Door:
     """A running front, a client of it, and the engine behind it."""
 
-    def __init__(self, address: str, model: str, engine: Any, encode: Any, health: Health) -> None:
+    def __init__(self, address: str, model: str, front: Front, engine: Any, health: Health) -> None:
         self.address = address
-        self.encode = encode
+        self.front = front
+        self.encode = front._chat.encode
         self.model = model
         self.engine = engine
         self.health = health
@@ -45,6 +47,10 @@ class Door:
 
     async def complete(self, **more: Any) -> Any:
         return await self.plain.completions.create(**{"model": self.model, "prompt": "hi", **more})
+
+    def under_way(self) -> int:
+        """Requests that have a place."""
+        return self.front._running
 
     async def refusal(self, path: str = "chat/completions", **body: Any) -> tuple[int, dict[str, Any]]:
         """Status and error of a raw request."""
@@ -76,14 +82,15 @@ async def opened(folder: Path, **settings: Any) -> AsyncIterator[Door]:
     @asynccontextmanager
     async def listening(front: Any, *arguments: Any) -> AsyncIterator[str]:
         async with original(front, *arguments) as address:
-            caught.update(address=address, engine=front._engine, encode=front._chat.encode)
+            caught.update(address=address, front=front)
             yield address
 
     health = Health()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server, "serving", listening)
         async with app.services(config, health):
-            door = Door(caught["address"], folder.name, caught["engine"], caught["encode"], health)
+            front = caught["front"]
+            door = Door(caught["address"], folder.name, front, front._engine, health)
             async with door.plain:
                 yield door
 

@@ -150,6 +150,11 @@ class Fleet:
     async def publish(self, version: int, values: Mapping[str, Tensor], **more: Any) -> pb.WeightManifest:
         return await asyncio.to_thread(self.trainer.store.publish, "r", version, values, **more)
 
+    def came(self) -> int:
+        """Bytes that every replica has checked of what is on its way."""
+        under_way = [replica.holdings._arrival for replica in self.replicas]
+        return min(one._verified if one else 0 for one in under_way)
+
     async def serve(self, version: int, among: list[Replica] | None = None) -> None:
         await until(lambda: all(one.version == version for one in among or self.replicas))
 

@@ -15,16 +15,22 @@ from .told import random_prompt
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
+async def tokens_more(replica: Replica, count: int) -> None:
+    """Wait until so many more were sampled."""
+    sampled = (await replica.info()).tokens_sampled
+    await replica.until(lambda info: info.tokens_sampled >= sampled + count)
+
+
 async def test_updates_in_flight_drop_nothing_and_every_token_tells_its_version(replica: Replica) -> None:
     """Invariant 3. With recomputed keys each token is that of a plain forward of its version."""
     rng = random.Random(7)
     wanted = {"max_tokens": 80, "ignore_eos": True, "temperature": 0.8}
     calls = [asyncio.create_task(replica.one(random_prompt(rng, 60), **wanted)) for _ in range(30)]
-    await asyncio.sleep(0.1)
+    await tokens_more(replica, 200)
     for seed in (6, 7, 8):
         await replica.serve(seed)
         calls += [asyncio.create_task(replica.one(random_prompt(rng, 60), **wanted)) for _ in range(10)]
-        await asyncio.sleep(0.1)
+        await tokens_more(replica, 200)
     answers = await asyncio.gather(*calls)
     assert all(len(a.tokens) == 80 and a.versions == sorted(a.versions) for a in answers)
     crossed = [a for a in answers if len(set(a.versions)) > 1]
@@ -38,7 +44,7 @@ async def test_seeded_sampling_goes_on_through_an_update(replica: Replica) -> No
     wanted = {"max_tokens": 150, "ignore_eos": True, "seed": 3}
     quiet = await replica.ask([1, 2, 3], n=4, **wanted)
     call = asyncio.create_task(replica.ask([1, 2, 3], n=4, **wanted))
-    await asyncio.sleep(0.05)
+    await replica.until(lambda info: info.running == 4)
     with torch.no_grad():
         other = replica.make(9)
     other.load_state_dict(model.state_dict())

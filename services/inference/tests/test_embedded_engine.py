@@ -88,7 +88,7 @@ async def test_closing_the_iterator_frees_the_slots(make_model: Make) -> None:
         assert engine.info().running == 0
         await engine.resume()
         task = asyncio.create_task(complete(engine, [1], max_tokens=240, ignore_eos=True))
-        await asyncio.sleep(0.02)
+        await until(lambda: engine.info().running == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -120,7 +120,7 @@ async def test_full_queue_is_overloaded_and_pause_holds_requests(make_model: Mak
     async with running(make_model(0), max_waiting=4) as engine:
         await engine.pause()
         waiting = asyncio.create_task(complete(engine, [1], n=4))
-        await asyncio.sleep(0.05)
+        await until(lambda: engine.info().waiting == 4)
         with pytest.raises(QuartetError) as refusal:
             await complete(engine, [1])
         assert refusal.value.reason == "OVERLOADED"

@@ -32,7 +32,7 @@ async def test_logprobs_while_requests_join_and_leave_and_weights_change(
     results: list[tuple[Told, float]] = []
 
     async def caller(number: int, engine: EmbeddedEngine) -> None:
-        await asyncio.sleep(rng.random() * 0.3)
+        await asyncio.sleep(rng.random() * 0.3)  # the load: they come one after the other
         prompt = random_prompt(rng, 40)
         temperature = rng.choice([1.0, 1.0, 0.7, 1.5])
         for _ in range(rng.randint(1, 3)):
@@ -48,7 +48,8 @@ async def test_logprobs_while_requests_join_and_leave_and_weights_change(
     async with running(make_model(0)) as engine:
         callers = [asyncio.create_task(caller(number, engine)) for number in range(30)]
         for version in (1, 2, 3):
-            await asyncio.sleep(0.25)
+            sampled = engine.info().tokens_sampled
+            await until(lambda sampled=sampled: engine.info().tokens_sampled > sampled + 200)
             staged = await engine.stage(weights_of(versions[version]))
             await engine.swap(staged, ServedWeights("run", version, b""))
         await asyncio.gather(*callers)

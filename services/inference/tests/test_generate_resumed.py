@@ -204,16 +204,20 @@ async def test_what_came_together_is_told_together() -> None:
         Ended(0, pb.FINISH_REASON_STOP, "", "", common_pb2.Message(), 1, 65, 0),
     ]
 
+    told_of_silence = asyncio.Event()
+
     async def events() -> AsyncIterator[Any]:
         for event in sent:
             yield event
-        await asyncio.sleep(0.15)
+        await told_of_silence.wait()
         raise QuartetError("INTERNAL", "later")
 
     batches: list[list[Any]] = []
     with pytest.raises(QuartetError):
         async for batch in joined(events(), 0.05):
             batches.append(batch)
+            if not batch:
+                told_of_silence.set()
     assert [] in batches, "silence is told"
     told = [event for batch in batches for event in batch]
     assert isinstance(told[0], Started) and isinstance(told[-1], Ended)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,10 @@ from quartet.weights.store import WeightStore
 from quartet_inference import adapters
 
 from .adapters import Adapter, random_adapter
-from .test_inference_service import publish, serving, weights_of
+from .engine_calls import until
+from .inference_replica import Make, publish, serving
+from .random_models import weights_of
 
-Make = Callable[..., Any]
 PROMPT = list(range(20))
 
 
@@ -140,9 +140,10 @@ async def test_adapters_are_loaded_replaced_and_unloaded_while_others_are_served
             await running
         assert gone.value.reason == "RUN_NOT_SERVED"
         assert sum(len(delta.token_ids) for delta in (await other)[0]) == 230
+        assert not [task for task in asyncio.all_tasks() if task.get_name() == "follow-adapter-b"]
         put(store, "b", 8, first)
-        await asyncio.sleep(0.3)
-        assert served(await replica.model()) == {"a": 3}  # followed no more
+        put(store, "a", 4, second)
+        await replica.until(lambda model: served(model) == {"a": 4})
     await server.stop(0)
 
 
@@ -210,7 +211,7 @@ async def test_an_adapter_whose_canary_dies_is_unloaded_alone(model_folder: Path
         assert (await replica.generate(request("")))[1]
         put(store, "a", 2, adapters[2], canary_of(adapters[2].merged))
         await replica.until(lambda model: served(model) == {"a": 2})
-        await asyncio.sleep(0.2)
+        await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name() == "canary"))
         assert served(await replica.model()) == {"a": 2}
     await server.stop(0)
 
@@ -274,10 +275,10 @@ async def test_unknown_runs_are_looked_for_seldom_and_few_at_once(monkeypatch: p
         await asyncio.sleep(0)
     assert len(asked) == adapters.MAX_LOOKS
     answer.set()
-    await asyncio.sleep(0.01)
+    await until(lambda: not known._tasks)
     known.want("run 0")
     known.want("another")
     known.want("another")
-    await asyncio.sleep(0.01)
+    await until(lambda: not known._tasks)
     assert asked[adapters.MAX_LOOKS :] == ["another"]
     await known.close()

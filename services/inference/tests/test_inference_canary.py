@@ -27,6 +27,8 @@ from quartet_inference.config import InferenceConfig
 from quartet_inference.embedded.model import ModelWeights, StagedWeights
 from quartet_inference.engine import EngineInfo, Scored, ScoreRequest, ServedWeights
 
+from .engine_calls import until
+
 INFERENCE = "quartet.v1.InferenceService"
 TOKENS = [7 * place % 250 + 1 for place in range(48)]
 Make = Callable[..., Any]
@@ -154,7 +156,7 @@ async def test_sound_weights_stay_in_service_through_many_versions(
 
 
 async def test_a_canary_that_cannot_be_scored_is_the_publishers_fault(
-    model_folder: Path, make_model: Make
+    model_folder: Path, make_model: Make, refusals: list[QuartetError]
 ) -> None:
     """It is refused before the swap: the old version goes on serving."""
     async with serving(model_folder, make_model) as replica:
@@ -162,7 +164,8 @@ async def test_a_canary_that_cannot_be_scored_is_the_publishers_fault(
         await replica.ready(0)
         bad = pb.Canary(token_ids=[1, 2, 3], logprobs=[-1.0])
         await asyncio.to_thread(replica.store.publish, "r", 1, cast(make_model(9), "float32"), canary=bad)
-        await asyncio.sleep(0.5)
+        await until(lambda: bool(refusals))
+        assert refusals[0].reason == "CHECKSUM_MISMATCH"
         assert await replica.generate() == {0}
         await replica.publish(2)
         await replica.ready(2)
@@ -282,7 +285,7 @@ async def test_weights_that_a_full_queue_keeps_from_being_checked_are_not_served
         model = await replica.until(lambda model: bool(model.out_of_service))
         assert "version 1 could not be checked" in model.out_of_service
         assert "could not be checked" in replica.health.why_not(INFERENCE)
-        await asyncio.sleep(0.3)
+        await until(lambda: not [task for task in asyncio.all_tasks() if task.get_name() == "canary"])
         await replica.stub.Resume(ipb.ResumeRequest(), timeout=5)
         for call in waiting:
             with pytest.raises(Exception, match="out of service"):

@@ -5,104 +5,21 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
-from quartet.errors import QuartetError, from_rpc
-from quartet.kit.channel import connect
-from quartet.kit.health import Health
-from quartet.kit.server import RunningServer, ServerConfig, Service, start
-from quartet.v1 import common_pb2, weights_pb2_grpc
+from quartet.errors import QuartetError
+from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
-from quartet.v1 import inference_service_pb2_grpc as rpc
-from quartet.weights.service import WeightServicer
 from quartet.weights.store import WeightStore
-from quartet.weights.tensor import Tensor
-from quartet_inference import app
-from quartet_inference.config import InferenceConfig
+from quartet_inference.updates import ServedNews
 
-Make = Callable[..., Any]
+from .engine_calls import until
+from .inference_replica import Make, publish, serving
+from .random_models import weights_of
+
 SERVICE = "quartet.v1.InferenceService"
-
-
-def weights_of(model: Any) -> dict[str, Tensor]:
-    return {
-        n: Tensor("F32", tuple(p.shape), p.detach().numpy().tobytes()) for n, p in model.named_parameters()
-    }
-
-
-async def publish(store: WeightStore, address: str = "127.0.0.1:0") -> RunningServer:
-    """A trainer as far as inference can see."""
-    add = weights_pb2_grpc.add_WeightServiceServicer_to_server
-    service = Service("quartet.v1.WeightService", add, WeightServicer(store))
-    return await start([service], ServerConfig(address=address), Health())
-
-
-class Replica:
-    """A running service and a client of it."""
-
-    def __init__(self, channel: grpc.aio.Channel, health: Health) -> None:
-        self.channel = channel
-        self.stub: Any = rpc.InferenceServiceStub(channel)
-        self.health = health
-        self.start = pb.GenerateStart()  # of the call that began last
-
-    async def generate(
-        self, request: pb.GenerateRequest, timeout_s: float = 20
-    ) -> tuple[list[Any], list[Any]]:
-        """Deltas and finishes; RPC errors typed."""
-        deltas, finishes, starts = [], [], 0
-        try:
-            async for response in self.stub.Generate(request, timeout=timeout_s):
-                if response.HasField("start"):
-                    assert starts == 0 and not deltas, "once, no later than the first delta"
-                    starts, self.start = 1, response.start
-                if response.HasField("delta"):
-                    deltas.append(response.delta)
-                if response.HasField("finish"):
-                    finishes.append(response.finish)
-        except grpc.RpcError as error:
-            raise from_rpc(error) from None
-        return deltas, finishes
-
-    async def refusal(self, request: pb.GenerateRequest, timeout_s: float = 20) -> QuartetError:
-        with pytest.raises(QuartetError) as caught:
-            await self.generate(request, timeout_s)
-        return caught.value
-
-    async def model(self) -> Any:
-        return await self.stub.GetModel(pb.GetModelRequest(), timeout=5)
-
-    async def until(self, true: Callable[[Any], bool]) -> Any:
-        async with asyncio.timeout(15):
-            while not true(model := await self.model()):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-        return model
-
-    async def until_version(self, run_id: str, version: int) -> Any:
-        def arrived(model: Any) -> bool:
-            return model.HasField("policy_version") and (model.run_id, model.policy_version) == (
-                run_id,
-                version,
-            )
-
-        return await self.until(arrived)
-
-
-@asynccontextmanager
-async def serving(folder: Path, **settings: Any) -> AsyncIterator[Replica]:
-    settings = {"max_model_len": 256, "embedded": {"kv_cache_bytes": 1 << 24, "max_num_seqs": 8}, **settings}
-    config = InferenceConfig(model=folder, **settings)
-    health = Health()
-    async with app.services(config, health) as services:
-        server = await start(services, config.server, health)
-        async with connect(server.address) as channel:
-            yield Replica(channel, health)
-        await server.stop(0)
 
 
 def tokens(*ids: int, **fields: Any) -> pb.GenerateRequest:
@@ -241,14 +158,24 @@ async def test_pause_resume_and_cancel(model_folder: Path) -> None:
         await replica.until(lambda model: model.running == 0)
 
 
-async def test_versions_arrive_and_requests_wait_for_them(model_folder: Path, make_model: Make) -> None:
+async def test_versions_arrive_and_requests_wait_for_them(
+    model_folder: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting: list[float] = []
+    wait_for = ServedNews.wait_for
+
+    async def waits(self: ServedNews, suits: Any, timeout_s: float) -> bool:
+        waiting.append(timeout_s)
+        return await wait_for(self, suits, timeout_s)
+
+    monkeypatch.setattr(ServedNews, "wait_for", waits)
     store = WeightStore(keep=3)
     trainer = await publish(store)
     async with serving(model_folder, weights_address=trainer.address, version_wait_seconds=10) as replica:
         assert "no verified weights" in replica.health.why_not(SERVICE)
         assert (await replica.refusal(tokens())).reason == "NOT_READY"
         early = asyncio.create_task(replica.generate(tokens(run_id="r", min_policy_version=0)))
-        await asyncio.sleep(0.1)
+        await until(lambda: len(waiting) == 1)
         manifest = await asyncio.to_thread(store.publish, "r", 0, weights_of(make_model(0)))
         await early
         model = await replica.until_version("r", 0)
@@ -257,7 +184,8 @@ async def test_versions_arrive_and_requests_wait_for_them(model_folder: Path, ma
 
         later = asyncio.create_task(replica.generate(tokens(run_id="r", min_policy_version=1)))
         inflight = asyncio.create_task(replica.generate(tokens(sampling={"max_tokens": 250}, n=8)))
-        await asyncio.sleep(0.05)
+        await until(lambda: len(waiting) == 2)
+        await replica.until(lambda model: model.running == 8)
         await asyncio.to_thread(store.publish, "r", 1, weights_of(make_model(1)))
         deltas, _ = await later
         assert {s.policy_version for d in deltas for s in d.spans} == {1}
@@ -298,7 +226,9 @@ async def test_a_restarted_trainer_is_followed_by_what_it_announces(
     await trainer.stop(0)
 
 
-async def test_a_version_that_does_not_fit_leaves_the_old_one(model_folder: Path, make_model: Make) -> None:
+async def test_a_version_that_does_not_fit_leaves_the_old_one(
+    model_folder: Path, make_model: Make, refusals: list[QuartetError]
+) -> None:
     """Invariant 3: what was not verified whole is never reported."""
     store = WeightStore(keep=4)
     trainer = await publish(store)
@@ -311,7 +241,7 @@ async def test_a_version_that_does_not_fit_leaves_the_old_one(model_folder: Path
         await asyncio.to_thread(store.publish, "r", 1, weights_of(make_model(1)))
         await replica.until_version("r", 1)
         await asyncio.to_thread(store.publish, "r", 2, partial)
-        await asyncio.sleep(0.3)
+        await until(lambda: len(refusals) == 2)
         assert (await replica.model()).policy_version == 1
         assert (await replica.generate(tokens(exact_policy_version=1)))[1]
         await asyncio.to_thread(store.publish, "r", 3, weights_of(make_model(2)))

@@ -100,6 +100,7 @@ class Following:
         self.publisher = Publisher(self.store)
         self.engine = Recorder()
         self.refused: list[str] = []
+        self.follower: Any = None
 
     async def until(self, true: Callable[[], bool]) -> None:
         async with asyncio.timeout(10):
@@ -113,8 +114,8 @@ class Following:
             engine: Any = self.engine
             adopter = Adopter(engine, CanaryWatch(engine, None, lambda why: None), lambda: None)
             publisher = updates.Publisher(channel, "", Relays(ClientSecurity()))
-            follower = Follower(engine, publisher, Holdings(2, 1 << 30), adopter, self.refused.append)
-            task = asyncio.create_task(follower.run())
+            self.follower = Follower(engine, publisher, Holdings(2, 1 << 30), adopter, self.refused.append)
+            task = asyncio.create_task(self.follower.run())
             try:
                 yield
             finally:
@@ -130,24 +131,34 @@ def following(monkeypatch: pytest.MonkeyPatch) -> Following:
 
 
 async def test_contents_other_than_announced_are_fetched_once_and_asked_for_with_pauses(
-    following: Following,
+    following: Following, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Invariant 5: the publisher was restarted between its announcement and the fetch."""
+    """promise 5 of updates: the publisher was restarted between its announcement and the fetch."""
+    pauses: list[float] = []
+    backoff_s = updates._backoff_s
+
+    def pausing(failures: int) -> float:
+        pauses.append(backoff_s(failures))
+        return pauses[-1]
+
+    monkeypatch.setattr(updates, "_backoff_s", pausing)
     held = following.store.publish("r", 3, weights(1))
     following.publisher.lies = [pb.VersionAnnounced(run_id="r", version=3, digest=b"x" * 16)]
     async with following.running():
         await following.until(lambda: bool(following.engine.swaps))
-        await asyncio.sleep(0.6)
+        await following.until(lambda: following.publisher.manifests >= 5)
         assert following.engine.swaps == [(True, ServedWeights("r", 3, held.digest))]
         assert following.publisher.fetches == 1
-        # The pauses are 0.05 s at the least: 0.6 s hold no more than 12 of them.
-        assert 3 <= following.publisher.manifests <= 14
+        assert following.publisher.manifests <= len(pauses) + 1, "asked for once, and again after each pause"
+        assert all(0.05 <= pause <= 0.2 for pause in pauses)
         following.publisher.truth.set()
-        await asyncio.sleep(0.4)
+        # Announcement and contents agree: the follower asks and waits for nothing but the next announcement.
+        await following.until(lambda: following.follower._failures == 0)
         settled = following.publisher.manifests
-        await asyncio.sleep(0.4)
-        assert following.publisher.manifests == settled, "announcement and contents agree: nothing to ask"
-    assert following.publisher.fetches == 1 and following.refused == []
+        following.store.publish("r", 4, weights(2))
+        await following.until(lambda: following.engine.info().served.version == 4)
+        assert following.publisher.manifests == settled + 1
+    assert following.publisher.fetches == 2 and following.refused == []
 
 
 async def test_every_change_is_followed_and_held_contents_are_not_fetched(following: Following) -> None:

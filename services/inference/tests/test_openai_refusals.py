@@ -206,10 +206,10 @@ async def test_callers_that_send_or_read_too_slowly_are_given_up(
         deaf.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
         )
-        await asyncio.sleep(0.2)
+        await until(lambda: door.under_way() == 1)
         status, _ = await door.refusal("completions", model=door.model, prompt="hi")
         assert status == 429, "it is still being answered"
-        await asyncio.sleep(1.0)
+        await until(lambda: door.under_way() == 0)
         monkeypatch.undo()
         assert (await door.complete(max_tokens=1)).choices, "its place is free"
         deaf.close()
@@ -248,7 +248,6 @@ async def test_drain_lets_running_requests_end(door: Door) -> None:
     running = asyncio.create_task(door.complete(max_tokens=5))
     await until(lambda: door.engine.info().waiting == 1)
     door.health.drain()
-    await asyncio.sleep(0.05)
     with pytest.raises((openai.APIConnectionError, openai.InternalServerError)):
         await door.complete(max_tokens=5)
     await door.engine.resume()

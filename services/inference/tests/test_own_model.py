@@ -18,8 +18,9 @@ from quartet_inference.own_model import OwnModel
 
 from .adapters import random_adapter
 from .engine_calls import running, update
-from .test_inference_adapters import Make, difference, put, request, served
-from .test_inference_service import publish, serving, weights_of
+from .inference_replica import Make, publish, serving
+from .random_models import weights_of
+from .test_inference_adapters import difference, put, request, served
 
 SETTINGS = {"shared_memory": False}
 

@@ -11,7 +11,7 @@ from quartet.errors import QuartetError
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
-from quartet.weights import sources
+from quartet.weights import arrival, fetch, sources
 from quartet.weights.fetch import fetch_version
 from quartet.weights.payload import CHUNK_BYTES
 from quartet.weights.service import SERVICE, add_weight_service
@@ -20,6 +20,19 @@ from quartet.weights.tensor import Tensor
 from quartet_inference.relay import relay_address
 
 from .relay_fleet import CHUNKS, Fleet, Trainer, size, tensors, until
+
+
+def counts(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[Any]:
+    """The arguments of each call of a module's function."""
+    called: list[Any] = []
+    function = getattr(module, name)
+
+    def noted(*arguments: Any) -> Any:
+        called.append(arguments)
+        return function(*arguments)
+
+    monkeypatch.setattr(module, name, noted)
+    return called
 
 
 async def test_the_trainer_sends_a_version_once_however_many_replicas_follow(fleet: Fleet) -> None:
@@ -54,23 +67,20 @@ async def test_a_replica_that_joins_late_fetches_from_the_others(fleet: Fleet) -
     assert fleet.trainer.sent == sent
 
 
-async def test_bytes_pass_through_before_a_relay_has_them_all(fleet: Fleet) -> None:
+async def test_bytes_pass_through_before_a_relay_has_them_all(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = counts(monkeypatch, arrival, "_sign_of_life")
     await fleet.add(3)
     fleet.trainer.gate.clear()
     fleet.trainer.gate_at = (CHUNKS - 3) * CHUNK_BYTES
     await fleet.publish(0, tensors(1))
-    came = [0, 0, 0]
-
-    def passed() -> bool:
-        for place, replica in enumerate(fleet.replicas):
-            under_way = replica.holdings._arrival
-            came[place] = under_way._verified if under_way else 0
-        return min(came) >= (CHUNKS - 4) * CHUNK_BYTES
-
-    await until(passed)
+    await until(lambda: fleet.came() >= (CHUNKS - 4) * CHUNK_BYTES)
     assert all(replica.version is None for replica in fleet.replicas)
-    # Longer than a silent relay is waited for: signs of life keep the readers.
-    await asyncio.sleep(1.2 * sources.SILENT_SECONDS)
+    # Longer than a silent relay is waited for, by each of the two below it: signs of life keep the readers.
+    signs = len(counted)
+    enough = 2 * 1.2 * sources.SILENT_SECONDS / arrival.SIGN_SECONDS
+    await until(lambda: len(counted) >= signs + enough)
     fleet.trainer.gate.set()
     await fleet.serve(0)
     assert fleet.trainer.streams == 1
@@ -108,15 +118,18 @@ async def test_promise_3_of_updates_what_the_engine_does_not_take_is_fetched_onc
     assert fleet.trainer.streams == 1 and "no room now" in fleet.replicas[0].refused[-1]
 
 
-async def test_a_restarted_trainer_is_followed_by_a_new_tree(fleet: Fleet) -> None:
+async def test_a_restarted_trainer_is_followed_by_a_new_tree(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await fleet.add(5)
     fleet.trainer.gate.clear()
     fleet.trainer.gate_at = CHUNKS // 2 * CHUNK_BYTES
     await fleet.publish(0, tensors(1))
     await until(lambda: fleet.trainer.sent >= fleet.trainer.gate_at)
     address = fleet.server.address
+    lost = counts(monkeypatch, fetch, "_backoff_seconds")
     await fleet.server.stop(0)
-    await asyncio.sleep(0.5)
+    await until(lambda: len(lost) >= 6)  # five watches, and the one fetch from the trainer
     again = Trainer(WeightStore(keep=2))
     full = await asyncio.to_thread(again.store.publish, "r", 0, tensors(1))
     server = await start(

@@ -10,6 +10,7 @@ import pytest
 from quartet.errors import QuartetError
 from quartet.weights import sources
 from quartet.weights.payload import CHUNK_BYTES
+from quartet_inference import relay
 from quartet_inference.engine import ServedWeights
 
 from .relay_fleet import CHUNKS, Fleet, size, tensors, until
@@ -21,8 +22,7 @@ async def half_way(fleet: Fleet) -> Any:
     fleet.trainer.gate.clear()
     fleet.trainer.gate_at = CHUNKS // 2 * CHUNK_BYTES
     full = await fleet.publish(0, tensors(1))
-    await until(lambda: fleet.trainer.sent >= fleet.trainer.gate_at)
-    await asyncio.sleep(0.2)
+    await until(lambda: fleet.came() >= fleet.trainer.gate_at)
     return full
 
 
@@ -102,8 +102,21 @@ async def test_a_relay_that_is_still_busy_is_waited_for(fleet: Fleet) -> None:
     await fleet.publish(1, tensors(2))
     await fleet.serve(1, fleet.replicas[1:])
     streams = fleet.trainer.streams
+    told: list[str] = []
+    arrival = fleet.replicas[0].holdings.arrival
+
+    async def answering(*asked: Any) -> Any:
+        try:
+            return await arrival(*asked)
+        except QuartetError as error:
+            told.append(error.reason)
+            raise
+
+    fleet.replicas[0].holdings.arrival = answering  # type: ignore[method-assign]
     await fleet.publish(2, tensors(3))
-    await asyncio.sleep(1.2 * sources.SILENT_SECONDS)
+    # The two below it are told so for longer than a silent relay is waited for.
+    await until(lambda: len(told) >= 2 * 1.2 * sources.SILENT_SECONDS / relay.START_SECONDS)
+    assert set(told) == {"NOT_READY"}
     assert fleet.trainer.streams == streams and fleet.replicas[1].version == 1
     busy.staging.set()
     await fleet.serve(2)
@@ -135,7 +148,7 @@ async def test_a_version_that_a_relay_passes_over_is_given_up_below_it_too(fleet
     await fleet.publish(1, tensors(2))
     await fleet.serve(1, fleet.replicas[1:])
     await fleet.publish(2, tensors(3))
-    await asyncio.sleep(0.2)
+    await until(lambda: fleet.replicas[1].holdings._fetching == ("r", 2))
     await fleet.publish(3, tensors(4))
     await until(lambda: fleet.replicas[0].holdings._expected == ("r", 3))
     fleet.replicas[0].engine.staging.set()

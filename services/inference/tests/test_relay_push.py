@@ -22,6 +22,7 @@ from quartet.weights.store import WeightStore
 from quartet_inference import app
 from quartet_inference.config import InferenceConfig
 
+from .engine_calls import until
 from .random_models import weights_of
 
 INFERENCE = "quartet.v1.InferenceService"
@@ -111,7 +112,7 @@ async def test_what_is_pushed_is_served_and_handed_on(
 
 
 async def test_a_pushed_version_that_does_not_fit_leaves_the_old_one(
-    model_folder: Path, make_model: Make
+    model_folder: Path, make_model: Make, refusals: list[QuartetError]
 ) -> None:
     async with serving(model_folder, accept_push=True, run_id="mine") as replica:
         await push_version(replica.channel, "other", 9, weights_of(make_model(3)))
@@ -119,7 +120,7 @@ async def test_a_pushed_version_that_does_not_fit_leaves_the_old_one(
         await replica.serves(sound.manifest.digest)
         partial = dict(list(weights_of(make_model(2)).items())[:2])
         await push_version(replica.channel, "mine", 2, partial)
-        await asyncio.sleep(0.3)
+        await until(lambda: bool(refusals))
         assert (await replica.serves(sound.manifest.digest)).policy_version == 1
         mended = await push_version(replica.channel, "mine", 3, weights_of(make_model(2)))
         await replica.serves(mended.manifest.digest)

@@ -124,14 +124,15 @@ async def test_bounds_cancellation_and_closing(make_model: Make) -> None:
         await engine.pause()
         request = ScoreRequest((1, 2, 3), ((1, 2),))
         first, second = (asyncio.create_task(engine.score(request)) for _ in range(2))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)  # each gives its command; that of `pause` comes behind them
+        assert await engine.pause() == 2
         with pytest.raises(QuartetError) as caught:
             await engine.score(request)
         assert caught.value.reason == "OVERLOADED"
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         third = asyncio.create_task(engine.score(request))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         assert await engine.resume() == 2
         assert isinstance(await second, Scored) and (await third) == (await second)
         with pytest.raises(QuartetError) as caught:
@@ -139,7 +140,8 @@ async def test_bounds_cancellation_and_closing(make_model: Make) -> None:
         assert caught.value.reason == "RUN_NOT_SERVED"
         await engine.pause()
         last = asyncio.create_task(engine.score(request))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
+        assert await engine.pause() == 1
     with pytest.raises(QuartetError) as caught:
         await last
     assert caught.value.reason == "NOT_READY"

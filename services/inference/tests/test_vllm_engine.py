@@ -64,8 +64,8 @@ async def test_requests_that_wait_over_an_update_begin_with_the_new_weights(keep
     await keeping.ask(PROMPT)
     await keeping.engine.pause()
     call = asyncio.create_task(keeping.ask(PROMPT))
-    await until(lambda: keeping.engine.info().waiting == 1)
-    await asyncio.sleep(0.05)
+    llm = keeping.engine._running.llm
+    await until(lambda: llm.output_processor.get_num_unfinished_requests() == 1)
     version = await keeping.update(2)
     assert keeping.engine.info().paused and not call.done()
     assert await keeping.engine.resume() == 1
