@@ -19,7 +19,6 @@ NOT_SERVED = {
     "trainer": {"WeightService.Push"},
     "envhost": set(),
     "orchestrator": {
-        "OrchestratorService.StreamRollouts",
         "OrchestratorService.OptimizePrompt",
     },
 }

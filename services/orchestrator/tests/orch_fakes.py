@@ -21,9 +21,11 @@ import xxhash
 from quartet.errors import QuartetError
 from quartet.v1 import common_pb2 as cpb
 from quartet.v1 import envhost_service_pb2 as epb
+from quartet.v1 import inference_service_pb2 as ipb
 from quartet.v1 import rollout_pb2 as rpb
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.envhost_service_pb2_grpc import EnvHostServiceServicer
+from quartet.v1.inference_service_pb2_grpc import InferenceServiceServicer
 from quartet.v1.trainer_service_pb2_grpc import TrainerServiceServicer
 
 
@@ -58,6 +60,12 @@ class FakeTrainer(TrainerServiceServicer):
 
     def forget(self) -> None:
         self.runs.clear()
+
+    def push(self, run_id: str, version: int) -> None:
+        """A version is served from now on, whoever made it."""
+        self.latest[run_id] = max(self.latest.get(run_id, 0), version)
+        self._newer.set()
+        self._newer = asyncio.Event()
 
     async def wait_version(self, run_id: str, version: int) -> None:
         while self.latest.get(run_id, -1) < version:
@@ -141,9 +149,7 @@ class FakeTrainer(TrainerServiceServicer):
     async def PublishWeights(self, request, context):
         def apply(run: TrainerRun):
             run.published = run.version
-            self.latest[request.run_id] = max(self.latest.get(request.run_id, 0), run.version)
-            self._newer.set()
-            self._newer = asyncio.Event()
+            self.push(request.run_id, run.version)
             return tpb.PublishWeightsResponse(version=run.version, digest=run.weights.encode())
 
         return await self._apply(request.run_id, request.seq_id, apply)
@@ -204,6 +210,18 @@ class FakeTrainer(TrainerServiceServicer):
         )
 
 
+class FakePolicy(InferenceServiceServicer):
+    """A replica that serves one run, at the version that was pushed last."""
+
+    def __init__(self, trainer: FakeTrainer) -> None:
+        self.trainer = trainer
+
+    async def GetModel(self, request, context):
+        for run_id, version in self.trainer.latest.items():
+            return ipb.GetModelResponse(run_id=run_id, policy_version=version)
+        return ipb.GetModelResponse()
+
+
 class FakeHost(EnvHostServiceServicer):
     def __init__(self, trainer: FakeTrainer) -> None:
         self.trainer = trainer
@@ -230,6 +248,8 @@ class FakeHost(EnvHostServiceServicer):
         # Environments whose description takes until the event.
         self.describing: dict[str, asyncio.Event] = {}
         self.described: list[str] = []
+        # Of every task: those that a limit cuts.
+        self.truncated_members: set[int] = set()
         # Answers with rollouts that sampled nothing.
         self.silent = False
         # Says that its rewards compare the members of a group; what they sample is their request's number.
@@ -310,4 +330,5 @@ class FakeHost(EnvHostServiceServicer):
         sample.logprobs.extend([-0.5, -0.25])
         rollout.usage.completion_tokens = 2
         rollout.num_turns = 1
+        rollout.truncated = member in self.truncated_members
         return rollout

@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from orch_fakes import FakeHost, FakeTrainer
+from orch_fakes import FakeHost, FakePolicy, FakeTrainer
 from quartet.kit.channel import ClientSecurity, connect
 from quartet.kit.health import Health
 from quartet.kit.server import RunningServer, ServerConfig, Service, start
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.envhost_service_pb2_grpc import add_EnvHostServiceServicer_to_server
+from quartet.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from quartet.v1.orchestrator_service_pb2_grpc import (
     OrchestratorServiceStub,
     add_OrchestratorServiceServicer_to_server,
@@ -42,6 +43,7 @@ class World:
     async def serve(self, name: str) -> None:
         add, servicer = {
             "trainer": (add_TrainerServiceServicer_to_server, self.trainer),
+            "policy": (add_InferenceServiceServicer_to_server, FakePolicy(self.trainer)),
             "host": (add_EnvHostServiceServicer_to_server, self.host),
         }[name]
         config = ServerConfig(address=self.addresses.get(name, "127.0.0.1:0"))
@@ -56,8 +58,9 @@ class World:
     def services(self) -> Services:
         return Services.connect(
             OrchestratorConfig(
-                trainer_address=self.addresses["trainer"],
+                trainer_address=self.addresses.get("trainer", ""),
                 envhost_addresses=[self.addresses["host"]],
+                inference_addresses=[self.addresses["policy"]] if "policy" in self.addresses else [],
                 security=ClientSecurity(),
                 patience_seconds=self.patience_s,
                 journal_keep_bytes=self.journal_keep_bytes,

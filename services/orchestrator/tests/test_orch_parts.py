@@ -70,7 +70,7 @@ def test_a_group_has_spread_where_any_role_has():
     assert not state.groups[1].has_spread, "two roles are not compared with each other"
     times = metrics.StepTimes(1.0, 0.5, 0.5)
     scored = [metrics.Scored("e", 0, rollout) for rollout in ranked]
-    values = metrics.of_step(0, scored, tpb.ForwardBackwardResponse(), tpb.OptimStepResponse(), times, {})
+    values = metrics.of_step(0, scored, {}, times, {})
     assert values["env/e/no_spread"] == 0.0 and values["env/e/reward"] == 0.5
 
 

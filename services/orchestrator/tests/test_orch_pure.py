@@ -168,10 +168,11 @@ def test_staleness_is_weighted_by_tokens():
         metrics.Scored("e", 0, rollout(10, version=3, reward=0.0)),
     ]
     times = metrics.StepTimes(2.0, 0.5, 1.0)
-    values = metrics.of_step(4, scored, tpb.ForwardBackwardResponse(), tpb.OptimStepResponse(), times, {})
+    values = metrics.of_step(4, scored, {}, times, {})
     assert values["staleness/max"] == 1 and values["staleness/mean"] == 0.25
     assert values["train/reward"] == 0.5 and values["tokens_per_second"] == 20
-    assert "train/logprob_difference_max" not in values and "train/entropy" not in values
+    trained = metrics.of_training(tpb.ForwardBackwardResponse(), tpb.OptimStepResponse())
+    assert "train/logprob_difference_max" not in trained and "train/entropy" not in trained
 
 
 async def test_permits_are_fair_and_survive_cancellation():

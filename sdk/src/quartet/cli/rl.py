@@ -111,7 +111,11 @@ def _display(plain: bool) -> Display:
 def _deploy(job: Job, folder: Path) -> list[ChildSpec]:
     """Write the services' configs for the job into a folder."""
     tables: dict[str, dict[str, Any]] = {name: dict(getattr(job.config, name)) for name in SERVICES}
-    tables["trainer"].setdefault("keep_last", job.config.ckpt.keep_last)
+    if job.config.external_trainer:
+        del tables["trainer"]
+        tables["inference"].setdefault("accept_push", True)
+    else:
+        tables["trainer"].setdefault("keep_last", job.config.ckpt.keep_last)
     return write(wire(job.config.model, folder / "data", tables), folder)
 
 

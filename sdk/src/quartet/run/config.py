@@ -35,6 +35,26 @@ from quartet.run.values import (
 #: More staleness than this means that the trainer keeps more than two dozen copies of the model.
 MAX_OFF_POLICY_STEPS = 24
 
+#: What only the trainer reads; a trainer of somebody else's knows it by itself.
+OF_THE_TRAINER = (
+    "learning_rate",
+    "lr_scheduler",
+    "warmup_steps",
+    "decay_steps",
+    "optimizer",
+    "momentum",
+    "adamw_learning_rate",
+    "max_grad_norm",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "microbatch_tokens",
+    "lora",
+    "ckpt",
+    "checks",
+    "trainer",
+)
+
 
 class EnvConfig(HostedConfig):
     """One environment and its share of the rollouts."""
@@ -80,6 +100,8 @@ class RunConfig(Config):
     max_off_policy_steps: Annotated[int, Field(ge=0, le=MAX_OFF_POLICY_STEPS, strict=True)] = 1
     max_concurrent: PositiveCount = 1024
     microbatch_tokens: Count = 0
+    #: Somebody else's program takes the batches (OrchestratorService.StreamRollouts) and pushes the weights.
+    external_trainer: bool = False
     sampling: SamplingConfig = SamplingConfig()
     # The default is refused by _distinct, which knows better than "required" what to write.
     env: Annotated[tuple[EnvConfig, ...], Field(max_length=MAX_ENVIRONMENTS)] = ()
@@ -194,6 +216,17 @@ class RunConfig(Config):
                 f'sampling.max_tokens is not set, and algorithm.{key} = "{getattr(self.algorithm, key)}" '
                 "divides by it; set it"
             )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _leaves_training_to_its_trainer(self) -> Self:
+        defaults = type(self).model_fields
+        for key in OF_THE_TRAINER if self.external_trainer else ():
+            if getattr(self, key) != defaults[key].get_default(call_default_factory=True):
+                raise ValueError(
+                    f"{key} is a setting of Quartet's trainer, and external_trainer = true; remove it here, "
+                    "and set it in the program that trains"
+                )
         return self
 
     @pydantic.model_validator(mode="after")

@@ -10,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class JournalRecord(_message.Message):
-    __slots__ = ("number", "at_ms", "event", "submitted", "dispatched", "rollout", "discarded", "batch", "call", "step", "eval_rollout", "eval", "phase", "note")
+    __slots__ = ("number", "at_ms", "event", "submitted", "dispatched", "rollout", "discarded", "batch", "call", "step", "eval_rollout", "eval", "phase", "note", "acked")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     AT_MS_FIELD_NUMBER: _ClassVar[int]
     EVENT_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,7 @@ class JournalRecord(_message.Message):
     EVAL_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
+    ACKED_FIELD_NUMBER: _ClassVar[int]
     number: int
     at_ms: int
     event: int
@@ -39,7 +40,8 @@ class JournalRecord(_message.Message):
     eval: _orchestrator_service_pb2.EvalEvent
     phase: _orchestrator_service_pb2.PhaseEvent
     note: _orchestrator_service_pb2.NoteEvent
-    def __init__(self, number: _Optional[int] = ..., at_ms: _Optional[int] = ..., event: _Optional[int] = ..., submitted: _Optional[_Union[RunSubmitted, _Mapping]] = ..., dispatched: _Optional[_Union[GroupDispatched, _Mapping]] = ..., rollout: _Optional[_Union[_orchestrator_service_pb2.RolloutEvent, _Mapping]] = ..., discarded: _Optional[_Union[GroupDiscarded, _Mapping]] = ..., batch: _Optional[_Union[BatchClosed, _Mapping]] = ..., call: _Optional[_Union[CallApplied, _Mapping]] = ..., step: _Optional[_Union[_orchestrator_service_pb2.StepEvent, _Mapping]] = ..., eval_rollout: _Optional[_Union[EvalRollout, _Mapping]] = ..., eval: _Optional[_Union[_orchestrator_service_pb2.EvalEvent, _Mapping]] = ..., phase: _Optional[_Union[_orchestrator_service_pb2.PhaseEvent, _Mapping]] = ..., note: _Optional[_Union[_orchestrator_service_pb2.NoteEvent, _Mapping]] = ...) -> None: ...
+    acked: GroupAcked
+    def __init__(self, number: _Optional[int] = ..., at_ms: _Optional[int] = ..., event: _Optional[int] = ..., submitted: _Optional[_Union[RunSubmitted, _Mapping]] = ..., dispatched: _Optional[_Union[GroupDispatched, _Mapping]] = ..., rollout: _Optional[_Union[_orchestrator_service_pb2.RolloutEvent, _Mapping]] = ..., discarded: _Optional[_Union[GroupDiscarded, _Mapping]] = ..., batch: _Optional[_Union[BatchClosed, _Mapping]] = ..., call: _Optional[_Union[CallApplied, _Mapping]] = ..., step: _Optional[_Union[_orchestrator_service_pb2.StepEvent, _Mapping]] = ..., eval_rollout: _Optional[_Union[EvalRollout, _Mapping]] = ..., eval: _Optional[_Union[_orchestrator_service_pb2.EvalEvent, _Mapping]] = ..., phase: _Optional[_Union[_orchestrator_service_pb2.PhaseEvent, _Mapping]] = ..., note: _Optional[_Union[_orchestrator_service_pb2.NoteEvent, _Mapping]] = ..., acked: _Optional[_Union[GroupAcked, _Mapping]] = ...) -> None: ...
 
 class RunSubmitted(_message.Message):
     __slots__ = ("run_id", "config_toml", "environments", "eval_environments")
@@ -76,6 +78,12 @@ class GroupDiscarded(_message.Message):
     group: int
     reason: str
     def __init__(self, group: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class GroupAcked(_message.Message):
+    __slots__ = ("group",)
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    def __init__(self, group: _Optional[int] = ...) -> None: ...
 
 class BatchClosed(_message.Message):
     __slots__ = ("batch", "groups", "normalizer")

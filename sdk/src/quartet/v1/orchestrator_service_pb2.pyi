@@ -259,14 +259,36 @@ class StreamRolloutsStart(_message.Message):
     def __init__(self, run_id: _Optional[str] = ...) -> None: ...
 
 class StreamRolloutsResponse(_message.Message):
-    __slots__ = ("group", "rollouts", "advantages")
+    __slots__ = ("group", "rollout", "heartbeat")
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUT_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    group: CreditedGroup
+    rollout: CreditedRollout
+    heartbeat: _common_pb2.Heartbeat
+    def __init__(self, group: _Optional[_Union[CreditedGroup, _Mapping]] = ..., rollout: _Optional[_Union[CreditedRollout, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+
+class CreditedGroup(_message.Message):
+    __slots__ = ("group", "step", "groups_of_step", "rollouts", "normalizer")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_OF_STEP_FIELD_NUMBER: _ClassVar[int]
     ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
-    ADVANTAGES_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZER_FIELD_NUMBER: _ClassVar[int]
     group: int
-    rollouts: _containers.RepeatedCompositeFieldContainer[_rollout_pb2.Rollout]
+    step: int
+    groups_of_step: int
+    rollouts: int
+    normalizer: float
+    def __init__(self, group: _Optional[int] = ..., step: _Optional[int] = ..., groups_of_step: _Optional[int] = ..., rollouts: _Optional[int] = ..., normalizer: _Optional[float] = ...) -> None: ...
+
+class CreditedRollout(_message.Message):
+    __slots__ = ("rollout", "advantages")
+    ROLLOUT_FIELD_NUMBER: _ClassVar[int]
+    ADVANTAGES_FIELD_NUMBER: _ClassVar[int]
+    rollout: _rollout_pb2.Rollout
     advantages: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, group: _Optional[int] = ..., rollouts: _Optional[_Iterable[_Union[_rollout_pb2.Rollout, _Mapping]]] = ..., advantages: _Optional[_Iterable[float]] = ...) -> None: ...
+    def __init__(self, rollout: _Optional[_Union[_rollout_pb2.Rollout, _Mapping]] = ..., advantages: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class EvaluateRequest(_message.Message):
     __slots__ = ("run_id", "config_toml")

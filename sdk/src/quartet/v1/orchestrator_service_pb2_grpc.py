@@ -138,8 +138,14 @@ class OrchestratorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamRollouts(self, request_iterator, context):
-        """StreamRollouts hands scored, credit-assigned groups to any trainer, at least once each until acknowledged, never more than the
-        credits granted. Errors: RUN_UNKNOWN.
+        """StreamRollouts hands the scored, credit-assigned groups of a run with external_trainer to whoever trains it: at least once each until
+        acknowledged, never one that was acknowledged, never more than the credits granted, and those of a step only when all groups of the step
+        before are acknowledged and a replica of inference serves the version that came of it. A later stream of the same run takes over. Ends with
+        OK when the run is COMPLETED, or when the client ends its side. Errors: RUN_UNKNOWN, RUN_CONFLICT (another stream took over),
+        RUN_NOT_SERVED (the run is stopped or failed), INVALID_REQUEST (no start, a run with Quartet's trainer, an ack of what was not sent),
+        NOT_READY (the orchestrator drains, or the ack cannot be written down).
+        Example: start{run "r"} credits 2 -> group{group 0, step 1, rollouts 2} rollout{...} rollout{...} group{group 1, step 1}...
+        ack 0, ack 1 (version 1 is pushed), credits 2 -> group{group 2, step 2}...
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

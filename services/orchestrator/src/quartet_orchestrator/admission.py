@@ -78,6 +78,21 @@ async def describe_environments(config: RunConfig, hosts: EnvHosts) -> Environme
     return Environments(train, own)
 
 
+def check_trainer(config: RunConfig, has_trainer: bool, has_policies: bool) -> None:
+    """Whether somebody trains the run, and its versions can be seen."""
+    external = config.external_trainer
+    if not external and not has_trainer:
+        raise refusal(
+            "external_trainer", external, "this orchestrator has no trainer_address; set it to true"
+        )
+    if external and not has_policies:
+        raise refusal(
+            "external_trainer",
+            external,
+            "this orchestrator sees no version that is pushed; give it inference_addresses",
+        )
+
+
 async def describe_trials(trials: Sequence[EvalTrial], hosts: EnvHosts) -> list[EnvironmentInfo]:
     """The environments of an evaluation that is asked for by itself, each with something to evaluate on."""
     infos = [await hosts.describe(environment_ref(trial.hosted)) for trial in trials]

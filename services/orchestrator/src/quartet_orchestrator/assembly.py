@@ -9,10 +9,11 @@ from quartet.run.config import RunConfig
 
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.calls import CallPlan
-from quartet_orchestrator.compaction import Compaction
+from quartet_orchestrator.compaction import Compaction, covered_by_acks, covered_by_states
 from quartet_orchestrator.config import OrchestratorConfig
 from quartet_orchestrator.envhosts import EnvHosts
 from quartet_orchestrator.evaluation import Evaluation
+from quartet_orchestrator.foreign import ForeignTraining
 from quartet_orchestrator.hold import Hold
 from quartet_orchestrator.mixture import Mixture
 from quartet_orchestrator.on_demand import Measurable
@@ -34,7 +35,8 @@ from quartet_orchestrator.turns import Turns
 class Services:
     """The other three, shared by all runs."""
 
-    trainer: TrainerClient
+    #: None where every run brings its own.
+    trainer: TrainerClient | None
     hosts: EnvHosts
     policies: Policies
     teachers: Teachers
@@ -45,7 +47,7 @@ class Services:
     @classmethod
     def connect(cls, config: OrchestratorConfig) -> Services:
         return cls(
-            TrainerClient(config.trainer_address, config.security),
+            TrainerClient(config.trainer_address, config.security) if config.trainer_address else None,
             EnvHosts(config.envhost_addresses, config.security),
             Policies(config.inference_addresses, config.security),
             Teachers(config.security),
@@ -55,7 +57,8 @@ class Services:
         )
 
     async def close(self) -> None:
-        await self.trainer.close()
+        if self.trainer is not None:
+            await self.trainer.close()
         await self.hosts.close()
         await self.policies.close()
         await self.teachers.close()
@@ -82,7 +85,6 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         Source(env.id, None if info.infinite else info.train_size)
         for env, info in zip(config.env, book.state.environments, strict=True)
     ]
-    training = Training(book, config, services.trainer, outage("the trainer"))
     sampling = Sampling(services.hosts, permits, host, model, teacher.judge if teacher else None)
     mixture = Mixture([env.weight for env in config.env])
     rollouts = Rollouts(book, config, pace, mixture, Prompts(sources, config.seed), sampling)
@@ -111,7 +113,17 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         version = book.state.step * config.versions_per_step
         await model.through(lambda: services.policies.serving(run_id, version, adapter=publishes_adapters))
 
-    compaction = Compaction(book, CallPlan.of(config), services.journal_keep_bytes)
+    training: Training | ForeignTraining
+    if config.external_trainer:
+        training = ForeignTraining(
+            book, config, lambda version: services.policies.serving(run_id, version), services.patience_s
+        )
+        covered = covered_by_acks(book)
+    else:
+        assert services.trainer is not None, "checked when the run was taken"
+        training = Training(book, config, services.trainer, outage("the trainer"))
+        covered = covered_by_states(book, CallPlan.of(config))
+    compaction = Compaction(book, covered, services.journal_keep_bytes)
     return TrainingRun(
         book, config, training, rollouts, evaluation, measurable, turn, policy_ready, compaction.run
     )

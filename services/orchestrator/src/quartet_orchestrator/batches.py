@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from quartet.run.algorithm import AlgorithmConfig
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.rollout_pb2 import Rollout, Sample
 
+from quartet_orchestrator import parts
 from quartet_orchestrator.credit import Size
 
 # A frame is sent when it has grown this large; small enough that sending and packing overlap.
@@ -41,6 +43,15 @@ def without_overlong(
     if not whole:
         return rollouts, [[0.0] * len(rollout.samples) for rollout in rollouts]
     return [rollouts[index] for index in whole], [advantages[index] for index in whole]
+
+
+def credited(
+    algorithm: AlgorithmConfig, groups: Sequence[Sequence[Rollout]]
+) -> tuple[list[Rollout], list[list[float]]]:
+    """Those of a batch that are trained on, and the advantage of each of their samples."""
+    rollouts = [rollout for group in groups for rollout in group]
+    advantages = parts.advantages(algorithm.advantage, groups)
+    return without_overlong(rollouts, advantages) if algorithm.overlong_filtering else (rollouts, advantages)
 
 
 def frames(

@@ -3,8 +3,8 @@
 1. Nothing is given up while the journal is within `journal_keep_bytes`.
 2. Given up are the samples and messages of rollouts, and nothing else: every record keeps its number, its
    event, its time and its place in the order, so followers see no gaps, and a restart folds the same state.
-3. Only rollouts whose step is contained in every state that the trainer keeps (`CallPlan.covered_steps`):
-   they are trained or discarded, and no replay that starts from any of those states reaches them.
+3. Only rollouts whose step is contained in every state that the trainer keeps (`CallPlan.covered_steps`), or
+   was acknowledged by a foreign trainer: they are trained or discarded, and no replay reaches them.
 4. Sealed segments only, oldest first, each replaced at once by a whole new file. A kill at any moment leaves
    one or the other.
 """
@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import structlog
 from quartet.v1.journal_pb2 import JournalRecord
@@ -24,15 +25,16 @@ log = structlog.get_logger()
 
 
 class Compaction:
-    def __init__(self, book: Book, plan: CallPlan, keep_bytes: int) -> None:
+    def __init__(self, book: Book, covered: Callable[[], int], keep_bytes: int) -> None:
+        """`covered`: the steps whose rollouts nobody can ask for again."""
         self._book = book
-        self._plan = plan
+        self._covered = covered
         self._keep_bytes = keep_bytes
 
     async def run(self) -> None:
         """Compacts as much as it has to and may. Trouble is logged: the journal is as good as before."""
         journal = self._book.journal
-        covered = self._plan.covered_steps(self._book.state.applied_seq_id)
+        covered = self._covered()
         for segment in journal.uncompacted():
             if journal.size_bytes() <= self._keep_bytes:
                 return
@@ -45,6 +47,15 @@ class Compaction:
                 log.warning("segment not compacted", segment=segment, why=str(error))
                 return
             log.info("segment compacted", segment=segment, given_up_bytes=compacted.given_up_bytes)
+
+
+def covered_by_states(book: Book, plan: CallPlan) -> Callable[[], int]:
+    return lambda: plan.covered_steps(book.state.applied_seq_id)
+
+
+def covered_by_acks(book: Book) -> Callable[[], int]:
+    """Of a run with a foreign trainer: what it acknowledged is its own to keep."""
+    return lambda: book.state.step
 
 
 def slim(record: JournalRecord, covered_steps: int) -> JournalRecord | None:

@@ -15,11 +15,12 @@ class OrchestratorConfig(Config):
     """The orchestrator's own settings; a run's settings come with SubmitRun."""
 
     server: ServerConfig = ServerConfig()
-    trainer_address: str = Field(min_length=1)
+    #: Empty: there is none, and every run brings its own (`external_trainer`).
+    trainer_address: str = ""
     #: Every group goes to one of them.
     envhost_addresses: list[str] = Field(min_length=1, max_length=1024)
     #: Asked, before a run samples, whether they serve it; hosts reach the policy by their own configuration.
-    #: May be empty.
+    #: May be empty, but for runs with an external trainer.
     inference_addresses: list[str] = Field(default_factory=list, max_length=1024)
     #: How the three services above are called.
     security: ClientSecurity = ClientSecurity()

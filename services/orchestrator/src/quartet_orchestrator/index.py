@@ -94,6 +94,8 @@ def _keys(record: jpb.JournalRecord, kind: str) -> tuple[int | None, int | None]
         return record.dispatched.group, record.dispatched.batch + 1
     if kind == "discarded":
         return record.discarded.group, None
+    if kind == "acked":
+        return record.acked.group, None
     if kind == "call":
         return record.call.seq_id, None
     if kind == "batch":

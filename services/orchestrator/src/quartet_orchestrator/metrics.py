@@ -63,20 +63,14 @@ class StepTimes:
 def of_step(
     batch: int,
     scored: Sequence[Scored],
-    trained: tpb.ForwardBackwardResponse,
-    stepped: tpb.OptimStepResponse,
+    trained: Mapping[str, float],
     times: StepTimes,
     losses: Mapping[str, Losses],
     versions_per_step: int = 1,
 ) -> dict[str, float]:
     sampled = sum(s.rollout.usage.completion_tokens for s in scored)
     values = {
-        "train/loss": trained.loss,
-        "train/tokens": float(trained.tokens),
-        "train/loss_tokens": float(trained.loss_tokens),
-        "train/learning_rate": stepped.learning_rate,
-        "train/grad_norm": stepped.grad_norm,
-        "train/skipped_steps": float(stepped.skipped_nonfinite),
+        **trained,
         "rollout/failed": float(sum(one.failed for one in losses.values())),
         "rollout/resampled": float(sum(one.resampled for one in losses.values())),
         "time/step_s": times.step_s,
@@ -85,6 +79,23 @@ def of_step(
     }
     if times.step_s > 0:
         values["tokens_per_second"] = sampled / times.step_s
+    values |= _rewards(scored) | _shape(scored) | _staleness(batch, scored, versions_per_step)
+    for env_id in sorted({s.env_id for s in scored} | set(losses)):
+        mine = [s for s in scored if s.env_id == env_id]
+        values |= _environment(f"env/{env_id}", mine, len(mine) / len(scored), losses.get(env_id, Losses()))
+    # A skipped step has a loss or a norm that is no number, and neither has JSON.
+    return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def of_training(trained: tpb.ForwardBackwardResponse, stepped: tpb.OptimStepResponse) -> dict[str, float]:
+    values = {
+        "train/loss": trained.loss,
+        "train/tokens": float(trained.tokens),
+        "train/loss_tokens": float(trained.loss_tokens),
+        "train/learning_rate": stepped.learning_rate,
+        "train/grad_norm": stepped.grad_norm,
+        "train/skipped_steps": float(stepped.skipped_nonfinite),
+    }
     for diagnostic, value in trained.diagnostics.items():
         values[f"train/{DIAGNOSTICS.get(diagnostic, diagnostic)}"] = value
     if trained.HasField("verification"):
@@ -93,12 +104,7 @@ def of_step(
     if trained.HasField("verification") and trained.verification.tokens_compared:
         values["train/logprob_difference_max"] = trained.verification.max_difference
         values["train/logprob_difference_mean"] = trained.verification.mean_difference
-    values |= _rewards(scored) | _shape(scored) | _staleness(batch, scored, versions_per_step)
-    for env_id in sorted({s.env_id for s in scored} | set(losses)):
-        mine = [s for s in scored if s.env_id == env_id]
-        values |= _environment(f"env/{env_id}", mine, len(mine) / len(scored), losses.get(env_id, Losses()))
-    # A skipped step has a loss or a norm that is no number, and neither has JSON.
-    return {name: value for name, value in values.items() if math.isfinite(value)}
+    return values
 
 
 def over_iterations(passes: Sequence[tpb.ForwardBackwardResponse]) -> tpb.ForwardBackwardResponse:

@@ -25,6 +25,9 @@ class Policies:
         self._channels = [connect(address, security=security) for address in addresses]
         self._stubs = [InferenceServiceStub(one) for one in self._channels]  # type: ignore[no-untyped-call]
 
+    def __len__(self) -> int:
+        return len(self._stubs)
+
     async def serving(self, run_id: str, version: int, *, adapter: bool = False) -> None:
         """Returns where a replica serves the run at the version or a later one (or none is known); else
         NOT_READY. A run whose versions are an adapter's is loaded by every replica that does not serve it;

@@ -27,6 +27,7 @@ from quartet.v1.orchestrator_service_pb2 import RunPhase
 from quartet_orchestrator import credit, state
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.evaluation import Evaluation
+from quartet_orchestrator.foreign import ForeignTraining
 from quartet_orchestrator.on_demand import Measurable
 from quartet_orchestrator.rollouts import Rollouts
 from quartet_orchestrator.state import Group, size_before_loss
@@ -46,7 +47,7 @@ class TrainingRun:
         self,
         book: Book,
         config: RunConfig,
-        training: Training,
+        training: Training | ForeignTraining,
         rollouts: Rollouts,
         evaluation: Evaluation,
         measurable: Measurable,
@@ -57,6 +58,8 @@ class TrainingRun:
         self._book = book
         self._config = config
         self._training = training
+        # What hands its batches out, where somebody else trains them.
+        self.foreign = training if isinstance(training, ForeignTraining) else None
         self._rollouts = rollouts
         self._evaluation = evaluation
         self._hold = measurable.hold
@@ -115,8 +118,9 @@ class TrainingRun:
                 self._close(batch, groups)
             await self._still_held()
             self.doing = f"training step {batch + 1}"
-            await self._training.train(batch)
-            await record_step(self._book, self._config, batch, self._training.versions_changed())
+            trained = self._training.train(batch)
+            await (self._unless_stopped(trained) if self._training.MAY_BREAK_OFF else trained)
+            await record_step(self._book, self._config, batch, await self._training.trained(batch))
             self._rollouts.published(batch + 1)
             self._hold.moved()
             if batch + 1 < self._config.max_steps:

@@ -27,6 +27,7 @@ from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet_orchestrator import admission, shelf, state
 from quartet_orchestrator.assembly import Services, assemble
 from quartet_orchestrator.book import Book
+from quartet_orchestrator.foreign import RolloutStream
 from quartet_orchestrator.on_demand import EvaluationOnDemand
 from quartet_orchestrator.outage import RunFailed, RunInterrupted
 from quartet_orchestrator.run import StopAsked, TrainingRun
@@ -81,7 +82,7 @@ class Runs:
     def _take_up(self, book: Book) -> _Held:
         config, refusal = None, ""
         try:
-            config = admission.parse(book.state.config_toml)
+            config = self._parse(book.state.config_toml)
         except QuartetError as error:
             refusal = f"its configuration is refused by this version of Quartet: {error.message}"
         held = _Held(book, config)
@@ -99,7 +100,7 @@ class Runs:
 
     async def submit(self, run_id: str, config_toml: str, *, dry_run: bool) -> pb.Run:
         admission.check_run_id(run_id)
-        config = admission.parse(config_toml)
+        config = self._parse(config_toml)
         while run_id in self._submitting:
             await self._submitting[run_id].wait()
         over = self._submitting[run_id] = asyncio.Event()
@@ -169,16 +170,39 @@ class Runs:
         """Of the policy that the run has published last, to be asked for its responses."""
         held = self._find(run_id)
         config = admission.parse_evaluation(config_toml)
-        phase = held.book.state.phase
-        if phase in state.RESTING or phase == state.STOPPING:
-            name = pb.RunPhase.Name(phase).removeprefix("RUN_PHASE_")
-            why = f"is {name}, and nobody keeps its policy served; measure its model with quartet eval"
-            raise QuartetError("RUN_NOT_SERVED", f"run {run_id!r} {why}", want=run_id)
-        assert held.run is not None
-        if held.run.turn_at is None:
+        run = self._active(held)
+        if run.turn_at is None:
             why = "waits for its turn, and is not served yet; ask again when it has begun"
             raise QuartetError("RUN_NOT_SERVED", f"run {run_id!r} {why}", want=run_id)
-        return EvaluationOnDemand(held.run.measurable, config)
+        return EvaluationOnDemand(run.measurable, config)
+
+    def rollout_stream(self, run_id: str) -> RolloutStream | None:
+        """Of the batches of a run that somebody else trains; None where all are trained."""
+        held = self._find(run_id)
+        if held.config is not None and not held.config.external_trainer:
+            why = "is trained by Quartet's trainer; submit one with external_trainer = true"
+            raise QuartetError("INVALID_REQUEST", f"run {run_id!r} {why}", field="run_id", value=run_id)
+        if held.book.state.phase == state.COMPLETED:
+            return None
+        run = self._active(held)
+        assert run.foreign is not None
+        return run.foreign.stream()
+
+    def _active(self, held: _Held) -> TrainingRun:
+        """What works at a run. Raises RUN_NOT_SERVED where nothing does."""
+        run_id, phase = held.book.state.run_id, held.book.state.phase
+        if phase in state.RESTING or phase == state.STOPPING:
+            name = pb.RunPhase.Name(phase).removeprefix("RUN_PHASE_")
+            why = f"is {name}, and nobody keeps its policy served; resume it, or submit a new one"
+            raise QuartetError("RUN_NOT_SERVED", f"run {run_id!r} {why}", want=run_id)
+        assert held.run is not None
+        return held.run
+
+    def _parse(self, config_toml: str) -> RunConfig:
+        """The run's configuration, where this orchestrator can run it."""
+        config = admission.parse(config_toml)
+        admission.check_trainer(config, self._services.trainer is not None, len(self._services.policies) > 0)
+        return config
 
     def stop(self, run_id: str) -> pb.Run:
         if run_id in self._set_aside:
@@ -206,7 +230,7 @@ class Runs:
                 remedy="submit a new run",
             )
         if phase == state.STOPPED:
-            held.config = held.config or admission.parse(held.book.state.config_toml)
+            held.config = held.config or self._parse(held.book.state.config_toml)
             with _written(run_id):
                 await held.book.opened()
                 if held.book.state.phase != state.STOPPED:

@@ -3,6 +3,7 @@ specification."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
 from typing import Any
@@ -22,6 +23,8 @@ from quartet_orchestrator.segments import JournalCorrupt
 SERVICE_NAME = "quartet.v1.OrchestratorService"
 # A message ends at 4 MiB; the rest of a listing belongs to runs of long ago.
 LISTING_BYTES = 3 << 20
+# A client that has opened a stream and says nothing for so long has lost its way.
+START_S = 15.0
 # Tag and length of a run inside the listing.
 LISTING_OVERHEAD_BYTES = 6
 
@@ -63,8 +66,32 @@ class OrchestratorServicer(OrchestratorServiceServicer):
     async def StreamRollouts(
         self, request_iterator: Any, context: Any
     ) -> AsyncIterator[pb.StreamRolloutsResponse]:
-        raise unimplemented("StreamRollouts")
-        yield  # makes it a stream
+        # A client loses nothing by calling again, so it does not hold up a drain.
+        groups = with_heartbeats(
+            self._groups(request_iterator),
+            lambda: pb.StreamRolloutsResponse(heartbeat=Heartbeat()),
+            until=self._health.draining,
+        )
+        async with aclosing(groups) as responses:  # type: ignore[type-var]
+            async for response in responses:
+                yield response
+
+    async def _groups(
+        self, requests: AsyncIterator[pb.StreamRolloutsRequest]
+    ) -> AsyncGenerator[pb.StreamRolloutsResponse, None]:
+        try:
+            async with asyncio.timeout(START_S):
+                first = await anext(requests, pb.StreamRolloutsRequest())
+        except TimeoutError:
+            first = pb.StreamRolloutsRequest()
+        if first.WhichOneof("frame") != "start":
+            raise QuartetError("INVALID_REQUEST", "the first frame is no start; name the run", field="start")
+        stream = self._runs.rollout_stream(first.start.run_id)
+        if stream is None:
+            return
+        async with aclosing(stream.responses(requests)) as responses:
+            async for response in responses:
+                yield response
 
     async def Evaluate(self, request: pb.EvaluateRequest, context: Any) -> AsyncIterator[pb.EvaluateResponse]:
         evaluation = self._runs.evaluation(request.run_id, request.config_toml)

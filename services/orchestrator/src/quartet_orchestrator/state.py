@@ -58,6 +58,8 @@ class Group:
     task_index: int
     members: int
     done: set[int] = field(default_factory=set)
+    # Whether a foreign trainer has it and is not to get it again.
+    acked: bool = False
     # What the members that are done put before the loss; and of it, what a limit cut.
     size: Size = field(default_factory=Size)
     truncated: Size = field(default_factory=Size)
@@ -129,6 +131,8 @@ class RunState:
                 self.ledger.discard(group.members, record.discarded.reason)
                 if record.discarded.reason == NO_SPREAD:
                     self.resampled[group.place] += 1
+            case "acked":
+                self.groups[record.acked.group].acked = True
             case "batch":
                 self.batches[record.batch.batch] = record.batch
             case "call":

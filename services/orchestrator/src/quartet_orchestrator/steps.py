@@ -6,6 +6,8 @@ Times are differences of the journal's own stamps, so they are the same whether 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from quartet.run.config import RunConfig
 from quartet.v1 import orchestrator_service_pb2 as pb
@@ -17,49 +19,66 @@ from quartet_orchestrator.calls import CallPlan
 from quartet_orchestrator.state import NO_SPREAD
 
 
-async def record_step(book: Book, config: RunConfig, batch: int, republished: int) -> None:
-    """Writes the event of a batch that was trained and published. `republished` counts the versions that came
-    out different when they were published again since the step before."""
+@dataclass(frozen=True)
+class Trained:
+    """What came of training a batch."""
+
+    #: As its trainer told them; a foreign one tells nothing.
+    metrics: Mapping[str, float]
+    #: When there was a policy to sample the first batch with; later ones begin where the one before ended.
+    first_at_ms: int
+    at_ms: int
+
+
+async def record_step(book: Book, config: RunConfig, batch: int, trained: Trained) -> None:
+    """Writes the event of a batch that was trained and published."""
     # A batch may hold hundreds of MB of rollouts.
-    values, rollouts = await asyncio.to_thread(_measure, book, config, batch)
-    values["train/versions_changed"] = float(republished)
+    values, rollouts = await asyncio.to_thread(_measure, book, config, batch, trained)
     after = book.state.ledger.after_training(rollouts)
     book.write(step=pb.StepEvent(step=batch + 1, metrics=values, ledger=after.to_proto()))
 
 
-def _measure(book: Book, config: RunConfig, batch: int) -> tuple[dict[str, float], int]:
-    """The metrics of the step, and how many rollouts it trained."""
+def of_calls(book: Book, config: RunConfig, batch: int) -> Trained:
+    """As Quartet's trainer answered the calls of the batch."""
     plan = CallPlan.of(config)
-    (closed,) = book.journal.select("batch", step=batch + 1)
     first, last = plan.first_of(batch), plan.published_by(batch)
     passes = [_answer(book, seq_id).call.forward_backward for seq_id in range(first, last, 2)]
-    stepped, published = _answer(book, last - 1), _answer(book, last)
+    stepped = _answer(book, last - 1).call.optim_step
+    return Trained(
+        metrics.of_training(metrics.over_iterations(passes), stepped),
+        _answer(book, plan.published_by(-1)).at_ms,
+        _answer(book, last).at_ms,
+    )
+
+
+def of_acks(book: Book, batch: int) -> Trained:
+    """As a foreign trainer acknowledged its groups."""
+    acked = [book.journal.select("acked", group=group) for group in book.closed_batch(batch).groups]
+    first = book.journal.select("dispatched", group=0)
+    return Trained({}, first[0].at_ms, max(record.at_ms for (record,) in acked))
+
+
+def _measure(book: Book, config: RunConfig, batch: int, trained: Trained) -> tuple[dict[str, float], int]:
+    """The metrics of the step, and how many rollouts it trained."""
+    (closed,) = book.journal.select("batch", step=batch + 1)
     scored: list[metrics.Scored] = []
     losses: dict[str, metrics.Losses] = {}
-    trained = set(closed.batch.groups)
+    groups = set(closed.batch.groups)
     for record in book.journal.select("dispatched", step=batch + 1):
         number, env_id = record.dispatched.group, config.env[record.dispatched.environment].id
         attempts = book.attempts(number)
         good = [rollout for rollout in attempts if not rollout.HasField("failure")]
         lost = metrics.Losses(len(attempts) - len(good), _without_spread(book, number))
         losses[env_id] = losses.get(env_id, metrics.Losses()) + lost
-        if number in trained:
+        if number in groups:
             scored += [metrics.Scored(env_id, number, rollout) for rollout in good]
-    before_ms = book.state.last_step_at_ms or _answer(book, plan.published_by(-1)).at_ms
+    before_ms = book.state.last_step_at_ms or trained.first_at_ms
     times = metrics.StepTimes(
-        step_s=_seconds(published.at_ms - before_ms),
+        step_s=_seconds(trained.at_ms - before_ms),
         wait_rollouts_s=_seconds(closed.at_ms - before_ms),
-        train_s=_seconds(published.at_ms - closed.at_ms),
+        train_s=_seconds(trained.at_ms - closed.at_ms),
     )
-    values = metrics.of_step(
-        batch,
-        scored,
-        metrics.over_iterations(passes),
-        stepped.call.optim_step,
-        times,
-        losses,
-        config.versions_per_step,
-    )
+    values = metrics.of_step(batch, scored, trained.metrics, times, losses, config.versions_per_step)
     return values, len(scored)
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import structlog
@@ -30,11 +31,12 @@ from quartet.errors import QuartetError
 from quartet.run.config import RunConfig
 from quartet.v1 import trainer_service_pb2 as tpb
 
-from quartet_orchestrator import batches, parts
+from quartet_orchestrator import batches
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.calls import Call, CallKind, CallPlan
 from quartet_orchestrator.outage import Outage, RunFailed, RunInterrupted
 from quartet_orchestrator.specs import loss_spec, run_spec
+from quartet_orchestrator.steps import Trained, of_calls
 from quartet_orchestrator.trainer_client import TrainerClient
 
 log = structlog.get_logger()
@@ -52,6 +54,9 @@ Answer = (
 
 
 class Training:
+    #: Whether a step may be broken off: the trainer goes on with it.
+    MAY_BREAK_OFF = False
+
     def __init__(self, book: Book, config: RunConfig, client: TrainerClient, outage: Outage) -> None:
         self._book = book
         self._config = config
@@ -197,10 +202,7 @@ class Training:
             # Later passes would find what the first one found.
             verify_logprobs=self._config.checks.verify_logprobs and call.iteration == 0,
         )
-        rollouts = [rollout for group in groups for rollout in group]
-        advantages = parts.advantages(self._config.algorithm.advantage, groups)
-        if self._config.algorithm.overlong_filtering:
-            rollouts, advantages = batches.without_overlong(rollouts, advantages)
+        rollouts, advantages = batches.credited(self._config.algorithm, groups)
         return batches.frames(start, rollouts, advantages)
 
     def _write(self, call: Call, answer: Answer) -> None:
@@ -212,10 +214,12 @@ class Training:
         }[call.kind]
         self._book.write(call={"seq_id": call.seq_id, field: answer})
 
-    def versions_changed(self) -> int:
-        """How many versions came out different when they were published again, since it was asked last."""
+    async def trained(self, batch: int) -> Trained:
+        """What the trainer said of a batch, and how many versions came out different when they were published
+        again, since it was asked last."""
+        found = await asyncio.to_thread(of_calls, self._book, self._config, batch)
         count, self._versions_changed = self._versions_changed, 0
-        return count
+        return replace(found, metrics={**found.metrics, "train/versions_changed": float(count)})
 
     def _compare(self, call: Call, again: tpb.PublishWeightsResponse) -> None:
         (record,) = self._book.journal.select("call", group=call.seq_id)

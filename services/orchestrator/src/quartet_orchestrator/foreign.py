@@ -1,0 +1,273 @@
+"""Training elsewhere: hands each closed batch to the program that trains it, and waits for what comes of it.
+
+1. The groups of a batch are handed out when all of the batch before are acknowledged and a replica serves the
+   version that came of it: so the version of batch s is s + 1, as docs/staleness.md needs it.
+2. A group is sent once on each stream until it is acknowledged. That is written down, and from then on it is
+   sent to nobody. (An acknowledgement that was lost on the way is asked for by sending the group again.)
+3. Each group that is sent costs a credit.
+4. One stream is served at a time, the newest: a client that came back after its connection broke has not to
+   wait until the broken one is noticed.
+5. A trainer that is away for longer than `patience_s` stops the run, resumable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from quartet.errors import QuartetError
+from quartet.run.config import RunConfig
+from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet.v1.journal_pb2 import BatchClosed
+
+from quartet_orchestrator.batches import credited
+from quartet_orchestrator.book import Book
+from quartet_orchestrator.outage import AWAY, RunInterrupted
+from quartet_orchestrator.state import Group
+from quartet_orchestrator.steps import Trained, of_acks
+
+# How soon a version that was pushed is noticed, and an absence.
+LOOK_S = 0.25
+# More groups than any run has in a batch: a client that grants more means "all", or counts wrongly.
+MAX_CREDITS = 1 << 20
+
+
+@dataclass(frozen=True)
+class HandedOut:
+    """A closed batch, and by group and member the advantages of what is trained on of it."""
+
+    closed: BatchClosed
+    credit: dict[int, dict[int, list[float]]]
+
+
+class ForeignTraining:
+    #: Whether a step may be broken off: nothing of it is here but what the book says.
+    MAY_BREAK_OFF = True
+
+    def __init__(
+        self,
+        book: Book,
+        config: RunConfig,
+        serving: Callable[[int], Awaitable[None]],
+        patience_s: float,
+    ) -> None:
+        """`serving` raises where no replica serves a version."""
+        self._book = book
+        self._config = config
+        self._serving = serving
+        self._patience_s = patience_s
+        self._stream: RolloutStream | None = None
+        self._away_since = time.monotonic()
+        self._batch = HandedOut(BatchClosed(), {})
+        self.news = asyncio.Event()
+        # Whether it is over, and why where it is not done.
+        self.over = False
+        self.why: QuartetError | None = None
+
+    async def open(self) -> None:
+        """The trainer comes by itself. Returns once a replica serves the version that the book stands at."""
+        self._away_since = time.monotonic()
+        await self._served(self._book.state.step)
+
+    async def close(self, *, goes_on: bool) -> None:
+        run_id, done = self._book.state.run_id, self._book.state.step == self._config.max_steps
+        if goes_on or not done:
+            why = f"run {run_id!r} is stopped or has failed, see its status; resume it, or submit a new one"
+            self.why = QuartetError("RUN_NOT_SERVED", why, want=run_id)
+        self.over = True
+        self.tell()
+
+    async def train(self, batch: int) -> None:
+        """Hands a closed batch out; returns once it is trained on and its version served."""
+        closed = self._book.closed_batch(batch)
+        credit = await asyncio.to_thread(_credit_of, self._book, self._config, closed)
+        self._batch = HandedOut(closed, credit)
+        self.tell()
+        while self.waiting():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self.news.wait()
+            self._check_patience()
+        await self._served(batch + 1)
+
+    async def save(self, batch: int) -> None:
+        """What it trained is the trainer's own to keep."""
+
+    async def guard(self) -> None:
+        await asyncio.Event().wait()
+
+    async def trained(self, batch: int) -> Trained:
+        return await asyncio.to_thread(of_acks, self._book, batch)
+
+    def stream(self) -> RolloutStream:
+        """A new one, which takes over."""
+        self._stream = RolloutStream(self, self._book)
+        self.tell()
+        return self._stream
+
+    def left(self, stream: RolloutStream) -> None:
+        if stream is self._stream:
+            self._stream, self._away_since = None, time.monotonic()
+
+    def serves(self, stream: RolloutStream) -> bool:
+        return stream is self._stream
+
+    def waiting(self) -> list[Group]:
+        """The groups that are handed out and not acknowledged."""
+        groups = self._book.state.groups
+        numbers = self._batch.closed.groups
+        return [groups[number] for number in numbers if number in groups and not groups[number].acked]
+
+    def acknowledge(self, number: int) -> None:
+        """A group of a closed batch; also one that an orchestrator before this one sent."""
+        state = self._book.state
+        group = state.groups.get(number)
+        if number < state.next_group and (group is None or group.acked):
+            return  # told again
+        if not any(number in closed.groups for closed in state.batches.values()):
+            raise _malformed("ack", number, "acknowledge groups that were sent, by their number")
+        try:
+            self._book.write(acked={"group": number})
+        except OSError as error:
+            raise QuartetError("NOT_READY", f"group {number} cannot be written down: {error}") from error
+        self.tell()
+
+    async def frames(self, group: Group) -> list[pb.StreamRolloutsResponse]:
+        """The group as it is sent."""
+        batch = self._batch  # before the thread reads: it may be trained on meanwhile
+        credit = batch.credit[group.number]
+        read = await asyncio.to_thread(self._book.rollouts, group.number)
+        rollouts = [one for one in read if one.member in credit]
+        head = pb.CreditedGroup(
+            group=group.number,
+            step=batch.closed.batch + 1,
+            groups_of_step=len(batch.closed.groups),
+            rollouts=len(rollouts),
+            normalizer=batch.closed.normalizer,
+        )
+        bodies = (pb.CreditedRollout(rollout=one, advantages=credit[one.member]) for one in rollouts)
+        return [
+            pb.StreamRolloutsResponse(group=head),
+            *(pb.StreamRolloutsResponse(rollout=body) for body in bodies),
+        ]
+
+    def tell(self) -> None:
+        self.news.set()
+        self.news = asyncio.Event()
+
+    async def _served(self, steps: int) -> None:
+        version, noted = steps * self._config.versions_per_step, False
+        while True:
+            try:
+                return await self._serving(version)
+            except QuartetError as error:
+                if error.reason not in AWAY:
+                    raise
+                if not noted:
+                    noted = True
+                    self._book.note(f"waits until its trainer has pushed version {version}: {error.message}")
+            self._check_patience()
+            await asyncio.sleep(LOOK_S)
+
+    def _check_patience(self) -> None:
+        away_s = time.monotonic() - self._away_since
+        if self._stream is None and away_s > self._patience_s:
+            raise RunInterrupted(
+                f"no trainer has called StreamRollouts for {away_s:.0f} s (patience_seconds = "
+                f"{self._patience_s:g}); start it again, then resume the run"
+            )
+
+
+class RolloutStream:
+    """One client's call."""
+
+    def __init__(self, training: ForeignTraining, book: Book) -> None:
+        self._training = training
+        self._book = book
+        self._credits = 0
+        self._sent: set[int] = set()
+        # Why the client is not listened to any more; None while it is, or where it ended its side.
+        self._refused: BaseException | None = None
+        self._ended = False
+
+    async def responses(
+        self, requests: AsyncIterator[pb.StreamRolloutsRequest]
+    ) -> AsyncGenerator[pb.StreamRolloutsResponse, None]:
+        """Raises QuartetError."""
+        listening = asyncio.create_task(self._listen(requests))
+        try:
+            while (group := await self._next()) is not None:
+                for frame in await self._training.frames(group):
+                    yield frame
+        finally:
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
+            self._training.left(self)
+
+    async def _next(self) -> Group | None:
+        """The next group to be sent; None at the end."""
+        while True:
+            news = self._training.news
+            if self._refused is not None:
+                raise self._refused
+            if not self._training.serves(self):
+                raise QuartetError(
+                    "RUN_CONFLICT",
+                    f"another StreamRollouts of run {self._book.state.run_id!r} took over",
+                    run_id=self._book.state.run_id,
+                )
+            if self._training.over and self._training.why is not None:
+                raise self._training.why
+            if self._training.over or self._ended:
+                return None
+            waiting = {group.number: group for group in self._training.waiting()}
+            self._sent &= waiting.keys()
+            unsent = [number for number in waiting if number not in self._sent]
+            if self._credits and unsent:
+                self._credits -= 1
+                self._sent.add(unsent[0])
+                return waiting[unsent[0]]
+            await news.wait()
+
+    async def _listen(self, requests: AsyncIterator[pb.StreamRolloutsRequest]) -> None:
+        try:
+            async for request in requests:
+                if not self._training.serves(self):
+                    return  # the one that took over is told everything again
+                self._told(request)
+        except Exception as error:  # noqa: BLE001 - raised where the responses are made
+            self._refused = error
+        finally:
+            self._ended = True
+            self._training.tell()
+
+    def _told(self, request: pb.StreamRolloutsRequest) -> None:
+        match request.WhichOneof("frame"):
+            case "credits" if self._credits + request.credits <= MAX_CREDITS:
+                self._credits += request.credits
+                self._training.tell()
+            case "credits":
+                raise _malformed("credits", request.credits, f"grant at most {MAX_CREDITS} groups at once")
+            case "ack":
+                self._training.acknowledge(request.ack)
+            case frame:
+                raise _malformed("frame", frame, "send start once, then credits and ack")
+
+
+def _malformed(field: str, value: object, remedy: str) -> QuartetError:
+    return QuartetError(
+        "INVALID_REQUEST", f"{field} = {value} is refused: {remedy}", field=field, value=value, remedy=remedy
+    )
+
+
+def _credit_of(book: Book, config: RunConfig, closed: BatchClosed) -> dict[int, dict[int, list[float]]]:
+    """Reads the rollouts of the batch: meant for a thread."""
+    groups = [book.rollouts(number) for number in closed.groups]
+    owners = {id(one): number for number, group in zip(closed.groups, groups, strict=True) for one in group}
+    found: dict[int, dict[int, list[float]]] = {number: {} for number in closed.groups}
+    for rollout, advantages in zip(*credited(config.algorithm, groups), strict=True):
+        found[owners[id(rollout)]][rollout.member] = advantages
+    return found
