@@ -107,9 +107,9 @@ async def until(true: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def say(patch: pytest.MonkeyPatch, door: Door, text: str) -> None:
-    """Let the engine write this text, token by token, and end."""
-    tokens = [*door.encode(text), 258]
+def say(patch: pytest.MonkeyPatch, door: Door, text: str, times: int = 1) -> None:
+    """Let the engine write this text so many times, token by token, and end."""
+    tokens = [*times * [*door.encode(text)], 258]
 
     async def generate(request: Request) -> AsyncIterator[Delta | Finish]:
         for start in range(0, len(tokens), 7):

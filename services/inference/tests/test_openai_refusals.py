@@ -198,7 +198,7 @@ async def test_callers_that_send_or_read_too_slowly_are_given_up(
         writer.close()
 
         monkeypatch.setattr(answers, "LAST_WORDS_SECONDS", 0.2)
-        say(monkeypatch, door, "abcdefg" * 400_000)
+        say(monkeypatch, door, "abcdefg", times=400_000)
         body = json.dumps({"model": door.model, "prompt": "hi", "stream": True}).encode()
         deaf = socket.socket()
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
