@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from quartet_trainer import attention
-from quartet_trainer.logprobs import attention_mask
+from quartet_trainer.masks import row_mask
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -28,7 +28,7 @@ def mask_of(rows: int, length: int) -> Tensor:
     segments = torch.zeros(rows, length, dtype=torch.long)
     for row in range(rows):
         segments[row, 3 + row :], segments[row, 6 + row :], segments[row, length - 2 :] = 1, 2, -1
-    return attention_mask(segments)
+    return row_mask(segments)
 
 
 def reference(tensors: list[Tensor], mask: Tensor | None) -> Tensor:
@@ -62,11 +62,11 @@ def test_bits_do_not_depend_on_the_layout_of_a_row() -> None:
     prompt, first, second = 5, 4, 3
     shared = inputs(2, prompt + first + second, seed=2)
     segments = torch.tensor([[0] * prompt + [1] * first + [2] * second] * 2)
-    packed, _ = attention.attention(MODULE, *shared, attention_mask(segments))
+    packed, _ = attention.attention(MODULE, *shared, row_mask(segments))
     chosen = [*range(prompt), *range(prompt + first, prompt + first + second)]
     alone, _ = attention.attention(MODULE, *[t[:1, :, chosen] for t in shared], None)
     assert torch.equal(packed[:1, chosen], alone)
-    plain, _ = sdpa_attention_forward(MODULE, *shared, attention_mask(segments))
+    plain, _ = sdpa_attention_forward(MODULE, *shared, row_mask(segments))
     assert not torch.equal(plain, packed), "float32 attention rounds otherwise, or this shows nothing"
 
 

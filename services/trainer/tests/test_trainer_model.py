@@ -53,15 +53,6 @@ def test_promise_2_a_model_that_scales_its_logits_is_refused_by_the_probe() -> N
             probe(policy, 96, "m")
 
 
-def test_promise_2_layers_with_a_window_are_refused(tmp_path: Path) -> None:
-    config = transformers.Qwen2Config(
-        **TINY, use_sliding_window=True, sliding_window=16, max_window_layers=1, max_position_embeddings=64
-    )
-    transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(QuartetError, match="sliding_attention"):
-        load(tmp_path)
-
-
 def test_promise_2_a_class_that_hides_its_decoder_is_refused(tmp_path: Path) -> None:
     """Transformers' text-only Llama 4 names its decoder otherwise than its base_model_prefix says."""
     config = transformers.Llama4TextConfig(

@@ -32,8 +32,8 @@ NAME = "quartet_trainer_float64"
 BLOCK_SCORES = 1 << 20
 #: Fewer would waste less on keys that lie ahead, and make the products too small to be fast.
 BLOCK_QUERIES = 64
-#: What models pass besides mask and scale that leaves the result as it is.
-HARMLESS = frozenset({"position_ids", "use_cache", "is_causal"})
+#: What models pass besides mask and scale that leaves the result as it is: windows are in the mask already.
+HARMLESS = frozenset({"position_ids", "use_cache", "is_causal", "sliding_window"})
 
 
 def use(model: Any) -> None:

@@ -20,7 +20,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from quartet_trainer.head import chunked_logprobs
-from quartet_trainer.packing import PROMPT, MicroBatch
+from quartet_trainer.masks import attention_masks
+from quartet_trainer.packing import MicroBatch
 from quartet_trainer.recompute import recomputing
 
 #: Logits of a chunk, float32: 64 MiB. Larger ones are no faster on a CPU; a few of them exist at a time.
@@ -75,11 +76,14 @@ class PolicyForward(nn.Module):
         yield lambda *arguments: functional_call(self, named, arguments)
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
-        mask = attention_mask(self._tensor(batch.segments_RL)) if batch.needs_mask else None
+        positions_RL = self._tensor(batch.position_ids_RL)
+        masks = None
+        if batch.needs_mask:
+            masks = attention_masks(self.model.config, self._tensor(batch.segments_RL), positions_RL)
         output = self.model.base_model(
             input_ids=self._tensor(batch.token_ids_RL),
-            position_ids=self._tensor(batch.position_ids_RL),
-            attention_mask=mask,
+            position_ids=positions_RL,
+            attention_mask=masks,
             use_cache=False,
         )
         hidden_RLH = cast(Tensor, output.last_hidden_state)
@@ -122,13 +126,3 @@ def token_logprobs(
         with torch.no_grad():
             entropy_K = -logp_KV.exp().mul_(logp_KV).sum(-1)
     return logp_KV.gather(1, targets_K[:, None]).squeeze(1), entropy_K
-
-
-def attention_mask(segments_RL: Tensor) -> Tensor:
-    """Boolean (R, 1, L, L): a position sees what came before it in its segment and in the shared prompt."""
-    width = segments_RL.shape[1]
-    causal_LL = torch.ones(width, width, dtype=torch.bool, device=segments_RL.device).tril()
-    query_RL1, key_R1L = segments_RL[:, :, None], segments_RL[:, None, :]
-    # Padding comes last and is a segment of its own: nothing reads it, and no row of the mask is empty.
-    allowed_RLL = causal_LL & ((query_RL1 == key_R1L) | (key_R1L == PROMPT))
-    return allowed_RLL[:, None]

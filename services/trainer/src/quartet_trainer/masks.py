@@ -1,0 +1,83 @@
+"""Attention masks of packed rows: what each position looks at, in each kind of layer.
+
+1. A position sees what came before it in its sample, the shared prompt included, and nothing else.
+2. In layers with a sliding window it sees the newest of these only, as many as the window is wide: counted in
+   the sample, whatever lies between in the row.
+3. Masks have the form that the model's attention takes: boolean, or for its eager attention what is added to
+   scores.
+
+A row without a mask is one sample, causal; transformers itself cuts its windows.
+
+Shapes: R rows, L columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quartet_trainer.packing import PROMPT
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def kinds_of_layers(config: Any) -> set[str]:
+    """What the layers of a model look at, in transformers' words."""
+    text = config.get_text_config()
+    # Where transformers does not name them one by one, a window is one of all layers.
+    return set(getattr(text, "layer_types", None) or [SLIDING if _window(text) else FULL])
+
+
+def attention_masks(config: Any, segments_RL: Tensor, positions_RL: Tensor) -> Tensor | dict[str, Tensor]:
+    """The mask, or one for each kind of layer, as a model of this configuration takes them."""
+    text, kinds = config.get_text_config(), kinds_of_layers(config)
+    masks = {FULL: row_mask(segments_RL)}
+    if SLIDING in kinds:
+        window = _window(text)
+        assert window is not None, "transformers itself needs it"
+        distance_RLL = positions_RL[:, :, None] - positions_RL[:, None, :]
+        masks[SLIDING] = masks[FULL] & (distance_RLL < window)[:, None]
+    if text._attn_implementation == "eager":
+        masks = {kind: _added(mask) for kind, mask in masks.items()}
+    if getattr(text, "layer_types", None) and SLIDING in kinds:
+        return masks
+    (kind,) = kinds
+    return masks[kind]
+
+
+def row_mask(segments_RL: Tensor) -> Tensor:
+    """Boolean (R, 1, L, L): a position sees what came before it in its segment and in the shared prompt."""
+    width = segments_RL.shape[1]
+    causal_LL = torch.ones(width, width, dtype=torch.bool, device=segments_RL.device).tril()
+    query_RL1, key_R1L = segments_RL[:, :, None], segments_RL[:, None, :]
+    # Padding comes last and is a segment of its own: nothing reads it, and no row of the mask is empty.
+    allowed_RLL = causal_LL & ((query_RL1 == key_R1L) | (key_R1L == PROMPT))
+    return allowed_RLL[:, None]
+
+
+@contextmanager
+def narrowed(config: Any, window: int) -> Iterator[None]:
+    """Windows are so wide inside, where there are any."""
+    text = config.get_text_config()
+    wide = _window(text)
+    if wide is None:
+        yield
+        return
+    text.sliding_window = window
+    try:
+        yield
+    finally:
+        text.sliding_window = wide
+
+
+def _window(text: Any) -> int | None:
+    window: int | None = getattr(text, "sliding_window", None)
+    return window
+
+
+def _added(mask: Tensor) -> Tensor:
+    return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, torch.finfo(torch.float32).min)

@@ -1,0 +1,102 @@
+"""Models whose layers look through a window: packed rows are computed as their samples alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as t
+from quartet.errors import QuartetError
+from quartet_trainer import masks
+from quartet_trainer.logprobs import PolicyForward
+from quartet_trainer.model import load_model, probe
+from quartet_trainer.packing import pack
+from quartet_trainer.sample import Sample, make_sample
+
+CPU = torch.device("cpu")
+VOCAB, WINDOW = 96, 5
+TINY: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "intermediate_size": 64, "initializer_range": 0.2,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MIXED = ["sliding_attention", "full_attention"]
+CONFIGS = [
+    t.MistralConfig(**TINY, sliding_window=WINDOW),
+    t.Phi3Config(**TINY, sliding_window=WINDOW),
+    t.Starcoder2Config(**TINY, sliding_window=WINDOW),
+    t.MixtralConfig(**TINY, sliding_window=WINDOW, num_local_experts=4),
+    t.Qwen2Config(**TINY, use_sliding_window=True, sliding_window=WINDOW, layer_types=MIXED),
+    t.Olmo3Config(**TINY, sliding_window=WINDOW, layer_types=MIXED),
+    t.Gemma3TextConfig(**TINY, head_dim=16, sliding_window=WINDOW, layer_types=MIXED),
+    t.GptOssConfig(**TINY, head_dim=16, sliding_window=WINDOW, layer_types=MIXED, num_local_experts=4),
+]
+
+
+def loaded(config: Any, folder: Path) -> Any:
+    torch.manual_seed(3)
+    t.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return load_model(folder, "m", device=CPU)
+
+
+def ragged() -> list[Sample]:
+    """Two groups; prompts and tails are longer than the window, and a row ends in padding."""
+    made = []
+    for group, prompt in enumerate(
+        ([7, 3, 11, 19, 23, 5, 2, 31, 41, 8], [13, 17, 4, 9, 33, 21, 6, 28, 14, 12])
+    ):
+        for member, length in enumerate((8, 3, 6 + group)):
+            tail = [(5 * i + 7 * member + group + 1) % VOCAB for i in range(length)]
+            made.append(make_sample(len(made), prompt + tail, [(10, length, 0)], [], []))
+    return made
+
+
+def plain(model: Any, sample: Sample) -> torch.Tensor:
+    tokens = torch.from_numpy(sample.tokens_T)
+    logp = torch.log_softmax(model(input_ids=tokens[None]).logits[0].float(), -1)
+    covered = torch.from_numpy(sample.covered_K)
+    return logp[covered - 1, tokens[covered]]
+
+
+def gradients(model: Any, logp: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    (logp * torch.linspace(-1, 1, len(logp))).sum().backward()
+    return [one.grad for one in model.parameters() if one.grad is not None]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
+def test_a_packed_row_is_computed_as_its_samples_alone(config: Any, tmp_path: Path) -> None:
+    """masks.py 1 to 3: values and gradients."""
+    model = loaded(config, tmp_path)
+    policy = PolicyForward(model, CPU, None)
+    probe(policy, VOCAB, "m")
+    assert model.config.get_text_config().sliding_window == WINDOW, "the probe leaves it as it was"
+    samples = ragged()
+    (batch,) = pack(samples, range(len(samples)), 1000, 256)
+    assert batch.needs_mask and not batch.present_T.all()
+    packed, _ = policy(batch, 1.0)
+    alone = torch.cat([plain(model, samples[member]) for member in batch.members])
+    torch.testing.assert_close(packed, alone, atol=2e-5, rtol=0)
+    for one, other in zip(gradients(model, packed), gradients(model, alone), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4 * float(other.abs().max()) + 1e-7, rtol=0)
+    with masks.narrowed(model.config, 64):
+        wide, _ = policy(batch, 1.0)
+    assert (wide - packed).abs().max() > 1e-3, "the window cuts something off"
+
+
+def test_a_row_of_one_sample_needs_no_mask_of_ours(tmp_path: Path) -> None:
+    model = loaded(CONFIGS[0], tmp_path)
+    (sample,) = ragged()[:1]
+    (batch,) = pack([sample], range(1), 1000, 256)
+    assert not batch.needs_mask
+    packed, _ = PolicyForward(model, CPU, None)(batch, 1.0)
+    torch.testing.assert_close(packed, plain(model, sample), atol=1e-5, rtol=0)
+
+
+def test_layers_of_another_kind_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(QuartetError, match="chunked_attention; this trainer packs for full and sliding"):
+        loaded(
+            t.Llama4TextConfig(**TINY, head_dim=16, intermediate_size_mlp=32, num_local_experts=2), tmp_path
+        )
