@@ -67,6 +67,7 @@ async def test_a_parser_and_its_format_reward(book: Book) -> None:
     assert right.rewards["exact"] == 1.0 and wrong.rewards["exact"] == 0.0
     assert right.reward == pytest.approx(wrong.reward + 1.0) and wrong.reward == pytest.approx(0.2)
     assert [m.role for m in right.messages] == ["system", "user", "assistant"]
+    assert "by_letter" not in right.metrics, "classic/scoring.py 4: a table is no metric, and no failure"
 
 
 async def test_each_rollout_has_its_own_state_behind_a_stateful_tool(book: Book) -> None:

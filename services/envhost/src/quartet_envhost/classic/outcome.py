@@ -16,6 +16,7 @@ from quartet.v1 import rollout_pb2
 
 from quartet_envhost import failures
 from quartet_envhost.classic.policy import RETRYABLE, PolicyError, RolloutPolicy, wire_message
+from quartet_envhost.classic.scoring import absent_of
 from quartet_envhost.conversation import without_images
 from quartet_envhost.samples import merge_turns
 
@@ -65,8 +66,9 @@ def _conversation(state: Any) -> list[Any]:
 def _record_scores(rollout: rollout_pb2.Rollout, state: Any, weights: Mapping[str, float]) -> None:
     rollout.reward = state.get("reward") or 0.0
     for name, value in (state.get("metrics") or {}).items():
-        into = rollout.rewards if weights.get(name) else rollout.metrics
-        into[name] = value
+        if name not in absent_of(state):
+            into = rollout.rewards if weights.get(name) else rollout.metrics
+            into[name] = value
 
 
 def _failure(

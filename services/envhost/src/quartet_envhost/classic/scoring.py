@@ -7,6 +7,8 @@ rollout that is being scored, and what a function of whole groups raises for all
 1. Signatures and names stay as they are: Verifiers passes arguments by them.
 2. A rollout with a note has no reward; Verifiers' own arithmetic is left alone.
 3. Where the members of a group are scored side by side, each has its own notes.
+4. A function without weight that returns something else than a number, such as a table of scores, is no
+   metric and no fault either: it has no part in the reward. Verifiers makes 0.0 of it; here it is absent.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -21,8 +24,11 @@ from typing import Any, Final
 
 # What went wrong while the current rollout, or group, was scored, one line each.
 _faults: ContextVar[list[str]] = ContextVar("scoring_faults")
-# Where a state carries what went wrong with it alone.
-_KEY: Final = "quartet_scoring_faults"
+# The names of the functions that said no number for the current rollout.
+_absent: ContextVar[set[str]] = ContextVar("absent_metrics")
+# Where a state carries these two.
+_FAULTS: Final = "quartet_scoring_faults"
+_ABSENT: Final = "quartet_absent_metrics"
 
 
 @contextlib.contextmanager
@@ -37,8 +43,14 @@ def noted(faults: list[str]) -> Iterator[None]:
 
 def faults_of(state: Any) -> list[str]:
     """The notes of one rollout."""
-    faults: list[str] = state.setdefault(_KEY, [])
+    faults: list[str] = state.setdefault(_FAULTS, [])
     return faults
+
+
+def absent_of(state: Any) -> set[str]:
+    """The metrics that it has not."""
+    absent: set[str] = state.setdefault(_ABSENT, set())
+    return absent
 
 
 def rubrics_of(env: Any) -> Iterator[Any]:
@@ -62,8 +74,11 @@ def watch(env: Any) -> dict[str, float]:
         if id(rubric) in seen:
             continue
         seen.add(id(rubric))
-        weights.update(zip([_name(one) for one in rubric.funcs], rubric.weights, strict=True))
-        rubric.funcs[:] = [_watched(one, of_groups=rubric._is_group_func(one)) for one in rubric.funcs]
+        for at, (function, weight) in enumerate(zip(rubric.funcs, rubric.weights, strict=True)):
+            weights[_name(function)] = weight
+            of_groups = rubric._is_group_func(function)
+            measured = function if weight or of_groups else _metric(function)
+            rubric.funcs[at] = _watched(measured, of_groups=of_groups)
         rubric._call_individual_reward_func = _charged(rubric._call_individual_reward_func)
     return weights
 
@@ -72,10 +87,34 @@ def _charged(call: Callable[..., Any]) -> Callable[..., Any]:
     """The rubric's own way to call a function for one state, its faults noted for that state."""
 
     async def charged(func: Any, state: Any) -> Any:
-        with noted(faults_of(state)):
-            return await call(func, state)
+        token = _absent.set(absent_of(state))
+        try:
+            with noted(faults_of(state)):
+                return await call(func, state)
+        finally:
+            _absent.reset(token)
 
     return charged
+
+
+def _metric(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    async def metric(*args: Any, **kwargs: Any) -> Any:
+        value = await _called(function, *args, **kwargs)
+        try:
+            float(value)
+        except (TypeError, ValueError):
+            _absent.get().add(_name(function))
+            logging.getLogger(__name__).debug("%s returned %r, which is no metric", _name(function), value)
+            return 0.0
+        return value
+
+    return metric
+
+
+async def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    value = function(*args, **kwargs)
+    return await value if inspect.isawaitable(value) else value
 
 
 def _watched(function: Callable[..., Any], *, of_groups: bool) -> Callable[..., Any]:
@@ -86,9 +125,7 @@ def _watched(function: Callable[..., Any], *, of_groups: bool) -> Callable[..., 
     async def watched(*args: Any, **kwargs: Any) -> Any:
         faults = _faults.get()
         try:
-            value = function(*args, **kwargs)
-            if inspect.isawaitable(value):
-                value = await value
+            value = await _called(function, *args, **kwargs)
             finite = of_groups or math.isfinite(float(value))
         except (Exception, SystemExit) as error:
             fault = f"{_name(function)}: {type(error).__name__}: {error}"

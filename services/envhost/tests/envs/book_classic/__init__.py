@@ -69,6 +69,7 @@ def load_environment(kind: str = "parser", judge_url: str = "", judge_model: str
     parser = vf.XMLParser(["think", "answer"], answer_field="answer")
     rubric = vf.Rubric(funcs=[exact, parser.get_format_reward_func()], weights=[1.0, 0.2], parser=parser)
     if kind == "parser":
+        rubric.add_metric(by_letter)
         data = questions(("What is 2 + 2?", "4"), ("What is 3 + 3?", "6"))
         system = f"Think, then answer.\n{parser.get_format_str()}"
         return vf.SingleTurnEnv(dataset=data, system_prompt=system, parser=parser, rubric=rubric)
@@ -107,6 +108,11 @@ def load_environment(kind: str = "parser", judge_url: str = "", judge_model: str
         judged.add_reward_func(heard)
         return vf.SingleTurnEnv(dataset=questions(("ab", "ba")), rubric=judged)
     raise ValueError(f"no kind {kind!r}")
+
+
+def by_letter(answer) -> dict:
+    """No metric, although it is meant to be one."""
+    return {letter: 1.0 for letter in answer}
 
 
 async def turns_taken(state) -> float:
