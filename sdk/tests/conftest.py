@@ -13,7 +13,7 @@ from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
 from quartet.v1 import weights_pb2_grpc as rpc
 from quartet.weights import fetch, push
-from quartet.weights.service import SERVICE
+from quartet.weights.service import SERVICE, WeightServicer
 from quartet.weights.store import WeightStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -42,12 +42,12 @@ async def plane(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Plane]:
 @pytest.fixture
 async def taker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Taker]:
     """A replica that takes pushes, and a channel to it."""
-    from push_taker import Taker, serve
+    from push_taker import Taker, offer
 
     monkeypatch.setattr(push, "RETRY_SECONDS", 0.01)
-    store = WeightStore(keep=2)
-    server = await serve(store)
+    servicer = WeightServicer(WeightStore(keep=2), accept_push=True)
+    server = await offer(servicer)
     channel = connect(server.address, bulk=True)
-    yield Taker(store, server.address, channel)
+    yield Taker(servicer, server.address, channel)
     await channel.close()
     await server.stop(0)

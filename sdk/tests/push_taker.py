@@ -37,16 +37,29 @@ def frames(version: int = 1, seed: int = 0) -> list[pb.PushRequest]:
 
 
 async def serve(store: WeightStore, accept: bool = True, generated: bool = False) -> RunningServer:
-    servicer = WeightServicer(store, accept_push=accept)
+    return await offer(WeightServicer(store, accept_push=accept), generated)
+
+
+async def offer(servicer: WeightServicer, generated: bool = False) -> RunningServer:
     register = rpc.add_WeightServiceServicer_to_server if generated else add_weight_service
     return await start([Service(SERVICE, register, servicer)], ServerConfig(), Health())
+
+
+async def until_under_way(servicer: WeightServicer, count: int) -> None:
+    """Wait until the server has so many uploads under way."""
+    pushes = servicer._pushes
+    assert pushes is not None, "it takes them"
+    async with asyncio.timeout(20):
+        while len(pushes._staged_bytes) != count:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.01)
 
 
 class Taker:
     """A replica that takes pushes, and a channel to it."""
 
-    def __init__(self, store: WeightStore, address: str, channel: grpc.aio.Channel) -> None:
-        self.store, self.address, self.channel = store, address, channel
+    def __init__(self, servicer: WeightServicer, address: str, channel: grpc.aio.Channel) -> None:
+        self.servicer, self.store = servicer, servicer._store
+        self.address, self.channel = address, channel
 
     async def send(self, requests: Iterator[pb.PushRequest]) -> pb.PushResponse:
         """By a client that waits for nothing; grpc.aio's would lose statuses that come while it writes."""

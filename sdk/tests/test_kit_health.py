@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -24,6 +24,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 @contextlib.asynccontextmanager
 async def _watched(health: Health) -> AsyncIterator[None]:
     task = asyncio.create_task(health.watchdog())
+    await asyncio.sleep(0)  # it looks at the clock for the first time
     try:
         yield
     finally:
@@ -38,6 +39,43 @@ async def _served(health: Health) -> AsyncIterator[RunningServer]:
         yield running
     finally:
         await running.stop(0)
+
+
+class Clock:
+    """Time that passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self._moved = asyncio.Event()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            await self._moved.wait()
+
+    async def jump(self, seconds: float) -> None:
+        """The loop is held up for so long."""
+        self.now += seconds
+        self._moved.set()
+        self._moved = asyncio.Event()
+        for _ in range(5):  # whoever slept looks at the clock, and sleeps again
+            await asyncio.sleep(0)
+
+    async def passes(self, seconds: float) -> None:
+        """The loop runs for so long."""
+        for _ in range(round(seconds / 0.01)):
+            await self.jump(0.01)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(health_module, "time", clock)
+    monkeypatch.setattr(health_module, "asyncio", SimpleNamespace(sleep=clock.sleep, Event=asyncio.Event))
+    return clock
 
 
 @pytest.fixture(autouse=True)
@@ -72,43 +110,45 @@ def test_draining_is_not_ready_but_alive() -> None:
     assert (health.why_not("a"), health.why_not(), health.why_not(LIVENESS)) == ("draining", "draining", "")
 
 
-async def test_no_progress_while_busy_fails_liveness_only() -> None:
+async def test_no_progress_while_busy_fails_liveness_only(clock: Clock) -> None:
     health = Health()
     health.set_ready("a")
     busy = [False]
     health.watch_progress(0.1, lambda: busy[0])
     async with _watched(health):
-        await asyncio.sleep(0.25)
+        await clock.passes(0.25)
         assert health.why_not(LIVENESS) == "", "idle time is not lack of progress"
         busy[0] = True
-        await asyncio.sleep(0.05)
+        await clock.passes(0.05)
         assert health.why_not(LIVENESS) == "", "the clock starts when the work does"
-        await asyncio.sleep(0.15)
+        await clock.passes(0.15)
         assert "no progress" in health.why_not(LIVENESS) and health.why_not() == ""
         health.progress()
         assert health.why_not(LIVENESS) == ""
 
 
-async def test_progress_keeps_a_long_job_alive() -> None:
+async def test_progress_keeps_a_long_job_alive(clock: Clock) -> None:
     health = Health()
     health.watch_progress(0.2, lambda: True)
     async with _watched(health):
         for _ in range(10):
-            await asyncio.sleep(0.04)
+            await clock.passes(0.04)
             await asyncio.to_thread(health.progress)
             assert health.why_not(LIVENESS) == ""
 
 
-async def test_a_late_loop_fails_liveness_until_it_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_late_loop_fails_liveness_until_it_recovers(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(health_module, "LOOP_LAG_LIMIT_SECONDS", 0.1)
     monkeypatch.setattr(health_module, "WATCHDOG_SECONDS", 0.1)
     health = Health()
     async with _watched(health):
-        await asyncio.sleep(0.01)
-        time.sleep(0.3)  # noqa: ASYNC251  The fault under test.
-        await asyncio.sleep(0.02)
+        await clock.passes(0.01)
+        assert health.why_not(LIVENESS) == ""
+        await clock.jump(0.3)
         assert "late" in health.why_not(LIVENESS)
-        await asyncio.sleep(0.15)
+        await clock.passes(0.15)
         assert health.why_not(LIVENESS) == ""
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
 import xxhash
-from push_taker import Taker, frames, model, serve
+from push_taker import Taker, frames, model, serve, until_under_way
 from quartet.errors import QuartetError, from_rpc
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
@@ -36,16 +37,15 @@ async def _push_and_hang(address: str) -> None:
 
 async def test_a_killed_client_commits_nothing(taker: Taker) -> None:
     """Invariant 9: to the server its stream ends like any other."""
-    server = await serve(taker.store)
-    command = [sys.executable, __file__, server.address]
+    command = [sys.executable, __file__, taker.address]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     assert await asyncio.wait_for(process.stdout.readline(), 60) == b"sent\n"
+    await until_under_way(taker.servicer, 1)
     process.kill()
     await process.wait()
-    await asyncio.sleep(0.3)
+    await until_under_way(taker.servicer, 0)
     assert taker.versions() == []
-    await server.stop(0)
 
 
 async def test_a_silent_client_is_given_up(taker: Taker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ async def test_uploads_at_once_are_bounded(taker: Taker, monkeypatch: pytest.Mon
 
     first = asyncio.ensure_future(method(messages(), timeout=20))
     await asyncio.wait_for(begun.wait(), 5)
-    await asyncio.sleep(0.1)
+    await until_under_way(taker.servicer, 1)
     with pytest.raises(QuartetError, match="OVERLOADED"):
         await push_version(taker.channel, "r", 2, model(2))
     rest.set()
@@ -127,14 +127,25 @@ async def test_uploads_at_once_are_bounded(taker: Taker, monkeypatch: pytest.Mon
 
 
 async def test_a_push_goes_on_when_the_server_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    torn = asyncio.Event()
+    push_once = push._push_once
+
+    async def tearing(*arguments: Any) -> None:
+        try:
+            await push_once(*arguments)
+        except QuartetError:
+            torn.set()
+            raise
+
     monkeypatch.setattr(push, "RETRY_SECONDS", 0.3)
+    monkeypatch.setattr(push, "_push_once", tearing)
     store = WeightStore(keep=1)
     gone = await serve(store)
     address = gone.address
     await gone.stop(0)
     async with connect(address, bulk=True) as channel:
         pushing = asyncio.create_task(push_version(channel, "r", 1, model()))
-        await asyncio.sleep(0.2)
+        await asyncio.wait_for(torn.wait(), 10)
         servicer = WeightServicer(store, accept_push=True)
         offered = Service(SERVICE, add_weight_service, servicer)
         server = await start([offered], ServerConfig(address=address), Health())

@@ -123,7 +123,7 @@ async def test_waiters_get_the_newest_of_several_versions_published_from_a_threa
     first, _ = await asyncio.gather(waiting, publishing)
     assert (await store.wait_newer("r", first.number - 1)).number == 3
     with pytest.raises(asyncio.TimeoutError):
-        await asyncio.wait_for(store.wait_newer("r", 3), 0.02)
+        await asyncio.wait_for(store.wait_newer("r", 3), 0.02)  # it has no timer: at once, or when woken
     assert not store._waiters
 
 
