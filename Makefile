@@ -92,7 +92,7 @@ check: install
 	$(PY) -m pytest tests/deploy tests/contract/test_stubs_current.py
 
 bench: install classic models/tiny/config.json
-	$(foreach b,demo overlap wire recovery weights delta relay replicas generate_cpu generate pause adapters agreement envhost rollouts rollout_faults loss_memory checkpointing packing trainer_call vs_trl,\
+	$(foreach b,demo several_turns overlap wire recovery weights delta relay replicas generate_cpu generate pause adapters agreement envhost rollouts rollout_faults loss_memory checkpointing packing trainer_call vs_trl,\
 	  $(PY) benchmarks/$(b).py &&) true
 
 protos: .venv/installed

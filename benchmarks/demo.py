@@ -25,13 +25,14 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 QUARTET = [sys.executable, "-m", "quartet.cli"]
 
 
-def run_seed(seed: int, folder: Path) -> tuple[float, float, dict[str, Any], int]:
+def run_seed(seed: int, folder: Path, task: str = "reverse-text") -> tuple[float, float, dict[str, Any], int]:
     """Seconds for the model and for the run, its summary, its trained tokens that were not compared."""
     model, output = folder / "model", folder / "run"
     started = time.monotonic()
-    subprocess.run([*QUARTET, "model", "tiny", str(model), "--seed", str(seed)], check=True, cwd=REPOSITORY)
+    command = [*QUARTET, "model", "tiny", str(model), "--task", task, "--seed", str(seed)]
+    subprocess.run(command, check=True, cwd=REPOSITORY)
     modelled = time.monotonic()
-    command = [*QUARTET, "rl", "@", "configs/reverse-text.toml", "--model", str(model), "--seed", str(seed)]
+    command = [*QUARTET, "rl", "@", f"configs/{task}.toml", "--model", str(model), "--seed", str(seed)]
     subprocess.run([*command, "--output-dir", str(output)], check=True, cwd=REPOSITORY)
     ended = time.monotonic()
     summary = json.loads((output / "summary.json").read_text())
@@ -49,10 +50,6 @@ def figures_of(
     seed: int, model_s: float, run_s: float, summary: dict[str, Any], skipped: int
 ) -> list[Figure]:
     """The figures of one seed."""
-    ledger = summary["ledger"]
-    unaccounted = (
-        ledger["dispatched"] - ledger["trained"] - sum(ledger["discarded"].values()) - ledger["in_flight"]
-    )
     name = f"seed {seed}: "
     return [
         Figure(name + "start to finish", model_s + run_s, "s", "<= 180"),
@@ -63,8 +60,14 @@ def figures_of(
         Figure(name + "trained tokens not compared", skipped, "tokens", "== 0"),
         Figure(name + "max staleness", summary["max_off_policy_steps_seen"], "versions", "<= 1"),
         Figure(name + "steps", summary["steps"], "steps"),
-        Figure(name + "unaccounted rollouts", unaccounted, "rollouts", "== 0"),
+        Figure(name + "unaccounted rollouts", unaccounted(summary["ledger"]), "rollouts", "== 0"),
     ]
+
+
+def unaccounted(ledger: dict[str, Any]) -> int:
+    """Rollouts that the ledger does not say the whereabouts of."""
+    discarded = sum(ledger["discarded"].values())
+    return int(ledger["dispatched"] - ledger["trained"] - discarded - ledger["in_flight"])
 
 
 def main() -> None:

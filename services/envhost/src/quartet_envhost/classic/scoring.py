@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import logging
 import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -105,7 +104,6 @@ def _metric(function: Callable[..., Any]) -> Callable[..., Any]:
             float(value)
         except (TypeError, ValueError):
             _absent.get().add(_name(function))
-            logging.getLogger(__name__).debug("%s returned %r, which is no metric", _name(function), value)
             return 0.0
         return value
 
