@@ -86,9 +86,9 @@ def read(options: argparse.Namespace, rest: list[str]) -> EvalFileConfig:
         EvalFileConfig, [*rest, *given_keys(options, MODEL_KEYS), *given_keys(options, PLAY_KEYS)]
     ).config
     args = env_args(options)
-    if named and config.eval:
+    if named and config.evals:
         raise ConfigError(f"environment {named!r} is named beside [[eval]] of a file; name it in one place")
-    if not named and not config.eval:
+    if not named and not config.evals:
         raise ConfigError("no environment is named; write quartet eval ENVIRONMENT, or [[eval]] in a file")
     if named:
         one = validate(OneEvalConfig, {"id": named, "args": args})

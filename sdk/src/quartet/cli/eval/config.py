@@ -1,6 +1,7 @@
 """What is evaluated: the TOML of `quartet eval @ file.toml`.
 
-1. Top-level keys hold for every `[[eval]]`; a key inside one wins there.
+1. Top-level keys hold for every `[[eval]]`; a key inside one wins there. An `[[ablation]]` is several of them
+   (ablation.py).
 2. One of three answers: our inference on a model folder (`model` alone), replicas that run already
    (`inference_addresses`), or an OpenAI-compatible endpoint (`base_url`, or a `model` that is an id in the
    file of `endpoints`).
@@ -15,7 +16,9 @@ from typing import Annotated, Any, Literal, Self
 import pydantic
 from pydantic import Field
 
-from quartet.config import Config
+from quartet.cli.eval.ablation import combinations
+from quartet.config import Config, ConfigError
+from quartet.config.load import validate
 from quartet.run.hosted import MAX_ENVIRONMENTS, GroupSize, HostedConfig, as_array
 from quartet.run.sampling import EvalSamplingConfig
 from quartet.run.values import Number, PositiveCount, Table, Text
@@ -40,6 +43,27 @@ class OneEvalConfig(HostedConfig):
     rollouts_per_example: GroupSize | None = None
     pass_threshold: Number | None = None
     sampling: EvalSamplingConfig = EvalSamplingConfig()
+
+
+class AblationConfig(OneEvalConfig):
+    """One environment, evaluated with every combination of some values."""
+
+    sweep: Table
+
+    @property
+    def evals(self) -> tuple[OneEvalConfig, ...]:
+        """One for each combination."""
+        fixed = self.model_dump(exclude_unset=True, exclude={"sweep"})
+        tables = combinations(fixed, self.sweep, EvalSamplingConfig.model_fields)
+        return tuple(validate(OneEvalConfig, table) for table in tables)
+
+    @pydantic.model_validator(mode="after")
+    def _combine(self) -> Self:
+        try:
+            assert self.evals
+        except ConfigError as error:
+            raise ValueError(f"in its sweep: {error}") from None
+        return self
 
 
 class AnswererConfig(Config):
@@ -74,6 +98,7 @@ class EvalFileConfig(AnswererConfig):
     #: A rollout passes from this reward on.
     pass_threshold: Number = PASS_THRESHOLD
     eval: Annotated[tuple[OneEvalConfig, ...], Field(max_length=MAX_ENVIRONMENTS)] = ()
+    ablation: Annotated[tuple[AblationConfig, ...], Field(max_length=MAX_ENVIRONMENTS)] = ()
 
     @pydantic.field_validator("num_examples")
     @classmethod
@@ -82,23 +107,30 @@ class EvalFileConfig(AnswererConfig):
             raise ValueError(f"nothing would be evaluated; set it above 0, or to {ALL} for all")
         return num_examples
 
-    @pydantic.field_validator("eval", mode="before")
+    @pydantic.field_validator("eval", "ablation", mode="before")
     @classmethod
-    def _is_an_array(cls, value: Any) -> Any:
-        return as_array(value, "eval")
+    def _is_an_array(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        return as_array(value, str(info.field_name))
 
     @pydantic.model_validator(mode="after")
     def _names_differ(self) -> Self:
-        names = [one.name or one.id for one in self.eval]
+        names = [one.name or one.id for one in self.evals]
+        if len(names) > MAX_ENVIRONMENTS:
+            raise ValueError(f"there are {len(names)} evaluations; at most {MAX_ENVIRONMENTS} go in a file")
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f'two evaluations are called {twice!r}; give each a name = "..." of its own')
         return self
 
     @property
+    def evals(self) -> tuple[OneEvalConfig, ...]:
+        """Those of [[eval]], then those of each [[ablation]]."""
+        return self.eval + tuple(one for ablation in self.ablation for one in ablation.evals)
+
+    @property
     def trials(self) -> list[Trial]:
-        """One for each [[eval]], its settings complete."""
-        return [self._trial(one) for one in self.eval]
+        """One for each evaluation, its settings complete."""
+        return [self._trial(one) for one in self.evals]
 
     def _trial(self, one: OneEvalConfig) -> Trial:
         own = one.sampling.model_dump(exclude_unset=True)
