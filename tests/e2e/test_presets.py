@@ -172,6 +172,7 @@ SETTINGS = {
         "reference = { sync_steps = 1, mixup_alpha = 0.6 }\nentropy_coef = 0.01"
     ),
     "several iterations": 'preset = "grpo"\nnum_iterations = 3',
+    "mini-batches": 'preset = "grpo"\nnum_minibatches = 2\nnum_iterations = 2\nproximal = true',
     "decoupled": (
         'preset = "gspo"\nepsilon = 0.9\nnum_iterations = 2\nproximal = true\n'
         'correction = { mode = "mask", level = "token", cap = 3.0, floor = 0.2 }'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from quartet.run.config import parse_run
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.rollout_pb2 import Rollout
 from quartet_orchestrator import batches, credit
@@ -93,6 +94,39 @@ def test_a_batch_of_overlong_rollouts_alone_teaches_nothing_and_is_not_empty() -
     rollouts = [rollout(9, cut=True), rollout(9, cut=True)]
     assert batches.without_overlong(rollouts, [[1.0], [-1.0]]) == (rollouts, [[0.0], [0.0]])
     assert size_before_loss([group(rollouts)], overlong_filtering=True) == credit.Size(18, 2)
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("overlong", [False, True])
+def test_minibatches_are_the_batch_with_the_batchs_credit(aggregation: str, overlong: bool) -> None:
+    config = parse_run(
+        f"""
+        model = "m"
+        batch_size = 12
+        rollouts_per_example = 3
+        [sampling]
+        max_tokens = 9
+        [[env]]
+        id = "e"
+        [algorithm]
+        advantage = "reinforce_pp"
+        aggregation = "{aggregation}"
+        overlong_filtering = {str(overlong).lower()}
+        num_minibatches = 2
+        """
+    )
+    batch = [[rollout(3 + i), rollout(9, cut=i < 3), rollout(2, samples=2)] for i in range(4)]
+    for i, group_of_it in enumerate(batch):
+        for member, one in enumerate(group_of_it):
+            one.reward = float(i * member)
+    whole = batches.credited(config.algorithm, batch)
+    parts = [batches.credited(config.algorithm, batch, number) for number in range(2)]
+    assert [[*one, *other] for one, other in zip(*parts, strict=True)] == list(whole)
+    assert all(rollouts for rollouts, _ in parts)
+    # Means of the parts weigh as parts of the mean.
+    found = [batches.normalizer(config, rollouts) for rollouts, _ in parts]
+    sized = size_before_loss([group(one) for one in batch], overlong_filtering=overlong)
+    assert sum(found) == credit.normalizer(aggregation, sized, rollouts=12, max_tokens=9)
 
 
 def test_a_teachers_opinion_goes_beside_the_sample_not_in_it() -> None:

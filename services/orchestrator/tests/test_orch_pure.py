@@ -171,7 +171,7 @@ def test_staleness_is_weighted_by_tokens():
     values = metrics.of_step(4, scored, {}, times, {})
     assert values["staleness/max"] == 1 and values["staleness/mean"] == 0.25
     assert values["train/reward"] == 0.5 and values["tokens_per_second"] == 20
-    trained = metrics.of_training(tpb.ForwardBackwardResponse(), tpb.OptimStepResponse())
+    trained = metrics.of_training(tpb.ForwardBackwardResponse(), [tpb.OptimStepResponse()])
     assert "train/logprob_difference_max" not in trained and "train/entropy" not in trained
 
 

@@ -1,6 +1,8 @@
-"""From the [algorithm] table to what the trainer is asked for; the call plan of several iterations."""
+"""From the [algorithm] table to what the trainer is asked for; the calls for a batch of several steps."""
 
 from __future__ import annotations
+
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from quartet.run.config import RunConfig, parse_run
 from quartet.run.presets import PRESETS
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet_orchestrator.calls import CallKind, CallPlan
-from quartet_orchestrator.metrics import over_iterations
+from quartet_orchestrator.metrics import of_training, over_calls
 from quartet_orchestrator.pace import Pace
 from quartet_orchestrator.specs import loss_spec, run_spec
 
@@ -62,9 +64,13 @@ def test_the_reference_is_held_where_it_is_read_and_nobody_else_serves_it() -> N
 
 
 def test_several_iterations_count_in_versions_and_in_the_schedule() -> None:
-    config = run("num_iterations = 3\nproximal = true\nloss = 'ppo'", "max_steps = 7\nwarmup_steps = 2")
-    assert (run_spec(config).optimizer.warmup_steps, run_spec(config).optimizer.total_steps) == (6, 21)
-    assert loss_spec(config, 4).proximal_version == 12
+    for steps in ("num_iterations = 3", "num_minibatches = 3"):
+        config = run(
+            f"{steps}\nproximal = true\nloss = 'ppo'",
+            "max_steps = 7\nwarmup_steps = 2\nbatch_size = 24\nrollouts_per_example = 4",
+        )
+        assert (run_spec(config).optimizer.warmup_steps, run_spec(config).optimizer.total_steps) == (6, 21)
+        assert loss_spec(config, 4).proximal_version == 12
     pace = Pace(max_off_policy_steps=1, groups_per_batch=2, max_steps=7, versions_per_step=3)
     assert pace.min_policy_version(4) == 9
     assert pace.violation(4, [9, 12]) is None
@@ -72,23 +78,27 @@ def test_several_iterations_count_in_versions_and_in_the_schedule() -> None:
     assert pace.violation(4, [10]) == pace.violation(4, [15]) == "version_unpublished"
 
 
-@given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 3), st.integers(1, 4))
-def test_the_plan_of_several_iterations_is_one_contiguous_list(
-    max_steps: int, interval: int, keep_last: int, iterations: int
+@given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))
+def test_the_plan_of_several_steps_on_a_batch_is_one_contiguous_list(
+    max_steps: int, interval: int, keep_last: int, iterations: int, minibatches: int
 ) -> None:
     plan = CallPlan(
-        max_steps=max_steps, save_interval=interval, keep_last=keep_last, num_iterations=iterations
+        max_steps=max_steps,
+        save_interval=interval,
+        keep_last=keep_last,
+        num_iterations=iterations,
+        num_minibatches=minibatches,
     )
-    expected = [(CallKind.PUBLISH, -1, 0)]
+    expected = [(CallKind.PUBLISH, -1, 0, 0)]
     for step in range(max_steps):
-        for iteration in range(iterations):
-            expected += [(CallKind.FORWARD_BACKWARD, step, iteration), (CallKind.OPTIM_STEP, step, iteration)]
-        expected.append((CallKind.PUBLISH, step, 0))
+        for part in product(range(iterations), range(minibatches)):
+            expected += [(CallKind.FORWARD_BACKWARD, step, *part), (CallKind.OPTIM_STEP, step, *part)]
+        expected.append((CallKind.PUBLISH, step, 0, 0))
         if (step + 1) % interval == 0 and step + 1 < max_steps:
-            expected.append((CallKind.SAVE, step, 0))
-    expected.append((CallKind.SAVE, max_steps - 1, 0))
+            expected.append((CallKind.SAVE, step, 0, 0))
+    expected.append((CallKind.SAVE, max_steps - 1, 0, 0))
     calls = [plan.call(seq_id) for seq_id in range(1, plan.last_of(max_steps - 1) + 1)]
-    assert [(call.kind, call.batch, call.iteration) for call in calls] == expected
+    assert [(call.kind, call.batch, call.iteration, call.minibatch) for call in calls] == expected
     for step in range(max_steps):
         assert plan.call(plan.first_of(step)).iteration == 0
         assert plan.call(plan.published_by(step)).kind is CallKind.PUBLISH
@@ -99,16 +109,49 @@ def test_passes_over_one_batch_are_reported_as_one() -> None:
     for one, ratio in zip(passes, (1.0, 3.0), strict=True):
         one.diagnostics["ratio_max"] = one.diagnostics["ratio_mean"] = ratio
     passes[0].verification.tokens_compared = 8
-    whole = over_iterations(passes)
+    whole = over_calls(passes, 1)
     assert (whole.loss, whole.tokens, whole.verification.tokens_compared) == (1.5, 20, 8)
     assert dict(whole.diagnostics) == {"ratio_max": 3.0, "ratio_mean": 2.0}
-    assert over_iterations(passes[:1]) == passes[0]
+    assert over_calls(passes[:1], 1) == passes[0]
 
 
-@pytest.mark.parametrize("iterations", [0, 17])
-def test_iterations_are_bounded(iterations: int) -> None:
-    with pytest.raises(Exception, match="num_iterations"):
-        run(f"num_iterations = {iterations}")
+def test_the_parts_of_a_batch_are_reported_as_one() -> None:
+    """Two passes over two mini-batches: what was verified and counted is that of the first pass, whole."""
+    calls = [tpb.ForwardBackwardResponse(loss=loss, loss_tokens=8, tokens=20) for loss in (1, 2, 3, 6)]
+    for one, compared, largest, mean in zip(calls, (3, 1), (0.5, 2.0), (0.25, 1.25), strict=False):
+        one.verification.CopyFrom(
+            tpb.LogprobVerification(
+                max_difference=largest, mean_difference=mean, tokens_compared=compared, tokens_skipped=1
+            )
+        )
+    whole = over_calls(calls, 2)
+    assert (whole.loss, whole.tokens, whole.loss_tokens) == (3.0, 40, 16)
+    assert whole.verification == tpb.LogprobVerification(
+        max_difference=2.0, mean_difference=0.5, tokens_compared=4, tokens_skipped=2
+    )
+
+
+def test_the_steps_on_a_batch_are_reported_together() -> None:
+    steps = [
+        tpb.OptimStepResponse(grad_norm=norm, learning_rate=norm / 10, skipped_nonfinite=norm == 3.0)
+        for norm in (3.0, 1.0)
+    ]
+    values = of_training(tpb.ForwardBackwardResponse(), steps)
+    assert (values["train/grad_norm"], values["train/learning_rate"]) == (2.0, 0.1)
+    assert values["train/skipped_steps"] == 1
+
+
+@pytest.mark.parametrize("steps", ["num_iterations = 0", "num_iterations = 17", "num_minibatches = 0"])
+def test_steps_on_a_batch_are_bounded(steps: str) -> None:
+    with pytest.raises(Exception, match=steps.partition(" ")[0]):
+        run(steps)
+
+
+def test_minibatches_have_equally_many_groups() -> None:
+    size = "batch_size = 24\nrollouts_per_example = 4"
+    assert run("num_minibatches = 3\nnum_iterations = 2", size).versions_per_step == 6
+    with pytest.raises(Exception, match="num_minibatches = 4 does not divide the 6 groups of a batch"):
+        run("num_minibatches = 4", size)
 
 
 def test_optimizer_and_adapter_are_the_trainers() -> None:

@@ -19,6 +19,8 @@ from quartet.run.values import Count, NonNegative, Number, Positive, Text
 
 #: Each is a pass over the batch; what so many do not teach it, another batch will.
 MAX_ITERATIONS = 16
+#: A mini-batch has one group at least, and an optimizer step is two calls of the trainer.
+MAX_MINIBATCHES = 64
 #: A batch of tasks that are all too hard or too easy is sampled so many times over, at most.
 MAX_RESAMPLE, DEFAULT_RESAMPLE = 1000, 10
 #: Of the losses with a ratio.
@@ -100,8 +102,10 @@ class AlgorithmConfig(Config):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     target_kl: Positive | None = None
     entropy_coef: Number = 0.0
-    #: Optimizer steps on each batch.
+    #: Passes over each batch, ...
     num_iterations: Annotated[int, Field(ge=1, le=MAX_ITERATIONS, strict=True)] = 1
+    #: ... each of so many optimizer steps, on equal parts of its groups.
+    num_minibatches: Annotated[int, Field(ge=1, le=MAX_MINIBATCHES, strict=True)] = 1
     #: Take the ratio against the policy at the beginning of the batch instead of the sampler.
     proximal: bool = False
     correction: CorrectionConfig | None = None
@@ -116,6 +120,11 @@ class AlgorithmConfig(Config):
     max_resample: Annotated[int, Field(ge=1, le=MAX_RESAMPLE, strict=True)] | None = None
     #: loss = "custom": a name of `losses` in the trainer's configuration.
     custom: Text | None = None
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps that a batch takes."""
+        return self.num_iterations * self.num_minibatches
 
     @property
     def normalised_by(self) -> Literal["token", "sequence", "constant"]:

@@ -118,7 +118,7 @@ class RunConfig(Config):
     @property
     def versions_per_step(self) -> int:
         """Optimizer steps on one batch, which is how far the policy's version goes on with each."""
-        return self.algorithm.num_iterations
+        return self.algorithm.steps_per_batch
 
     @property
     def environment_ids(self) -> list[str]:
@@ -215,6 +215,16 @@ class RunConfig(Config):
             raise ValueError(
                 f'sampling.max_tokens is not set, and algorithm.{key} = "{getattr(self.algorithm, key)}" '
                 "divides by it; set it"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _minibatches_are_equal(self) -> Self:
+        if self.groups_per_batch % self.algorithm.num_minibatches:
+            raise ValueError(
+                f"algorithm.num_minibatches = {self.algorithm.num_minibatches} does not divide the "
+                f"{self.groups_per_batch} groups of a batch (batch_size / rollouts_per_example); set it to a "
+                "number that does"
             )
         return self
 

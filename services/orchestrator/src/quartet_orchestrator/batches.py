@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from quartet.run.algorithm import AlgorithmConfig
+from quartet.run.config import RunConfig
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.rollout_pb2 import Rollout, Sample
 
-from quartet_orchestrator import parts
+from quartet_orchestrator import credit, parts
 from quartet_orchestrator.credit import Size
 
 # A frame is sent when it has grown this large; small enough that sending and packing overlap.
@@ -46,12 +47,28 @@ def without_overlong(
 
 
 def credited(
-    algorithm: AlgorithmConfig, groups: Sequence[Sequence[Rollout]]
+    algorithm: AlgorithmConfig, groups: Sequence[Sequence[Rollout]], minibatch: int | None = None
 ) -> tuple[list[Rollout], list[list[float]]]:
-    """Those of a batch that are trained on, and the advantage of each of their samples."""
+    """Those of a batch, or of a mini-batch of it, that are trained on, and the advantage of each of their
+    samples: credit compares across the batch, whatever its parts.
+    """
     rollouts = [rollout for group in groups for rollout in group]
     advantages = parts.advantages(algorithm.advantage, groups)
+    if minibatch is not None:
+        size = len(groups) // algorithm.num_minibatches
+        first, end = (sum(map(len, groups[: size * number])) for number in (minibatch, minibatch + 1))
+        rollouts, advantages = rollouts[first:end], advantages[first:end]
     return without_overlong(rollouts, advantages) if algorithm.overlong_filtering else (rollouts, advantages)
+
+
+def normalizer(config: RunConfig, rollouts: Sequence[Rollout]) -> float:
+    """What the summed loss of a mini-batch is divided by, of which these are trained on."""
+    return credit.normalizer(
+        config.algorithm.normalised_by,
+        sum(map(size_of, rollouts), Size()),
+        rollouts=config.batch_size // config.algorithm.num_minibatches,
+        max_tokens=config.sampling.max_tokens,
+    )
 
 
 def frames(

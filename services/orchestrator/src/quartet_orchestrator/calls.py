@@ -1,14 +1,14 @@
 """Calls: the one list of mutating calls that a run makes to its trainer.
 
   seq 1                        PublishWeights           version 0, what the first rollouts are sampled with
-  then for s = 0, 1, ...       ForwardBackward          batch s     } num_iterations times
-                               OptimStep                            }
+  then for s = 0, 1, ...       ForwardBackward          mini-batch  } for each mini-batch of batch s,
+                               OptimStep                            } and that num_iterations times
                                PublishWeights           the version of s + 1 steps
                                SaveState                where (s + 1) is a multiple of the interval
   after the last step          SaveState(export)        always, instead of the plain one
 
-1. The list follows from max_steps, num_iterations, interval and keep_last alone, so both sides agree on every
-   number after any restart.
+1. The list follows from max_steps, num_iterations, num_minibatches, interval and keep_last alone, so both
+   sides agree on every number after any restart.
 2. Numbers are contiguous from 1. With max_steps 0 the list is PublishWeights, SaveState(export).
 3. Saved states take `keep_last` names in turn: a state replaces the oldest one, atomically, on the trainer's
    side.
@@ -38,8 +38,9 @@ class Call:
     kind: CallKind
     # The batch that it belongs to; -1 for the first publication.
     batch: int
-    # Which pass over the batch, from 0.
+    # Which pass over the batch, and which part of it, from 0.
     iteration: int = 0
+    minibatch: int = 0
     # SaveState: name of the state, and whether the model is exported.
     state_name: str = ""
     export_model: bool = False
@@ -47,12 +48,19 @@ class Call:
 
 class CallPlan:
     def __init__(
-        self, *, max_steps: int, save_interval: int, keep_last: int, num_iterations: int = 1
+        self,
+        *,
+        max_steps: int,
+        save_interval: int,
+        keep_last: int,
+        num_iterations: int = 1,
+        num_minibatches: int = 1,
     ) -> None:
-        assert max_steps >= 0 and save_interval > 0 and keep_last > 0 and num_iterations > 0
-        self.num_iterations = num_iterations
-        # Two calls for each pass, and the publication.
-        self._calls_per_step = 2 * num_iterations + 1
+        assert max_steps >= 0 and save_interval > 0 and keep_last > 0
+        assert num_iterations > 0 and num_minibatches > 0
+        self._num_minibatches = num_minibatches
+        # Two calls for each mini-batch of each pass, and the publication.
+        self._calls_per_step = 2 * num_iterations * num_minibatches + 1
         self._max_steps = max_steps
         self._interval = save_interval
         self._keep_last = keep_last
@@ -64,6 +72,7 @@ class CallPlan:
             save_interval=config.ckpt.interval,
             keep_last=config.ckpt.keep_last,
             num_iterations=config.algorithm.num_iterations,
+            num_minibatches=config.algorithm.num_minibatches,
         )
 
     def covered_steps(self, applied_seq_id: int) -> int:
@@ -93,7 +102,7 @@ class CallPlan:
         offset = seq_id - self.first_of(batch) if batch >= 0 else self._calls_per_step
         if offset < self._calls_per_step - 1:
             kind = CallKind.OPTIM_STEP if offset % 2 else CallKind.FORWARD_BACKWARD
-            return Call(seq_id, kind, batch, offset // 2)
+            return Call(seq_id, kind, batch, *divmod(offset // 2, self._num_minibatches))
         if offset == self._calls_per_step - 1:
             return Call(seq_id, CallKind.PUBLISH, batch)
         export = batch + 1 == self._max_steps

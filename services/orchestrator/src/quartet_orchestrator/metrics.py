@@ -87,14 +87,17 @@ def of_step(
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
-def of_training(trained: tpb.ForwardBackwardResponse, stepped: tpb.OptimStepResponse) -> dict[str, float]:
+def of_training(
+    trained: tpb.ForwardBackwardResponse, steps: Sequence[tpb.OptimStepResponse]
+) -> dict[str, float]:
+    """What the trainer said of a batch, and of the optimizer steps that it took with it."""
     values = {
         "train/loss": trained.loss,
         "train/tokens": float(trained.tokens),
         "train/loss_tokens": float(trained.loss_tokens),
-        "train/learning_rate": stepped.learning_rate,
-        "train/grad_norm": stepped.grad_norm,
-        "train/skipped_steps": float(stepped.skipped_nonfinite),
+        "train/learning_rate": steps[-1].learning_rate,
+        "train/grad_norm": fmean([one.grad_norm for one in steps]),
+        "train/skipped_steps": float(sum(one.skipped_nonfinite for one in steps)),
     }
     for diagnostic, value in trained.diagnostics.items():
         values[f"train/{DIAGNOSTICS.get(diagnostic, diagnostic)}"] = value
@@ -107,15 +110,35 @@ def of_training(trained: tpb.ForwardBackwardResponse, stepped: tpb.OptimStepResp
     return values
 
 
-def over_iterations(passes: Sequence[tpb.ForwardBackwardResponse]) -> tpb.ForwardBackwardResponse:
-    """All passes over one batch as one answer: means, the largest of maxima, the first's verification."""
-    whole = tpb.ForwardBackwardResponse()
-    whole.CopyFrom(passes[0])
-    whole.loss = fmean([one.loss for one in passes])
-    for name in list(whole.diagnostics):
-        values = [one.diagnostics[name] for one in passes]
+def over_calls(
+    calls: Sequence[tpb.ForwardBackwardResponse], num_minibatches: int
+) -> tpb.ForwardBackwardResponse:
+    """All calls for one batch as one answer: means, the largest of maxima; tokens and verification are those
+    of the first pass over it.
+    """
+    first = calls[:num_minibatches]
+    whole = tpb.ForwardBackwardResponse(
+        loss=fmean([one.loss for one in calls]),
+        tokens=sum(one.tokens for one in first),
+        loss_tokens=sum(one.loss_tokens for one in first),
+    )
+    for name in calls[0].diagnostics:
+        values = [one.diagnostics[name] for one in calls]
         whole.diagnostics[name] = max(values) if name.endswith("_max") else fmean(values)
+    if calls[0].HasField("verification"):
+        whole.verification.CopyFrom(_verified([one.verification for one in first]))
     return whole
+
+
+def _verified(parts: Sequence[tpb.LogprobVerification]) -> tpb.LogprobVerification:
+    compared = sum(one.tokens_compared for one in parts)
+    differences = sum(one.mean_difference * one.tokens_compared for one in parts)
+    return tpb.LogprobVerification(
+        max_difference=max(one.max_difference for one in parts),
+        mean_difference=differences / compared if compared else 0.0,
+        tokens_compared=compared,
+        tokens_skipped=sum(one.tokens_skipped for one in parts),
+    )
 
 
 def _rewards(scored: Sequence[Scored]) -> dict[str, float]:

@@ -42,10 +42,10 @@ def of_calls(book: Book, config: RunConfig, batch: int) -> Trained:
     """As Quartet's trainer answered the calls of the batch."""
     plan = CallPlan.of(config)
     first, last = plan.first_of(batch), plan.published_by(batch)
-    passes = [_answer(book, seq_id).call.forward_backward for seq_id in range(first, last, 2)]
-    stepped = _answer(book, last - 1).call.optim_step
+    calls = [_answer(book, seq_id).call.forward_backward for seq_id in range(first, last, 2)]
+    steps = [_answer(book, seq_id).call.optim_step for seq_id in range(first + 1, last, 2)]
     return Trained(
-        metrics.of_training(metrics.over_iterations(passes), stepped),
+        metrics.of_training(metrics.over_calls(calls, config.algorithm.num_minibatches), steps),
         _answer(book, plan.published_by(-1)).at_ms,
         _answer(book, last).at_ms,
     )

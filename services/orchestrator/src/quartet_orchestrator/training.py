@@ -194,15 +194,15 @@ class Training:
                 f"the trainer stands before step {call.batch + 1}, whose rollouts were given up "
                 "(journal_keep_bytes): put its saved states back and resume the run, or submit a new one"
             )
+        rollouts, advantages = batches.credited(self._config.algorithm, groups, call.minibatch)
         start = tpb.ForwardBackwardStart(
             run_id=self._book.state.run_id,
             seq_id=call.seq_id,
             loss=loss_spec(self._config, call.batch),
-            normalizer=closed.normalizer,
+            normalizer=batches.normalizer(self._config, rollouts),
             # Later passes would find what the first one found.
             verify_logprobs=self._config.checks.verify_logprobs and call.iteration == 0,
         )
-        rollouts, advantages = batches.credited(self._config.algorithm, groups)
         return batches.frames(start, rollouts, advantages)
 
     def _write(self, call: Call, answer: Answer) -> None:
