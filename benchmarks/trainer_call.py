@@ -14,7 +14,6 @@ Bars: 1.5 ms for 16 samples of 64 tokens, 4 ms for 64 of 512. (The Tinker SDK ha
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import random
 import statistics
@@ -28,9 +27,11 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import grpc
+import uvloop
 from figures import Figure, arguments, report
 from quartet.kit.call import unary
 from quartet.kit.channel import connect
+from quartet.kit.memory import tune_allocator
 from quartet.v1 import rollout_pb2 as rollout
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1 import trainer_service_pb2_grpc as rpc
@@ -51,6 +52,7 @@ def main() -> None:
     if options.serve:
         serve_nothing(options.serve)
         return
+    tune_allocator()  # as every service does; the client is the orchestrator's
     with tempfile.TemporaryDirectory(prefix="quartet-call-") as folder:
         command = [sys.executable, __file__, "--serve", folder]
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -60,7 +62,7 @@ def main() -> None:
                 assert server.poll() is None, "the server ended"
                 time.sleep(0.05)
             bare = (Path(folder) / "bare").read_text()
-            figures = asyncio.run(measure(port_file.read_text().strip(), bare, folder, options.calls))
+            figures = uvloop.run(measure(port_file.read_text().strip(), bare, folder, options.calls))
         finally:
             server.terminate()
             server.wait()
@@ -164,7 +166,7 @@ def serve_nothing(folder: Path) -> None:
         server = ServerConfig(address="127.0.0.1:0", port_file=folder / "port")
         await serve(trainer.services, server, trainer.health)
 
-    asyncio.run(forever())
+    uvloop.run(forever())
 
 
 if __name__ == "__main__":

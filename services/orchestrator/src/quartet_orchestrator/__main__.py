@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 
+import uvloop
 from quartet.config import main
 from quartet.kit.folder import check_folder
 from quartet.kit.health import Health
@@ -43,7 +43,7 @@ def run(config: OrchestratorConfig) -> None:
     configure("orchestrator", config.log_level)
     # The journal of each run that is under way, or that somebody reads, is open: about six descriptors each.
     raise_open_files()
-    asyncio.run(_serve(config))
+    uvloop.run(_serve(config))
 
 
 def preflight(config: OrchestratorConfig) -> None:

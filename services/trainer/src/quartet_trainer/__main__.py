@@ -5,10 +5,10 @@ One process; or, with `ranks` or started by torchrun, one of several that train 
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 
+import uvloop
 from quartet.config import ConfigError, main
 from quartet.kit import logs
 from quartet.kit.server import check_here
@@ -46,7 +46,7 @@ def run(config: TrainerConfig) -> None:
         return
     from quartet_trainer.assembly import run_trainer
 
-    asyncio.run(run_trainer(config))
+    uvloop.run(run_trainer(config))
 
 
 def preflight(config: TrainerConfig) -> None:

@@ -17,6 +17,7 @@ from functools import partial
 
 import structlog
 import torch
+import uvloop
 from quartet.config import ConfigError
 from quartet.kit.server import serve
 from quartet.local.tether import die_with
@@ -46,7 +47,7 @@ def run_ranks(config: TrainerConfig) -> None:
     log.info("rank_joined", rank=group.rank, ranks=group.size, device=str(device))
     machine = machine_of(config, group, device)
     if group.first:
-        asyncio.run(_lead(config, group, machine))
+        uvloop.run(_lead(config, group, machine))
     else:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
