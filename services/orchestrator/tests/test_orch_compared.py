@@ -8,11 +8,14 @@ from contextlib import suppress
 
 import pytest
 from orch_world import RUN, assert_complete
+from quartet.run.evaluation import EvalTrial
+from quartet.run.hosted import HostedConfig
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
 from quartet_orchestrator import outage
 from quartet_orchestrator.book import Book
+from quartet_orchestrator.eval_metrics import Outcome
 from quartet_orchestrator.rollouts import MAX_FAILED_GROUPS
 from quartet_orchestrator.state import RESTING
 
@@ -109,6 +112,19 @@ async def test_a_group_of_which_a_kill_left_a_part_is_replaced(compared, monkeyp
     trained = compared.trainer.disk[RUN, "final"].trained
     assert (7, 7, 7, 7) not in trained and len(trained) == run.ledger.trained
     assert_asked_whole(compared)
+
+
+def test_of_a_group_that_is_measured_again_the_last_attempts_count():
+    """eval_metrics.py 1"""
+    outcome = Outcome(EvalTrial("toy", HostedConfig(id="toy"), 1, 3), 1, compares=True)
+    for member in (0, 1):
+        outcome.ended(0, rpb.Rollout(member=member, reward=9.0))
+    assert outcome.missing(0) == [0, 1, 2], "a kill left a part"
+    outcome.ended(0, rpb.Rollout(member=1, failure={"kind": "FAILURE_KIND_TOOL"}))
+    for member in (0, 2):
+        outcome.ended(0, rpb.Rollout(member=member, reward=1.0))
+    assert {member: result.reward for (_, member), result in outcome.good.items()} == {0: 1.0, 2: 1.0}
+    assert outcome.losses() == {"TOOL": 1} and outcome.missing(0) == [0, 1, 2]
 
 
 async def test_an_evaluation_is_measured_in_whole_groups_too(compared):

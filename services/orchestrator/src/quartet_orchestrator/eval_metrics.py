@@ -52,10 +52,12 @@ class Outcome:
         return self.examples * self.trial.rollouts_per_example
 
     def ended(self, example: int, rollout: rpb.Rollout) -> None:
-        """One more attempt ended; attempts of one member come in order."""
+        """One more attempt ended; attempts of one member come in order, and the last one counts."""
         key = (example, rollout.member)
         if rollout.HasField("failure"):
             self.failed[key] = rpb.FailureKind.Name(rollout.failure.kind).removeprefix("FAILURE_KIND_")
+            # It had a result where a kill left a part of its group, all of which is run again.
+            self.good.pop(key, None)
         else:
             self.failed.pop(key, None)
             self.good[key] = Result(rollout.reward, rollout.usage.completion_tokens)
