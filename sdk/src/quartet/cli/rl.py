@@ -152,7 +152,8 @@ def _finish(job: Job, outcome: Outcome, outputs: Outputs, wall_seconds: float) -
         print(
             f"completed: reward {_shown(before)} -> {_shown(after)} in {run.step} steps, {wall_seconds:.0f} s"
         )
-        print(f"checkpoint, metrics and figure: {job.folder}")
+        kept = "metrics and figure" if job.config.external_trainer else "checkpoint, metrics and figure"
+        print(f"{kept}: {job.folder}")
         return 0
     if outcome.interrupted:
         print(f"stopped after step {outputs.progress.step}; go on with: "
