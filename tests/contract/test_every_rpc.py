@@ -13,14 +13,12 @@ import grpc
 import pytest
 from quartet.v1 import common_pb2
 
-# Filled in by later work; each answers NOT_IMPLEMENTED until then. Push is served where it is asked for.
+# Push is served where it is asked for.
 NOT_SERVED = {
     "inference": {"WeightService.Push"},
     "trainer": {"WeightService.Push"},
     "envhost": set(),
-    "orchestrator": {
-        "OrchestratorService.OptimizePrompt",
-    },
+    "orchestrator": set(),
 }
 REASONS = {
     name.removeprefix("ERROR_REASON_") for name, number in common_pb2.ErrorReason.items() if number != 0

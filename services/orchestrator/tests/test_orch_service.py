@@ -245,14 +245,6 @@ async def test_damage_that_a_follower_meets_is_a_typed_error(world, monkeypatch)
         assert first.event not in seen
 
 
-async def test_what_this_build_does_not_serve_says_so(world):
-    async with serving(world) as stub:
-        call = stub.OptimizePrompt(pb.OptimizePromptRequest(), timeout=5)
-        with pytest.raises(QuartetError) as caught:
-            _ = [e async for e in stream(call, idle_timeout_s=5)]
-        assert caught.value.reason == "NOT_IMPLEMENTED"
-
-
 async def test_a_process_killed_with_sigkill_goes_on_by_itself(world):
     """Invariant 9 for the orchestrator."""
     seed = random.randrange(2**32)

@@ -307,23 +307,3 @@ class EvaluateResponse(_message.Message):
     result: EvalEvent
     heartbeat: _common_pb2.Heartbeat
     def __init__(self, rollout: _Optional[_Union[RolloutEvent, _Mapping]] = ..., result: _Optional[_Union[EvalEvent, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
-
-class OptimizePromptRequest(_message.Message):
-    __slots__ = ("run_id", "config_toml")
-    RUN_ID_FIELD_NUMBER: _ClassVar[int]
-    CONFIG_TOML_FIELD_NUMBER: _ClassVar[int]
-    run_id: str
-    config_toml: str
-    def __init__(self, run_id: _Optional[str] = ..., config_toml: _Optional[str] = ...) -> None: ...
-
-class OptimizePromptResponse(_message.Message):
-    __slots__ = ("prompt", "score", "calls", "done")
-    PROMPT_FIELD_NUMBER: _ClassVar[int]
-    SCORE_FIELD_NUMBER: _ClassVar[int]
-    CALLS_FIELD_NUMBER: _ClassVar[int]
-    DONE_FIELD_NUMBER: _ClassVar[int]
-    prompt: str
-    score: float
-    calls: int
-    done: bool
-    def __init__(self, prompt: _Optional[str] = ..., score: _Optional[float] = ..., calls: _Optional[int] = ..., done: _Optional[bool] = ...) -> None: ...

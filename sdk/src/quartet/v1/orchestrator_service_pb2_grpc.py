@@ -75,11 +75,6 @@ class OrchestratorServiceStub:
                 request_serializer=quartet_dot_v1_dot_orchestrator__service__pb2.EvaluateRequest.SerializeToString,
                 response_deserializer=quartet_dot_v1_dot_orchestrator__service__pb2.EvaluateResponse.FromString,
                 _registered_method=True)
-        self.OptimizePrompt = channel.unary_stream(
-                '/quartet.v1.OrchestratorService/OptimizePrompt',
-                request_serializer=quartet_dot_v1_dot_orchestrator__service__pb2.OptimizePromptRequest.SerializeToString,
-                response_deserializer=quartet_dot_v1_dot_orchestrator__service__pb2.OptimizePromptResponse.FromString,
-                _registered_method=True)
 
 
 class OrchestratorServiceServicer:
@@ -162,13 +157,6 @@ class OrchestratorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def OptimizePrompt(self, request, context):
-        """OptimizePrompt searches a better system prompt. Errors: as Evaluate.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_OrchestratorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -211,11 +199,6 @@ def add_OrchestratorServiceServicer_to_server(servicer, server):
                     servicer.Evaluate,
                     request_deserializer=quartet_dot_v1_dot_orchestrator__service__pb2.EvaluateRequest.FromString,
                     response_serializer=quartet_dot_v1_dot_orchestrator__service__pb2.EvaluateResponse.SerializeToString,
-            ),
-            'OptimizePrompt': grpc.unary_stream_rpc_method_handler(
-                    servicer.OptimizePrompt,
-                    request_deserializer=quartet_dot_v1_dot_orchestrator__service__pb2.OptimizePromptRequest.FromString,
-                    response_serializer=quartet_dot_v1_dot_orchestrator__service__pb2.OptimizePromptResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -435,33 +418,6 @@ class OrchestratorService:
             '/quartet.v1.OrchestratorService/Evaluate',
             quartet_dot_v1_dot_orchestrator__service__pb2.EvaluateRequest.SerializeToString,
             quartet_dot_v1_dot_orchestrator__service__pb2.EvaluateResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def OptimizePrompt(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/quartet.v1.OrchestratorService/OptimizePrompt',
-            quartet_dot_v1_dot_orchestrator__service__pb2.OptimizePromptRequest.SerializeToString,
-            quartet_dot_v1_dot_orchestrator__service__pb2.OptimizePromptResponse.FromString,
             options,
             channel_credentials,
             insecure,

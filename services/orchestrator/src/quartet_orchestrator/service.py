@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
 from typing import Any
 
-from quartet.errors import QuartetError, unimplemented
+from quartet.errors import QuartetError
 from quartet.kit.health import Health
 from quartet.kit.stream import with_heartbeats
 from quartet.v1 import orchestrator_service_pb2 as pb
@@ -104,12 +104,6 @@ class OrchestratorServicer(OrchestratorServiceServicer):
         async with aclosing(told) as responses:  # type: ignore[type-var]
             async for response in responses:
                 yield response
-
-    async def OptimizePrompt(
-        self, request: pb.OptimizePromptRequest, context: Any
-    ) -> AsyncIterator[pb.OptimizePromptResponse]:
-        raise unimplemented("OptimizePrompt")
-        yield  # makes it a stream
 
 
 async def _responses(book: Book, after: int, rollouts: bool) -> AsyncGenerator[pb.WatchRunResponse, None]:
