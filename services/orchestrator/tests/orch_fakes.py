@@ -51,6 +51,8 @@ class FakeTrainer(TrainerServiceServicer):
         self.delay_s = 0.0
         # Of each batch in turn; then 0.5.
         self.losses: list[float] = []
+        # Of all samples that were trained, in order.
+        self.advantages: list[list[float]] = []
         self.closed: list[str] = []
         self.lose_answer_of: set[int] = set()
         self.model_missing = False
@@ -120,6 +122,7 @@ class FakeTrainer(TrainerServiceServicer):
             contents = b"".join(s.SerializeToString(deterministic=True) for s in samples)
             run.gradients = xxhash.xxh3_64_hexdigest(contents)
             run.trained += [tuple(s.sample.token_ids) for s in samples]
+            self.advantages += [list(s.advantages) for s in samples]
             loss = self.losses.pop(0) if self.losses else 0.5
             run.broken = not math.isfinite(loss)
             answer = tpb.ForwardBackwardResponse(loss=loss, loss_tokens=tokens, tokens=tokens)
@@ -254,6 +257,8 @@ class FakeHost(EnvHostServiceServicer):
         self.silent = False
         # Says that its rewards compare the members of a group; what they sample is their request's number.
         self.compares = False
+        # What each rollout's attempts earn, in one episode: parts of it, with one sample each.
+        self.attempts: list[float] = []
 
     async def DescribeEnvironment(self, request, context):
         if request.environment.id == "nowhere":
@@ -296,9 +301,18 @@ class FakeHost(EnvHostServiceServicer):
                 self.break_streams -= 1
                 raise QuartetError("NOT_READY", "the host went away")
             rollout = self._rollout(request, member)
+            if self.attempts and rollout.samples:
+                self._attempts(rollout)
             if self.compares and rollout.samples:
                 rollout.samples[0].token_ids[3] = 10 + self.requests.index(request)
             yield rollout
+
+    def _attempts(self, rollout):
+        for reward in self.attempts:
+            rollout.parts.add(agent="agent", reward=reward, samples=1)
+        for _ in self.attempts[1:]:
+            rollout.samples.add().CopyFrom(rollout.samples[0])
+        rollout.reward = sum(self.attempts) / len(self.attempts)
 
     def _fails(self, request):
         everywhere = not self.failing_environments or request.environment.id in self.failing_environments

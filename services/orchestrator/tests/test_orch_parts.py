@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from orch_world import RUN
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
 from quartet.v1 import trainer_service_pb2 as tpb
@@ -72,6 +73,19 @@ def test_a_group_has_spread_where_any_role_has():
     scored = [metrics.Scored("e", 0, rollout) for rollout in ranked]
     values = metrics.of_step(0, scored, {}, times, {})
     assert values["env/e/no_spread"] == 0.0 and values["env/e/reward"] == 0.5
+
+
+async def test_attempts_of_one_episode_are_trained_against_each_other(world):
+    """The mean of each rollout is the same, and so is every group's: only parts differ."""
+    world.host.attempts = [1.0, 0.0, 0.0, 1.0]
+    toml = world.toml(evals=0).replace("[checks]", '[algorithm]\npreset = "dapo"\n[checks]')
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, toml, dry_run=False)
+        run = await world.rest(runs)
+    assert run.phase == pb.RUN_PHASE_COMPLETED, run.error
+    assert run.ledger.trained == 4 * 8 and not run.ledger.discarded, "none teaches nothing"
+    found = [round(advantage, 3) for (advantage,) in world.trainer.advantages]
+    assert found == [1.0, -1.0, -1.0, 1.0] * 4 * 8
 
 
 @pytest.mark.parametrize(
