@@ -14,6 +14,7 @@ from quartet.kit.channel import ClientSecurity, connect
 from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
 from quartet.v1 import weights_pb2 as pb
+from quartet.weights import fetch
 from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
 from quartet.weights.sources import Relays
 from quartet.weights.store import WeightStore
@@ -32,6 +33,7 @@ class Publisher(WeightServicer):
         super().__init__(store)
         self.lies: list[pb.VersionAnnounced] = []
         self.refusals = 0
+        self.away = False
         self.truth = asyncio.Event()
         self.fetches = self.manifests = self.watches = 0
 
@@ -39,6 +41,8 @@ class Publisher(WeightServicer):
         self, request: pb.WatchRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.WatchResponse]:
         self.watches += 1
+        if self.away:
+            raise QuartetError("NOT_READY", "back in a moment")
         if self.refusals:
             self.refusals -= 1
             raise QuartetError("INVALID_REQUEST", "not today")
@@ -130,18 +134,24 @@ def following(monkeypatch: pytest.MonkeyPatch) -> Following:
     return Following()
 
 
-async def test_contents_other_than_announced_are_fetched_once_and_asked_for_with_pauses(
-    following: Following, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """promise 5 of updates: the publisher was restarted between its announcement and the fetch."""
-    pauses: list[float] = []
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
+    """Of each pause, the failures before it, and how long it is."""
+    taken: list[tuple[int, float]] = []
     backoff_s = updates._backoff_s
 
     def pausing(failures: int) -> float:
-        pauses.append(backoff_s(failures))
-        return pauses[-1]
+        taken.append((failures, backoff_s(failures)))
+        return taken[-1][1]
 
     monkeypatch.setattr(updates, "_backoff_s", pausing)
+    return taken
+
+
+async def test_promise_5_of_updates_other_contents_than_announced_are_fetched_once_and_asked_for_with_pauses(
+    following: Following, pauses: list[tuple[int, float]]
+) -> None:
+    """The publisher was restarted between its announcement and the fetch."""
     held = following.store.publish("r", 3, weights(1))
     following.publisher.lies = [pb.VersionAnnounced(run_id="r", version=3, digest=b"x" * 16)]
     async with following.running():
@@ -150,7 +160,7 @@ async def test_contents_other_than_announced_are_fetched_once_and_asked_for_with
         assert following.engine.swaps == [(True, ServedWeights("r", 3, held.digest))]
         assert following.publisher.fetches == 1
         assert following.publisher.manifests <= len(pauses) + 1, "asked for once, and again after each pause"
-        assert all(0.05 <= pause <= 0.2 for pause in pauses)
+        assert [failures for failures, _ in pauses] == list(range(1, len(pauses) + 1)), "they grow"
         following.publisher.truth.set()
         # Announcement and contents agree: the follower asks and waits for nothing but the next announcement.
         await following.until(lambda: following.follower._failures == 0)
@@ -161,20 +171,28 @@ async def test_contents_other_than_announced_are_fetched_once_and_asked_for_with
     assert following.publisher.fetches == 2 and following.refused == []
 
 
-async def test_every_change_is_followed_and_held_contents_are_not_fetched(following: Following) -> None:
-    """Invariant 4: newer, another run, a lower number, equal contents under another number."""
-    digests = {}
+async def test_promise_4_of_updates_every_change_is_followed_and_held_contents_are_not_fetched(
+    following: Following,
+) -> None:
+    """Newer; another run; equal contents under another number; a restored run: a lower number, and the same
+    number with other contents."""
+    changes = (("a", 7, 1), ("a", 8, 2), ("b", 0, 3), ("b", 1, 3), ("b", 0, 4), ("b", 0, 5), ("b", 1, 5))
     async with following.running():
-        for run_id, version, value in (("a", 7, 1), ("a", 8, 2), ("b", 0, 3), ("b", 1, 3)):
-            digests[value] = following.store.publish(run_id, version, weights(value)).digest
-            named = ServedWeights(run_id, version, digests[value])
+        for run_id, version, value in changes:
+            if value in (4, 5) and version == 0:
+                following.store.reopen_run(run_id)
+            digest = following.store.publish(run_id, version, weights(value)).digest
+            named = ServedWeights(run_id, version, digest)
             await following.until(lambda named=named: following.engine.info().served == named)
-    assert [fetched for fetched, _ in following.engine.swaps] == [True, True, True, False]
-    assert following.publisher.fetches == 3
+    fetched = [fetched for fetched, _ in following.engine.swaps]
+    assert fetched == [True, True, True, False, True, True, False]
+    assert following.publisher.fetches == 5
 
 
-async def test_a_publisher_that_refuses_to_announce_is_asked_again(following: Following) -> None:
-    """Invariant 3: what is permanent at one publisher ends with its restart."""
+async def test_promise_3_of_updates_a_publisher_that_refuses_to_announce_is_asked_again(
+    following: Following,
+) -> None:
+    """What is permanent at one publisher ends with its restart."""
     following.store.publish("r", 0, weights(1))
     following.publisher.refusals = 2
     async with following.running():
@@ -199,3 +217,52 @@ async def test_promise_3_of_updates_what_the_engine_refuses_as_it_is_is_refused_
     assert (following.engine.stages, following.publisher.fetches) == (3, 3)
     assert [served.run_id for _, served in following.engine.swaps] == ["ours"]
     assert len(following.refused) == 2
+
+
+async def test_promise_3_of_updates_what_fails_is_tried_again_after_pauses_that_grow(
+    following: Following, pauses: list[tuple[int, float]]
+) -> None:
+    following.store.publish("r", 0, weights(1))
+    async with following.running():
+        await following.until(lambda: bool(following.engine.swaps))
+        following.engine.refuses = "OVERLOADED"
+        following.store.publish("r", 1, weights(2))
+        await following.until(lambda: len(following.refused) == 5)
+        assert following.engine.info().served.version == 0
+        following.engine.refuses = ""
+        await following.until(lambda: following.engine.info().served.version == 1)
+        following.engine.refuses = "OVERLOADED"
+        following.store.publish("r", 2, weights(3))
+        await following.until(lambda: len(following.refused) >= 7)
+    first = [failures for failures, _ in pauses[:5]]
+    assert first == [1, 2, 3, 4, 5] and 1 in [failures for failures, _ in pauses[5:]], "and begin anew"
+
+
+def test_promise_3_of_updates_pauses_are_bounded() -> None:
+    """However many failures there were: no pause is longer than the bound, none is nothing."""
+    first, last = updates.BACKOFF_SECONDS
+    for failures in (1, 2, 5, 100, 10**6):
+        drawn = [updates._backoff_s(failures) for _ in range(200)]
+        assert first / 2 <= min(drawn) and max(drawn) <= min(last, first * 2 ** min(failures, 20))
+    assert max(updates._backoff_s(100) for _ in range(200)) > last / 2
+
+
+async def test_promise_3_of_updates_nobody_asks_a_publisher_that_is_away_for_weights(
+    following: Following, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version that failed is not tried again before it was announced anew."""
+    monkeypatch.setattr(fetch, "BACKOFF_SECONDS", (0.01, 0.02))
+    following.engine.refuses = "OVERLOADED"
+    following.store.publish("r", 0, weights(1))
+    publisher = following.publisher
+    async with following.running():
+        await following.until(lambda: following.engine.stages >= 1)
+        publisher.away = True
+        await following.until(lambda: publisher.watches >= 3)
+        tried = (following.engine.stages, publisher.manifests, publisher.fetches)
+        looked = publisher.watches
+        # It looks for the publisher many times, and would have tried as often.
+        await following.until(lambda: publisher.watches >= looked + 20)
+        assert (following.engine.stages, publisher.manifests, publisher.fetches) == tried
+        publisher.away, following.engine.refuses = False, ""
+        await following.until(lambda: bool(following.engine.swaps))

@@ -11,13 +11,15 @@ from quartet.errors import QuartetError
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
+from quartet.v1 import weights_pb2 as pb
 from quartet.weights import arrival, fetch, sources
 from quartet.weights.fetch import fetch_version
 from quartet.weights.payload import CHUNK_BYTES
 from quartet.weights.service import SERVICE, add_weight_service
 from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
-from quartet_inference.relay import relay_address
+from quartet_inference import relay
+from quartet_inference.relay import Holdings, relay_address
 
 from .relay_fleet import CHUNKS, Fleet, Trainer, size, tensors, until
 
@@ -154,6 +156,65 @@ async def test_the_same_bytes_come_from_a_relay_and_from_the_trainer(fleet: Flee
             fetched.append(await fetch_version(channel, "r", 1))
     assert fetched[0].manifest == fetched[1].manifest
     assert bytes(fetched[0].tensors["w"].data) == bytes(fetched[1].tensors["w"].data)
+
+
+@pytest.fixture
+def holdings() -> Holdings:
+    return Holdings(2, 1 << 20)
+
+
+def asked(holdings: Holdings, version: int) -> asyncio.Task[Any]:
+    return asyncio.create_task(holdings.arrival("r", version, lambda manifest: manifest.version == version))
+
+
+def arriving(version: int) -> arrival.Arrival:
+    return arrival.Arrival(pb.WeightManifest(run_id="r", version=version), memoryview(b"bytes"))
+
+
+async def test_promise_2_of_relay_who_asks_for_what_is_fetched_next_waits_for_its_manifest(
+    holdings: Holdings,
+) -> None:
+    early = asked(holdings, 1)  # before this replica has heard of it
+    await asyncio.sleep(0)
+    holdings.expect("r", 1)
+    later = asked(holdings, 1)
+    holdings.fetching("r", 1)
+    holdings.expect("r", 2)  # what is under way is finished all the same
+    last = asked(holdings, 1)
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in (early, later, last))
+    coming = arriving(1)
+    holdings.arriving(coming)
+    assert await asyncio.gather(early, later, last) == [coming] * 3
+
+
+async def test_promise_2_of_relay_who_has_waited_long_is_told_that_it_comes(
+    holdings: Holdings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "START_SECONDS", 0.02)
+    for name in ("expect", "fetching"):
+        getattr(holdings, name)("r", 1)
+        with pytest.raises(QuartetError, match="about to be fetched") as waited:
+            await asked(holdings, 1)
+        assert waited.value.reason == "NOT_READY"
+        holdings.expect("r", 2)
+    with pytest.raises(QuartetError) as unheard:
+        await asked(holdings, 3)
+    assert unheard.value.reason == "VERSION_UNKNOWN"
+
+
+async def test_promise_2_of_relay_who_asks_for_what_is_passed_over_is_told_at_once(
+    holdings: Holdings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "START_SECONDS", 600.0)
+    holdings.expect("r", 1)
+    waiting = asked(holdings, 1)
+    await asyncio.sleep(0)
+    holdings.expect("r", 2)
+    for task in (waiting, asked(holdings, 1)):
+        with pytest.raises(QuartetError) as passed:
+            await asyncio.wait_for(task, 5)
+        assert passed.value.reason == "VERSION_UNKNOWN" and passed.value.metadata["latest"] == "2"
 
 
 @pytest.mark.parametrize(
