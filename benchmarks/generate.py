@@ -27,6 +27,7 @@ os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELIS
 
 import aiohttp
 import openai
+import uvloop
 from figures import Figure, arguments, report
 from quartet.kit.channel import connect
 from quartet.v1 import common_pb2
@@ -263,7 +264,7 @@ def main() -> None:
     parser.add_argument("--serve", type=Path, help="be the server (for the benchmark's own use)")
     options = parser.parse_args()
     if options.serve is not None:
-        asyncio.run(serve(options.serve))
+        uvloop.run(serve(options.serve))
         return
     report(asyncio.run(run()), options.json)
 

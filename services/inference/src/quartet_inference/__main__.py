@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 
+import uvloop
 from quartet.config import main
 from quartet.kit import logs
 from quartet.kit.server import check_here
@@ -26,7 +26,7 @@ def _run(config: InferenceConfig) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     from quartet_inference.app import run
 
-    asyncio.run(run(config))
+    uvloop.run(run(config))
 
 
 def _preflight(config: InferenceConfig) -> None:
