@@ -36,6 +36,16 @@ def test_no_reward_in_ten_attempts_is_too_hard_and_in_fewer_says_nothing() -> No
     assert verdict([0, 0, 0, 0], [0, 0, 0, 0]).word == UNCLEAR
 
 
+def test_attempts_of_one_episode_are_compared_with_each_other() -> None:
+    """Ranks have the same mean in every rollout, which would be no diversity."""
+    means = {example: [0.5] * 4 for example in range(5)}
+    ranks = {example: [[0.0, 1.0] * 4] for example in range(5)}
+    sides = {example: [[0.2] * 4, [0.8] * 4] for example in range(5)}
+    assert judge(summarise(means, 0.5, 4), 0.0, SETTING).word == NO_DIVERSITY
+    assert judge(summarise(means, 0.5, 4, ranks), 0.0, SETTING).word == FIT
+    assert judge(summarise(means, 0.5, 4, sides), 0.0, SETTING).word == NO_DIVERSITY
+
+
 def test_eighty_percent_of_the_full_reward_is_too_easy() -> None:
     easy = [[1.0, 1.0, 1.0, 0.2]] * 5
     assert verdict(*easy).word == TOO_EASY

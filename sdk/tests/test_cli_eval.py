@@ -80,6 +80,19 @@ def test_a_line_has_the_form_that_verifiers_reads(tmp_path: Path) -> None:
     assert (row["example_id"], row["rollout"], row["answer"], row["r"]) == (1, 2, "42", 0.5)
 
 
+def test_what_agents_earned_apart_is_told_apart(tmp_path: Path) -> None:
+    made = rollout(0, 0.5)
+    for reward in (0.0, 1.0):
+        made.parts.add(agent="agent", reward=reward)
+    fill(Record(tmp_path / "r", trial(), SOURCE), (0, made))
+    (line,) = (tmp_path / "r" / "results.jsonl").read_text().splitlines()
+    assert json.loads(line)["parts"] == [{"agent": "agent", "reward": 0.0}, {"agent": "agent", "reward": 1.0}]
+    again = Record(tmp_path / "r", trial(), SOURCE)
+    with again.held(EnvironmentInfo(), TASKS):
+        summary = again.summary()
+    assert summary is not None and summary.alike == 0.0 and summary.mean == 0.5
+
+
 def test_what_has_a_result_is_not_wanted_again_and_what_failed_is(tmp_path: Path) -> None:
     fill(Record(tmp_path / "r", trial(), SOURCE), (0, rollout(0, 1.0)), (0, failure(1)), (1, rollout(2, 0.5)))
     with (tmp_path / "r" / "results.jsonl").open("a") as file:

@@ -26,7 +26,7 @@ class Summary:
     error: float | None
     #: Mean over examples of the deviation inside each, where it has two results or more.
     within: float | None
-    #: Share of those examples whose results are all alike.
+    #: Share of the examples with something to compare where all of it is alike.
     alike: float | None
     pass_at_k: Mapping[str, float]
     pass_all_k: Mapping[str, float]
@@ -47,13 +47,22 @@ def powers_of_two(limit: int) -> list[int]:
     return [1 << bit for bit in range(limit.bit_length()) if 1 << bit <= limit]
 
 
-def summarise(groups: Mapping[int, Sequence[float]], threshold: float, rollouts_per_example: int) -> Summary:
-    """Figures of the rewards of each example; there is at least one."""
+def summarise(
+    groups: Mapping[int, Sequence[float]],
+    threshold: float,
+    rollouts_per_example: int,
+    compared: Mapping[int, Sequence[Sequence[float]]] | None = None,
+) -> Summary:
+    """Figures of the rewards of each example; there is at least one. `compared` are the rewards in each that
+    a trainer compares with each other, where those are not its rollouts' but their parts'."""
     groups = {index: rewards for index, rewards in groups.items() if rewards}
     rewards = [reward for one in groups.values() for reward in one]
     assert rewards, "who has no results has nothing to summarise"
     means = [fmean(one) for one in groups.values()]
     several = [one for one in groups.values() if len(one) > 1]
+    lists = [[one] for one in groups.values()] if compared is None else compared.values()
+    comparable = [each for each in lists if any(len(one) > 1 for one in each)]
+    alike = [all(min(one) == max(one) for one in each) for each in comparable]
     counts = [(len(one), sum(reward >= threshold for reward in one)) for one in groups.values()]
     ks = [k for k in powers_of_two(rollouts_per_example) if any(n >= k for n, _ in counts)]
     return Summary(
@@ -62,7 +71,7 @@ def summarise(groups: Mapping[int, Sequence[float]], threshold: float, rollouts_
         deviation=pstdev(rewards),
         error=stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
         within=fmean(pstdev(one) for one in several) if several else None,
-        alike=fmean(min(one) == max(one) for one in several) if several else None,
+        alike=fmean(alike) if alike else None,
         pass_at_k={str(k): fmean(pass_at(n, c, k) for n, c in counts if n >= k) for k in ks},
         pass_all_k={str(k): fmean(pass_all(n, c, k) for n, c in counts if n >= k) for k in ks},
     )

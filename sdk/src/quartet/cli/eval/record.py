@@ -142,10 +142,16 @@ class Record:
     def summary(self) -> Summary | None:
         """None where there is no result."""
         groups: dict[int, list[float]] = {}
+        compared: dict[int, dict[str, list[float]]] = {}
         for row in self.results:
             groups.setdefault(row["example_id"], []).append(row["reward"])
-        trial = self.trial
-        return summarise(groups, trial.pass_threshold, trial.rollouts_per_example) if groups else None
+            roles = compared.setdefault(row["example_id"], {})
+            for part in row.get("parts", [{"agent": "", "reward": row["reward"]}]):
+                roles.setdefault(part["agent"], []).append(part["reward"])
+        if not groups:
+            return None
+        trial, lists = self.trial, {example: list(roles.values()) for example, roles in compared.items()}
+        return summarise(groups, trial.pass_threshold, trial.rollouts_per_example, lists)
 
     def save(self) -> None:
         """Write metadata.json."""
@@ -210,7 +216,8 @@ def _key(row: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _figures(row: Row) -> Row:
-    return {name: row[name] for name in FIGURES}
+    parts = {"parts": row["parts"]} if "parts" in row else {}
+    return {name: row[name] for name in FIGURES} | parts
 
 
 def _text(value: object) -> str:

@@ -46,6 +46,8 @@ def result_row(task: Task, rollout: Rollout) -> Row:
         ),
     }
     row |= {name: data[name] for name in ("answer", "info") if data.get(name)}
+    if rollout.parts:
+        row["parts"] = [{"agent": part.agent, "reward": part.reward} for part in rollout.parts]
     return row
 
 
