@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from quartet.kit.server import ServerConfig, Service, start
 from quartet.run.config import parse_run
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import orchestrator_service_pb2_grpc as rpc
+from quartet.v1.common_pb2 import Heartbeat
 
 RUN_TOML = 'model = "m"\nmax_steps = 3\n[[env]]\nid = "reverse-text"\n[trainer]\nstate_dir = "elsewhere"\n'
 
@@ -23,6 +25,7 @@ class Orchestrator(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.runs: dict[str, pb.Run] = {}
+        self.evaluated: list[dict[str, object]] = []
 
     def _run(self, run_id: str) -> pb.Run:
         if run_id not in self.runs:
@@ -51,6 +54,17 @@ class Orchestrator(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
         run = self._run(request.run_id)
         run.phase = pb.RUN_PHASE_COMPLETED
         return pb.ResumeRunResponse(run=run)
+
+    async def Evaluate(
+        self, request: pb.EvaluateRequest, context: object
+    ) -> AsyncIterator[pb.EvaluateResponse]:
+        self._run(request.run_id)
+        self.evaluated.append(tomllib.loads(request.config_toml))
+        yield pb.EvaluateResponse(rollout=pb.RolloutEvent(env_id="reverse-text"))
+        yield pb.EvaluateResponse(heartbeat=Heartbeat())
+        coverage = 1.0 if len(self.evaluated) == 1 else 0.5
+        metrics = {"eval/reward": 0.25, "eval/coverage": coverage}
+        yield pb.EvaluateResponse(result=pb.EvalEvent(step=3, policy_version=3, metrics=metrics))
 
     async def WatchRun(
         self, request: pb.WatchRunRequest, context: object
@@ -98,6 +112,29 @@ async def test_a_run_through_all_clients(orchestrator: tuple[Orchestrator, str],
     assert code == 1 and printed.endswith("run r: stopped\n")
     assert await quartet("resume", "r", *at) == (0, "r  completed  step 0/5\n")
     assert (await quartet("watch", "r", *at))[0] == 0
+
+
+async def test_a_policy_is_measured_and_only_what_was_said_is_sent(
+    orchestrator: tuple[Orchestrator, str], tmp_path: Path
+) -> None:
+    servicer, address = orchestrator
+    servicer.runs["r"] = pb.Run(run_id="r")
+    file = tmp_path / "evaluation.toml"
+    file.write_text('num_examples = 8\n[sampling]\ntemperature = 0.0\n[[env]]\nid = "gsm8k"\n')
+    asked = ["evaluate", "r", "@", str(file), "--rollouts-per-example", "2", "--orchestrator", address]
+    code, printed = await quartet(*asked)
+    assert (code, printed) == (0, "r  version 3, after step 3\neval/coverage  1\neval/reward  0.25\n")
+    assert servicer.evaluated == [
+        {
+            "num_examples": 8,
+            "rollouts_per_example": 2,
+            "sampling": {"temperature": 0.0},
+            "env": [{"id": "gsm8k"}],
+        }
+    ]
+    assert (await quartet(*asked))[0] == 1, "something is missing"
+    code, printed = await quartet(*asked, "--interval", "2")
+    assert code == 2 and "interval" in printed and len(servicer.evaluated) == 2
 
 
 async def test_errors_are_one_sentence(orchestrator: tuple[Orchestrator, str]) -> None:

@@ -85,6 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, text, takes_run in (
         ("submit", "hand a run (@ run.toml --key value) to an orchestrator", False),
         ("watch", "follow a run", True),
+        ("evaluate", "measure a run's policy now (@ evaluation.toml --key value)", True),
         ("runs", "list the runs of an orchestrator", False),
         ("stop", "stop a run after the step under way", True),
         ("resume", "go on with a stopped run", True),
@@ -106,7 +107,7 @@ def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
     from quartet.cli import clients, rl
     from quartet.cli.tiny import command as tiny
 
-    if rest and options.command not in ("rl", "sft", "eval", "env", "baseline", "gepa", "submit"):
+    if rest and options.command not in ("rl", "sft", "eval", "env", "baseline", "gepa", "submit", "evaluate"):
         raise ConfigError(f"argument {rest[0]!r} is not understood; see 'quartet {options.command} --help'")
     match options.command:
         case "rl":

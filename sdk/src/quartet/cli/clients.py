@@ -1,4 +1,5 @@
-"""`quartet submit | watch | runs | stop | resume`: thin clients of an orchestrator that runs elsewhere."""
+"""`quartet submit | watch | evaluate | runs | stop | resume`: thin clients of an orchestrator that is
+elsewhere."""
 
 from __future__ import annotations
 
@@ -12,13 +13,17 @@ from quartet.cli.progress import Progress, phase_name
 from quartet.cli.watch import history_of, watch_run
 from quartet.config import load
 from quartet.errors import QuartetError
-from quartet.kit.call import RetryBudget, unary
+from quartet.kit.call import RetryBudget, stream, unary
 from quartet.kit.channel import ClientSecurity, connect
+from quartet.kit.stream import IDLE_TIMEOUT_SECONDS
 from quartet.local.deployment import SERVICES
 from quartet.local.toml_text import dumps
 from quartet.run.config import RunConfig
+from quartet.run.evaluation import EvaluateConfig
 from quartet.v1.orchestrator_service_pb2 import (
     RUN_PHASE_COMPLETED,
+    EvalEvent,
+    EvaluateRequest,
     GetRunStatusRequest,
     ListRunsRequest,
     ResumeRunRequest,
@@ -129,6 +134,22 @@ async def resume(stub: OrchestratorServiceStub, options: argparse.Namespace, res
     answer = await unary(stub.ResumeRun, request, timeout_s=CALL_SECONDS, budget=RetryBudget())
     print(run_line(answer.run))
     return 0
+
+
+async def evaluate(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:
+    """Measure what the run's policy earns now; 0 where every rollout has a result."""
+    asked = load(EvaluateConfig, rest).config
+    # What was not said is the run's to say.
+    toml = dumps(asked.model_dump(mode="json", exclude_unset=True, exclude_none=True))
+    request = EvaluateRequest(run_id=options.run, config_toml=toml)
+    result = EvalEvent()
+    async for frame in stream(stub.Evaluate(request), idle_timeout_s=IDLE_TIMEOUT_SECONDS):
+        if frame.HasField("result"):
+            result = frame.result
+    print(f"{options.run}  version {result.policy_version}, after step {result.step}")
+    for name, value in sorted(result.metrics.items()):
+        print(f"{name}  {value:.4g}")
+    return 0 if result.metrics["eval/coverage"] == 1 else 1
 
 
 def run_line(one: Run) -> str:

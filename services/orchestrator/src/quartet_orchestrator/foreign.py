@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from quartet.errors import QuartetError
 from quartet.run.config import RunConfig
@@ -135,24 +136,10 @@ class ForeignTraining:
             raise QuartetError("NOT_READY", f"group {number} cannot be written down: {error}") from error
         self.tell()
 
-    async def frames(self, group: Group) -> list[pb.StreamRolloutsResponse]:
-        """The group as it is sent."""
-        batch = self._batch  # before the thread reads: it may be trained on meanwhile
-        credit = batch.credit[group.number]
-        read = await asyncio.to_thread(self._book.rollouts, group.number)
-        rollouts = [one for one in read if one.member in credit]
-        head = pb.CreditedGroup(
-            group=group.number,
-            step=batch.closed.batch + 1,
-            groups_of_step=len(batch.closed.groups),
-            rollouts=len(rollouts),
-            normalizer=batch.closed.normalizer,
-        )
-        bodies = (pb.CreditedRollout(rollout=one, advantages=credit[one.member]) for one in rollouts)
-        return [
-            pb.StreamRolloutsResponse(group=head),
-            *(pb.StreamRolloutsResponse(rollout=body) for body in bodies),
-        ]
+    def reader(self, group: Group) -> Callable[[], list[pb.StreamRolloutsResponse]]:
+        """What reads the group as it is sent: meant for a thread."""
+        # The batch of now: it may be trained on while the thread reads.
+        return partial(_frames, self._book, self._batch, group.number)
 
     def tell(self) -> None:
         self.news.set()
@@ -200,7 +187,7 @@ class RolloutStream:
         listening = asyncio.create_task(self._listen(requests))
         try:
             while (group := await self._next()) is not None:
-                for frame in await self._training.frames(group):
+                for frame in await asyncio.to_thread(self._training.reader(group)):
                     yield frame
         finally:
             listening.cancel()
@@ -261,6 +248,23 @@ def _malformed(field: str, value: object, remedy: str) -> QuartetError:
     return QuartetError(
         "INVALID_REQUEST", f"{field} = {value} is refused: {remedy}", field=field, value=value, remedy=remedy
     )
+
+
+def _frames(book: Book, batch: HandedOut, number: int) -> list[pb.StreamRolloutsResponse]:
+    credit = batch.credit[number]
+    rollouts = [one for one in book.rollouts(number) if one.member in credit]
+    head = pb.CreditedGroup(
+        group=number,
+        step=batch.closed.batch + 1,
+        groups_of_step=len(batch.closed.groups),
+        rollouts=len(rollouts),
+        normalizer=batch.closed.normalizer,
+    )
+    bodies = (pb.CreditedRollout(rollout=one, advantages=credit[one.member]) for one in rollouts)
+    return [
+        pb.StreamRolloutsResponse(group=head),
+        *(pb.StreamRolloutsResponse(rollout=body) for body in bodies),
+    ]
 
 
 def _credit_of(book: Book, config: RunConfig, closed: BatchClosed) -> dict[int, dict[int, list[float]]]:

@@ -89,7 +89,9 @@ class TrainingRun:
     async def close(self, *, goes_on: bool) -> None:
         """The end of the run here, for now or for good: other runs get its place on the trainer."""
         run_id = self._book.state.run_id
-        self._hold.end(QuartetError("RUN_NOT_SERVED", f"run {run_id!r} came to its end meanwhile", have=""))
+        self._hold.end(
+            QuartetError("RUN_NOT_SERVED", f"run {run_id!r} came to its end meanwhile", want=run_id)
+        )
         await self._training.close(goes_on=goes_on)
 
     async def _all_steps(self) -> None:
