@@ -181,3 +181,17 @@ def test_a_run_is_frozen() -> None:
     run = parse_run('model = "m"\n' + ENV)
     with pytest.raises(ValueError, match="frozen"):
         run.max_steps = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["learning_rate = 1e-5", "[lora]\nenabled = true", "[ckpt]\ninterval = 3", '[trainer]\nstate_dir = "x"'],
+)
+def test_a_run_with_an_external_trainer_says_nothing_that_only_a_trainer_reads(said: str) -> None:
+    key = said.strip("[").replace("]", " ").split()[0]
+    own = f'model = "m"\nexternal_trainer = true\n{"" if said.startswith("[") else said}\n{ENV}'
+    with pytest.raises(ConfigError, match=f"{key} is a setting of Quartet's trainer"):
+        parse_run(own + (said if said.startswith("[") else ""))
+    # What a client submits has every key, its default too.
+    plain = parse_run(f'model = "m"\nexternal_trainer = true\n{ENV}')
+    assert parse_run(dumps(plain.model_dump(mode="json", exclude_none=True))) == plain

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from quartet.cli.display import eval_line
 from quartet.config import ConfigError
 from quartet.run.config import parse_run
+from quartet.run.evaluation import parse_evaluation
 from quartet.v1.orchestrator_service_pb2 import EvalEvent
 
 RUN = 'model = "m"\n[[env]]\nid = "a"\n[[env]]\nid = "b"\n'
@@ -73,3 +76,29 @@ def test_an_evaluation_without_a_result_shows_none() -> None:
     assert eval_line(EvalEvent(step=0, metrics=metrics)) == (
         "evaluation after 0 steps: reward 0.500  x/y 0.250  z 0.750"
     )
+
+
+def test_an_evaluation_by_itself_is_said_like_one_of_a_run() -> None:
+    asked = parse_evaluation(
+        'num_examples = 5\n[sampling]\ntop_p = 0.5\n[[env]]\nid = "c"\nrollouts_per_example = 2\n'
+    )
+    (trial,) = asked.trials(parse_run(RUN).env)
+    assert (trial.name, trial.num_examples, trial.rollouts_per_example) == ("c", 5, 2)
+    assert asked.sampling.model_dump(exclude_unset=True) == {"top_p": 0.5}
+    assert [trial.name for trial in parse_evaluation("").trials(parse_run(RUN).env)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "refusal"),
+    [
+        ("num_examples = 0", "num_examples = 0 is refused"),
+        ("before = false", "unknown key 'before'"),
+        ("temperature = 0.0", "unknown key 'temperature'"),
+        ('[env]\nid = "c"', "write [[env]] with two brackets"),
+        ('[[env]]\nid = "c"\nrollouts_per_example = 64', "set max_concurrent to at least 64"),
+        ("num_examples =", "the evaluation is not valid TOML"),
+    ],
+)
+def test_evaluations_by_themselves_that_make_no_sense(text: str, refusal: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(refusal)):
+        parse_evaluation(text)

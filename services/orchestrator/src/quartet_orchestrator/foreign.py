@@ -26,7 +26,7 @@ from quartet.v1.journal_pb2 import BatchClosed
 
 from quartet_orchestrator.batches import credited
 from quartet_orchestrator.book import Book
-from quartet_orchestrator.outage import AWAY, RunInterrupted
+from quartet_orchestrator.outage import AWAY, NOTE_AFTER_S, RunInterrupted
 from quartet_orchestrator.state import Group
 from quartet_orchestrator.steps import Trained, of_acks
 
@@ -42,6 +42,14 @@ class HandedOut:
 
     closed: BatchClosed
     credit: dict[int, dict[int, list[float]]]
+
+
+@dataclass(frozen=True)
+class Over:
+    """Nothing is handed out any more."""
+
+    #: None where all is trained.
+    why: QuartetError | None
 
 
 class ForeignTraining:
@@ -64,9 +72,7 @@ class ForeignTraining:
         self._away_since = time.monotonic()
         self._batch = HandedOut(BatchClosed(), {})
         self.news = asyncio.Event()
-        # Whether it is over, and why where it is not done.
-        self.over = False
-        self.why: QuartetError | None = None
+        self.over: Over | None = None
 
     async def open(self) -> None:
         """The trainer comes by itself. Returns once a replica serves the version that the book stands at."""
@@ -75,10 +81,11 @@ class ForeignTraining:
 
     async def close(self, *, goes_on: bool) -> None:
         run_id, done = self._book.state.run_id, self._book.state.step == self._config.max_steps
-        if goes_on or not done:
+        if done and not goes_on:
+            self.over = Over(None)
+        else:
             why = f"run {run_id!r} is stopped or has failed, see its status; resume it, or submit a new one"
-            self.why = QuartetError("RUN_NOT_SERVED", why, want=run_id)
-        self.over = True
+            self.over = Over(QuartetError("RUN_NOT_SERVED", why, want=run_id))
         self.tell()
 
     async def train(self, batch: int) -> None:
@@ -146,14 +153,14 @@ class ForeignTraining:
         self.news = asyncio.Event()
 
     async def _served(self, steps: int) -> None:
-        version, noted = steps * self._config.versions_per_step, False
+        version, since, noted = steps * self._config.versions_per_step, time.monotonic(), False
         while True:
             try:
                 return await self._serving(version)
             except QuartetError as error:
                 if error.reason not in AWAY:
                     raise
-                if not noted:
+                if not noted and time.monotonic() - since > NOTE_AFTER_S:
                     noted = True
                     self._book.note(f"waits until its trainer has pushed version {version}: {error.message}")
             self._check_patience()
@@ -176,40 +183,39 @@ class RolloutStream:
         self._book = book
         self._credits = 0
         self._sent: set[int] = set()
-        # Why the client is not listened to any more; None while it is, or where it ended its side.
-        self._refused: BaseException | None = None
-        self._ended = False
 
     async def responses(
         self, requests: AsyncIterator[pb.StreamRolloutsRequest]
     ) -> AsyncGenerator[pb.StreamRolloutsResponse, None]:
         """Raises QuartetError."""
-        listening = asyncio.create_task(self._listen(requests))
+        self._listening = asyncio.create_task(self._listen(requests))
+        self._listening.add_done_callback(lambda _: self._training.tell())
         try:
             while (group := await self._next()) is not None:
                 for frame in await asyncio.to_thread(self._training.reader(group)):
                     yield frame
         finally:
-            listening.cancel()
-            await asyncio.gather(listening, return_exceptions=True)
+            self._listening.cancel()
+            await asyncio.gather(self._listening, return_exceptions=True)
             self._training.left(self)
 
     async def _next(self) -> Group | None:
         """The next group to be sent; None at the end."""
         while True:
             news = self._training.news
-            if self._refused is not None:
-                raise self._refused
             if not self._training.serves(self):
                 raise QuartetError(
                     "RUN_CONFLICT",
                     f"another StreamRollouts of run {self._book.state.run_id!r} took over",
                     run_id=self._book.state.run_id,
                 )
-            if self._training.over and self._training.why is not None:
-                raise self._training.why
-            if self._training.over or self._ended:
+            if self._training.over is not None:
+                if self._training.over.why is not None:
+                    raise self._training.over.why
                 return None
+            if self._listening.done():
+                # It raises what the client said wrong; else the client has ended its side.
+                return self._listening.result()
             waiting = {group.number: group for group in self._training.waiting()}
             self._sent &= waiting.keys()
             unsent = [number for number in waiting if number not in self._sent]
@@ -220,16 +226,10 @@ class RolloutStream:
             await news.wait()
 
     async def _listen(self, requests: AsyncIterator[pb.StreamRolloutsRequest]) -> None:
-        try:
-            async for request in requests:
-                if not self._training.serves(self):
-                    return  # the one that took over is told everything again
-                self._told(request)
-        except Exception as error:  # noqa: BLE001 - raised where the responses are made
-            self._refused = error
-        finally:
-            self._ended = True
-            self._training.tell()
+        async for request in requests:
+            if not self._training.serves(self):
+                return  # the one that took over is told everything again
+            self._told(request)
 
     def _told(self, request: pb.StreamRolloutsRequest) -> None:
         match request.WhichOneof("frame"):
