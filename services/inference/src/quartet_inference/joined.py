@@ -59,8 +59,9 @@ async def joined(events: AsyncIterator[AnswerEvent], interval_s: float) -> Async
         if failure is not None:
             raise failure
     finally:
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
+        if not reading.done():
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
 
 
 def _together(events: list[AnswerEvent]) -> list[AnswerEvent]:

@@ -21,8 +21,9 @@ from quartet.v1.rollout_pb2 import Rollout, Sample
 from quartet_orchestrator import credit, parts
 from quartet_orchestrator.credit import Size
 
-# A frame is sent when it has grown this large; small enough that sending and packing overlap.
-FRAME_BYTES = 1 << 20
+# A frame is sent when it has grown this large: small enough that the trainer unpacks one while the next is
+# packed, large enough that to send it costs less than to pack it.
+FRAME_BYTES = 1 << 17
 # The most that a token, a log-probability and a span take on the wire; and, of each sample, length prefixes,
 # tags and the advantage.
 TOKEN_BYTES, LOGPROB_BYTES, SPAN_BYTES, SAMPLE_OVERHEAD_BYTES = 5, 4, 25, 48
