@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install install-vllm classic demo test test-vllm lint check bench protos clean
+.PHONY: install install-vllm classic demo test test-services test-system test-vllm lint check bench protos clean
 .DELETE_ON_ERROR:
 
 install: .venv/installed .venv-envs/installed
@@ -63,9 +63,16 @@ demo: install models/tiny/config.json
 	$(BIN)/quartet rl @ configs/reverse-text.toml --seed $(SEED) --output-dir outputs/demo --overwrite
 	@echo "results: outputs/demo/{summary.json,metrics.jsonl,reward.png,rollouts/,checkpoint/}"
 
+# The services' own tests and those of the whole are two processes side by side: both wait much.
 test: install classic test-vllm
 	.venv-envs/bin/python -m pytest environments
-	$(PY) -m pytest
+	$(MAKE) -j2 -Oline test-services test-system
+
+test-services: install
+	$(PY) -m pytest sdk services
+
+test-system: install
+	$(PY) -m pytest tests
 
 # The engine on vLLM's CPU build, where this CPU can run it.
 test-vllm:
