@@ -53,6 +53,26 @@ def test_promise_2_a_model_that_scales_its_logits_is_refused_by_the_probe() -> N
             probe(policy, 96, "m")
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes", "why"),
+    [
+        ("mpt", {"d_model": 32, "n_heads": 2, "n_layers": 2, "max_seq_len": 64}, "log-probabilities of Mpt"),
+        ("bloom", {"hidden_size": 32, "n_head": 2}, "BloomForCausalLM does not take packed rows"),
+        ("gemma2", {**TINY, "head_dim": 16, "layer_types": ["full_attention"] * 2}, "caps its logits"),
+    ],
+)
+def test_promise_2_holds_for_small_random_weights(
+    kind: str, sizes: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    """Whose log-probabilities hardly show it: distances in the row instead of positions, a cap on logits."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **{**sizes, "vocab_size": 96, "initializer_range": 0.02})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(QuartetError, match=why) as raised:
+        probe(PolicyForward(load(tmp_path), CPU, None), 96, "m")
+    assert raised.value.metadata["key"] == "base_model"
+
+
 def test_promise_2_a_class_that_hides_its_decoder_is_refused(tmp_path: Path) -> None:
     """Transformers' text-only Llama 4 names its decoder otherwise than its base_model_prefix says."""
     config = transformers.Llama4TextConfig(

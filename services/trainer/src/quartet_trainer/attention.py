@@ -59,7 +59,8 @@ def attention(
         # Autocast may leave some of them wide: norms multiply by float32 masters.
         and query.dtype == key.dtype == value.dtype == torch.float32
         and dropout == 0
-        and module.is_causal
+        # As transformers' own reads it: few models leave it out.
+        and getattr(module, "is_causal", True)
         and (attention_mask is None or (attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1))
         and key.shape[2] == length
         and all(given is None or name in HARMLESS for name, given in options.items())

@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from safetensors import SafetensorError
 
 from quartet_trainer import attention, masks
 from quartet_trainer.logprobs import PolicyForward
-from quartet_trainer.packing import pack
+from quartet_trainer.packing import PROMPT, pack
 from quartet_trainer.sample import Sample, make_sample
 
 #: What a folder needs besides weights so that tokenizer and sampling defaults travel with the model.
@@ -39,8 +40,11 @@ COMPANION_PATTERNS = (
     "generation_config.json",
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-#: Float32 sums in another order differ by less on a small model; a wrong mask differs by more than one.
+#: Of what it would change if samples saw each other, or of 1 where that is more. Float32 sums in another
+#: order differ by much less, whether weights are random (1e-6 of 1e-2) or trained (1e-4 of 10) ...
 PROBE_TOLERANCE = 1e-2
+#: ... and may differ by so much where a model hardly looks back at all.
+PROBE_NOISE = 1e-5
 #: Less than a sample of the probe, so that a window shows.
 PROBE_WINDOW = 6
 
@@ -83,12 +87,7 @@ def load_model(folder: Path, base_model: str, *, device: torch.device, seed: int
         remedy = "name a folder with config.json and model.safetensors, or set from_scratch"
         raise _refused(base_model, f"{folder} cannot be loaded: {text}", remedy) from error
     _check_attention(model.config, base_model)
-    if model.base_model is model:
-        raise _refused(
-            base_model,
-            f"transformers does not say which part of {type(model).__name__} comes before its output layer",
-            "use another architecture",
-        )
+    _check_output(model, base_model)
     return _prepared(model.to(device))
 
 
@@ -139,12 +138,37 @@ def _check_attention(config: Any, base_model: str) -> None:
         )
 
 
+def _check_output(model: Any, base_model: str) -> None:
+    if model.base_model is model:
+        raise _refused(
+            base_model,
+            f"transformers does not say which part of {type(model).__name__} comes before its output layer",
+            "use another architecture",
+        )
+    # Which shows in a probe only where logits are large: not with random weights.
+    if getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None:
+        raise _refused(
+            base_model,
+            f"{type(model).__name__} caps its logits after the output layer, which this trainer does not",
+            "use another architecture, or final_logit_softcapping = null where weights are random",
+        )
+
+
 def probe(policy: PolicyForward, vocab_size: int, base_model: str) -> None:
     """Refuse a model for which packed log-probabilities are not the model's own. Errors: INVALID_CONFIG."""
     with torch.no_grad(), masks.narrowed(policy.model.config, PROBE_WINDOW):
         alone = torch.cat([_plain_logprobs(policy.model, sample) for sample in _probes(vocab_size)])
-        difference = float((probe_logprobs(policy, vocab_size) - alone).abs().max())
-    if not difference <= PROBE_TOLERANCE:
+        try:
+            difference = float((probe_logprobs(policy, vocab_size) - alone).abs().max())
+        except (AttributeError, TypeError, ValueError) as error:
+            # Transformers' models differ in which positions and masks they take.
+            raise _refused(
+                base_model,
+                f"{type(policy.model).__name__} does not take packed rows: {error}",
+                "use another architecture",
+            ) from error
+        wrong = float((probe_logprobs(policy, vocab_size, apart=False) - alone).abs().max())
+    if not difference <= max(PROBE_NOISE, PROBE_TOLERANCE * min(1.0, wrong)):
         raise _refused(
             base_model,
             f"packed and plain log-probabilities of {type(policy.model).__name__} differ by {difference:.3g}",
@@ -152,9 +176,11 @@ def probe(policy: PolicyForward, vocab_size: int, base_model: str) -> None:
         )
 
 
-def probe_logprobs(policy: PolicyForward, vocab_size: int) -> torch.Tensor:
-    """Of two short samples, packed."""
+def probe_logprobs(policy: PolicyForward, vocab_size: int, *, apart: bool = True) -> torch.Tensor:
+    """Of two short samples, packed; not kept apart, the second one sees the first."""
     (batch,) = pack(_probes(vocab_size), [0, 1], budget_tokens=64, row_tokens=64)
+    if not apart:
+        batch = replace(batch, segments_RL=np.full_like(batch.segments_RL, PROMPT))
     with torch.no_grad():
         packed: torch.Tensor = policy(batch, 1.0, full_precision=True)[0]
     return packed
