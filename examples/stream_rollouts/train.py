@@ -107,32 +107,35 @@ class Trainer:
 
 
 async def groups_of(
-    stub: OrchestratorServiceStub, said: asyncio.Queue[StreamRolloutsRequest]
+    stub: OrchestratorServiceStub, said: asyncio.Queue[StreamRolloutsRequest | None]
 ) -> AsyncIterator[Group | None]:
     """The groups of the run, each once it is whole; None where there was nothing for some seconds."""
 
     async def says() -> AsyncIterator[StreamRolloutsRequest]:
-        while True:
-            yield await said.get()
+        while (request := await said.get()) is not None:
+            yield request
 
     group: Group | None = None
-    async for frame in stream(stub.StreamRollouts(says()), idle_timeout_s=IDLE_SECONDS):
-        match frame.WhichOneof("frame"):
-            case "group":
-                group = Group(frame.group)
-            case "rollout":
-                assert group is not None
-                group.rollouts.append(frame.rollout)
-            case "heartbeat":
-                yield None
-        if group is not None and len(group.rollouts) == group.head.rollouts:
-            yield group
-            group = None
+    try:
+        async for frame in stream(stub.StreamRollouts(says()), idle_timeout_s=IDLE_SECONDS):
+            match frame.WhichOneof("frame"):
+                case "group":
+                    group = Group(frame.group)
+                case "rollout":
+                    assert group is not None
+                    group.rollouts.append(frame.rollout)
+                case "heartbeat":
+                    yield None
+            if group is not None and len(group.rollouts) == group.head.rollouts:
+                yield group
+                group = None
+    finally:
+        said.put_nowait(None)
 
 
 async def train(trainer: Trainer, run_id: str, orchestrator: Any, inference: Any) -> None:
     """Take, train, push, acknowledge; until the run is over."""
-    said: asyncio.Queue[StreamRolloutsRequest] = asyncio.Queue()
+    said: asyncio.Queue[StreamRolloutsRequest | None] = asyncio.Queue()
     said.put_nowait(StreamRolloutsRequest(start=StreamRolloutsStart(run_id=run_id)))
     said.put_nowait(StreamRolloutsRequest(credits=1))
     step: list[Group] = []
