@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quartet.errors import QuartetError
 from quartet.v1 import weights_pb2 as pb
+from quartet.weights import payload as module
 from quartet.weights.layout import header_of, parse_header
 from quartet.weights.manifest import build_manifest, check_manifest, sealed, verify_tensor
 from quartet.weights.payload import CHUNK_BYTES, chunk_spans, chunks, decode_payload, full_payload
@@ -124,7 +125,7 @@ def test_chunks_cover_the_rest_without_gaps_and_end_on_the_grid(size: int, offse
 
 
 @pytest.mark.parametrize("offset", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 3, 2 * CHUNK_BYTES])
-def test_a_payload_from_any_offset_is_the_same_bytes(offset: int) -> None:
+def test_a_payload_from_any_offset_is_the_same_bytes(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     sizes = (7, CHUNK_BYTES, 1, CHUNK_BYTES // 2, 13)
     tensors = {f"t{i}": Tensor("U8", (n,), rng.bytes(n)) for i, n in enumerate(sizes)}
@@ -132,6 +133,17 @@ def test_a_payload_from_any_offset_is_the_same_bytes(offset: int) -> None:
     rest = list(chunks(payload, offset))
     assert b"".join(chunk.data for chunk in rest) == bytes(whole(tensors))[offset:]
     assert all(chunk.checksum == xxhash.xxh3_64_intdigest(chunk.data) for chunk in rest)
+    hashed: list[int] = []
+    checksum = module._checksum
+
+    def hashing(views: list[memoryview]) -> int:
+        hashed.append(sum(map(len, views)))
+        return checksum(views)
+
+    monkeypatch.setattr(module, "_checksum", hashing)
+    sent = list(payload.encoded_chunks(offset))
+    assert sent == [pb.FetchResponse(chunk=chunk).SerializeToString() for chunk in rest]
+    assert len(hashed) == (offset % CHUNK_BYTES > 0), "only a part of a chunk has a checksum of its own"
 
 
 def test_digests_name_weights_and_signatures_name_layouts() -> None:
