@@ -5,7 +5,8 @@ elsewhere.
     for every batch s:
         wait until its groups of rollouts are complete        (those of later batches are under way meanwhile)
         close it: fix its groups and its normaliser
-        train it: version s becomes version s + 1
+        wait for those who measure version s because somebody asked
+        train it, or hand it to who does: version s becomes version s + 1
         publish version s + 1, which admits more rollouts
     export the model, measure it
 
@@ -150,7 +151,7 @@ class TrainingRun:
         await self._unless_stopped(self._evaluation.measure(version))
 
     async def _still_held(self) -> None:
-        """Waits for those who measure the version that is about to be the last but one."""
+        """Waits for those who measure the version that is not the last one much longer."""
         self.doing = "waiting for evaluations that were asked for"
         await self._unless_stopped(self._hold.move())
 
