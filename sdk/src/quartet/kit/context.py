@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import re
 import time
 import uuid
 from collections.abc import Coroutine
@@ -22,6 +23,7 @@ T = TypeVar("T")
 
 REQUEST_ID_KEY: Final = "x-request-id"
 MAX_REQUEST_ID_CHARS: Final = 64
+_DECENT: Final = re.compile(rf"[\w.:-]{{1,{MAX_REQUEST_ID_CHARS}}}", re.ASCII)
 
 # What a server keeps of its caller's time, to answer before the caller gives up.
 MARGIN_SECONDS: Final = 0.05
@@ -57,7 +59,7 @@ _background: set[asyncio.Task[Any]] = set()
 
 def enter(offered_id: str | None, remaining_s: float | None) -> tuple[str, Scope]:
     """Begin handling an RPC in the current task: its id (the caller's, if it is decent) and its scope."""
-    chosen = offered_id if offered_id and _decent(offered_id) else new_request_id()
+    chosen = offered_id if offered_id and _DECENT.fullmatch(offered_id) else new_request_id()
     scope = Scope(remaining_s)
     _request_id.set(chosen)
     _scope.set(scope)
@@ -97,7 +99,3 @@ def background(work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
     _background.add(task)
     task.add_done_callback(_background.discard)
     return task
-
-
-def _decent(offered_id: str) -> bool:
-    return len(offered_id) <= MAX_REQUEST_ID_CHARS and all(ch.isalnum() or ch in "-_.:" for ch in offered_id)
