@@ -32,6 +32,7 @@ from quartet.weights.delta import Delta, Held, apply_delta
 from quartet.weights.fetched import Fetched
 from quartet.weights.frames import decode_frame
 from quartet.weights.manifest import check_manifest, mismatch, of_full_payload
+from quartet.weights.passing import PassingDigests
 from quartet.weights.payload import decode_payload
 from quartet.weights.receipt import Receipt
 from quartet.weights.service import SERVICE
@@ -121,7 +122,7 @@ def _decoded(
         receipt.close()
     if base is not None and is_delta:
         return apply_delta(receipt.buffer, manifest, base)
-    return decode_payload(receipt.buffer, manifest)
+    return decode_payload(receipt.buffer, manifest, receipt.passing.found if receipt.passing else {})
 
 
 async def _carried(answer: pb.GetManifestResponse, transports: Sequence[Transport]) -> memoryview | None:
@@ -141,7 +142,13 @@ def _receipt(
     size = manifest.payload_bytes
     # Unlike bytearray(size), untouched: the pages are first written by the bytes that arrive.
     place = np.empty(size, np.uint8).data if buffer is None else buffer
-    receipt = Receipt(place, [(0, size)] if buffer is None else [], Arrival(manifest, place))
+    fetched_whole = buffer is None and not manifest.HasField("base_version")
+    receipt = Receipt(
+        place,
+        [(0, size)] if buffer is None else [],
+        Arrival(manifest, place),
+        PassingDigests(manifest) if fetched_whole else None,
+    )
     if on_arrival is not None:
         on_arrival(receipt.arrival)
     try:

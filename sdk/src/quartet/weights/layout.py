@@ -39,7 +39,7 @@ def header_of(specs: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, 
     """The prefix and header, the order in which the tensors follow, and the size of the whole payload."""
     if "__metadata__" in specs:
         raise ValueError("no tensor can be named __metadata__: safetensors uses that name itself")
-    order = sorted(specs, key=lambda name: (-DTYPE_BYTES[specs[name][0]], name))
+    order = order_of(specs)
     entries: dict[str, object] = {"__metadata__": METADATA}
     at = 0
     for name in order:
@@ -50,6 +50,11 @@ def header_of(specs: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, 
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % HEADER_ALIGNMENT)
     return len(text).to_bytes(PREFIX_BYTES, "little") + text, order, PREFIX_BYTES + len(text) + at
+
+
+def order_of(specs: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
+    """The order in which tensors follow each other."""
+    return sorted(specs, key=lambda name: (-DTYPE_BYTES[specs[name][0]], name))
 
 
 def parse_header(payload: memoryview) -> dict[str, Extent]:

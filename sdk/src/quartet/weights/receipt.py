@@ -15,6 +15,7 @@ from quartet.v1 import weights_pb2 as pb
 from quartet.weights.arrival import Arrival
 from quartet.weights.frames import Chunk
 from quartet.weights.manifest import mismatch
+from quartet.weights.passing import PassingDigests
 from quartet.weights.payload import CHUNK_BYTES, Payload
 
 #: Times one span is fetched again because its bytes were damaged.
@@ -31,6 +32,7 @@ class Receipt:
     buffer: memoryview
     missing: list[tuple[int, int]]
     arrival: Arrival
+    passing: PassingDigests | None = None
     end: pb.WeightEnd | None = None
     refetches: dict[int, int] = field(default_factory=dict)
     #: Over the first `hashed` bytes, taken while they are in the cache.
@@ -66,6 +68,8 @@ class Receipt:
             self.buffer[position:until] = data
             if position == self.hashed:
                 self.state.update(data)
+                if self.passing is not None:
+                    self.passing.update(position, data)
                 self.hashed = until
             self.missing = [span for old in self.missing for span in _without(old, position, until)]
             self.arrival.advance(self.missing[0][0] if self.missing else self.size)
