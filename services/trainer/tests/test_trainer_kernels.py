@@ -31,7 +31,7 @@ def loaded(folder: Path, device: str = "cpu") -> Any:
 
 def logprobs_of(model: Any) -> Callable[[], torch.Tensor]:
     policy = PolicyForward(model, model.device, None)
-    return lambda: probe_logprobs(policy, VOCAB)
+    return lambda: probe_logprobs(policy, VOCAB, 64)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,15 @@
-"""Models whose layers look through a window: packed rows are computed as their samples alone."""
+"""Layers that look through a window, or are no attention at all: rows are computed as their samples alone."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as t
-from quartet.errors import QuartetError
+from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer import masks
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.model import load_model, probe
@@ -71,7 +72,7 @@ def test_a_packed_row_is_computed_as_its_samples_alone(config: Any, tmp_path: Pa
     """masks.py 1 to 3: values and gradients."""
     model = loaded(config, tmp_path)
     policy = PolicyForward(model, CPU, None)
-    probe(policy, VOCAB, "m")
+    probe(policy, VOCAB, "m", 64)
     assert model.config.get_text_config().sliding_window == WINDOW, "the probe leaves it as it was"
     samples = ragged()
     (batch,) = pack(samples, range(len(samples)), 1000, 256)
@@ -95,8 +96,48 @@ def test_a_row_of_one_sample_needs_no_mask_of_ours(tmp_path: Path) -> None:
     torch.testing.assert_close(packed, plain(model, sample), atol=1e-5, rtol=0)
 
 
-def test_layers_of_another_kind_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(QuartetError, match="chunked_attention; this trainer packs for full and sliding"):
-        loaded(
-            t.Llama4TextConfig(**TINY, head_dim=16, intermediate_size_mlp=32, num_local_experts=2), tmp_path
-        )
+STATES = t.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4)
+HYBRID = t.Qwen3NextConfig(
+    **TINY, head_dim=16, layer_types=["linear_attention", "full_attention"], num_experts=4,
+    num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+    linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [STATES, HYBRID], ids=lambda config: config.model_type)
+def test_where_no_mask_keeps_samples_apart_every_row_is_one(config: Any, tmp_path: Path) -> None:
+    model = loaded(config, tmp_path)
+    policy = PolicyForward(model, CPU, None)
+    probe(policy, VOCAB, "m", 256)
+    samples, row_tokens = ragged(), masks.shared_tokens(model.config, 256)
+    (batch,) = pack(samples, range(len(samples)), 1000, row_tokens)
+    assert len(batch.token_ids_RL) == len(samples) and not batch.needs_mask
+    packed, _ = policy(batch, 1.0)
+    alone = torch.cat([plain(model, samples[member]) for member in batch.members])
+    torch.testing.assert_close(packed, alone, atol=2e-5, rtol=0)
+    for one, other in zip(gradients(model, packed), gradients(model, alone), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4 * float(other.abs().max()) + 1e-7, rtol=0)
+
+
+@pytest.mark.parametrize("config", [CONFIGS[6], HYBRID], ids=lambda config: config.model_type)
+async def test_such_models_train_and_publish(
+    config: Any, tmp_path: Path, serve_trainer: Any, make_samples: Any, plain_logprobs: Any
+) -> None:
+    loaded(config, tmp_path / "model")
+    samples = make_samples(groups=2, members=2)
+    for one in samples:
+        del one.advantages[:]
+    likelihood = pb.LossSpec(kind=pb.LOSS_KIND_CROSS_ENTROPY)
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(tmp_path / "model"))
+        losses = []
+        for step in range(4):
+            losses.append((await trainer.forward_backward(2 * step + 1, samples, loss=likelihood)).loss)
+            await trainer.optim_step(2 * step + 2)
+        await trainer.publish(9)
+        state = await trainer.save(10, "s", export=True)
+        live = await trainer.forward(samples)
+    assert losses[-1] < 0.9 * losses[0], losses
+    exported = t.AutoModelForCausalLM.from_pretrained(state.model_path)
+    for ours, alone in zip(live, plain_logprobs(exported, samples), strict=True):
+        np.testing.assert_allclose(ours, alone, atol=1e-4)

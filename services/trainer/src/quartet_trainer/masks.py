@@ -6,7 +6,8 @@
 3. Masks have the form that the model's attention takes: boolean, or for its eager attention what is added to
    scores.
 
-A row without a mask is one sample, causal; transformers itself cuts its windows.
+A row without a mask is one sample, causal; transformers itself cuts its windows. In layers of other kinds
+(linear attention, state spaces, chunks) no mask keeps samples apart: there every row is one sample.
 
 Shapes: R rows, L columns.
 """
@@ -30,6 +31,11 @@ def kinds_of_layers(config: Any) -> set[str]:
     text = config.get_text_config()
     # Where transformers does not name them one by one, a window is one of all layers.
     return set(getattr(text, "layer_types", None) or [SLIDING if _window(text) else FULL])
+
+
+def shared_tokens(config: Any, row_tokens: int) -> int:
+    """How long rows may be that several samples share: `row_tokens`, or no longer than one token."""
+    return row_tokens if kinds_of_layers(config) <= {FULL, SLIDING} else 1
 
 
 def attention_masks(config: Any, segments_RL: Tensor, positions_RL: Tensor) -> Tensor | dict[str, Tensor]:

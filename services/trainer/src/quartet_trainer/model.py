@@ -13,7 +13,6 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from safetensors import SafetensorError
 
 from quartet_trainer import attention, masks
 from quartet_trainer.logprobs import PolicyForward
-from quartet_trainer.packing import PROMPT, pack
+from quartet_trainer.packing import pack
 from quartet_trainer.sample import Sample, make_sample
 
 #: What a folder needs besides weights so that tokenizer and sampling defaults travel with the model.
@@ -40,8 +39,8 @@ COMPANION_PATTERNS = (
     "generation_config.json",
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-#: Of what it would change if samples saw each other, or of 1 where that is more. Float32 sums in another
-#: order differ by much less, whether weights are random (1e-6 of 1e-2) or trained (1e-4 of 10) ...
+#: Of what another token in the prompt changes, or of 1 where that is more. Float32 sums in another order
+#: differ by much less, whether weights are random (1e-6 of 1e-2) or trained (1e-4 of 10) ...
 PROBE_TOLERANCE = 1e-2
 #: ... and may differ by so much where a model hardly looks back at all.
 PROBE_NOISE = 1e-5
@@ -86,7 +85,6 @@ def load_model(folder: Path, base_model: str, *, device: torch.device, seed: int
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         remedy = "name a folder with config.json and model.safetensors, or set from_scratch"
         raise _refused(base_model, f"{folder} cannot be loaded: {text}", remedy) from error
-    _check_attention(model.config, base_model)
     _check_output(model, base_model)
     return _prepared(model.to(device))
 
@@ -128,16 +126,6 @@ def _load_weights(folder: Path, base_model: str) -> Any:
     return model
 
 
-def _check_attention(config: Any, base_model: str) -> None:
-    unknown = sorted(masks.kinds_of_layers(config) - {masks.FULL, masks.SLIDING})
-    if unknown:
-        raise _refused(
-            base_model,
-            f"it has layers of {', '.join(unknown)}; this trainer packs for full and sliding attention",
-            "use a model without such layers",
-        )
-
-
 def _check_output(model: Any, base_model: str) -> None:
     if model.base_model is model:
         raise _refused(
@@ -154,40 +142,41 @@ def _check_output(model: Any, base_model: str) -> None:
         )
 
 
-def probe(policy: PolicyForward, vocab_size: int, base_model: str) -> None:
+def probe(policy: PolicyForward, vocab_size: int, base_model: str, row_tokens: int) -> None:
     """Refuse a model for which packed log-probabilities are not the model's own. Errors: INVALID_CONFIG."""
-    with torch.no_grad(), masks.narrowed(policy.model.config, PROBE_WINDOW):
-        alone = torch.cat([_plain_logprobs(policy.model, sample) for sample in _probes(vocab_size)])
+    model, samples = policy.model, _probes(vocab_size)
+    with torch.no_grad(), masks.narrowed(model.config, PROBE_WINDOW):
+        alone = torch.cat([_plain_logprobs(model, sample) for sample in samples])
+        others = torch.cat([_plain_logprobs(model, sample) for sample in _probes(vocab_size, shift=1)])
         try:
-            difference = float((probe_logprobs(policy, vocab_size) - alone).abs().max())
+            packed = probe_logprobs(policy, vocab_size, row_tokens)
         except (AttributeError, TypeError, ValueError) as error:
             # Transformers' models differ in which positions and masks they take.
-            raise _refused(
-                base_model,
-                f"{type(policy.model).__name__} does not take packed rows: {error}",
-                "use another architecture",
-            ) from error
-        wrong = float((probe_logprobs(policy, vocab_size, apart=False) - alone).abs().max())
-    if not difference <= max(PROBE_NOISE, PROBE_TOLERANCE * min(1.0, wrong)):
+            why = f"{type(model).__name__} does not take packed rows: {error}"
+            raise _refused(base_model, why, "set the trainer's row_tokens = 1, or use another") from error
+    difference, seen = float((packed - alone).abs().max()), float((others - alone).abs().max())
+    if not difference <= max(PROBE_NOISE, PROBE_TOLERANCE * min(1.0, seen)):
         raise _refused(
             base_model,
-            f"packed and plain log-probabilities of {type(policy.model).__name__} differ by {difference:.3g}",
-            "use an architecture with causal attention and an unscaled output layer",
+            f"packed and plain log-probabilities of {type(model).__name__} differ by {difference:.3g}",
+            "use an architecture with causal attention and an unscaled output layer; one that counts "
+            "distances along the row (ALiBi) needs the trainer's row_tokens = 1",
         )
 
 
-def probe_logprobs(policy: PolicyForward, vocab_size: int, *, apart: bool = True) -> torch.Tensor:
-    """Of two short samples, packed; not kept apart, the second one sees the first."""
-    (batch,) = pack(_probes(vocab_size), [0, 1], budget_tokens=64, row_tokens=64)
-    if not apart:
-        batch = replace(batch, segments_RL=np.full_like(batch.segments_RL, PROMPT))
+def probe_logprobs(policy: PolicyForward, vocab_size: int, row_tokens: int) -> torch.Tensor:
+    """Of two short samples, packed."""
+    row_tokens = masks.shared_tokens(policy.model.config, row_tokens)
+    (batch,) = pack(_probes(vocab_size), [0, 1], budget_tokens=64, row_tokens=row_tokens)
     with torch.no_grad():
         packed: torch.Tensor = policy(batch, 1.0, full_precision=True)[0]
     return packed
 
 
-def _probes(vocab_size: int) -> list[Sample]:
+def _probes(vocab_size: int, shift: int = 0) -> list[Sample]:
+    """`shift` makes another token of one that covered tokens see through layers alone."""
     prompt = [(7 * i + 3) % vocab_size for i in range(10)]
+    prompt[6] = (prompt[6] + shift) % vocab_size
     tails = ([(5 * i + 1) % vocab_size for i in range(3)], [(11 * i + 2) % vocab_size for i in range(4)])
     return [make_sample(i, prompt + tail, [(10, len(tail), 0)], [], []) for i, tail in enumerate(tails)]
 

@@ -21,6 +21,7 @@ from quartet_trainer.batch import Columns
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.loss import token_losses
 from quartet_trainer.loss.custom import CustomLoss
+from quartet_trainer.masks import shared_tokens
 from quartet_trainer.model import resolve_folder
 from quartet_trainer.packing import MicroBatch, cut, rows_of
 from quartet_trainer.publish import Snapshot
@@ -104,6 +105,7 @@ class Passes:
         self._policy, self._machine, self._standing = policy, machine, standing
         self._budget_tokens, self._progress = budget_tokens, progress
         self._routing = Routing(policy.model)
+        self._row_tokens = shared_tokens(policy.model.config, machine.row_tokens)
 
     def train(
         self, samples: Sequence[Sample], columns: Columns, loss: LossSpec, normalizer: float, kl_coef: float
@@ -168,6 +170,6 @@ class Passes:
         return done.logprobs
 
     def _pack(self, samples: Sequence[Sample], members: Sequence[int]) -> list[MicroBatch]:
-        row_tokens, ranks = self._machine.row_tokens, self._machine.ranks
-        rows = ranks.mine(rows_of(samples, members, row_tokens), self._policy.width)
-        return ranks.even(cut(samples, rows, self._budget_tokens, row_tokens))
+        ranks = self._machine.ranks
+        rows = ranks.mine(rows_of(samples, members, self._row_tokens), self._policy.width)
+        return ranks.even(cut(samples, rows, self._budget_tokens, self._row_tokens))

@@ -28,11 +28,12 @@ def placed(
 
     def load(device: torch.device) -> Any:
         model = base.load_model(folder, name, seed=seed, device=device)
-        base.probe(PolicyForward(model, device, autocast), base.vocab_size(model), name)
+        base.probe(PolicyForward(model, device, autocast), base.vocab_size(model), name, machine.row_tokens)
         return model
 
     model = machine.ranks.place(load, folder, machine.device)
     if machine.liger:
         policy = machine.ranks.policy(model, machine.device, autocast, ())
-        kernels.fuse(model, lambda: base.probe_logprobs(policy, base.vocab_size(model)), name)
+        size = base.vocab_size(model)
+        kernels.fuse(model, lambda: base.probe_logprobs(policy, size, machine.row_tokens), name)
     return model
