@@ -13,7 +13,7 @@ from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.journal_pb2 import JournalRecord
-from quartet_orchestrator import runs as runs_module
+from quartet_orchestrator import admission, ending
 from quartet_orchestrator.book import Book
 
 write = os.write
@@ -87,14 +87,14 @@ async def test_a_configuration_that_is_refused_now_stops_its_run_only(world, mon
     async with world.orchestrator() as runs:
         for name, steps in (("old", 8), ("new", 4)):
             await runs.submit(name, world.toml(steps=steps), dry_run=False)
-    plain = runs_module.admission.parse
+    plain = admission.parse
 
     def parse(config_toml):
         if "max_steps = 8" in config_toml:
             raise QuartetError("INVALID_CONFIG", "max_steps is not a key", key="max_steps")
         return plain(config_toml)
 
-    monkeypatch.setattr(runs_module.admission, "parse", parse)
+    monkeypatch.setattr(admission, "parse", parse)
     async with world.orchestrator() as runs:
         assert (await world.rest(runs, "new")).phase == pb.RUN_PHASE_COMPLETED
         old = runs.status("old")
@@ -220,7 +220,7 @@ async def test_a_closed_journal_is_opened_by_nobody(world):
 
 async def test_a_full_disk_stops_the_run_resumable_and_tells_its_followers(world, monkeypatch):
     """Invariant 7: a run whose journal cannot be written is no run to wait for."""
-    monkeypatch.setattr(runs_module, "FULL_DISK_S", 0.1)
+    monkeypatch.setattr(ending, "FULL_DISK_S", 0.1)
     world.trainer.delay_s = 0.02
     async with world.orchestrator() as runs:
         await runs.submit("run", world.toml(steps=6), dry_run=False)

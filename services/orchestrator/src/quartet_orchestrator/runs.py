@@ -24,23 +24,17 @@ from quartet.errors import QuartetError
 from quartet.run.config import RunConfig
 from quartet.v1 import orchestrator_service_pb2 as pb
 
-from quartet_orchestrator import admission, shelf, state
+from quartet_orchestrator import admission, ending, shelf, state
 from quartet_orchestrator.assembly import Services, assemble
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.foreign import RolloutStream
 from quartet_orchestrator.on_demand import EvaluationOnDemand
-from quartet_orchestrator.outage import RunFailed, RunInterrupted
-from quartet_orchestrator.run import StopAsked, TrainingRun
+from quartet_orchestrator.run import TrainingRun
 from quartet_orchestrator.segments import JournalCorrupt
 from quartet_orchestrator.together import first_cause
 from quartet_orchestrator.watchdog import Moving
 
 log = structlog.get_logger()
-
-# What leaves a run STOPPED: it can be resumed.
-RESUMABLE = (StopAsked, RunInterrupted, OSError, JournalCorrupt)
-# How often a full disk is tried again.
-FULL_DISK_S = 5.0
 
 
 @dataclass
@@ -304,8 +298,8 @@ class Runs:
             await run.execute()
         except Exception as raised:  # noqa: BLE001 - the end of a run's task: every way to end becomes a phase
             cause = first_cause(raised)
-            await run.close(goes_on=isinstance(cause, RESUMABLE))
-            await _write_down(book, cause)
+            await run.close(goes_on=isinstance(cause, ending.RESUMABLE))
+            await ending.write_down(book, cause)
         finally:
             self._services.turns.leave(book.state.run_id)
         book.rest_if_idle()
@@ -325,37 +319,3 @@ def _written(run_id: str) -> Iterator[None]:
             "room and ask again",
             run_id=run_id,
         ) from error
-
-
-async def _write_down(book: Book, cause: BaseException) -> None:
-    """How the run ended, as soon as its journal takes it."""
-    while True:
-        try:
-            return _ended(book, cause)
-        except OSError as error:
-            log.error("the journal cannot be written; make room", why=str(error))
-        await asyncio.sleep(FULL_DISK_S)
-
-
-def _ended(book: Book, cause: BaseException) -> None:
-    match cause:
-        case StopAsked():
-            book.enter(state.STOPPED)
-        case _ if isinstance(cause, RESUMABLE):
-            log.warning("run interrupted", why=str(cause))
-            book.enter(state.STOPPING)
-            book.enter(state.STOPPED, error=str(cause))
-        case RunFailed():
-            _fail(book, str(cause))
-        case QuartetError():
-            _fail(book, cause.message)
-        case _:
-            log.error("run failed", exc_info=cause)
-            _fail(book, f"a fault of the orchestrator ({type(cause).__name__}); its log has the details")
-
-
-def _fail(book: Book, error: str) -> None:
-    log.error("run failed", why=error)
-    for group in sorted(book.state.groups):
-        book.write(discarded={"group": group, "reason": "run_failed"})
-    book.enter(state.FAILED, error=error)

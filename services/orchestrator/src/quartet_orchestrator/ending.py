@@ -1,0 +1,55 @@
+"""How a run ended: which phase each cause leads to, written down as soon as the journal takes it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+from quartet.errors import QuartetError
+
+from quartet_orchestrator import state
+from quartet_orchestrator.book import Book
+from quartet_orchestrator.outage import RunFailed, RunInterrupted
+from quartet_orchestrator.run import StopAsked
+from quartet_orchestrator.segments import JournalCorrupt
+
+log = structlog.get_logger()
+
+# What leaves a run STOPPED: it can be resumed.
+RESUMABLE = (StopAsked, RunInterrupted, OSError, JournalCorrupt)
+# How often a full disk is tried again.
+FULL_DISK_S = 5.0
+
+
+async def write_down(book: Book, cause: BaseException) -> None:
+    """How the run ended, as soon as its journal takes it."""
+    while True:
+        try:
+            return _ended(book, cause)
+        except OSError as error:
+            log.error("the journal cannot be written; make room", why=str(error))
+        await asyncio.sleep(FULL_DISK_S)
+
+
+def _ended(book: Book, cause: BaseException) -> None:
+    match cause:
+        case StopAsked():
+            book.enter(state.STOPPED)
+        case _ if isinstance(cause, RESUMABLE):
+            log.warning("run interrupted", why=str(cause))
+            book.enter(state.STOPPING)
+            book.enter(state.STOPPED, error=str(cause))
+        case RunFailed():
+            _fail(book, str(cause))
+        case QuartetError():
+            _fail(book, cause.message)
+        case _:
+            log.error("run failed", exc_info=cause)
+            _fail(book, f"a fault of the orchestrator ({type(cause).__name__}); its log has the details")
+
+
+def _fail(book: Book, error: str) -> None:
+    log.error("run failed", why=error)
+    for group in sorted(book.state.groups):
+        book.write(discarded={"group": group, "reason": "run_failed"})
+    book.enter(state.FAILED, error=error)
