@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from types import MappingProxyType
 
@@ -36,8 +36,8 @@ class Payload:
     begins: tuple[int, ...]
     size: int
     digest: bytes
-    #: Of each chunk, where they were taken together with the digest: sending the payload then hashes nothing.
-    checksums: tuple[int, ...] = ()
+    #: Of chunks, by their spans, where they were taken with the digest: sending those hashes nothing.
+    checksums: Mapping[tuple[int, int], int] = field(default_factory=dict, compare=False)
 
     def slices(self, begin: int, end: int) -> list[memoryview]:
         """The bytes begin..end as views of the parts."""
@@ -56,11 +56,10 @@ class Payload:
         """Serialized messages with the chunks from `offset` on; each byte is copied once."""
         for begin, end in chunk_spans(self.size, offset):
             views = self.slices(begin, end)
-            yield encode_chunk(begin, views, end - begin, self._checksum(begin, views), tag)
-
-    def _checksum(self, begin: int, views: Iterable[memoryview]) -> int:
-        number, odd = divmod(begin, CHUNK_BYTES)
-        return self.checksums[number] if self.checksums and not odd else _checksum(views)
+            checksum = self.checksums.get((begin, end))
+            if checksum is None:
+                checksum = _checksum(views)
+            yield encode_chunk(begin, views, end - begin, checksum, tag)
 
     def end(self) -> pb.WeightEnd:
         """The frame that closes it."""
@@ -73,13 +72,13 @@ def payload_of(parts: Iterable[memoryview | bytes]) -> Payload:
     views = tuple(memoryview(part).toreadonly() for part in parts if part)
     *begins, size = accumulate((len(view) for view in views), initial=0)
     payload = Payload(views, tuple(begins), size, b"")
-    state, checksums = xxhash.xxh3_128(), []
+    state, checksums = xxhash.xxh3_128(), {}
     for begin, end in chunk_spans(size, 0):  # chunk by chunk: the second hash finds it in the cache
         chunk = payload.slices(begin, end)
-        checksums.append(_checksum(chunk))
+        checksums[begin, end] = _checksum(chunk)
         for view in chunk:
             state.update(view)
-    return replace(payload, digest=bytes(state.digest()), checksums=tuple(checksums))
+    return replace(payload, digest=bytes(state.digest()), checksums=checksums)
 
 
 def _checksum(views: Iterable[memoryview]) -> int:
