@@ -24,7 +24,8 @@ class Hold:
         self._let_go = asyncio.Event()
         self._let_go.set()
         self._over = asyncio.Event()
-        self._why = QuartetError("RUN_NOT_SERVED", "the run is not over")
+        # Set with the event.
+        self._why: QuartetError | None = None
 
     async def move(self) -> None:
         """Returns once nobody holds; from now on nobody begins to."""
@@ -52,12 +53,13 @@ class Hold:
     async def ended(self) -> None:
         """Waits for the end, and raises its reason."""
         await self._over.wait()
+        assert self._why is not None
         raise self._why
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
         """Waits for the version to hold. Raises what `end` is told."""
-        if self._over.is_set():
+        if self._why is not None:
             raise self._why
         if self._moving:
             await self._turn()
