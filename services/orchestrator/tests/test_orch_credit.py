@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from quartet.run.config import parse_run
+from quartet.run.config import RunConfig, parse_run
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.rollout_pb2 import Rollout
 from quartet_orchestrator import batches, credit
-from quartet_orchestrator.pace import Place
-from quartet_orchestrator.state import Group, size_before_loss
 
 SEED = 4
 EPSILON = 1e-4
@@ -73,33 +71,8 @@ def rollout(tokens: int, *, cut: bool = False, samples: int = 1) -> Rollout:
     return made
 
 
-def group(rollouts: list[Rollout]) -> Group:
-    made = Group(0, Place(0, 0), 0, 0, len(rollouts))
-    for one in rollouts:
-        size = batches.size_of(one)
-        made.size += size
-        made.truncated += size if one.truncated else credit.Size()
-    return made
-
-
-def test_overlong_rollouts_are_in_neither_batch_nor_normaliser() -> None:
-    rollouts = [rollout(3), rollout(9, cut=True), rollout(2, samples=2)]
-    kept, advantages = batches.without_overlong(rollouts, [[1.0], [2.0], [3.0, 4.0]])
-    assert kept == [rollouts[0], rollouts[2]] and advantages == [[1.0], [3.0, 4.0]]
-    assert size_before_loss([group(rollouts)], overlong_filtering=True) == credit.Size(7, 3)
-    assert size_before_loss([group(rollouts)], overlong_filtering=False) == credit.Size(16, 4)
-
-
-def test_a_batch_of_overlong_rollouts_alone_teaches_nothing_and_is_not_empty() -> None:
-    rollouts = [rollout(9, cut=True), rollout(9, cut=True)]
-    assert batches.without_overlong(rollouts, [[1.0], [-1.0]]) == (rollouts, [[0.0], [0.0]])
-    assert size_before_loss([group(rollouts)], overlong_filtering=True) == credit.Size(18, 2)
-
-
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-@pytest.mark.parametrize("overlong", [False, True])
-def test_minibatches_are_the_batch_with_the_batchs_credit(aggregation: str, overlong: bool) -> None:
-    config = parse_run(
+def configured(aggregation: str, *, overlong: bool, minibatches: int = 1) -> RunConfig:
+    return parse_run(
         f"""
         model = "m"
         batch_size = 12
@@ -112,21 +85,52 @@ def test_minibatches_are_the_batch_with_the_batchs_credit(aggregation: str, over
         advantage = "reinforce_pp"
         aggregation = "{aggregation}"
         overlong_filtering = {str(overlong).lower()}
-        num_minibatches = 2
+        num_minibatches = {minibatches}
         """
     )
+
+
+def size_before_loss(rollouts: list[Rollout], *, overlong: bool) -> tuple[float, float]:
+    """In tokens and in samples."""
+    trained_on, _ = batches.credited(configured("token", overlong=overlong).algorithm, [rollouts])
+    by_token, by_sequence = (
+        batches.normalizer(configured(kind, overlong=overlong), trained_on) for kind in ("token", "sequence")
+    )
+    return by_token, by_sequence
+
+
+def test_overlong_rollouts_are_in_neither_batch_nor_normaliser() -> None:
+    rollouts = [rollout(3), rollout(9, cut=True), rollout(2, samples=2)]
+    kept, advantages = batches.without_overlong(rollouts, [[1.0], [2.0], [3.0, 4.0]])
+    assert kept == [rollouts[0], rollouts[2]] and advantages == [[1.0], [3.0, 4.0]]
+    assert size_before_loss(rollouts, overlong=True) == (7, 3)
+    assert size_before_loss(rollouts, overlong=False) == (16, 4)
+
+
+def test_a_batch_of_overlong_rollouts_alone_teaches_nothing_and_is_not_empty() -> None:
+    rollouts = [rollout(9, cut=True), rollout(9, cut=True)]
+    assert batches.without_overlong(rollouts, [[1.0], [-1.0]]) == (rollouts, [[0.0], [0.0]])
+    assert size_before_loss(rollouts, overlong=True) == (18, 2)
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("overlong", [False, True])
+def test_minibatches_are_the_batch_with_the_batchs_credit(aggregation: str, overlong: bool) -> None:
+    config = configured(aggregation, overlong=overlong, minibatches=2)
     batch = [[rollout(3 + i), rollout(9, cut=i < 3), rollout(2, samples=2)] for i in range(4)]
-    for i, group_of_it in enumerate(batch):
-        for member, one in enumerate(group_of_it):
+    for i, group in enumerate(batch):
+        for member, one in enumerate(group):
             one.reward = float(i * member)
     whole = batches.credited(config.algorithm, batch)
     parts = [batches.credited(config.algorithm, batch, number) for number in range(2)]
     assert [[*one, *other] for one, other in zip(*parts, strict=True)] == list(whole)
     assert all(rollouts for rollouts, _ in parts)
     # Means of the parts weigh as parts of the mean.
-    found = [batches.normalizer(config, rollouts) for rollouts, _ in parts]
-    sized = size_before_loss([group(one) for one in batch], overlong_filtering=overlong)
-    assert sum(found) == credit.normalizer(aggregation, sized, rollouts=12, max_tokens=9)
+    found = [batches.normalizer(config, rollouts, minibatches=2) for rollouts, _ in parts]
+    cut = 3 if overlong else 0
+    size = credit.Size(18 + 36 + 16 - 9 * cut, 16 - cut)
+    assert sum(found) == credit.normalizer(aggregation, size, rollouts=12, max_tokens=9)
+    assert batches.normalizer(config, whole[0]) == sum(found)
 
 
 def test_a_teachers_opinion_goes_beside_the_sample_not_in_it() -> None:

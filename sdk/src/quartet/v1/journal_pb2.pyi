@@ -86,14 +86,12 @@ class GroupAcked(_message.Message):
     def __init__(self, group: _Optional[int] = ...) -> None: ...
 
 class BatchClosed(_message.Message):
-    __slots__ = ("batch", "groups", "normalizer")
+    __slots__ = ("batch", "groups")
     BATCH_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
-    NORMALIZER_FIELD_NUMBER: _ClassVar[int]
     batch: int
     groups: _containers.RepeatedScalarFieldContainer[int]
-    normalizer: float
-    def __init__(self, batch: _Optional[int] = ..., groups: _Optional[_Iterable[int]] = ..., normalizer: _Optional[float] = ...) -> None: ...
+    def __init__(self, batch: _Optional[int] = ..., groups: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CallApplied(_message.Message):
     __slots__ = ("seq_id", "forward_backward", "optim_step", "publish", "save")

@@ -62,12 +62,12 @@ def credited(
     return without_overlong(rollouts, advantages) if algorithm.overlong_filtering else (rollouts, advantages)
 
 
-def normalizer(config: RunConfig, rollouts: Sequence[Rollout]) -> float:
-    """What the summed loss of a mini-batch is divided by, of which these are trained on."""
+def normalizer(config: RunConfig, rollouts: Sequence[Rollout], *, minibatches: int = 1) -> float:
+    """What the summed loss of a batch, or of one of its mini-batches, is divided by; these are trained on."""
     return credit.normalizer(
         config.algorithm.normalised_by,
         sum(map(size_of, rollouts), Size()),
-        rollouts=config.batch_size // config.algorithm.num_minibatches,
+        rollouts=config.batch_size // minibatches,
         max_tokens=config.sampling.max_tokens,
     )
 

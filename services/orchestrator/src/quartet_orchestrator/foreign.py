@@ -24,7 +24,7 @@ from quartet.run.config import RunConfig
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.journal_pb2 import BatchClosed
 
-from quartet_orchestrator.batches import credited
+from quartet_orchestrator.batches import credited, normalizer
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.outage import AWAY, NOTE_AFTER_S, RunInterrupted
 from quartet_orchestrator.state import Group
@@ -38,9 +38,11 @@ MAX_CREDITS = 1 << 20
 
 @dataclass(frozen=True)
 class HandedOut:
-    """A closed batch, and by group and member the advantages of what is trained on of it."""
+    """A closed batch; what its loss is divided by, and by group and member the advantages of what is trained
+    on of it."""
 
     closed: BatchClosed
+    normalizer: float
     credit: dict[int, dict[int, list[float]]]
 
 
@@ -70,7 +72,7 @@ class ForeignTraining:
         self._patience_s = patience_s
         self._stream: RolloutStream | None = None
         self._away_since = time.monotonic()
-        self._batch = HandedOut(BatchClosed(), {})
+        self._batch = HandedOut(BatchClosed(), 0.0, {})
         self.news = asyncio.Event()
         self.over: Over | None = None
 
@@ -91,8 +93,7 @@ class ForeignTraining:
     async def train(self, batch: int) -> None:
         """Hands a closed batch out; returns once it is trained on and its version served."""
         closed = self._book.closed_batch(batch)
-        credit = await asyncio.to_thread(_credit_of, self._book, self._config, closed)
-        self._batch = HandedOut(closed, credit)
+        self._batch = await asyncio.to_thread(_handed_out, self._book, self._config, closed)
         self.tell()
         while self.waiting():
             with suppress(TimeoutError):
@@ -258,7 +259,7 @@ def _frames(book: Book, batch: HandedOut, number: int) -> list[pb.StreamRollouts
         step=batch.closed.batch + 1,
         groups_of_step=len(batch.closed.groups),
         rollouts=len(rollouts),
-        normalizer=batch.closed.normalizer,
+        normalizer=batch.normalizer,
     )
     bodies = (pb.CreditedRollout(rollout=one, advantages=credit[one.member]) for one in rollouts)
     return [
@@ -267,11 +268,12 @@ def _frames(book: Book, batch: HandedOut, number: int) -> list[pb.StreamRollouts
     ]
 
 
-def _credit_of(book: Book, config: RunConfig, closed: BatchClosed) -> dict[int, dict[int, list[float]]]:
+def _handed_out(book: Book, config: RunConfig, closed: BatchClosed) -> HandedOut:
     """Reads the rollouts of the batch: meant for a thread."""
     groups = [book.rollouts(number) for number in closed.groups]
     owners = {id(one): number for number, group in zip(closed.groups, groups, strict=True) for one in group}
     found: dict[int, dict[int, list[float]]] = {number: {} for number in closed.groups}
-    for rollout, advantages in zip(*credited(config.algorithm, groups), strict=True):
-        found[owners[id(rollout)]][rollout.member] = advantages
-    return found
+    rollouts, advantages = credited(config.algorithm, groups)
+    for rollout, its_own in zip(rollouts, advantages, strict=True):
+        found[owners[id(rollout)]][rollout.member] = its_own
+    return HandedOut(closed, normalizer(config, rollouts), found)

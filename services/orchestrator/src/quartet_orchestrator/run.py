@@ -4,7 +4,7 @@ elsewhere.
     wait for its turn, publish version 0, measure it
     for every batch s:
         wait until its groups of rollouts are complete        (those of later batches are under way meanwhile)
-        close it: fix its groups and its normaliser
+        close it: fix its groups
         wait for those who measure version s because somebody asked
         train it, or hand it to who does: version s becomes version s + 1
         publish version s + 1, which admits more rollouts
@@ -25,13 +25,12 @@ from quartet.errors import QuartetError
 from quartet.run.config import RunConfig
 from quartet.v1.orchestrator_service_pb2 import RunPhase
 
-from quartet_orchestrator import credit, state
+from quartet_orchestrator import state
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.evaluation import Evaluation
 from quartet_orchestrator.foreign import ForeignTraining
 from quartet_orchestrator.on_demand import Measurable
 from quartet_orchestrator.rollouts import Rollouts
-from quartet_orchestrator.state import Group, size_before_loss
 from quartet_orchestrator.steps import record_step
 from quartet_orchestrator.together import alongside
 from quartet_orchestrator.training import Training
@@ -118,7 +117,7 @@ class TrainingRun:
             self.doing = f"waiting for the rollouts of step {batch + 1}"
             groups = await self._unless_stopped(self._rollouts.batch(batch))
             if batch not in self._book.state.batches:
-                self._close(batch, groups)
+                self._book.write(batch={"batch": batch, "groups": [group.number for group in groups]})
             await self._still_held()
             self.doing = f"training step {batch + 1}"
             trained = self._training.train(batch)
@@ -130,16 +129,6 @@ class TrainingRun:
                 self.doing = f"saving the state after step {batch + 1}"
                 await self._training.save(batch)
                 await self._compact()
-
-    def _close(self, batch: int, groups: list[Group]) -> None:
-        normalizer = credit.normalizer(
-            self._config.algorithm.normalised_by,
-            size_before_loss(groups, overlong_filtering=self._config.algorithm.overlong_filtering),
-            rollouts=self._config.batch_size,
-            max_tokens=self._config.sampling.max_tokens,
-        )
-        numbers = [group.number for group in groups]
-        self._book.write(batch={"batch": batch, "groups": numbers, "normalizer": normalizer})
 
     async def _measure(self, version: int) -> None:
         """Evaluates the published version where that is due."""

@@ -12,15 +12,12 @@ Pure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quartet.v1 import journal_pb2 as jpb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 
-from quartet_orchestrator.batches import size_of
-from quartet_orchestrator.credit import Size
 from quartet_orchestrator.ledger import Ledger
 from quartet_orchestrator.pace import Place
 from quartet_orchestrator.parts import have_spread, rewards_by_role
@@ -60,9 +57,6 @@ class Group:
     done: set[int] = field(default_factory=set)
     # Whether a foreign trainer has it and is not to get it again.
     acked: bool = False
-    # What the members that are done put before the loss; and of it, what a limit cut.
-    size: Size = field(default_factory=Size)
-    truncated: Size = field(default_factory=Size)
     # Lowest and highest of the members that are done, by role (parts.py).
     rewards: dict[str, tuple[float, float]] = field(default_factory=dict)
 
@@ -74,13 +68,6 @@ class Group:
     def has_spread(self) -> bool:
         """Whether its rewards differ."""
         return have_spread(self.rewards.values())
-
-
-def size_before_loss(groups: Sequence[Group], *, overlong_filtering: bool) -> Size:
-    """What the groups put before the loss; see batches.without_overlong."""
-    whole = sum((group.size for group in groups), Size())
-    cut = sum((group.truncated for group in groups), Size()) if overlong_filtering else Size()
-    return Size(whole.tokens - cut.tokens, whole.samples - cut.samples) if cut != whole else whole
 
 
 @dataclass
@@ -197,10 +184,6 @@ class RunState:
             for role, rewards in rewards_by_role([rollout]).items():
                 known = [*group.rewards.get(role, ()), *rewards]
                 group.rewards[role] = min(known), max(known)
-            size = size_of(rollout)
-            group.size += size
-            if rollout.truncated:
-                group.truncated += size
 
     def _step(self, event: pb.StepEvent, at_ms: int) -> None:
         assert event.step == self.step + 1, event.step

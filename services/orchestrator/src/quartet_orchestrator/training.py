@@ -199,7 +199,9 @@ class Training:
             run_id=self._book.state.run_id,
             seq_id=call.seq_id,
             loss=loss_spec(self._config, call.batch),
-            normalizer=batches.normalizer(self._config, rollouts),
+            normalizer=batches.normalizer(
+                self._config, rollouts, minibatches=self._config.algorithm.num_minibatches
+            ),
             # Later passes would find what the first one found.
             verify_logprobs=self._config.checks.verify_logprobs and call.iteration == 0,
         )
