@@ -10,8 +10,21 @@ from dataclasses import dataclass, field
 from quartet.kit.call import stream
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.rollout_pb2 import Rollout
+from quartet_orchestrator.foreign import ForeignTraining
 
 RUN = "run"
+
+
+def when_called(monkeypatch, name: str) -> asyncio.Event:
+    """Set when a run calls this method of what hands its batches out."""
+    called, method = asyncio.Event(), getattr(ForeignTraining, name)
+
+    def noted(self, *arguments):
+        called.set()
+        return method(self, *arguments)
+
+    monkeypatch.setattr(ForeignTraining, name, noted)
+    return called
 
 
 @dataclass

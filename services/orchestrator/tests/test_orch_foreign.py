@@ -9,7 +9,7 @@ import sys
 from contextlib import asynccontextmanager, suppress
 
 import pytest
-from foreign_trainer import ForeignTrainer
+from foreign_trainer import ForeignTrainer, when_called
 from orch_world import RUN, World, serving
 from quartet.errors import QuartetError
 from quartet.kit import stream as kit_stream
@@ -218,13 +218,14 @@ async def test_no_more_is_sent_than_was_granted(world, credits):
     assert count == credits
 
 
-async def test_the_newest_stream_is_served(world):
+async def test_the_newest_stream_is_served(world, monkeypatch):
     """foreign.py 4"""
+    opened = when_called(monkeypatch, "stream")
     first, second = trainer_of(world, credits=0), trainer_of(world)
     async with serving(world) as stub:
         await submit(stub)
         older = asyncio.create_task(first.live(stub))
-        await asyncio.sleep(0.1)
+        await opened.wait()
         await second.live(stub)
         run = await over(stub)
         with pytest.raises(QuartetError) as caught:
@@ -250,12 +251,14 @@ async def test_a_trainer_that_stays_away_stops_the_run(world):
         assert_trained(trainer, await over(stub))
 
 
-async def test_a_run_can_be_stopped_while_it_waits_for_its_trainer(world):
+async def test_a_run_can_be_stopped_while_it_waits_for_its_trainer(world, monkeypatch):
+    opened, waits = when_called(monkeypatch, "stream"), when_called(monkeypatch, "train")
     async with serving(world) as stub:
         await submit(stub)
         trainer = trainer_of(world, credits=0)
         living = asyncio.create_task(trainer.live(stub))
-        await asyncio.sleep(0.3)
+        await opened.wait()
+        await waits.wait()
         await unary(stub.StopRun, pb.StopRunRequest(run_id=RUN), timeout_s=5)
         assert (await over(stub)).phase == STOPPED
         with pytest.raises(QuartetError, match="is stopped or has failed"):

@@ -157,8 +157,8 @@ async def test_who_leaves_ends_it_and_the_run_goes_on(world):
         async with aclosing(evaluate(stub)) as frames:
             first = await anext(frames)
             assert first.rollout.env_id in ("toy", "other")
-            await asyncio.sleep(0.1)
-            assert asked_for(world)
+            await begun(world)
+            assert world.host.under_way
         run = await over(stub)
     assert_complete(world, run)
     assert world.host.under_way == 0

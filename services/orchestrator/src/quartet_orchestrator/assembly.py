@@ -3,6 +3,7 @@ call."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from quartet.run.config import RunConfig
@@ -113,17 +114,24 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         version = book.state.step * config.versions_per_step
         await model.through(lambda: services.policies.serving(run_id, version, adapter=publishes_adapters))
 
-    training: Training | ForeignTraining
-    if config.external_trainer:
-        training = ForeignTraining(
-            book, config, lambda version: services.policies.serving(run_id, version), services.patience_s
-        )
-        covered = covered_by_acks(book)
-    else:
-        assert services.trainer is not None, "checked when the run was taken"
-        training = Training(book, config, services.trainer, outage("the trainer"))
-        covered = covered_by_states(book, CallPlan.of(config))
+    training, covered = _training(book, config, services)
     compaction = Compaction(book, covered, services.journal_keep_bytes)
     return TrainingRun(
         book, config, training, rollouts, evaluation, measurable, turn, policy_ready, compaction.run
     )
+
+
+def _training(
+    book: Book, config: RunConfig, services: Services
+) -> tuple[Training | ForeignTraining, Callable[[], int]]:
+    """What trains the run, and the steps whose rollouts it cannot ask for again."""
+    if config.external_trainer:
+
+        def serving(version: int) -> Awaitable[None]:
+            return services.policies.serving(book.state.run_id, version)
+
+        return ForeignTraining(book, config, serving, services.patience_s), covered_by_acks(book)
+    assert services.trainer is not None, "checked when the run was taken"
+    outage = Outage("the trainer", services.patience_s, book.note)
+    plan = CallPlan.of(config)
+    return Training(book, config, services.trainer, outage), covered_by_states(book, plan)

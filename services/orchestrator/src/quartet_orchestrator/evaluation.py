@@ -55,7 +55,7 @@ class Evaluation:
             limit_s = measurement.timeout_s
             book.note(f"the evaluation after {step} steps was ended at {limit_s:g} s", warning=True)
         self._tell(step, outcomes)
-        metrics = of_evaluation(outcomes, config.eval.pass_threshold)
+        metrics = await asyncio.to_thread(of_evaluation, outcomes, config.eval.pass_threshold)
         book.write(eval=pb.EvalEvent(step=step, policy_version=measurement.version, metrics=metrics))
 
     def _outcomes(self, step: int) -> list[Outcome]:
