@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from http import HTTPStatus
+from typing import cast
 
 from aiohttp import web
 from quartet.errors import QuartetError
@@ -33,12 +34,12 @@ class _Refusing(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Say why, and close."""
-        assert isinstance(transport, asyncio.Transport)
+        stream = cast(asyncio.Transport, transport)  # uvloop's is of no class of asyncio
         body = json.dumps(self._error.body).encode()
         status = HTTPStatus(self._error.status)
         head = (
             f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
         )
-        transport.write(head.encode() + body)
-        transport.close()
+        stream.write(head.encode() + body)
+        stream.close()
