@@ -67,6 +67,8 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
         self.errors: list[QuartetError] = []
         # Answers still to be torn after their first delta.
         self.torn = 0
+        # Of a call's completions, by index: begun only once the event is set.
+        self.held: dict[int, asyncio.Event] = {}
 
     @property
     def seeds(self) -> list[int]:
@@ -85,11 +87,14 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
                 raise self.errors.pop(0)
             if self.delay_s:
                 await asyncio.sleep(self.delay_s)
-            for frame in (frame for index in range(request.n) for frame in self._frames(request, index)):
-                yield frame
-                if self.torn and frame.HasField("delta"):
-                    self.torn -= 1
-                    raise QuartetError("NOT_READY", "the replica is being stopped")
+            for index in range(request.n):
+                if index in self.held:
+                    await self.held[index].wait()
+                for frame in self._frames(request, index):
+                    yield frame
+                    if self.torn and frame.HasField("delta"):
+                        self.torn -= 1
+                        raise QuartetError("NOT_READY", "the replica is being stopped")
         finally:
             self.running -= request.n
 

@@ -80,21 +80,14 @@ async def test_promise_1_each_member_gets_its_own_completion_of_one_call(group: 
 
 
 async def test_promise_1_a_short_completion_does_not_wait_for_a_long_one(group: Group) -> None:
-    told, frames = asyncio.Event(), group.policy._frames
-
-    async def one_after_the_other(request: Any, context: Any) -> AsyncIterator[Any]:
-        for index in range(request.n):
-            for frame in frames(request, index):
-                yield frame
-            if index == 0:
-                await told.wait()
-
-    group.policy.Generate = one_after_the_other  # type: ignore[method-assign]
+    told = group.policy.held[1] = asyncio.Event()
     first, second = [ask(group.member()) for _ in range(2)]
     assert said(await first) == "answer 0"
+    await asyncio.sleep(0.05)
     assert not second.done()
     told.set()
     assert said(await second) == "answer 1"
+    assert group.asked == [(2, [])]
 
 
 async def test_promise_2_what_differs_is_asked_for_apart(group: Group) -> None:
@@ -165,6 +158,21 @@ async def test_promise_4_the_last_one_ends_the_call(group: Group) -> None:
         one.cancel()
     while group.policy.running:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
+
+
+async def test_promise_4_nor_does_the_call_go_on_for_those_who_left(group: Group) -> None:
+    told = group.policy.held[0] = asyncio.Event()
+    group.policy.held[1] = asyncio.Event()
+    first, second = [ask(group.member()) for _ in range(2)]
+    while not group.policy.running:  # noqa: ASYNC110 - the replica tells nobody
+        await asyncio.sleep(0.001)
+    second.cancel()
+    await asyncio.sleep(0.01)
+    told.set()
+    assert said(await first) == "answer 0"
+    async with asyncio.timeout(5):  # sooner than the client gives a silent replica up
+        while group.policy.running:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
 
 
 async def test_a_refusal_is_every_members(group: Group) -> None:

@@ -133,8 +133,12 @@ class _Call:
         if self.places:
             self._task = asyncio.create_task(self._run())
 
-    def _left(self, answered: asyncio.Future[Generated]) -> None:
-        if answered.cancelled() and self._task is not None and all(one.done() for one, _ in self.places):
+    def _left(self, _: asyncio.Future[Generated]) -> None:
+        futures = [one for one, _ in self.places]
+        if self._task is None or not all(one.done() for one in futures):
+            return
+        # Else all of it was waited for, and it ends by itself.
+        if any(one.cancelled() for one in futures):
             self._task.cancel()
 
     async def _run(self) -> None:
