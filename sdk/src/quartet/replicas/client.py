@@ -82,12 +82,9 @@ class Generated:
 class Counts:
     """What happened since the start."""
 
-    generations: int = 0
     # Calls that were continued elsewhere, and the tokens that they had by then.
     carried_on: int = 0
     carried_tokens: int = 0
-    # Calls refused or lost before they had a token.
-    asked_again: int = 0
 
 
 class Replicas:
@@ -133,7 +130,6 @@ class Replicas:
         """
         deadline = time.monotonic() + (request_context.bounded(timeout_s) or 0.0)
         generation = Generation(request)
-        self.counts.generations += 1
         async with aclosing(self._sample(generation, generation.lanes, deadline)) as frames:
             async for frame in frames:
                 yield frame
@@ -228,8 +224,6 @@ class Replicas:
         if tokens:
             self.counts.carried_on += 1
             self.counts.carried_tokens += tokens
-        else:
-            self.counts.asked_again += 1
 
 
 class _Rounds:
