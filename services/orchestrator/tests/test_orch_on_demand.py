@@ -164,6 +164,21 @@ async def test_who_leaves_ends_it_and_the_run_goes_on(world):
     assert world.host.under_way == 0
 
 
+async def test_who_stops_reading_holds_nothing_up(world):
+    """on_demand.py 1: the run stands still for what is measured, not for who reads of it."""
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(evals=0), dry_run=False)
+        while runs.get(RUN).state.step < 1:
+            await runs.get(RUN).changed()
+        async with aclosing(runs.evaluation(RUN, ASKED).responses()) as frames:
+            held = (await anext(frames)).rollout
+            run = await world.rest(runs, timeout_s=10)
+            left = [frame async for frame in frames]
+    assert_complete(world, run)
+    assert held.rollout.reward >= 0 and left[-1].result.metrics["eval/coverage"] == 1
+    assert left[-1].result.step < run.step
+
+
 async def test_failures_and_stuck_episodes_are_missing_and_no_reward(world):
     """Invariant 5, and measuring.py 3: an evaluation ends in time."""
     world.host.stuck = {("toy", 0)}

@@ -1,6 +1,7 @@
 """Evaluations on demand: what a run's policy earns now, for somebody who asks.
 
-1. One version is measured, the one published last: the run trains no further step meanwhile (hold.py).
+1. One version is measured, the one published last: the run trains no further step meanwhile (hold.py). It
+   waits for what is measured, and not for who reads of it.
 2. Nothing of it is written down. Who leaves ends it; so does the end of the run, with its reason.
 3. What is asked for is bounded: MAX_AT_ONCE evaluations of a run, MAX_ROLLOUTS and `max_concurrent` rollouts
    of each, UNREAD_BYTES that the caller has not taken.
@@ -87,24 +88,30 @@ class EvaluationOnDemand:
             infos = await admission.describe_trials(trials, self._subject.hosts)
             outcomes = [Outcome.of(trial, info) for trial, info in zip(trials, infos, strict=True)]
             _check_size(outcomes)
-            async with self._subject.hold.held():
-                self._outcomes = outcomes
-                measurement = self._measurement()
-                work = asyncio.create_task(self._measure(measurement))
-                work.add_done_callback(lambda _: self._unread.put_nowait(None))
-                try:
-                    while (event := await self._unread.get()) is not None:
-                        self._unread_bytes -= event.ByteSize()
-                        yield pb.EvaluateResponse(rollout=event)
-                    await work
-                finally:
-                    work.cancel()
-                    await asyncio.gather(work, return_exceptions=True)
-                step = self._subject.book.state.step
-            metrics = await asyncio.to_thread(of_evaluation, outcomes, self._config.pass_threshold)
-            yield pb.EvaluateResponse(
-                result=pb.EvalEvent(step=step, policy_version=measurement.version, metrics=metrics)
-            )
+            self._outcomes = outcomes
+            work = asyncio.create_task(self._measure())
+            work.add_done_callback(lambda _: self._unread.put_nowait(None))
+            try:
+                while (event := await self._unread.get()) is not None:
+                    self._unread_bytes -= event.ByteSize()
+                    yield pb.EvaluateResponse(rollout=event)
+                yield pb.EvaluateResponse(result=await work)
+            finally:
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+
+    async def _measure(self) -> pb.EvalEvent:
+        async with self._subject.hold.held():
+            step, measurement = self._subject.book.state.step, self._measurement()
+            sampling = self._subject.sampling(Permits(self._config.max_concurrent))
+            try:
+                await alongside(
+                    measurement.run(sampling, self._outcomes, self._ended), self._subject.hold.ended()
+                )
+            except Exception as raised:
+                raise _typed(first_cause(raised)) from raised
+        metrics = await asyncio.to_thread(of_evaluation, self._outcomes, self._config.pass_threshold)
+        return pb.EvalEvent(step=step, policy_version=measurement.version, metrics=metrics)
 
     def _measurement(self) -> Measurement:
         run, state = self._subject.config, self._subject.book.state
@@ -115,15 +122,6 @@ class EvaluationOnDemand:
             measured_with(run.sampling, **self._config.sampling.model_dump(exclude_unset=True)),
             self._config.timeout_seconds,
         )
-
-    async def _measure(self, measurement: Measurement) -> None:
-        sampling = self._subject.sampling(Permits(self._config.max_concurrent))
-        try:
-            await alongside(
-                measurement.run(sampling, self._outcomes, self._ended), self._subject.hold.ended()
-            )
-        except Exception as raised:
-            raise _typed(first_cause(raised)) from raised
 
     def _ended(self, _: int, event: pb.RolloutEvent) -> None:
         # The run stands still for it, and does move.
