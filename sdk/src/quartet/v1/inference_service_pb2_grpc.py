@@ -95,7 +95,9 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """LoadAdapter serves a run's adapter, or replaces it by its newest version. Idempotent. Errors: RUN_UNKNOWN, CHECKSUM_MISMATCH.
+        """LoadAdapter serves a run's adapter, or replaces it by its newest version. Idempotent. Errors: RUN_UNKNOWN, CHECKSUM_MISMATCH,
+        INVALID_REQUEST (not an adapter, or not of the model that is served), OVERLOADED (too many, too large), NOT_READY (no weights to serve
+        it upon yet, or its canary died), DEADLINE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
