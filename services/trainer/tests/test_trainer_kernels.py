@@ -29,9 +29,9 @@ def loaded(folder: Path, device: str = "cpu") -> Any:
     return load_model(folder, "m", device=torch.device(device))
 
 
-def logprobs_of(model: Any) -> Callable[[], torch.Tensor]:
+def logprobs_of(model: Any) -> Callable[[int], torch.Tensor]:
     policy = PolicyForward(model, model.device, None)
-    return lambda: probe_logprobs(policy, VOCAB, 64)
+    return lambda shift: probe_logprobs(policy, VOCAB, 64, shift)
 
 
 @pytest.mark.parametrize(
@@ -102,24 +102,30 @@ def test_promise_1_layers_are_fused_and_the_output_layer_is_not(folder: Path, li
     assert liger["switches"] == (True, False, False, True)
 
 
+@pytest.mark.parametrize("deviation", [None, 0.02], ids=["as it is", "random weights"])
 def test_promise_2_a_model_that_computes_something_else_with_them_is_refused(
-    folder: Path, liger: dict[str, Any]
+    folder: Path, liger: dict[str, Any], deviation: float | None
 ) -> None:
     """A gated MLP with another activation, which Liger does not ask for when it changes a model."""
     liger["factor"] = 0.5
     model = loaded(folder)
+    if deviation is not None:
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=deviation)
     with pytest.raises(QuartetError, match='liger = "off"') as raised:
         kernels.fuse(model, logprobs_of(model), "m")
     assert raised.value.reason == "INVALID_CONFIG" and raised.value.metadata["key"] == "liger"
 
 
 def test_promise_3_other_models_of_the_class_compute_as_ever(folder: Path, liger: dict[str, Any]) -> None:
-    plain, plain_mlp = logprobs_of(loaded(folder))(), modeling_qwen3.Qwen3MLP
+    plain, plain_mlp = logprobs_of(loaded(folder))(0), modeling_qwen3.Qwen3MLP
     for _ in range(2):
         model = loaded(folder)
         kernels.fuse(model, logprobs_of(model), "m")
     assert modeling_qwen3.Qwen3MLP is plain_mlp
-    assert torch.equal(logprobs_of(loaded(folder))(), plain)
+    assert torch.equal(logprobs_of(loaded(folder))(0), plain)
 
 
 def test_promise_4_an_unknown_type_is_said_once_and_left_as_it_is(

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 FUSED = frozenset({"rms_norm", "layer_norm", "rope", "swiglu", "geglu"})
 #: Those that fuse experts, too, in a model that has some.
 GATED = frozenset({"swiglu", "geglu"})
-#: As of the probe that compares packed with plain passes (model.py): float32 sums in another order.
-TOLERANCE = 1e-2
 
 log = structlog.get_logger()
 
@@ -60,9 +58,14 @@ def chosen(setting: str, device: str) -> bool:
     return uses
 
 
-def fuse(model: Any, logprobs: Callable[[], Tensor], base_model: str) -> None:
-    """Let a placed model use them; `logprobs` computes some with it. Errors: INVALID_CONFIG."""
+def fuse(model: Any, logprobs: Callable[[int], Tensor], base_model: str) -> None:
+    """Let a placed model use them; `logprobs` are the model's of the probe with a shift (model.py).
+
+    Errors: INVALID_CONFIG.
+    """
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    from quartet_trainer.model import tolerated
 
     kind = model.config.model_type
     if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
@@ -72,11 +75,11 @@ def fuse(model: Any, logprobs: Callable[[], Tensor], base_model: str) -> None:
     has_experts = "router_logits" in (model.base_model._can_record_outputs or {})
     kernels = FUSED - GATED if has_experts else FUSED
     switches = inspect.signature(apply).parameters.keys() - {"model", "kwargs"}
-    plain = logprobs()
+    plain, others = logprobs(0), logprobs(1)
     with _for_cuda_alone(_modeling(model)):
         apply(model=model, **{switch: switch in kernels for switch in switches})
-    difference = float((logprobs() - plain).abs().max())
-    if not difference <= TOLERANCE:
+    difference, seen = (float((one - plain).abs().max()) for one in (logprobs(0), others))
+    if not difference <= tolerated(seen):
         raise QuartetError(
             "INVALID_CONFIG",
             f"liger: {base_model} ({kind}) computes other log-probabilities with Liger's kernels, by "

@@ -155,7 +155,7 @@ def probe(policy: PolicyForward, vocab_size: int, base_model: str, row_tokens: i
             why = f"{type(model).__name__} does not take packed rows: {error}"
             raise _refused(base_model, why, "set the trainer's row_tokens = 1, or use another") from error
     difference, seen = float((packed - alone).abs().max()), float((others - alone).abs().max())
-    if not difference <= max(PROBE_NOISE, PROBE_TOLERANCE * min(1.0, seen)):
+    if not difference <= tolerated(seen):
         raise _refused(
             base_model,
             f"packed and plain log-probabilities of {type(model).__name__} differ by {difference:.3g}",
@@ -164,10 +164,15 @@ def probe(policy: PolicyForward, vocab_size: int, base_model: str, row_tokens: i
         )
 
 
-def probe_logprobs(policy: PolicyForward, vocab_size: int, row_tokens: int) -> torch.Tensor:
-    """Of two short samples, packed."""
+def tolerated(seen: float) -> float:
+    """How far apart log-probabilities may be that another token in the prompt changes by so much."""
+    return max(PROBE_NOISE, PROBE_TOLERANCE * min(1.0, seen))
+
+
+def probe_logprobs(policy: PolicyForward, vocab_size: int, row_tokens: int, shift: int = 0) -> torch.Tensor:
+    """Of two short samples, packed; with a shift another token stands in their prompt."""
     row_tokens = masks.shared_tokens(policy.model.config, row_tokens)
-    (batch,) = pack(_probes(vocab_size), [0, 1], budget_tokens=64, row_tokens=row_tokens)
+    (batch,) = pack(_probes(vocab_size, shift), [0, 1], budget_tokens=64, row_tokens=row_tokens)
     with torch.no_grad():
         packed: torch.Tensor = policy(batch, 1.0, full_precision=True)[0]
     return packed

@@ -35,5 +35,9 @@ def placed(
     if machine.liger:
         policy = machine.ranks.policy(model, machine.device, autocast, ())
         size = base.vocab_size(model)
-        kernels.fuse(model, lambda: base.probe_logprobs(policy, size, machine.row_tokens), name)
+
+        def logprobs(shift: int) -> torch.Tensor:
+            return base.probe_logprobs(policy, size, machine.row_tokens, shift)
+
+        kernels.fuse(model, logprobs, name)
     return model
