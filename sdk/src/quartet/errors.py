@@ -95,6 +95,12 @@ class QuartetError(Exception):
         return (_rebuild, (self.reason, self.message, self.retry_after_ms, self.metadata))
 
 
+def refused(field: str, value: object, remedy: str) -> QuartetError:
+    """INVALID_REQUEST of one field."""
+    text = f"{field} = {value} is refused; {remedy}"
+    return QuartetError("INVALID_REQUEST", text, field=field, value=value, remedy=remedy)
+
+
 def unimplemented(rpc: str) -> QuartetError:
     """The error of an RPC that the contract has and this build does not serve."""
     return QuartetError("NOT_IMPLEMENTED", f"{rpc} is not served by this build", rpc=rpc)

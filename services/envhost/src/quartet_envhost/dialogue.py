@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from quartet.errors import QuartetError
+from quartet.errors import QuartetError, refused
 from quartet.v1 import envhost_service_pb2
 
 Tell = Callable[[envhost_service_pb2.ModelQuestion | QuartetError], None]
@@ -60,13 +60,13 @@ class Dialogue:
     def answer(self, answer: envhost_service_pb2.ModelAnswer) -> None:
         """Take the client's answer. Raises QuartetError(INVALID_REQUEST) where it is none."""
         if not 1 <= answer.call_id <= self._asked:
-            raise _refused("answer.call_id", answer.call_id, "nothing was asked under it")
+            raise refused("answer.call_id", answer.call_id, "nothing was asked under it")
         if not answer.error:
             tokens, logprobs = len(answer.token_ids), len(answer.logprobs)
             if not tokens or not answer.prompt_token_ids:
-                raise _refused("answer.token_ids", tokens, "send the prompt's tokens and the sampled ones")
+                raise refused("answer.token_ids", tokens, "send the prompt's tokens and the sampled ones")
             if tokens != logprobs:
-                raise _refused("answer.logprobs", logprobs, f"send one for each of the {tokens} tokens")
+                raise refused("answer.logprobs", logprobs, f"send one for each of the {tokens} tokens")
         waiting = self._open.get(answer.call_id)
         # One that has ended since, by its deadline or its worker, or that was answered already.
         if waiting is not None and not waiting.done():
@@ -78,8 +78,3 @@ class Dialogue:
         for call_id, waiting in self._open.items():
             if not waiting.done():
                 waiting.set_result(envhost_service_pb2.ModelAnswer(call_id=call_id, error=self._ended))
-
-
-def _refused(field: str, value: int, remedy: str) -> QuartetError:
-    text = f"{field} = {value} is refused; {remedy}"
-    return QuartetError("INVALID_REQUEST", text, field=field, value=value, remedy=remedy)

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any, Final
 
 import grpc
-from quartet.errors import QuartetError
+from quartet.errors import QuartetError, refused
 from quartet.kit.stream import with_heartbeats
 from quartet.run.hosted import MAX_GROUP, MAX_RETRIES
 from quartet.v1 import common_pb2, envhost_service_pb2, envhost_service_pb2_grpc, rollout_pb2
@@ -49,7 +49,7 @@ class EnvHostServicer(envhost_service_pb2_grpc.EnvHostServiceServicer):
         _check_ref(request.environment)
         _check_split(request.split)
         if not 1 <= request.count <= MAX_TASKS:
-            raise _invalid("count", request.count, f"ask for 1 to {MAX_TASKS} tasks at a time")
+            raise refused("count", request.count, f"ask for 1 to {MAX_TASKS} tasks at a time")
         return await self._host.tasks(request)
 
     async def RunRollouts(
@@ -85,7 +85,7 @@ class EnvHostServicer(envhost_service_pb2_grpc.EnvHostServiceServicer):
         """Run the members of a group with the client as their policy."""
         opening = await anext(aiter(request_iterator), None)
         if opening is None or opening.WhichOneof("frame") != "run":
-            raise _invalid("frame", "" if opening is None else "answer", "begin with what to run")
+            raise refused("frame", "" if opening is None else "answer", "begin with what to run")
         _check_run(opening.run)
 
         def heartbeat() -> envhost_service_pb2.InteractResponse:
@@ -127,7 +127,7 @@ async def _listen(dialogue: Dialogue, said: AsyncIterator[envhost_service_pb2.In
     try:
         async for frame in said:
             if frame.WhichOneof("frame") != "answer":
-                raise _invalid("frame", frame.WhichOneof("frame") or "", "send answers after the opening")
+                raise refused("frame", frame.WhichOneof("frame") or "", "send answers after the opening")
             dialogue.answer(frame.answer)
     except QuartetError as error:
         dialogue.refuse(error)
@@ -137,27 +137,22 @@ async def _listen(dialogue: Dialogue, said: AsyncIterator[envhost_service_pb2.In
 
 def _check_ref(ref: envhost_service_pb2.EnvironmentRef) -> None:
     if not ref.id:
-        raise _invalid("environment.id", "", 'name an environment, such as "reverse-text"')
+        raise refused("environment.id", "", 'name an environment, such as "reverse-text"')
 
 
 def _check_split(split: int) -> None:
     if split not in envhost_service_pb2.Split.values():  # enums of proto3 are open
-        raise _invalid("split", split, "choose train or eval")
+        raise refused("split", split, "choose train or eval")
 
 
 def _check_run(request: envhost_service_pb2.RunRolloutsRequest) -> None:
     _check_ref(request.environment)
     _check_split(request.split)
     if not request.request_id:
-        raise _invalid("request_id", "", "give every attempt an id of its own")
+        raise refused("request_id", "", "give every attempt an id of its own")
     if not 1 <= len(request.members) <= MAX_GROUP:
-        raise _invalid("members", len(request.members), f"name 1 to {MAX_GROUP} members")
+        raise refused("members", len(request.members), f"name 1 to {MAX_GROUP} members")
     if len(set(request.members)) != len(request.members):
-        raise _invalid("members", list(request.members), "name each member once")
+        raise refused("members", list(request.members), "name each member once")
     if request.max_retries > MAX_RETRIES:
-        raise _invalid("max_retries", request.max_retries, f"at most {MAX_RETRIES}")
-
-
-def _invalid(field: str, value: object, remedy: str) -> QuartetError:
-    text = f"{field} = {value} is refused; {remedy}"
-    return QuartetError("INVALID_REQUEST", text, field=field, value=value, remedy=remedy)
+        raise refused("max_retries", request.max_retries, f"at most {MAX_RETRIES}")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import prometheus_client
-from quartet.errors import QuartetError
+from quartet.errors import QuartetError, refused
 from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 
@@ -26,7 +26,7 @@ from quartet_inference.chat.lengths import too_long
 from quartet_inference.conversations import Conversations, Messages
 from quartet_inference.engine import Delta, Engine, Finish, Reason, Request, ServedWeights
 from quartet_inference.messages import from_turn, to_template, tool_to_template
-from quartet_inference.sampling import refused, resolve, seeds
+from quartet_inference.sampling import resolve, seeds
 from quartet_inference.updates import ServedNews
 
 #: GenerateRequest.n says so.

@@ -6,10 +6,10 @@ import json
 import uuid
 from typing import Any
 
+from quartet.errors import refused
 from quartet.v1 import common_pb2
 
 from quartet_inference.chat import Turn
-from quartet_inference.sampling import refused
 
 
 def to_template(message: common_pb2.Message) -> dict[str, Any]:

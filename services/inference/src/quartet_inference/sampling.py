@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from quartet.errors import QuartetError
+from quartet.errors import refused
 from quartet.seeds import completion_seeds
 from quartet.v1 import common_pb2, inference_service_pb2
 
@@ -81,10 +81,3 @@ def seeds(request: inference_service_pb2.GenerateRequest) -> tuple[int, ...]:
     if seeded:
         raise refused("sampling.seed", request.sampling.seed, "leave it out beside completion_seeds")
     return tuple(given)
-
-
-def refused(field: str, value: object, remedy: str) -> QuartetError:
-    """INVALID_REQUEST of one field."""
-    return QuartetError(
-        "INVALID_REQUEST", f"{field} = {value} is refused; {remedy}", field=field, value=value, remedy=remedy
-    )

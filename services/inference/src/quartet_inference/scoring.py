@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from quartet.errors import QuartetError
+from quartet.errors import QuartetError, refused
 from quartet.v1 import inference_service_pb2 as pb
 from quartet.v1 import rollout_pb2
 
 from quartet_inference.engine import EngineInfo, ScoreRequest
-from quartet_inference.sampling import refused
 
 #: Samples of one call: each costs a task, however short it is.
 MAX_SAMPLES = 1024

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 
 import grpc
+from quartet.errors import refused
 from quartet.kit.stream import HEARTBEAT_SECONDS
 from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
@@ -16,7 +17,6 @@ from quartet_inference.adapters import Adapters
 from quartet_inference.answering import Answerer, Started
 from quartet_inference.engine import Delta, Engine
 from quartet_inference.joined import AnswerEvent, joined
-from quartet_inference.sampling import refused
 from quartet_inference.scoring import resolve_samples
 
 

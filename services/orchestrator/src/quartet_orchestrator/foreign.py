@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from quartet.errors import QuartetError
+from quartet.errors import QuartetError, refused
 from quartet.run.config import RunConfig
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.journal_pb2 import BatchClosed
@@ -137,7 +137,7 @@ class ForeignTraining:
         if number < state.next_group and (group is None or group.acked):
             return  # told again
         if not any(number in closed.groups for closed in state.batches.values()):
-            raise _malformed("ack", number, "acknowledge groups that were sent, by their number")
+            raise refused("ack", number, "acknowledge groups that were sent, by their number")
         try:
             self._book.write(acked={"group": number})
         except OSError as error:
@@ -238,17 +238,11 @@ class RolloutStream:
                 self._credits += request.credits
                 self._training.tell()
             case "credits":
-                raise _malformed("credits", request.credits, f"grant at most {MAX_CREDITS} groups at once")
+                raise refused("credits", request.credits, f"grant at most {MAX_CREDITS} groups at once")
             case "ack":
                 self._training.acknowledge(request.ack)
             case frame:
-                raise _malformed("frame", frame, "send start once, then credits and ack")
-
-
-def _malformed(field: str, value: object, remedy: str) -> QuartetError:
-    return QuartetError(
-        "INVALID_REQUEST", f"{field} = {value} is refused: {remedy}", field=field, value=value, remedy=remedy
-    )
+                raise refused("frame", frame, "send start once, then credits and ack")
 
 
 def _frames(book: Book, batch: HandedOut, number: int) -> list[pb.StreamRolloutsResponse]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import xxhash
-from quartet.errors import QuartetError
+from quartet.errors import refused
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1 import trainer_service_pb2_grpc as rpc
 
@@ -59,9 +59,7 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         start = batch.start
         loss = loss_spec(start.loss)
         if not (math.isfinite(start.normalizer) and start.normalizer > 0):
-            raise _refused(
-                "normalizer", start.normalizer, "give a number above 0, such as the covered tokens"
-            )
+            raise refused("normalizer", start.normalizer, "give a number above 0, such as the covered tokens")
 
         def job(entry: Entry) -> pb.ForwardBackwardResponse:
             began = time.monotonic()
@@ -89,7 +87,7 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         """Apply the accumulated gradients."""
         rate = request.learning_rate if request.HasField("learning_rate") else None
         if rate is not None and not (math.isfinite(rate) and rate >= 0):
-            raise _refused("learning_rate", rate, "give a finite number, 0 or more, or leave it out")
+            raise refused("learning_rate", rate, "give a finite number, 0 or more, or leave it out")
 
         def job(entry: Entry) -> pb.OptimStepResponse:
             done = entry.run.optim_step(rate)
@@ -114,7 +112,7 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         version = start.policy_version if start.HasField("policy_version") else None
         temperature = start.temperature if start.HasField("temperature") else 1.0
         if not (math.isfinite(temperature) and temperature > 0):
-            raise _refused("temperature", temperature, "give a number above 0")
+            raise refused("temperature", temperature, "give a number above 0")
         entry = self._roster.get(start.run_id)
         return await self._worker.run(lambda: entry.run.forward(batch.samples, version, temperature))
 
@@ -196,9 +194,3 @@ def _saved(info: StateInfo) -> pb.SavedState:
 def _digest(request: Any) -> bytes:
     body = request.SerializeToString(deterministic=True)
     return str(request.DESCRIPTOR.name).encode() + xxhash.xxh3_128_digest(body)
-
-
-def _refused(field: str, value: object, remedy: str) -> QuartetError:
-    return QuartetError(
-        "INVALID_REQUEST", f"{field} = {value} is refused: {remedy}", field=field, value=value, remedy=remedy
-    )
