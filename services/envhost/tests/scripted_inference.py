@@ -47,6 +47,12 @@ def reverse(request: inference_service_pb2.GenerateRequest, last: str) -> str:
     return f"<reversed_text>{last[::-1]}</reversed_text>"
 
 
+def says(*replies: str) -> Callable[[Any, str], str]:
+    """A policy that says these, in the order of asking."""
+    left = iter(replies)
+    return lambda request, last: next(left)
+
+
 class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
     """Answers Generate by a script."""
 

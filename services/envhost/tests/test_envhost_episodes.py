@@ -6,21 +6,15 @@ Invariants by their module: v1/outcome.py 3-5, v1/environment.py 1.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from quartet.errors import QuartetError
 from quartet.v1 import envhost_service_pb2
 from rollout_outcomes import kind, refusal
+from scripted_inference import says
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-def says(*replies: str) -> Callable[[Any, str], str]:
-    """A policy that says these, in the order of asking."""
-    left = iter(replies)
-    return lambda request, last: next(left)
 
 
 async def run(hosted: Any, env_id: str = "compare-env", *, task: int = 0, **args: Any) -> Any:

@@ -10,7 +10,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any
 
 import pytest
@@ -18,14 +18,9 @@ from quartet.errors import QuartetError
 from quartet.v1 import envhost_service_pb2
 from quartet_envhost.classic.groups import Groups
 from rollout_outcomes import kind, refusal, until
+from scripted_inference import says
 
 GROUPS = {"kind": "groups"}
-
-
-def says(*replies: str) -> Callable[[Any, str], str]:
-    """A policy that says these, in the order of asking."""
-    left = iter(replies)
-    return lambda request, last: next(left)
 
 
 @pytest.mark.asyncio(loop_scope="module")
