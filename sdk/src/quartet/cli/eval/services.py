@@ -9,12 +9,15 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from quartet.cli.env.installed import REFUSALS, with_interpreters
 from quartet.cli.eval.player import Player
 from quartet.cli.eval.source import Source
-from quartet.config import ConfigError
+from quartet.config import ConfigError, validate
 from quartet.errors import QuartetError
-from quartet.kit.channel import connect
+from quartet.kit.channel import ClientSecurity, connect
 from quartet.local.beside import AddressBook, beside
 from quartet.local.child import ChildSpec
 from quartet.local.deployment import Table, check, wire, write
@@ -23,6 +26,7 @@ from quartet.v1.envhost_service_pb2_grpc import EnvHostServiceStub
 T = TypeVar("T")
 
 DRAIN_SECONDS = 3.0
+REPLICA_SECONDS = 10.0  # a health check computes nothing; one that is still loading answers it too
 
 
 def deploy(
@@ -41,7 +45,27 @@ def deploy(
         }
     specs = write(wire(source.folder, folder / "data", tables), folder)
     asyncio.run(check(specs))
+    if source.addresses:
+        asyncio.run(reach(source.addresses, validate(ClientSecurity, envhost.get("inference_security", {}))))
     return specs
+
+
+async def reach(addresses: Sequence[str], security: ClientSecurity) -> None:
+    """One replica must answer: a rollout would wait for it until its own deadline. Raises ConfigError."""
+
+    async def refusal(address: str) -> str:
+        async with connect(address, security=security) as channel:
+            try:
+                await health_pb2_grpc.HealthStub(channel).Check(
+                    health_pb2.HealthCheckRequest(), timeout=REPLICA_SECONDS
+                )
+            except grpc.aio.AioRpcError as error:
+                return f"{address}: {error.details()}"
+        return ""
+
+    refusals = await asyncio.gather(*map(refusal, addresses))
+    if all(refusals):
+        raise ConfigError(f"no replica of inference answers; {'; '.join(refusals)}")
 
 
 def with_host(
