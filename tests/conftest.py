@@ -1,12 +1,14 @@
-"""What end-to-end and fault tests share: one tiny model, made once per session by the real command, and the
-launcher.
+"""What end-to-end and fault tests share: one tiny model, made once per session by the real command, the
+launcher, and what it leaves.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,3 +25,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=MODEL_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
+
+
+def summary_of(output: Path) -> dict[str, Any]:
+    """What a run that has ended left in its folder."""
+    loaded: dict[str, Any] = json.loads((output / "summary.json").read_text())
+    return loaded

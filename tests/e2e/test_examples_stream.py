@@ -4,7 +4,6 @@ which is killed on the way. Somebody asks for an evaluation meanwhile.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from quartet.v1.orchestrator_service_pb2 import EvaluateRequest, EvaluateRespons
 from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 from quartet.v1.rollout_pb2 import PolicySpan
 
+from tests.conftest import summary_of
 from tests.stream_example import RUN, addresses, launch, running, steps_in, train, wait_until
 
 pytestmark = pytest.mark.slow
@@ -58,7 +58,7 @@ def test_a_foreign_trainer_killed_on_the_way_trains_every_step_once(tiny_model: 
     assert {span.policy_version for one in rollouts for span in spans_of(one)} == {2} and len(rollouts) == 8
     trained = steps_in(first) + steps_in(second)
     assert trained == list(range(1, STEPS + 1))
-    summary = json.loads((output / "summary.json").read_text())
+    summary = summary_of(output)
     assert summary["phase"] == "completed" and summary["steps"] == STEPS
     assert summary["ledger"]["trained"] == STEPS * 64 and summary["ledger"]["in_flight"] == 0
     assert summary["max_off_policy_steps_seen"] <= 1

@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.conftest import QUARTET, REPOSITORY
+from tests.conftest import QUARTET, REPOSITORY, summary_of
 
 STEPS = 10
 RUN_SECONDS = 280
@@ -27,11 +26,6 @@ def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=RUN_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     return output
-
-
-def summary_of(output: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((output / "summary.json").read_text())
-    return loaded
 
 
 def test_an_adapter_learns_too(finished: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import QUARTET, REPOSITORY
+from tests.conftest import QUARTET, REPOSITORY, summary_of
 
 STEPS = 4
 SHARES = {"reverse-text": 0.75, "alphabet-sort": 0.25}
@@ -47,7 +47,7 @@ def test_environments_are_trained_in_proportion_and_reported_apart(finished: Pat
 
 
 def test_invariant_1_groups_that_teach_nothing_are_replaced_and_in_the_ledger(finished: Path) -> None:
-    ledger = json.loads((finished / "summary.json").read_text())["ledger"]
+    ledger = summary_of(finished)["ledger"]
     steps = rows_of(finished, "train/loss")
     assert ledger["trained"] == STEPS * 128 and ledger["in_flight"] == 0
     assert ledger["dispatched"] == ledger["trained"] + sum(ledger["discarded"].values())

@@ -10,11 +10,10 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.conftest import QUARTET, REPOSITORY
+from tests.conftest import QUARTET, REPOSITORY, summary_of
 
 STEPS = 12
 RUN_SECONDS = 280
@@ -62,11 +61,6 @@ def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return output
-
-
-def summary_of(output: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((output / "summary.json").read_text())
-    return loaded
 
 
 def test_reward_rises(finished: Path) -> None:

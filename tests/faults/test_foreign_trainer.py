@@ -5,7 +5,6 @@ The program of examples/stream_rollouts trains; what it printed is the record: n
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import summary_of
 from tests.faults.test_kill_each_service import pid_of
 from tests.stream_example import addresses, launch, running, steps_in, train, wait_until
 
@@ -55,7 +55,7 @@ def test_every_step_is_trained_once_whoever_is_killed(tiny_model: Path, tmp_path
     # One may have been on the disk and not printed when the trainer was killed; none is there twice.
     told = steps_in(printed)
     assert told == sorted(set(told)) and len(told) >= STEPS - 1 and told[-1] == STEPS
-    summary = json.loads((output / "summary.json").read_text())
+    summary = summary_of(output)
     ledger = summary["ledger"]
     assert summary["steps"] == STEPS and ledger["trained"] == STEPS * 64 and ledger["in_flight"] == 0
     assert ledger["dispatched"] == ledger["trained"] + sum(ledger["discarded"].values())

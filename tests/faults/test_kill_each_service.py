@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import QUARTET, REPOSITORY
+from tests.conftest import QUARTET, REPOSITORY, summary_of
 
 SERVICES = ("trainer", "inference", "envhost", "orchestrator")
 STEPS = 24
@@ -96,7 +96,7 @@ def test_invariant_9_kill_each_service_once(
         log.seek(0)
         print(log.read()[-4000:])
     print("seconds to the second step after the kill:", recoveries)
-    summary = json.loads((output / "summary.json").read_text())
+    summary = summary_of(output)
     ledger = summary["ledger"]
     assert summary["steps"] == STEPS
     assert ledger["trained"] == STEPS * 128, "each step trained one whole batch, once"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import QUARTET, REPOSITORY
+from tests.conftest import QUARTET, REPOSITORY, summary_of
 from tests.faults.test_kill_each_service import steps_done, wait_for_steps
 
 STEPS = 14
@@ -86,7 +86,7 @@ def test_invariant_9_the_launcher_is_killed_and_interrupted(tiny_model: Path, tm
             process.kill()
             process.wait()
         print(log.read_text()[-6000:])
-    summary = json.loads((output / "summary.json").read_text())
+    summary = summary_of(output)
     ledger = summary["ledger"]
     assert summary["steps"] == STEPS and ledger["trained"] == STEPS * 128 and ledger["in_flight"] == 0
     assert ledger["dispatched"] == ledger["trained"] + sum(ledger["discarded"].values())

@@ -6,7 +6,6 @@ fails, none is discarded, and trainer and engine still agree on every sampled to
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -19,7 +18,7 @@ import pytest
 from quartet.kit import probe
 from quartet.replicas.replica import INFERENCE
 
-from tests.conftest import QUARTET, REPOSITORY
+from tests.conftest import QUARTET, REPOSITORY, summary_of
 from tests.faults.test_kill_each_service import children, steps_done, wait_for_steps
 
 STEPS = 40
@@ -79,7 +78,7 @@ def test_invariant_9_a_replica_of_two_dies(tiny_model: Path, tmp_path: Path) -> 
             process.wait()
         log.seek(0)
         print(log.read()[-4000:])
-    summary = json.loads((output / "summary.json").read_text())
+    summary = summary_of(output)
     ledger = summary["ledger"]
     assert summary["restarts"]["inference-1"] >= 1 and summary["restarts"]["inference-2"] >= 1
     assert summary["steps"] == STEPS and ledger["trained"] == STEPS * 128
