@@ -66,7 +66,7 @@ demo: install models/tiny/config.json
 # The services' own tests and those of the whole are two processes side by side: both wait much.
 test: install classic test-vllm
 	.venv-envs/bin/python -m pytest environments
-	$(MAKE) -j2 -Oline test-services test-system
+	$(MAKE) -j2 test-services test-system
 
 test-services: install
 	$(PY) -m pytest sdk services
