@@ -107,6 +107,8 @@ def test_open_doors_off_loopback_are_refused(tmp_path: Path) -> None:
 async def test_plaintext_clients_stay_on_this_machine() -> None:
     with pytest.raises(ConfigError, match="plaintext"):
         connect("trainer:50051")
+    with pytest.raises(ConfigError, match="has no port"):
+        connect("localhost")
     check_client("trainer:50051", ClientSecurity(insecure_ok_off_loopback=True))
     check_client("trainer:50051", ClientSecurity(tls=True))
 
