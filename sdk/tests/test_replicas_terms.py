@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 from quartet.errors import QuartetError
@@ -44,6 +45,25 @@ async def test_what_another_replica_would_refuse_too_is_raised_at_once(reason: s
         with pytest.raises(QuartetError) as refused:
             await replicas.complete(ask(), 5)
         assert refused.value.reason == reason and not second.requests
+
+
+@pytest.mark.parametrize(
+    ("wanted", "field"),
+    [
+        ({"n": 3, "completion_seeds": [1, 2]}, "completion_seeds"),
+        ({"n": 2, "completion_seeds": [1, 2], "sampling": {"seed": 1}}, "sampling.seed"),
+        ({"n": 257}, "n"),
+    ],
+)
+async def test_a_request_of_which_no_completions_can_be_made_is_refused(
+    wanted: dict[str, Any], field: str
+) -> None:
+    """Also while the replicas are full, where each completion would be asked for by itself."""
+    async with fleet(1) as (scripted, replicas):
+        scripted[0].before_piece = fails("OVERLOADED", retry_after_ms=1)
+        with pytest.raises(QuartetError) as refused:
+            await replicas.complete(ask(**wanted), 5)
+        assert (refused.value.reason, refused.value.metadata["field"]) == ("INVALID_REQUEST", field)
 
 
 async def test_rounds_are_bounded_by_their_budget() -> None:

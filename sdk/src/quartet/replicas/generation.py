@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from quartet.errors import QuartetError
-from quartet.seeds import completion_seeds
+from quartet.seeds import requested_seeds
 from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 
@@ -60,9 +60,7 @@ class Generation:
         if request.WhichOneof("prompt") == "tokens" and not request.tokens.tail_messages:
             self.prompt_ids = list(request.tokens.token_ids)
         self._started = False
-        self._seeds = list(request.completion_seeds)
-        if request.sampling.HasField("seed"):
-            self._seeds = completion_seeds(request.sampling.seed, len(self.lanes))
+        self._seeds = requested_seeds(request)
 
     def may_be_together(self, lanes: Sequence[Lane]) -> bool:
         """Whether one request can ask for these: for one always, for several only before any has a token."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import prometheus_client
 from quartet.errors import QuartetError, refused
+from quartet.seeds import requested_seeds
 from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 
@@ -26,7 +27,7 @@ from quartet_inference.chat.lengths import too_long
 from quartet_inference.conversations import Conversations, Messages
 from quartet_inference.engine import Delta, Engine, Finish, Reason, Request, ServedWeights
 from quartet_inference.messages import from_turn, to_template, tool_to_template
-from quartet_inference.sampling import resolve, seeds
+from quartet_inference.sampling import resolve
 from quartet_inference.updates import ServedNews
 
 #: GenerateRequest.n says so.
@@ -205,7 +206,7 @@ class Answerer:
             prompt=prompt.token_ids,
             sampling=resolve(request.sampling, room, info.vocab_size),
             n=max(1, request.n),
-            seeds=seeds(request),
+            seeds=tuple(requested_seeds(request)),
             run_id=request.run_id,
             min_version=request.min_policy_version,
             exact_version=request.exact_policy_version if request.HasField("exact_policy_version") else None,

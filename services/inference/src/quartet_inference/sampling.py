@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from quartet.errors import refused
-from quartet.seeds import completion_seeds
-from quartet.v1 import common_pb2, inference_service_pb2
+from quartet.v1 import common_pb2
 
 from quartet_inference.engine import Sampling
 
@@ -69,15 +68,3 @@ def resolve(params: common_pb2.SamplingParams, room: int, vocab_size: int) -> Sa
         stop_token_ids=frozenset(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
     )
-
-
-def seeds(request: inference_service_pb2.GenerateRequest) -> tuple[int, ...]:
-    """The seed of each completion of a request; none where it is unseeded. Errors: INVALID_REQUEST."""
-    given, n, seeded = request.completion_seeds, max(1, request.n), request.sampling.HasField("seed")
-    if not given:
-        return tuple(completion_seeds(request.sampling.seed, n)) if seeded else ()
-    if len(given) != n:
-        raise refused("completion_seeds", f"{len(given)} seeds", f"give one for each of the {n} completions")
-    if seeded:
-        raise refused("sampling.seed", request.sampling.seed, "leave it out beside completion_seeds")
-    return tuple(given)
