@@ -42,9 +42,9 @@ async def rate(engine: Any, runs: tuple[str, ...]) -> float:
     from quartet_inference.engine import Request, Sampling
 
     async def one(number: int) -> None:
-        sampling = Sampling(max_tokens=TOKENS, ignore_eos=True, seed=number)
-        prompt = (3 + number, 5, 7, 9)
-        async for _ in engine.generate(Request(prompt, sampling, run_id=runs[number % len(runs)])):
+        sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)
+        prompt, run_id = (3 + number, 5, 7, 9), runs[number % len(runs)]
+        async for _ in engine.generate(Request(prompt, sampling, seeds=(number,), run_id=run_id)):
             pass
 
     began = time.perf_counter()

@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from figures import Figure, arguments, report
 from quartet.cli.tiny.demos import MAX_TOKENS, Reversals
 from quartet.kit.memory import tune_allocator
+from quartet.seeds import completion_seeds
 from quartet_inference.embedded import forward
 from quartet_inference.embedded.engine import EmbeddedEngine
 from quartet_inference.embedded.limits import Limits
@@ -92,8 +93,8 @@ async def sampled(folder: Path, batches: int, seed: int) -> list[list[Sample]]:
     async def ask(prompt: list[int], number: int) -> list[Sample]:
         tokens: list[list[int]] = [[] for _ in range(GROUP)]
         logprobs: list[list[float]] = [[] for _ in range(GROUP)]
-        sampling = Sampling(MAX_TOKENS, seed=number + 1)
-        async for event in engine.generate(Request(tuple(prompt), sampling, GROUP)):
+        seeds = tuple(completion_seeds(number + 1, GROUP))
+        async for event in engine.generate(Request(tuple(prompt), Sampling(MAX_TOKENS), GROUP, seeds)):
             if isinstance(event, Delta):
                 tokens[event.index] += event.token_ids
                 logprobs[event.index] += event.logprobs

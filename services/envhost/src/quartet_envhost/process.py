@@ -104,6 +104,11 @@ class WorkerProcess:
         return self._process.pid
 
     @property
+    def open_calls(self) -> int:
+        """Calls that are not answered."""
+        return len(self._waiting)
+
+    @property
     def alive(self) -> bool:
         """Whether calls can be made."""
         return not self._listener.done() and not self._stopped_because
