@@ -78,7 +78,7 @@ def _fill(python: Path, name: str, what: Sequence[str], generation: str | None) 
             "rename one of the two"
         )
     generation = generation or read.stdout.strip()
-    print(f"{name}: a {generation} package", flush=True)
+    print(f"{name}: a {generation} package; installing it with its Verifiers may take minutes", flush=True)
     _pip(python, [*_ours("quartet", ""), *_ours("quartet-envhost", f"[{EXTRAS[generation]}]"), *what])
     if not find(module, str(python))[0]:
         raise ConfigError(f"{name} is installed in {python}, and cannot be found there")
