@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 import pydantic
@@ -120,7 +120,7 @@ class Replicas:
         """Replace the addresses; what a replica that leaves has in flight ends there. Raises ConfigError."""
         await self._fleet.follow(Addresses(addresses, self._security))
 
-    async def generate(
+    def generate(
         self, request: pb.GenerateRequest, timeout_s: float
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """The frames of an answer: one start, deltas, one finish for each completion; no heartbeats.
@@ -130,40 +130,26 @@ class Replicas:
         """
         deadline = time.monotonic() + (request_context.bounded(timeout_s) or 0.0)
         generation = Generation(request)
-        async with aclosing(self._sample(generation, generation.lanes, deadline)) as frames:
-            async for frame in frames:
-                yield frame
+        return self._sample(generation, generation.lanes, deadline)
 
     async def complete(self, request: pb.GenerateRequest, timeout_s: float) -> Generated:
         """The whole answer. Raises QuartetError."""
-        answers: dict[int, Generated] = {}
-        async with aclosing(self.as_completed(request, timeout_s)) as ended:
-            async for index, answer in ended:
-                answers[index] = answer
-        completions = [answers[index].completions[0] for index in sorted(answers)]
-        return replace(answers[0], completions=completions)
+        answer = _Answer(request)
+        async with aclosing(self.generate(request, timeout_s)) as frames:
+            async for frame in frames:
+                answer.take(frame)
+        return answer.so_far
 
     async def as_completed(
         self, request: pb.GenerateRequest, timeout_s: float
     ) -> AsyncGenerator[tuple[int, Generated], None]:
         """Each completion when it has ended, by itself, with its index. As `generate` otherwise."""
-        completions = [Completion() for _ in range(max(1, request.n))]
-        # Where tokens were given without messages, they are the prompt.
-        prompt_ids, prefix_kept = list(request.tokens.token_ids), True
+        answer = _Answer(request)
         async with aclosing(self.generate(request, timeout_s)) as frames:
             async for frame in frames:
-                if frame.HasField("start"):
-                    prompt_ids = list(frame.start.prompt_token_ids) or prompt_ids
-                    prefix_kept = frame.start.prefix_kept
-                if frame.HasField("delta"):
-                    into = completions[frame.delta.index]
-                    into.token_ids.extend(frame.delta.token_ids)
-                    into.logprobs.extend(frame.delta.logprobs)
-                    into.spans.extend((s.start, s.length, s.policy_version) for s in frame.delta.spans)
+                answer.take(frame)
                 if frame.HasField("finish"):
-                    index = frame.finish.index
-                    _finish(completions[index], frame.finish)
-                    yield index, Generated(list(prompt_ids), prefix_kept, [completions[index]])
+                    yield frame.finish.index, answer.alone(frame.finish.index)
 
     async def _sample(
         self, generation: Generation, lanes: list[Lane], deadline: float
@@ -174,7 +160,7 @@ class Replicas:
             session_id = generation.request.session_id
             replica = await self._next(session_id, rounds, deadline)
             had = sum(len(lane.token_ids) for lane in lanes)
-            failure = QuartetError("NOT_READY", "the answer ended before its last frame")
+            failure: QuartetError | None = None
             try:
                 async with aclosing(self._ask(replica, generation, lanes, deadline)) as frames:
                     async for frame in frames:
@@ -184,6 +170,7 @@ class Replicas:
             left = [lane for lane in lanes if not lane.finished]
             if not left:
                 return
+            failure = failure or QuartetError("NOT_READY", "the answer ended before its last frame")
             rounds.note(replica, failure, progress=sum(len(lane.token_ids) for lane in lanes) > had)
             self._count(left)
             lanes = left
@@ -269,8 +256,30 @@ class _Rounds:
         self._this_round.clear()
 
 
-def _finish(completion: Completion, finish: pb.GenerateFinish) -> None:
-    completion.finish_reason = finish.finish_reason
-    completion.stop_match = finish.stop_match
-    completion.message = finish.message
-    completion.usage = finish.usage
+class _Answer:
+    """An answer as its frames arrive."""
+
+    def __init__(self, request: pb.GenerateRequest) -> None:
+        # Where tokens were given without messages, they are the prompt.
+        prompt_ids = list(request.tokens.token_ids)
+        self.so_far = Generated(prompt_ids, True, [Completion() for _ in range(max(1, request.n))])
+
+    def take(self, frame: pb.GenerateResponse) -> None:
+        answer = self.so_far
+        if frame.HasField("start"):
+            answer.prompt_ids = list(frame.start.prompt_token_ids) or answer.prompt_ids
+            answer.prefix_kept = frame.start.prefix_kept
+        if frame.HasField("delta"):
+            into = answer.completions[frame.delta.index]
+            into.token_ids.extend(frame.delta.token_ids)
+            into.logprobs.extend(frame.delta.logprobs)
+            into.spans.extend((s.start, s.length, s.policy_version) for s in frame.delta.spans)
+        if frame.HasField("finish"):
+            ended, finish = answer.completions[frame.finish.index], frame.finish
+            ended.finish_reason, ended.stop_match = finish.finish_reason, finish.stop_match
+            ended.message, ended.usage = finish.message, finish.usage
+
+    def alone(self, index: int) -> Generated:
+        """One of its completions, with lists of its own."""
+        answer = self.so_far
+        return Generated(list(answer.prompt_ids), answer.prefix_kept, [answer.completions[index]])

@@ -101,7 +101,7 @@ class Fleet:
 
     def _settle_s(self, session_id: str, but: Collection[str]) -> float:
         """How long to wait still for a home that has not said anything yet."""
-        if not session_id:
+        if not session_id or all(one.state is not State.NEW for one in self._replicas.values()):
             return 0.0
         known = {one.address: one for one in self.replicas if one.address not in but}
         home = known[ranking(session_id, list(known))[0]]
