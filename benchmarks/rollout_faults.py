@@ -35,7 +35,7 @@ class Killer:
     def __init__(self, ours: Road, kills: int, rollouts: int, chance: random.Random) -> None:
         """Nothing is killed before `ended` is told."""
         self._ours, self._chance = ours, chance
-        # The kills are spread over the run, its very end left out: each falls when so many rollouts have ended.
+        # The kills are spread over the run but for its end: each falls when so many rollouts have ended.
         self._due = sorted(chance.sample(range(rollouts - 2 * AT_ONCE), kills))
         self._ended = 0
         self.kills = 0
