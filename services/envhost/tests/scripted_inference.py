@@ -75,6 +75,8 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
         self.torn = 0
         # Of a call's completions, by index: begun only once the event is set.
         self.held: dict[int, asyncio.Event] = {}
+        # The index of a completion before which a call fails, once.
+        self.breaks_before: int | None = None
 
     @property
     def seeds(self) -> list[int]:
@@ -94,6 +96,9 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
             if self.delay_s:
                 await asyncio.sleep(self.delay_s)
             for index in range(request.n):
+                if index == self.breaks_before:
+                    self.breaks_before = None
+                    raise QuartetError("INTERNAL", "the decode step failed")
                 if index in self.held:
                     await self.held[index].wait()
                 for frame in self._frames(request, index):

@@ -179,3 +179,21 @@ async def test_a_refusal_is_every_members(group: Group) -> None:
     group.policy.errors.append(QuartetError("PROMPT_TOO_LONG", "300 tokens"))
     results = await asyncio.gather(*(ask(group.member()) for _ in range(2)), return_exceptions=True)
     assert [getattr(one, "reason", one) for one in results] == ["PROMPT_TOO_LONG"] * 2
+
+
+async def test_promise_5_one_that_fails_in_the_service_fails_no_other(group: Group) -> None:
+    group.policy.errors += [QuartetError("INTERNAL", "the weights give non-finite logits")] * 2
+    members = [group.member() for _ in range(3)]
+    asked = [ask(one, seed=seed) for one, seed in zip(members, (7, 5, 9), strict=True)]
+    results = await asyncio.gather(*asked, return_exceptions=True)
+    (joined, *alone) = group.asked
+    assert joined == (3, [7, 5, 9]) and sorted(alone) == [(1, [5]), (1, [7]), (1, [9])]
+    reasons = [getattr(one, "reason", "answered") for one in results]
+    assert sorted(reasons) == ["INTERNAL", "answered", "answered"]
+
+
+async def test_promise_5_what_has_ended_is_not_asked_for_again(group: Group) -> None:
+    group.policy.breaks_before = 1
+    first, second = await asyncio.gather(*(ask(group.member()) for _ in range(2)))
+    assert [n for n, _ in group.asked] == [2, 1]
+    assert said(first) == "answer 0" and said(second) == "answer 1"

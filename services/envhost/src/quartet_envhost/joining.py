@@ -9,15 +9,18 @@ fraction of a call of its own: on the wire, and in both processes.
    most MAX_COMPLETIONS in one call.
 3. Nobody waits for a member that has asked or has ended, nor for any longer than GATHER_SECONDS.
 4. A member that stops waiting ends no other's completion; the call ends with the last one that waits.
+5. A completion that the service fails at (INTERNAL) fails no other: what is left of the call is asked for
+   once more, each by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Final
 
+from quartet.errors import QuartetError
 from quartet.replicas import Generated, Replicas
 from quartet.replicas.generation import MAX_COMPLETIONS
 from quartet.v1.inference_service_pb2 import GenerateRequest
@@ -31,13 +34,13 @@ class FirstTurns:
 
     def __init__(self, replicas: Replicas) -> None:
         """Ask these replicas."""
-        self._replicas = replicas
+        self.replicas = replicas
         self._groups: dict[str, _Group] = {}
 
     @contextmanager
     def member(self, group: str) -> Iterator[FirstTurn]:
         """While inside, a member of this group is under way."""
-        known = self._groups.setdefault(group, _Group(self._replicas))
+        known = self._groups.setdefault(group, _Group(self.replicas))
         known.members += 1
         first = FirstTurn(known)
         try:
@@ -106,6 +109,9 @@ class _Group:
         self._gathering.pop(said).begin()
 
 
+_Place = tuple[asyncio.Future[Generated], list[int]]
+
+
 class _Call:
     """One call for several members; begun once."""
 
@@ -117,7 +123,7 @@ class _Call:
         self._deadline = 0.0
         self._task: asyncio.Task[None] | None = None
         # Who waits, and the seed of each where they have one.
-        self.places: list[tuple[asyncio.Future[Generated], list[int]]] = []
+        self.places: list[_Place] = []
 
     def join(self, seeds: list[int], timeout_s: float) -> asyncio.Future[Generated]:
         loop = asyncio.get_running_loop()
@@ -131,7 +137,7 @@ class _Call:
         self.timer.cancel()
         self.places = [place for place in self.places if not place[0].done()]
         if self.places:
-            self._task = asyncio.create_task(self._run())
+            self._task = asyncio.create_task(self._ask(self.places))
 
     def _left(self, _: asyncio.Future[Generated]) -> None:
         futures = [one for one, _ in self.places]
@@ -141,18 +147,22 @@ class _Call:
         if any(one.cancelled() for one in futures):
             self._task.cancel()
 
-    async def _run(self) -> None:
-        request, remaining_s = self._request, self._deadline - asyncio.get_running_loop().time()
-        request.n = len(self.places)
-        for _, seeds in self.places:
+    async def _ask(self, places: Sequence[_Place]) -> None:
+        request, remaining_s = GenerateRequest(), self._deadline - asyncio.get_running_loop().time()
+        request.CopyFrom(self._request)
+        request.n = len(places)
+        for _, seeds in places:
             request.completion_seeds.extend(seeds)
         try:
             async with aclosing(self._replicas.as_completed(request, remaining_s)) as answers:
                 async for index, answer in answers:
-                    waiting, _ = self.places[index]
+                    waiting, _ = places[index]
                     if not waiting.done():
                         waiting.set_result(answer)
         except Exception as error:  # noqa: BLE001 - carried to whoever waits
-            for waiting, _ in self.places:
-                if not waiting.done():
-                    waiting.set_exception(error)
+            left = [place for place in places if not place[0].done()]
+            if len(places) > 1 and isinstance(error, QuartetError) and error.reason == "INTERNAL":
+                await asyncio.gather(*(self._ask([place]) for place in left))
+                return
+            for waiting, _ in left:
+                waiting.set_exception(error)

@@ -55,7 +55,6 @@ class Worker:
         self._writer = writer
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._environment: Any = None
-        self._replicas: Replicas | None = None
         self._first_turns: FirstTurns | None = None
         # Of the INTERACT calls under way.
         self._clients: dict[int, ClientSampler] = {}
@@ -80,8 +79,8 @@ class Worker:
         async with contextlib.AsyncExitStack() as stack:
             if addresses := settings["inference_addresses"]:  # none: interact_only
                 security = ClientSecurity.model_validate(settings["security"])
-                self._replicas = await stack.enter_async_context(Replicas(addresses, security))
-                self._first_turns = FirstTurns(self._replicas)
+                replicas = await stack.enter_async_context(Replicas(addresses, security))
+                self._first_turns = FirstTurns(replicas)
             await stack.enter_async_context(self._environment.serving())
             beat = asyncio.create_task(self._beat())
             self._send(Kind.OK, call_id, self._info)
@@ -160,11 +159,10 @@ class Worker:
         return response
 
     async def _run(self, _: int, payload: bytes) -> Message:
-        assert self._replicas is not None
         assert self._first_turns is not None
         request = envhost_service_pb2.RunRolloutsRequest.FromString(payload)
         with self._first_turns.member(request.request_id) as first:
-            return await self._rollout(request, ReplicaSampler(self._replicas, first))
+            return await self._rollout(request, ReplicaSampler(self._first_turns.replicas, first))
 
     async def _interact(self, call_id: int, payload: bytes) -> Message:
         request = envhost_service_pb2.RunRolloutsRequest.FromString(payload)
