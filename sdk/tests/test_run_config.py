@@ -168,6 +168,7 @@ def test_what_cannot_run_is_refused_in_one_sentence(lines: str, table: str, sent
         ('model = "m"\n[env]\nid = "x"', "write [[env]] with two brackets"),
         (ENV, "required key 'model' is not set"),
         ("model =", "the run is not valid TOML"),
+        pytest.param("a = " + "[" * 100_000, "the run is nested too deeply", id="nested"),
         ('model = ""\n' + ENV, "model = '' is refused"),
     ],
 )

@@ -97,6 +97,7 @@ def test_an_evaluation_by_itself_is_said_like_one_of_a_run() -> None:
         ('[env]\nid = "c"', "write [[env]] with two brackets"),
         ('[[env]]\nid = "c"\nrollouts_per_example = 64', "set max_concurrent to at least 64"),
         ("num_examples =", "the evaluation is not valid TOML"),
+        pytest.param("a = " + "[" * 100_000, "the evaluation is nested too deeply", id="nested"),
     ],
 )
 def test_evaluations_by_themselves_that_make_no_sense(text: str, refusal: str) -> None:

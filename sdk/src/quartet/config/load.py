@@ -78,20 +78,27 @@ def validate(model: type[C], values: dict[str, Any], origins: dict[tuple[str, ..
 
 def read_toml(path: str | Path) -> dict[str, Any]:
     """Read one TOML file. Raises ConfigError with the path, and the line where the file is malformed."""
+    what = f"config file {str(path)!r}"
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return parse_toml(Path(path).read_text(encoding="utf-8"), what)
     except FileNotFoundError:
-        raise ConfigError(f"config file {str(path)!r} does not exist; check the path after '@'") from None
+        raise ConfigError(f"{what} does not exist; check the path after '@'") from None
     except IsADirectoryError:
-        raise ConfigError(f"config file {str(path)!r} is a directory; name a TOML file in it") from None
+        raise ConfigError(f"{what} is a directory; name a TOML file in it") from None
     except OSError as error:
-        raise ConfigError(f"config file {str(path)!r} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{what} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"config file {str(path)!r} is not UTF-8 at byte {error.start}") from None
+        raise ConfigError(f"{what} is not UTF-8 at byte {error.start}") from None
+
+
+def parse_toml(text: str, what: str) -> dict[str, Any]:
+    """Read TOML. Raises ConfigError that begins with what it is."""
+    try:
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"config file {str(path)!r} is not valid TOML: {error}") from None
+        raise ConfigError(f"{what} is not valid TOML: {error}") from None
     except RecursionError:
-        raise ConfigError(f"config file {str(path)!r} is nested too deeply to be a configuration") from None
+        raise ConfigError(f"{what} is nested too deeply to be a configuration") from None
 
 
 def usage(model: type[Config]) -> str:

@@ -19,6 +19,7 @@ import structlog
 
 from quartet.config import ConfigError
 from quartet.kit.channel import ClientSecurity
+from quartet.kit.news import News
 from quartet.replicas.addresses import Addresses
 from quartet.replicas.choice import choose, ranking
 from quartet.replicas.replica import Replica, State
@@ -39,7 +40,7 @@ class Fleet:
         self._addresses = addresses
         self._resolve_s = resolve_s
         self._replicas: dict[str, Replica] = {}
-        self._changed = asyncio.Event()
+        self._changed = News()
         self._following: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()  # of those who replace the addresses
         self._closing: set[asyncio.Task[None]] = set()
@@ -79,7 +80,7 @@ class Fleet:
         """The replica for a session, except those named; None when the deadline has passed before one was
         there."""
         while (left_s := deadline - time.monotonic()) > 0:
-            changed = self._changed
+            changed = self._changed.next
             offered = self.in_service(but)
             room = [one for one in offered if not one.full]
             wait_s = left_s
@@ -132,5 +133,4 @@ class Fleet:
             task = asyncio.create_task(replica.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed.tell()

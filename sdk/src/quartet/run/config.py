@@ -8,14 +8,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import Field
 
-from quartet.config import Config, ConfigError
-from quartet.config.load import validate
+from quartet.config import Config
+from quartet.config.load import parse_toml, validate
 from quartet.run.algorithm import AlgorithmConfig
 from quartet.run.evaluation import EvalConfig, EvalTrial
 from quartet.run.hosted import MAX_ENVIRONMENTS, GroupSize, HostedConfig, as_array
@@ -288,8 +287,4 @@ class RunConfig(Config):
 
 def parse_run(toml_text: str) -> RunConfig:
     """Read a run's TOML. Raises ConfigError with one sentence: key, value, remedy."""
-    try:
-        tables = tomllib.loads(toml_text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"the run is not valid TOML: {error}") from None
-    return validate(RunConfig, tables)
+    return validate(RunConfig, parse_toml(toml_text, "the run"))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self
@@ -11,8 +10,8 @@ from typing import Annotated, Any, ClassVar, Self
 import pydantic
 from pydantic import Field
 
-from quartet.config import Config, ConfigError
-from quartet.config.load import validate
+from quartet.config import Config
+from quartet.config.load import parse_toml, validate
 from quartet.run.hosted import (
     MAX_ENVIRONMENTS,
     MAX_TIMEOUT_SECONDS,
@@ -133,8 +132,4 @@ class EvaluateConfig(MeasuredConfig):
 
 def parse_evaluation(toml_text: str) -> EvaluateConfig:
     """Read an evaluation's TOML. Raises ConfigError with one sentence: key, value, remedy."""
-    try:
-        tables = tomllib.loads(toml_text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"the evaluation is not valid TOML: {error}") from None
-    return validate(EvaluateConfig, tables)
+    return validate(EvaluateConfig, parse_toml(toml_text, "the evaluation"))

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 import xxhash
 
 from quartet.errors import QuartetError
+from quartet.kit.news import News
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights.frames import encode_chunk
 from quartet.weights.payload import chunk_spans
@@ -35,23 +36,23 @@ class Arrival:
         self._buffer = buffer.toreadonly()
         self._verified = 0
         self._torn = False
-        self._changed = asyncio.Event()
+        self._changed = News()
 
     def advance(self, verified: int) -> None:
         """So many bytes from the start are there, and their chunks are checked."""
         if verified > self._verified:
             self._verified = verified
-            self._wake()
+            self._changed.tell()
 
     def finish(self, end: pb.WeightEnd) -> None:
         """Every byte, tensor and digest was verified."""
         self._verified, self.end = len(self._buffer), end
-        self._wake()
+        self._changed.tell()
 
     def tear(self) -> None:
         """The fetch was given up. Without effect after `finish`."""
         self._torn = self.end is None
-        self._wake()
+        self._changed.tell()
 
     async def encoded_chunks(self, offset: int) -> AsyncIterator[bytes]:
         """Serialized FetchResponses from `offset` on as the bytes come, then WeightEnd.
@@ -87,10 +88,6 @@ class Arrival:
         except TimeoutError:
             return False
         return True
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
 
 def _sign_of_life(offset: int) -> bytes:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 from quartet.errors import QuartetError
+from quartet.kit.news import News
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights.arrival import Arrival
 from quartet.weights.service import WeightServicer
@@ -36,12 +37,12 @@ class Holdings:
         self._expected: tuple[str, int] | None = None
         self._fetching: tuple[str, int] | None = None
         self._arrival: Arrival | None = None
-        self._changed = asyncio.Event()
+        self._changed = News()
 
     def expect(self, run_id: str, version: int) -> None:
         """This is the newest, and what is fetched next."""
         self._expected = (run_id, version)
-        self._wake()
+        self._changed.tell()
 
     def fetching(self, run_id: str, version: int) -> None:
         """This is fetched now, whatever is expected meanwhile."""
@@ -50,12 +51,12 @@ class Holdings:
     def arriving(self, arrival: Arrival) -> None:
         """This payload is on its way."""
         self._arrival = arrival
-        self._wake()
+        self._changed.tell()
 
     def settled(self) -> None:
         """What was on its way is held, or given up."""
         self._arrival = self._fetching = None
-        self._wake()
+        self._changed.tell()
 
     async def arrival(
         self, run_id: str, version: int, fits: Callable[[pb.WeightManifest], bool]
@@ -96,10 +97,6 @@ class Holdings:
         except QuartetError:
             return False
         return True
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
 
 class RelayServicer(WeightServicer):

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 import grpc
 import structlog
 from quartet.errors import QuartetError
+from quartet.kit.news import News
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights.fetch import fetch_version, get_manifest, watch
 from quartet.weights.fetched import Fetched
@@ -51,12 +52,11 @@ class ServedNews:
     def __init__(self, engine: Engine) -> None:
         """Watch an engine."""
         self._engine = engine
-        self._changed = asyncio.Event()
+        self._changed = News()
 
     def tell(self) -> None:
         """Wake everybody who waits: the engine serves something else."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed.tell()
 
     async def wait_for(self, suits: Callable[[ServedWeights | None], bool], timeout_s: float) -> bool:
         """Wait until the served weights suit; False when the time is over."""

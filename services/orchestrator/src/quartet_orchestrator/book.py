@@ -20,6 +20,7 @@ from typing import Any
 
 import structlog
 from quartet.errors import QuartetError
+from quartet.kit.news import News
 from quartet.v1 import journal_pb2 as jpb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2
@@ -40,7 +41,7 @@ class Book:
     def __init__(self, folder: Path) -> None:
         self.journal = Journal(folder)
         self.state = RunState()
-        self._news = asyncio.Event()
+        self._news = News()
         # Why the last write failed; empty where it did not.
         self._blocked = ""
         # On the monotonic clock: the last record that was more than a remark, or what somebody measured.
@@ -80,22 +81,18 @@ class Book:
             record = self.journal.append(jpb.JournalRecord(**kind))
         except OSError as error:
             self._blocked = str(error)
-            self._tell()
+            self._news.tell()
             raise
         self._blocked = ""
         if "note" not in kind:
             self.moved()
         self.state.apply(record)
-        self._tell()
+        self._news.tell()
         return record
 
     def moved(self) -> None:
         """The run did something that counts."""
         self.moved_at = time.monotonic()
-
-    def _tell(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
 
     def note(self, message: str, *, warning: bool = False) -> None:
         level = pb.NOTE_LEVEL_WARNING if warning else pb.NOTE_LEVEL_INFO
@@ -138,7 +135,7 @@ class Book:
         once there is nothing to say because the journal cannot be written."""
         try:
             while True:
-                news, resting, last = self._news, self.state.phase in RESTING, self.journal.last_event
+                news, resting, last = self._news.next, self.state.phase in RESTING, self.journal.last_event
                 page = await asyncio.to_thread(self.journal.events, after, PAGE, rollouts=rollouts)
                 for record in page:
                     after = record.event

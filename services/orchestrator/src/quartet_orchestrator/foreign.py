@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from quartet.errors import QuartetError, refused
+from quartet.kit.news import News
 from quartet.run.config import RunConfig
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.journal_pb2 import BatchClosed
@@ -73,7 +74,7 @@ class ForeignTraining:
         self._stream: RolloutStream | None = None
         self._away_since = time.monotonic()
         self._batch = HandedOut(BatchClosed(), 0.0, {})
-        self.news = asyncio.Event()
+        self.news = News()
         self.over: Over | None = None
 
     async def open(self) -> None:
@@ -88,13 +89,13 @@ class ForeignTraining:
         else:
             why = f"run {run_id!r} is stopped or has failed, see its status; resume it, or submit a new one"
             self.over = Over(QuartetError("RUN_NOT_SERVED", why, want=run_id))
-        self.tell()
+        self.news.tell()
 
     async def train(self, batch: int) -> None:
         """Hands a closed batch out; returns once it is trained on and its version served."""
         closed = self._book.closed_batch(batch)
         self._batch = await asyncio.to_thread(_handed_out, self._book, self._config, closed)
-        self.tell()
+        self.news.tell()
         while self.waiting():
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
@@ -114,7 +115,7 @@ class ForeignTraining:
     def stream(self) -> RolloutStream:
         """A new one, which takes over."""
         self._stream = RolloutStream(self, self._book)
-        self.tell()
+        self.news.tell()
         return self._stream
 
     def left(self, stream: RolloutStream) -> None:
@@ -142,16 +143,12 @@ class ForeignTraining:
             self._book.write(acked={"group": number})
         except OSError as error:
             raise QuartetError("NOT_READY", f"group {number} cannot be written down: {error}") from error
-        self.tell()
+        self.news.tell()
 
     def reader(self, group: Group) -> Callable[[], list[pb.StreamRolloutsResponse]]:
         """What reads the group as it is sent: meant for a thread."""
         # The batch of now: it may be trained on while the thread reads.
         return partial(_frames, self._book, self._batch, group.number)
-
-    def tell(self) -> None:
-        self.news.set()
-        self.news = asyncio.Event()
 
     async def _served(self, steps: int) -> None:
         version, since, noted = steps * self._config.versions_per_step, time.monotonic(), False
@@ -190,7 +187,7 @@ class RolloutStream:
     ) -> AsyncGenerator[pb.StreamRolloutsResponse, None]:
         """Raises QuartetError."""
         self._listening = asyncio.create_task(self._listen(requests))
-        self._listening.add_done_callback(lambda _: self._training.tell())
+        self._listening.add_done_callback(lambda _: self._training.news.tell())
         try:
             while (group := await self._next()) is not None:
                 for frame in await asyncio.to_thread(self._training.reader(group)):
@@ -203,7 +200,7 @@ class RolloutStream:
     async def _next(self) -> Group | None:
         """The next group to be sent; None at the end."""
         while True:
-            news = self._training.news
+            news = self._training.news.next
             if not self._training.serves(self):
                 raise QuartetError(
                     "RUN_CONFLICT",
@@ -236,7 +233,7 @@ class RolloutStream:
         match request.WhichOneof("frame"):
             case "credits" if self._credits + request.credits <= MAX_CREDITS:
                 self._credits += request.credits
-                self._training.tell()
+                self._training.news.tell()
             case "credits":
                 raise refused("credits", request.credits, f"grant at most {MAX_CREDITS} groups at once")
             case "ack":
