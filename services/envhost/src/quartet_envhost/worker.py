@@ -26,6 +26,7 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError, Message
 from quartet.errors import QuartetError
 from quartet.kit.channel import ClientSecurity
+from quartet.kit.imports import uncollected
 from quartet.local.tether import die_with
 from quartet.replicas import Replicas
 from quartet.v1 import envhost_service_pb2, rollout_pb2
@@ -93,7 +94,8 @@ class Worker:
 
     def _load(self, settings: dict[str, Any]) -> None:
         # Only here, and only the one that this interpreter can run: the other cannot be imported.
-        hosted = importlib.import_module(f"quartet_envhost.{_generation()}.environment")
+        with uncollected():
+            hosted = importlib.import_module(f"quartet_envhost.{_generation()}.environment")
         env_id = self._env_id = settings["id"]
         try:
             self._environment = hosted.HostedEnvironment(env_id, settings["args"])

@@ -8,6 +8,7 @@ import sys
 import uvloop
 from quartet.config import main
 from quartet.kit import logs
+from quartet.kit.imports import uncollected
 from quartet.kit.server import check_here
 
 from quartet_inference.config import InferenceConfig
@@ -24,7 +25,8 @@ def _run(config: InferenceConfig) -> None:
     else:
         os.environ["OMP_NUM_THREADS"] = str(config.embedded.threads)
     os.environ["HF_HUB_OFFLINE"] = "1"
-    from quartet_inference.app import run
+    with uncollected():
+        from quartet_inference.app import run
 
     uvloop.run(run(config))
 

@@ -11,6 +11,7 @@ import sys
 import uvloop
 from quartet.config import ConfigError, main
 from quartet.kit import logs
+from quartet.kit.imports import uncollected
 from quartet.kit.server import check_here
 
 from quartet_trainer.config import TrainerConfig
@@ -40,11 +41,13 @@ def run(config: TrainerConfig) -> None:
                 f"the environment has WORLD_SIZE={world}, but torchrun did not start this process; start it "
                 "by torchrun, or unset WORLD_SIZE"
             )
-        from quartet_trainer.ranks.launch import run_ranks
+        with uncollected():
+            from quartet_trainer.ranks.launch import run_ranks
 
         run_ranks(config)
         return
-    from quartet_trainer.assembly import run_trainer
+    with uncollected():
+        from quartet_trainer.assembly import run_trainer
 
     uvloop.run(run_trainer(config))
 
