@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from quartet_trainer import attention
+from quartet_trainer import attention, tiles
 from quartet_trainer.masks import row_mask
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -23,12 +23,17 @@ def inputs(rows: int, length: int, seed: int = 0, dtype: torch.dtype = torch.flo
     return [(3 * torch.randn(size, generator=generator)).to(dtype).requires_grad_() for size in sizes]
 
 
-def mask_of(rows: int, length: int) -> Tensor:
-    """Rows of a prompt, two tails and padding."""
-    segments = torch.zeros(rows, length, dtype=torch.long)
+def segments_of(rows: int, length: int) -> Tensor:
+    """Rows of a prompt, two tails and padding, as the attention takes them."""
+    segments = torch.zeros(rows, 1, 1, length, dtype=torch.long)
     for row in range(rows):
-        segments[row, 3 + row :], segments[row, 6 + row :], segments[row, length - 2 :] = 1, 2, -1
-    return row_mask(segments)
+        segments[row, ..., 3 + row :], segments[row, ..., 6 + row :] = 1, 2
+    segments[..., length - 2 :] = -1
+    return segments
+
+
+def mask_of(rows: int, length: int) -> Tensor:
+    return row_mask(segments_of(rows, length)[:, 0, 0])
 
 
 def reference(tensors: list[Tensor], mask: Tensor | None) -> Tensor:
@@ -37,22 +42,24 @@ def reference(tensors: list[Tensor], mask: Tensor | None) -> Tensor:
 
 
 @pytest.fixture(params=[(1 << 20, 64), (40, 64), (1 << 20, 3), (1, 1)], ids=str)
-def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     scores, queries = request.param
-    monkeypatch.setattr(attention, "BLOCK_SCORES", scores)
-    monkeypatch.setattr(attention, "BLOCK_QUERIES", queries)
+    monkeypatch.setattr(attention, "TILE_SCORES", scores)
+    monkeypatch.setattr(tiles, "PIECE_QUERIES", queries)
 
 
-@pytest.mark.usefixtures("_blocks")
-@pytest.mark.parametrize("masked", [True, False])
-def test_value_is_float64_rounded_once_and_gradient_is_right(masked: bool) -> None:
-    tensors, mask = inputs(3, 13), mask_of(3, 13) if masked else None
-    out, _ = attention.attention(MODULE, *tensors, mask)
-    exact = reference(tensors, mask)
-    assert torch.equal(out, exact.float())
-    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-    mine = torch.autograd.grad(out, tensors, direction)
-    theirs = torch.autograd.grad(exact, tensors, direction.double())
+@pytest.mark.usefixtures("_tiles")
+@pytest.mark.parametrize(
+    "given", [None, mask_of(3, 13), segments_of(3, 13)], ids=["none", "mask", "segments"]
+)
+def test_value_is_float64_rounded_once_and_gradient_is_right(given: Tensor | None) -> None:
+    tensors, read = inputs(3, 13), slice(None) if given is None else slice(11)  # nobody reads padding
+    out, _ = attention.attention(MODULE, *tensors, given)
+    exact = reference(tensors, None if given is None else mask_of(3, 13))
+    assert torch.equal(out[:, read], exact[:, read].float()) and out.isfinite().all()
+    direction = torch.randn(out[:, read].shape, generator=torch.Generator().manual_seed(1))
+    mine = torch.autograd.grad(out[:, read], tensors, direction)
+    theirs = torch.autograd.grad(exact[:, read], tensors, direction.double())
     for got, wanted in zip(mine, theirs, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
@@ -62,7 +69,9 @@ def test_bits_do_not_depend_on_the_layout_of_a_row() -> None:
     prompt, first, second = 5, 4, 3
     shared = inputs(2, prompt + first + second, seed=2)
     segments = torch.tensor([[0] * prompt + [1] * first + [2] * second] * 2)
-    packed, _ = attention.attention(MODULE, *shared, row_mask(segments))
+    packed, _ = attention.attention(MODULE, *shared, segments[:, None, None])
+    masked, _ = attention.attention(MODULE, *shared, row_mask(segments))
+    assert torch.equal(packed, masked)
     chosen = [*range(prompt), *range(prompt + first, prompt + first + second)]
     alone, _ = attention.attention(MODULE, *[t[:1, :, chosen] for t in shared], None)
     assert torch.equal(packed[:1, chosen], alone)
@@ -80,9 +89,10 @@ def test_what_it_does_not_understand_is_left_to_sdpa(options: dict[str, Any]) ->
     assert torch.equal(mine, theirs)
 
 
-def test_bfloat16_is_left_to_sdpa() -> None:
+@pytest.mark.parametrize("given", [mask_of(2, 9), segments_of(2, 9)], ids=["mask", "segments"])
+def test_bfloat16_is_left_to_sdpa(given: Tensor) -> None:
     tensors = inputs(2, 9, dtype=torch.bfloat16)
-    mine, _ = attention.attention(MODULE, *tensors, mask_of(2, 9))
+    mine, _ = attention.attention(MODULE, *tensors, given)
     theirs, _ = sdpa_attention_forward(MODULE, *tensors, mask_of(2, 9))
     assert mine.dtype == torch.bfloat16
     assert torch.equal(mine, theirs)

@@ -3,22 +3,23 @@
 1. The forward pass is computed in float64 and rounded to float32 once. So equal queries, keys and values give
    equal bits however the row is packed or padded, and an engine that does the same gets them too.
 2. The backward pass is computed in float32, with weights computed anew instead of kept.
-3. It is causal. A block of queries is multiplied with the keys up to its last query only.
-4. At most BLOCK_SCORES scores exist at a time, or those of one query.
+3. It is causal, and where it is given segments instead of a mask it computes little else than what they let
+   see (tiles.py).
+4. At most TILE_SCORES scores exist at a time, or those of one query.
 5. On other devices, in other dtypes and with options that are not understood here it is transformers' sdpa
    attention.
 
 Where a model hesitates between two keys, float32 scores alone move a log-probability by 1e-5
 (docs/numerics.md).
 
-Shapes: R rows, K key heads, P = R * K pairs of them, G query heads of a key head, L columns, D head size.
-Within a block p of the pairs, q of the queries, k of the keys.
+Shapes: R rows, L columns, T = R * L positions, K key heads, G query heads of a key head, D head size. Within
+a tile N pieces, Q queries and k keys of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +28,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from quartet_trainer.masks import row_mask
+from quartet_trainer.tiles import Tile, tiles_of
+
 NAME = "quartet_trainer_float64"
 #: 8 MiB of float64.
-BLOCK_SCORES = 1 << 20
-#: Fewer would waste less on keys that lie ahead, and make the products too small to be fast.
-BLOCK_QUERIES = 64
+TILE_SCORES = 1 << 20
 #: What models pass besides mask and scale that leaves the result as it is: windows are in the mask already.
 HARMLESS = frozenset({"position_ids", "use_cache", "is_causal", "sliding_window"})
 
@@ -52,8 +54,14 @@ def attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers: [R, heads, L, D] in, [R, L, heads, D] out."""
+    """An attention function of transformers: [R, heads, L, D] in, [R, L, heads, D] out.
+
+    The mask is boolean [R, 1, L, L], or the segments of the rows, [R, 1, 1, L] in integers.
+    """
     rows, heads, length, dim = query.shape
+    mask, segments = attention_mask, None
+    if attention_mask is not None and attention_mask.dtype == torch.long:
+        mask, segments = None, attention_mask[:, 0, 0]
     understood = (
         query.device.type == "cpu"
         # Autocast may leave some of them wide: norms multiply by float32 masters.
@@ -61,27 +69,33 @@ def attention(
         and dropout == 0
         # As transformers' own reads it: few models leave it out.
         and getattr(module, "is_causal", True)
-        and (attention_mask is None or (attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1))
+        and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
         and key.shape[2] == length
         and all(given is None or name in HARMLESS for name, given in options.items())
     )
     if not understood:
+        if segments is not None:
+            mask = row_mask(segments)
         plain, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, **options
         )
         return plain, None
-    pairs = rows * key.shape[1]
-    hidden = torch.ones(length, length, dtype=torch.bool).triu(1).expand(rows, -1, -1)
-    if attention_mask is not None:
-        hidden = hidden | ~attention_mask[:, 0]
-    out = _Float64Attention.apply(  # type: ignore[no-untyped-call]
-        query.reshape(pairs, -1, length, dim),
-        key.reshape(pairs, length, dim),
-        value.reshape(pairs, length, -1),
-        hidden,
+    if segments is None:
+        segments = torch.zeros(rows, length, dtype=torch.long)
+    kv_heads = key.shape[1]
+    q_TKGD, k_TK1D, v_TK1D = (
+        x.transpose(1, 2).reshape(rows * length, kv_heads, -1, x.shape[-1]) for x in (query, key, value)
+    )
+    mask_TL = None if mask is None else mask.reshape(-1, length)
+    out_TKGD = _Float64Attention.apply(  # type: ignore[no-untyped-call]
+        q_TKGD,
+        k_TK1D,
+        v_TK1D,
+        tiles_of(segments, TILE_SCORES // heads),
+        mask_TL,
         dim**-0.5 if scaling is None else scaling,
     )
-    return out.view(rows, heads, length, -1).transpose(1, 2).contiguous(), None
+    return out_TKGD.view(rows, length, heads, -1), None
 
 
 AttentionInterface.register(NAME, attention)
@@ -89,68 +103,80 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 class _Float64Attention(torch.autograd.Function):
-    """(q_PGLD, k_PLD, v_PLD, hidden_RLL, scale) -> out_PGLD. Hidden is what a query must not look at."""
+    """(q_TKGD, k_TK1D, v_TK1D, tiles, mask_TL, scale) -> out_TKGD. A mask hides more than the tiles do."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> Tensor:
-        out = torch.empty(*q.shape[:3], v.shape[-1])
-        for block in _blocks(q.shape):
-            p_q, p_k = block.of_queries, block.of_keys
-            weights = _weights(q[p_q].double(), k[p_k].double(), block.of_mask(hidden, len(q)), scale)
-            out[p_q] = torch.bmm(weights.flatten(1, 2), v[p_k].double()).view_as(out[p_q])
-        ctx.save_for_backward(q, k, v, hidden, out)
-        ctx.scale = scale
-        return out
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], mask: Tensor | None, scale: float
+    ) -> Tensor:
+        out = _with_filling((*q.shape[:3], v.shape[-1]))
+        for tile in tiles:
+            queries, keys = tile.queries_NQ, tile.keys_NK
+            weights = _weights(_pieces(q, queries).double(), _pieces(k, keys).double(), tile, mask, scale)
+            found = torch.bmm(weights, _pieces(v, keys).double()).float()
+            out.index_copy_(0, queries.flatten(), _positions(found, queries, out))
+        ctx.save_for_backward(q, k, v, mask, out)
+        ctx.tiles, ctx.scale = tiles, scale
+        return out[:-1]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, hidden, out = ctx.saved_tensors
-        (d_out,) = gradients
-        d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        q, k, v, mask, out = ctx.saved_tensors
+        # Queries that fill a tile up have no gradient.
+        d_out = torch.nn.functional.pad(gradients[0], (0, 0) * 3 + (0, 1))
+        d_q, d_k, d_v = _with_filling(q.shape), _with_filling(k.shape), _with_filling(v.shape)
         along = (out * d_out).sum(-1, keepdim=True)
-        for block in _blocks(q.shape):
-            p_q, p_k = block.of_queries, block.of_keys
-            weights = _weights(q[p_q], k[p_k], block.of_mask(hidden, len(q)), ctx.scale)
-            d_part = d_out[p_q].flatten(1, 2)
-            d_v[p_k].baddbmm_(weights.flatten(1, 2).transpose(1, 2), d_part)
-            d_weights = torch.bmm(d_part, v[p_k].transpose(1, 2)).view_as(weights)
-            d_scores = weights.mul_(d_weights.sub_(along[p_q])).flatten(1, 2)
-            d_q[p_q] = torch.bmm(d_scores, k[p_k]).mul_(ctx.scale).view_as(d_q[p_q])
-            d_k[p_k].baddbmm_(d_scores.transpose(1, 2), q[p_q].flatten(1, 2), alpha=ctx.scale)
-        return d_q, d_k, d_v, None, None
+        for tile in ctx.tiles:
+            queries, keys = tile.queries_NQ, tile.keys_NK
+            q_p, k_p, d_p = _pieces(q, queries), _pieces(k, keys), _pieces(d_out, queries)
+            weights = _weights(q_p, k_p, tile, mask, ctx.scale)
+            d_v_p = torch.bmm(weights.transpose(1, 2), d_p)
+            d_weights = torch.bmm(d_p, _pieces(v, keys).transpose(1, 2))
+            d_scores = weights.mul_(d_weights.sub_(_pieces(along, queries))).mul_(ctx.scale)
+            d_q.index_copy_(0, queries.flatten(), _positions(torch.bmm(d_scores, k_p), queries, q))
+            d_k.index_add_(0, keys.flatten(), _positions(torch.bmm(d_scores.transpose(1, 2), q_p), keys, k))
+            d_v.index_add_(0, keys.flatten(), _positions(d_v_p, keys, v))
+        return d_q[:-1], d_k[:-1], d_v[:-1], None, None, None
 
 
-class _Block(NamedTuple):
-    pairs: slice
-    queries: slice
-    keys: slice
+def _with_filling(shape: Sequence[int]) -> Tensor:
+    """Zeros for every position, and a last one for what fills tiles up.
 
-    @property
-    def of_queries(self) -> tuple[slice, slice, slice]:
-        return self.pairs, slice(None), self.queries
-
-    @property
-    def of_keys(self) -> tuple[slice, slice]:
-        return self.pairs, self.keys
-
-    def of_mask(self, hidden_RLL: Tensor, pairs: int) -> Tensor:
-        row_p = torch.arange(self.pairs.start, self.pairs.stop) // (pairs // len(hidden_RLL))
-        return hidden_RLL[:, self.queries, self.keys][row_p]
+    Padding stays zero: nobody reads it, but it must be a number.
+    """
+    return torch.zeros(shape[0] + 1, *shape[1:])
 
 
-def _blocks(shape: torch.Size) -> Iterator[_Block]:
-    pairs, group, length, _ = shape
-    queries_each = max(1, min(length, BLOCK_QUERIES, BLOCK_SCORES // (group * length)))
-    pairs_each = max(1, BLOCK_SCORES // (group * queries_each * length))
-    for pair in range(0, pairs, pairs_each):
-        for query in range(0, length, queries_each):
-            end = min(length, query + queries_each)
-            yield _Block(slice(pair, min(pairs, pair + pairs_each)), slice(query, end), slice(end))
+def _pieces(x_TKGD: Tensor, positions_NP: Tensor) -> Tensor:
+    """[N * K, G * P, D]: of each key head the heads of its group, one after the other."""
+    taken = x_TKGD.index_select(0, positions_NP.flatten().clamp(max=len(x_TKGD) - 1))
+    heads, group, dim = x_TKGD.shape[1:]
+    return (
+        taken.view(*positions_NP.shape, heads, group, dim)
+        .permute(0, 2, 3, 1, 4)
+        .reshape(-1, group * positions_NP.shape[1], dim)
+    )
 
 
-def _weights(q_pGqD: Tensor, k_pkD: Tensor, hidden_pqk: Tensor, scale: float) -> Tensor:
-    """Softmax of the scores: [p, G, q, k], in the dtype of the queries."""
-    scores = torch.bmm(q_pGqD.flatten(1, 2), k_pkD.transpose(1, 2)).mul_(scale)
-    scores = scores.view(*q_pGqD.shape[:3], k_pkD.shape[1])
-    return torch.softmax(scores.masked_fill_(hidden_pqk[:, None], -torch.inf), -1)
+def _positions(x: Tensor, positions_NP: Tensor, like_TKGD: Tensor) -> Tensor:
+    """[N * P, K, G, D]: what `_pieces` does, undone."""
+    (pieces, count), (heads, group) = positions_NP.shape, like_TKGD.shape[1:3]
+    return (
+        x.view(pieces, heads, group, count, -1)
+        .permute(0, 3, 1, 2, 4)
+        .reshape(pieces * count, heads, group, -1)
+    )
+
+
+def _weights(q: Tensor, k: Tensor, tile: Tile, mask_TL: Tensor | None, scale: float) -> Tensor:
+    """Softmax of the scores: [N * K, G * Q, k], in the dtype of the queries."""
+    hidden_NQk = tile.hidden_NQK
+    if mask_TL is not None:
+        rows = tile.queries_NQ.clamp(max=len(mask_TL) - 1)[:, :, None]
+        seen = mask_TL[rows, tile.keys_NK[:, None] % mask_TL.shape[1]]
+        hidden_NQk = hidden_NQk | ~seen
+    scores = torch.bmm(q, k.transpose(1, 2)).mul_(scale)
+    pieces, count, keys = hidden_NQk.shape
+    scores.view(pieces, -1, count, keys).masked_fill_(hidden_NQk[:, None], -torch.inf)
+    return torch.softmax(scores, -1)

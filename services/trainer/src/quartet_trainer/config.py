@@ -26,8 +26,9 @@ class TrainerConfig(Config):
     threads: int = Field(default=1, ge=1, le=256)
     #: Tokens of a micro-batch where the run does not say.
     microbatch_tokens: int = Field(default=8192, ge=1)
-    #: Samples that share a prompt are put into one row up to this length; attention costs its square.
-    row_tokens: int = Field(default=256, ge=1, le=65536)
+    #: Samples that share a prompt are put into one row up to this length; by default as suits the attention:
+    #: 1024, or 256 where it needs a mask of the row's square.
+    row_tokens: int | None = Field(default=None, ge=1, le=65536)
     #: Compute activations anew in the backward pass of every run instead of keeping them; a run may ask, too.
     gradient_checkpointing: bool = False
     #: Published versions of a run that stay fetchable.

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from quartet_trainer import attention
 from quartet_trainer.head import chunked_logprobs
-from quartet_trainer.masks import attention_masks
+from quartet_trainer.masks import FULL, attention_masks, kinds_of_layers, shared_tokens
 from quartet_trainer.packing import MicroBatch
 from quartet_trainer.recompute import recomputing
 
@@ -54,6 +55,23 @@ class PolicyForward(nn.Module):
         """Of the hidden states."""
         return int(self.model.get_input_embeddings().embedding_dim)
 
+    @property
+    def attends_by_segments(self) -> bool:
+        """Whether the attention takes the segments of rows instead of a mask (attention.py)."""
+        config = self.model.config
+        return (
+            config._attn_implementation == attention.NAME
+            # Others compute with what they are given in code of their own.
+            and bool(self.model._supports_attention_backend)
+            and self._device.type == "cpu"
+            and self._autocast_dtype is None
+            and kinds_of_layers(config) == {FULL}
+        )
+
+    def shared_tokens(self, row_tokens: int | None) -> int:
+        """How long rows may be that several samples share; None: as suits the model."""
+        return shared_tokens(self.model.config, row_tokens, self.attends_by_segments)
+
     def forward(
         self,
         batch: MicroBatch,
@@ -79,7 +97,12 @@ class PolicyForward(nn.Module):
         positions_RL = self._tensor(batch.position_ids_RL)
         masks = None
         if batch.needs_mask:
-            masks = attention_masks(self.model.config, self._tensor(batch.segments_RL), positions_RL)
+            segments = self._tensor(batch.segments_RL)
+            masks = (
+                segments[:, None, None]
+                if self.attends_by_segments
+                else attention_masks(self.model.config, segments, positions_RL)
+            )
         output = self.model.base_model(
             input_ids=self._tensor(batch.token_ids_RL),
             position_ids=positions_RL,

@@ -24,6 +24,10 @@ from torch import Tensor
 from quartet_trainer.packing import PROMPT
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+#: How long rows that samples share become where nothing else is said: a mask costs the square.
+MASKED_ROW_TOKENS = 256
+#: The same where attention goes by segments. Longer ones save little, and are padded by more.
+SEGMENTED_ROW_TOKENS = 1024
 
 
 def kinds_of_layers(config: Any) -> set[str]:
@@ -33,9 +37,16 @@ def kinds_of_layers(config: Any) -> set[str]:
     return set(getattr(text, "layer_types", None) or [SLIDING if _window(text) else FULL])
 
 
-def shared_tokens(config: Any, row_tokens: int) -> int:
-    """How long rows may be that several samples share: `row_tokens`, or no longer than one token."""
-    return row_tokens if kinds_of_layers(config) <= {FULL, SLIDING} else 1
+def shared_tokens(config: Any, row_tokens: int | None, by_segments: bool = False) -> int:
+    """How long rows may be that several samples share: `row_tokens`, or no longer than one token.
+
+    Where it is None, as suits the attention: `by_segments` is one that is given segments instead of a mask.
+    """
+    if not kinds_of_layers(config) <= {FULL, SLIDING}:
+        return 1
+    if row_tokens is None:
+        return SEGMENTED_ROW_TOKENS if by_segments else MASKED_ROW_TOKENS
+    return row_tokens
 
 
 def attention_masks(config: Any, segments_RL: Tensor, positions_RL: Tensor) -> Tensor | dict[str, Tensor]:

@@ -142,7 +142,7 @@ def _check_output(model: Any, base_model: str) -> None:
         )
 
 
-def probe(policy: PolicyForward, vocab_size: int, base_model: str, row_tokens: int) -> None:
+def probe(policy: PolicyForward, vocab_size: int, base_model: str, row_tokens: int | None) -> None:
     """Refuse a model for which packed log-probabilities are not the model's own. Errors: INVALID_CONFIG."""
     model, samples = policy.model, _probes(vocab_size)
     with torch.no_grad(), masks.narrowed(model.config, PROBE_WINDOW):
@@ -169,9 +169,11 @@ def tolerated(seen: float) -> float:
     return max(PROBE_NOISE, PROBE_TOLERANCE * min(1.0, seen))
 
 
-def probe_logprobs(policy: PolicyForward, vocab_size: int, row_tokens: int, shift: int = 0) -> torch.Tensor:
+def probe_logprobs(
+    policy: PolicyForward, vocab_size: int, row_tokens: int | None, shift: int = 0
+) -> torch.Tensor:
     """Of two short samples, packed; with a shift another token stands in their prompt."""
-    row_tokens = masks.shared_tokens(policy.model.config, row_tokens)
+    row_tokens = policy.shared_tokens(row_tokens)
     (batch,) = pack(_probes(vocab_size, shift), [0, 1], budget_tokens=64, row_tokens=row_tokens)
     with torch.no_grad():
         packed: torch.Tensor = policy(batch, 1.0, full_precision=True)[0]

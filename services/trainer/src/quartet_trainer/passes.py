@@ -21,7 +21,6 @@ from quartet_trainer.batch import Columns
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.loss import token_losses
 from quartet_trainer.loss.custom import CustomLoss
-from quartet_trainer.masks import shared_tokens
 from quartet_trainer.model import resolve_folder
 from quartet_trainer.packing import MicroBatch, cut, rows_of
 from quartet_trainer.publish import Snapshot
@@ -41,7 +40,7 @@ class Machine:
 
     device: torch.device
     microbatch_tokens: int
-    row_tokens: int
+    row_tokens: int | None
     hub: bool
     gradient_checkpointing: bool = False
     # Losses that the configuration names.
@@ -105,7 +104,7 @@ class Passes:
         self._policy, self._machine, self._standing = policy, machine, standing
         self._budget_tokens, self._progress = budget_tokens, progress
         self._routing = Routing(policy.model)
-        self._row_tokens = shared_tokens(policy.model.config, machine.row_tokens)
+        self._row_tokens = policy.shared_tokens(machine.row_tokens)
 
     def train(
         self, samples: Sequence[Sample], columns: Columns, loss: LossSpec, normalizer: float, kl_coef: float
