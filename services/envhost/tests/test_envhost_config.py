@@ -43,6 +43,7 @@ def test_dry_run_prints_the_resolved_configuration() -> None:
         (["--interact-only", "true"], "or else set interact_only"),
         (["--inference-addresses", '["10.1.1.1:5"]'], "off loopback"),
         (["--inference-addresses", '["dns:///localhost"]'], "write dns:///name:port"),
+        (["--environments.a.workers", "1", "--preload", '[{ id = "b" }]'], "preload names 'b', which is not"),
     ],
 )
 def test_bad_configuration_is_one_sentence(arguments: list[str], text: str) -> None:
@@ -95,6 +96,28 @@ async def test_interpreter_without_verifiers_is_named_with_the_remedy() -> None:
     # The interpreter of these tests has this package and no verifiers.
     error = await describe(sys.executable)
     assert error.reason == "INVALID_CONFIG" and "quartet-envhost[verifiers]" in error.message
+
+
+async def test_what_is_preloaded_has_its_workers_before_it_is_asked_for(envs_python: str) -> None:
+    settings = {"interact_only": True, "python": envs_python, "preload": [{"id": "reverse-text"}]}
+    host = EnvironmentHost(EnvHostConfig.model_validate(settings))
+    try:
+        await host.preload()
+        (hosted,) = host.hosted()
+        assert (hosted.id, hosted.workers) == ("reverse-text", 1)
+        await host.describe(envhost_service_pb2.EnvironmentRef(id="owner/reverse-text", args_json="{}"))
+        assert host.hosted() == [hosted], "the same workers"
+    finally:
+        await host.close()
+
+
+async def test_what_cannot_be_preloaded_is_said_to_whoever_asks() -> None:
+    settings = {"interact_only": True, "preload": [{"id": "reverse-text"}]}
+    host = EnvironmentHost(EnvHostConfig.model_validate(settings))
+    await host.preload()
+    with pytest.raises(QuartetError, match="has no verifiers"):
+        await host.describe(envhost_service_pb2.EnvironmentRef(id="reverse-text"))
+    await host.close()
 
 
 async def test_interpreter_without_this_package_is_named_with_the_remedy(tmp_path: Path) -> None:

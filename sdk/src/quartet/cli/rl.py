@@ -111,6 +111,9 @@ def _display(plain: bool) -> Display:
 def _deploy(job: Job, folder: Path) -> list[ChildSpec]:
     """Write the services' configs for the job into a folder."""
     tables: dict[str, dict[str, Any]] = {name: dict(getattr(job.config, name)) for name in SERVICES}
+    # Verifiers takes seconds to import, while the other services start.
+    asked = (*job.config.env, *(trial.hosted for trial in job.config.trials))
+    tables["envhost"].setdefault("preload", [{"id": one.id, "args": one.args} for one in asked])
     if job.config.external_trainer:
         del tables["trainer"]
         tables["inference"].setdefault("accept_push", True)

@@ -24,12 +24,14 @@ async def _serve(config: EnvHostConfig) -> None:
         config.load_timeout_seconds + config.timeout_seconds + config.deadline_grace_seconds,
         busy=lambda: host.in_flight > 0,
     )
-    # Workers start when an environment is first asked for, so the front is ready as soon as it is bound.
+    # Who asks for an environment waits for its workers, so the front is ready as soon as it is bound.
     health.set_ready(SERVICE_NAME)
-    try:
-        await serve([service], config.server, health, on_drain=host.drain)
-    finally:
-        await host.close()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(host.preload())
+        try:
+            await serve([service], config.server, health, on_drain=host.drain)
+        finally:
+            await host.close()
 
 
 def run(config: EnvHostConfig) -> None:

@@ -11,7 +11,7 @@ import importlib.metadata
 import os
 import shutil
 import sys
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 from quartet.config import Config
@@ -43,6 +43,13 @@ class EnvironmentConfig(Config):
         return checked_interpreter(value) if value else value
 
 
+class PreloadConfig(Config):
+    """An environment as somebody is going to ask for it."""
+
+    id: str = Field(min_length=1)
+    args: dict[str, Any] = Field(default_factory=dict)
+
+
 class EnvHostConfig(Config):
     """The host's own settings; `[environments."id"]` tables override the defaults for one environment."""
 
@@ -58,6 +65,8 @@ class EnvHostConfig(Config):
     workers: int = Field(default=1, ge=1, le=256)
     rollouts_per_worker: int = Field(default=256, ge=1, le=4096)
     environments: dict[str, EnvironmentConfig] = Field(default_factory=dict)
+    # Environments whose workers start with the host; those of any other start when it is first asked for.
+    preload: list[PreloadConfig] = Field(default_factory=list, max_length=1024)
     # Rollouts accepted and not yet finished, over all environments; more are refused as OVERLOADED.
     max_in_flight: int = Field(default=4096, ge=1, le=1_000_000)
     # Distinct (id, args) pairs that may have workers at once; an idle one makes room for a new one.
@@ -91,6 +100,14 @@ class EnvHostConfig(Config):
             )
         if not self.interact_only:
             Addresses(self.inference_addresses, self.inference_security)
+        return self
+
+    @model_validator(mode="after")
+    def _preloads_what_it_hosts(self) -> Self:
+        unknown = [one.id for one in self.preload if self.environment(one.id) is None]
+        if unknown:
+            hosted = ", ".join(sorted(self.environments))
+            raise ValueError(f"preload names {unknown[0]!r}, which is not hosted here; hosted are {hosted}")
         return self
 
     def environment(self, env_id: str) -> EnvironmentConfig | None:

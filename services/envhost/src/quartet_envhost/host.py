@@ -23,7 +23,7 @@ from quartet.errors import QuartetError
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
 from quartet_envhost import failures
-from quartet_envhost.config import EnvHostConfig, canonical_id
+from quartet_envhost.config import EnvHostConfig, PreloadConfig, canonical_id
 from quartet_envhost.dialogue import Dialogue
 from quartet_envhost.pool import WorkerPool
 from quartet_envhost.together import Together
@@ -118,7 +118,7 @@ class EnvironmentHost:
     """Pools of workers, and the requests they serve."""
 
     def __init__(self, config: EnvHostConfig, progress: Callable[[], None] = lambda: None) -> None:
-        """Start nothing; workers start when their environment is first asked for."""
+        """Start nothing."""
         self._config = config
         self._progress = progress
         self._pools: dict[tuple[str, str], WorkerPool] = {}
@@ -143,6 +143,18 @@ class EnvironmentHost:
             info.workers = sum(len(pool.workers) for pool in pools)
             info.api = next((pool.api for pool in pools if pool.api), "")
         return list(infos.values())
+
+    async def preload(self) -> None:
+        """Load what the configuration says; what does not load is said to whoever asks for it."""
+
+        async def load(one: PreloadConfig) -> None:
+            ref = envhost_service_pb2.EnvironmentRef(id=one.id, args_json=json.dumps(one.args))
+            try:
+                await self.describe(ref)
+            except QuartetError as error:
+                log.warning("environment not preloaded", env_id=one.id, why=error.message)
+
+        await asyncio.gather(*map(load, self._config.preload))
 
     async def describe(self, ref: envhost_service_pb2.EnvironmentRef) -> envhost_service_pb2.EnvironmentInfo:
         """Load an environment and describe it."""
