@@ -10,11 +10,14 @@ are those of both processes together, user and system.
 2. Raw TCP: the same chunks through one socket by `sendall` and `recv_into`, into fresh memory, unverified.
 3. HTTP: the same chunks from a bare ASGI application under uvicorn to an aiohttp client, both on uvloop,
    copied into fresh memory, unverified.
-4. Shared memory: `fetch_version` with the transport SharedMemory, verified, against numpy's copy of as many
+4. Bare gRPC: one message of a chunk's size over and over through a bare grpc.aio server and client, dropped
+   on arrival. What it costs, no road over gRPC in Python can do without.
+5. Shared memory: `fetch_version` with the transport SharedMemory, verified, against numpy's copy of as many
    bytes in one process, into fresh memory and into memory that was touched before. The first reader makes the
    publisher write the file; the later ones only map it.
 
-Right before each transfer its reader brings as much free memory to hand as it will fill (fresh_memory.py).
+The roads over gRPC and HTTP run on uvloop, as the services do. Right before each transfer its reader brings
+as much free memory to hand as it will fill (fresh_memory.py).
 
     python benchmarks/weights.py [--gib 1] [--rounds 7] [--json FILE]
 """
@@ -31,12 +34,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 import aiohttp
 import fresh_memory
+import grpc
 import numpy as np
 import uvicorn
 import uvloop
@@ -60,12 +64,13 @@ NAMES = {
     "raw": "raw TCP",
     "grpc": "gRPC verified",
     "http": "HTTP unverified",
+    "bare": "bare gRPC",
     "shared": "shared memory verified",
     "fresh": "memcpy into fresh memory",
     "touched": "memcpy into touched memory",
 }
 #: Who publishes for whom; the copies need nobody.
-PUBLISHER_OF = {"raw": "raw", "grpc": "grpc", "http": "http", "shared": "grpc"}
+PUBLISHER_OF = {"raw": "raw", "grpc": "grpc", "http": "http", "bare": "bare", "shared": "grpc"}
 TICKS = os.sysconf("SC_CLK_TCK")
 
 Fetch = Callable[[], Awaitable[object]]
@@ -89,8 +94,8 @@ async def publish(road: str, size: int) -> None:
     store = WeightStore(keep=1)
     store.publish("r", 1, model(size))
     payload = store.get("r", 1).payload
-    serve = {"raw": raw_publisher, "grpc": grpc_publisher, "http": http_publisher}[road]
-    place, end = await serve(payload, store)
+    serve = {"raw": raw_publisher, "grpc": grpc_publisher, "http": http_publisher, "bare": bare_publisher}
+    place, end = await serve[road](payload, store)
     print(json.dumps([place, payload.size]), flush=True)
     # An end that lets the process clean up its shared memory.
     await asyncio.to_thread(sys.stdin.read)
@@ -101,6 +106,21 @@ async def grpc_publisher(payload: Payload, store: WeightStore) -> tuple[str, Fet
     served = Service(SERVICE, add_weight_service, WeightServicer(store))
     server = await start([served], ServerConfig(), Health())
     return server.address, lambda: server.stop(0)
+
+
+async def bare_publisher(payload: Payload, store: WeightStore) -> tuple[str, Fetch]:
+    message = bytes(CHUNK_BYTES)
+
+    async def repeat(request: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        for _ in chunk_spans(payload.size, 0):
+            yield message
+
+    handlers = {"Repeat": grpc.unary_stream_rpc_method_handler(repeat)}
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    return f"127.0.0.1:{port}", lambda: server.stop(0)
 
 
 async def http_publisher(payload: Payload, store: WeightStore) -> tuple[str, Fetch]:
@@ -156,11 +176,16 @@ async def read(road: str, place: str, size: int) -> None:
     if road in ("fresh", "touched"):
         return await asyncio.to_thread(copies, size, touched=road == "touched")
     # A channel that is never used connects nowhere.
-    async with connect(place if PUBLISHER_OF[road] == "grpc" else "127.0.0.1:1", bulk=True) as channel:
+    unused = "127.0.0.1:1"
+    async with (
+        connect(place if PUBLISHER_OF[road] == "grpc" else unused, bulk=True) as channel,
+        grpc.aio.insecure_channel(place if road == "bare" else unused) as bare,
+    ):
         fetch: Fetch = {
             "raw": lambda: asyncio.to_thread(raw_fetch, int(place), size),
             "grpc": lambda: fetch_version(channel, "r", 1),
             "http": lambda: http_fetch(place, size),
+            "bare": lambda: bare_fetch(bare),
             "shared": lambda: fetch_version(channel, "r", 1, transports=[SharedMemory()]),
         }[road]
         while await asyncio.to_thread(sys.stdin.readline):
@@ -190,6 +215,12 @@ def raw_fetch(port: int, size: int) -> object:
             while begin < end:
                 begin += connection.recv_into(buffer[begin:end])
     return buffer
+
+
+async def bare_fetch(channel: grpc.aio.Channel) -> None:
+    call = channel.unary_stream("/bare/Repeat")(b"")
+    while await call.read() is not grpc.aio.EOF:
+        pass
 
 
 async def http_fetch(url: str, size: int) -> object:
@@ -300,9 +331,11 @@ def figures(size: int, first: Cost, costs: dict[str, list[Cost]]) -> list[Figure
         *(Figure(f"{label}: {name}", rate(key), "MB/s") for key, name in NAMES.items()),
         *(
             Figure(f"{label}: {NAMES[key]}, both processes", cpu(key), "CPU s/GiB")
-            for key in ("raw", "http", "shared")
+            for key in ("raw", "http", "bare", "shared")
         ),
         Figure(f"{label}: gRPC verified, both processes", cpu("grpc"), "CPU s/GiB", "<= 1.1"),
+        Figure(f"{label}: bare gRPC / raw TCP", faster("bare", "raw"), "x"),
+        Figure(f"{label}: bare gRPC / HTTP unverified", faster("bare", "http"), "x"),
         Figure(f"{label}: gRPC verified / raw TCP", faster("grpc", "raw"), "x", ">= 0.45"),
         Figure(f"{label}: gRPC verified / HTTP unverified", faster("grpc", "http"), "x", ">= 1"),
         Figure(f"{label}: shared memory verified / memcpy, fresh", faster("shared", "fresh"), "x", ">= 0.5"),
@@ -325,8 +358,9 @@ def main() -> None:
             figures = compare(int(options.gib * GIB), options.rounds)
             report(figures, options.json, rounds=options.rounds)
         case [part, road, size, *place]:
-            run = uvloop.run if road == "http" else asyncio.run
-            run(publish(road, int(size)) if part == "publish" else read(road, "".join(place), int(size)))
+            uvloop.run(
+                publish(road, int(size)) if part == "publish" else read(road, "".join(place), int(size))
+            )
 
 
 if __name__ == "__main__":
