@@ -1,0 +1,26 @@
+"""What a process imports before it knows what it has to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("entry", "without"),
+    [
+        ("quartet.cli.__main__", "rich, matplotlib, tokenizers, sqlite3, torch"),
+        ("quartet_trainer.__main__", "rich, torch, transformers, numpy"),
+        ("quartet_inference.__main__", "rich, torch, transformers, numpy, fastapi"),
+        ("quartet_envhost.__main__", "rich, verifiers, openai, numpy"),
+        ("quartet_envhost.worker", "rich, verifiers, openai, numpy"),
+        ("quartet_orchestrator.__main__", "rich, torch, numpy"),
+    ],
+)
+def test_an_entry_point_imports_nothing_large(entry: str, without: str) -> None:
+    """So that `--help`, `--dry-run` and preflights are quick, and a service says at once what it refuses."""
+    code = f"import sys, {entry}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(without.split(", ")) & set(done.stdout.split()) == set()
