@@ -52,18 +52,16 @@ BUDGET_TOKENS, ROW_TOKENS = 8192, 512
 GATE, CPU = "<= 2e-05", torch.device("cpu")
 
 
-def float32_attention(
-    q_BTKGD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
+def float32_attention(q_BTKGD: torch.Tensor, kv_BC2KD: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The engine's attention without its float64."""
     rows, tokens, kv_heads, group, dim = q_BTKGD.shape
     q = q_BTKGD.permute(0, 2, 3, 1, 4).reshape(rows, kv_heads * group, tokens, dim)
-    mask = mask[:, :1].float()
-    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=group > 1)
+    keys, values = kv_BC2KD.permute(2, 0, 3, 1, 4)
+    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask.float(), enable_gqa=group > 1)
     return out.transpose(1, 2).reshape(rows * tokens, kv_heads * group * dim)
 
 
-def other_order(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def other_order(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """A product whose sums are taken in another order than float32 products take them."""
     return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).float()
 
@@ -179,7 +177,7 @@ def agreement_of(name: str, folder: Path, batches: int, seed: int) -> list[Figur
     found = figures("as shipped", shipped, GATE)
     with engine_with(attend=float32_attention):
         found += figures("float32 attention", trainer_of(folder, "sdpa"))
-    with engine_with(_linear=other_order):
+    with engine_with(linear=other_order):
         return found + figures("other sums in the engine", shipped)
 
 

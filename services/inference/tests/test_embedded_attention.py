@@ -19,19 +19,20 @@ from torch import Tensor
 ROWS, KV_HEADS, GROUP, CONTEXT, DIM = 3, 2, 3, 11, 8
 
 
-def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries of the last tokens, keys, values, and the causal mask."""
+def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of the last tokens, keys with values, and the causal mask."""
     generator = torch.Generator().manual_seed(5)
-    keys, values = (3 * torch.randn(2, ROWS, KV_HEADS, CONTEXT, DIM, generator=generator)).unbind()
+    kv = 3 * torch.randn(ROWS, CONTEXT, 2, KV_HEADS, DIM, generator=generator)
     queries = 3 * torch.randn(ROWS, CONTEXT, KV_HEADS, GROUP, DIM, generator=generator)
     mask = torch.zeros(ROWS, 1, CONTEXT, CONTEXT, dtype=torch.float64)
     mask.masked_fill_(torch.ones(CONTEXT, CONTEXT, dtype=torch.bool).triu(1), -torch.inf)
-    return queries[:, -tokens:], keys, values, mask[:, :, -tokens:]
+    return queries[:, -tokens:], kv, mask[:, :, -tokens:]
 
 
-def exact(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    scores = torch.einsum("btkgd,bkcd->bkgtc", q.double(), keys.double()) * DIM**-0.5 + mask[:, None]
-    out = torch.einsum("bkgtc,bkcd->btkgd", scores.softmax(-1), values.double())
+def exact(q: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
+    keys, values = kv.double().unbind(2)
+    scores = torch.einsum("btkgd,bckd->bkgtc", q.double(), keys) * DIM**-0.5 + mask[:, None]
+    out = torch.einsum("bkgtc,bckd->btkgd", scores.softmax(-1), values)
     return out.reshape(-1, KV_HEADS * GROUP * DIM)
 
 
@@ -47,7 +48,8 @@ def test_attention_is_float64_rounded_once(
 def test_decode_step_prefill_and_hub_agree_in_bits() -> None:
     step, many = attention.attend(*inputs(1)), attention.attend(*inputs(4))
     assert torch.equal(step, many.view(ROWS, 4, -1)[:, -1])
-    q, keys, values, mask = inputs(4)
+    q, kv, mask = inputs(4)
+    keys, values = kv.permute(2, 0, 3, 1, 4)
     module: Any = SimpleNamespace(is_causal=True, num_key_value_groups=GROUP)
     query = q.flatten(2, 3).transpose(1, 2)
     hub, _ = attention.hub_attention(module, query, keys, values, mask)
@@ -57,7 +59,8 @@ def test_decode_step_prefill_and_hub_agree_in_bits() -> None:
 
 
 def test_bfloat16_models_keep_their_attention() -> None:
-    q, keys, values, mask = inputs(4)
+    q, kv, mask = inputs(4)
+    keys, values = kv.permute(2, 0, 3, 1, 4)
     module: Any = SimpleNamespace(is_causal=True, num_key_value_groups=GROUP)
     half = [tensor.bfloat16() for tensor in (q.flatten(2, 3).transpose(1, 2), keys, values, mask)]
     out, _ = attention.hub_attention(module, *half)

@@ -37,11 +37,11 @@ def test_rows_keep_their_positions_within_the_budget() -> None:
         grown += cache.data.numel() > before
         rows += [[]] if joins else []
         for index, row in enumerate(rows):
-            cache.data[:, index, :, len(row)] = step + index / 64
+            cache.data[:, index, len(row)] = step + index / 64
             row.append(step + index / 64)
         assert cache.data.nbytes <= budget and bool(cache.data.isfinite().all())
         for index, row in enumerate(rows):
-            assert torch.equal(cache.data[0, index, 0, : len(row), 0], torch.tensor(row))
+            assert torch.equal(cache.data[0, index, : len(row), 0, 0, 0], torch.tensor(row))
     assert grown > 3
 
 

@@ -113,7 +113,7 @@ class _RowsCache(Cache):
 
     def __init__(self, cache: KvCache, first_row: int, positions_BT: Tensor, context: int) -> None:
         super().__init__(layers=[])
-        self._rows = cache.data[:, first_row : first_row + positions_BT.shape[0], :, :context]
+        self._held = cache.data[:, first_row : first_row + positions_BT.shape[0], :context]
         self._index = positions_BT[:, None, :, None].expand(
             -1, cache.shape.kv_heads, -1, cache.shape.head_dim
         )
@@ -121,7 +121,7 @@ class _RowsCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        keys, values = self._rows[2 * layer_idx], self._rows[2 * layer_idx + 1]
+        keys, values = self._held[layer_idx].permute(2, 0, 3, 1, 4)
         keys.scatter_(2, self._index, key_states)
         values.scatter_(2, self._index, value_states)
         return keys, values
@@ -159,21 +159,15 @@ class LeanForward:
         self, first_row: int, ids_BT: Tensor, positions_BT: Tensor, context: int, last_B: Tensor | None
     ) -> Tensor:
         rows, tokens = ids_BT.shape
-        cache = self._cache
         flat_positions = positions_BT.reshape(-1)
         x = F.embedding(ids_BT.reshape(-1), self._embed)
         cos, sin = self._cos[flat_positions][:, None], self._sin[flat_positions][:, None]
-        # A decode step adds it to scores by key head: laid out once here and not in every layer.
-        mask_heads = self._kv_heads if tokens == 1 else 1
-        mask = torch.zeros(rows, mask_heads, tokens, context, dtype=torch.float64)
+        mask = torch.zeros(rows, 1, tokens, context, dtype=torch.float64)
         mask.masked_fill_(~causal_mask(positions_BT, context), float("-inf"))
-        head_offsets = torch.arange(first_row, first_row + rows)[:, None] * self._kv_heads + torch.arange(
-            self._kv_heads
-        )
-        index = (head_offsets[:, None, :] * cache.length + positions_BT[:, :, None]).reshape(-1)
+        places = self._cache.places(first_row, positions_BT)
         plan = self._bank.plan(first_row, rows)
         for number, layer in enumerate(self._layers):
-            x = self._layer(number, layer, plan, x, cos, sin, mask, index, first_row, context)
+            x = self._layer(number, layer, plan, x, cos, sin, mask, places, first_row, context)
         if tokens > 1:
             last = torch.full((rows,), tokens - 1) if last_B is None else last_B
             x = x[torch.arange(rows) * tokens + last]
@@ -191,33 +185,24 @@ class LeanForward:
         cos: Tensor,
         sin: Tensor,
         mask: Tensor,
-        index: Tensor,
+        places: Tensor,
         first_row: int,
         context: int,
     ) -> Tensor:
         heads, kv_heads, dim = self._heads, self._kv_heads, self._head_dim
         rows, _, tokens, _ = mask.shape
         normed = F.rms_norm(x, x.shape[-1:], layer.norm_1, self._eps)
-        qkv = layer.project("qkv", plan, normed)
-        qkv = qkv.view(-1, heads + 2 * kv_heads, dim)
-        qk = qkv[:, : heads + kv_heads]
+        fused = layer.project("qkv", plan, normed)
+        qk = turned = fused[:, : (heads + kv_heads) * dim].view(-1, heads + kv_heads, dim)
         if layer.qk_norms is not None:
-            qk = torch.cat(
-                [
-                    F.rms_norm(part, (dim,), w, self._eps)
-                    for part, w in zip((qk[:, :heads], qk[:, heads:]), layer.qk_norms, strict=True)
-                ],
-                1,
-            )
-        turned = torch.cat([qk[..., dim // 2 :], qk[..., : dim // 2]], -1)
-        qk = qk * cos + turned * sin  # two roundings as in transformers: a fused product would differ in bits
-        cache_rows = self._cache.data
-        for side, new in ((0, qk[:, heads:]), (1, qkv[:, heads + kv_heads :])):
-            cache_rows[2 * number + side].view(-1, dim).index_copy_(0, index, new.reshape(-1, dim))
-        keys = cache_rows[2 * number, first_row : first_row + rows, :, :context]
-        values = cache_rows[2 * number + 1, first_row : first_row + rows, :, :context]
+            turned = F.rms_norm(qk, (dim,), None, self._eps)
+            for part, weight in zip((turned[:, :heads], turned[:, heads:]), layer.qk_norms, strict=True):
+                part.mul_(weight)
+        # Two roundings as in transformers: a fused product would differ in bits.
+        torch.add(turned * cos, turned.roll(dim // 2, -1).mul_(sin), out=qk)
+        held = self._cache.write(number, places, fused[:, heads * dim :])
         q = qk[:, :heads].view(rows, tokens, kv_heads, heads // kv_heads, dim)
-        out = attend(q, keys, values, mask)
+        out = attend(q, held[first_row : first_row + rows, :context], mask)
         x = x + layer.project("out", plan, out)
         normed = F.rms_norm(x, x.shape[-1:], layer.norm_2, self._eps)
         gate, up = layer.project("gate_up", plan, normed).chunk(2, -1)

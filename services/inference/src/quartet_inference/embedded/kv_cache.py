@@ -35,9 +35,9 @@ class KvShape:
 
 
 class KvCache:
-    """The slots. Layout [2 * layers, rows, kv_heads, length, head_dim].
+    """The slots. Layout [layers, rows, length, 2, kv_heads, head_dim], keys before values.
 
-    Keys of layer i at 2i, values at 2i + 1.
+    What a decode step reads of a row, it reads in one stretch.
     """
 
     def __init__(self, shape: KvShape, max_rows: int, max_length: int, budget_bytes: int) -> None:
@@ -58,7 +58,7 @@ class KvCache:
 
     def _allocate(self, rows: int, length: int) -> Tensor:
         # Zeros and not empty: a masked value is multiplied by zero, and zero times NaN is NaN.
-        size = (2 * self.shape.layers, rows, self.shape.kv_heads, length, self.shape.head_dim)
+        size = (self.shape.layers, rows, length, 2, self.shape.kv_heads, self.shape.head_dim)
         return torch.zeros(size, dtype=self.shape.dtype)
 
     def fits(self, rows: int, length: int) -> bool:
@@ -79,7 +79,7 @@ class KvCache:
             new_length = max(length, min(2 * length, self.max_length, self.budget_tokens // rows))
         data = self._allocate(new_rows, new_length)
         rows_kept, length_kept = min(self.rows, new_rows), min(self.length, new_length)
-        data[:, :rows_kept, :, :length_kept] = self.data[:, :rows_kept, :, :length_kept]
+        data[:, :rows_kept, :length_kept] = self.data[:, :rows_kept, :length_kept]
         self.data, self.rows, self.length = data, new_rows, new_length
 
     @staticmethod
@@ -88,24 +88,35 @@ class KvCache:
             return have
         return min(limit, max(first, 2 * have, need))
 
+    def places(self, first_row: int, positions_BT: Tensor) -> Tensor:
+        """Where `write` puts these positions of neighbouring rows: [B * T]."""
+        starts = torch.arange(first_row, first_row + len(positions_BT)) * self.length
+        return (positions_BT + starts[:, None]).reshape(-1)
+
+    def write(self, layer: int, places: Tensor, new: Tensor) -> Tensor:
+        """Put keys and values side by side, [B * T, 2 * K * D], into a layer; what it holds then."""
+        held = self.data[layer]
+        held.view(-1, new.shape[-1]).index_copy_(0, places, new)
+        return held
+
     def fill_hole(self, hole: int, last: int, length: int) -> None:
         """Move row `last` into row `hole`."""
         if hole != last:
-            self.data[:, hole, :, :length] = self.data[:, last, :, :length]
+            self.data[:, hole, :length] = self.data[:, last, :length]
 
     def copy_row(self, source: int, targets: list[int], length: int) -> None:
         """Give every target row the first `length` positions of the source row."""
         first, end = targets[0], targets[-1] + 1
         assert targets == list(range(first, end)), "targets are neighbours"
-        self.data[:, first:end, :, :length] = self.data[:, source : source + 1, :, :length]
+        self.data[:, first:end, :length] = self.data[:, source : source + 1, :length]
 
     def read_row(self, row: int, length: int) -> Tensor:
         """A copy of the first `length` positions of a row."""
-        return self.data[:, row, :, :length].clone()
+        return self.data[:, row, :length].clone()
 
     def write_row(self, row: int, entry: Tensor, length: int) -> None:
         """Put the first `length` positions of a copied row into a row."""
-        self.data[:, row, :, :length] = entry[:, :, :length]
+        self.data[:, row, :length] = entry[:, :length]
 
     def clean_row(self, row: int) -> None:
         """Zero a row that a faulty forward may have filled with NaN."""
