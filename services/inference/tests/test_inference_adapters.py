@@ -190,6 +190,27 @@ async def test_load_adapter_refuses_by_reason(model_folder: Path, make_model: Ma
     await server.stop(0)
 
 
+async def test_the_oldest_adapter_whose_run_is_over_makes_room(model_folder: Path, make_model: Make) -> None:
+    """adapters.py 1."""
+    base, store = make_model(0), WeightStore(4)
+    for number, run_id in enumerate("abcd"):
+        put(store, run_id, 0, random_adapter(base, number))
+    store.open_run("a")
+    server = await publish(store)
+    settings = {"weights_address": server.address, "shared_memory": False, "adapters": {"max_count": 3}}
+    async with serving(model_folder, **settings) as replica:
+        await replica.until(lambda model: served(model) == {"a": 0})
+        for run_id in "bc":
+            await replica.stub.LoadAdapter(pb.LoadAdapterRequest(run_id=run_id))
+        store.close_run("c")
+        store.close_run("b")
+        answer, _ = await replica.generate(request("b"))
+        assert answer, "it outlives its run while there is room"
+        await replica.stub.LoadAdapter(pb.LoadAdapterRequest(run_id="d"))
+        assert served(await replica.model()) == {"a": 0, "c": 0, "d": 0}
+    await server.stop(0)
+
+
 async def test_an_adapter_whose_canary_dies_is_unloaded_alone(model_folder: Path, make_model: Make) -> None:
     """invariant 3: an adapter in the engine that computes something else is not served as its version."""
     base, store = make_model(0), WeightStore(4)

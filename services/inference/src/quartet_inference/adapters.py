@@ -1,7 +1,8 @@
 """The runs whose adapters this replica serves: each followed on its own, replaced by every newer version.
 
 1. An adapter is served from its first verified version on, and followed until it is unloaded: LoadAdapter, a
-   request that names its run, or the run that the replica follows anyway begin it.
+   request that names its run, or the run that the replica follows anyway begin it. It outlives its run, until
+   another needs the place.
 2. An adapter is served upon the model of the replica's own folder, and upon nothing else. Where the run that
    the replica follows publishes adapters, that model replaces other weights; where it publishes whole models,
    adapters are refused, and those that are served go with the folder's model.
@@ -165,7 +166,13 @@ class Adapters:
     async def _take(self, version: Version | Fetched) -> ServedWeights:
         run_id = str(version.manifest.run_id)
         followed = self._followed.get(run_id) or self._make(run_id)
-        weights = await followed.adopter.adopt(version)
+        while True:
+            try:
+                weights = await followed.adopter.adopt(version)
+                break
+            except QuartetError as error:
+                if error.reason != "OVERLOADED" or not await self._unload_ended(but=run_id):
+                    raise
         # Of two that take a run's first version at once, one follows it.
         followed = self._followed.setdefault(run_id, followed)
         if followed.task is None and self._publisher is not None:
@@ -179,6 +186,22 @@ class Adapters:
             followed.task = asyncio.create_task(follower.run(), name=f"follow-adapter-{run_id}")
             followed.task.add_done_callback(lambda task: self._ended(run_id, task))
         return weights
+
+    async def _unload_ended(self, but: str) -> bool:
+        """Unload the oldest adapter whose run is over, if there is another than this."""
+        publisher = self._publisher
+        if publisher is None:
+            return False
+        for run_id in [one for one in self._followed if one != but]:
+            try:
+                await get_manifest(publisher.channel, run_id)
+            except QuartetError as error:
+                if error.reason != "RUN_UNKNOWN":
+                    return False
+                log.info("adapter of an ended run makes room", run_id=run_id)
+                await self.unload(run_id)
+                return True
+        return False
 
     async def unload(self, run_id: str) -> None:
         """Serve and follow a run's adapter no more. Idempotent."""
