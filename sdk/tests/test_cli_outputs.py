@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -207,3 +209,19 @@ def test_metrics_are_json_lines(tmp_path: Path) -> None:
         outputs.record(event)
     for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
         assert isinstance(json.loads(line), dict)
+
+
+def test_what_drawing_imports_can_be_imported_ahead(tmp_path: Path) -> None:
+    code = """
+import sys, quartet.cli.figure as figure
+from pathlib import Path
+from quartet.cli.progress import Progress
+figure.import_drawing()
+before = len(sys.modules)
+figure.write_reward_png(Progress(), "r", Path(sys.argv[1]))
+print(before > 500, len(sys.modules) - before)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "reward.png")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    large, more = done.stdout.split()
+    assert large == "True" and int(more) < 20, done.stdout

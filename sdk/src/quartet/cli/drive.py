@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quartet.cli.display import Display
+from quartet.cli.figure import import_drawing
 from quartet.cli.outputs import Outputs
 from quartet.cli.silence import name_the_silent
 from quartet.cli.watch import history_of, watch_run
@@ -140,6 +141,9 @@ async def _work(
         async for event in events:
             if outputs.record(event):
                 display.event(event, outputs.progress)
+                if event.WhichOneof("kind") == "step" and event.step.step == begun.run.max_steps - 1:
+                    # Nothing is sampled for later steps now, so a core is free; at the end all would wait.
+                    asyncio.get_running_loop().run_in_executor(None, import_drawing)
         status = await unary(
             stub.GetRunStatus,
             GetRunStatusRequest(run_id=run_id),

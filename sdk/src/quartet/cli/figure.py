@@ -7,6 +7,12 @@ from pathlib import Path
 from quartet.cli.progress import Progress
 
 
+def import_drawing() -> None:
+    """What drawing imports, half a second of CPU time, ahead of it."""
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure  # noqa: F401
+
+
 def write_reward_png(progress: Progress, title: str, file: Path) -> None:
     """Draw the curve. Needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
