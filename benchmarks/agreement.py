@@ -48,7 +48,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 PROMPTS, GROUP, ROUNDS = 16, 8, 5
-BUDGET_TOKENS, ROW_TOKENS = 8192, 512
+BUDGET_TOKENS = 8192
 GATE, CPU = "<= 2e-05", torch.device("cpu")
 
 
@@ -119,8 +119,9 @@ async def sampled(folder: Path, batches: int, seed: int) -> list[list[Sample]]:
     return found
 
 
-def packed(samples: Sequence[Sample]) -> list[MicroBatch]:
-    return pack(samples, range(len(samples)), BUDGET_TOKENS, ROW_TOKENS)
+def packed(policy: PolicyForward, samples: Sequence[Sample]) -> list[MicroBatch]:
+    """As the trainer packs a step for a model with this attention."""
+    return pack(samples, range(len(samples)), BUDGET_TOKENS, policy.shared_tokens(None))
 
 
 def trainer_of(folder: Path, attention: str | None = None) -> PolicyForward:
@@ -135,7 +136,7 @@ def differences(policy: PolicyForward, batches: list[list[Sample]]) -> np.ndarra
     found = []
     with torch.no_grad():
         for samples in batches:
-            for batch in packed(samples):
+            for batch in packed(policy, samples):
                 ours = policy(batch, 1.0, full_precision=True)[0].numpy()
                 theirs = np.concatenate([samples[member].logprobs_K for member in batch.members])
                 found.append(np.abs(ours - theirs))
@@ -154,7 +155,7 @@ def to_float64(folder: Path, policy: PolicyForward, batches: list[list[Sample]])
     largest = 0.0
     with torch.no_grad():
         for samples in batches:
-            for batch in packed(samples):
+            for batch in packed(exact, samples):
                 here, there = (which(batch, 1.0, full_precision=True)[0] for which in (policy, exact))
                 largest = max(largest, float((here - there).abs().max()))
     return largest
@@ -193,12 +194,14 @@ def best_ratio(costly: Callable[[], None], plain: Callable[[], None]) -> float:
 
 def costs_of(folder: Path) -> list[Figure]:
     """CPU time with float64 attention over that with float32 attention."""
-    work = [packed(samples) for samples in asyncio.run(sampled(folder, 4, 0))]
+    found = asyncio.run(sampled(folder, 4, 0))
 
     def training(policy: PolicyForward) -> Callable[[], None]:
+        work = [batch for samples in found for batch in packed(policy, samples)]
+
         def once() -> None:
             policy.zero_grad()
-            for batch in (batch for batches in work for batch in batches):
+            for batch in work:
                 torch.autograd.backward(policy(batch, 1.0)[0].sum())
 
         return once

@@ -26,7 +26,7 @@ PIECE_QUERIES = 64
 #: A piece joins a tile whose keys are at most so many times its own.
 MOST_PADDING = 1.25
 #: Layers of a forward and a backward pass ask for the same tiles again.
-KEPT = 4
+KEPT = 2
 
 _Ints = npt.NDArray[np.int64]
 
