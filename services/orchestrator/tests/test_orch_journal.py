@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import shutil
@@ -232,6 +233,27 @@ async def test_a_page_of_events_is_bounded_in_bytes(tmp_path, monkeypatch):
             break
     await follower.aclose()
     assert seen == list(range(1, 31))
+    book.close()
+
+
+async def test_a_follower_reads_only_what_is_there_to_be_read(tmp_path, monkeypatch):
+    book = Book(tmp_path)
+    book.write(submitted={"run_id": "r", "config_toml": ""})
+    reads = []
+    events = book.journal.events
+    monkeypatch.setattr(
+        book.journal,
+        "events",
+        lambda after, *rest, **asked: reads.append(after) or events(after, *rest, **asked),
+    )
+    follower = book.events(0, rollouts=True)
+    for number in range(1, 4):
+        waiting = asyncio.create_task(anext(follower))
+        await asyncio.sleep(0)  # it has told everything, and waits
+        book.note(str(number))
+        assert (await waiting).event == number
+    await follower.aclose()
+    assert reads == [0, 1, 2]
     book.close()
 
 

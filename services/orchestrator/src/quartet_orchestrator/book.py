@@ -136,7 +136,9 @@ class Book:
         try:
             while True:
                 news, resting, last = self._news.next, self.state.phase in RESTING, self.journal.last_event
-                page = await asyncio.to_thread(self.journal.events, after, PAGE, rollouts=rollouts)
+                page: list[jpb.JournalRecord] = []
+                if after < last:
+                    page = await asyncio.to_thread(self.journal.events, after, PAGE, rollouts=rollouts)
                 for record in page:
                     after = record.event
                     yield record
