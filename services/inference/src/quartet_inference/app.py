@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import cast
 
 import torch
+import transformers
 from quartet.config import ConfigError
 from quartet.kit.health import Health
 from quartet.kit.server import Service, serve
@@ -43,6 +44,8 @@ def build_engine(config: InferenceConfig, chat: Chat, health: Health) -> Engine:
 def _embedded(config: InferenceConfig, chat: Chat, health: Health) -> EmbeddedEngine:
     settings = config.embedded
     torch.set_num_threads(settings.threads)
+    # A bar has no place in a service's log, and a thread that watches it for ever none in the process.
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     network = model.load(config.model, settings.dtype, weights_follow=bool(config.weights_address))
     made_for = int(getattr(network.config, "max_position_embeddings"))  # noqa: B009 - nn.Module types it as a tensor
     limits = Limits(
