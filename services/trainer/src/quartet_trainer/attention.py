@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -112,8 +113,10 @@ class _Float64Attention(torch.autograd.Function):
         out = _with_filling((*q.shape[:3], v.shape[-1]))
         for tile in tiles:
             queries, keys = tile.queries_NQ, tile.keys_NK
-            weights = _weights(_pieces(q, queries).double(), _pieces(k, keys).double(), tile, mask, scale)
-            found = torch.bmm(weights, _pieces(v, keys).double()).float()
+            powers, total = _softmax(
+                _pieces(q, queries).double(), _pieces(k, keys).double(), tile, mask, scale
+            )
+            found = _product(powers, _pieces(v, keys).double()).div_(total).float()
             out.index_copy_(0, queries.flatten(), _positions(found, queries, out))
         ctx.save_for_backward(q, k, v, mask, out)
         ctx.tiles, ctx.scale = tiles, scale
@@ -130,12 +133,13 @@ class _Float64Attention(torch.autograd.Function):
         for tile in ctx.tiles:
             queries, keys = tile.queries_NQ, tile.keys_NK
             q_p, k_p, d_p = _pieces(q, queries), _pieces(k, keys), _pieces(d_out, queries)
-            weights = _weights(q_p, k_p, tile, mask, ctx.scale)
-            d_v_p = torch.bmm(weights.transpose(1, 2), d_p)
-            d_weights = torch.bmm(d_p, _pieces(v, keys).transpose(1, 2))
+            powers, total = _softmax(q_p, k_p, tile, mask, ctx.scale)
+            weights = powers.div_(total)
+            d_v_p = _product(weights.transpose(1, 2), d_p)
+            d_weights = _product(d_p, _pieces(v, keys).transpose(1, 2))
             d_scores = weights.mul_(d_weights.sub_(_pieces(along, queries))).mul_(ctx.scale)
-            d_q.index_copy_(0, queries.flatten(), _positions(torch.bmm(d_scores, k_p), queries, q))
-            d_k.index_add_(0, keys.flatten(), _positions(torch.bmm(d_scores.transpose(1, 2), q_p), keys, k))
+            d_q.index_copy_(0, queries.flatten(), _positions(_product(d_scores, k_p), queries, q))
+            d_k.index_add_(0, keys.flatten(), _positions(_product(d_scores.transpose(1, 2), q_p), keys, k))
             d_v.index_add_(0, keys.flatten(), _positions(d_v_p, keys, v))
         return d_q[:-1], d_k[:-1], d_v[:-1], None, None, None
 
@@ -169,14 +173,22 @@ def _positions(x: Tensor, positions_NP: Tensor, like_TKGD: Tensor) -> Tensor:
     )
 
 
-def _weights(q: Tensor, k: Tensor, tile: Tile, mask_TL: Tensor | None, scale: float) -> Tensor:
-    """Softmax of the scores: [N * K, G * Q, k], in the dtype of the queries."""
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Many small products: in NumPy they cost a third to two thirds of what they cost in PyTorch."""
+    with np.errstate(all="ignore"):  # what is not finite shows in the loss
+        return torch.from_numpy(np.matmul(a.numpy(), b.numpy()))
+
+
+def _softmax(q: Tensor, k: Tensor, tile: Tile, mask_TL: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """([N * K, G * Q, k], [N * K, G * Q, 1]): numerators and denominators, in the dtype of the queries."""
     hidden_NQk = tile.hidden_NQK
     if mask_TL is not None:
         rows = tile.queries_NQ.clamp(max=len(mask_TL) - 1)[:, :, None]
         seen = mask_TL[rows, tile.keys_NK[:, None] % mask_TL.shape[1]]
         hidden_NQk = hidden_NQk | ~seen
-    scores = torch.bmm(q, k.transpose(1, 2)).mul_(scale)
+    scores = _product(q * scale, k.transpose(1, 2))
     pieces, count, keys = hidden_NQk.shape
     scores.view(pieces, -1, count, keys).masked_fill_(hidden_NQk[:, None], -torch.inf)
-    return torch.softmax(scores, -1)
+    scores.sub_(scores.amax(-1, keepdim=True))
+    np.exp(scores.numpy(), out=scores.numpy())  # half of torch's time
+    return scores, scores.sum(-1, keepdim=True)
