@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 
 import pytest
 from quartet.kit.imports import uncollected
@@ -39,9 +37,3 @@ def test_an_import_that_fails_leaves_the_collector_running() -> None:
         raise ImportError("no such module")
     assert gc.isenabled()
     gc.unfreeze()
-
-
-def test_rich_is_there_for_whom_it_is_for() -> None:
-    code = "import quartet.kit.logs, rich.console; print(rich.console.Console.__name__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "Console\n"

@@ -11,12 +11,12 @@ import pytest
 @pytest.mark.parametrize(
     ("entry", "without"),
     [
-        ("quartet.cli.__main__", "rich, matplotlib, tokenizers, sqlite3, torch"),
-        ("quartet_trainer.__main__", "rich, torch, transformers, numpy"),
-        ("quartet_inference.__main__", "rich, torch, transformers, numpy, fastapi"),
-        ("quartet_envhost.__main__", "rich, verifiers, openai, numpy"),
-        ("quartet_envhost.worker", "rich, verifiers, openai, numpy"),
-        ("quartet_orchestrator.__main__", "rich, torch, numpy"),
+        ("quartet.cli.__main__", "matplotlib, tokenizers, sqlite3, torch"),
+        ("quartet_trainer.__main__", "torch, transformers, numpy"),
+        ("quartet_inference.__main__", "torch, transformers, numpy, fastapi"),
+        ("quartet_envhost.__main__", "verifiers, openai, numpy"),
+        ("quartet_envhost.worker", "verifiers, openai, numpy"),
+        ("quartet_orchestrator.__main__", "torch, numpy"),
     ],
 )
 def test_an_entry_point_imports_nothing_large(entry: str, without: str) -> None:
