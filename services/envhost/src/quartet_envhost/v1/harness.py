@@ -66,7 +66,7 @@ class InProcessHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
     async def cleanup(self, trace: Any, runtime: Any) -> None:
         """Remove the rollout's own folder where nothing is in it.
 
-        Verifiers would remove it in a thread, whose every system call contends with this one: a fifth of a
+        Verifiers would remove it in a thread, whose every system call contends with this one: some tenth of a
         rollout's CPU.
         """
         if isinstance(runtime, SubprocessRuntime) and runtime.name == trace.id and runtime.workdir:
