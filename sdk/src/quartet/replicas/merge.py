@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 
 T = TypeVar("T")
 
-# Items are deltas of up to 64 tokens; what is not read waits in gRPC's flow control.
+# Items are deltas of 16 to 64 tokens; what is not read waits in gRPC's flow control.
 MAX_AHEAD: Final = 16
 
 

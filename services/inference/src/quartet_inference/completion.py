@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from quartet_inference.engine import Delta, Finish, Reason, Request, Sampling, Span
 from quartet_inference.text_stream import Detokenize, TextStream
 
-#: Tokens per message, as many as a GenerateDelta may have: a message costs both ends as much as a few dozen
-#: tokens do, and the turn of a rollout is read only when it has ended.
-FLUSH_TOKENS = 64
+#: Tokens per message: small enough to follow a completion, large enough that messages cost little.
+FLUSH_TOKENS = 32
 
 
 class StopWatch:
