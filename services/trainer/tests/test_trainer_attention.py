@@ -36,6 +36,20 @@ def mask_of(rows: int, length: int) -> Tensor:
     return row_mask(segments_of(rows, length)[:, 0, 0])
 
 
+def window_of(rows: int, length: int, width: int) -> Tensor:
+    """Neither the first key nor any other is seen by all."""
+    return torch.ones(length, length, dtype=torch.bool).tril().triu(1 - width).expand(rows, 1, -1, -1)
+
+
+# What is given, the mask that says the same, and the columns that are no padding.
+GIVEN = {
+    "none": (None, None, 13),
+    "mask": (mask_of(3, 13), mask_of(3, 13), 11),
+    "window": (window_of(3, 13, 4), window_of(3, 13, 4), 13),
+    "segments": (segments_of(3, 13), mask_of(3, 13), 11),
+}
+
+
 def reference(tensors: list[Tensor], mask: Tensor | None) -> Tensor:
     out, _ = sdpa_attention_forward(MODULE, *[t.double() for t in tensors], mask)
     return out
@@ -49,17 +63,17 @@ def _tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("_tiles")
-@pytest.mark.parametrize(
-    "given", [None, mask_of(3, 13), segments_of(3, 13)], ids=["none", "mask", "segments"]
-)
-def test_value_is_float64_rounded_once_and_gradient_is_right(given: Tensor | None) -> None:
-    tensors, read = inputs(3, 13), slice(None) if given is None else slice(11)  # nobody reads padding
+@pytest.mark.parametrize(("given", "mask", "columns"), GIVEN.values(), ids=GIVEN)
+def test_value_is_float64_rounded_once_and_gradient_is_right(
+    given: Tensor | None, mask: Tensor | None, columns: int
+) -> None:
+    tensors = inputs(3, 13)
     out, _ = attention.attention(MODULE, *tensors, given)
-    exact = reference(tensors, None if given is None else mask_of(3, 13))
-    assert torch.equal(out[:, read], exact[:, read].float()) and out.isfinite().all()
-    direction = torch.randn(out[:, read].shape, generator=torch.Generator().manual_seed(1))
-    mine = torch.autograd.grad(out[:, read], tensors, direction)
-    theirs = torch.autograd.grad(exact[:, read], tensors, direction.double())
+    exact = reference(tensors, mask)
+    assert torch.equal(out[:, :columns], exact[:, :columns].float()) and out.isfinite().all()
+    direction = torch.randn(out[:, :columns].shape, generator=torch.Generator().manual_seed(1))
+    mine = torch.autograd.grad(out[:, :columns], tensors, direction)
+    theirs = torch.autograd.grad(exact[:, :columns], tensors, direction.double())
     for got, wanted in zip(mine, theirs, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -87,7 +88,8 @@ def attention(
     q_TKGD, k_TK1D, v_TK1D = (
         x.transpose(1, 2).reshape(rows * length, kv_heads, -1, x.shape[-1]) for x in (query, key, value)
     )
-    mask_TL = None if mask is None else mask.reshape(-1, length)
+    # What fills a tile up sees as the tile says.
+    mask_TL = None if mask is None else F.pad(mask.reshape(-1, length), (0, 0, 0, 1), value=True)
     out_TKGD = _Float64Attention.apply(  # type: ignore[no-untyped-call]
         q_TKGD,
         k_TK1D,
@@ -127,7 +129,7 @@ class _Float64Attention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, out = ctx.saved_tensors
         # Queries that fill a tile up have no gradient.
-        d_out = torch.nn.functional.pad(gradients[0], (0, 0) * 3 + (0, 1))
+        d_out = F.pad(gradients[0], (0, 0) * 3 + (0, 1))
         d_q, d_k, d_v = _with_filling(q.shape), _with_filling(k.shape), _with_filling(v.shape)
         along = (out * d_out).sum(-1, keepdim=True)
         for tile in ctx.tiles:
@@ -183,8 +185,7 @@ def _softmax(q: Tensor, k: Tensor, tile: Tile, mask_TL: Tensor | None, scale: fl
     """([N * K, G * Q, k], [N * K, G * Q, 1]): numerators and denominators, in the dtype of the queries."""
     hidden_NQk = tile.hidden_NQK
     if mask_TL is not None:
-        rows = tile.queries_NQ.clamp(max=len(mask_TL) - 1)[:, :, None]
-        seen = mask_TL[rows, tile.keys_NK[:, None] % mask_TL.shape[1]]
+        seen = mask_TL[tile.queries_NQ[:, :, None], tile.keys_NK[:, None] % mask_TL.shape[1]]
         hidden_NQk = hidden_NQk | ~seen
     scores = _product(q * scale, k.transpose(1, 2))
     pieces, count, keys = hidden_NQk.shape
