@@ -58,5 +58,15 @@ def test_a_long_row_that_many_share_costs_what_its_samples_cost() -> None:
     assert computed == prompt**2 + members * tail * (prompt + tail)
 
 
+def test_short_tails_take_their_long_prompt_together() -> None:
+    prompt, members, rows = 496, 16, 3
+    segments_RL = torch.tensor([[0] * prompt + list(range(1, members + 1))] * rows)
+    found, _ = seen(segments_RL, 1 << 17)
+    assert torch.equal(found, wanted(segments_RL))
+    made = tiles.tiles_of(segments_RL, 1 << 17)
+    assert sum(int((tile.query_places_NQ.amax(1) >= prompt).sum()) for tile in made) == rows
+    assert all(tile.keys_NK.numel() <= (1 << 17) / tiles.PIECE_QUERIES for tile in made)
+
+
 def test_micro_batches_of_padding_alone_have_no_tiles() -> None:
     assert tiles.tiles_of(torch.full((2, 3), PADDING), 100) == ()

@@ -1,9 +1,11 @@
 """Which keys each query of a packed micro-batch is multiplied with, cut into tiles.
 
-1. Every position that is no padding is a query once. Its keys are those before it in its segment and in the
-   prompt that its row shares, and itself: keys that it must not see appear only where they fill a tile up.
-2. A tile has at most `scores` scores, or those of one query.
-3. Pure: equal segments give equal tiles.
+1. Every position that is no padding is a query once. It sees the positions before it in its segment and in
+   the prompt that its row shares, and itself.
+2. Other keys stand with a query only where they lie ahead in its piece, belong to short neighbours that share
+   the piece, or fill the tile up: a prompt is taken once for each PIECE_QUERIES of what follows it.
+3. A tile has at most `scores` scores and `scores` / PIECE_QUERIES keys, or those of one query.
+4. Pure: equal segments give equal tiles.
 
 Shapes: R rows, L columns; T = R * L positions, row after row. A tile has N pieces of Q queries and K keys.
 """
@@ -11,8 +13,9 @@ Shapes: R rows, L columns; T = R * L positions, row after row. A tile has N piec
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -37,29 +40,33 @@ class Tile:
 
     queries_NQ: Tensor
     keys_NK: Tensor
-    # A query sees the keys whose number is at most its own; those that fill up are seen by none.
-    query_numbers_NQ: Tensor
-    key_numbers_NK: Tensor
+    # Segments, and places in the row; keys that fill up have a place that no query has.
+    query_segments_NQ: Tensor
+    key_segments_NK: Tensor
+    query_places_NQ: Tensor
+    key_places_NK: Tensor
 
     @property
     def hidden_NQK(self) -> Tensor:
         """True where a query does not see a key; it always sees the first one."""
-        return self.key_numbers_NK[:, None, :] > self.query_numbers_NQ[:, :, None]
+        segments_N1K = self.key_segments_NK[:, None, :]
+        strange = (segments_N1K != self.query_segments_NQ[:, :, None]) & (segments_N1K != PROMPT)
+        return strange | (self.key_places_NK[:, None, :] > self.query_places_NQ[:, :, None])
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Neighbouring queries of one segment; columns count from the begin of all rows."""
+    """Neighbouring queries begin..end of a row, with the keys of its prompt and those from `first` on."""
 
-    prompt: int  # column at which the prompt begins that the segment sees; its own begin, where it is one
-    shared: int  # tokens of that prompt
-    segment: int
+    row: int  # where the row begins
+    shared: int  # tokens of the prompt
+    first: int
     begin: int
     end: int
 
     @property
     def keys(self) -> int:
-        return self.shared + self.end - self.segment
+        return self.shared + self.end - self.first
 
 
 def tiles_of(segments_RL: Tensor, scores: int) -> tuple[Tile, ...]:
@@ -79,42 +86,55 @@ def _tiles(width: int, segments: bytes, scores: int, queries: int) -> tuple[Tile
     for piece in pieces:
         longest = max(one.end - one.begin for one in [*pending, piece])
         if pending and (
-            (len(pending) + 1) * longest * piece.keys > scores or piece.keys > MOST_PADDING * pending[0].keys
+            (len(pending) + 1) * max(longest, queries) * piece.keys > scores
+            or piece.keys > MOST_PADDING * pending[0].keys
         ):
-            tiles.append(_tile(pending, numbers_RL.size))
+            tiles.append(_tile(pending, numbers_RL.reshape(-1), width))
             pending = []
         pending.append(piece)
-    return (*tiles, _tile(pending, numbers_RL.size)) if pending else ()
+    return (*tiles, _tile(pending, numbers_RL.reshape(-1), width)) if pending else ()
 
 
 def _pieces(numbers_L: _Ints, row: int, queries: int, scores: int) -> list[_Piece]:
     at = row * len(numbers_L)
-    edges = np.flatnonzero(np.diff(numbers_L, prepend=PADDING - 1, append=PADDING - 1))
-    shared = int(edges[1]) if numbers_L[0] == PROMPT else 0
-    pieces = []
-    for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+    edges = np.flatnonzero(np.diff(numbers_L, prepend=PADDING - 1, append=PADDING - 1)).tolist()
+    prompt = edges[1] if numbers_L[0] == PROMPT else 0
+    pieces: list[_Piece] = []
+    for begin, end in pairwise(edges):
         if numbers_L[begin] == PADDING:
             continue
-        seen = shared if numbers_L[begin] != PROMPT else 0
-        step = max(1, min(queries, scores // (seen + end - begin)))
-        for first in range(begin, end, step):
-            pieces.append(_Piece(at, seen, at + begin, at + first, at + min(end, first + step)))
+        shared = prompt if begin else 0
+        last = pieces[-1] if begin > prompt > 0 else None
+        if last is not None and last.begin == last.first:
+            count = at + end - last.first
+            if count <= queries and count * (shared + count) <= scores:
+                pieces[-1] = replace(last, end=at + end)
+                continue
+        step = max(1, min(queries, scores // (shared + end - begin)))
+        for start in range(begin, end, step):
+            pieces.append(_Piece(at, shared, at + begin, at + start, at + min(end, start + step)))
     return pieces
 
 
-def _tile(pieces: Sequence[_Piece], positions: int) -> Tile:
+def _tile(pieces: Sequence[_Piece], segments_T: _Ints, width: int) -> Tile:
     def column(values: Sequence[int]) -> _Ints:
         return np.array(values, np.int64)[:, None]
 
-    prompt, shared = column([one.prompt for one in pieces]), column([one.shared for one in pieces])
-    segment, keys = column([one.segment for one in pieces]), column([one.keys for one in pieces])
+    filling = len(segments_T)
+    row, shared = column([one.row for one in pieces]), column([one.shared for one in pieces])
+    first, keys = column([one.first for one in pieces]), column([one.keys for one in pieces])
     begin, count = column([one.begin for one in pieces]), column([one.end - one.begin for one in pieces])
     number_1K, number_1Q = np.arange(keys.max())[None], np.arange(count.max())[None]
-    keys_NK = np.where(number_1K < shared, prompt + number_1K, segment + number_1K - shared)
-    within_NK, within_NQ = number_1K < keys, number_1Q < count
+    keys_NK = np.where(number_1K < shared, row + number_1K, first + number_1K - shared)
+    keys_NK = np.where(number_1K < keys, keys_NK, filling)
+    queries_NQ = np.where(number_1Q < count, begin + number_1Q, filling)
+    # A query that fills up stands where its piece begins, and sees what is there.
+    queries_seen_NQ, keys_seen_NK = (np.where(x < filling, x, begin) for x in (queries_NQ, keys_NK))
     return Tile(
-        torch.from_numpy(np.where(within_NQ, begin + number_1Q, positions)),
-        torch.from_numpy(np.where(within_NK, keys_NK, positions)),
-        torch.from_numpy(np.where(within_NQ, shared + begin - segment + number_1Q, 0)),
-        torch.from_numpy(np.where(within_NK, number_1K, positions)),
+        torch.from_numpy(queries_NQ),
+        torch.from_numpy(keys_NK),
+        torch.from_numpy(segments_T[queries_seen_NQ]),
+        torch.from_numpy(segments_T[keys_seen_NK]),
+        torch.from_numpy(queries_seen_NQ % width),
+        torch.from_numpy(np.where(keys_NK < filling, keys_NK % width, width)),
     )
