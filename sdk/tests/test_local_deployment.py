@@ -150,3 +150,14 @@ async def test_a_refusal_names_the_service_and_keeps_its_sentence(tmp_path: Path
     missing = ChildSpec("x", [sys.executable, "-m", "quartet_x"], "", tmp_path / "log", tmp_path / "port")
     with pytest.raises(ConfigError, match="quartet_x is not installed"):
         await check([missing])
+
+
+async def test_a_preflight_that_dies_in_this_process_is_a_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dying_service.py").write_text("raise ValueError('label too long')")
+    monkeypatch.syspath_prepend(tmp_path)
+    command = [sys.executable, "-m", "dying_service", "@", "x.toml"]
+    dying = ChildSpec("trainer", command, "", tmp_path / "log", tmp_path / "port")
+    with pytest.raises(ConfigError, match=r"^\[trainer\] ValueError: label too long$"):
+        await check([dying])

@@ -43,7 +43,7 @@ def test_dry_run_prints_the_resolved_configuration() -> None:
         (["--interact-only", "true"], "or else set interact_only"),
         (["--inference-addresses", '["10.1.1.1:5"]'], "off loopback"),
         (["--inference-addresses", '["dns:///localhost"]'], "write dns:///name:port"),
-        (["--environments.a.workers", "1", "--preload", '[{ id = "b" }]'], "preload names 'b', which is not"),
+        (["--preload", "[{ id = 'b', args = { since = 2026-11-22 } }]"], "preload.0.args.since"),
     ],
 )
 def test_bad_configuration_is_one_sentence(arguments: list[str], text: str) -> None:

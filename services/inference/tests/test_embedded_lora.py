@@ -105,6 +105,9 @@ async def test_adapters_are_bounded_in_bytes(make_model: Make) -> None:
         with pytest.raises(QuartetError, match="max_bytes") as large:
             await load(engine, "b", 0, two)
         assert large.value.reason == "OVERLOADED"
+        with pytest.raises(QuartetError, match="max_bytes") as too_large:
+            await load(engine, "b", 0, random_adapter(base, 2, rank=16))
+        assert too_large.value.reason == "INVALID_REQUEST", "whatever makes room, it never fits"
         await load(engine, "b", 0, one)
         await load(engine, "a", 1, random_adapter(base, 3))  # a replacement needs no room of its own
         assert {one.version for one in engine.info().adapters} == {0, 1}

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers as t
 from quartet.v1 import trainer_service_pb2 as pb
-from quartet_trainer import masks
+from quartet_trainer import attention, masks, tiles
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.model import load_model, probe
 from quartet_trainer.packing import pack
@@ -94,6 +94,29 @@ def test_a_row_of_one_sample_needs_no_mask_of_ours(tmp_path: Path) -> None:
     assert not batch.needs_mask
     packed, _ = PolicyForward(model, CPU, None)(batch, 1.0)
     torch.testing.assert_close(packed, plain(model, sample), atol=1e-5, rtol=0)
+
+
+FULL = t.Qwen3Config(**TINY, head_dim=16)
+
+
+def test_rows_are_as_long_as_the_attention_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments where every layer attends to all in float32, else a mask, which costs the row's square."""
+    model, windowed = loaded(FULL, tmp_path / "full"), loaded(CONFIGS[0], tmp_path / "windowed")
+    policy = PolicyForward(model, CPU, None)
+    assert policy.shared_tokens(None) == masks.SEGMENTED_ROW_TOKENS
+    assert policy.shared_tokens(300) == 300
+    for masked in (PolicyForward(windowed, CPU, None), PolicyForward(model, CPU, torch.bfloat16)):
+        assert masked.shared_tokens(None) == masks.MASKED_ROW_TOKENS
+    samples = ragged()
+    (batch,) = pack(samples, range(len(samples)), 1000, 256)
+    monkeypatch.setattr(attention, "row_mask", None)
+    given = []
+    monkeypatch.setattr(attention, "tiles_of", lambda *said: given.append(said[0]) or tiles.tiles_of(*said))
+    policy(batch, 1.0)
+    assert len(given) == model.config.num_hidden_layers
+    assert all(one.tolist() == batch.segments_RL.tolist() for one in given)
+    model.set_attn_implementation("eager")
+    assert policy.shared_tokens(None) == masks.MASKED_ROW_TOKENS
 
 
 STATES = t.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4)

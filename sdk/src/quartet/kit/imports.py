@@ -4,7 +4,7 @@ torch, transformers and verifiers make a million objects while they are imported
 The collector looks through them again and again: a third of the import's CPU, and a tenth of a second at each
 full collection later.
 
-1. Nothing is collected inside the block, and what was made until its end is never looked through again.
+1. Nothing is collected inside the block, and what is there at its end is never looked through again.
 2. After the block the collector runs as before.
 """
 
@@ -18,9 +18,11 @@ from contextlib import contextmanager
 @contextmanager
 def uncollected() -> Iterator[None]:
     """For import statements only: garbage that the block leaves in cycles is kept."""
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if enabled:
+            gc.enable()

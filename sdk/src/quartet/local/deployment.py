@@ -32,7 +32,8 @@ from quartet.local.toml_text import dumps
 SERVICES = ("trainer", "inference", "envhost", "orchestrator")
 ANY_PORT = "127.0.0.1:0"
 MAX_REPLICAS = 64  # of one machine; each is a process with the whole model
-CHECK_SECONDS = 60.0  # a preflight imports pydantic and grpc only; more means a broken installation
+# Of another interpreter: a preflight imports pydantic and grpc only; more means a broken installation.
+CHECK_SECONDS = 60.0
 
 Table = dict[str, Any]
 
@@ -120,7 +121,7 @@ def _interpreter(name: str, table: Table) -> tuple[str, Table]:
 
 
 async def check(specs: Sequence[ChildSpec]) -> None:
-    """Preflight every service at once. Raises ConfigError with the first refusal."""
+    """Preflight every service. Raises ConfigError with the first refusal."""
     refusals = await asyncio.gather(*(_refusal(spec) for spec in specs))
     for spec, refusal in zip(specs, refusals, strict=True):
         if refusal:
@@ -153,7 +154,7 @@ def _preflight_here(spec: ChildSpec) -> tuple[object, str]:
             runpy.run_module(module, run_name="__main__")
     except SystemExit as ended:
         return ended.code or 0, said.getvalue()
-    except ImportError as error:
+    except Exception as error:  # noqa: BLE001 - as the last line of a process that dies of it
         return 1, f"{type(error).__name__}: {error}"
     finally:
         sys.argv = own_arguments

@@ -11,9 +11,9 @@ import importlib.metadata
 import os
 import shutil
 import sys
-from typing import Any, Self
+from typing import Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 from quartet.config import Config
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.server import ServerConfig
@@ -47,7 +47,7 @@ class PreloadConfig(Config):
     """An environment as somebody is going to ask for it."""
 
     id: str = Field(min_length=1)
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: dict[str, JsonValue] = Field(default_factory=dict)
 
 
 class EnvHostConfig(Config):
@@ -100,14 +100,6 @@ class EnvHostConfig(Config):
             )
         if not self.interact_only:
             Addresses(self.inference_addresses, self.inference_security)
-        return self
-
-    @model_validator(mode="after")
-    def _preloads_what_it_hosts(self) -> Self:
-        unknown = [one.id for one in self.preload if self.environment(one.id) is None]
-        if unknown:
-            hosted = ", ".join(sorted(self.environments))
-            raise ValueError(f"preload names {unknown[0]!r}, which is not hosted here; hosted are {hosted}")
         return self
 
     def environment(self, env_id: str) -> EnvironmentConfig | None:

@@ -188,7 +188,7 @@ class Adapters:
         return weights
 
     async def _unload_ended(self, but: str) -> bool:
-        """Unload the oldest adapter whose run is over, if there is another than this."""
+        """Unload the oldest adapter whose run the trainer has not open, if there is another than this."""
         publisher = self._publisher
         if publisher is None:
             return False
@@ -196,6 +196,8 @@ class Adapters:
             try:
                 await get_manifest(publisher.channel, run_id)
             except QuartetError as error:
+                if error.reason == "VERSION_UNKNOWN":
+                    continue  # it is open
                 if error.reason != "RUN_UNKNOWN":
                     return False
                 log.info("adapter of an ended run makes room", run_id=run_id)

@@ -67,7 +67,7 @@ class InProcessHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
         """Remove the rollout's own folder where nothing is in it.
 
         Verifiers would remove it in a thread, whose every system call contends with this one: some tenth of a
-        rollout's CPU.
+        rollout's CPU. What may still run there is ended next, whether the folder is there or not.
         """
         if isinstance(runtime, SubprocessRuntime) and runtime.name == trace.id and runtime.workdir:
             with suppress(OSError):

@@ -5,7 +5,8 @@
 2. Rows know their run's `Slot`; an update changes what is in the slot, between two steps.
 3. Every content of a slot has a serial of its own, never used again: what was computed under another one is
    told apart by it. 0 is the base model's.
-4. At most `max_adapters` slots and `max_bytes` of matrices; what goes beyond is refused with OVERLOADED.
+4. At most `max_adapters` slots and `max_bytes` of matrices; what goes beyond is refused with OVERLOADED, one
+   that is too large by itself with INVALID_REQUEST.
 """
 
 from __future__ import annotations
@@ -106,12 +107,20 @@ class Bank:
     # -- slots
 
     def put(self, matrices: Matrices, weights: ServedWeights) -> Slot:
-        """Fill a run's slot. Errors: OVERLOADED."""
+        """Fill a run's slot. Errors: OVERLOADED, INVALID_REQUEST."""
         slot = self.slots.get(weights.run_id)
         others = sum(one.matrices.nbytes for one in self.slots.values() if one is not slot)
         if slot is None and len(self.slots) >= self.max_adapters:
             raise QuartetError(
                 "OVERLOADED", f"{self.max_adapters} adapters are served already (adapters.max_count)"
+            )
+        if matrices.nbytes > self.max_bytes:
+            raise QuartetError(
+                "INVALID_REQUEST",
+                f"the adapter has {matrices.nbytes} bytes, more than adapters.max_bytes = {self.max_bytes}",
+                field="adapter",
+                value=matrices.nbytes,
+                remedy="raise adapters.max_bytes",
             )
         if others + matrices.nbytes > self.max_bytes:
             raise QuartetError(
