@@ -197,8 +197,8 @@ async def test_the_oldest_adapter_whose_run_is_over_makes_room(model_folder: Pat
         put(store, run_id, 0, random_adapter(base, number))
     store.open_run("a")
     server = await publish(store)
-    settings = {"weights_address": server.address, "shared_memory": False, "adapters": {"max_count": 3}}
-    async with serving(model_folder, **settings) as replica:
+    settings = {"weights_address": server.address, "run_id": "a", "adapters": {"max_count": 3}}
+    async with serving(model_folder, shared_memory=False, **settings) as replica:
         await replica.until(lambda model: served(model) == {"a": 0})
         for run_id in "bc":
             await replica.stub.LoadAdapter(pb.LoadAdapterRequest(run_id=run_id))
@@ -208,6 +208,11 @@ async def test_the_oldest_adapter_whose_run_is_over_makes_room(model_folder: Pat
         assert answer, "it outlives its run while there is room"
         await replica.stub.LoadAdapter(pb.LoadAdapterRequest(run_id="d"))
         assert served(await replica.model()) == {"a": 0, "c": 0, "d": 0}
+        store.open_run("c")  # it is restored, and has published nothing yet
+        store.close_run("d")
+        put(store, "b", 1, random_adapter(base, 1))
+        await replica.stub.LoadAdapter(pb.LoadAdapterRequest(run_id="b"))
+        assert served(await replica.model()) == {"a": 0, "b": 1, "c": 0}
     await server.stop(0)
 
 
