@@ -48,7 +48,10 @@ class Tile:
 
     @property
     def hidden_NQK(self) -> Tensor:
-        """True where a query does not see a key; it always sees the first one."""
+        """True where a query does not see a key; it always sees the first one.
+
+        Made anew for every layer: those of a long row together are its square.
+        """
         segments_N1K = self.key_segments_NK[:, None, :]
         strange = (segments_N1K != self.query_segments_NQ[:, :, None]) & (segments_N1K != PROMPT)
         return strange | (self.key_places_NK[:, None, :] > self.query_places_NQ[:, :, None])
@@ -82,15 +85,15 @@ def _tiles(width: int, segments: bytes, scores: int, queries: int) -> tuple[Tile
         piece for row in range(len(numbers_RL)) for piece in _pieces(numbers_RL[row], row, queries, scores)
     ]
     pieces.sort(key=lambda piece: (piece.keys, piece.end - piece.begin))
-    tiles, pending = [], list[_Piece]()
+    tiles, pending, longest = [], list[_Piece](), 0
     for piece in pieces:
-        longest = max(one.end - one.begin for one in [*pending, piece])
+        longest = max(longest, piece.end - piece.begin)
         if pending and (
             (len(pending) + 1) * max(longest, queries) * piece.keys > scores
             or piece.keys > MOST_PADDING * pending[0].keys
         ):
             tiles.append(_tile(pending, numbers_RL.reshape(-1), width))
-            pending = []
+            pending, longest = [], piece.end - piece.begin
         pending.append(piece)
     return (*tiles, _tile(pending, numbers_RL.reshape(-1), width)) if pending else ()
 
