@@ -12,12 +12,12 @@ from functools import cache
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def is_whole(tensor: Tensor) -> bool:
     """Whether all of it is in this process."""
-    return type(tensor) in (Tensor, nn.Parameter)
+    return not hasattr(tensor, "to_local")
 
 
 def whole(tensor: Any) -> Tensor:
