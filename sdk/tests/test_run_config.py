@@ -102,7 +102,7 @@ def test_defaults_are_not_shared_between_runs() -> None:
         ('lr_scheduler = "step"', "", "lr_scheduler = 'step' is refused: should be 'constant'"),
         ("", "weight = 0", "env.0.weight = 0 is refused: should be greater than 0"),
         ("", "wieght = 1", "unknown key 'env.0.wieght'; did you mean 'env.0.weight'?"),
-        ("", ENV, "env.id = 'reverse-text' is given twice; keep one"),
+        ("", ENV, "two are called 'reverse-text'; give each a name"),
         ("", "timeout_seconds = 0", "env.0.timeout_seconds = 0 is refused"),
         ("", "timeout_seconds = 1e300", "env.0.timeout_seconds = 1e+300 is refused: should be less"),
         ("", "timeout_seconds = 0.0001", "env.0.timeout_seconds = 0.0001 is refused: should be greater"),

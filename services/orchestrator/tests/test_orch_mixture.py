@@ -26,6 +26,16 @@ weight = 1
 id = "toy"
 weight = 3
 """
+TWICE = """
+[[env]]
+id = "toy"
+name = "easy"
+args = { digits = 1 }
+[[env]]
+id = "toy"
+name = "hard"
+args = { digits = 9 }
+"""
 
 
 @settings(deadline=None)
@@ -109,3 +119,16 @@ async def test_one_broken_environment_of_several_ends_the_run_and_is_named(world
     assert run.phase == pb.RUN_PHASE_FAILED
     assert f"{MAX_FAILED_GROUPS} groups in a row of environment 'seldom' failed" in run.error
     assert run.ledger.in_flight == 0
+
+
+async def test_one_environment_twice_is_two_environments_with_names(world):
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=6).replace('[[env]]\nid = "toy"', TWICE), dry_run=False)
+        run = await world.rest(runs)
+        assert_complete(world, run, steps=6)
+        ended = runs.get(RUN).journal.select("rollout")
+        steps = [record.step.metrics for record in await events(runs) if record.WhichOneof("kind") == "step"]
+    assert all(step["env/easy/share"] + step["env/hard/share"] == pytest.approx(1) for step in steps)
+    assert {record.rollout.env_id for record in ended} == {"easy", "hard"}
+    asked = {(one.environment.id, one.environment.args_json) for one in world.host.requests}
+    assert asked == {("toy", '{"digits": 1}'), ("toy", '{"digits": 9}')}

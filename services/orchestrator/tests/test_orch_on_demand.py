@@ -156,7 +156,7 @@ async def test_who_leaves_ends_it_and_the_run_goes_on(world):
         await submit(stub, world.toml(evals=0))
         async with aclosing(evaluate(stub)) as frames:
             first = await anext(frames)
-            assert first.rollout.env_id in ("toy", "other")
+            assert first.rollout.env_id in ("easy", "other")
             await begun(world)
             assert world.host.under_way
         run = await over(stub)

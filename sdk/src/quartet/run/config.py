@@ -17,7 +17,7 @@ from quartet.config import Config
 from quartet.config.load import parse_toml, validate
 from quartet.run.algorithm import AlgorithmConfig
 from quartet.run.evaluation import EvalConfig, EvalTrial
-from quartet.run.hosted import MAX_ENVIRONMENTS, GroupSize, HostedConfig, as_array
+from quartet.run.hosted import MAX_ENVIRONMENTS, GroupSize, NamedConfig, as_array, distinct
 from quartet.run.lora import LoraConfig
 from quartet.run.sampling import SamplingConfig
 from quartet.run.values import (
@@ -55,7 +55,7 @@ OF_THE_TRAINER = (
 )
 
 
-class EnvConfig(HostedConfig):
+class EnvConfig(NamedConfig):
     """One environment and its share of the rollouts."""
 
     weight: Positive = 1.0
@@ -195,11 +195,7 @@ class RunConfig(Config):
     def _distinct(cls, env: tuple[EnvConfig, ...]) -> tuple[EnvConfig, ...]:
         if not env:
             raise ValueError('a run needs an environment; add a table [[env]] with id = "..."')
-        ids = [one.id for one in env]
-        twice = sorted({one for one in ids if ids.count(one) > 1})
-        if twice:
-            raise ValueError(f"env.id = {twice[0]!r} is given twice; keep one and set its weight")
-        return env
+        return tuple(distinct(env))
 
     @pydantic.model_validator(mode="after")
     def _credit_is_defined(self) -> Self:

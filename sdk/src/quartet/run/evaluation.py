@@ -18,17 +18,17 @@ from quartet.run.hosted import (
     MIN_TIMEOUT_SECONDS,
     GroupSize,
     HostedConfig,
+    NamedConfig,
     as_array,
+    distinct,
 )
 from quartet.run.sampling import EvalSamplingConfig
-from quartet.run.values import Count, NonNegative, Number, PositiveCount, Text
+from quartet.run.values import Count, NonNegative, Number, PositiveCount
 
 
-class EvalEnvConfig(HostedConfig):
+class EvalEnvConfig(NamedConfig):
     """One environment to evaluate on; what is left out is taken from the table around it."""
 
-    #: Of its metrics; absent: its id.
-    name: Text | None = None
     num_examples: PositiveCount | None = None
     rollouts_per_example: GroupSize | None = None
 
@@ -68,22 +68,18 @@ class MeasuredConfig(Config):
     @pydantic.field_validator("env")
     @classmethod
     def _distinct(cls, env: tuple[EvalEnvConfig, ...]) -> tuple[EvalEnvConfig, ...]:
-        names = [one.name or one.id for one in env]
-        twice = sorted({one for one in names if names.count(one) > 1})
-        if twice:
-            raise ValueError(f'two are called {twice[0]!r}; give each a name = "..." of its own')
-        return env
+        return tuple(distinct(env))
 
-    def trials(self, trained_on: Iterable[HostedConfig]) -> list[EvalTrial]:
+    def trials(self, trained_on: Iterable[NamedConfig]) -> list[EvalTrial]:
         """What it measures, where the run trains on these environments; empty where there is nothing."""
         if not self.num_examples:
             return []
         if not self.env:
             size = self.num_examples, self.rollouts_per_example
-            return [EvalTrial(env.id, env, *size) for env in trained_on]
+            return [EvalTrial(env.label, env, *size) for env in trained_on]
         return [
             EvalTrial(
-                env.name or env.id,
+                env.label,
                 env,
                 env.num_examples or self.num_examples,
                 env.rollouts_per_example or self.rollouts_per_example,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
@@ -37,3 +38,27 @@ class HostedConfig(Config):
         float, Field(ge=MIN_TIMEOUT_SECONDS, le=MAX_TIMEOUT_SECONDS, allow_inf_nan=False, strict=True)
     ] = 600.0
     max_retries: Annotated[int, Field(ge=0, le=MAX_RETRIES, strict=True)] = 2
+
+
+class NamedConfig(HostedConfig):
+    """One of several environments; two of one id, with other arguments, need names."""
+
+    #: Of its metrics; absent: its id.
+    name: Text | None = None
+
+    @property
+    def label(self) -> str:
+        """What it is called among them."""
+        return self.name or self.id
+
+
+NamedT = TypeVar("NamedT", bound=NamedConfig)
+
+
+def distinct(environments: Sequence[NamedT]) -> Sequence[NamedT]:
+    """The same, if no two are called alike. Errors: ValueError."""
+    labels = [one.label for one in environments]
+    twice = sorted({one for one in labels if labels.count(one) > 1})
+    if twice:
+        raise ValueError(f'two are called {twice[0]!r}; give each a name = "..." of its own, or keep one')
+    return environments

@@ -63,7 +63,7 @@ async def describe_environments(config: RunConfig, hosts: EnvHosts) -> Environme
     for env, info in zip(config.env, train, strict=True):
         if not info.infinite and info.train_size == 0:
             raise refusal(
-                "env.id", env.id, "it has no training examples; choose another environment or other args"
+                "env.id", env.label, "it has no training examples; choose another environment or other args"
             )
     own = [await hosts.describe(environment_ref(env)) for env in config.eval.env]
     # There are no trials where nothing is evaluated.
@@ -98,9 +98,7 @@ async def describe_trials(trials: Sequence[EvalTrial], hosts: EnvHosts) -> list[
     infos = [await hosts.describe(environment_ref(trial.hosted)) for trial in trials]
     for trial, info in zip(trials, infos, strict=True):
         if info.eval_size == 0:
-            raise refusal(
-                "env.id", trial.hosted.id, "it has no evaluation examples; name another environment"
-            )
+            raise refusal("env.id", trial.name, "it has no evaluation examples; name another environment")
     return infos
 
 

@@ -83,7 +83,7 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         versions_per_step=config.versions_per_step,
     )
     sources = [
-        Source(env.id, None if info.infinite else info.train_size)
+        Source(env.label, None if info.infinite else info.train_size)
         for env, info in zip(config.env, book.state.environments, strict=True)
     ]
     sampling = Sampling(services.hosts, permits, host, model, teacher.judge if teacher else None)

@@ -74,7 +74,7 @@ class Measurement:
         def attempt(rollout: rpb.Rollout) -> bool:
             event = pb.RolloutEvent(
                 group=example.place,
-                env_id=example.trial.hosted.id,
+                env_id=example.trial.name,
                 task_index=example.task_index,
                 rollout=rollout,
             )

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 class Source:
     """An environment to draw from. `size` is the number of its training tasks; None where they never end."""
 
-    id: str
+    label: str
     size: int | None
 
 
@@ -45,7 +45,6 @@ class Prompts:
     def _shuffled(self, environment: int, epoch: int, size: int) -> array[int]:
         order = array("L", range(size))
         # The index keeps two entries of one environment from walking in step.
-        random.Random(f"epoch/{self._seed}/{environment}/{self._sources[environment].id}/{epoch}").shuffle(
-            order
-        )
+        label = self._sources[environment].label
+        random.Random(f"epoch/{self._seed}/{environment}/{label}/{epoch}").shuffle(order)
         return order

@@ -158,7 +158,7 @@ class Rollouts:
             self._failed_in_a_row[group.environment] = 0
 
     def _ended(self, group: Group, rollout: rpb.Rollout) -> bool:
-        env_id = self._config.env[group.environment].id
+        env_id = self._config.env[group.environment].label
         self._book.write(
             rollout=pb.RolloutEvent(
                 group=group.number,
@@ -205,7 +205,7 @@ class Rollouts:
             return
         self._failed_in_a_row[group.environment] += 1
         if self._failed_in_a_row[group.environment] >= MAX_FAILED_GROUPS:
-            env_id = self._config.env[group.environment].id
+            env_id = self._config.env[group.environment].label
             why = f"{reason}: {message}" if message else reason
             raise RunFailed(
                 f"{MAX_FAILED_GROUPS} groups in a row of environment {env_id!r} failed, the last with {why}"

@@ -65,7 +65,7 @@ def _measure(book: Book, config: RunConfig, batch: int, trained: Trained) -> tup
     losses: dict[str, metrics.Losses] = {}
     groups = set(closed.batch.groups)
     for record in book.journal.select("dispatched", step=batch + 1):
-        number, env_id = record.dispatched.group, config.env[record.dispatched.environment].id
+        number, env_id = record.dispatched.group, config.env[record.dispatched.environment].label
         attempts = book.attempts(number)
         good = [rollout for rollout in attempts if not rollout.HasField("failure")]
         lost = metrics.Losses(len(attempts) - len(good), _without_spread(book, number))

@@ -88,8 +88,8 @@ def trials(options: argparse.Namespace, config: RunConfig) -> list[Trial]:
         raise ConfigError(f"--full-reward {options.full_reward:g} is refused; give what a right answer earns")
     return [
         Trial(
-            name=env.id,
-            hosted=HostedConfig.model_validate(env.model_dump(exclude={"weight"})),
+            name=env.label,
+            hosted=HostedConfig.model_validate(env.model_dump(exclude={"weight", "name"})),
             split="train",
             num_examples=options.num_examples,
             rollouts_per_example=group,
