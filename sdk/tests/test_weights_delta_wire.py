@@ -15,6 +15,7 @@ from quartet.v1 import weights_pb2 as pb
 from quartet.weights import delta, fetch
 from quartet.weights.fetch import fetch_version, get_manifest
 from quartet.weights.fetched import Fetched
+from quartet.weights.payload import Digests, Payload
 from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
 from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
@@ -171,7 +172,7 @@ async def test_a_delta_that_is_no_longer_at_hand_is_made_again_with_the_same_byt
     first = plane.store.payload("r", 1, base)
     plane.store._deltas.forget(lambda key: True)
     again = plane.store.payload("r", 1, base)
-    assert again is not first and again.digest == first.digest and again.size == first.size
+    assert again is not first and again.digests() == first.digests() and again.size == first.size
 
 
 async def test_a_relay_hands_on_what_it_fetched_under_the_same_manifest(plane: Plane) -> None:
@@ -185,10 +186,10 @@ async def test_a_relay_hands_on_what_it_fetched_under_the_same_manifest(plane: P
     relay.hold(base)
     relay.hold(fetched)
     assert relay.get("r", 1).manifest == plane.store.get("r", 1).manifest
-    assert relay.get("r", 1).payload.digest == plane.store.get("r", 1).payload.digest
+    assert relay.get("r", 1).payload.digests() == plane.store.get("r", 1).payload.digests()
     # Its base is not held any more, but the delta that came is.
     at = (0, bytes(base.manifest.digest))
-    assert relay.payload("r", 1, at).digest == plane.store.payload("r", 1, at).digest
+    assert relay.payload("r", 1, at).digests() == plane.store.payload("r", 1, at).digests()
     with pytest.raises(QuartetError, match="VERSION_UNKNOWN"):
         relay.payload("r", 1, (0, b"other"))
 
@@ -212,3 +213,26 @@ async def test_a_relay_goes_back_with_its_publisher() -> None:
         relay.get("r", 3)
     held(2, 1)
     assert dict(relay.get("r", 2).tensors) == model(1)
+
+
+async def test_a_payload_that_nobody_fetches_is_never_hashed(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """payload.py 3: what is hashed was fetched whole, once for all readers, or is a delta."""
+    hashed: list[int] = []
+    digests = Payload._hashed
+
+    def counting(payload: Payload) -> Digests:
+        hashed.append(payload.size)
+        return digests(payload)
+
+    monkeypatch.setattr(Payload, "_hashed", counting)
+    plane.publish(0, 1)
+    relay = WeightStore(keep=2)
+    assert not hashed
+    base, _ = [await plane.fetch(0) for _ in range(2)]
+    assert hashed == [base.received_bytes]
+    fetched = await plane.fetch(1, base)
+    relay.hold(base)
+    relay.hold(fetched)
+    assert hashed == [base.received_bytes, fetched.received_bytes] and hashed[1] < hashed[0] / 10

@@ -236,7 +236,7 @@ async def test_weights_changed_under_the_publisher_are_never_accepted(plane: Pla
     array = np.zeros(100, np.float32)
     plane.store.publish("r", 1, {"w": Tensor("F32", (100,), array.data)})
     array[7] = 1.0
-    with pytest.raises(QuartetError, match="CHECKSUM_MISMATCH: payload"):
+    with pytest.raises(QuartetError, match="CHECKSUM_MISMATCH: tensor w"):
         await plane.fetch()
 
 

@@ -22,7 +22,7 @@ from quartet.v1 import weights_pb2 as pb
 from quartet.weights.encodings import Encoded, decode_tensor, encode_tensor
 from quartet.weights.layout import Extent, header_of
 from quartet.weights.manifest import mismatch, sealed, verify_tensor
-from quartet.weights.payload import Payload, open_payload, payload_of
+from quartet.weights.payload import Payload, open_payload
 from quartet.weights.tensor import Tensor
 
 #: Tensors that are encoded or decoded at once: numpy and zstd let go of the interpreter. Not more, because
@@ -82,7 +82,7 @@ def make_delta(base: Held, new: Held) -> Delta:
                 specs[info.name] = ("U8", (one.size,))
             parts[info.name] = one.parts
     header, order, manifest.payload_bytes = header_of(specs)
-    return Delta(sealed(manifest), payload_of([header, *(part for name in order for part in parts[name])]))
+    return Delta(sealed(manifest), Payload([header, *(part for name in order for part in parts[name])]))
 
 
 def apply_delta(buffer: memoryview, manifest: pb.WeightManifest, base: Held) -> dict[str, Tensor]:

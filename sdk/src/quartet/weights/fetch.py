@@ -117,8 +117,8 @@ def _decoded(
     receipt: Receipt, manifest: pb.WeightManifest, base: Held | None, passed_on: bool
 ) -> dict[str, Tensor]:
     is_delta = base is not None and manifest.HasField("base_version")
-    # Who hands a payload on must know its digest; its reader knows every tensor's.
-    if receipt.end is None and (passed_on or is_delta):
+    # Who hands a payload on as it comes must know its digest; its reader knows every tensor's.
+    if receipt.end is None and passed_on:
         receipt.close()
     if base is not None and is_delta:
         return apply_delta(receipt.buffer, manifest, base)

@@ -3,15 +3,17 @@
 1. Equal tensors give equal payload bytes, so a fetch can resume at any offset of any server that holds
    the version.
 2. Chunks end at multiples of CHUNK_BYTES, wherever a fetch begins.
-3. `decode_payload` returns views of the buffer, and only when every name, shape, dtype and digest of the
+3. A payload that nobody fetches is never hashed: deltas and shared memory need no digest of it.
+4. `decode_payload` returns views of the buffer, and only when every name, shape, dtype and digest of the
    manifest was found in it.
 """
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 
@@ -28,16 +30,42 @@ from quartet.weights.tensor import Tensor
 CHUNK_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
-class Payload:
-    """One payload: its parts in order, where each begins, its size and its digest."""
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """Of one payload: of all its bytes, and of its chunks by their spans."""
 
-    parts: tuple[memoryview, ...]
-    begins: tuple[int, ...]
-    size: int
-    digest: bytes
-    #: Of chunks, by their spans, where they were taken with the digest: sending those hashes nothing.
-    checksums: Mapping[tuple[int, int], int] = field(default_factory=dict, compare=False)
+    whole: bytes
+    chunks: Mapping[tuple[int, int], int]
+
+
+class Payload:
+    """One payload: its parts in order, where each begins, its size; its digests for who asks for them."""
+
+    def __init__(self, parts: Iterable[memoryview | bytes]) -> None:
+        """Of these parts, without a copy."""
+        # Read-only, so that no reader of the payload can change the publisher's weights.
+        self.parts = tuple(memoryview(part).toreadonly() for part in parts if part)
+        *begins, self.size = accumulate((len(part) for part in self.parts), initial=0)
+        self.begins = tuple(begins)
+        self._digests: Digests | None = None
+        # Who asks while they are taken waits for them.
+        self._taking = threading.Lock()
+
+    def digests(self) -> Digests:
+        """Hashes every byte the first time: not for the event loop."""
+        with self._taking:
+            if self._digests is None:
+                self._digests = self._hashed()
+            return self._digests
+
+    def _hashed(self) -> Digests:
+        state, checksums = xxhash.xxh3_128(), {}
+        for begin, end in chunk_spans(self.size, 0):  # chunk by chunk: the second hash finds it in the cache
+            chunk = self.slices(begin, end)
+            checksums[begin, end] = _checksum(chunk)
+            for view in chunk:
+                state.update(view)
+        return Digests(bytes(state.digest()), checksums)
 
     def slices(self, begin: int, end: int) -> list[memoryview]:
         """The bytes begin..end as views of the parts."""
@@ -53,32 +81,19 @@ class Payload:
         return views
 
     def encoded_chunks(self, offset: int, tag: int = FETCH_CHUNK) -> Iterator[bytes]:
-        """Serialized messages with the chunks from `offset` on; each byte is copied once."""
+        """Serialized messages with the chunks from `offset` on; each byte is copied once. As `digests`."""
+        checksums = self.digests().chunks
         for begin, end in chunk_spans(self.size, offset):
             views = self.slices(begin, end)
-            checksum = self.checksums.get((begin, end))
+            # Only a chunk that begins off the grid is not known.
+            checksum = checksums.get((begin, end))
             if checksum is None:
                 checksum = _checksum(views)
             yield encode_chunk(begin, views, end - begin, checksum, tag)
 
     def end(self) -> pb.WeightEnd:
-        """The frame that closes it."""
-        return pb.WeightEnd(payload_bytes=self.size, payload_digest=self.digest)
-
-
-def payload_of(parts: Iterable[memoryview | bytes]) -> Payload:
-    """A payload of these parts, without a copy. Hashes every byte: not for the event loop."""
-    # Read-only, so that no reader of the payload can change the publisher's weights.
-    views = tuple(memoryview(part).toreadonly() for part in parts if part)
-    *begins, size = accumulate((len(view) for view in views), initial=0)
-    payload = Payload(views, tuple(begins), size, b"")
-    state, checksums = xxhash.xxh3_128(), {}
-    for begin, end in chunk_spans(size, 0):  # chunk by chunk: the second hash finds it in the cache
-        chunk = payload.slices(begin, end)
-        checksums[begin, end] = _checksum(chunk)
-        for view in chunk:
-            state.update(view)
-    return replace(payload, digest=bytes(state.digest()), checksums=checksums)
+        """The frame that closes it. As `digests`."""
+        return pb.WeightEnd(payload_bytes=self.size, payload_digest=self.digests().whole)
 
 
 def _checksum(views: Iterable[memoryview]) -> int:
@@ -90,9 +105,9 @@ def _checksum(views: Iterable[memoryview]) -> int:
 
 
 def full_payload(tensors: Mapping[str, Tensor]) -> Payload:
-    """The safetensors file of these tensors, without a copy. Hashes every byte: not for the event loop."""
+    """The safetensors file of these tensors, without a copy."""
     header, order, _ = header_of({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
-    return payload_of([header, *(tensors[name].data for name in order)])
+    return Payload([header, *(tensors[name].data for name in order)])
 
 
 def chunk_spans(size: int, offset: int) -> Iterator[tuple[int, int]]:

@@ -93,7 +93,7 @@ class Pushes:
                     "DEADLINE", f"the upload took longer than {limit_s:.0f} s", waited_for="commit"
                 ) from None
             pushed = await asyncio.to_thread(_verified, buffer, manifest, base)
-            await asyncio.to_thread(self._store.commit, pushed)
+            self._store.commit(pushed)
         log.info("version pushed", run_id=manifest.run_id, version=manifest.version, bytes=len(buffer))
         return pb.PushResponse(version=manifest.version)
 
@@ -193,8 +193,8 @@ def _verified(buffer: memoryview, manifest: pb.WeightManifest, base: Held | None
     if base is None:
         return Fetched(manifest, decode_payload(buffer, manifest), (), len(buffer))
     tensors = apply_delta(buffer, manifest, base)
-    payload = Payload((buffer.toreadonly(),), (0,), len(buffer), xxhash.xxh3_128_digest(buffer))
-    return Fetched(of_full_payload(manifest), tensors, (Delta(manifest, payload),), len(buffer))
+    delta = Delta(manifest, Payload([buffer]))
+    return Fetched(of_full_payload(manifest), tensors, (delta,), len(buffer))
 
 
 async def push_version(
@@ -224,7 +224,7 @@ async def push_version(
             if error.reason not in ("VERSION_UNKNOWN", "RUN_UNKNOWN"):
                 raise
             log.info("base not held there, pushing everything", run_id=run_id, version=version)
-    await _push(channel, manifest, await asyncio.to_thread(full_payload, made.tensors))
+    await _push(channel, manifest, full_payload(made.tensors))
     return made
 
 

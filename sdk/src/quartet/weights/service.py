@@ -121,6 +121,7 @@ class WeightServicer(rpc.WeightServiceServicer):
                 offset=request.offset,
                 size=payload.size,
             )
+        await asyncio.to_thread(payload.digests)
         return payload
 
     async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:

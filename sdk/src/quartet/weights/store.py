@@ -133,7 +133,7 @@ class WeightStore:
     def hold(self, fetched: Fetched) -> Version:
         """Hand on a version that was fetched elsewhere, as it is, and the deltas that led to it.
 
-        Hashes every byte: not for the event loop. Errors: OVERLOADED beyond MAX_RUNS runs.
+        Errors: OVERLOADED beyond MAX_RUNS runs.
         """
         manifest = fetched.manifest
         run_id, number = manifest.run_id, int(manifest.version)

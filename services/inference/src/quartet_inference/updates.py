@@ -267,7 +267,7 @@ class Follower:
                 on_arrival=self._holdings.arriving,
                 transports=publisher.transports,
             )
-            await asyncio.to_thread(self._holdings.store.hold, fetched)
+            self._holdings.store.hold(fetched)
         except QuartetError as error:
             route.blame(error)
             raise
