@@ -59,8 +59,11 @@ def qwen3(seed: int, **changes: Any) -> Any:
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:
-    """A float32 model as the weight plane carries it."""
+    """A model as the weight plane carries it."""
+    names = {torch.float32: "F32", torch.bfloat16: "BF16"}
     return {
-        name: Tensor("F32", tuple(p.shape), p.detach().clone().numpy().tobytes())
+        name: Tensor(
+            names[p.dtype], tuple(p.shape), p.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
         for name, p in model.named_parameters()
     }

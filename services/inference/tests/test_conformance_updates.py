@@ -52,6 +52,18 @@ async def test_seeded_sampling_goes_on_through_an_update(replica: Replica) -> No
     assert [a.tokens for a in await call] == [a.tokens for a in quiet]
 
 
+async def test_a_version_of_another_precision_is_served_as_it_was_rounded(replica: Replica) -> None:
+    """What a trainer on a GPU publishes, and an engine on a CPU serves: each value is widened exactly."""
+    await replica.serve(21, model=replica.make(21).bfloat16())
+    # Not the model that was rounded: its buffers were, too.
+    exact = replica.models[max(replica.models)] = replica.make(21)
+    for parameter in exact.parameters():
+        parameter.copy_(parameter.bfloat16())
+    answer = await replica.one([5, 6, 7], max_tokens=40, ignore_eos=True)
+    assert set(answer.versions) == {max(replica.models)}
+    assert replica.difference(answer) <= replica.tolerance
+
+
 async def test_pinned_requests_end_when_their_version_leaves(replica: Replica) -> None:
     await replica.serve(10)
     version = max(replica.models)

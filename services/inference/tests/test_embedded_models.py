@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from quartet.errors import QuartetError
-from quartet.weights.tensor import Tensor
 from quartet_inference.embedded import forward
 from quartet_inference.embedded.engine import EmbeddedEngine
 from quartet_inference.embedded.limits import Limits
+from quartet_inference.embedded.model import ModelWeights
 from quartet_inference.engine import ServedWeights
 
 from .engine_calls import END, complete, running, text_of
@@ -63,14 +64,25 @@ def test_models_with_another_attention_are_refused(make_model: Make) -> None:
 
 async def test_bfloat16_runs_through_transformers_own_forward(make_model: Make) -> None:
     model, new = make_model(0).bfloat16(), make_model(1).bfloat16()
-    tensors = {
-        name: Tensor("BF16", tuple(p.shape), p.reshape(-1).view(torch.uint8).numpy().tobytes())
-        for name, p in new.named_parameters()
-    }
     async with running(model) as engine:
         assert engine.info().dtype == "bfloat16"
-        await engine.swap(await engine.stage(tensors), ServedWeights("r", 1, b""))
+        await engine.swap(await engine.stage(weights_of(new)), ServedWeights("r", 1, b""))
         result = (await complete(engine, [1, 2, 3], max_tokens=16))[0]
-        with pytest.raises(QuartetError):
-            await engine.stage(weights_of(make_model(1)))
     assert result.difference({1: new}) < 0.2, "bfloat16 differs by batch shape, not by more"
+
+
+async def test_floats_of_another_precision_are_cast_as_a_trainer_casts_them(make_model: Make) -> None:
+    """layout.py 3"""
+    wide, narrow = make_model(1), make_model(1).bfloat16()
+    for engine_of, published in ((narrow, wide), (wide, narrow)):
+        held = ModelWeights(engine_of)
+        before = {name: p.clone() for name, p in engine_of.named_parameters()}
+        staged = held.stage(weights_of(published))
+        assert all(one.dtype == before[name].dtype for name, one in staged.tensors.items())
+        held.apply(staged)
+        for name, p in engine_of.named_parameters():
+            assert torch.equal(p.bfloat16(), narrow.get_parameter(name).bfloat16())
+    assert torch.equal(wide.model.norm.weight, narrow.model.norm.weight.float())
+    numbers = {name: replace(one, dtype="I32") for name, one in weights_of(make_model(1)).items()}
+    with pytest.raises(QuartetError, match="is I32"):
+        held.stage(numbers)

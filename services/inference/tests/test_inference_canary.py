@@ -167,8 +167,10 @@ async def test_a_canary_that_cannot_be_scored_is_the_publishers_fault(
         await until(lambda: bool(refusals))
         assert refusals[0].reason == "CHECKSUM_MISMATCH"
         assert await replica.generate() == {0}
+        told = await replica.until(lambda model: bool(model.update_refused))
+        assert "version 1 could not be taken: canary" in told.update_refused
         await replica.publish(2)
-        await replica.ready(2)
+        assert not (await replica.ready(2)).update_refused
 
 
 @pytest.mark.parametrize(

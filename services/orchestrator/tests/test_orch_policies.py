@@ -56,7 +56,8 @@ async def test_what_is_served_instead_is_said(replicas):
     found, policies = replicas
     for replica in found:
         replica.model.run_id, replica.model.policy_version = "other", 9
-    with pytest.raises(QuartetError, match="serves run 'other'"):
+        replica.model.update_refused = "version 0 could not be taken: tensor w"
+    with pytest.raises(QuartetError, match="serves run 'other', and refused another: version 0 could not be"):
         await policies.serving("run", 0)
     refused = r"adapters are served upon the model of this replica's folder"
     with pytest.raises(QuartetError, match=refused) as caught:

@@ -48,6 +48,8 @@ OF_THE_TRAINER = (
     "adam_beta1",
     "adam_beta2",
     "microbatch_tokens",
+    "compute_dtype",
+    "served_dtype",
     "lora",
     "ckpt",
     "checks",
@@ -99,6 +101,10 @@ class RunConfig(Config):
     max_off_policy_steps: Annotated[int, Field(ge=0, le=MAX_OFF_POLICY_STEPS, strict=True)] = 1
     max_concurrent: PositiveCount = 1024
     microbatch_tokens: Count = 0
+    #: What the trainer computes in; default: float32 on a CPU, bfloat16 (with float32 masters) on a GPU.
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
+    #: What it publishes; default: what it computes in.
+    served_dtype: Literal["float32", "bfloat16"] | None = None
     #: Somebody else's program takes the batches (OrchestratorService.StreamRollouts) and pushes the weights.
     external_trainer: bool = False
     sampling: SamplingConfig = SamplingConfig()

@@ -177,7 +177,7 @@ class GetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("base_model", "run_id", "policy_version", "weights_digest", "engine", "dtype", "max_model_len", "max_num_seqs", "running", "waiting", "tokens_sampled", "updates_applied", "last_update_pause_ms", "paused", "end_token_ids", "adapters", "prefix_breaks", "out_of_service")
+    __slots__ = ("base_model", "run_id", "policy_version", "weights_digest", "engine", "dtype", "max_model_len", "max_num_seqs", "running", "waiting", "tokens_sampled", "updates_applied", "last_update_pause_ms", "paused", "end_token_ids", "adapters", "prefix_breaks", "out_of_service", "update_refused")
     BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -196,6 +196,7 @@ class GetModelResponse(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_BREAKS_FIELD_NUMBER: _ClassVar[int]
     OUT_OF_SERVICE_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_REFUSED_FIELD_NUMBER: _ClassVar[int]
     base_model: str
     run_id: str
     policy_version: int
@@ -214,7 +215,8 @@ class GetModelResponse(_message.Message):
     adapters: _containers.RepeatedCompositeFieldContainer[ServedAdapter]
     prefix_breaks: int
     out_of_service: str
-    def __init__(self, base_model: _Optional[str] = ..., run_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., weights_digest: _Optional[bytes] = ..., engine: _Optional[str] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., tokens_sampled: _Optional[int] = ..., updates_applied: _Optional[int] = ..., last_update_pause_ms: _Optional[float] = ..., paused: _Optional[bool] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[ServedAdapter, _Mapping]]] = ..., prefix_breaks: _Optional[int] = ..., out_of_service: _Optional[str] = ...) -> None: ...
+    update_refused: str
+    def __init__(self, base_model: _Optional[str] = ..., run_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., weights_digest: _Optional[bytes] = ..., engine: _Optional[str] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., tokens_sampled: _Optional[int] = ..., updates_applied: _Optional[int] = ..., last_update_pause_ms: _Optional[float] = ..., paused: _Optional[bool] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[ServedAdapter, _Mapping]]] = ..., prefix_breaks: _Optional[int] = ..., out_of_service: _Optional[str] = ..., update_refused: _Optional[str] = ...) -> None: ...
 
 class ServedAdapter(_message.Message):
     __slots__ = ("run_id", "policy_version", "weights_digest")

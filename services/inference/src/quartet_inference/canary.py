@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -29,8 +29,11 @@ from quartet_inference.engine import Engine, EngineInfo, Event, Request, Scored,
 
 #: Mean difference of a log-probability. With float32 only the order of sums differs (measured: below 1e-6);
 #: with float16 and bfloat16 the engine computes in 11 or 8 bits what the trainer computed in 24 (measured on
-#: sharp random models: 0.003 and 0.02). One tensor that is 10 % off moves it by 0.02 to 0.2.
+#: sharp random models: 0.003 and 0.02), or, on an accelerator, the trainer does. One tensor that is 10 % off
+#: moves it by 0.02 to 0.2.
 TOLERANCES = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
+#: Of safetensors, for those of TOLERANCES.
+NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 #: Canary.token_ids says so.
 MAX_TOKENS = 64
 #: A queue of scores that is full empties within some steps.
@@ -47,7 +50,7 @@ class Gate:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._why = ""
+        self._why = self._refused = ""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -56,9 +59,13 @@ class Gate:
         """Answer nothing more; without a reason, answer again."""
         self._why = why
 
+    def set_update_refused(self, why: str) -> None:
+        """Say that what was offered last could not be taken; without a reason, that it was."""
+        self._refused = why
+
     def info(self) -> EngineInfo:
-        """The engine's, and why it does not answer."""
-        return replace(self._engine.info(), out_of_service=self._why)
+        """The engine's, and why it does not answer or take what it is offered."""
+        return replace(self._engine.info(), out_of_service=self._why, update_refused=self._refused)
 
     async def generate(self, request: Request) -> AsyncIterator[Event]:
         """Complete a prompt, for as long as the weights are trusted."""
@@ -86,14 +93,22 @@ class CanaryWatch:
     def __init__(self, engine: Engine, tolerance: float | None, on_verdict: Callable[[str], None]) -> None:
         """`on_verdict` is told why the weights are not to be trusted, or nothing."""
         self._engine, self._on_verdict = engine, on_verdict
-        self._tolerance = TOLERANCES[engine.info().dtype] if tolerance is None else tolerance
+        self._given_tolerance = tolerance
+        self._tolerance = 0.0
         self._canary: pb.Canary | None = None
+        self._published_as: Collection[str] = ()
         self._trusted = False
         self._task: asyncio.Task[None] | None = None
 
-    def swapped(self, weights: ServedWeights, canary: pb.Canary | None) -> None:
-        """Other weights are in the engine."""
+    def swapped(
+        self, weights: ServedWeights, canary: pb.Canary | None, published_as: Collection[str] = ()
+    ) -> None:
+        """Other weights are in the engine. `published_as`: the dtypes of their tensors."""
         self.close()
+        self._published_as = published_as
+        dtypes = {self._engine.info().dtype} | {NAMES[one] for one in published_as if one in NAMES}
+        coarsest = max(TOLERANCES[one] for one in dtypes)
+        self._tolerance = coarsest if self._given_tolerance is None else self._given_tolerance
         self._canary, self._trusted = canary, False
         if canary is None:
             self._tell("")
@@ -103,7 +118,7 @@ class CanaryWatch:
     def renamed(self, weights: ServedWeights) -> None:
         """The weights in the engine are this version's, too; unless found right they are checked again."""
         if not self._trusted:
-            self.swapped(weights, self._canary)
+            self.swapped(weights, self._canary, self._published_as)
 
     def close(self) -> None:
         """Drop the check under way."""

@@ -53,7 +53,8 @@ class EmbeddedConfig(Config):
 class VllmConfig(Config):
     """The vLLM engine."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    # auto: float32 on a CPU, bfloat16 on an accelerator, as the trainer computes there.
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     # As for the embedded engine; only a CPU build looks at it.
     threads: int = pydantic.Field(default=1, ge=1, le=256)
     max_num_seqs: int = pydantic.Field(default=128, ge=1, le=4096)

@@ -155,6 +155,7 @@ class EngineInfo:
     paused: bool
     closed: bool = False  # it will never answer again
     out_of_service: str = ""  # why it answers nothing until other weights are served
+    update_refused: str = ""  # why the version that was offered last is not served
     adapters: tuple[ServedWeights, ...] = ()
 
     def serving(self, run_id: str) -> ServedWeights | None:

@@ -3,7 +3,7 @@
 1. Served are low-rank matrices beside linear modules that the model has, scaled as the configuration says.
    Whatever else peft knows (DoRA, modules trained in full, ranks that differ by module, ...) is refused by
    name: nothing of an adapter is left out silently.
-2. An adapter whose names, shapes and dtypes fit the model fits as a whole.
+2. An adapter whose names, shapes and dtypes fit the model fits as a whole (layout.py 3).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from quartet.errors import QuartetError
 from quartet.weights.tensor import Tensor
 
-from quartet_inference.layout import Layout
+from quartet_inference.layout import Layout, fits
 
 #: What peft puts before the names of the model.
 PREFIX = "base_model.model."
@@ -104,7 +104,7 @@ def _check(module: str, pair: tuple[Tensor, Tensor], rank: int, layout: Layout) 
         raise _refused(f"the model has no linear module {module} of its own", module)
     dtype, (rows, columns) = held
     for tensor, shape in zip(pair, ((rank, columns), (rows, rank)), strict=True):
-        if (tensor.dtype, tensor.shape) != (dtype, shape):
+        if not fits(tensor, dtype, shape):
             raise _refused(
                 f"a matrix of {module} is {tensor.dtype} {list(tensor.shape)}, the model needs {dtype} "
                 f"{list(shape)}",

@@ -51,11 +51,13 @@ class _Said:
 
     def served(self) -> None:
         """Something else is served."""
+        self.gate.set_update_refused("")
         self.news.tell()
         self.health.set_ready(WEIGHTS)
 
     def refused(self, why: str) -> None:
         """An update failed."""
+        self.gate.set_update_refused(why)
         if self.engine.info().served is None:
             self.health.set_not_ready(INFERENCE, why)
 

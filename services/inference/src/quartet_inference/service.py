@@ -101,6 +101,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             paused=info.paused,
             end_token_ids=info.end_token_ids,
             out_of_service=info.out_of_service,
+            update_refused=info.update_refused,
             prefix_breaks=self._answerer.prefix_breaks,
             adapters=[
                 pb.ServedAdapter(run_id=one.run_id, policy_version=one.version, weights_digest=one.digest)

@@ -108,7 +108,8 @@ class Adopter:
         staged = await self._engine.stage(version.tensors)
         weights = _weights(manifest)
         await self._engine.swap(staged, weights)
-        self._canaries.swapped(weights, manifest.canary if manifest.HasField("canary") else None)
+        canary = manifest.canary if manifest.HasField("canary") else None
+        self._canaries.swapped(weights, canary, {one.dtype for one in version.tensors.values()})
         self._serving(weights)
         return weights
 

@@ -58,6 +58,8 @@ def run_spec(config: RunConfig) -> tpb.RunSpec:
         # The versions that a batch's tokens may come from, and one to spare.
         retain_versions=config.max_off_policy_steps + 2 if config.checks.verify_logprobs else 0,
         microbatch_tokens=config.microbatch_tokens,
+        compute_dtype=config.compute_dtype or "",
+        served_dtype=config.served_dtype or "",
         reference=_held_reference(config.algorithm),
     )
 

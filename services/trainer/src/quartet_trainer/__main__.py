@@ -25,9 +25,11 @@ def run(config: TrainerConfig) -> None:
     Errors: ConfigError.
     """
     logs.configure("trainer")
-    # Read by OpenMP and cuBLAS once, when torch is imported.
+    # Read by OpenMP, cuBLAS and torch's allocator once, when torch is imported.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Every micro-batch has shapes of its own: in segments of fixed size they would leave holes.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     by_torchrun, world = "TORCHELASTIC_RUN_ID" in os.environ, os.environ.get("WORLD_SIZE", "1")
     if config.ranks > 1 and not by_torchrun:
         # This process becomes torchrun, and keeps its pid. Whoever supervises it starts it again.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 import torch
@@ -31,6 +32,8 @@ from quartet_trainer.worker import STUCK_SECONDS, Worker
 
 TRAINER = "quartet.v1.TrainerService"
 WEIGHTS = "quartet.v1.WeightService"
+#: There where a driver is loaded.
+NVIDIA_DRIVER = Path("/dev/nvidiactl")
 
 log = structlog.get_logger()
 
@@ -117,4 +120,6 @@ def device_of(wanted: str) -> torch.device:
         )
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        if wanted == "cpu" and NVIDIA_DRIVER.exists():
+            log.warning("no_cuda", why="there is an NVIDIA driver, but this torch finds no CUDA device")
     return torch.device(wanted)

@@ -2,7 +2,8 @@
 weights, so that a replica can tell whether the weights in its engine are these.
 
 1. The sequence depends on the vocabulary alone: equal weights have equal canaries.
-2. The published cast is scored, in float32, as verification scores it.
+2. The published cast is scored, in float32, as verification scores it; on an accelerator what is published in
+   bfloat16 is scored as the policy computes, because a float32 copy of a large model has no room beside it.
 3. Weights without finite log-probabilities have no canary: no replica could agree with it.
 """
 

@@ -27,6 +27,8 @@ from quartet_trainer.recompute import recomputing
 
 #: Logits of a chunk, float32: 64 MiB. Larger ones are no faster on a CPU; a few of them exist at a time.
 LOGIT_CHUNK_ELEMENTS = 2**24
+#: On an accelerator, 512 MiB: every chunk reads the whole matrix, and adds to all of its gradient.
+ACCELERATOR_LOGIT_CHUNK_ELEMENTS = 2**27
 
 
 #: (micro-batch, temperature, full_precision) -> (log-probabilities, entropies).
@@ -81,17 +83,41 @@ class PolicyForward(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(log-probability of each covered token, entropy in nats there, with gradient if it learns)."""
         enabled = self._autocast_dtype is not None and not full_precision
-        with torch.autocast(self._device.type, dtype=self._autocast_dtype, enabled=enabled):
+        # No cache: a weight is used once in a pass, and its copy would be held to the end of it, in a rank
+        # that holds a part of the model the whole of it.
+        autocast = torch.autocast(
+            self._device.type, dtype=self._autocast_dtype, enabled=enabled, cache_enabled=False
+        )
+        with autocast:
             with recomputing(self._recomputed):
                 hidden_KH = self._hidden(batch)
             return self._read_out(hidden_KH, self._tensor(batch.targets_K), temperature, entropy_learns)
 
     @contextmanager
-    def standing_as(self, placed: Mapping[str, Tensor]) -> Iterator[Scoring]:
-        """The same function with other parameters of the model; the live ones are left alone."""
+    def standing_as(self, placed: Mapping[str, Tensor], full_precision: bool = True) -> Iterator[Scoring]:
+        """The same function with other parameters of the model; the live ones are left alone.
+
+        They are to be computed with as `full_precision` says.
+        """
+        as_they_are = frozenset() if full_precision else self._narrowed_anyway()
         # Moved as they are and widened there: in one call the CPU would widen them first.
-        named = {f"model.{name}": tensor.to(self._device).float() for name, tensor in placed.items()}
+        moved = {name: tensor.to(self._device) for name, tensor in placed.items()}
+        named = {
+            f"model.{name}": tensor if name in as_they_are else tensor.float()
+            for name, tensor in moved.items()
+        }
         yield lambda *arguments: functional_call(self, named, arguments)
+
+    def _narrowed_anyway(self) -> frozenset[str]:
+        """Parameters that autocast narrows wherever they are used: widening them takes memory for nothing."""
+        if self._autocast_dtype is None:
+            return frozenset()
+        linear = [name for name, module in self.model.named_modules() if type(module) is nn.Linear]
+        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        apart = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
+        named = dict(self.model.named_parameters())
+        weights = {f"{name}.weight" for name in linear} & named.keys()
+        return frozenset(name for name in weights if id(named[name]) not in apart)
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
         positions_RL = self._tensor(batch.position_ids_RL)
@@ -116,7 +142,9 @@ class PolicyForward(nn.Module):
         self, hidden_KH: Tensor, targets_K: Tensor, temperature: float, entropy_learns: bool
     ) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()
-        chunk = max(1, LOGIT_CHUNK_ELEMENTS // head.out_features)
+        on_cpu = self._device.type == "cpu"
+        elements = LOGIT_CHUNK_ELEMENTS if on_cpu else ACCELERATOR_LOGIT_CHUNK_ELEMENTS
+        chunk = max(1, elements // head.out_features)
         if len(hidden_KH) <= chunk:
             return token_logprobs(head, hidden_KH, targets_K, temperature, entropy_learns)
         if type(head) is nn.Linear and head.bias is None:

@@ -5,7 +5,7 @@
    gradients equal those of separate rows.
 2. Every covered position of every sample is predicted exactly once.
 3. Rows are sorted by length, and a micro-batch has at most `budget_tokens` tokens, padding included, unless
-   one row alone has more; of these at most MICROBATCH_COST_TOKENS are padding.
+   one row alone has more; of these at most so many are padding as one more micro-batch costs.
 4. Rows that samples share are at most `row_tokens` wide, and no longer ones stand beside them: a mask, where
    attention needs one, stays small however long samples are.
 5. Pure and deterministic: equal samples give equal micro-batches.
@@ -28,8 +28,11 @@ import numpy.typing as npt
 
 from quartet_trainer.sample import Ints, Sample
 
-#: What one more micro-batch costs, in tokens computed: padding beyond it is worse.
+#: What one more micro-batch costs on a CPU, in tokens computed: padding beyond it is worse.
 MICROBATCH_COST_TOKENS = 128
+#: The same on an accelerator, whose kernels wait for each other and whose ranks gather every layer again: a
+#: share of the budget.
+ACCELERATOR_COST_SHARE = 1 / 8
 #: A shorter common prompt saves less than the longer row costs.
 MIN_SHARED_TOKENS = 8
 #: Segment numbers: the shared prompt of a row is 0, tails count from 1.
@@ -80,9 +83,13 @@ def pack(
 
 
 def cut(
-    samples: Sequence[Sample], rows: Sequence[Row], budget_tokens: int, row_tokens: int
+    samples: Sequence[Sample],
+    rows: Sequence[Row],
+    budget_tokens: int,
+    row_tokens: int,
+    cost_tokens: int = MICROBATCH_COST_TOKENS,
 ) -> list[MicroBatch]:
-    """Micro-batches of rows."""
+    """Micro-batches of rows; one more of them costs as much as so many tokens."""
     rows = sorted(rows, key=lambda row: row.length)
     batches: list[MicroBatch] = []
     pending: list[Row] = []
@@ -92,9 +99,7 @@ def cut(
         padding = computed - held - row.length
         # Rows that share a prompt have at most row_tokens: no longer one joins them, and their mask.
         if pending and (
-            computed > budget_tokens
-            or padding > MICROBATCH_COST_TOKENS
-            or pending[-1].length <= row_tokens < row.length
+            computed > budget_tokens or padding > cost_tokens or pending[-1].length <= row_tokens < row.length
         ):
             batches.append(_lay_out(samples, pending))
             pending, held = [], 0
@@ -103,6 +108,12 @@ def cut(
     if pending:
         batches.append(_lay_out(samples, pending))
     return batches
+
+
+def cost_of_one_more(budget_tokens: int, *, accelerated: bool) -> int:
+    """What one more micro-batch costs, in tokens."""
+    share = int(ACCELERATOR_COST_SHARE * budget_tokens) if accelerated else 0
+    return max(MICROBATCH_COST_TOKENS, share)
 
 
 def rows_of(samples: Sequence[Sample], members: Sequence[int], row_tokens: int) -> list[Row]:

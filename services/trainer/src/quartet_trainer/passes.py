@@ -22,7 +22,7 @@ from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.loss import token_losses
 from quartet_trainer.loss.custom import CustomLoss
 from quartet_trainer.model import resolve_folder
-from quartet_trainer.packing import MicroBatch, cut, rows_of
+from quartet_trainer.packing import MicroBatch, cost_of_one_more, cut, rows_of
 from quartet_trainer.publish import Snapshot
 from quartet_trainer.ranks.alone import Alone, Ranks
 from quartet_trainer.routing import Routing
@@ -105,6 +105,7 @@ class Passes:
         self._budget_tokens, self._progress = budget_tokens, progress
         self._routing = Routing(policy.model)
         self._row_tokens = policy.shared_tokens(machine.row_tokens)
+        self._cost_tokens = cost_of_one_more(budget_tokens, accelerated=machine.device.type != "cpu")
 
     def train(
         self, samples: Sequence[Sample], columns: Columns, loss: LossSpec, normalizer: float, kl_coef: float
@@ -159,7 +160,11 @@ class Passes:
         """
         done = Pass.over(samples)
         with torch.no_grad(), self._standing(weights) as placed:
-            scoring = nullcontext(self._policy) if weights is None else self._policy.standing_as(placed)
+            scoring = (
+                nullcontext(self._policy)
+                if weights is None
+                else self._policy.standing_as(placed, full_precision)
+            )
             with scoring as score:
                 for batch in self._pack(samples, range(len(samples))):
                     output = score(batch, temperature, weights is not None and full_precision)
@@ -171,4 +176,4 @@ class Passes:
     def _pack(self, samples: Sequence[Sample], members: Sequence[int]) -> list[MicroBatch]:
         ranks = self._machine.ranks
         rows = ranks.mine(rows_of(samples, members, self._row_tokens), self._policy.width)
-        return ranks.even(cut(samples, rows, self._budget_tokens, self._row_tokens))
+        return ranks.even(cut(samples, rows, self._budget_tokens, self._row_tokens, self._cost_tokens))

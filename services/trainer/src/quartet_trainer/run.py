@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -341,4 +342,6 @@ class Run:
         self._trained.close()
 
     def _canary(self, weights: Snapshot) -> weights_pb2.Canary | None:
-        return canary(self._passes.score, weights, self._vocab_size, base.max_positions(self._model))
+        precise = self._machine.device.type == "cpu" or self._served_dtype == "float32"
+        score = partial(self._passes.score, full_precision=precise)
+        return canary(score, weights, self._vocab_size, base.max_positions(self._model))

@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-import numpy as np
 import torch
 from quartet.errors import QuartetError
-from quartet.weights.tensor import Tensor as WireTensor
 from torch import Tensor, nn
 
+from quartet_inference.embedded.model import as_torch
 from quartet_inference.embedded.products import linear
 from quartet_inference.engine import ServedWeights
 from quartet_inference.lora import LoraTensors
@@ -40,14 +39,11 @@ class Matrices:
     def of(cls, adapter: LoraTensors, dtype: torch.dtype) -> Matrices:
         """Copies: the payload that they came in can go."""
         modules = {
-            name: (_tensor(low, dtype), _tensor(high, dtype)) for name, (low, high) in adapter.modules.items()
+            name: (as_torch(low, dtype).clone(), as_torch(high, dtype).clone())
+            for name, (low, high) in adapter.modules.items()
         }
-        return cls(adapter.scale, adapter.nbytes, modules)
-
-
-def _tensor(tensor: WireTensor, dtype: torch.dtype) -> Tensor:
-    raw = np.frombuffer(tensor.data, dtype=np.uint8).copy()
-    return torch.from_numpy(raw).view(dtype).view(tensor.shape)
+        nbytes = sum(one.nbytes for pair in modules.values() for one in pair)
+        return cls(adapter.scale, nbytes, modules)
 
 
 @dataclass(eq=False)

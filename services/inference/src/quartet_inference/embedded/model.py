@@ -2,8 +2,8 @@
 
 1. Weights have the names of the Hugging Face model's `named_parameters()`: a tied parameter once, under its
    first name.
-2. `stage` accepts a version only if its names, shapes and dtypes are exactly the model's; nothing is changed
-   by it.
+2. `stage` accepts a version only if its names, shapes and dtypes fit the model (layout.py); nothing is
+   changed by it.
 3. `apply` copies into the parameters in place; whatever views them sees the new weights.
 """
 
@@ -28,6 +28,7 @@ from quartet_inference.layout import Layout, check_layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_NAMED = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
 def load(folder: Path, dtype: str, *, weights_follow: bool) -> nn.Module:
@@ -54,6 +55,13 @@ def read(folder: Path, dtype: str) -> dict[str, Tensor]:
     """The weights of a local folder as a version's tensors, while another model computes in this process."""
     # transformers makes the dtype of a load the default of the whole process meanwhile; float32 is it anyway.
     return ModelWeights(load(folder, "float32", weights_follow=False).to(DTYPES[dtype])).tensors()
+
+
+def as_torch(tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A checked tensor in this dtype; its own memory where it has that already."""
+    raw = np.frombuffer(tensor.data, dtype=np.uint8)
+    raw = raw if raw.flags.writeable else raw.copy()  # torch wants its memory writable
+    return torch.from_numpy(raw).view(_NAMED[tensor.dtype]).view(tensor.shape).to(dtype)
 
 
 def kv_shape(model: nn.Module) -> KvShape:
@@ -109,10 +117,7 @@ class ModelWeights:
         check_layout(tensors, self.layout())
         staged = {}
         for name, parameter in self._parameters.items():
-            tensor = tensors[name]
-            raw = np.frombuffer(tensor.data, dtype=np.uint8)
-            raw = raw if raw.flags.writeable else raw.copy()  # torch wants its memory writable
-            staged[name] = torch.from_numpy(raw).view(self._dtype).view(parameter.shape)
+            staged[name] = as_torch(tensors[name], self._dtype).view(parameter.shape)
         return StagedWeights(staged)
 
     def apply(self, staged: StagedWeights) -> None:

@@ -27,6 +27,8 @@ from quartet_inference.vllm.staging import Staging
 
 #: vLLM's default of 128 on a CPU would leave shorter prompts out of the prefix cache.
 CPU_BLOCK_TOKENS = 32
+#: Tokens of one step of the engine: what vLLM's own server takes on an H100.
+ACCELERATOR_STEP_TOKENS = 8192
 
 
 def start(
@@ -68,11 +70,14 @@ def engine_args(config: InferenceConfig) -> dict[str, Any]:
         }
         if settings.args.get("tensor_parallel_size", 1) * settings.args.get("pipeline_parallel_size", 1) == 1:
             chosen["distributed_executor_backend"] = "uni"  # one process less
-    elif settings.kv_cache_bytes is not None:
-        chosen["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+    else:
+        # vLLM knows larger steps for its own servers alone; an update has running prompts computed anew.
+        chosen["max_num_batched_tokens"] = ACCELERATOR_STEP_TOKENS
+        if settings.kv_cache_bytes is not None:
+            chosen["kv_cache_memory_bytes"] = settings.kv_cache_bytes
     owned = {
         "model": str(config.model),
-        "dtype": settings.dtype,
+        "dtype": _dtype(config),
         "max_model_len": config.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
         "skip_tokenizer_init": True,
@@ -94,8 +99,14 @@ def engine_args(config: InferenceConfig) -> dict[str, Any]:
     return chosen | settings.args | owned
 
 
+def _dtype(config: InferenceConfig) -> str:
+    if config.vllm.dtype != "auto":
+        return config.vllm.dtype
+    return "float32" if current_platform.is_cpu() else "bfloat16"
+
+
 def _held(config: InferenceConfig, end_tokens: frozenset[int], detokenize: Detokenize) -> Held:
-    network = model.load(config.model, config.vllm.dtype, weights_follow=bool(config.weights_address))
+    network = model.load(config.model, _dtype(config), weights_follow=bool(config.weights_address))
     made_for = int(getattr(network.config, "max_position_embeddings"))  # noqa: B009 - nn.Module types it as a tensor
     if (config.max_model_len or 0) > made_for:
         raise ConfigError(

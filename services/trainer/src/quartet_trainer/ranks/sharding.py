@@ -86,7 +86,7 @@ class ShardedForward(PolicyForward):
         return self.model(lambda: super(ShardedForward, self).forward(*arguments, **options))  # type: ignore[no-any-return]
 
     @contextmanager
-    def standing_as(self, placed: Mapping[str, Tensor]) -> Iterator[Scoring]:
+    def standing_as(self, placed: Mapping[str, Tensor], full_precision: bool = True) -> Iterator[Scoring]:
         """Others lie in the place of spread parameters until the end; each rank moves its part."""
         live = dict(self.model.named_parameters())
         spread = {name: tensor for name, tensor in placed.items() if not layout.is_whole(live[name])}
@@ -96,7 +96,7 @@ class ShardedForward(PolicyForward):
             try:
                 for name, tensor in spread.items():
                     layout.part(live[name]).copy_(layout.part_like(tensor, live[name]))
-                with super().standing_as(rest) as scoring:
+                with super().standing_as(rest, full_precision) as scoring:
                     yield scoring
             finally:
                 for name, tensor in held.items():
