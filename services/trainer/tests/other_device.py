@@ -121,6 +121,20 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
     return target
 
 
+def _narrowed(operation: Any) -> Any:
+    autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+
+    def cast(one: Any) -> Any:
+        wide = isinstance(one, torch.Tensor) and one.dtype == torch.float32
+        return one.to(torch.get_autocast_dtype(NAME)) if wide else one
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(autocast):
+            return operation(*map(cast, args), **{name: cast(one) for name, one in kwargs.items()})
+
+    return kernel
+
+
 def register() -> list[torch.library.Library]:
     """Make the device known; it is for as long as the result is kept."""
 
@@ -134,8 +148,10 @@ def register() -> list[torch.library.Library]:
     own.impl("empty.memory_format", _empty, "PrivateUse1")
     own.impl("empty_strided", _empty_strided, "PrivateUse1")
     own.impl("_copy_from", _copy_from, "PrivateUse1")
-    # Autocast changes nothing: what it does to dtypes is tested on the CPU.
+    # As autocast does for accelerators, for what models are made of; the rest it leaves alone.
     all_of_them.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    for name in ("linear", "matmul", "mm", "bmm", "scaled_dot_product_attention"):
+        own.impl(name, _narrowed(getattr(torch.ops.aten, name)), "AutocastPrivateUse1")
     return [own, all_of_them]
 
 

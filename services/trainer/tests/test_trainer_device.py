@@ -55,8 +55,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_on_another_device_gives_what_it_gives_on_the_cpu(case: str, found: Found) -> None:
     here, there = found[case]["cpu"], found[case][NAME]
-    # bfloat16 is computed on the CPU alone: autocast does nothing on the simulated device.
-    tolerance = 0.1 if case == "bfloat16" else 1e-3
+    # The CPU's autocast narrows some operations more.
+    tolerance = 0.05 if case == "bfloat16" else 1e-3
     assert len(here) == len(there) > 50
     assert all(map(math.isfinite, there))
     assert there == pytest.approx(here, rel=tolerance, abs=tolerance)
