@@ -18,7 +18,8 @@ def seen(segments_RL: Tensor, scores: int) -> tuple[Tensor, int]:
     computed = 0
     for tile in tiles.tiles_of(segments_RL, scores):
         area = tile.hidden_NQK.numel()
-        assert area <= scores or tile.queries_NQ.numel() == 1
+        assert area <= scores or len(tile.queries_NQ) == 1
+        assert tile.queries_NQ.shape[1] <= tiles.PIECE_QUERIES
         assert not tile.hidden_NQK[..., 0].any(), "a query that sees nothing has no softmax"
         computed += area
         for query_Q, key_K, hidden_QK in zip(tile.queries_NQ, tile.keys_NK, tile.hidden_NQK, strict=True):
@@ -56,6 +57,13 @@ def test_a_long_row_that_many_share_costs_what_its_samples_cost() -> None:
     found, computed = seen(segments_RL, 1 << 20)
     assert torch.equal(found, wanted(segments_RL))
     assert computed == prompt**2 + members * tail * (prompt + tail)
+
+
+def test_the_keys_of_a_long_row_are_gathered_once_for_each_piece_however_small_the_bound() -> None:
+    length = 50 * tiles.PIECE_QUERIES
+    made = tiles.tiles_of(torch.zeros((1, length), dtype=torch.long), 1000)
+    assert len(made) == 50
+    assert sum(tile.keys_NK.numel() for tile in made) == tiles.PIECE_QUERIES * 50 * 51 / 2
 
 
 def test_short_tails_take_their_long_prompt_together() -> None:

@@ -24,6 +24,8 @@ def _run(config: InferenceConfig) -> None:
         environment.prepare(config.vllm.threads)
     else:
         os.environ["OMP_NUM_THREADS"] = str(config.embedded.threads)
+        # NumPy's, for the decode step: its products are too small to share.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ["HF_HUB_OFFLINE"] = "1"
     with uncollected():
         from quartet_inference.app import run

@@ -27,6 +27,8 @@ def run(config: TrainerConfig) -> None:
     logs.configure("trainer")
     # Read by OpenMP, cuBLAS and torch's allocator once, when torch is imported.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))
+    # NumPy's, for attention: its products are too small to share.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Every micro-batch has shapes of its own: in segments of fixed size they would leave holes.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

@@ -5,7 +5,7 @@
 2. The backward pass is computed in float32, with weights computed anew instead of kept.
 3. It is causal, and where it is given segments instead of a mask it computes little else than what they let
    see (tiles.py).
-4. At most TILE_SCORES scores exist at a time, or those of one query.
+4. At most TILE_SCORES scores exist at a time, or those of PIECE_QUERIES queries (tiles.py).
 5. On other devices, in other dtypes and with options that are not understood here it is transformers' sdpa
    attention.
 

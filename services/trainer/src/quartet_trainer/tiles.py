@@ -4,7 +4,7 @@
    the prompt that its row shares, and itself.
 2. Other keys stand with a query only where they lie ahead in its piece, belong to short neighbours that share
    the piece, or fill the tile up: a prompt is taken once for each PIECE_QUERIES of what follows it.
-3. A tile has at most `scores` scores and `scores` / PIECE_QUERIES keys, or those of one query.
+3. A tile has at most `scores` scores and `scores` / PIECE_QUERIES keys, or is one piece.
 4. Pure: equal segments give equal tiles.
 
 Shapes: R rows, L columns; T = R * L positions, row after row. A tile has N pieces of Q queries and K keys.
@@ -113,9 +113,9 @@ def _pieces(numbers_L: _Ints, row: int, queries: int, scores: int) -> list[_Piec
             if count <= queries and count * (shared + count) <= scores:
                 pieces[-1] = replace(last, end=at + end)
                 continue
-        step = max(1, min(queries, scores // (shared + end - begin)))
-        for start in range(begin, end, step):
-            pieces.append(_Piece(at, shared, at + begin, at + start, at + min(end, start + step)))
+        # However long it is: with fewer queries its keys would be gathered more often than they are used.
+        for start in range(begin, end, queries):
+            pieces.append(_Piece(at, shared, at + begin, at + start, at + min(end, start + queries)))
     return pieces
 
 
