@@ -2,7 +2,8 @@ PY := .venv/bin/python
 BIN := .venv/bin
 SERVICES := trainer orchestrator inference envhost
 DISTS := sdk $(addprefix services/,$(SERVICES))
-ENVIRONMENTS := $(patsubst %/pyproject.toml,%,$(wildcard environments/*/pyproject.toml))
+# By name: what `quartet env init` adds beside them may want another Verifiers.
+ENVIRONMENTS := $(addprefix environments/,alphabet_sort gsm8k math_python reverse_text wiki_search wordle)
 SEED ?= 0
 
 # What the unit suites need of the machine: one thread each, and no network.
@@ -65,7 +66,7 @@ demo: install models/tiny/config.json
 
 # The services' own tests and those of the whole are two processes side by side: both wait much.
 test: install classic test-vllm
-	.venv-envs/bin/python -m pytest environments
+	.venv-envs/bin/python -m pytest $(ENVIRONMENTS)
 	$(MAKE) -j2 test-services test-system
 
 test-services: install
@@ -99,6 +100,7 @@ check: install
 	$(PY) -m pytest tests/deploy tests/contract/test_stubs_current.py
 
 bench: install classic models/tiny/config.json
+	$(PY) -m pip install -q --group bench
 	$(foreach b,demo several_turns overlap wire recovery weights delta relay replicas generate_cpu generate pause adapters agreement envhost rollouts rollout_faults loss_memory checkpointing packing trainer_call vs_trl,\
 	  $(PY) benchmarks/$(b).py &&) true
 

@@ -177,12 +177,17 @@ async def main() -> None:
     async with connect(given.inference, bulk=True) as inference, connect(given.orchestrator) as orchestrator:
         while True:
             try:
-                return await train(trainer, given.run, orchestrator, inference)
+                await train(trainer, given.run, orchestrator, inference)
+                break
             except QuartetError as error:
                 if error.reason not in ("NOT_READY", "DEADLINE", "RUN_UNKNOWN"):  # not yet, or not now
                     raise
                 print(f"calling again: {error.message}", flush=True)
                 await asyncio.sleep(1)
+    # Out of the way of the next run, which begins anew.
+    final = given.state.with_name(f"{given.state.stem}-final{given.state.suffix}")
+    os.replace(given.state, final)
+    print(f"the run is over; its weights are in {final}", flush=True)
 
 
 if __name__ == "__main__":

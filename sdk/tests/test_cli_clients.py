@@ -104,7 +104,10 @@ async def test_a_run_through_all_clients(orchestrator: tuple[Orchestrator, str],
     assert (await quartet("submit", "@", str(config), *at, "--dry-run", "--run-id", "r"))[0] == 0
     assert servicer.runs == {}
     code, printed = await quartet("submit", "@", str(config), "--max-steps", "5", *at, "--run-id", "r")
-    assert (code, printed) == (0, "r  pending  step 0/5\n")
+    note = "not read, the services are running already: [trainer]\n"
+    assert (code, printed) == (0, f"{note}r  pending  step 0/5\n")
+    code, printed = await quartet("submit", "@", str(config), "--trainer.threads", "2", *at)
+    assert code == 2 and "--trainer.threads is a setting of the trainer service" in printed
     assert "state_dir" not in servicer.runs["r"].config_toml, "the deployment is not the orchestrator's"
     assert await quartet("runs", *at) == (0, "r  pending  step 0/5\n")
     assert await quartet("stop", "r", *at) == (0, "r  stopped  step 0/5\n")

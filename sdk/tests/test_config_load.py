@@ -151,6 +151,7 @@ def test_an_element_of_a_list_can_be_overridden(toml: Toml) -> None:
             ["--max-steps=1", "--env", '[{id = "x"}]', "--env.3.weight=1"],
             ["'3' is not an index"],
         ),
+        (["--max-steps=1", "--env", '[{id = "x"}]', "--env.id=y"], ["for the first write --env.0.id"]),
         (["--max-steps=1", "--env", '[{id = "x", wait = 1}]'], ["'env.0.wait'"]),
     ],
 )

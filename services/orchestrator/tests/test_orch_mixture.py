@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from orch_world import RUN, assert_complete, events
+from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet_orchestrator.mixture import Mixture
 from quartet_orchestrator.rollouts import MAX_FAILED_GROUPS
@@ -122,8 +123,9 @@ async def test_one_broken_environment_of_several_ends_the_run_and_is_named(world
 
 
 async def test_one_environment_twice_is_two_environments_with_names(world):
+    toml = "messages_of_members = 3\n" + world.toml(steps=6).replace('[[env]]\nid = "toy"', TWICE)
     async with world.orchestrator() as runs:
-        await runs.submit(RUN, world.toml(steps=6).replace('[[env]]\nid = "toy"', TWICE), dry_run=False)
+        await runs.submit(RUN, toml, dry_run=False)
         run = await world.rest(runs)
         assert_complete(world, run, steps=6)
         ended = runs.get(RUN).journal.select("rollout")
@@ -132,3 +134,5 @@ async def test_one_environment_twice_is_two_environments_with_names(world):
     assert {record.rollout.env_id for record in ended} == {"easy", "hard"}
     asked = {(one.environment.id, one.environment.args_json) for one in world.host.requests}
     assert asked == {("toy", '{"digits": 1}'), ("toy", '{"digits": 9}')}
+    trained = [one for one in world.host.requests if one.split == epb.SPLIT_TRAIN]
+    assert {one.messages_of_members for one in trained} == {3}

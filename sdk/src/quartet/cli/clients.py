@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from quartet.cli.display import Plain, event_line
 from quartet.cli.progress import Progress, phase_name
 from quartet.cli.watch import history_of, watch_run
-from quartet.config import load
+from quartet.config import ConfigError, load
 from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, stream, unary
 from quartet.kit.channel import ClientSecurity, connect
@@ -34,7 +35,8 @@ from quartet.v1.orchestrator_service_pb2 import (
 from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 
 CALL_SECONDS = 30.0
-SUBMIT_SECONDS = 180.0  # the environments are loaded to check the configuration
+#: The environments are loaded to check the configuration: their hosts say how long that may take.
+SUBMIT_SECONDS = 7200.0
 PATIENCE_SECONDS = 60.0
 
 Client = Callable[[OrchestratorServiceStub, argparse.Namespace, list[str]], Awaitable[int]]
@@ -80,12 +82,27 @@ def _security(options: argparse.Namespace) -> ClientSecurity:
 async def submit(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:
     """Check the run here, then hand it over."""
     loaded = load(RunConfig, rest)
+    _leave_services_alone(loaded.config, rest)
     toml = dumps(loaded.config.model_dump(mode="json", exclude=set(SERVICES), exclude_none=True))
     run_id = options.run_id or time.strftime("run-%Y%m%d-%H%M%S")
     request = SubmitRunRequest(run_id=run_id, config_toml=toml, dry_run=options.dry_run)
     answer = await unary(stub.SubmitRun, request, timeout_s=SUBMIT_SECONDS, budget=RetryBudget())
     print(f"{run_id} is accepted" if options.dry_run else run_line(answer.run))
     return 0
+
+
+def _leave_services_alone(config: RunConfig, rest: Sequence[str]) -> None:
+    """Say what of the run is for services that are running already. Errors: ConfigError."""
+    for token in rest:
+        service = token.removeprefix("--").partition(".")[0]
+        if token.startswith("--") and service in SERVICES:
+            raise ConfigError(
+                f"{token.partition('=')[0]} is a setting of the {service} service, which is running already; "
+                "set it where that is started"
+            )
+    unread = [f"[{name}]" for name in SERVICES if getattr(config, name)]
+    if unread:
+        print(f"not read, the services are running already: {', '.join(unread)}", file=sys.stderr)
 
 
 async def watch(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:

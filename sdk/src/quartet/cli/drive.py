@@ -39,7 +39,8 @@ from quartet.v1.orchestrator_service_pb2 import (
 from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 
 TICK_SECONDS = 0.25
-SUBMIT_SECONDS = 180.0  # the orchestrator checks environments and model, which the services load first
+#: The orchestrator checks environments and model, which the services load first, for as long as they allow.
+SUBMIT_SECONDS = 7200.0
 CALL_SECONDS = 30.0
 STOP_SECONDS = 120.0  # the step under way may have to sample a whole batch
 DRAIN_SECONDS = 10.0

@@ -62,8 +62,8 @@ def model_path(model: str) -> str:
         if (snapshot / "config.json").is_file():
             return _whole(model, snapshot)
     raise ConfigError(
-        f"model = {model!r} is neither a folder here nor a model in the Hugging Face cache; make a small one "
-        f"with 'quartet model tiny {model}', or fetch one with 'hf download {model}'"
+        f"model = {model!r} is neither a folder here nor a model in the Hugging Face cache; fetch it "
+        f"with 'hf download {model}', or make a toy in that folder with 'quartet model tiny {model}'"
     )
 
 

@@ -29,7 +29,7 @@ from quartet.local.child import ChildSpec
 from quartet.local.deployment import SERVICES, check, wire, write
 from quartet.local.supervisor import ServiceFailed
 from quartet.run.config import RunConfig
-from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_COMPLETED
+from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_COMPLETED, RUN_PHASE_STOPPED
 
 PACKAGES = ("quartet", *(f"quartet-{name}" for name in SERVICES), "torch", "transformers", "grpcio")
 
@@ -158,7 +158,7 @@ def _finish(job: Job, outcome: Outcome, outputs: Outputs, wall_seconds: float) -
         kept = "metrics and figure" if job.config.external_trainer else "checkpoint, metrics and figure"
         print(f"{kept}: {job.folder}")
         return 0
-    if outcome.interrupted:
+    if outcome.interrupted or run.phase == RUN_PHASE_STOPPED:
         print(f"stopped after step {outputs.progress.step}; go on with: "
               f"quartet rl ... --output-dir {job.folder} --resume")  # fmt: skip
         return EXIT_INTERRUPTED

@@ -103,11 +103,11 @@ def _nearest(model: type[pydantic.BaseModel], loc: tuple[Any, ...]) -> str:
     wanted = str(loc[-1]).replace("-", "_")
     siblings = list(owner.model_fields) if owner is not None else []
     prefix = "".join(f"{part}." for part in loc[:-1])
-    close = difflib.get_close_matches(wanted, siblings, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {prefix + close[0]!r}?"
     everywhere = known_keys(model)
     elsewhere = [key for key in everywhere if key.rpartition(".")[2] == wanted]
+    close = difflib.get_close_matches(wanted, siblings, n=1, cutoff=0.6)
+    if close and not elsewhere:
+        return f"did you mean {prefix + close[0]!r}?"
     dotted = ".".join(str(part) for part in loc)
     elsewhere = elsewhere or difflib.get_close_matches(dotted, list(everywhere), n=1, cutoff=0.6)
     if elsewhere:

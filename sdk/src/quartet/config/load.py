@@ -208,5 +208,9 @@ def _assign(draft: _Draft, path: tuple[str, ...], value: Any, origin: str) -> No
 
 def _index(node: list[Any], part: str, origin: str) -> int:
     if not part.isdecimal() or int(part) >= len(node):
-        raise ConfigError(f"{origin} cannot be set: {part!r} is not an index of a list of {len(node)}")
+        indexed = origin.replace(f".{part}", f".0.{part}", 1) if origin.startswith("--") and node else ""
+        raise ConfigError(
+            f"{origin} cannot be set: {part!r} is not an index of a list of {len(node)}"
+            + (f"; for the first write {indexed}" if indexed else "")
+        )
     return int(part)

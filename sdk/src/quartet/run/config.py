@@ -17,7 +17,7 @@ from quartet.config import Config
 from quartet.config.load import parse_toml, validate
 from quartet.run.algorithm import AlgorithmConfig
 from quartet.run.evaluation import EvalConfig, EvalTrial
-from quartet.run.hosted import MAX_ENVIRONMENTS, GroupSize, NamedConfig, as_array, distinct
+from quartet.run.hosted import MAX_ENVIRONMENTS, MAX_GROUP, GroupSize, NamedConfig, as_array, distinct
 from quartet.run.lora import LoraConfig
 from quartet.run.sampling import SamplingConfig
 from quartet.run.values import (
@@ -100,6 +100,8 @@ class RunConfig(Config):
     adam_beta2: Decay = 0.999
     max_off_policy_steps: Annotated[int, Field(ge=0, le=MAX_OFF_POLICY_STEPS, strict=True)] = 1
     max_concurrent: PositiveCount = 1024
+    #: Of how many members of each group the conversation is kept with the rollout.
+    messages_of_members: Annotated[int, Field(ge=0, le=MAX_GROUP, strict=True)] = 1
     microbatch_tokens: Count = 0
     #: What the trainer computes in; default: float32 on a CPU, bfloat16 (with float32 masters) on a GPU.
     compute_dtype: Literal["float32", "bfloat16"] | None = None

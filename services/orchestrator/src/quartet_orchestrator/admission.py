@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -11,6 +12,7 @@ from quartet.errors import QuartetError
 from quartet.run import evaluation
 from quartet.run.config import RunConfig, parse_run
 from quartet.run.evaluation import EvalTrial, EvaluateConfig
+from quartet.run.hosted import HostedConfig
 from quartet.run.name import RULE, is_run_id
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 
@@ -59,13 +61,13 @@ class Environments:
 
 async def describe_environments(config: RunConfig, hosts: EnvHosts) -> Environments:
     """Each environment, with something to train on and to evaluate on."""
-    train = [await hosts.describe(environment_ref(env)) for env in config.env]
+    train = await _described(config.env, hosts)
     for env, info in zip(config.env, train, strict=True):
         if not info.infinite and info.train_size == 0:
             raise refusal(
                 "env.id", env.label, "it has no training examples; choose another environment or other args"
             )
-    own = [await hosts.describe(environment_ref(env)) for env in config.eval.env]
+    own = await _described(config.eval.env, hosts)
     # There are no trials where nothing is evaluated.
     for trial, info in zip(config.trials, own or train, strict=bool(config.trials)):
         if info.eval_size == 0:
@@ -95,11 +97,16 @@ def check_trainer(config: RunConfig, has_trainer: bool, has_policies: bool) -> N
 
 async def describe_trials(trials: Sequence[EvalTrial], hosts: EnvHosts) -> list[EnvironmentInfo]:
     """The environments of an evaluation that is asked for by itself, each with something to evaluate on."""
-    infos = [await hosts.describe(environment_ref(trial.hosted)) for trial in trials]
+    infos = await _described([trial.hosted for trial in trials], hosts)
     for trial, info in zip(trials, infos, strict=True):
         if info.eval_size == 0:
             raise refusal("env.id", trial.name, "it has no evaluation examples; name another environment")
     return infos
+
+
+async def _described(environments: Sequence[HostedConfig], hosts: EnvHosts) -> list[EnvironmentInfo]:
+    """Side by side: each is loaded first."""
+    return await asyncio.gather(*(hosts.describe(environment_ref(env)) for env in environments))
 
 
 def refusal(key: str, value: object, remedy: str) -> QuartetError:

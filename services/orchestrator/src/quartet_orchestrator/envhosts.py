@@ -23,8 +23,9 @@ from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1.envhost_service_pb2_grpc import EnvHostServiceStub
 from quartet.v1.rollout_pb2 import Rollout
 
-# Loading an environment may start a worker and its interpreter.
-DESCRIBE_S = 180.0
+# Loading an environment may start a worker and its interpreter, fetch data, and be tried again: the host says
+# how long that may take (load_timeout_seconds), and this bounds a host that does not.
+DESCRIBE_S = 3600.0
 # How long a host that failed is asked last.
 REST_S = 2.0
 # Queueing at the host, on top of what its rollouts may take by themselves.
@@ -51,9 +52,15 @@ class EnvHosts:
     async def describe(self, environment: epb.EnvironmentRef) -> epb.EnvironmentInfo:
         host = self._choose()
         request = epb.DescribeEnvironmentRequest(environment=environment)
-        response: epb.DescribeEnvironmentResponse = await unary(
-            host.stub.DescribeEnvironment, request, timeout_s=DESCRIBE_S
-        )
+        try:
+            response: epb.DescribeEnvironmentResponse = await unary(
+                host.stub.DescribeEnvironment, request, timeout_s=DESCRIBE_S
+            )
+        except QuartetError as error:
+            if error.reason != "DEADLINE":
+                raise
+            text = f"host {host.address} had not loaded environment {environment.id!r} after {DESCRIBE_S:g} s"
+            raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=environment.id) from error
         return response.environment
 
     async def run(self, request: epb.RunRolloutsRequest) -> AsyncGenerator[Rollout, None]:

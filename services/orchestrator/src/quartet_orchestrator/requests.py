@@ -11,9 +11,6 @@ from quartet.run.sampling import EvalSamplingConfig, SamplingConfig
 from quartet.v1 import common_pb2 as cpb
 from quartet.v1 import envhost_service_pb2 as epb
 
-# Conversations are for people: the first member's of each group is enough to read along.
-MESSAGES_OF_MEMBERS = 1
-
 
 def environment_ref(env: HostedConfig) -> epb.EnvironmentRef:
     # Sorted, because equal references share their workers.
@@ -36,8 +33,12 @@ def rollouts_request(
     env: HostedConfig,
     split: epb.Split,
     task_index: int,
+    messages_of_members: int = 1,
 ) -> epb.RunRolloutsRequest:
-    """Everything but the members and the policy version."""
+    """Everything but the members and the policy version.
+
+    Conversations are for people: those of the first members of a group are enough to read along.
+    """
     return epb.RunRolloutsRequest(
         run_id=run_id,
         request_id=f"{run_id}/{name}",
@@ -46,6 +47,6 @@ def rollouts_request(
         task_index=task_index,
         sampling=sampling_params(sampling, name),
         timeout_ms=round(env.timeout_seconds * 1000),
-        messages_of_members=MESSAGES_OF_MEMBERS,
+        messages_of_members=messages_of_members,
         max_retries=env.max_retries,
     )

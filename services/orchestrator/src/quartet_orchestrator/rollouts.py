@@ -139,6 +139,7 @@ class Rollouts:
             self._config.env[group.environment],
             epb.SPLIT_TRAIN,
             group.task_index,
+            self._config.messages_of_members,
         )
         request.min_policy_version = self._pace.min_policy_version(group.place.batch)
         failed = await self._sampling.complete(

@@ -16,7 +16,7 @@ Play environments with a model, and measure it.
   quartet eval gsm8k --inference-addresses '["10.0.0.5:50053"]'   replicas that run already
   quartet eval gsm8k -m mini                                an endpoint of configs/endpoints.toml
   quartet eval gsm8k -m gpt-4.1-mini -b https://api.openai.com/v1 -k OPENAI_API_KEY
-  quartet eval @ configs/eval/small.toml                    several environments; any key also as --key value
+  quartet eval @ configs/eval/reverse-text.toml             several environments; any key also as --key value
 
 Writes results.jsonl, failures.jsonl, metadata.json for each to OUTPUT/evals/ENVIRONMENT--MODEL/RUN_ID/.
 Exit code 0: every rollout has a result; 1: some failed (they are counted apart, never as reward 0, and
