@@ -51,3 +51,13 @@ async def taker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Taker]:
     yield Taker(servicer, server.address, channel)
     await channel.close()
     await server.stop(0)
+
+
+@pytest.fixture(scope="session")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with certificates."""
+    from certificates import write_certificates
+
+    directory = tmp_path_factory.mktemp("pki")
+    write_certificates(directory)
+    return directory

@@ -9,8 +9,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from certificates import needs_openssl
 from quartet.errors import QuartetError
 from quartet.kit.health import Health
+from quartet.kit.security import ServerTls
 from quartet.kit.server import ServerConfig, Service, start
 from quartet.run.config import parse_run
 from quartet.v1 import orchestrator_service_pb2 as pb
@@ -145,3 +147,22 @@ async def test_errors_are_one_sentence(orchestrator: tuple[Orchestrator, str]) -
     assert await quartet("stop", "x", "--orchestrator", address) == (1, "error: RUN_UNKNOWN: no run 'x'\n")
     code, printed = await quartet("runs", "--orchestrator", address, "stray")
     assert code == 2 and "'stray' is not understood" in printed
+
+
+@needs_openssl
+async def test_an_orchestrator_that_asks_for_a_certificate_is_shown_one(pki: Path) -> None:
+    tls = ServerTls(cert_file=pki / "server.crt", key_file=pki / "server.key", client_ca_file=pki / "ca.crt")
+    add = rpc.add_OrchestratorServiceServicer_to_server
+    offered = Service("quartet.v1.OrchestratorService", add, Orchestrator())
+    server = await start([offered], ServerConfig(address="127.0.0.1:0", tls=tls), Health())
+    at = [
+        "--orchestrator",
+        server.address.replace("127.0.0.1", "localhost"),
+        "--ca-file",
+        str(pki / "ca.crt"),
+    ]
+    own = ["--cert-file", str(pki / "client.crt"), "--key-file", str(pki / "client.key")]
+    assert await quartet("runs", *at, *own) == (0, "")
+    code, printed = await quartet("runs", *at, *own[:2])
+    assert code == 2 and "cert_file and key_file go together" in printed
+    await server.stop(0)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
+from certificates import needs_openssl
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.kit.call import unary
@@ -20,8 +20,6 @@ from quartet.kit.server import ServerConfig, Service, start
 from quartet.v1 import weights_pb2 as pb
 from quartet.v1 import weights_pb2_grpc as rpc
 
-needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")
-
 
 class Open(rpc.WeightServiceServicer):
     async def GetManifest(self, request: Any, context: Any) -> Any:
@@ -29,33 +27,6 @@ class Open(rpc.WeightServiceServicer):
 
 
 SERVICE = Service("quartet.v1.WeightService", rpc.add_WeightServiceServicer_to_server, Open())
-
-
-def _openssl(*argv: object) -> None:
-    subprocess.run(["openssl", *map(str, argv)], check=True, capture_output=True)
-
-
-def _certificate(directory: Path, name: str, ca: str) -> None:
-    """A key and a certificate for localhost, signed by a CA made on the way."""
-    key, cert, request = (directory / f"{name}.{end}" for end in ("key", "crt", "csr"))
-    ca_key, ca_cert = directory / f"{ca}.key", directory / f"{ca}.crt"
-    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    if not ca_cert.exists():
-        _openssl("req", "-x509", *curve, "-keyout", ca_key, "-out", ca_cert, "-subj", f"/CN={ca}")
-    _openssl("req", *curve, "-keyout", key, "-out", request, "-subj", f"/CN={name}")
-    extensions = directory / f"{name}.ext"
-    extensions.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
-    signing = ("-CA", ca_cert, "-CAkey", ca_key, "-CAcreateserial", "-days", 2, "-extfile", extensions)
-    _openssl("x509", "-req", "-in", request, "-out", cert, *signing)
-
-
-@pytest.fixture(scope="module")
-def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("pki")
-    _certificate(directory, "server", "ca")
-    _certificate(directory, "client", "ca")
-    _certificate(directory, "stranger", "other")
-    return directory
 
 
 async def _ask(address: str, security: ClientSecurity) -> str:

@@ -13,6 +13,7 @@ from quartet.cli.display import Plain, event_line
 from quartet.cli.progress import Progress, phase_name
 from quartet.cli.watch import history_of, watch_run
 from quartet.config import ConfigError, load
+from quartet.config.load import validate
 from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, stream, unary
 from quartet.kit.channel import ClientSecurity, connect
@@ -51,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, takes_run: bool) -> None:
     )
     for name, text in (
         ("ca-file", "certificate authority of the orchestrator's certificate; switches TLS on"),
+        ("cert-file", "own certificate, for an orchestrator that asks for one"),
+        ("key-file", "its key"),
         ("token-file", "file with the bearer token"),
     ):
         parser.add_argument(f"--{name}", help=text)
@@ -75,8 +78,8 @@ async def _connected(client: Client, options: argparse.Namespace, rest: list[str
 
 
 def _security(options: argparse.Namespace) -> ClientSecurity:
-    given = {"ca_file": options.ca_file, "token_file": options.token_file}
-    return ClientSecurity.model_validate({key: value for key, value in given.items() if value})
+    given = {name: getattr(options, name) for name in ("ca_file", "cert_file", "key_file", "token_file")}
+    return validate(ClientSecurity, {key: value for key, value in given.items() if value})
 
 
 async def submit(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:

@@ -41,7 +41,9 @@ def step_line(progress: Progress) -> str:
     ):
         if name in metrics:
             parts.append(f"{label} {metrics[name]:{form}}")
-    parts.append(f"{progress.tokens_per_second:.0f} tok/s")
+    # Who only watches is told of no rollouts.
+    rate = progress.tokens_per_second or metrics.get("tokens_per_second", 0.0)
+    parts.append(f"{rate:.0f} tok/s")
     discarded = sum(ledger.discarded.values())
     parts.append(f"trained {ledger.trained} of {ledger.dispatched}, discarded {discarded}")
     return "  ".join(parts)

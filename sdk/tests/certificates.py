@@ -1,0 +1,36 @@
+"""Certificates for tests, made by openssl: a server's, a client's, and that of a stranger."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")
+
+
+def _openssl(*argv: object) -> None:
+    subprocess.run(["openssl", *map(str, argv)], check=True, capture_output=True)
+
+
+def _certificate(directory: Path, name: str, ca: str) -> None:
+    """A key and a certificate for localhost, signed by a CA made on the way."""
+    key, cert, request = (directory / f"{name}.{end}" for end in ("key", "crt", "csr"))
+    ca_key, ca_cert = directory / f"{ca}.key", directory / f"{ca}.crt"
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    if not ca_cert.exists():
+        _openssl("req", "-x509", *curve, "-keyout", ca_key, "-out", ca_cert, "-subj", f"/CN={ca}")
+    _openssl("req", *curve, "-keyout", key, "-out", request, "-subj", f"/CN={name}")
+    extensions = directory / f"{name}.ext"
+    extensions.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    signing = ("-CA", ca_cert, "-CAkey", ca_key, "-CAcreateserial", "-days", 2, "-extfile", extensions)
+    _openssl("x509", "-req", "-in", request, "-out", cert, *signing)
+
+
+def write_certificates(directory: Path) -> None:
+    """server, client and stranger, each .crt and .key; ca.crt signed the first two."""
+    _certificate(directory, "server", "ca")
+    _certificate(directory, "client", "ca")
+    _certificate(directory, "stranger", "other")
