@@ -12,6 +12,7 @@ import torch
 import transformers
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer.logprobs import PolicyForward
+from quartet_trainer.model import load_model
 from quartet_trainer.packing import pack
 from quartet_trainer.routing import ANSWER_PROBABILITIES, Routing, routing_values
 from quartet_trainer.sample import make_sample
@@ -182,3 +183,23 @@ async def test_a_mixture_trains_publishes_and_scores(
     exported = transformers.AutoModelForCausalLM.from_pretrained(state.model_path)
     for ours, plain in zip(live, plain_logprobs(exported, samples), strict=True):
         np.testing.assert_allclose(ours, plain, atol=1e-5)
+
+
+def test_experts_compute_in_what_autocast_says_and_keep_their_masters(mixture: Path, tmp_path: Path) -> None:
+    """experts.py: rounding the masters of the experts changes nothing where they are rounded anyway."""
+    model = load_model(mixture, "m", device=torch.device("cpu"))
+    policy = PolicyForward(model, torch.device("cpu"), torch.bfloat16)
+    (batch,) = pack([make_sample(0, list(range(5, 30)), [(10, 15, 0)], [], [])], range(1), 1000, 256)
+    wide, narrow = policy(batch, 1.0, True)[0], policy(batch, 1.0)[0]
+    narrow.sum().backward()
+    held = model.model.layers[0].mlp.experts
+    assert held.gate_up_proj.dtype == held.gate_up_proj.grad.dtype == torch.float32
+    assert held.gate_up_proj.grad.abs().sum() > 0
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "experts" in name:
+                parameter.copy_(parameter.bfloat16())
+    assert torch.equal(policy(batch, 1.0)[0], narrow)
+    assert not torch.equal(policy(batch, 1.0, True)[0], wide)
+    model.save_pretrained(tmp_path)
+    assert "quartet" not in (tmp_path / "config.json").read_text()

@@ -22,7 +22,7 @@ import transformers
 from quartet.errors import QuartetError
 from safetensors import SafetensorError
 
-from quartet_trainer import attention, masks
+from quartet_trainer import attention, experts, masks
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.packing import pack
 from quartet_trainer.sample import Sample, make_sample
@@ -101,6 +101,7 @@ def _prepared(model: Any) -> Any:
     model = model.eval()
     model.config.use_cache = False
     attention.use(model)
+    experts.use(model)
     return model
 
 
