@@ -104,12 +104,16 @@ class Following:
         self.publisher = Publisher(self.store)
         self.engine = Recorder()
         self.refused: list[str] = []
+        self.caught_up = 0
         self.follower: Any = None
 
     async def until(self, true: Callable[[], bool]) -> None:
         async with asyncio.timeout(10):
             while not true():  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
+
+    def _on_caught_up(self) -> None:
+        self.caught_up += 1
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -118,7 +122,14 @@ class Following:
             engine: Any = self.engine
             adopter = Adopter(engine, CanaryWatch(engine, None, lambda why: None), lambda: None)
             publisher = updates.Publisher(channel, "", Relays(ClientSecurity()))
-            self.follower = Follower(engine, publisher, Holdings(2, 1 << 30), adopter, self.refused.append)
+            self.follower = Follower(
+                engine,
+                publisher,
+                Holdings(2, 1 << 30),
+                adopter,
+                self.refused.append,
+                on_caught_up=self._on_caught_up,
+            )
             task = asyncio.create_task(self.follower.run())
             try:
                 yield
@@ -217,6 +228,22 @@ async def test_promise_3_of_updates_what_the_engine_refuses_as_it_is_is_refused_
     assert (following.engine.stages, following.publisher.fetches) == (3, 3)
     assert [served.run_id for _, served in following.engine.swaps] == ["ours"]
     assert len(following.refused) == 2
+
+
+async def test_a_follower_has_caught_up_only_when_what_is_announced_is_served(following: Following) -> None:
+    """Not by passing over what the engine will never take; and without an update, too."""
+    following.store.publish("r", 0, weights(1))
+    async with following.running():
+        await following.until(lambda: following.caught_up == 1)
+        following.engine.refuses = "INVALID_REQUEST"
+        following.store.publish("r", 1, weights(2))
+        await following.until(lambda: bool(following.refused) and following.publisher.watches == 2)
+        assert following.caught_up == 1
+        # As a trainer that returned to a saved state.
+        following.store.reopen_run("r")
+        following.store.publish("r", 0, weights(1))
+        await following.until(lambda: following.caught_up == 2)
+    assert len(following.engine.swaps) == len(following.refused) == 1
 
 
 async def test_promise_3_of_updates_what_fails_is_tried_again_after_pauses_that_grow(

@@ -203,7 +203,7 @@ class RunConfig(Config):
     def _distinct(cls, env: tuple[EnvConfig, ...]) -> tuple[EnvConfig, ...]:
         if not env:
             raise ValueError('a run needs an environment; add a table [[env]] with id = "..."')
-        return tuple(distinct(env))
+        return distinct(env)
 
     @pydantic.model_validator(mode="after")
     def _credit_is_defined(self) -> Self:

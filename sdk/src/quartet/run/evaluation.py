@@ -68,7 +68,7 @@ class MeasuredConfig(Config):
     @pydantic.field_validator("env")
     @classmethod
     def _distinct(cls, env: tuple[EvalEnvConfig, ...]) -> tuple[EvalEnvConfig, ...]:
-        return tuple(distinct(env))
+        return distinct(env)
 
     def trials(self, trained_on: Iterable[NamedConfig]) -> list[EvalTrial]:
         """What it measures, where the run trains on these environments; empty where there is nothing."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
@@ -55,7 +54,7 @@ class NamedConfig(HostedConfig):
 NamedT = TypeVar("NamedT", bound=NamedConfig)
 
 
-def distinct(environments: Sequence[NamedT]) -> Sequence[NamedT]:
+def distinct(environments: tuple[NamedT, ...]) -> tuple[NamedT, ...]:
     """The same, if no two are called alike. Errors: ValueError."""
     labels = [one.label for one in environments]
     twice = sorted({one for one in labels if labels.count(one) > 1})

@@ -51,9 +51,13 @@ class _Said:
 
     def served(self) -> None:
         """Something else is served."""
-        self.gate.set_update_refused("")
+        self.caught_up()
         self.news.tell()
         self.health.set_ready(WEIGHTS)
+
+    def caught_up(self) -> None:
+        """What was offered last is served."""
+        self.gate.set_update_refused("")
 
     def refused(self, why: str) -> None:
         """An update failed."""
@@ -100,7 +104,13 @@ async def replicating(
             publisher = Publisher(channel, config.run_id, relays, address, _transports(config))
             adapters.start(publisher, own_model_serves)
             follower = Follower(
-                cast(Engine, gate), publisher, holdings, adopter, said.refused, adapters.follows
+                cast(Engine, gate),
+                publisher,
+                holdings,
+                adopter,
+                said.refused,
+                adapters.follows,
+                said.caught_up,
             )
             await follower.run()
 

@@ -146,8 +146,10 @@ class Follower:
         adopter: Adopter,
         on_refused: Callable[[str], None],
         elsewhere: Callable[[str], bool] = lambda run_id: False,
+        on_caught_up: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_refused` is called with the reason when an update fails.
+        """`on_refused` is called with the reason when an update fails, `on_caught_up` when what was announced
+        is served.
 
         Of runs that are followed `elsewhere` only the first version is taken here.
         """
@@ -156,7 +158,7 @@ class Follower:
         self._publisher = publisher
         self._holdings = holdings
         self._adopter = adopter
-        self._on_refused = on_refused
+        self._on_refused, self._on_caught_up = on_refused, on_caught_up
         #: What was fetched last: the base of the next delta, as long as the engine serves it.
         self._held: Fetched | None = None
         #: What the engine will never take.
@@ -219,6 +221,8 @@ class Follower:
                     target.changed.set()
                     continue
             self._failures = 0
+            if wanted == self._engine.info().served:
+                self._on_caught_up()
 
     async def _adopt(self, target: ServedWeights, sources: list[str]) -> ServedWeights:
         """Serve what the publisher holds under the target's number, and return it.

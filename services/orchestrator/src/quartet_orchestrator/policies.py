@@ -65,7 +65,7 @@ class Policies:
                 return int(one.policy_version)
         if not adapter:
             served = f"serves run {model.run_id!r}" if model.run_id else "serves its own model"
-            refused = f", and refused another: {model.update_refused}" if model.update_refused else ""
+            refused = f"; its last update failed: {model.update_refused}" if model.update_refused else ""
             return QuartetError("NOT_READY", served + refused)
         try:
             request = ipb.LoadAdapterRequest(run_id=run_id)
