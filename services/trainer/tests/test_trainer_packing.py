@@ -123,3 +123,17 @@ def test_a_group_shares_its_prompt() -> None:
     samples = [make_sample(i, [*prompt, 50 + i, 60, 70], [(20, 3, 0)], [], []) for i in range(8)]
     (batch,) = pack(samples, range(8), 10_000, 256)
     assert batch.token_ids_RL.shape == (1, 20 + 8 * 2)  # the last token of a sample predicts nothing
+
+
+def test_on_an_accelerator_more_padding_is_cheaper_than_another_micro_batch() -> None:
+    samples = [make_sample(n, list(range(38 + 9 * n)), [(5, 33 + 9 * n, 0)], [], []) for n in range(24)]
+    rows = packing.rows_of(samples, range(len(samples)), 1)
+    budget = 8192
+    few, many = (
+        packing.cut(samples, rows, budget, 1, packing.cost_of_one_more(budget, accelerated=fast))
+        for fast in (True, False)
+    )
+    assert len(few) < len(many)
+    padding = [np.count_nonzero(batch.segments_RL == packing.PADDING) for batch in few]
+    assert packing.MICROBATCH_COST_TOKENS < max(padding) <= packing.ACCELERATOR_COST_SHARE * budget
+    assert packing.cost_of_one_more(64, accelerated=True) == packing.MICROBATCH_COST_TOKENS
