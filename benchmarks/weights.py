@@ -2,22 +2,24 @@
 
 Random bf16 weights (nothing compresses), chunks of 1 MiB. Every road has a publisher and a reader of its own,
 fresh processes with the allocator's settings that a service has, so that no road inherits another's heap. The
-roads take turns, round after round, each round begun with another; the first round warms all of them up and
-does not count. Figures are medians over the rounds, ratios medians of the ratios within a round. CPU seconds
-are those of both processes together, user and system.
+roads take turns, round after round, each round begun with another; the first two rounds warm all of them up
+and do not count. Figures are medians over the rounds, ratios medians of the ratios within a round. CPU
+seconds are those of both processes together, user and system.
 
-1. gRPC: `fetch_version`, every chunk, tensor and the whole verified, into fresh memory.
-2. Raw TCP: the same chunks through one socket by `sendall` and `recv_into`, into fresh memory, unverified.
+1. gRPC: `fetch_version`, every chunk, tensor and the whole verified.
+2. Raw TCP: the same chunks through one socket by `sendall` and `recv_into`, unverified.
 3. HTTP: the same chunks from a bare ASGI application under uvicorn to an aiohttp client, both on uvloop,
-   copied into fresh memory, unverified.
+   unverified.
 4. Bare gRPC: one message of a chunk's size over and over through a bare grpc.aio server and client, dropped
    on arrival. What it costs, no road over gRPC in Python can do without.
 5. Shared memory: `fetch_version` with the transport SharedMemory, verified, against numpy's copy of as many
    bytes in one process, into fresh memory and into memory that was touched before. The first reader makes the
    publisher write the file; the later ones only map it.
 
-The roads over gRPC and HTTP run on uvloop, as the services do. Right before each transfer its reader brings
-as much free memory to hand as it will fill (fresh_memory.py).
+The roads over gRPC and HTTP run on uvloop, as the services do. Each reader of the first three holds what it
+received last until it has the next, as a replica does, and all take their memory from
+`quartet.weights.pages`: after the warm-up it is memory that was written before. Before a copy into fresh
+memory as much free memory is brought to hand as it will fill (fresh_memory.py).
 
     python benchmarks/weights.py [--gib 1] [--rounds 7] [--json FILE]
 """
@@ -49,6 +51,7 @@ from quartet.kit.channel import connect
 from quartet.kit.health import Health
 from quartet.kit.memory import tune_allocator
 from quartet.kit.server import ServerConfig, Service, start
+from quartet.weights import pages
 from quartet.weights.fetch import fetch_version
 from quartet.weights.payload import CHUNK_BYTES, Payload, chunk_spans
 from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
@@ -71,6 +74,8 @@ NAMES = {
 }
 #: Who publishes for whom; the copies need nobody.
 PUBLISHER_OF = {"raw": "raw", "grpc": "grpc", "http": "http", "bare": "bare", "shared": "grpc"}
+#: Until a reader's memory was written before.
+WARM_UP_ROUNDS = 2
 TICKS = os.sysconf("SC_CLK_TCK")
 
 Fetch = Callable[[], Awaitable[object]]
@@ -188,19 +193,20 @@ async def read(road: str, place: str, size: int) -> None:
             "bare": lambda: bare_fetch(bare),
             "shared": lambda: fetch_version(channel, "r", 1, transports=[SharedMemory()]),
         }[road]
+        held: list[object] = []
         while await asyncio.to_thread(sys.stdin.readline):
-            fresh_memory.bring(size)
             began = Cost.now()
-            kept = await fetch()
+            received = await fetch()
             print(json.dumps(began.until_now()), flush=True)
-            del kept
+            held[:] = [received]
 
 
 def copies(size: int, *, touched: bool) -> None:
     """memcpy of so many bytes, into fresh or into touched memory."""
     source, target = np.ones(size, np.uint8), np.ones(size if touched else 0, np.uint8)
     while sys.stdin.readline():
-        fresh_memory.bring(size)
+        if not touched:
+            fresh_memory.bring(size)
         began = Cost.now()
         kept = target if touched else np.empty(size, np.uint8)
         np.copyto(kept, source)
@@ -209,7 +215,7 @@ def copies(size: int, *, touched: bool) -> None:
 
 
 def raw_fetch(port: int, size: int) -> object:
-    buffer = memoryview(np.empty(size, np.uint8).data)
+    buffer = pages.take(size)
     with socket.create_connection(("127.0.0.1", port)) as connection:
         for begin, end in chunk_spans(size, 0):
             while begin < end:
@@ -224,7 +230,7 @@ async def bare_fetch(channel: grpc.aio.Channel) -> None:
 
 
 async def http_fetch(url: str, size: int) -> object:
-    buffer = memoryview(np.empty(size, np.uint8).data)
+    buffer = pages.take(size)
     at = 0
     async with (
         aiohttp.ClientSession(read_bufsize=4 * CHUNK_BYTES) as session,
@@ -307,12 +313,12 @@ def compare(size: int, rounds: int) -> list[Figure]:
             for road in NAMES
         }
         roads = list(NAMES)
-        for _ in range(rounds + 1):
+        for _ in range(WARM_UP_ROUNDS + rounds):
             for road in roads:
                 costs[road].append(measure(readers[road], publishers.get(PUBLISHER_OF.get(road, ""))))
             roads = [*roads[1:], roads[0]]
     first = costs["shared"][0]
-    return figures(total, first, {road: each[1:] for road, each in costs.items()})
+    return figures(total, first, {road: each[WARM_UP_ROUNDS:] for road, each in costs.items()})
 
 
 def figures(size: int, first: Cost, costs: dict[str, list[Cost]]) -> list[Figure]:

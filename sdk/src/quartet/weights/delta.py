@@ -16,9 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from quartet.v1 import weights_pb2 as pb
+from quartet.weights import pages
 from quartet.weights.encodings import Encoded, decode_tensor, encode_tensor
 from quartet.weights.layout import Extent, header_of
 from quartet.weights.manifest import mismatch, sealed, verify_tensor
@@ -117,7 +116,7 @@ def _decoded(info: pb.TensorInfo, extent: Extent | None, buffer: memoryview, bas
         raise mismatch(f"base of tensor {info.name}")
     if info.encoding == pb.TENSOR_ENCODING_UNCHANGED:
         return base if base.nbytes >= COPIED_BELOW_BYTES else Tensor(dtype, shape, _copied(base.data))
-    out = np.empty(base.nbytes, np.uint8).data
+    out = pages.take(base.nbytes)
     try:
         decode_tensor(info.encoding, stored, base, out)
     except ValueError as error:
@@ -126,4 +125,6 @@ def _decoded(info: pb.TensorInfo, extent: Extent | None, buffer: memoryview, bas
 
 
 def _copied(data: memoryview | bytes) -> memoryview:
-    return np.frombuffer(data, np.uint8).copy().data
+    out = pages.take(len(data))
+    out[:] = data
+    return out

@@ -20,13 +20,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
-import numpy as np
 import structlog
 
 from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, stream, unary
 from quartet.v1 import weights_pb2 as pb
 from quartet.v1 import weights_pb2_grpc as rpc
+from quartet.weights import pages
 from quartet.weights.arrival import Arrival
 from quartet.weights.delta import Delta, Held, apply_delta
 from quartet.weights.fetched import Fetched
@@ -140,8 +140,7 @@ def _receipt(
 ) -> Iterator[Receipt]:
     """A receipt whose arrival ends when it is left: torn, unless it was announced."""
     size = manifest.payload_bytes
-    # Unlike bytearray(size), untouched: the pages are first written by the bytes that arrive.
-    place = np.empty(size, np.uint8).data if buffer is None else buffer
+    place = pages.take(size) if buffer is None else buffer
     fetched_whole = buffer is None and not manifest.HasField("base_version")
     receipt = Receipt(
         place,

@@ -19,12 +19,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
-import numpy as np
 import structlog
 import xxhash
 
 from quartet.errors import QuartetError, from_rpc
 from quartet.v1 import weights_pb2 as pb
+from quartet.weights import pages
 from quartet.weights.delta import Delta, Held, apply_delta, make_delta
 from quartet.weights.fetched import Fetched
 from quartet.weights.frames import PUSH_CHUNK, Chunk, decode_push
@@ -133,7 +133,7 @@ class Pushes:
             )
         self._staged_bytes.append(size)
         try:
-            yield np.empty(manifest.payload_bytes, np.uint8).data
+            yield pages.take(manifest.payload_bytes)
         finally:
             self._staged_bytes.remove(size)
 

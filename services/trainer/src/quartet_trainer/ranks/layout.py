@@ -11,7 +11,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, cast
 
+import numpy as np
 import torch
+from quartet.weights import pages
 from torch import Tensor
 
 
@@ -31,8 +33,10 @@ def part(tensor: Any) -> Tensor:
 
 
 def on_host(tensor: Any, dtype: torch.dtype) -> Tensor:
-    """A copy on the CPU, spread alike."""
-    copy = part(tensor.detach()).to("cpu", dtype, copy=True).contiguous()
+    """A copy on the CPU, contiguous, spread alike."""
+    mine = part(tensor.detach())
+    memory = np.frombuffer(pages.take(mine.numel() * dtype.itemsize), np.uint8)
+    copy = torch.from_numpy(memory).view(dtype).view(mine.shape).copy_(mine)
     if is_whole(tensor):
         return copy
     return _spread(copy, tensor, host_mesh())

@@ -1,0 +1,114 @@
+"""Memory of versions: nobody's else while it is seen, used again after, never more kept than lent."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from quartet.weights.pages import ALIGNMENT, KEPT_FROM_BYTES, Pages
+
+SIZE = 2 * KEPT_FROM_BYTES
+
+
+def address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
+def test_a_version_lives_in_what_the_one_before_the_last_gave_back() -> None:
+    pages = Pages()
+    first, second = pages.take(SIZE), pages.take(SIZE)
+    was = address(first)
+    del first
+    assert pages.kept_bytes == SIZE
+    third = pages.take(SIZE)
+    assert address(third) == was != address(second)
+    assert pages.kept_bytes == 0
+
+
+@pytest.mark.parametrize("size", [1, 100, KEPT_FROM_BYTES - 1, KEPT_FROM_BYTES, SIZE + 1])
+def test_every_block_is_as_large_as_asked_for_and_aligned(size: int) -> None:
+    taken = Pages().take(size)
+    assert len(taken) == size and not taken.readonly
+    assert address(taken) % ALIGNMENT == 0
+
+
+def test_any_view_keeps_a_block_from_others() -> None:
+    pages = Pages()
+    held = pages.take(SIZE)
+    held[:] = bytes([7]) * SIZE
+    # Ways in which readers hold a piece of a version, and nothing else of it.
+    ways: list[Callable[[memoryview], Any]] = [
+        lambda view: view[5:9],
+        lambda view: view[SIZE // 2 :].toreadonly(),
+        lambda view: np.frombuffer(view, np.uint8)[3:].view(),
+        lambda view: np.frombuffer(view, np.uint16)[7::2],
+        lambda view: np.frombuffer(view, np.uint8)[10:20].reshape(2, 5).data,
+    ]
+    for way in ways:
+        piece = way(held)
+        other = pages.take(SIZE)  # so that one block might be kept
+        del held
+        assert pages.kept_bytes == 0, "somebody still sees it"
+        held = pages.take(SIZE)
+        held[:] = bytes([7]) * SIZE
+        assert set(bytes(piece)) == {7}
+        seen = address(other)
+        del piece, other
+        assert pages.kept_bytes == SIZE
+        taken = pages.take(SIZE), pages.take(SIZE)
+        assert seen in map(address, taken)
+        del taken
+
+
+def test_no_more_is_kept_than_is_lent() -> None:
+    pages = Pages()
+    blocks = [pages.take(SIZE) for _ in range(6)]
+    kept = []
+    while blocks:
+        del blocks[0]
+        kept.append(pages.kept_bytes // SIZE)
+    assert kept == [1, 2, 3, 2, 1, 0]
+
+
+def test_who_finds_no_block_of_his_size_lets_the_oldest_go() -> None:
+    pages = Pages()
+    lent = [pages.take(SIZE) for _ in range(4)]
+    del lent[:2]
+    assert pages.kept_bytes == 2 * SIZE
+    larger = pages.take(SIZE + 1)
+    assert pages.kept_bytes == 0
+    del larger
+    assert pages.kept_bytes == SIZE + 1
+
+
+def test_threads_that_take_and_drop_never_see_the_bytes_of_another() -> None:
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    pages, faults = Pages(), []
+    sizes = [KEPT_FROM_BYTES, KEPT_FROM_BYTES + 64]
+
+    def work(number: int) -> None:
+        chance = random.Random(seed + number)
+        held: list[tuple[memoryview, int]] = []
+        for step in range(300):
+            if held and chance.random() < 0.5:
+                view, mark = held.pop(chance.randrange(len(held)))
+                if set(bytes(view)) != {mark}:
+                    faults.append((number, step))
+            else:
+                view, mark = pages.take(chance.choice(sizes)), (number * 61 + step) % 256
+                view[:] = bytes([mark]) * len(view)
+                # Often only a piece outlives the rest.
+                held.append((view[100:200] if chance.random() < 0.5 else view, mark))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults
+    assert pages.kept_bytes == 0, "nothing is lent any more"
