@@ -11,15 +11,9 @@ import pytest
 import yaml
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-OVERLAYS = ("cpu", "gpu", "ranks", "tls")
-# An overlay as docs/deploy.md tells an operator to write it.
-TLS_OVERLAY = """
-apiVersion: kustomize.config.k8s.io/v1beta1
-kind: Kustomization
-namespace: quartet
-resources: [../../base]
-components: [../../components/tls]
-"""
+# Those that are shipped, and those that an operator writes as docs/deploy.md says: upon what, with what.
+OVERLAYS = ("cpu", "gpu", "ranks", "vllm", "tls", "ranks-vllm-tls")
+WRITTEN = {"tls": ("../../base", ["tls"]), "ranks-vllm-tls": ("../ranks", ["vllm", "tls"])}
 
 
 @pytest.fixture(scope="session")
@@ -43,10 +37,18 @@ def rendered(
     if kubectl is None:
         pytest.skip("kubectl is not installed: the Kubernetes overlays are not rendered and not checked here")
     k8s = repository / "k8s"
-    if request.param == "tls":
-        k8s = shutil.copytree(k8s, tmp_path_factory.mktemp("tls") / "k8s")
-        (k8s / "overlays" / "tls").mkdir()
-        (k8s / "overlays" / "tls" / "kustomization.yaml").write_text(TLS_OVERLAY)
+    if request.param in WRITTEN:
+        resource, components = WRITTEN[request.param]
+        k8s = shutil.copytree(k8s, tmp_path_factory.mktemp("written") / "k8s")
+        (k8s / "overlays" / request.param).mkdir()
+        overlay = {
+            "apiVersion": "kustomize.config.k8s.io/v1beta1",
+            "kind": "Kustomization",
+            "namespace": "quartet",
+            "resources": [resource],
+            "components": [f"../../components/{name}" for name in components],
+        }
+        (k8s / "overlays" / request.param / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
     command = [kubectl, "kustomize", str(k8s / "overlays" / request.param)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

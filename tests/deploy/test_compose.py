@@ -98,10 +98,26 @@ def test_a_trainer_of_several_ranks_has_a_gpu_for_each(compose: Compose) -> None
     )
 
 
-def test_nothing_starts_the_trainer_that_the_gpu_one_replaces(compose: Compose) -> None:
+def test_inference_by_vllm_answers_under_the_same_name_on_a_gpu_of_its_own(compose: Compose) -> None:
+    one = compose["services"]["inference-vllm"]
+    assert one["profiles"] == ["vllm"]
+    assert one["networks"]["circle"]["aliases"] == ["inference"]
+    assert one["image"] != compose["services"]["inference"]["image"], "it has another engine in it"
+    assert one["build"]["args"]["EXTRAS"].split(",") == ["openai", "vllm"]
+    (device,) = one["deploy"]["resources"]["reservations"]["devices"]
+    (trainers,) = compose["services"]["trainer-gpu"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"] and device["device_ids"] != trainers["device_ids"]
+    # What it compiles lies in /tmp, which is mounted without the right to run anything unless asked for.
+    assert "exec" in one["tmpfs"][0].split(",")
+    assert int(one["shm_size"].removesuffix("g")) < int(
+        one["deploy"]["resources"]["limits"]["memory"].removesuffix("g")
+    )
+
+
+def test_nothing_starts_what_another_one_replaces(compose: Compose) -> None:
     """Both answer to one name: whatever the GPU command starts must not pull the other in by a dependency."""
     for name, one in compose["services"].items():
-        assert "trainer" not in one.get("depends_on", {}), name
+        assert not {"trainer", "inference"} & one.get("depends_on", {}).keys(), name
 
 
 def test_the_network_is_private(compose: Compose) -> None:

@@ -102,6 +102,15 @@ def test_a_trainer_of_compose_on_gpus_reads_its_arguments(
     assert (resolved["device"], resolved["ranks"]) == ("cuda", ranks)
 
 
+def test_inference_of_compose_by_vllm_reads_its_arguments(
+    compose: dict[str, Any], repository: Path, model: Path
+) -> None:
+    file = repository / "k8s/base/config/inference.toml"
+    arguments = compose["services"]["inference-vllm"]["command"]
+    own = [str(file) if one.endswith(".toml") else one for one in arguments]
+    assert dry_run("inference", *own, "--model", str(model))["engine"] == "vllm"
+
+
 def test_compose_knows_every_address(compose: dict[str, Any], repository: Path) -> None:
     for config in compose["configs"].values():
         for address in addresses(tomllib.loads((repository / config["file"]).read_text())):

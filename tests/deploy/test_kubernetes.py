@@ -107,11 +107,30 @@ def test_a_trainer_of_several_ranks_has_a_gpu_for_each(objects: list[Object]) ->
     options = dict(zip(container["args"][2::2], container["args"][3::2], strict=True))
     limits, ranks = container["resources"]["limits"], int(options.get("--ranks", 1))
     assert limits.get("nvidia.com/gpu", 1) == ranks
+    assert has_shared_memory(spec) == (ranks > 1)
+
+
+def test_vllm_has_its_image_a_gpu_and_room_for_weights(objects: list[Object]) -> None:
+    """And nothing of it is asked for where the embedded engine serves."""
+    spec = pods(objects)["inference"]["spec"]
+    (container,) = spec["containers"]
+    is_vllm = "vllm" in container["args"]
+    assert container["image"] == ("quartet-inference-vllm" if is_vllm else "quartet-inference")
+    assert container["resources"]["limits"].get("nvidia.com/gpu", 0) == is_vllm
+    assert has_shared_memory(spec) == is_vllm
+    tolerated = [one["key"] for one in spec.get("tolerations", [])]
+    assert tolerated == (["nvidia.com/gpu"] if is_vllm else [])
+
+
+def has_shared_memory(spec: Object) -> bool:
+    """Whether a pod has memory at /dev/shm; if so, within the limit of its container."""
+    (container,) = spec["containers"]
     memory = {one["name"]: one["emptyDir"] for one in spec["volumes"] if "emptyDir" in one}
     shared = [memory[one["name"]] for one in container["volumeMounts"] if one["mountPath"] == "/dev/shm"]
-    assert len(shared) == (ranks > 1)
     for one in shared:
-        assert one["medium"] == "Memory" and gibibytes(one["sizeLimit"]) < gibibytes(limits["memory"])
+        limit = container["resources"]["limits"]["memory"]
+        assert one["medium"] == "Memory" and gibibytes(one["sizeLimit"]) < gibibytes(limit)
+    return bool(shared)
 
 
 def gibibytes(quantity: str) -> int:

