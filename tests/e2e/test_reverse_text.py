@@ -132,6 +132,15 @@ def test_checkpoint_loads_in_transformers(finished: Path, tiny_model: Path) -> N
     assert out.shape[1] > prompt["input_ids"].shape[1]
 
 
+def test_a_state_is_exported_by_the_command(finished: Path, tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    done = subprocess.run([*QUARTET, "export", str(finished), str(target)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "state final" in done.stdout
+    files = {file.name: file.read_bytes() for file in target.iterdir()}
+    assert files == {file.name: file.read_bytes() for file in (finished / "checkpoint").iterdir()}
+
+
 def test_outputs_are_complete(finished: Path) -> None:
     assert (finished / "reward.png").stat().st_size > 1000
     assert len(list((finished / "rollouts").iterdir())) >= STEPS

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from quartet.v1 import trainer_service_pb2 as pb
+from quartet_trainer.export import export
 
 SPECS = {
     "whole": {"max_grad_norm": 1.0, "retain_versions": 2, "reference": pb.ReferenceSpec(sync_steps=2)},
@@ -104,8 +105,12 @@ async def test_states_go_from_ranks_to_one_process_and_back(
         near(await run.after_saved(make_samples), straight)
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
 async def test_ranks_export_a_folder_that_loads(
-    call_ranks: Callable[..., Any], folder: Path, make_samples: Any
+    call_ranks: Callable[..., Any], folder: Path, make_samples: Any, tmp_path: Path
 ) -> None:
     async with call_ranks() as group:
         run = Running(group, "exported", folder, {"learning_rate": 1e-2})
@@ -123,3 +128,6 @@ async def test_ranks_export_a_folder_that_loads(
         start = one.sample.spans[0].start
         plain = logp[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0]
         assert torch.allclose(plain, torch.tensor(logprobs), atol=1e-5)
+    # One process reads what the ranks wrote in parts.
+    export(Path(saved.path), tmp_path / "model")
+    assert contents(tmp_path / "model") == contents(Path(saved.model_path))

@@ -1,5 +1,5 @@
-"""The `quartet` command: `quartet rl`, `sft`, `model tiny`; `env`, `eval`, `baseline`, `gepa`; and clients of
-a running orchestrator.
+"""The `quartet` command: `quartet rl`, `sft`, `export`, `model tiny`; `env`, `eval`, `baseline`, `gepa`; and
+clients of a running orchestrator.
 
 Exit codes: 0 done, 1 failed, 2 refused (a wrong argument or configuration, in one sentence), 130 stopped by
 Ctrl-C.
@@ -23,6 +23,7 @@ Quartet trains language models with reinforcement learning on Verifiers environm
   quartet model tiny models/tiny              make a small model (under a minute on a CPU)
   quartet rl @ configs/reverse-text.toml      train it: four services on this machine
   quartet sft @ sft.toml                      fine-tune a model on a file of chats
+  quartet export outputs/RUN models/mine      the model of a run that was stopped
   quartet env init my-env                     make an environment; install, check, list, show
   quartet baseline @ configs/reverse-text.toml    before training: too hard, too easy, or fit
   quartet eval reverse-text -m models/tiny    measure a model on environments
@@ -58,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
 
-    from quartet.cli import clients, rl
+    from quartet.cli import clients, export, rl
     from quartet.cli.baseline import arguments as baseline
     from quartet.cli.env import arguments as environments
     from quartet.cli.eval import arguments as evaluation
@@ -67,6 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     from quartet.cli.tiny import command as tiny
 
     rl.add_arguments(add("rl", "reinforcement learning on this machine", RL_DESCRIPTION))
+    export.add_arguments(add("export", "the model of a saved state", export.DESCRIPTION))
     sft.add_arguments(add("sft", "supervised fine-tuning on this machine", sft.DESCRIPTION))
     evaluation.add_arguments(add("eval", "measure a model on environments", evaluation.DESCRIPTION))
     environments.add_arguments(
@@ -104,7 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
     """Run the chosen command."""
-    from quartet.cli import clients, rl
+    from quartet.cli import clients, export, rl
     from quartet.cli.tiny import command as tiny
 
     if rest and options.command not in ("rl", "sft", "eval", "env", "baseline", "gepa", "submit", "evaluate"):
@@ -113,6 +115,8 @@ def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
         case "rl":
             _need("rich", "matplotlib")
             return rl.run(options, rest)
+        case "export":
+            return export.run(options)
         case "sft":
             _need("tokenizers", "jinja2")
             from quartet.cli.sft import command as sft

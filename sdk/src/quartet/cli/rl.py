@@ -160,7 +160,8 @@ def _finish(job: Job, outcome: Outcome, outputs: Outputs, wall_seconds: float) -
         return 0
     if outcome.interrupted or run.phase == RUN_PHASE_STOPPED:
         print(f"stopped after step {outputs.progress.step}; go on with: "
-              f"quartet rl ... --output-dir {job.folder} --resume")  # fmt: skip
+              f"quartet rl ... --output-dir {job.folder} --resume\n"
+              f"or write the model as it is: quartet export {job.folder} MODEL_FOLDER")  # fmt: skip
         return EXIT_INTERRUPTED
     print(f"error: the run is {phase_name(run.phase)}: {run.error or 'see the logs'} ({job.folder / 'logs'})",
           file=sys.stderr)  # fmt: skip

@@ -1,0 +1,59 @@
+"""`quartet export FOLDER TARGET`: the model of a run's newest saved state, or of another.
+
+1. FOLDER is the output folder of `quartet rl`, or a run's folder of states, or one state.
+2. The trainer's package does it, in a process of its own: what is saved is only read, so the run may go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from quartet.cli.job import RECORD
+from quartet.config import ConfigError
+
+DESCRIPTION = """\
+Write the model of a saved state as a Hugging Face folder: of a run that was stopped, was killed, or goes on.
+
+  quartet export outputs/first models/first               its newest state
+  quartet export outputs/first models/first --state state-0
+  quartet export STATE_DIR/first models/first             of a trainer that was started otherwise
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments."""
+    parser.add_argument(
+        "folder", type=Path, help="output folder of `quartet rl`, or a run's folder of states"
+    )
+    parser.add_argument("target", type=Path, help="folder to write, which must not exist")
+    parser.add_argument("--state", metavar="NAME", help="name of the state (default: the newest)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """The command. Errors: ConfigError."""
+    if importlib.util.find_spec("quartet_trainer") is None:
+        raise ConfigError("quartet_trainer is not installed here; export where the trainer is")
+    command = [sys.executable, "-m", "quartet_trainer.export", _states(options.folder), options.target]
+    if options.state is not None:
+        command += ["--state", options.state]
+    return subprocess.run(command, check=False).returncode
+
+
+def _states(folder: Path) -> Path:
+    """Where a run's states are."""
+    record, trainer = folder / RECORD, folder / "config" / "trainer.toml"
+    if not record.is_file():
+        return folder
+    try:
+        run_id = str(json.loads(record.read_text())["run_id"])
+        return Path(tomllib.loads(trainer.read_text())["state_dir"]) / run_id
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{folder} does not say where its run's states are ({error}); name their folder"
+        ) from error

@@ -1,0 +1,48 @@
+"""`quartet export`: where it looks for states, and what it says where it cannot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from quartet.cli.__main__ import main
+from quartet.cli.job import RECORD
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What the trainer's package was asked; it answers 2."""
+    calls: list[list[str]] = []
+
+    def ask(command: list[object], **_: object) -> subprocess.CompletedProcess[str]:
+        calls.append(list(map(str, command[3:])))
+        return subprocess.CompletedProcess([], 2)
+
+    monkeypatch.setattr(subprocess, "run", ask)
+    return calls
+
+
+def test_the_states_of_an_output_folder_are_where_its_trainer_kept_them(
+    tmp_path: Path, asked: list[list[str]]
+) -> None:
+    (tmp_path / RECORD).write_text(json.dumps({"run_id": "first", "config_toml": ""}))
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "trainer.toml").write_text('state_dir = "/disk/states"\n')
+    assert main(["export", str(tmp_path), "model", "--state", "state-1"]) == 2
+    assert asked == [["/disk/states/first", "model", "--state", "state-1"]]
+
+
+def test_any_other_folder_is_one_of_states(tmp_path: Path, asked: list[list[str]]) -> None:
+    assert main(["export", str(tmp_path), "model"]) == 2
+    assert asked == [[str(tmp_path), "model"]]
+
+
+def test_an_output_folder_that_lost_its_configuration_is_refused(
+    tmp_path: Path, asked: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / RECORD).write_text(json.dumps({"run_id": "first"}))
+    assert main(["export", str(tmp_path), "model"]) == 2
+    assert "name their folder" in capsys.readouterr().err
+    assert asked == []
