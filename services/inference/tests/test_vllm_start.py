@@ -71,6 +71,20 @@ def test_the_environment_is_what_the_build_needs(monkeypatch: pytest.MonkeyPatch
     assert now.get("VLLM_CPU_OMP_THREADS_BIND") == ("nobind" if cpu else None)
 
 
+def test_the_folder_of_sockets_goes_with_the_process(tmp_path: Path) -> None:
+    code = (
+        "from quartet_inference.vllm import environment\n"
+        "folder = environment.socket_folder()\n"
+        "open(f'{folder}/socket', 'w').close()\n"
+        "assert environment.socket_folder() == folder\n"
+        "print(folder)\n"
+    )
+    own = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=own)
+    assert Path(done.stdout.strip()).parent == tmp_path
+    assert not list(tmp_path.iterdir())
+
+
 def test_vllms_processes_end_with_the_one_that_serves() -> None:
     """Invariant 9: a service that is killed leaves no engine behind."""
     worker = (

@@ -13,6 +13,7 @@ import pytest
 import torch
 from quartet.errors import QuartetError
 from quartet_inference.engine import ServedWeights
+from quartet_inference.vllm import environment
 
 from .engine_calls import END, until
 from .random_models import weights_of
@@ -111,6 +112,7 @@ async def test_two_workers_take_an_update_together_and_their_end_is_told(
     engine = driver.engine
     try:
         assert driver.difference(await driver.ask(PROMPT)) <= TOLERANCE["vllm"]
+        assert os.listdir(environment.socket_folder()), "vLLM's own are nowhere else"
         torn = await engine.stage(weights_of(make(1)))
         tear(torn.path, 100)
         for _ in range(2):

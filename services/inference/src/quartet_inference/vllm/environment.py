@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import platform
 import select
+import shutil
 import signal
 import socket
+import tempfile
 import threading
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -64,6 +68,14 @@ def prepare(threads: int) -> None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a single worker shares the process of its core
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the bytes asked for
+
+
+@cache
+def socket_folder() -> str:
+    """Where the sockets of this process are. vLLM leaves them behind; their folder goes with the process."""
+    folder = tempfile.mkdtemp(prefix="quartet-vllm-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def end_with_service() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from quartet_inference.config import GIB, InferenceConfig
 from quartet_inference.embedded import model
 from quartet_inference.engine import ServedWeights
 from quartet_inference.text_stream import Detokenize
+from quartet_inference.vllm import environment
 from quartet_inference.vllm.engine import Held, VllmEngine
 from quartet_inference.vllm.staging import Staging
 
@@ -43,6 +45,7 @@ def start(
         near = difflib.get_close_matches(name, known, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"vllm.args.{name} is no argument of AsyncEngineArgs{hint}")
+    os.environ["VLLM_RPC_BASE_PATH"] = environment.socket_folder()
     try:
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
