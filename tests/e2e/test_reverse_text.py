@@ -132,6 +132,20 @@ def test_checkpoint_loads_in_transformers(finished: Path, tiny_model: Path) -> N
     assert out.shape[1] > prompt["input_ids"].shape[1]
 
 
+def test_going_on_with_a_completed_run_says_so_and_starts_nothing(finished: Path) -> None:
+    before = {file: file.stat().st_mtime_ns for file in finished.rglob("*")}
+    command = json.loads((finished / "run.json").read_text())["config_toml"]
+    config = finished.parent / "again.toml"
+    config.write_text(command)
+    done = subprocess.run(
+        [*QUARTET, "rl", "@", str(config), "--output-dir", str(finished), "--resume"],
+        capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("completed: reward ") and f"in {STEPS} steps" in done.stdout
+    assert {file: file.stat().st_mtime_ns for file in finished.rglob("*")} == before
+
+
 def test_a_state_is_exported_by_the_command(finished: Path, tmp_path: Path) -> None:
     target = tmp_path / "model"
     done = subprocess.run([*QUARTET, "export", str(finished), str(target)], capture_output=True, text=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import shutil
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from quartet.local.supervisor import ServiceFailed
 from quartet.run.config import RunConfig
 from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_COMPLETED, RUN_PHASE_STOPPED
 
+SUMMARY = "summary.json"
 PACKAGES = ("quartet", *(f"quartet-{name}" for name in SERVICES), "torch", "transformers", "grpcio")
 
 
@@ -59,6 +61,9 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     config = config.model_copy(update={"envhost": envhost})
     folder = (options.output_dir or default_folder(rest)).absolute()
     job = plan(config, folder, options.run_id, resume=options.resume, overwrite=options.overwrite)
+    if (done := _completed_before(job)) is not None and not options.dry_run:
+        _say_completed(job, done)
+        return 0
     _check(job)
     if options.dry_run:
         print(config.model_dump_json(indent=2, exclude_none=True))
@@ -149,14 +154,9 @@ def _finish(job: Job, outcome: Outcome, outputs: Outputs, wall_seconds: float) -
         "model": job.config.model,
         "versions": installed_versions(),
     }
-    write_json(job.folder / "summary.json", summary)
+    write_json(job.folder / SUMMARY, summary)
     if run.phase == RUN_PHASE_COMPLETED:
-        before, after = summary["reward_before"], summary["reward_after"]
-        print(
-            f"completed: reward {_shown(before)} -> {_shown(after)} in {run.step} steps, {wall_seconds:.0f} s"
-        )
-        kept = "metrics and figure" if job.config.external_trainer else "checkpoint, metrics and figure"
-        print(f"{kept}: {job.folder}")
+        _say_completed(job, summary)
         return 0
     if outcome.interrupted or run.phase == RUN_PHASE_STOPPED:
         print(f"stopped after step {outputs.progress.step}; go on with: "
@@ -166,6 +166,24 @@ def _finish(job: Job, outcome: Outcome, outputs: Outputs, wall_seconds: float) -
     print(f"error: the run is {phase_name(run.phase)}: {run.error or 'see the logs'} ({job.folder / 'logs'})",
           file=sys.stderr)  # fmt: skip
     return EXIT_FAILED
+
+
+def _completed_before(job: Job) -> dict[str, Any] | None:
+    """The summary of the run that is to be gone on with, where it has reached its end."""
+    try:
+        summary: dict[str, Any] = json.loads((job.folder / SUMMARY).read_text()) if job.resumed else {}
+    except (OSError, ValueError):
+        return None
+    return summary if summary.get("phase") == phase_name(RUN_PHASE_COMPLETED) else None
+
+
+def _say_completed(job: Job, summary: dict[str, Any]) -> None:
+    before, after, seconds = (summary[key] for key in ("reward_before", "reward_after", "wall_seconds"))
+    print(
+        f"completed: reward {_shown(before)} -> {_shown(after)} in {summary['steps']} steps, {seconds:.0f} s"
+    )
+    kept = "metrics and figure" if job.config.external_trainer else "checkpoint, metrics and figure"
+    print(f"{kept}: {job.folder}")
 
 
 def _shown(value: object) -> str:
