@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 from pathlib import Path
 
 import pytest
@@ -11,16 +11,20 @@ from quartet.cli.__main__ import main
 from quartet.cli.job import RECORD
 
 
+class Became(Exception):
+    """The process became another."""
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What the trainer's package was asked; it answers 2."""
+    """What the trainer's package was asked."""
     calls: list[list[str]] = []
 
-    def ask(command: list[object], **_: object) -> subprocess.CompletedProcess[str]:
-        calls.append(list(map(str, command[3:])))
-        return subprocess.CompletedProcess([], 2)
+    def become(_: str, command: list[str]) -> None:
+        calls.append(command[3:])
+        raise Became
 
-    monkeypatch.setattr(subprocess, "run", ask)
+    monkeypatch.setattr(os, "execv", become)
     return calls
 
 
@@ -30,13 +34,15 @@ def test_the_states_of_an_output_folder_are_where_its_trainer_kept_them(
     (tmp_path / RECORD).write_text(json.dumps({"run_id": "first", "config_toml": ""}))
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "trainer.toml").write_text('state_dir = "/disk/states"\n')
-    assert main(["export", str(tmp_path), "model", "--state", "state-1"]) == 2
-    assert asked == [["/disk/states/first", "model", "--state", "state-1"]]
+    with pytest.raises(Became):
+        main(["export", str(tmp_path), "model", "--state", "state-1"])
+    assert asked == [["--state", "state-1", "--", "/disk/states/first", "model"]]
 
 
 def test_any_other_folder_is_one_of_states(tmp_path: Path, asked: list[list[str]]) -> None:
-    assert main(["export", str(tmp_path), "model"]) == 2
-    assert asked == [[str(tmp_path), "model"]]
+    with pytest.raises(Became):
+        main(["export", str(tmp_path), "model"])
+    assert asked == [["--", str(tmp_path), "model"]]
 
 
 def test_an_output_folder_that_lost_its_configuration_is_refused(

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 SCHEMAS = "1.32"  # the newest release that both kubectl here and the bundled schemas know
 SERVICES = {"trainer", "inference", "envhost", "orchestrator"}
 EDGES = {
@@ -68,6 +70,22 @@ def test_every_object_is_valid_strictly(rendered: str, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("passed") + done.stderr.count("passed") >= len(SERVICES)
+
+
+def test_the_pod_that_loads_models_is_valid_hardened_and_mounts_their_volume(
+    repository: Path, objects: list[Object]
+) -> None:
+    file = repository / "k8s" / "load-models.yaml"
+    command = [str(Path(sys.executable).parent / "kubernetes-validate"), "--strict", "-k", SCHEMAS, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pod = yaml.safe_load(file.read_text())
+    # As a workload, so that it is held to what theirs are held to.
+    workload = {"kind": "Job", "metadata": pod["metadata"], "spec": {"template": pod}}
+    claims = of_kind(objects, "PersistentVolumeClaim")
+    test_every_pod_is_hardened([workload])
+    test_every_container_says_what_it_needs([workload])
+    test_every_mount_has_its_volume_and_every_claim_exists([workload, *claims])
 
 
 def test_the_four_services_are_there_once(objects: list[Object]) -> None:

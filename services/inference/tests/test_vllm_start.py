@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
+import socket
 import subprocess
 import sys
+import tempfile
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +75,7 @@ def test_the_environment_is_what_the_build_needs(monkeypatch: pytest.MonkeyPatch
     assert now.get("VLLM_CPU_OMP_THREADS_BIND") == ("nobind" if cpu else None)
 
 
-def test_the_folder_of_sockets_goes_with_the_process(tmp_path: Path) -> None:
+def test_the_folder_of_sockets_goes_with_the_process() -> None:
     code = (
         "from quartet_inference.vllm import environment\n"
         "folder = environment.socket_folder()\n"
@@ -79,10 +83,26 @@ def test_the_folder_of_sockets_goes_with_the_process(tmp_path: Path) -> None:
         "assert environment.socket_folder() == folder\n"
         "print(folder)\n"
     )
-    own = os.environ | {"TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=own)
-    assert Path(done.stdout.strip()).parent == tmp_path
-    assert not list(tmp_path.iterdir())
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        own = os.environ | {"TMPDIR": short}
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=own
+        )
+        assert Path(done.stdout.strip()).parent == Path(short)
+        assert not os.listdir(short)
+
+
+@pytest.mark.parametrize("length", [40, 53, 54, 100])
+def test_a_socket_has_a_path_that_the_system_takes(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        parent = Path(short).joinpath("x" * (length - len(short) - 1))
+        parent.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(parent))
+        folder = environment.socket_folder.__wrapped__()
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(f"{folder}/{uuid.uuid4()}")
+        assert Path(folder).is_relative_to(parent if length <= 53 else "/tmp")
+        shutil.rmtree(folder)
 
 
 def test_vllms_processes_end_with_the_one_that_serves() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,9 @@ from typing import Any
 import pytest
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer.export import main
+from quartet_trainer.states import StateStore
+from quartet_trainer.trained import WholeModel
+from safetensors import SafetensorError
 
 KINDS: dict[str, dict[str, Any]] = {
     "whole": {"served_dtype": "bfloat16"},
@@ -23,7 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def states(tmp_path: Path, folder: Path, serve_trainer: Any, make_samples: Any) -> Callable[..., Any]:
     """A run's folder of states: "old", then "new", each with the model that the trainer itself exported."""
 
-    async def make(kind: str = "whole") -> Path:
+    async def make(kind: str) -> Path:
         async with serve_trainer() as trainer:
             await trainer.create(base_model=str(folder), **KINDS[kind])
             await trainer.one_step(1, make_samples())
@@ -32,7 +39,7 @@ def states(tmp_path: Path, folder: Path, serve_trainer: Any, make_samples: Any) 
             await trainer.save(8, "new", export=True)
         return Path(trainer.state_dir) / "r"
 
-    return make
+    return lambda kind="whole": asyncio.run(make(kind))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -50,10 +57,10 @@ def gone(folder: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_it_is_what_the_trainer_exports_of_that_state(
+def test_it_is_what_the_trainer_exports_of_that_state(
     states: Any, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = await states(kind)
+    run = states(kind)
     before = contents(run)
     target = tmp_path / "some" / "where"
     for where, more, name in (
@@ -69,10 +76,10 @@ async def test_it_is_what_the_trainer_exports_of_that_state(
     assert contents(run) == before
 
 
-async def test_a_harmed_state_is_passed_over_and_refused_by_name(
+def test_a_harmed_state_is_passed_over_and_refused_by_name(
     states: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = await states()
+    run = states()
     with (run / "new@8" / "weights.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\xff")
@@ -84,24 +91,115 @@ async def test_a_harmed_state_is_passed_over_and_refused_by_name(
     assert not (tmp_path / "other").exists()
 
 
-async def test_what_cannot_be_exported_is_refused_in_a_sentence(
+def test_a_state_that_is_pruned_while_it_is_read_makes_way_for_a_newer_one(
+    states: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = states()
+    kept = shutil.copytree(run / "new@8", tmp_path / "kept")
+    shutil.rmtree(run / "new@8")
+    original = StateStore.read
+    read = []
+
+    def pruned_once(store: StateStore, info: Any) -> Any:
+        read.append(info.name)
+        if len(read) == 1:  # the trainer saves the next one, and prunes this
+            shutil.copytree(kept, run / "new@8", dirs_exist_ok=True)
+            shutil.rmtree(info.path)
+        return original(store, info)
+
+    monkeypatch.setattr(StateStore, "read", pruned_once)
+    assert main([str(run), str(tmp_path / "model")]) == 0
+    assert read == ["old", "new"]
+    assert contents(tmp_path / "model") == contents(kept / "model")
+    read.clear()
+    assert main([str(run), str(tmp_path / "other"), "--state", "new"]) == 2
+    assert "state new was pruned while it was read; ask again" in capsys.readouterr().err
+
+
+def test_of_many_that_write_one_target_one_does(states: Any, tmp_path: Path) -> None:
+    run = states()
+    names = ["old@4", "new@8"] * 3
+    command = [sys.executable, "-m", "quartet_trainer.export"]
+    running = [
+        subprocess.Popen([*command, str(run / name), str(tmp_path / "model")], stderr=subprocess.PIPE)
+        for name in names
+    ]
+    ended = [(name, one.communicate()[1], one.returncode) for name, one in zip(names, running, strict=True)]
+    (winner,) = [name for name, _, code in ended if code == 0]
+    assert contents(tmp_path / "model") == contents(run / winner / "model")
+    assert all(b"exists" in said or b"meanwhile" in said for _, said, code in ended if code)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["model", "states"]
+
+
+@pytest.mark.parametrize("failure", [SafetensorError("No space left"), KeyboardInterrupt()])
+def test_what_ends_in_the_middle_leaves_nothing(
+    states: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    run = states()
+
+    def fail(self: Any, source: Path, target: Path, *more: Any) -> None:
+        target.mkdir()
+        (target / "half").write_text("x")
+        raise failure
+
+    monkeypatch.setattr(WholeModel, "export", fail)
+    assert main([str(run), str(tmp_path / "model")]) == (130 if isinstance(failure, KeyboardInterrupt) else 2)
+    assert [one.name for one in tmp_path.iterdir()] == ["states"]
+    if isinstance(failure, SafetensorError):
+        assert "cannot be written: No space left; make room there" in capsys.readouterr().err
+
+
+def test_what_cannot_be_exported_is_refused_in_a_sentence(
     states: Any, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = await states()
+    run = states()
+    target = tmp_path / "model"
 
-    def refused(*arguments: str) -> str:
-        assert main(arguments) == 2
+    def refused(*arguments: str | Path) -> str:
+        assert main([*map(str, arguments)]) == 2
         said = capsys.readouterr().err
         assert said.startswith("error: ") and said.count("\n") == 1, said
         return said
 
-    assert "has no sound state" in refused(str(tmp_path / "nothing"), str(tmp_path / "model"))
-    assert "no complete state 'other'; it has: old, new" in refused(
-        str(run), str(tmp_path / "model"), "--state", "other"
+    assert "has no sound state" in refused(tmp_path / "nothing", target)
+    assert "no complete state 'other'; it has: old (version 1), new (version 2)" in refused(
+        run, target, "--state", "other"
     )
-    taken = tmp_path / "taken"
-    taken.mkdir()
-    assert f"{taken} exists" in refused(str(run), str(taken))
+    assert "is one state already" in refused(run / "new@8", target, "--state", "old")
+    assert "it is among the states" in refused(run, run / "model")
+    assert "it is among the states" in refused(run / "new@8", run / "old@4" / "more")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for taken in (folder, tmp_path / "dangling"):
+        assert "it exists" in refused(run, taken)
     with gone(folder):
-        assert "there is no folder" in refused(str(run), str(tmp_path / "model"))
-    assert not (tmp_path / "model").exists()
+        assert "there is no folder" in refused(run, target)
+    config = (folder / "config.json").read_text()
+    wider = json.loads(config) | {"intermediate_size": 128}
+    try:
+        (folder / "config.json").write_text(json.dumps(wider))
+        assert "cannot be loaded" in refused(run, target)
+    finally:
+        (folder / "config.json").write_text(config)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("change", [{"learning_rat": 1.0}, None])
+def test_a_state_of_another_release_is_refused_in_a_sentence(
+    states: Any, tmp_path: Path, change: dict[str, float] | None,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    run = states()
+    original = StateStore.read
+
+    def other(store: StateStore, info: Any) -> Any:
+        content = original(store, info)
+        if change is None:
+            del content.meta["trained"]
+        else:
+            content.meta["spec"] |= change
+        return content
+
+    monkeypatch.setattr(StateStore, "read", other)
+    assert main([str(run), str(tmp_path / "model")]) == 2
+    assert "another release of Quartet wrote it" in capsys.readouterr().err

@@ -20,7 +20,7 @@ EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 DESCRIPTION = """\
 Quartet trains language models with reinforcement learning on Verifiers environments.
 
-  quartet model tiny models/tiny              make a small model (under a minute on a CPU)
+  quartet model tiny models/tiny              make a small model (a minute on a CPU)
   quartet rl @ configs/reverse-text.toml      train it: four services on this machine
   quartet sft @ sft.toml                      fine-tune a model on a file of chats
   quartet export outputs/RUN models/mine      the model of a run that was stopped

@@ -1,7 +1,7 @@
 """`quartet export FOLDER TARGET`: the model of a run's newest saved state, or of another.
 
 1. FOLDER is the output folder of `quartet rl`, or a run's folder of states, or one state.
-2. The trainer's package does it, in a process of its own: what is saved is only read, so the run may go on.
+2. The trainer's package does it, in place of this process: what is saved is only read, so the run may go on.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import subprocess
+import os
 import sys
 import tomllib
 from pathlib import Path
+from typing import NoReturn
 
 from quartet.cli.job import RECORD
 from quartet.config import ConfigError
@@ -35,14 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--state", metavar="NAME", help="name of the state (default: the newest)")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> NoReturn:
     """The command. Errors: ConfigError."""
     if importlib.util.find_spec("quartet_trainer") is None:
         raise ConfigError("quartet_trainer is not installed here; export where the trainer is")
-    command = [sys.executable, "-m", "quartet_trainer.export", _states(options.folder), options.target]
-    if options.state is not None:
-        command += ["--state", options.state]
-    return subprocess.run(command, check=False).returncode
+    command = [sys.executable, "-m", "quartet_trainer.export"]
+    command += [] if options.state is None else ["--state", options.state]
+    # This process becomes it: what signals do, it does.
+    os.execv(sys.executable, [*command, "--", str(_states(options.folder)), str(options.target)])
 
 
 def _states(folder: Path) -> Path:

@@ -11,6 +11,8 @@ hypervisor that takes free memory back a multiple of that. A version needs what 
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import threading
 import weakref
 from collections import deque
@@ -20,7 +22,7 @@ import numpy.typing as npt
 
 #: Smaller blocks come from the heap, which keeps what it is given back.
 KEPT_FROM_BYTES = 1 << 20
-#: Of every block, as torch aligns its own.
+#: Of every block, as torch aligns its own; one that is mapped begins at a page.
 ALIGNMENT = 64
 
 _Block = npt.NDArray[np.uint8]
@@ -45,12 +47,12 @@ class Pages:
     def take(self, size: int) -> memoryview:
         """So many writable bytes, of any content."""
         if size < KEPT_FROM_BYTES:
-            return _fresh(size).data
+            return _aligned(size).data
         with self._lock:
             self._count_returned()
             block = self._found(size)
         if block is None:
-            block = _fresh(size)
+            block = _mapped(size)
         with self._lock:
             self._lent_bytes += size
         self._settle()
@@ -92,10 +94,19 @@ class Pages:
         self._keep(self._lent_bytes)
 
 
-def _fresh(size: int) -> _Block:
+def _aligned(size: int) -> _Block:
     memory = np.empty(size + ALIGNMENT - 1, np.uint8)
     begin = -memory.ctypes.data % ALIGNMENT
     return memory[begin : begin + size]
+
+
+def _mapped(size: int) -> _Block:
+    # By itself and not from the heap: it goes back to the system whole, whatever lies beside it.
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+        with contextlib.suppress(OSError):  # built without
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 #: Those of this process.

@@ -3,70 +3,119 @@ Face folder, also of a run that was stopped or killed.
 
 STATES is a run's folder of states, whose newest sound one is taken unless NAME says another, or one state.
 
-1. States are only read: the trainer whose they are may go on.
-2. TARGET is there whole or not at all; what exists is not overwritten.
+1. States are only read: the trainer whose they are may go on, and prune them meanwhile.
+2. TARGET is there whole or not at all, however many write there; what exists is not overwritten.
 3. Its files are those that SaveState writes with export_model, bit for bit.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
+import os
+import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import pydantic
+import structlog
 import torch
 import transformers
 from quartet.errors import QuartetError
+from safetensors import SafetensorError
 
 from quartet_trainer import model as base
 from quartet_trainer.run import WEIGHTS
 from quartet_trainer.spec import RunSpec
-from quartet_trainer.states import MARK, Content, StateInfo, StateStore
+from quartet_trainer.states import MARK, Content, StateInfo, StateStore, state_at
 from quartet_trainer.trained import Trained, WholeModel
+
+#: Times that the newest state is looked for, while a trainer saves newer ones and prunes what is being read.
+MAX_LOOKS = 5
+
+log = structlog.get_logger()
 
 
 def export(states: Path, target: Path, name: str | None = None) -> StateInfo:
     """Write the model of a state; returns which one it was.
 
-    Errors: RESOURCE_UNKNOWN, CHECKSUM_MISMATCH, INVALID_CONFIG (its base model is gone, or another release
-    wrote it), OSError.
+    Errors: RESOURCE_UNKNOWN, CHECKSUM_MISMATCH, INVALID_CONFIG (the base model is gone or another one, or
+    another release wrote the state), INVALID_REQUEST (target, name), OSError and SafetensorError (the disk).
     """
-    if target.exists():
-        raise FileExistsError(f"{target} exists; name a folder that does not")
+    states, target = states.absolute(), target.absolute()
+    if os.path.lexists(target):
+        raise _refused("target", target, "it exists; name a folder that does not")
+    run = states.parent if (states / MARK).is_file() else states
+    if target.resolve().is_relative_to(run.resolve()):
+        raise _refused("target", target, "it is among the states; name a folder elsewhere")
     info, content = _found(states, name)
-    spec = RunSpec.model_validate(content.meta["spec"])
+    try:
+        spec, trained_of = RunSpec.model_validate(content.meta["spec"]), content.meta["trained"]
+        served_dtype, weights = content.meta["served_dtype"], content.tensors[WEIGHTS]
+    except (pydantic.ValidationError, KeyError) as error:
+        raise _unfit(info, "another release of Quartet wrote it; export with that one") from error
     folder = base.resolve_folder(spec.base_model, allow_hub=False)
     trained = _trained(spec, folder)
-    trained.check(content.meta["trained"])
+    trained.check(trained_of)
+    shapes = {key: parameter.shape for key, parameter in trained.parameters.items()}
+    if shapes != {key: tensor.shape for key, tensor in weights.items()}:
+        raise _unfit(info, f"{folder} holds another model than when it was written; put that one back")
     with torch.no_grad():
         for key, parameter in trained.parameters.items():
-            parameter.copy_(content.tensors[WEIGHTS][key])
-    writing = target.with_name(f".{target.name}.writing")
-    shutil.rmtree(writing, ignore_errors=True)
-    try:
-        trained.export(folder, writing, content.meta["served_dtype"])
-        writing.rename(target)
-    finally:
-        shutil.rmtree(writing, ignore_errors=True)
+            parameter.copy_(weights[key])
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as writing:
+        trained.export(folder, Path(writing) / "model", served_dtype)
+        try:
+            (Path(writing) / "model").rename(target)
+        except OSError as error:
+            if not os.path.lexists(target):
+                raise
+            raise _refused("target", target, "it was written meanwhile; name another folder") from error
     return info
 
 
 def _found(states: Path, name: str | None) -> tuple[StateInfo, Content]:
-    states = states.absolute()
-    is_state = (states / MARK).is_file()
-    folder = states.parent if is_state else states
-    store, run_id = StateStore(folder.parent, keep_last=1), folder.name
-    if is_state:
-        name = states.name.rpartition("@")[0]
+    store, run_id = StateStore(states.parent, keep_last=1), states.name
+    if (states / MARK).is_file():
+        if name is not None:
+            raise _refused("state", name, f"{states} is one state already; name the folder above it")
+        info = state_at(states)
+        if info is None:
+            raise QuartetError("CHECKSUM_MISMATCH", f"{states / MARK} is harmed", what=str(states / MARK))
+        return info, _read(store, info)
     if name is not None:
         info = store.find(run_id, name)
-        return info, store.read(info)
-    newest = store.newest_sound(run_id)
-    if newest is None:
-        raise QuartetError("RESOURCE_UNKNOWN", f"{folder} has no sound state of a run", name=str(folder))
-    return newest
+        return info, _read(store, info)
+    return _newest(store, run_id, states)
+
+
+def _newest(store: StateStore, run_id: str, folder: Path) -> tuple[StateInfo, Content]:
+    why = ""
+    for _ in range(MAX_LOOKS):
+        for info in reversed(store.list(run_id)):
+            try:
+                return info, _read(store, info)
+            except QuartetError as error:
+                why = f": {error.message}"
+                if not info.path.exists():
+                    break  # there are newer ones
+                log.warning("state_passed_over", state=info.name, why=error.message)
+        else:
+            break
+    raise QuartetError("RESOURCE_UNKNOWN", f"{folder} has no sound state of a run{why}", name=str(folder))
+
+
+def _read(store: StateStore, info: StateInfo) -> Content:
+    try:
+        return store.read(info)
+    except (FileNotFoundError, QuartetError) as error:
+        if info.path.exists() and isinstance(error, QuartetError):
+            raise
+        raise QuartetError(
+            "RESOURCE_UNKNOWN", f"state {info.name} was pruned while it was read; ask again", name=info.name
+        ) from error
 
 
 def _trained(spec: RunSpec, folder: Path) -> Trained:
@@ -79,8 +128,18 @@ def _trained(spec: RunSpec, folder: Path) -> Trained:
     return Base(model).join(spec.lora, spec.base_model, spec.seed)
 
 
+def _refused(field: str, value: object, remedy: str) -> QuartetError:
+    message = f"{field} {value}: {remedy}"
+    return QuartetError("INVALID_REQUEST", message, field=field, value=str(value), remedy=remedy)
+
+
+def _unfit(info: StateInfo, remedy: str) -> QuartetError:
+    message = f"state {info.name}: {remedy}"
+    return QuartetError("INVALID_CONFIG", message, key="states", value=str(info.path), remedy=remedy)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code: 0, or 2 with a sentence on stderr."""
+    """The command. Returns the exit code: 0, 130 for one that was stopped, or 2 with a sentence on stderr."""
     parser = argparse.ArgumentParser(prog="python -m quartet_trainer.export", description=__doc__)
     parser.add_argument("states", type=Path)
     parser.add_argument("target", type=Path)
@@ -89,7 +148,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         info = export(options.states, options.target, options.state)
-    except (QuartetError, OSError) as error:
+    except KeyboardInterrupt:
+        return 130
+    except SafetensorError as error:
+        print(f"error: {options.target} cannot be written: {error}; make room there", file=sys.stderr)
+        return 2
+    except (OSError, QuartetError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{options.target}: the model of state {info.name}, policy version {info.policy_version}")
@@ -97,4 +161,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # As Ctrl-C: what was begun is cleared away.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from quartet.errors import QuartetError
 from safetensors import SafetensorError
 
@@ -81,7 +82,7 @@ def load_model(folder: Path, base_model: str, *, device: torch.device, seed: int
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         model = _load_weights(folder, base_model) if seed is None else _initialise(config, seed)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         remedy = "name a folder with config.json and model.safetensors, or set from_scratch"
         raise _refused(base_model, f"{folder} cannot be loaded: {text}", remedy) from error

