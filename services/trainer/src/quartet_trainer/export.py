@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -163,4 +164,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     # As Ctrl-C: what was begun is cleared away.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    warnings.simplefilter("ignore", FutureWarning)  # of libraries, about each other
     sys.exit(main())
