@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import resource
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,6 +85,23 @@ def test_who_finds_no_block_of_his_size_lets_the_oldest_go() -> None:
     assert pages.kept_bytes == 0
     del larger
     assert pages.kept_bytes == SIZE + 1
+
+
+def test_what_nobody_uses_goes_back_to_the_system_block_by_block() -> None:
+    """Also beside blocks that stay: the heap would hold on to what lies between them."""
+
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    pages = Pages()
+    blocks = [pages.take(4 << 20) for _ in range(32)]
+    for block in blocks:
+        block[:] = bytes(len(block))
+    full = resident_bytes()
+    stays = blocks[::8]
+    del block, blocks
+    assert pages.kept_bytes == sum(map(len, stays))
+    assert full - resident_bytes() > (32 - 2 * len(stays) - 4) * (4 << 20)
 
 
 def test_threads_that_take_and_drop_never_see_the_bytes_of_another() -> None:
