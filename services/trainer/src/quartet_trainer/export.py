@@ -23,7 +23,7 @@ import pydantic
 import structlog
 import torch
 import transformers
-from quartet.errors import QuartetError
+from quartet.errors import QuartetError, refused
 from safetensors import SafetensorError
 
 from quartet_trainer import model as base
@@ -46,10 +46,10 @@ def export(states: Path, target: Path, name: str | None = None) -> StateInfo:
     """
     states, target = states.absolute(), target.absolute()
     if os.path.lexists(target):
-        raise _refused("target", target, "it exists; name a folder that does not")
+        raise refused("target", target, "it exists; name a folder that does not")
     run = states.parent if (states / MARK).is_file() else states
     if target.resolve().is_relative_to(run.resolve()):
-        raise _refused("target", target, "it is among the states; name a folder elsewhere")
+        raise refused("target", target, "it is among the states; name a folder elsewhere")
     info, content = _found(states, name)
     try:
         spec, trained_of = RunSpec.model_validate(content.meta["spec"]), content.meta["trained"]
@@ -73,7 +73,7 @@ def export(states: Path, target: Path, name: str | None = None) -> StateInfo:
         except OSError as error:
             if not os.path.lexists(target):
                 raise
-            raise _refused("target", target, "it was written meanwhile; name another folder") from error
+            raise refused("target", target, "it was written meanwhile; name another folder") from error
     return info
 
 
@@ -81,7 +81,7 @@ def _found(states: Path, name: str | None) -> tuple[StateInfo, Content]:
     store, run_id = StateStore(states.parent, keep_last=1), states.name
     if (states / MARK).is_file():
         if name is not None:
-            raise _refused("state", name, f"{states} is one state already; name the folder above it")
+            raise refused("state", name, f"{states} is one state already; name the folder above it")
         info = state_at(states)
         if info is None:
             raise QuartetError("CHECKSUM_MISMATCH", f"{states / MARK} is harmed", what=str(states / MARK))
@@ -127,11 +127,6 @@ def _trained(spec: RunSpec, folder: Path) -> Trained:
     from quartet_trainer.lora import Base  # peft takes seconds to import
 
     return Base(model).join(spec.lora, spec.base_model, spec.seed)
-
-
-def _refused(field: str, value: object, remedy: str) -> QuartetError:
-    message = f"{field} {value}: {remedy}"
-    return QuartetError("INVALID_REQUEST", message, field=field, value=str(value), remedy=remedy)
 
 
 def _unfit(info: StateInfo, remedy: str) -> QuartetError:
