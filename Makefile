@@ -1,7 +1,9 @@
 PY := .venv/bin/python
 BIN := .venv/bin
 SERVICES := trainer orchestrator inference envhost
-DISTS := sdk $(addprefix services/,$(SERVICES))
+# Clients of the contract that speak to somebody else's scripts.
+GATEWAYS := tinker
+DISTS := sdk $(addprefix services/,$(SERVICES)) $(addprefix gateways/,$(GATEWAYS))
 # By name: what `quartet env init` adds beside them may want another Verifiers.
 ENVIRONMENTS := $(addprefix environments/,alphabet_sort gsm8k math_python reverse_text wiki_search wordle)
 SEED ?= 0
@@ -21,7 +23,7 @@ install: .venv/installed .venv-envs/installed
 	test -x $(PY) || python3 -m venv .venv
 	$(PY) -m pip install -q -U pip
 	$(PY) -m pip install -q torch==2.13.0
-	$(PY) -m pip install -q -e 'sdk[cli,eval,gepa]' $(foreach s,$(SERVICES),-e services/$(s)) -e 'services/inference[openai]' --group dev
+	$(PY) -m pip install -q -e 'sdk[cli,eval,gepa,wandb]' $(foreach s,$(SERVICES),-e services/$(s)) -e 'services/inference[openai]' $(foreach g,$(GATEWAYS),-e gateways/$(g)) --group dev
 	touch $@
 
 # Environments have an interpreter of their own: their dependencies disagree with the engine's.
@@ -70,7 +72,7 @@ test: install classic test-vllm
 	$(MAKE) -j2 test-services test-system
 
 test-services: install
-	$(PY) -m pytest sdk services
+	$(PY) -m pytest sdk services gateways
 
 test-system: install
 	$(PY) -m pytest tests
@@ -106,6 +108,7 @@ bench: install classic models/tiny/config.json
 
 protos: .venv/installed
 	$(PY) -m grpc_tools.protoc -Iprotos --python_out=sdk/src --pyi_out=sdk/src --grpc_python_out=sdk/src protos/quartet/v1/*.proto
+	$(PY) -m grpc_tools.protoc -Igateways/tinker/src --python_out=gateways/tinker/src --pyi_out=gateways/tinker/src gateways/tinker/src/quartet_tinker/tinker_wire.proto
 
 clean:
 	rm -rf outputs build .mypy_cache .ruff_cache .pytest_cache

@@ -58,7 +58,7 @@ def measure(options: Namespace) -> dict[str, float]:
     """Forward and backward once, and the memory above inputs and their gradients."""
     import torch
     from quartet_trainer.head import chunked_logprobs
-    from quartet_trainer.logprobs import LOGIT_CHUNK_ELEMENTS, token_logprobs
+    from quartet_trainer.logprobs import chunk_of, token_logprobs
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -74,7 +74,7 @@ def measure(options: Namespace) -> dict[str, float]:
     if options.way == "naive":
         logp, _ = token_logprobs(head, hidden, targets, 1.0)
     else:
-        chunk = max(1, LOGIT_CHUNK_ELEMENTS // options.vocabulary)
+        chunk = chunk_of(options.vocabulary, device)
         logp, _ = chunked_logprobs(hidden, head.weight, targets, 1.0, chunk)
     torch.autograd.backward(logp.sum())
     if device.type == "cuda":

@@ -75,6 +75,19 @@ def test_every_baseline_has_one_word_and_what_is_not_fit_has_advice() -> None:
         assert found.word == FIT or found.advice
 
 
+def test_a_baseline_reads_a_file_of_vf_rl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "theirs.toml"
+    file.write_text(
+        'model = "m"\n[env]\nid = "owner/e"\nargs = { k = 1 }\n[trainer.args]\nmax_tokens = 30\ntop_k = 5\n'
+    )
+    options, rest = build_parser().parse_known_args(["baseline", "@", str(file), "-m", "other", "-T", "0.5"])
+    config = read(options, rest)
+    (trial,) = trials(options, config)
+    assert config.model == "other" and "read as vf-rl" in capsys.readouterr().err
+    assert (trial.hosted.id, trial.hosted.args, trial.rollouts_per_example) == ("owner/e", {"k": 1}, 16)
+    assert (trial.sampling.max_tokens, trial.sampling.top_k, trial.sampling.temperature) == (30, 5, 0.5)
+
+
 def test_a_baseline_is_played_as_the_run_would(capsys: pytest.CaptureFixture[str]) -> None:
     options, rest = build_parser().parse_known_args(
         ["baseline", "@", str(RUN), "-n", "7", "-r", "3", "-T", "0.5"]

@@ -28,6 +28,8 @@ class Orchestrator(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
     def __init__(self) -> None:
         self.runs: dict[str, pb.Run] = {}
         self.evaluated: list[dict[str, object]] = []
+        # Of every run, before the phase that it is in.
+        self.past: list[pb.RunPhase] = []
 
     def _run(self, run_id: str) -> pb.Run:
         if run_id not in self.runs:
@@ -49,7 +51,7 @@ class Orchestrator(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
 
     async def StopRun(self, request: pb.StopRunRequest, context: object) -> pb.StopRunResponse:
         run = self._run(request.run_id)
-        run.phase = pb.RUN_PHASE_STOPPED
+        run.phase, run.last_event = pb.RUN_PHASE_STOPPED, 1
         return pb.StopRunResponse(run=run)
 
     async def ResumeRun(self, request: pb.ResumeRunRequest, context: object) -> pb.ResumeRunResponse:
@@ -71,7 +73,12 @@ class Orchestrator(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
     async def WatchRun(
         self, request: pb.WatchRunRequest, context: object
     ) -> AsyncIterator[pb.WatchRunResponse]:
-        yield pb.WatchRunResponse(event=1, phase=pb.PhaseEvent(run=self._run(request.run_id)))
+        run = self._run(request.run_id)
+        for number, phase in enumerate(self.past, start=1):
+            before = pb.Run(run_id=run.run_id, phase=phase)
+            if number > request.after_event:
+                yield pb.WatchRunResponse(event=number, phase=pb.PhaseEvent(run=before))
+        yield pb.WatchRunResponse(event=len(self.past) + 1, phase=pb.PhaseEvent(run=run))
 
 
 @pytest.fixture
@@ -117,6 +124,73 @@ async def test_a_run_through_all_clients(orchestrator: tuple[Orchestrator, str],
     assert code == 1 and printed.endswith("run r: stopped\n")
     assert await quartet("resume", "r", *at) == (0, "r  completed  step 0/5\n")
     assert (await quartet("watch", "r", *at))[0] == 0
+
+
+async def test_a_run_that_was_stopped_once_is_watched_to_its_end(
+    orchestrator: tuple[Orchestrator, str],
+) -> None:
+    """Its old end is history, also where it has ended for good since."""
+    servicer, address = orchestrator
+    servicer.past = [pb.RUN_PHASE_TRAINING, pb.RUN_PHASE_STOPPED, pb.RUN_PHASE_TRAINING]
+    servicer.runs["r"] = pb.Run(run_id="r", phase=pb.RUN_PHASE_COMPLETED, last_event=4)
+    code, printed = await quartet("watch", "r", "--orchestrator", address)
+    assert code == 0 and printed.endswith("run r: completed\n"), printed
+    assert printed.index("run r: stopped") < printed.index("run r: completed")
+
+
+async def test_a_file_of_vf_rl_is_submitted_as_the_run_that_it_is(
+    orchestrator: tuple[Orchestrator, str], tmp_path: Path
+) -> None:
+    servicer, address = orchestrator
+    file = tmp_path / "theirs.toml"
+    file.write_text(
+        'model = "m"\n[env]\nid = "owner/e"\n[inference]\ngpus = 2\n'
+        "[trainer]\ngpus = 1\n[trainer.args]\nmax_steps = 7\n"
+    )
+    options = ["--trainer.args.batch_size", "64", "--orchestrator", address, "--run-id", "r"]
+    code, printed = await quartet("submit", "@", str(file), *options)
+    assert code == 0 and printed.endswith("r  pending  step 0/7\n")
+    assert "theirs.toml: read as vf-rl" in printed
+    assert "inference.gpus" not in printed, "nobody here knows the engine there"
+    assert "not read, the services are running already: [trainer], [inference]" in printed
+    run = parse_run(servicer.runs["r"].config_toml)
+    assert (run.batch_size, run.rollouts_per_example, run.algorithm.proximal) == (64, 16, True)
+    assert run.trainer == run.inference == {}
+
+
+async def test_where_a_run_is_shown_goes_along_for_who_watches(
+    orchestrator: tuple[Orchestrator, str], tmp_path: Path
+) -> None:
+    servicer, address = orchestrator
+    config, at = tmp_path / "run.toml", ["--orchestrator", address]
+    config.write_text(RUN_TOML)
+    assert (await quartet("submit", "@", str(config), *at, "--run-id", "plain"))[0] == 0
+    assert "wandb" not in servicer.runs["plain"].config_toml
+    shown = ["submit", "@", str(config), *at, "--wandb.project", "theirs", "--run-id", "shown"]
+    assert (await quartet(*shown))[0] == 0
+    assert parse_run(servicer.runs["shown"].config_toml).wandb.project == "theirs"
+    code, printed = await quartet("watch", "plain", *at, "--wandb")
+    assert code == 2 and "names no project of Weights & Biases; add --wandb.project NAME" in printed
+    code, printed = await quartet("watch", "shown", *at, "--wandb", "--after-event", "3")
+    assert code == 2 and "--after-event leaves out events, and the folder is to have all" in printed
+    code, printed = await quartet("watch", "shown", *at, "--wandb.projekt", "p")
+    assert code == 2 and "did you mean 'wandb.project'" in printed
+
+
+async def test_a_run_is_recorded_where_it_is_watched(
+    orchestrator: tuple[Orchestrator, str], tmp_path: Path
+) -> None:
+    servicer, address = orchestrator
+    for run_id in ("r", "other"):
+        servicer.runs[run_id] = pb.Run(run_id=run_id, phase=pb.RUN_PHASE_COMPLETED, last_event=1)
+    folder = tmp_path / "there"
+    watch = ["--orchestrator", address, "--output-dir", str(folder)]
+    for _ in range(2):
+        code, printed = await quartet("watch", "r", *watch)
+        assert code == 0 and f"run r is recorded in {folder}" in printed
+    assert {file.name for file in folder.iterdir()} == {".lock", "rollouts", "watched.json"}
+    code, printed = await quartet("watch", "other", *watch)
+    assert code == 2 and "holds something else than the run 'other'" in printed
 
 
 async def test_a_policy_is_measured_and_only_what_was_said_is_sent(

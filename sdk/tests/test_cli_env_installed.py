@@ -16,7 +16,7 @@ HERE = {"python": sys.executable}
 
 def test_environments_are_looked_for_in_the_interpreter_that_is_named() -> None:
     assert with_interpreters(HERE, ["owner/json@1.0"]) == HERE
-    with pytest.raises(ConfigError, match=f"no package 'no_such_env' in {sys.executable}; install it there"):
+    with pytest.raises(ConfigError, match=f"no package 'no_such_env' in {sys.executable}; give it"):
         with_interpreters(HERE, ["no-such-env"])
     with pytest.raises(ConfigError, match="the interpreter '/no/python' cannot be run: No such file"):
         with_interpreters({"python": "/no/python"}, ["json"])
@@ -50,7 +50,7 @@ def test_where_nothing_is_said_the_first_interpreter_that_has_it_is_taken(
     own.symlink_to(sys.executable)
     entries = with_interpreters({"environments": {"json": {"workers": 2}}}, ["json"])["environments"]
     assert entries == {"json": {"workers": 2, "python": str(own)}}
-    with pytest.raises(ConfigError, match=r"'no_such_env' in bin/empty, .*python; install it there"):
+    with pytest.raises(ConfigError, match=r"'no_such_env' in bin/empty, .*python; give it an interpreter"):
         with_interpreters({}, ["no-such-env"])
 
 
@@ -63,7 +63,7 @@ def test_an_unknown_environment_is_refused_with_what_exists(
     for wanted, remedy in (
         ("reverse-vowels", r"-m pip install -e environments/reverse_vowels$"),
         ("reverse-vowel", r"did you mean 'reverse-vowels'\?$"),
-        ("quite-another", r"quartet env install; known here: .*reverse-vowels"),
+        ("quite-another", r"quartet env install FOLDER_OR_NAME; known here: .*reverse-vowels"),
     ):
         with pytest.raises(ConfigError, match=remedy):
             with_interpreters(HERE, [wanted])

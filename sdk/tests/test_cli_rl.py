@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import subprocess
 import sys
@@ -98,8 +99,13 @@ def test_a_used_output_folder_is_refused_with_the_remedy(tmp_path: Path, config:
     resumed = planned(config, folder, resume=True)
     assert resumed.resumed and resumed.config_toml == job.config_toml
     changed = config.model_copy(update={"max_steps": 7})
-    with pytest.raises(ConfigError, match="another configuration"):
+    with pytest.raises(ConfigError, match=f"max_steps was {config.max_steps} and is 7; say it as it was"):
         planned(changed, folder, resume=True)
+    record = json.loads((folder / "run.json").read_text())
+    older = "\n".join(line for line in record["config_toml"].splitlines() if "gradient_accum" not in line)
+    assert older != record["config_toml"].rstrip()
+    (folder / "run.json").write_text(json.dumps(record | {"config_toml": older}))
+    assert planned(config, folder, resume=True).resumed, "begun by a release that did not know the key"
     (folder / "metrics.jsonl").write_text("old")
     (folder / "logs").mkdir()
     with taken(resumed):

@@ -70,3 +70,21 @@ async def test_a_run_in_which_something_happens_is_left_alone(monkeypatch: pytes
         await asyncio.sleep(0.01)
     assert not task.done()
     task.cancel()
+
+
+async def test_a_service_that_takes_long_to_start_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(silence, "SILENCE_SECONDS", 0.02)
+    monkeypatch.setattr(silence, "SLOW_SECONDS", 0.1)
+    inference = Status("inference-2", "127.0.0.1:1", State.STARTING)
+    out = io.StringIO()
+    supervisor = SimpleNamespace(statuses=[inference])
+    task = asyncio.create_task(silence.name_the_silent(supervisor, Progress(), Plain(out)))
+    try:
+        async with asyncio.timeout(10):
+            await said(out, "inference-2 is still starting; logs/inference-2.log")
+        await asyncio.sleep(0.3)
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    assert len(out.getvalue().splitlines()) == 1

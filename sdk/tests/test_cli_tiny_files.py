@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from quartet.cli.tiny.command import is_complete
 from quartet.cli.tiny.courses import Packaged
-from quartet.cli.tiny.demos import LONGEST, MAX_TOKENS, SHORTEST, Reversals, reward
+from quartet.cli.tiny.demos import CLOSE_TAG, LONGEST, MAX_TOKENS, OPEN_TAG, SHORTEST, Reversals, reward
 from quartet.cli.tiny.files import IM_END, build_tokenizer, render, write_model_files
 from quartet.cli.tiny.teach import training_sample
 from quartet.config import ConfigError
@@ -68,6 +68,12 @@ def test_demonstrations_fit_and_are_rewarded() -> None:
         assert span.length <= MAX_TOKENS
         assert sample.token_ids[-1] == tokenizer.token_to_id(IM_END)
         assert len(sample.token_ids) <= 48
+
+
+def test_a_long_answer_is_measured_as_a_short_one() -> None:
+    text = "abcdefghij" * 40
+    near = f"?{text[::-1][1:]}"
+    assert reward(text, f"{OPEN_TAG}{near}{CLOSE_TAG}", ended=True) == pytest.approx(399 / 400)
 
 
 def test_bad_habits_and_seeds() -> None:

@@ -94,6 +94,21 @@ def test_kebab_and_snake_are_one_key_across_files(toml: Toml) -> None:
     assert (config.max_steps, config.server.drain_seconds) == (2, 2.0)
 
 
+def test_a_file_after_the_name_of_a_table_is_what_stands_in_it(toml: Toml) -> None:
+    """load.py 4: a file for each service, as others' launchers take them."""
+    run = toml("run.toml", "max_steps = 1\n[trainer]\nranks = 2\nthreads = 1\n[server]\nreflection = false")
+    trainer, server = toml("t.toml", "threads = 4"), toml("s.toml", "drain-seconds = 2.5")
+    config = _read("@", run, "--trainer", "@", trainer, "--server", f"@{server}", "--trainer.ranks", "3")
+    assert config.trainer == {"ranks": 3, "threads": 4}
+    assert (config.server.drain_seconds, config.server.reflection) == (2.5, False)
+    assert _read("--server.reflection", "@", run).server.reflection is False, "a flag takes no file"
+    wrong = toml("w.toml", "drain = 1")
+    assert f"unknown key 'server.drain' (in {wrong})" in _refusal("@", run, "--server", "@", wrong)
+    assert "'@' is followed by nothing" in _refusal("@", run, "--server", "@")
+    assert "'--max-steps' has no value" in _refusal("--max-steps", "@", run)
+    assert "'--env' has no value" in _refusal("@", run, "--env", "@", trainer), "a list is no table"
+
+
 def test_values_are_toml_or_text() -> None:
     config = _read("--max-steps", "3", "--name", "12", "--stop", '["a", "b"]', "--trainer.a-b.c", "[1, 2.5]")
     assert (config.name, config.stop, config.trainer) == ("12", ["a", "b"], {"a_b": {"c": [1, 2.5]}})

@@ -127,6 +127,17 @@ async def test_no_progress_while_busy_fails_liveness_only(clock: Clock) -> None:
         assert health.why_not(LIVENESS) == ""
 
 
+async def test_a_limit_may_follow_what_is_under_way(clock: Clock) -> None:
+    health = Health()
+    limits = [1.0]
+    health.watch_progress(lambda: limits[0], lambda: True)
+    async with _watched(health):
+        await clock.passes(0.25)
+        assert health.why_not(LIVENESS) == ""
+        limits[0] = 0.2
+        assert "limit 0.2 s" in health.why_not(LIVENESS)
+
+
 async def test_progress_keeps_a_long_job_alive(clock: Clock) -> None:
     health = Health()
     health.watch_progress(0.2, lambda: True)

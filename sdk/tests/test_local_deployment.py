@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import socket
 import sys
 import tomllib
@@ -161,3 +162,17 @@ async def test_a_preflight_that_dies_in_this_process_is_a_refusal(
     dying = ChildSpec("trainer", command, "", tmp_path / "log", tmp_path / "port")
     with pytest.raises(ConfigError, match=r"^\[trainer\] ValueError: label too long$"):
         await check([dying])
+
+
+async def test_a_preflight_apart_leaves_this_process_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "quartet_looking.py").write_text("import os; raise SystemExit(f'error: by {os.getpid()}')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    spec = ChildSpec("x", [sys.executable, "-m", "quartet_looking"], "", tmp_path / "log", tmp_path / "port")
+    with pytest.raises(ConfigError) as refused:
+        await check([spec], apart=True)
+    assert str(os.getpid()) not in str(refused.value) and "by " in str(refused.value)
+    with pytest.raises(ConfigError, match=str(os.getpid())):
+        await check([spec])

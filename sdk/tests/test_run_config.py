@@ -68,6 +68,35 @@ def test_a_preset_means_the_same_once_it_was_written_out(preset: str, more: str)
     assert parse_run(dumps(run.model_dump(mode="json", exclude_none=True))) == run
 
 
+@pytest.mark.parametrize("table", ["kl_penalty", "kl-penalty"])
+def test_a_kl_penalty_by_the_names_of_other_trainers_is_the_algorithms_own(table: str) -> None:
+    said = parse_run(
+        f'model = "m"\n{ENV}[{table}]\nenabled = true\ntarget_kl = 0.01\n[algorithm]\nloss = "ppo"'
+    )
+    assert (said.algorithm.kl_coef, said.algorithm.target_kl, said.algorithm.loss) == (0.1, 0.01, "ppo")
+    # As the orchestrator and a resumed run read it: both are there, and agree.
+    assert parse_run(dumps(said.model_dump(mode="json", exclude_none=True))) == said
+    off = parse_run(f'model = "m"\n{ENV}[{table}]\nenabled = false\nbeta = 0.3')
+    assert off.algorithm.kl_coef == 0
+
+
+def test_a_kl_penalty_lets_a_reference_be_read() -> None:
+    text = (
+        f'model = "m"\n{ENV}[kl_penalty]\nenabled = true\nbeta = 0.5\n[algorithm.reference]\nsync_steps = 4'
+    )
+    assert parse_run(text).algorithm.needs_reference
+
+
+def test_a_place_is_sampled_again_as_often_as_what_is_switched_on_says() -> None:
+    table = "[difficulty_filter]\nenabled = {}\nmax_resample = 7\n[algorithm]\ndynamic_sampling = {}\n"
+    found = {
+        (chosen, dynamic): parse_run(f'model = "m"\n{ENV}{table.format(chosen, dynamic)}').resamples
+        for chosen in ("true", "false")
+        for dynamic in ("true", "false")
+    }
+    assert found == {("true", "true"): 7, ("true", "false"): 7, ("false", "true"): 10, ("false", "false"): 0}
+
+
 def test_defaults_are_not_shared_between_runs() -> None:
     one, other = parse_run('model = "m"\n' + ENV), parse_run('model = "m"\n' + ENV)
     one.trainer["device"] = "cpu"
@@ -146,9 +175,20 @@ def test_defaults_are_not_shared_between_runs() -> None:
         ("", '[algorithm]\nadvantage = "zero"', "leaves nothing to learn from"),
         ("", '[algorithm]\nloss = "custom"', "give both or neither"),
         ("", '[algorithm]\naggregation = "constant"', "sampling.max_tokens is not set"),
+        ("", "[algorithm]\nconstant_tokens = 9", 'constant_tokens belongs to aggregation = "constant"'),
         ("", '[sampling]\ntemperature = 0.7\n[algorithm]\npreset = "opd"\nreference = { address = "h:1" }',
          "sampling.temperature = 0.7 is refused: algorithm.reference.address scores at temperature 1"),
         ("", "[ckpt]\ninterval = 0", "ckpt.interval = 0 is refused"),
+        ("gradient_accumulation_steps = 4", "", "gradient_accumulation_steps = 4 is refused: batch_size"),
+        ("", "[kl_penalty]\nenabled = true\nbeta = 0", "kl_penalty.beta = 0 is refused: should be greater"),
+        ("", "[kl_penalty]\nenabled = true\nbeta = 0.2\n[algorithm]\nkl_coef = 0.1",
+         "kl_penalty.beta = 0.2 and algorithm.kl_coef = 0.1 are one setting"),
+        ("", "[difficulty_filter]\nenabled = true\nmin_reward = 0.9\nmax_reward = 0.5", "leave nothing"),
+        ("", "[difficulty_filter]\nmax_reward = nan", "difficulty_filter.max_reward = nan is refused"),
+        ("", "[difficulty_filter]\nenabled = true\n[algorithm]\ndynamic_sampling = true\nmax_resample = 3",
+         "set difficulty_filter.max_resample"),
+        ("", '[difficulty_filter]\nenabled=true\nmin_reward_variance = 0.1\n[algorithm]\nadvantage = "none"',
+         "min_reward_variance = 0.1 looks for rewards that differ"),
         ("", "[checks]\nverify_logprobs = true\n[sampling]\nrepetition_penalty = 1.1",
          "sampling.repetition_penalty = 1.1 makes log-probabilities that the trainer cannot verify"),
         ("trainer = 3", "", "trainer = 3 is refused: should be a table"),
@@ -196,3 +236,12 @@ def test_a_run_with_an_external_trainer_says_nothing_that_only_a_trainer_reads(s
     # What a client submits has every key, its default too.
     plain = parse_run(f'model = "m"\nexternal_trainer = true\n{ENV}')
     assert parse_run(dumps(plain.model_dump(mode="json", exclude_none=True))) == plain
+
+
+def test_a_constant_normaliser_need_not_be_the_longest_answer() -> None:
+    table = '[sampling]\nmax_tokens = 9\n[algorithm]\naggregation = "constant"\n'
+    parse = 'model = "m"\n[[env]]\nid = "e"\n'
+    assert parse_run(parse + table).constant_tokens == 9
+    assert parse_run(parse + table + "constant_tokens = 64").constant_tokens == 64
+    alone = '[algorithm]\naggregation = "constant"\nconstant_tokens = 64'
+    assert parse_run(parse + alone).sampling.max_tokens is None

@@ -109,6 +109,27 @@ def test_the_number_of_runs_is_bounded() -> None:
     store.publish("one more", 0, weights(0))
 
 
+def test_of_runs_that_nobody_opened_the_one_longest_without_a_version_makes_room() -> None:
+    store = WeightStore(keep=1, unopened_runs=2)
+    store.open_run("mine")
+    for run, version in (("a", 0), ("b", 0), ("a", 1), ("c", 0)):
+        store.publish(run, version, weights(version))
+    with pytest.raises(QuartetError, match="RUN_UNKNOWN"):
+        store.get("b")
+    assert [store.get(run).number for run in ("a", "c")] == [1, 0]
+    store.open_run("a")
+    for run in range(2 * MAX_RUNS):
+        store.publish(f"r{run}", 0, weights(0))
+    assert store.latest("mine") is None, "not even without a version"
+    assert [store.get(run).number for run in ("a", f"r{run - 1}", f"r{run}")] == [1, 0, 0]
+    store.close_others("a")
+    store.close_others("a")
+    assert store.get("a").number == 1
+    for gone in ("mine", f"r{run}"):
+        with pytest.raises(QuartetError, match="RUN_UNKNOWN"):
+            store.get(gone)
+
+
 async def test_waiters_get_the_newest_of_several_versions_published_from_a_thread() -> None:
     store = WeightStore(keep=2)
     store.open_run("r")

@@ -29,9 +29,10 @@ def stages(path: Path) -> list[list[tuple[str, str]]]:
     return found
 
 
-@pytest.mark.parametrize("service", SERVICES)
-def test_a_service_image_has_the_one_shape(repository: Path, service: str) -> None:
-    build, final = stages(repository / "services" / service / "Dockerfile")
+@pytest.mark.parametrize("folder", [*(f"services/{name}" for name in SERVICES), "gateways/tinker"])
+def test_a_service_image_has_the_one_shape(repository: Path, folder: str) -> None:
+    build, final = stages(repository / folder / "Dockerfile")
+    service = Path(folder).name
     assert build[0] == ("FROM", f"{BASE} AS build") and final[0] == ("FROM", BASE)
     last = dict(final)
     assert last["USER"] == "10001:10001"
@@ -60,10 +61,11 @@ def test_no_image_names_a_registry_host(repository: Path) -> None:
     """An operator chooses where images and packages come from; the repository does not."""
     files = [
         *repository.glob("services/*/Dockerfile"),
+        *repository.glob("gateways/*/Dockerfile"),
         repository / "sdk/Dockerfile",
         repository / "compose.yaml",
     ]
-    assert len(files) == 6
+    assert len(files) == 7
     for path in files:
         text = path.read_text()
         assert "://" not in text, path
@@ -75,7 +77,8 @@ def test_whatever_is_copied_reaches_the_builder(repository: Path) -> None:
     allowed = {
         line[1:] for line in (repository / ".dockerignore").read_text().splitlines() if line.startswith("!")
     }
-    for path in [*repository.glob("services/*/Dockerfile"), repository / "sdk/Dockerfile"]:
+    sources = ("services/*", "gateways/*", "sdk")
+    for path in [path for source in sources for path in repository.glob(f"{source}/Dockerfile")]:
         for word, rest in instructions(path):
             if word == "COPY" and not rest.startswith("--from"):
                 assert rest.split("/")[0].split()[0] in allowed, (path, rest)

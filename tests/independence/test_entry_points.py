@@ -17,6 +17,7 @@ import pytest
         ("quartet_envhost.__main__", "verifiers, openai, numpy"),
         ("quartet_envhost.worker", "verifiers, openai, numpy"),
         ("quartet_orchestrator.__main__", "torch, numpy"),
+        ("quartet_tinker.__main__", "torch, numpy, aiohttp"),
     ],
 )
 def test_an_entry_point_imports_nothing_large(entry: str, without: str) -> None:

@@ -1,7 +1,7 @@
 """Rules of the source tree that no type checker knows.
 
-1. No service imports another; the SDK imports no service.
-2. SDK, orchestrator and envhost never import torch, not even inside a function.
+1. No service imports another; the SDK and the gateways import no service.
+2. SDK, orchestrator, envhost and gateways never import torch, not even inside a function.
 3. Only the worker of an environment imports verifiers, never the front of envhost.
 4. A module's name says its concept.
 5. Every file and folder that a document names exists, and README.md links to every page of docs/.
@@ -23,15 +23,17 @@ SERVICES = ("trainer", "inference", "orchestrator", "envhost")
 PACKAGES = {"sdk": REPOSITORY / "sdk/src/quartet"} | {
     name: REPOSITORY / f"services/{name}/src/quartet_{name}" for name in SERVICES
 }
+# A gateway is a client of the contract: it imports the SDK and no service.
+PACKAGES["tinker"] = REPOSITORY / "gateways/tinker/src/quartet_tinker"
 TORCH_STACK = {"torch", "transformers", "safetensors", "accelerate"}
-TORCH_FREE = ("sdk", "orchestrator", "envhost")
+TORCH_FREE = ("sdk", "orchestrator", "envhost", "tinker")
 PICKLES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 INVARIANTS = range(1, 11)
 # "invariant_9_...", "Invariant 3", "Invariants 1, 2 and 9", and no other number of the sentence.
 NAMED = re.compile(r"[Ii]nvariants?[ _](\d+(?:(?:, | and )\d+)*)")
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "stuff", "manager"}
 # What a document names in backticks or links to, as far as it looks like a path of this repository.
-FOLDERS = "sdk|services|environments|configs|examples|k8s|tests|benchmarks|docs|protos"
+FOLDERS = "sdk|services|gateways|environments|configs|examples|k8s|tests|benchmarks|docs|protos"
 PATH = re.compile(rf"(?:`|\]\()((?:{FOLDERS})/[\w./-]+|Makefile|README\.md|compose\.yaml|\.ci/run)(?:`|\))")
 # Documents write "x" for any name.
 PLACEHOLDER = re.compile(r"/x[._]")
@@ -100,7 +102,7 @@ def test_every_invariant_is_named_by_a_test() -> None:
     assert stated is not None
     assert [int(n) for n in re.findall(r"^(\d+)\. \*\*", stated[0], re.MULTILINE)] == list(INVARIANTS)
     named: set[int] = set()
-    for tests in ("tests", "sdk/tests", "services/*/tests"):
+    for tests in ("tests", "sdk/tests", "services/*/tests", "gateways/*/tests"):
         for path in REPOSITORY.glob(f"{tests}/**/test_*.py"):
             for node in ast.walk(ast.parse(path.read_text(), str(path))):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):

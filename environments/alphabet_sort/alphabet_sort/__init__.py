@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from pydantic import Field, model_validator
 
 from alphabet_sort.episodes import SHORT, Shape, SortBy, episodes, joined_names, read_names
 
+# Comparing longer lists takes up to seconds, in which the worker's other rollouts must go on.
+INLINE_CHARS = 1000
 TAGS = ("alphabetical_sorted", "combined_alphabetical_sorted")
 
 
@@ -46,24 +49,28 @@ class AlphabetSortTask(vf.Task[AlphabetSortData]):
         """Mean over the turns of similarity to the power."""
         power = self.data.similarity_power
         if self.data.power_per_turn:
-            return _mean([similarity**power for similarity in self._similarities(trace)])
-        return _mean(self._similarities(trace)) ** power
+            return _mean([similarity**power for similarity in await self._similarities(trace)])
+        return _mean(await self._similarities(trace)) ** power
 
     @vf.metric
     async def perfect_turns(self, trace: vf.Trace) -> float:
         """Share of the turns whose list is right."""
-        return _mean([float(similarity == 1.0) for similarity in self._similarities(trace)])
+        return _mean([float(similarity == 1.0) for similarity in await self._similarities(trace)])
 
-    def _similarities(self, trace: vf.Trace) -> list[float]:
+    async def _similarities(self, trace: vf.Trace) -> list[float]:
         if self.data.require_clean_end and trace.is_truncated:
             return [0.0] * len(self.data.ground_truths)
         replies = [message.content for message in trace.assistant_messages]
         texts = [reply if isinstance(reply, str) else "" for reply in replies]
         texts += [""] * len(self.data.ground_truths)
-        return [
-            similarity(text, TAGS[min(turn, 1)], right, clean_end=self.data.require_clean_end)
-            for turn, (text, right) in enumerate(zip(texts, self.data.ground_truths, strict=False))
-        ]
+
+        def compare() -> list[float]:
+            return [
+                similarity(text, TAGS[min(turn, 1)], right, clean_end=self.data.require_clean_end)
+                for turn, (text, right) in enumerate(zip(texts, self.data.ground_truths, strict=False))
+            ]
+
+        return compare() if sum(map(len, texts)) <= INLINE_CHARS else await asyncio.to_thread(compare)
 
 
 def similarity(reply: str, tag: str, right: list[str], *, clean_end: bool = False) -> float:
@@ -79,7 +86,9 @@ def similarity(reply: str, tag: str, right: list[str], *, clean_end: bool = Fals
 def _ratio(written: str, right: list[str]) -> float:
     lines = [line.strip().lower() for line in written.splitlines()]
     text = "\n".join(line for line in lines if line)
-    return SequenceMatcher(None, text, "\n".join(right).lower()).ratio() if text else 0.0
+    # autojunk would pass over the frequent characters of a list, from 200 on: nearly all of them.
+    matcher = SequenceMatcher(None, text, "\n".join(right).lower(), autojunk=False)
+    return matcher.ratio() if text else 0.0
 
 
 def _mean(values: list[float]) -> float:

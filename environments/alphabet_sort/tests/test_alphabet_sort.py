@@ -74,6 +74,18 @@ class Rewards(unittest.TestCase):
         self.assertEqual(similarity(good + good, "t", right), 0.0)
         self.assertEqual(similarity("<t></t>", "t", right), 0.0)
 
+    def test_a_long_list_is_measured_as_a_short_one(self) -> None:
+        (task,) = taskset(
+            num_train=1, num_eval=0, min_turns=3, max_turns=3, min_names_per_turn=20, max_names_per_turn=20
+        )
+        right, replies = task.data.ground_truths[2], oracle(task)
+        wrong = "\n".join(f"?{name[1:]}" for name in right)
+        replies[2] = f"<{TAGS[1]}>\n{wrong}\n</{TAGS[1]}>"
+        self.assertGreater(len(wrong), 400)
+        trace = scored(task, replies)
+        self.assertAlmostEqual(trace.reward, (2 + (1 - len(right) / len(wrong)) ** 4) / 3)
+        self.assertAlmostEqual(trace.metrics["perfect_turns"], 2 / 3)
+
     def test_clean_end(self) -> None:
         for required, expected in ((True, 0.0), (False, 1.0)):
             (task, *_) = tasks(require_clean_end=required)

@@ -4,10 +4,13 @@
    other.
 2. A call that takes longer than its time, or writes more than a frame may have, ends its session; the next
    call begins a new one, and says so.
-3. At most `max_sessions` live; one more ends the one that has been idle longest. A session idle for
-   `idle_seconds` is ended too, so that a rollout that was cancelled leaves nothing behind.
+3. At most `max_sessions` live; one more ends the one that has been idle longest, or waits in the order of
+   asking while none is idle. A session idle for `idle_seconds` is ended too, so that a rollout that was
+   cancelled leaves nothing behind.
 4. The death of this process ends them all. The death of the nursery ends them too; the next call starts a
    new one.
+5. The nursery is asked one thing at a time, and its answer is awaited also when nobody wants it any more: a
+   session that was cancelled while it began is ended, and no other gets its handle.
 """
 
 from __future__ import annotations
@@ -68,10 +71,15 @@ class _Session:
     busy: bool = False
 
     def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-        os.close(self.pidfd)
+        _kill(self.pidfd)
         self.writer.close()
+
+
+def _kill(pidfd: int) -> None:
+    """End the process behind a handle, and close that."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    os.close(pidfd)
 
 
 class Sessions:
@@ -84,6 +92,10 @@ class Sessions:
         self._locks: dict[str, asyncio.Lock] = {}
         self._lost: set[str] = set()
         self._forking = asyncio.Lock()
+        # Sessions that begin have a place already; whoever finds none waits at the door, one at a time.
+        self._beginning: set[asyncio.Task[_Session]] = set()
+        self._door = asyncio.Lock()
+        self._changed = asyncio.Event()
         self.isolated = False
 
     @contextlib.asynccontextmanager
@@ -98,6 +110,7 @@ class Sessions:
                 reaper.cancel()
                 for key in list(self._live):
                     self.end(key)
+                await asyncio.gather(*self._beginning, return_exceptions=True)
 
     async def _grow(self) -> None:
         """A new nursery; the old one ends, if there is one. Raises RuntimeError."""
@@ -156,6 +169,7 @@ class Sessions:
                 raise
             else:
                 session.busy, session.used = False, time.monotonic()
+                self._changed.set()
                 note = NEW_SESSION if key in self._lost else ""
                 self._lost.discard(key)
                 return Answer(note + answer["output"], answer["error"])
@@ -175,20 +189,56 @@ class Sessions:
         return answer
 
     async def _begin(self, key: str) -> _Session:
-        idle = [(one.used, name) for name, one in self._live.items() if not one.busy]
-        if len(self._live) >= self._limits.max_sessions and idle:
-            self._lose(min(idle)[1])
-        ours, theirs = socket.socketpair()
-        with theirs:
-            async with self._forking:
-                try:
-                    pidfd = await asyncio.to_thread(self._fork, theirs)
-                except OSError:
-                    await self._grow()
-                    pidfd = await asyncio.to_thread(self._fork, theirs)
-        reader, writer = await asyncio.open_connection(sock=ours)
-        session = self._live[key] = _Session(pidfd, reader, writer)
+        async with self._door:
+            while len(self._live) + len(self._beginning) >= self._limits.max_sessions:
+                idle = [(one.used, name) for name, one in self._live.items() if not one.busy]
+                if idle:
+                    self._lose(min(idle)[1])
+                else:
+                    self._changed.clear()
+                    await self._changed.wait()
+            beginning = asyncio.create_task(self._new())
+            self._beginning.add(beginning)
+        try:
+            session = await asyncio.shield(beginning)
+        except asyncio.CancelledError:
+            beginning.add_done_callback(self._end_unwanted)
+            raise
+        except BaseException:
+            self._leave(beginning)
+            raise
+        self._live[key] = session
+        self._leave(beginning)
         return session
+
+    def _leave(self, beginning: asyncio.Task[_Session]) -> None:
+        self._beginning.discard(beginning)
+        self._changed.set()
+
+    def _end_unwanted(self, beginning: asyncio.Task[_Session]) -> None:
+        if not beginning.cancelled() and beginning.exception() is None:
+            beginning.result().end()
+        self._leave(beginning)
+
+    async def _new(self) -> _Session:
+        """A session, from the nursery or from a new one. Raises OSError and RuntimeError."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                async with self._forking:
+                    try:
+                        pidfd = await asyncio.to_thread(self._fork, theirs)
+                    except OSError:
+                        await self._grow()
+                        pidfd = await asyncio.to_thread(self._fork, theirs)
+            try:
+                return _Session(pidfd, *await asyncio.open_connection(sock=ours))
+            except BaseException:
+                _kill(pidfd)
+                raise
+        except BaseException:
+            ours.close()
+            raise
 
     def _fork(self, theirs: socket.socket) -> int:
         socket.send_fds(self._control, [b"1"], [theirs.fileno()])
@@ -203,6 +253,7 @@ class Sessions:
         session = self._live.pop(key, None)
         if session is not None:
             session.end()
+            self._changed.set()
         lock = self._locks.get(key)
         if lock is not None and not lock.locked():
             del self._locks[key]

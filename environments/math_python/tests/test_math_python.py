@@ -8,14 +8,17 @@ import json
 import os
 import re
 import signal
+import socket
 import tempfile
 import time
 import tomllib
 import unittest
+import unittest.mock
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import episodes_by_hand
 import verifiers.v1 as vf
@@ -246,6 +249,51 @@ class Ends(unittest.IsolatedAsyncioTestCase):
             with self.assertRaises(asyncio.CancelledError):
                 await slow
             self.assertEqual((await sessions.run("a", "2")).output, f"{NEW_SESSION}2")
+
+    async def test_a_session_cancelled_while_it_begins_leaves_nothing_to_the_next(self) -> None:
+        """sessions.py 5: the next has its own process, and neither process nor descriptor is left over."""
+        receive, slow = socket.recv_fds, [True]
+
+        def late(*arguments: Any) -> Any:
+            if slow:
+                slow.clear()
+                time.sleep(0.4)
+            return receive(*arguments)
+
+        limits = Limits(memory_bytes=256 * MIB, isolate=False)
+        async with Sessions(limits).open() as sessions:
+            await sessions.run("first", "1")
+            sessions.end("first")
+            await asyncio.sleep(0.1)  # its socket is closed in a later turn of the loop
+            (nursery,) = children(os.getpid())
+            before = len(os.listdir("/proc/self/fd"))
+            with unittest.mock.patch("socket.recv_fds", late):
+                begun = asyncio.create_task(sessions.run("cancelled", "1"))
+                await until(lambda: not slow)
+                begun.cancel()
+                with self.assertRaises(asyncio.CancelledError):
+                    await begun
+                own = (await sessions.run("b", "import os; os.getpid()")).output
+            folder = process_folder(sessions._live["b"].pidfd)
+            self.assertEqual(folder.name, own)
+            sessions.end("b")
+            await until(lambda: not folder.exists())
+            await until(lambda: not sessions._beginning and len(os.listdir("/proc/self/fd")) == before)
+            await until(lambda: not told(Path(f"/proc/{nursery}/task/{nursery}/children")))
+
+    async def test_there_are_never_more_than_the_limit(self) -> None:
+        """sessions.py 3: also when all are busy, when many begin at once, and when some give up."""
+        async with Sessions(Limits(memory_bytes=256 * MIB, max_sessions=2)).open() as sessions:
+            code = "import time; time.sleep(0.2); 7"
+            runs = [asyncio.create_task(sessions.run(key, code)) for key in "abcdefgh"]
+            await until(lambda: len(sessions._live) == 2)
+            runs[5].cancel()
+            runs[1].cancel()
+            while not all(one.done() for one in runs):
+                self.assertLessEqual(len(sessions._live) + len(sessions._beginning), 2)
+                await asyncio.sleep(0.005)
+            ended = await asyncio.gather(*runs, return_exceptions=True)
+            self.assertEqual([one.output for one in ended if not isinstance(one, BaseException)], ["7"] * 6)
 
     async def test_nothing_is_left_at_the_end(self) -> None:
         async with Sessions(Limits(memory_bytes=256 * MIB)).open() as sessions:

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
@@ -26,6 +27,8 @@ from pydantic import Field, model_validator
 SYSTEM_PROMPT = "Reverse the text character-by-character. Put your answer in <reversed_text> tags."
 _ANSWER = re.compile(r"<reversed_text>(.*?)</reversed_text>", re.DOTALL)
 _TAG = re.compile(r"</?reversed_text>")
+# Comparing longer texts takes up to seconds, in which the worker's other rollouts must go on.
+INLINE_CHARS = 1000
 
 
 class ReverseTextData(vf.TaskData):
@@ -47,7 +50,11 @@ class ReverseTextTask(vf.Task[ReverseTextData, vf.State, ReverseTextTaskConfig])
     async def lcs_reward(self, trace: vf.Trace) -> float:
         """Similarity of the answer to the reversed text, in [0, 1]."""
         answer = self._answer(trace)
-        return 0.0 if answer is None else SequenceMatcher(None, answer, self.data.answer).ratio()
+        if answer is None:
+            return 0.0
+        if len(answer) + len(self.data.answer) <= INLINE_CHARS:
+            return similarity(answer, self.data.answer)
+        return await asyncio.to_thread(similarity, answer, self.data.answer)
 
     @vf.metric
     async def exact_match(self, trace: vf.Trace) -> float:
@@ -58,6 +65,12 @@ class ReverseTextTask(vf.Task[ReverseTextData, vf.State, ReverseTextTaskConfig])
         if self.config.require_clean_end and trace.is_truncated:
             return None
         return parse_answer(trace.last_reply, require_clean_end=self.config.require_clean_end)
+
+
+def similarity(answer: str, right: str) -> float:
+    """How alike the texts are, in [0, 1]."""
+    # autojunk would pass over the frequent characters of a text, from 200 on: nearly all of them.
+    return SequenceMatcher(None, answer, right, autojunk=False).ratio()
 
 
 def parse_answer(reply: str, *, require_clean_end: bool = True) -> str | None:

@@ -35,6 +35,13 @@ class Rewards(unittest.TestCase):
         self.assertAlmostEqual(trace.reward, 2 * (n - 1) / (2 * n - 1))
         self.assertEqual(trace.metrics["exact_match"], 0.0)
 
+    def test_a_long_answer_is_measured_as_a_short_one(self) -> None:
+        for chars in (400, 1200):
+            (task,) = taskset(num_train=1, num_eval=0, min_chars=chars, max_chars=chars)
+            for text in (task.data.answer[:-1] + "?", "?" + task.data.answer[1:]):
+                trace = scored(task, f"<reversed_text>{text}</reversed_text>")
+                self.assertAlmostEqual(trace.reward, 1 - 1 / chars)
+
     def test_what_is_not_one_clean_pair_earns_nothing(self) -> None:
         good = f"<reversed_text>{self.answer}</reversed_text>"
         for reply in (

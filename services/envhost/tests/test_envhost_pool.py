@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
+import os
 import random
+import signal
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from quartet.errors import QuartetError
+from quartet.kit import health as health_module
+from quartet.kit.health import LIVENESS, Health
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 from quartet_envhost import host as host_module
+from quartet_envhost import pool as pool_module
+from quartet_envhost import processes
 from quartet_envhost.config import EnvHostConfig, EnvironmentConfig
-from quartet_envhost.frames import Kind
+from quartet_envhost.frames import MAX_PAYLOAD_BYTES, Kind
 from quartet_envhost.host import ActiveRequest, EnvironmentHost
 from quartet_envhost.places import Places
 from quartet_envhost.pool import WorkerPool
+from quartet_envhost.process import WorkerDied, WorkerProcess
 from quartet_envhost.together import Together
 
 ADDRESSES = ["localhost:1"]
@@ -51,6 +60,7 @@ async def test_results_that_nobody_reads_are_bounded_in_bytes() -> None:
     active.start(run, at_once=2)
     await asyncio.sleep(0.05)
     assert 5 <= len(begun) <= 5 + 2, "what waits, and what ran when it became too much"
+    assert not active.busy, "a reader that stalls is no fault of this host"
     for read in range(20):
         assert len(begun) <= read + 5 + 2
         assert await asyncio.wait_for(active.read(), 2) == large
@@ -72,6 +82,155 @@ async def test_a_host_that_has_no_descriptor_left_says_so(monkeypatch: pytest.Mo
     with pytest.raises(QuartetError, match="Too many open files"):
         await asyncio.wait_for(pool.open(), 10)
     await pool.close()
+
+
+class Spawned:
+    """A worker that loads as the test says, and whose rollouts end when it does."""
+
+    silent_seconds = 0.0
+
+    def __init__(self, pid: int, refusal: Exception | None, group_scoring: bool) -> None:
+        self.pid, self._refusal, self._group_scoring = pid, refusal, group_scoring
+        self.ended = asyncio.Event()
+        self.spoke = asyncio.Event()
+
+    @property
+    def alive(self) -> bool:
+        return not self.ended.is_set()
+
+    async def open(self, settings: dict[str, Any]) -> bytes:
+        if self._refusal is not None:
+            raise self._refusal
+        info = envhost_service_pb2.EnvironmentInfo(id=settings["id"], group_scoring=self._group_scoring)
+        return info.SerializeToString()
+
+    async def call(self, kind: Kind, payload: bytes, ask: Any = None) -> bytes:
+        await self.ended.wait()
+        raise WorkerDied("it ended")
+
+    async def wait(self) -> str:
+        await self.ended.wait()
+        return "it ended"
+
+    async def stop(self) -> None:
+        self.ended.set()
+
+
+def spawning(
+    patch: pytest.MonkeyPatch, refusals: dict[int, Exception], *, group_scoring: bool = False
+) -> list[Spawned]:
+    """The workers that pools spawn from now on; of which some, by their number, do not load."""
+    made: list[Spawned] = []
+
+    async def spawn(*_: Any) -> Spawned:
+        # No process has such a number.
+        made.append(Spawned(10**7 + len(made), refusals.get(len(made)), group_scoring))
+        return made[-1]
+
+    patch.setattr(WorkerProcess, "spawn", spawn)
+    return made
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not true():  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "refusal", [QuartetError("ENVIRONMENT_UNAVAILABLE", "the hub answered 503"), RuntimeError("a fault")]
+)
+async def test_a_respawn_that_is_refused_once_leaves_the_other_workers_alone(
+    monkeypatch: pytest.MonkeyPatch, refusal: Exception
+) -> None:
+    """pool.py 2 and 3: what runs beside it goes on, what is asked next is run, and it is tried again."""
+    made = spawning(monkeypatch, {2: refusal})
+    host = EnvironmentHost(EnvHostConfig(inference_addresses=ADDRESSES, workers=2, rollouts_per_worker=2))
+
+    async def run(request_id: str, *members: int) -> list[rollout_pb2.Rollout]:
+        request = envhost_service_pb2.RunRolloutsRequest(
+            request_id=request_id, environment={"id": "x"}, members=members, timeout_ms=600_000
+        )
+        return [rollout async for rollout in host.run(request)]
+
+    await host.describe(envhost_service_pb2.EnvironmentRef(id="x"))
+    (pool,) = host._pools.values()
+    await until(lambda: len(pool.workers) == 2)
+    first = asyncio.create_task(run("first", 0, 1))
+    await asyncio.sleep(0.05)
+    made[1].ended.set()
+    await until(lambda: len(made) == 4 and len(pool.workers) == 2)
+    second = asyncio.create_task(run("second", 0, 1))
+    await asyncio.sleep(0.05)
+    assert list(host._pools.values()) == [pool] and made[0].alive and not second.done()
+    assert (await host.describe(envhost_service_pb2.EnvironmentRef(id="x"))).workers == 2
+    made[0].ended.set()
+    made[3].ended.set()
+    for rollout in [*await first, *await second]:
+        assert "it ended" in rollout.failure.message
+    await host.close()
+
+
+async def test_a_refusal_is_told_where_no_worker_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pool.py 3."""
+    refusal = QuartetError("ENVIRONMENT_UNAVAILABLE", "the hub answered 503")
+    made = spawning(monkeypatch, {1: refusal})
+    host = EnvironmentHost(EnvHostConfig(inference_addresses=ADDRESSES))
+    ref = envhost_service_pb2.EnvironmentRef(id="x")
+    await host.describe(ref)
+    (pool,) = host._pools.values()
+    made[0].ended.set()
+    with pytest.raises(QuartetError, match="503"):
+        await asyncio.wait_for(pool._places.take(), 5)
+    assert (await host.describe(ref)).id == "x" and len(made) == 3, "whoever asks next has it tried again"
+    await host.close()
+
+
+async def test_an_unforeseen_fault_is_told_to_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invariant 7: nobody waits for ever, and the fault has a name."""
+    spawning(monkeypatch, {0: AssertionError("frame of 9 bytes")})
+    host = EnvironmentHost(EnvHostConfig(inference_addresses=ADDRESSES))
+    with pytest.raises(QuartetError, match="AssertionError: frame of 9 bytes") as told:
+        await asyncio.wait_for(host.describe(envhost_service_pb2.EnvironmentRef(id="x")), 5)
+    assert told.value.reason == "INTERNAL"
+    await host.close()
+
+
+async def test_arguments_that_fit_into_no_frame_are_refused() -> None:
+    """Invariant 8: as they came, and as they are written for a worker."""
+    host = EnvironmentHost(EnvHostConfig(inference_addresses=ADDRESSES))
+    for args_json in (
+        json.dumps({"rows": list(range(100_000, 590_000))}, separators=(",", ":")),
+        json.dumps({"text": "é" * 1_000_000}, ensure_ascii=False),
+        "{}" + 4_000_000 * " ",
+    ):
+        assert len(args_json.encode()) < MAX_PAYLOAD_BYTES
+        with pytest.raises(QuartetError, match="name a file instead") as told:
+            await host.describe(envhost_service_pb2.EnvironmentRef(id="x", args_json=args_json))
+        assert told.value.reason == "INVALID_CONFIG" and told.value.metadata["key"] == "args_json"
+    await host.close()
+
+
+async def test_a_worker_that_cannot_be_looked_at_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pool.py 2: a host without a free descriptor ends no worker that is well, and can end one."""
+    looks = 0
+
+    def none_left(_: str) -> list[str]:
+        nonlocal looks
+        looks += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "listdir", none_left)
+    monkeypatch.setattr(pool_module, "WATCH_INTERVAL_S", 0.01)
+    made = spawning(monkeypatch, {})
+    host = EnvironmentHost(EnvHostConfig(inference_addresses=ADDRESSES))
+    await host.describe(envhost_service_pb2.EnvironmentRef(id="x"))
+    await until(lambda: looks > 3)
+    assert len(made) == 1 and made[0].alive
+    await host.close()
+    process = await asyncio.create_subprocess_exec("sleep", "60", start_new_session=True)
+    processes.kill(process.pid)
+    assert await asyncio.wait_for(process.wait(), 5) == -signal.SIGKILL
 
 
 class Place:
@@ -186,6 +345,56 @@ async def test_a_group_is_tried_again_together_within_its_budget() -> None:
         assert worker.members == [0, 1, 2] * tries
         assert [rollouts[one].failure.retryable for one in range(3)] == [False, retries == 1, False]
         await pool.close()
+
+
+async def test_each_attempt_is_progress() -> None:
+    """host.py 5: between its retries a member is told of, although it has not ended."""
+
+    class Failing(Place):
+        def answer(self, asked: Any) -> rollout_pb2.Rollout:
+            rollout = super().answer(asked)
+            rollout.failure.retryable = True
+            return rollout
+
+    worker, told = Failing(), []
+    pool = pool_of(worker)
+    pool._progress = lambda: told.append(len(worker.members))
+    request = envhost_service_pb2.RunRolloutsRequest(timeout_ms=9000, max_retries=2)
+    await asyncio.wait_for(pool.run(request, 0), 10)
+    assert told == [1, 2, 3]
+    await pool.close()
+
+
+@pytest.mark.parametrize(("together", "rollouts_s"), [(False, 60), (True, 120)])
+async def test_liveness_follows_the_limits_of_what_is_under_way(
+    monkeypatch: pytest.MonkeyPatch, together: bool, rollouts_s: int
+) -> None:
+    """host.py 5: a rollout that its caller gave more time than this host would is no sign of a stall."""
+    monkeypatch.setattr(health_module, "WATCHDOG_SECONDS", 0.02)
+    monkeypatch.setattr(host_module, "BETWEEN_S", 0.1)
+    made = spawning(monkeypatch, {}, group_scoring=together)
+    limits = {"timeout_seconds": 0.1, "load_timeout_seconds": 0.1, "deadline_grace_seconds": 0.1}
+    config = EnvHostConfig.model_validate({"inference_addresses": ADDRESSES, **limits})
+    health = Health()
+    host = EnvironmentHost(config, health.progress)
+    health.watch_progress(host.stall_limit_s, host.busy)
+    watchdog = asyncio.create_task(health.watchdog())
+    request = envhost_service_pb2.RunRolloutsRequest(
+        request_id="long", environment={"id": "x"}, members=[0, 1], timeout_ms=60_000
+    )
+
+    async def run() -> list[rollout_pb2.Rollout]:
+        return [rollout async for rollout in host.run(request)]
+
+    running = asyncio.create_task(run())
+    await asyncio.sleep(1)
+    assert host.busy() and health.why_not(LIVENESS) == ""
+    assert host.stall_limit_s() == pytest.approx(0.1 + (rollouts_s + 0.1) + 0.1)
+    made[0].ended.set()
+    assert len(await running) == 2
+    assert not host.busy() and host.stall_limit_s() == pytest.approx(0.2)
+    watchdog.cancel()
+    await host.close()
 
 
 async def test_everybody_who_waits_for_a_place_ends_with_the_pool() -> None:

@@ -148,6 +148,14 @@ async def test_tool_answers_are_carried_and_not_trained_on(hosted: Any) -> None:
                 return 'call calc_add {"a": 40, "b": 2}'
             case "42":
                 return "call calc_add not json"
+            case str() if "Expecting value" in last:  # what this reader of JSON takes as none
+                return f'call calc_add {{"a": {"9" * 5000}, "b": 2}}'
+            case str() if "digits" in last:
+                return f"call calc_add {'[' * 5000}{']' * 5000}"
+            case str() if "too deeply" in last:
+                return f"call calc_add {'[' * 250}{']' * 250}"
+            case str() if "depth exceeded" in last:
+                return 'call calc_add {"a": "\\ud800", "b": 2}'
         return f"it is 42 ({last[:12]})"
 
     hosted.policy.answer = script
@@ -155,11 +163,13 @@ async def test_tool_answers_are_carried_and_not_trained_on(hosted: Any) -> None:
     stream = hosted.stub.RunRollouts(request, timeout=90)
     (rollout,) = [frame.rollout async for frame in stream if frame.HasField("rollout")]
     assert not rollout.HasField("failure"), rollout.failure
-    assert rollout.reward == 1.0 and rollout.metrics["calls"] == 1.0 and rollout.num_turns == 3
-    roles = ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+    assert rollout.reward == 1.0 and rollout.metrics["calls"] == 1.0 and rollout.num_turns == 7
+    roles = ["user", *["assistant", "tool"] * 6, "assistant"]
     assert [m.role for m in rollout.messages] == roles
     assert rollout.messages[1].tool_calls[0].arguments_json == '{"a": 40, "b": 2}'
-    assert rollout.messages[2].content == "42" and "not JSON" in rollout.messages[4].content
+    assert rollout.messages[2].content == "42" and all(
+        "not JSON" in rollout.messages[wrong].content for wrong in (4, 6, 8, 10, 12)
+    )
     (sample,) = rollout.samples
     covered = sum(span.length for span in sample.spans)
     assert covered == rollout.usage.completion_tokens and rollout.prefix_breaks == 0

@@ -219,6 +219,8 @@ async def test_other_base_weights_take_the_adapters_with_them(
         ({"config": "{}"}, "not peft's"),
         ({"settings": {"use_dora": True}}, "use_dora"),
         ({"settings": {"modules_to_save": ["norm"]}}, "modules_to_save"),
+        ({"settings": {"init_lora_weights": "pissa_niter_4"}}, "init_lora_weights = 'pissa_niter_4'"),
+        ({"settings": {"kasa_config": {}}}, "kasa_config"),
         ({"settings": {"rank_pattern": {"q_proj": 2}}}, "rank_pattern"),
         ({"settings": {"r": 3}}, "the model needs"),
         ({"rename": ("lora_B", "lora_C")}, "has no .lora_B"),
@@ -244,6 +246,25 @@ async def test_an_adapter_that_does_not_fit_is_refused_whole(
         await load(engine, "a", 0, Adapter(config, tensors, None))
     assert refused.value.reason == "INVALID_REQUEST"
     assert engine.info().adapters == ()
+
+
+@pytest.mark.parametrize("served", engines()[1:], indirect=True)
+async def test_an_adapter_that_vllm_refuses_leaves_the_one_before(
+    engine: Any, base: Any, tolerance: float
+) -> None:
+    sound, unfit = random_adapter(base, 5), random_adapter(base, 6)
+    await load(engine, "a", 0, sound)
+    settings = json.loads(unfit.config)
+    del settings["target_modules"]
+    for run, version in (("a", 1), ("b", 0)):
+        with pytest.raises(QuartetError, match=f"{run}@{version}.*target_modules") as refused:
+            await load(engine, run, version, Adapter(json.dumps(settings), unfit.tensors, None))
+        assert refused.value.reason == "INVALID_REQUEST"
+    assert [(one.run_id, one.version) for one in engine.info().adapters] == [("a", 0)]
+    assert (await ask(engine, [1, 2], "a")).difference({0: sound.merged}) <= tolerance
+    assert len(await engine._running.llm.list_loras()) == 1
+    await load(engine, "a", 2, unfit)
+    assert (await ask(engine, [1, 2], "a")).difference({2: unfit.merged}) <= tolerance
 
 
 @pytest.mark.parametrize("served", engines()[1:], indirect=True)

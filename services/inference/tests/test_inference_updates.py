@@ -200,6 +200,59 @@ async def test_promise_4_of_updates_every_change_is_followed_and_held_contents_a
     assert following.publisher.fetches == 5
 
 
+async def test_promise_6_of_updates_of_runs_that_are_followed_no_more_nothing_is_held(
+    following: Following,
+) -> None:
+    runs = [f"run-{number}" for number in range(65)]
+    async with following.running():
+        for number, run_id in enumerate(runs):
+            for version in range(2):
+                following.store.publish(run_id, version, weights(number * 2 + version))
+                served = following.engine.info
+                await following.until(
+                    lambda served=served, version=version, run_id=run_id: (  # type: ignore[misc]
+                        (one := served().served) is not None
+                        and (one.run_id, one.version) == (run_id, version)
+                    )
+                )
+            if number:
+                following.store.close_run(runs[number - 1])
+        assert not following.refused
+        store = following.follower._holdings.store
+        held = [store.get(runs[-1], version).number for version in range(2)]
+        assert held == [0, 1] and following.follower._held.manifest.run_id == runs[-1]
+        for gone in runs[:-1]:
+            with pytest.raises(QuartetError, match="RUN_UNKNOWN"):
+                store.get(gone)
+
+
+async def test_promise_6_of_updates_refused_runs_make_room_for_each_other(following: Following) -> None:
+    async with following.running():
+        following.store.publish("served", 0, weights(1))
+        await following.until(lambda: len(following.engine.swaps) == 1)
+        following.engine.refuses = "INVALID_REQUEST"
+        for number in range(3):
+            following.store.publish(f"unfit-{number}", 0, weights(number + 2))
+            await following.until(lambda number=number: following.engine.stages == number + 2)  # type: ignore[misc]
+        store = following.follower._holdings.store
+        assert [store.get(run).number for run in ("unfit-1", "unfit-2")] == [0, 0]
+        for gone in ("served", "unfit-0"):
+            with pytest.raises(QuartetError, match="RUN_UNKNOWN"):
+                store.get(gone)
+        following.engine.refuses = ""
+        following.store.publish("unfit-2", 1, weights(9))
+        await following.until(lambda: len(following.engine.swaps) == 2)
+        await following.until(lambda: not _holds(store, "unfit-1"))
+        assert _holds(store, "unfit-2")
+
+
+def _holds(store: WeightStore, run_id: str) -> bool:
+    try:
+        return store.latest(run_id) is not None
+    except QuartetError:
+        return False
+
+
 async def test_promise_3_of_updates_a_publisher_that_refuses_to_announce_is_asked_again(
     following: Following,
 ) -> None:

@@ -93,6 +93,10 @@ async def test_what_cannot_be_served_is_said_in_one_sentence(model_folder: Path,
         cases: list[tuple[dict[str, Any], str]] = [
             ({"openai": {"address": "127.0.0.1:0", "api_key_file": tmp_path / "nothing"}}, "cannot be read"),
             ({"openai": {"address": busy}}, "choose another port"),
+            (
+                {"openai": {"address": "127.0.0.1:0", "port_file": tmp_path / "none" / "port"}},
+                "openai.port_file = .* cannot be written",
+            ),
             ({"chat": {"tool_parser": "unheard-of"}}, "choose auto, none, hermes"),
         ]
         for settings, why in cases:

@@ -171,6 +171,23 @@ def arriving(version: int) -> arrival.Arrival:
     return arrival.Arrival(pb.WeightManifest(run_id="r", version=version), memoryview(b"bytes"))
 
 
+async def test_a_fetch_from_a_relay_is_whole_although_the_relay_has_forgotten_its_run(fleet: Fleet) -> None:
+    await fleet.add(1)
+    full = await fleet.publish(0, tensors(1))
+    await fleet.serve(0)
+    relaying = fleet.replicas[0]
+    request = pb.FetchRequest(run_id="r", version=0)
+    frames: Any = relaying.servicer.fetch_encoded(request, None)  # type: ignore[arg-type]
+    come = len(await anext(frames))
+    await asyncio.to_thread(fleet.trainer.store.publish, "next", 5, tensors(2))
+    await fleet.serve(5)
+    with pytest.raises(QuartetError, match="RUN_UNKNOWN"):
+        relaying.holdings.store.get("r", 0)
+    async for frame in frames:
+        come += len(frame)
+    assert come > full.payload_bytes
+
+
 async def test_promise_2_of_relay_who_asks_for_what_is_fetched_next_waits_for_its_manifest(
     holdings: Holdings,
 ) -> None:

@@ -16,6 +16,7 @@ from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
 from quartet.v1 import inference_service_pb2 as ipb
 from quartet.v1 import inference_service_pb2_grpc as irpc
+from quartet.weights.fetch import get_manifest
 from quartet.weights.push import push_version
 from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
 from quartet.weights.store import WeightStore
@@ -124,6 +125,22 @@ async def test_a_pushed_version_that_does_not_fit_leaves_the_old_one(
         assert (await replica.serves(sound.manifest.digest)).policy_version == 1
         mended = await push_version(replica.channel, "mine", 3, weights_of(make_model(2)))
         await replica.serves(mended.manifest.digest)
+
+
+async def test_of_runs_that_push_the_last_ones_are_held_and_that_of_run_id(
+    model_folder: Path, make_model: Make
+) -> None:
+    values = weights_of(make_model(1))
+    async with serving(model_folder, accept_push=True, run_id="mine") as replica:
+        sound = await push_version(replica.channel, "mine", 1, values)
+        await replica.serves(sound.manifest.digest)
+        for run in range(65):
+            await push_version(replica.channel, f"other-{run}", 0, values)
+        for held in ("mine", "other-63", "other-64"):
+            assert (await get_manifest(replica.channel, held)).digest == sound.manifest.digest
+        for gone in ("other-0", "other-62"):
+            with pytest.raises(QuartetError, match="RUN_UNKNOWN"):
+                await get_manifest(replica.channel, gone)
 
 
 async def test_pushes_are_refused_where_they_are_not_asked_for(model_folder: Path, make_model: Make) -> None:

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from quartet.errors import QuartetError
 from quartet.weights.tensor import Tensor
-from quartet_inference.engine import Request, Sampling, ServedWeights
+from quartet_inference.engine import Request, Sampling, ScoreRequest, ServedWeights
 
 from .engine_calls import complete, running, until
 from .random_models import weights_of
@@ -145,6 +145,50 @@ async def test_abandoned_requests_give_their_blocks_back(keeping: Driver) -> Non
     assert keeping.engine._running.llm.output_processor.get_num_unfinished_requests() == 0
 
 
+async def test_running_and_waiting_are_counted_as_they_change(keeping: Driver) -> None:
+    held = keeping.engine._running
+    streams = [
+        keeping.engine.generate(Request((1, n), Sampling(200, ignore_eos=True), n=8)) for n in range(3)
+    ]
+    calls = [asyncio.create_task(anext(stream)) for stream in streams]
+    calls += [asyncio.create_task(keeping.ask([n], max_tokens=n)) for n in range(1, 30)]
+    seen: set[tuple[int, int]] = set()
+
+    def counted() -> tuple[int, int]:
+        info = keeping.engine.info()
+        started = sum(flight.started for flight in held.flights)
+        assert (info.running, info.waiting) == (started, len(held.flights) - started)
+        return info.running, info.waiting
+
+    while not all(call.done() for call in calls):
+        seen.add(counted())
+        await asyncio.sleep(0.001)
+    assert len(seen) > 10
+    await streams[0].aclose()
+    counted()
+    await keeping.update(3)
+    for stream in streams[1:]:
+        await stream.aclose()
+    assert counted() == (0, 0)
+
+
+async def test_what_the_engine_says_of_itself_costs_the_same_however_much_runs(
+    keeping: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unwalked(dict[Any, None]):
+        def __iter__(self) -> Any:
+            raise AssertionError("walked")
+
+    held = keeping.engine._running
+    monkeypatch.setattr(held, "flights", Unwalked.fromkeys(range(4000)))
+    monkeypatch.setattr(held, "started", 1000)
+    info = keeping.engine.info()
+    assert (info.running, info.waiting) == (1000, 3000)
+    monkeypatch.setattr(keeping.engine, "_max_waiting", 3000)
+    with pytest.raises(QuartetError, match="3000 completions wait"):
+        await keeping.ask([1])
+
+
 async def test_a_request_abandoned_while_it_is_handed_over_leaves_vllm(
     keeping: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +213,18 @@ async def test_a_request_abandoned_while_it_is_handed_over_leaves_vllm(
             await asyncio.sleep(0.01)
 
 
+async def test_a_score_that_is_abandoned_leaves_vllm(keeping: Driver) -> None:
+    await keeping.engine.pause()
+    score = asyncio.create_task(keeping.engine.score(ScoreRequest((1, 2, 3), ((1, 2),))))
+    unfinished = keeping.engine._running.llm.output_processor.get_num_unfinished_requests
+    await until(lambda: unfinished() == 1)
+    score.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await score
+    assert unfinished() == 0
+    await keeping.engine.resume()
+
+
 async def test_both_engines_draw_the_same_tokens_for_a_seed(keeping: Driver) -> None:
     await keeping.update(12)
     async with running(keeping.make(12)) as embedded:
@@ -185,11 +241,22 @@ async def test_half_loaded_weights_end_the_engine(keeping: Driver) -> None:
     partial = {k: v for k, v in whole.items() if "layers.1.self_attn.q_proj" not in k}
     call = asyncio.create_task(keeping.ask([1], max_tokens=240))
     await until(lambda: keeping.engine.info().running == 1)
+    await keeping.engine.pause()
+    score = asyncio.create_task(keeping.engine.score(ScoreRequest((1, 2, 3), ((1, 2),))))
+    unfinished = keeping.engine._running.llm.output_processor.get_num_unfinished_requests
+    await until(lambda: unfinished() == 2)
     staged = await asyncio.to_thread(keeping.engine._staging.write, partial)
     with pytest.raises(QuartetError, match="could not be loaded"):
         await keeping.engine.swap(staged, ServedWeights("r", 100, b""))
     assert keeping.engine.info().closed
-    for late in (call, keeping.ask([1]), keeping.engine.pause(), keeping.update(14)):
+    for late in (
+        call,
+        score,
+        keeping.engine.score(ScoreRequest((1, 2), ((1, 1),))),
+        keeping.ask([1]),
+        keeping.engine.pause(),
+        keeping.update(14),
+    ):
         with pytest.raises(QuartetError) as refused:
-            await late
+            await asyncio.wait_for(late, 20)
         assert refused.value.reason == "NOT_READY"

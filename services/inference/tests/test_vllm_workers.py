@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,8 @@ from quartet.errors import QuartetError
 from quartet_inference.engine import ServedWeights
 from quartet_inference.vllm import environment
 
-from .engine_calls import END, until
+from .adapters import random_adapter
+from .engine_calls import END, load, until
 from .random_models import weights_of
 from .told import TOLERANCE
 from .vllm_driver import PROMPT, Make, launch, tear
@@ -35,6 +37,7 @@ class Core:
         self.vllm_config = SimpleNamespace(scheduler_config=scheduler, lora_config=None)
         self.engine_core = self
         self.output_handler = None
+        self.errored = False
 
     async def pause_scheduler_async(self, **_: Any) -> None:
         self.paused = True
@@ -108,7 +111,9 @@ async def test_two_workers_take_an_update_together_and_their_end_is_told(
     def make(seed: int) -> Any:
         return make_model(seed, head_dim=32)
 
-    driver = await asyncio.to_thread(launch, tmp_path, make, args={"tensor_parallel_size": 2})
+    driver = await asyncio.to_thread(
+        launch, tmp_path, make, max_lora_rank=8, args={"tensor_parallel_size": 2}
+    )
     engine = driver.engine
     try:
         assert driver.difference(await driver.ask(PROMPT)) <= TOLERANCE["vllm"]
@@ -118,6 +123,14 @@ async def test_two_workers_take_an_update_together_and_their_end_is_told(
         for _ in range(2):
             with pytest.raises(QuartetError, match="could not be loaded"):
                 await engine.swap(torn, ServedWeights("r", 7, b""))
+        adapter = random_adapter(make(0), 3)
+        unfit = replace(adapter, config=adapter.config.replace("target_modules", "targets"))
+        for _ in range(2):
+            with pytest.raises(QuartetError, match="refused by vLLM"):
+                await load(engine, "a", 0, unfit)
+        await load(engine, "a", 0, adapter)
+        told = await driver.ask(PROMPT, run_id="a")
+        assert told.difference({0: adapter.merged}) <= TOLERANCE["vllm"]
         call = asyncio.create_task(driver.ask(PROMPT, max_tokens=100))
         await until(lambda: engine.info().running == 1)
         version = await driver.update(1)

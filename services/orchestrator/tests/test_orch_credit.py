@@ -129,7 +129,7 @@ def test_minibatches_are_the_batch_with_the_batchs_credit(aggregation: str, over
     found = [batches.normalizer(config, rollouts, minibatches=2) for rollouts, _ in parts]
     cut = 3 if overlong else 0
     size = credit.Size(18 + 36 + 16 - 9 * cut, 16 - cut)
-    assert sum(found) == credit.normalizer(aggregation, size, rollouts=12, max_tokens=9)
+    assert sum(found) == credit.normalizer(aggregation, size, rollouts=12, constant_tokens=9)
     assert batches.normalizer(config, whole[0]) == sum(found)
 
 

@@ -160,3 +160,37 @@ async def test_an_answer_to_anybody_ends_the_outage_for_everybody():
     now[0] = 25.1
     with pytest.raises(outage.RunInterrupted, match="away for 10 s"):
         service.failed("refused")
+
+
+async def test_a_host_that_delivers_to_one_group_is_not_away_for_another(monkeypatch):
+    """outage.py 4: a stream of rollouts is an answer, however long its group takes."""
+    monkeypatch.setattr(outage, "MAX_BACKOFF_S", 0.02)
+    delivered = []
+
+    class Hosts:
+        async def run(self, asked):
+            if not asked.request_id.startswith("slow") and len(delivered) < 12:
+                raise QuartetError("OVERLOADED", "4096 rollouts are in flight; the limit is 4096")
+            for member in list(asked.members):
+                await asyncio.sleep(0.05)
+                one = rpb.Rollout(member=member)
+                one.samples.add(token_ids=[5, 6], logprobs=[-1.0]).spans.add(start=1, length=1)
+                yield one
+
+    def note(message, *, warning=False):
+        pass
+
+    away = [outage.Outage("the host", 0.3, note), outage.Outage("the model", 60.0, note)]
+    sampling = Sampling(Hosts(), Permits(100), *away)
+
+    async def sampled(name, members):
+        return await sampling.complete(
+            epb.RunRolloutsRequest(request_id=name),
+            range(members),
+            lambda one: delivered.append(one.member) or True,
+            all_or_nothing=True,
+        )
+
+    async with asyncio.timeout(20):
+        assert await asyncio.gather(sampled("slow", 12), sampled("other", 4)) == [{}, {}]
+    assert len(delivered) == 16

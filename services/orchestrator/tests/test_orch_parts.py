@@ -6,13 +6,17 @@ import math
 
 import pytest
 from orch_world import RUN
+from quartet.run.difficulty import DifficultyFilterConfig
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.journal_pb2 import JournalRecord
 from quartet_orchestrator import batches, metrics, parts
+from quartet_orchestrator.difficulty import NO_SPREAD, verdict
 from quartet_orchestrator.sampling import checked
 from quartet_orchestrator.state import RunState
+
+OFF = DifficultyFilterConfig()
 
 
 def episode(*rewarded: tuple[str, float, int], member: int = 0) -> rpb.Rollout:
@@ -63,12 +67,13 @@ def test_a_group_has_spread_where_any_role_has():
     ranked = [episode(("agent", 0.0, 1), ("agent", 1.0, 1), member=member) for member in range(2)]
     for rollout in ranked:
         state.apply(JournalRecord(rollout=pb.RolloutEvent(group=0, rollout=rollout)))
-    assert state.groups[0].has_spread
+    assert verdict(OFF, state.groups[0].rewards, state.groups[0].compared.values()) is None
     state.apply(JournalRecord(dispatched={"group": 1, "members": 2}))
     for member in range(2):
         game = episode(("one", 0.0, 1), ("two", 1.0, 1), member=member)
         state.apply(JournalRecord(rollout=pb.RolloutEvent(group=1, rollout=game)))
-    assert not state.groups[1].has_spread, "two roles are not compared with each other"
+    # Two roles are not compared with each other.
+    assert verdict(OFF, state.groups[1].rewards, state.groups[1].compared.values()) == NO_SPREAD
     times = metrics.StepTimes(1.0, 0.5, 0.5)
     scored = [metrics.Scored("e", 0, rollout) for rollout in ranked]
     values = metrics.of_step(0, scored, {}, times, {})

@@ -120,9 +120,9 @@ def test_credit_is_finite_and_centred(kind, groups):
 def test_normalizer():
     """credit.py 3"""
     of, size = credit.normalizer, credit.Size(tokens=40, samples=9)
-    assert of("token", size, rollouts=8, max_tokens=None) == 40
-    assert of("sequence", size, rollouts=8, max_tokens=None) == 9
-    assert of("constant", size, rollouts=8, max_tokens=16) == 128
+    assert of("token", size, rollouts=8, constant_tokens=None) == 40
+    assert of("sequence", size, rollouts=8, constant_tokens=None) == 9
+    assert of("constant", size, rollouts=8, constant_tokens=16) == 128
 
 
 def rollout(tokens: int, version: int = 0, reward: float = 1.0) -> Rollout:
@@ -195,6 +195,23 @@ async def test_permits_are_fair_and_survive_cancellation():
     await asyncio.wait_for(permits.take(4), 1)
 
 
+async def test_a_group_that_is_sampled_again_does_not_wait_behind_later_batches():
+    """permits.py 1 and 2."""
+    permits, order = Permits(4), []
+
+    async def use(batch: int, place: int) -> None:
+        await permits.take(4, batch)
+        order.append((batch, place))
+        await asyncio.sleep(0.005)
+        permits.give_back(4)
+
+    waiting = [asyncio.create_task(use(batch, place)) for batch in range(3) for place in range(2)]
+    await asyncio.sleep(0)
+    waiting.append(asyncio.create_task(use(0, 9)))
+    await asyncio.gather(*waiting)
+    assert order == [(0, 0), (0, 1), (0, 9), (1, 0), (1, 1), (2, 0), (2, 1)]
+
+
 @given(st.integers(0, 2**16), st.integers(1, 8))
 def test_permits_are_never_overdrawn(seed, total):
     import random
@@ -204,7 +221,7 @@ def test_permits_are_never_overdrawn(seed, total):
 
         async def use(number: int) -> None:
             count = chance.randint(1, total)
-            await permits.take(count)
+            await permits.take(count, chance.randint(0, 2))
             held[number] = count
             assert held.total() <= total
             await asyncio.sleep(0)

@@ -88,6 +88,8 @@ async def test_typed_errors(world):
         with pytest.raises(QuartetError) as caught:
             await submit(stub, TOML.replace("max_steps = 4", "max_steps = 5"))
         assert caught.value.reason == "RUN_CONFLICT"
+        again = await submit(stub, TOML + '[wandb]\nproject = "p"\n')
+        assert again.run_id == "run", "where a run is shown does not make it another"
         for run_id in ("", "a/b", "..", "x" * 65):
             with pytest.raises(QuartetError) as caught:
                 await submit(stub, run_id=run_id)

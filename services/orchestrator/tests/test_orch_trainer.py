@@ -145,3 +145,37 @@ async def test_an_honest_replay_changes_no_version(world, monkeypatch):
         seen = await events(runs)
     assert any("replaying" in r.note.message for r in seen)
     assert not any("other contents" in r.note.message for r in seen)
+
+
+async def test_a_run_that_is_stopped_while_the_trainer_loads_is_closed_there(world):
+    """training.py, close: what CreateRun began is finished there, whoever stopped waiting for it."""
+    plain, begun, finished, made = world.trainer.CreateRun, asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def loads_a_large_model(request, context):
+        begun.set()
+
+        async def work():
+            await finished.wait()
+            answer = await plain(request, context)
+            made.set()
+            return answer
+
+        return await asyncio.shield(asyncio.create_task(work()))
+
+    closed = world.trainer.CloseRun
+
+    async def closes_behind_it(request, context):
+        finished.set()
+        await made.wait()
+        return await closed(request, context)
+
+    world.trainer.CreateRun, world.trainer.CloseRun = loads_a_large_model, closes_behind_it
+    await world.kill("trainer")
+    await world.serve("trainer")
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        await begun.wait()
+        runs.stop(RUN)
+        run = await world.rest(runs)
+    assert run.phase == pb.RUN_PHASE_STOPPED
+    assert world.trainer.closed == [RUN] and not world.trainer.runs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -90,3 +91,28 @@ async def test_the_key_ranks_starts_torchrun_and_its_ranks_die_with_it(tmp_path:
         while alive(pids):
             await asyncio.sleep(0.05)
             assert time.monotonic() < deadline
+
+
+async def test_a_disk_that_is_full_at_the_export_ends_no_rank(
+    write_qwen3: Any, tmp_path: Path, make_samples: Any
+) -> None:
+    """Lead promise 1: the state is refused as one process refuses it, and the run goes on."""
+    folder = write_qwen3(
+        tmp_path / "model", seed=7, vocab_size=96, hidden_size=128, num_hidden_layers=2,
+        num_attention_heads=4, head_dim=32, intermediate_size=256, max_position_embeddings=128,
+    )  # fmt: skip
+    # Room for each rank's part of a state, and not for the whole model in one file.
+    room = int(0.8 * (folder / "model.safetensors").stat().st_size)
+    with running(tmp_path / "ranks", by_torchrun(2)) as group:
+        address = group.wait_served()
+        for rank in (0, 1):
+            resource.prlimit(group.rank_pid(rank), resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+        async with connect(address) as channel:
+            trainer = Served(TrainerServiceStub(channel), channel, group.state_dir)
+            await trainer.create(base_model=str(folder), **SPEC)
+            await trainer.publish(1)
+            error = await trainer.refused(trainer.save(2, "final", export=True), "NOT_READY")
+            assert "make room" in error.message
+            await trainer.save(2, "plain")
+            await trainer.one_step(3, make_samples())
+        assert "rank_ended" not in group.log.read_text()

@@ -182,8 +182,8 @@ async def test_runs_share_the_memory_of_their_base(folder: Path) -> None:
 
     bases = Bases()
     spec = RunSpec(base_model=str(folder), optimizer=OptimizerSpec(learning_rate=1.0))
-    one = bases.open(folder, spec, load)
-    assert bases.open(folder, spec.model_copy(update={"seed": 3}), load) is one
+    one = bases.open(folder, spec, load, None)
+    assert bases.open(folder, spec.model_copy(update={"seed": 3}), load, None) is one
     a, b = (one.join(LoraSpec(rank=2, alpha=2.0), str(folder), seed) for seed in (0, 1))
     assert a.model is b.model and loaded == [1]
     # Initial weights follow from the seed, whatever was there before.

@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from quartet.v1 import trainer_service_pb2 as pb
+from quartet_trainer import passes, run
 from quartet_trainer.logprobs import PolicyForward
+from quartet_trainer.loss import token_losses
 from quartet_trainer.model import load_model
 from quartet_trainer.passes import Machine, Passes
 from quartet_trainer.sample import Sample, make_sample
@@ -49,3 +53,102 @@ def test_promise_3_progress_is_heard_after_every_micro_batch(folder: Path) -> No
         heard: list[int] = []
         passes_over(model, budget, heard).score(samples(), None, 1.0)
         assert len(heard) == micro_batches
+
+
+async def test_a_batch_beyond_the_memory_leaves_the_run_as_it_was(
+    folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker promise 4 and Gradients promise 1: sent again when there is room, it is applied once, whole."""
+    losses: list[torch.Tensor] = []
+
+    def beyond_the_memory(*arguments: Any) -> torch.Tensor:
+        losses.append(token_losses(*arguments))
+        return losses[-1] if len(losses) == 1 else torch.empty(2**50)
+
+    norms = []
+    for fails in (True, False):
+        async with serve_trainer(microbatch_tokens=16) as trainer:
+            await trainer.create(str(fails), base_model=str(folder))
+            if fails:
+                with monkeypatch.context() as patched:
+                    patched.setattr(passes, "token_losses", beyond_the_memory)
+                    first = trainer.forward_backward(1, make_samples(), run_id=str(fails))
+                    error = await trainer.refused(first, "OVERLOADED")
+                assert len(losses) == 2 and "microbatch_tokens" in error.message
+            await trainer.forward_backward(1, make_samples(), run_id=str(fails))
+            step = pb.OptimStepRequest(run_id=str(fails), seq_id=2)
+            norms.append((await trainer.stub.OptimStep(step)).grad_norm)
+    assert norms[0] == norms[1]
+
+
+@pytest.mark.parametrize("dropout", [None, 0.5])
+async def test_a_batch_whose_verification_fails_was_not_applied(
+    folder: Path,
+    serve_trainer: Any,
+    make_samples: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    dropout: float | None,
+) -> None:
+    """Invariant 2, Sequence promise 3 and Gradients promise 1: sent again, its gradients count once."""
+    plain, norms = run.verify, []
+
+    def beyond_the_memory(*arguments: Any) -> Any:
+        monkeypatch.setattr(run, "verify", plain)
+        return torch.empty(2**50)
+
+    lora = None if dropout is None else pb.LoraSpec(rank=4, alpha=8.0, dropout=dropout)
+    for fails in (True, False):
+        async with serve_trainer() as trainer:
+            name = f"{fails}"
+            await trainer.create(name, base_model=str(folder), lora=lora)
+            await trainer.stub.PublishWeights(pb.PublishWeightsRequest(run_id=name, seq_id=1))
+
+            async def batch(name: str = name, trainer: Any = trainer) -> Any:
+                return await trainer.forward_backward(2, make_samples(), run_id=name, verify_logprobs=True)
+
+            if fails:
+                monkeypatch.setattr(run, "verify", beyond_the_memory)
+                await trainer.refused(batch(), "OVERLOADED")
+            done = await batch()
+            assert done.verification.tokens_compared
+            step = pb.OptimStepRequest(run_id=name, seq_id=3)
+            norms.append((done.loss, (await trainer.stub.OptimStep(step)).grad_norm))
+    assert norms[0] == norms[1]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pb.OPTIMIZER_KIND_ADAMW, pb.OPTIMIZER_KIND_MUON, pb.OPTIMIZER_KIND_SGD],
+    ids=["adamw", "muon", "sgd"],
+)
+async def test_a_step_that_fails_half_way_leaves_no_mixture(
+    folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch, kind: int
+) -> None:
+    """Invariant 2 and Roster promise 4: the run is closed, and goes on from its state as if never tried."""
+    plain, digests = run.Optimizer.step, []
+
+    def half(optimizer: Any, *arguments: Any) -> None:
+        plain(optimizer, *arguments)  # all of it, which is the worst
+        torch.empty(2**50)
+
+    async with serve_trainer() as trainer:
+        for fails in (True, False):
+            name = f"{fails}"
+            await trainer.create(name, base_model=str(folder), kind=kind)
+
+            async def call(method: str, seq_id: int, run_id: str = name, **more: Any) -> Any:
+                request = getattr(pb, f"{method}Request")(run_id=run_id, seq_id=seq_id, **more)
+                return await getattr(trainer.stub, method)(request)
+
+            await call("SaveState", 1, name="begun")
+            await trainer.forward_backward(2, make_samples(), run_id=name)
+            if fails:
+                with monkeypatch.context() as patched:
+                    patched.setattr(run.Optimizer, "step", half)
+                    await trainer.refused(call("OptimStep", 3), "OVERLOADED")
+                await trainer.refused(call("OptimStep", 3), "RUN_UNKNOWN")
+                assert (await trainer.create(name, base_model=str(folder), kind=kind)).applied_seq_id == 1
+                await trainer.forward_backward(2, make_samples(), run_id=name)
+            await call("OptimStep", 3)
+            digests.append((await call("PublishWeights", 4)).digest)
+    assert digests[0] == digests[1]

@@ -150,6 +150,26 @@ async def test_a_run_that_cannot_be_restored_is_not_open(
         assert (await trainer.create(base_model=str(folder))).applied_seq_id == 2
 
 
+async def test_a_state_that_cannot_be_loaded_does_not_become_the_newest(
+    folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run stands as before, in this process and in the next."""
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        await trainer.publish(1)
+        await trainer.save(2, "first")
+        await trainer.forward_backward(3, make_samples())
+        await trainer.save(4, "second")
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                "quartet_trainer.versions.build_manifest", lambda *_, **__: weights_pb2.WeightManifest()
+            )
+            back = pb.LoadStateRequest(run_id="r", seq_id=5, name="first")
+            await trainer.refused(trainer.stub.LoadState(back), "CHECKSUM_MISMATCH")
+    async with serve_trainer() as trainer:
+        assert (await trainer.create(base_model=str(folder))).applied_seq_id == 4
+
+
 async def test_who_watches_learns_of_the_older_version_that_a_run_returned_to(
     folder: Path, serve_trainer: Any, make_samples: Any
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from quartet.errors import QuartetError
+from quartet_trainer import states
 from quartet_trainer.states import Content, StateStore
 from safetensors import SafetensorError
 
@@ -117,3 +118,30 @@ def test_a_full_disk_is_waited_for(tmp_path: Path, error: Exception) -> None:
     assert [info.name for info in store.list("r")] == ["a"]
     save(store, "b", 2)
     assert [info.name for info in store.list("r")] == ["a", "b"]
+
+
+def test_states_of_another_release_are_neither_passed_over_nor_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As harm, they would be: the run would begin anew, and its first states would take their places."""
+    store = StateStore(tmp_path, 2)
+    save(store, "a", 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(states, "FORMAT", states.FORMAT + 1)
+        with pytest.raises(QuartetError, match="INVALID_CONFIG") as caught:
+            StateStore(tmp_path, 2).newest_sound("r")
+        assert f"format {states.FORMAT - 1}" in caught.value.message and "release" in caught.value.message
+    assert store.newest_sound("r") is not None
+
+
+def test_a_large_state_is_no_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written, and read again: on a slow disk either takes longer than a stuck worker is given."""
+    monkeypatch.setattr(states, "_READ_BYTES", 4096)
+    heard: list[int] = []
+    store = StateStore(tmp_path, 2, progress=lambda: heard.append(1))
+    large = Content({}, {"weights": {"w": torch.zeros(1 << 14)}})
+    store.save("r", "a", 1, 0, large)
+    written = len(heard)
+    assert written >= (1 << 16) // 4096 + 3, "for each piece, and each file that is flushed"
+    assert store.newest_sound("r") is not None
+    assert len(heard) >= written + (1 << 16) // 4096

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from functools import partial
 
 import pytest
 import pytest_asyncio
+import torch
 from quartet.errors import QuartetError
 from quartet_trainer import worker as worker_module
 from quartet_trainer.worker import Worker
@@ -68,3 +70,38 @@ async def test_promise_3_more_jobs_than_the_bound_are_refused(
     go_on.set()
     assert await asyncio.gather(*held) == [True] * 3
     assert await worker.run(lambda: "again") == "again"
+
+
+@pytest.mark.parametrize("device_speaks", [True, False])
+async def test_promise_4_a_job_beyond_the_memory_is_refused_with_what_to_change(
+    worker: Worker, device_speaks: bool
+) -> None:
+    def job() -> None:
+        if device_speaks:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total")
+        torch.empty(2**50)  # really tried: no machine has so much
+
+    with pytest.raises(QuartetError) as caught:
+        await worker.run(job)
+    assert caught.value.reason == "OVERLOADED"
+    assert "microbatch_tokens" in caught.value.message and "tried to allocate" in caught.value.message.lower()
+    assert await worker.run(lambda: 7) == 7
+
+
+async def test_promise_4_what_the_job_held_is_given_back(worker: Worker) -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def job() -> None:
+        activations = torch.ones(1024)
+        held.append(weakref.ref(activations))
+        torch.empty(2**50)
+
+    with pytest.raises(QuartetError, match="memory") as caught:
+        await worker.run(job)
+    assert held[0]() is None, "while the caller still has the error"
+    assert caught.value.__context__ is None
+
+
+async def test_another_error_stays_what_it_is(worker: Worker) -> None:
+    with pytest.raises(RuntimeError, match="size"):
+        await worker.run(lambda: torch.ones(2) @ torch.ones(3))

@@ -1,5 +1,5 @@
-"""The `quartet` command: `quartet rl`, `sft`, `export`, `model tiny`; `env`, `eval`, `baseline`, `gepa`; and
-clients of a running orchestrator.
+"""The `quartet` command: `quartet init`, `rl`, `sft`, `export`, `model tiny`; `env`, `eval`, `baseline`,
+`gepa`; and clients of a running orchestrator.
 
 Exit codes: 0 done, 1 failed, 2 refused (a wrong argument or configuration, in one sentence), 130 stopped by
 Ctrl-C.
@@ -8,18 +8,22 @@ Ctrl-C.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 
+from quartet.cli.extras import need
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.local.supervisor import ServiceFailed
 
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 
+#: Commands that read `@ file.toml --key value` beside what argparse knows.
+TAKE_KEYS = ("rl", "sft", "eval", "env", "baseline", "gepa", "submit", "evaluate", "watch")
+
 DESCRIPTION = """\
 Quartet trains language models with reinforcement learning on Verifiers environments.
 
+  quartet init my-project                     configurations to begin with
   quartet model tiny models/tiny              make a small model (a minute on a CPU)
   quartet rl @ configs/reverse-text.toml      train it: four services on this machine
   quartet sft @ sft.toml                      fine-tune a model on a file of chats
@@ -36,9 +40,10 @@ Start trainer, inference, envhost and orchestrator on this machine, run one run,
 
   quartet rl @ run.toml [@ more.toml ...] [--key value ...]
 
+A file of vf-rl ([env], [inference.args], [trainer.args]) is recognised by its form, and read as it is.
 Every key of the run can be set on the command line (--max-steps 20, --sampling.temperature 0.8), also those
-of the services (--inference.max-num-seqs 64). Writes metrics.jsonl, rollouts/, checkpoint/, reward.png,
-summary.json, logs/ to the output folder.
+of the services (--inference.embedded.max-num-seqs 64). Writes metrics.jsonl, rollouts/, checkpoint/,
+reward.png, summary.json, logs/ to the output folder.
 """
 
 
@@ -59,15 +64,18 @@ def build_parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
 
-    from quartet.cli import clients, export, rl
+    from quartet.cli import clients, export, follow, panes, rl
     from quartet.cli.baseline import arguments as baseline
     from quartet.cli.env import arguments as environments
     from quartet.cli.eval import arguments as evaluation
     from quartet.cli.gepa import arguments as gepa
+    from quartet.cli.init import command as init
     from quartet.cli.sft import arguments as sft
     from quartet.cli.tiny import command as tiny
 
+    init.add_arguments(add("init", "a workspace with configurations", init.DESCRIPTION))
     rl.add_arguments(add("rl", "reinforcement learning on this machine", RL_DESCRIPTION))
+    panes.add_arguments(add("panes", "the logs of a run's services side by side", panes.DESCRIPTION))
     export.add_arguments(add("export", "the model of a saved state", export.DESCRIPTION))
     sft.add_arguments(add("sft", "supervised fine-tuning on this machine", sft.DESCRIPTION))
     evaluation.add_arguments(add("eval", "measure a model on environments", evaluation.DESCRIPTION))
@@ -98,64 +106,59 @@ def build_parser() -> argparse.ArgumentParser:
             client.add_argument("--run-id", help="name of the run (default: run-<time>)")
             client.add_argument("--dry-run", action="store_true", help="only check")
         if name == "watch":
-            client.add_argument(
-                "--after-event", type=int, default=0, help="leave out events up to this number"
-            )
+            follow.add_arguments(client)
     return parser
 
 
 def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
     """Run the chosen command."""
-    from quartet.cli import clients, export, rl
+    from quartet.cli import clients, export, panes, rl
     from quartet.cli.tiny import command as tiny
 
-    if rest and options.command not in ("rl", "sft", "eval", "env", "baseline", "gepa", "submit", "evaluate"):
+    if rest and options.command not in TAKE_KEYS:
         raise ConfigError(f"argument {rest[0]!r} is not understood; see 'quartet {options.command} --help'")
     match options.command:
+        case "init":
+            from quartet.cli.init import command as init
+
+            return init.run(options)
         case "rl":
-            _need("rich", "matplotlib")
+            need("rich", "matplotlib")
             return rl.run(options, rest)
+        case "panes":
+            return panes.run(options)
         case "export":
             return export.run(options)
         case "sft":
-            _need("tokenizers", "jinja2")
+            need("tokenizers", "jinja2")
             from quartet.cli.sft import command as sft
 
             return sft.run(options, rest)
         case "eval":
-            _need("rich")
+            need("rich")
             from quartet.cli.eval import command as evaluation
 
             return evaluation.run(options, rest)
         case "baseline":
-            _need("rich")
+            need("rich")
             from quartet.cli.baseline import command as baseline
 
             return baseline.run(options, rest)
         case "gepa":
-            _need("gepa", "rich", extra="gepa")
+            need("gepa", "rich", extra="gepa")
             from quartet.cli.gepa import command as gepa
 
             return gepa.run(options, rest)
         case "env":
-            _need("rich")
+            need("rich")
             from quartet.cli.env import command as environments
 
             return environments.run(options, rest)
         case "model":
-            _need("tokenizers")
+            need("tokenizers")
             return tiny.run(options)
         case _:
             return clients.run(getattr(clients, options.command), options, rest)
-
-
-def _need(*packages: str, extra: str = "cli") -> None:
-    """Refuse now what would fail at the end. Raises ConfigError."""
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"{', '.join(missing)} is not installed; in the repository: pip install './sdk[{extra}]'"
-        )
 
 
 def main(argv: list[str] | None = None) -> int:

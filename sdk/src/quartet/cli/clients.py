@@ -9,9 +9,9 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from quartet.cli.display import Plain, event_line
-from quartet.cli.progress import Progress, phase_name
-from quartet.cli.watch import history_of, watch_run
+from quartet.cli.follow import watch
+from quartet.cli.progress import phase_name
+from quartet.cli.run_file import load_run
 from quartet.config import ConfigError, load
 from quartet.config.load import validate
 from quartet.errors import QuartetError
@@ -23,10 +23,8 @@ from quartet.local.toml_text import dumps
 from quartet.run.config import RunConfig
 from quartet.run.evaluation import EvaluateConfig
 from quartet.v1.orchestrator_service_pb2 import (
-    RUN_PHASE_COMPLETED,
     EvalEvent,
     EvaluateRequest,
-    GetRunStatusRequest,
     ListRunsRequest,
     ResumeRunRequest,
     Run,
@@ -35,10 +33,11 @@ from quartet.v1.orchestrator_service_pb2 import (
 )
 from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 
+__all__ = ["add_arguments", "evaluate", "resume", "run", "runs", "stop", "submit", "watch"]
+
 CALL_SECONDS = 30.0
 #: The environments are loaded to check the configuration: their hosts say how long that may take.
 SUBMIT_SECONDS = 7200.0
-PATIENCE_SECONDS = 60.0
 
 Client = Callable[[OrchestratorServiceStub, argparse.Namespace, list[str]], Awaitable[int]]
 
@@ -84,14 +83,19 @@ def _security(options: argparse.Namespace) -> ClientSecurity:
 
 async def submit(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:
     """Check the run here, then hand it over."""
-    loaded = load(RunConfig, rest)
-    _leave_services_alone(loaded.config, rest)
-    toml = dumps(loaded.config.model_dump(mode="json", exclude=set(SERVICES), exclude_none=True))
+    found = load_run(rest, starts_services=False)
+    _leave_services_alone(found.config, found.options)
+    toml = dumps(found.config.model_dump(mode="json", exclude=_not_sent(found.config), exclude_none=True))
     run_id = options.run_id or time.strftime("run-%Y%m%d-%H%M%S")
     request = SubmitRunRequest(run_id=run_id, config_toml=toml, dry_run=options.dry_run)
     answer = await unary(stub.SubmitRun, request, timeout_s=SUBMIT_SECONDS, budget=RetryBudget())
     print(f"{run_id} is accepted" if options.dry_run else run_line(answer.run))
     return 0
+
+
+def _not_sent(config: RunConfig) -> set[str]:
+    """[wandb] goes along where it says something, for `quartet watch --wandb`."""
+    return {*SERVICES} if config.wandb.project else {*SERVICES, "wandb"}
 
 
 def _leave_services_alone(config: RunConfig, rest: Sequence[str]) -> None:
@@ -106,30 +110,6 @@ def _leave_services_alone(config: RunConfig, rest: Sequence[str]) -> None:
     unread = [f"[{name}]" for name in SERVICES if getattr(config, name)]
     if unread:
         print(f"not read, the services are running already: {', '.join(unread)}", file=sys.stderr)
-
-
-async def watch(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:
-    """One line for each event until the run ends."""
-    progress, display = Progress(), Plain()
-    status = await unary(
-        stub.GetRunStatus,
-        GetRunStatusRequest(run_id=options.run),
-        timeout_s=CALL_SECONDS,
-        budget=RetryBudget(),
-    )
-    progress.begin(status.run)
-    events = watch_run(
-        stub,
-        options.run,
-        options.after_event,
-        history=history_of(status.run),
-        include_rollouts=False,
-        patience_s=PATIENCE_SECONDS,
-    )
-    async for event in events:
-        if progress.apply(event) and event_line(event, progress):
-            display.event(event, progress)
-    return 0 if progress.run.phase == RUN_PHASE_COMPLETED else 1
 
 
 async def runs(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:
@@ -174,7 +154,7 @@ async def evaluate(stub: OrchestratorServiceStub, options: argparse.Namespace, r
 
 def run_line(one: Run) -> str:
     """A run in one line."""
-    reward = f"  reward {one.reward_before:.3f}" if one.HasField("reward_before") else ""
-    reward += f" -> {one.reward_after:.3f}" if one.HasField("reward_after") else ""
+    reward = f"  reward before {one.reward_before:.3f}" if one.HasField("reward_before") else ""
+    reward += f", after {one.reward_after:.3f}" if one.HasField("reward_after") else ""
     error = f"  {one.error}" if one.error else ""
     return f"{one.run_id}  {phase_name(one.phase)}  step {one.step}/{one.max_steps}{reward}{error}"

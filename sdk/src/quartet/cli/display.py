@@ -11,6 +11,10 @@ from quartet.cli.progress import Progress, phase_name
 from quartet.local.supervisor import Status
 from quartet.v1.orchestrator_service_pb2 import EvalEvent, WatchRunResponse
 
+#: Steps from one printed completion to the next; all are in rollouts/.
+STEPS_OF_A_COMPLETION = 10
+SHOWN_LETTERS = 100
+
 
 class Display(Protocol):
     """Shows a run."""
@@ -35,8 +39,11 @@ def step_line(progress: Progress) -> str:
     for name, label, form in (
         ("train/reward", "reward", ".3f"),
         ("train/loss", "loss", "+.4f"),
+        ("train/learning_rate", "lr", ".1e"),
+        ("train/kl_divergence", "kl", ".1e"),
         ("staleness/max", "staleness", ".0f"),
         ("rollout/mean_length", "length", ".1f"),
+        ("rollout/generation_time", "seconds/rollout", ".2f"),
         ("train/logprob_difference_max", "|dlogp|", ".1e"),
     ):
         if name in metrics:
@@ -94,6 +101,14 @@ class Plain:
     def event(self, event: WatchRunResponse, progress: Progress) -> None:
         if line := event_line(event, progress):
             self.say(line)
+        if event.WhichOneof("kind") == "step" and (event.step.step - 1) % STEPS_OF_A_COMPLETION == 0:
+            self._completion(progress)
+
+    def _completion(self, progress: Progress) -> None:
+        if progress.completions:
+            last = progress.completions[-1]
+            texts = (" ".join(text.split())[-SHOWN_LETTERS:] for text in (last.prompt, last.answer))
+            self.say("completion: {!r} -> {!r}  reward {:.3f}".format(*texts, last.reward))
 
     def tick(self, progress: Progress, services: Sequence[Status]) -> None:
         for status in services:

@@ -13,8 +13,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from quartet.cli.display import Display
 from quartet.cli.figure import import_drawing
 from quartet.cli.outputs import Outputs
 from quartet.cli.silence import name_the_silent
+from quartet.cli.wandb.reporter import Reporter
 from quartet.cli.watch import history_of, watch_run
 from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, unary
@@ -59,46 +60,63 @@ class Outcome:
 
 
 class Interrupts:
-    """Counts Ctrl-C: the first sets `asked`, the second kills everything."""
+    """Counts how often somebody asked for the end: the first sets `asked`, the second kills everything."""
 
     def __init__(self, supervisor: Supervisor, display: Display) -> None:
         self.asked = asyncio.Event()
         self._supervisor = supervisor
         self._display = display
 
-    @contextmanager
-    def caught(self) -> Iterator[None]:
-        """While inside, signals come here."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._signalled)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
-
-    def _signalled(self) -> None:
+    def asked_again(self) -> bool:
+        """Somebody asks. Whether it was the second time, and everything is killed."""
         if not self.asked.is_set():
             self.asked.set()
-            return
+            return False
         self._supervisor.kill_now()
-        self._display.close()  # gives the terminal back
-        print("killed; what was done is kept: go on with --resume", file=sys.stderr, flush=True)
-        os._exit(EXIT_INTERRUPTED)
+        return True
+
+    def signalled(self) -> None:
+        """Ctrl-C of a command, which the second ends with everything else."""
+        if self.asked_again():
+            self._display.close()  # gives the terminal back
+            print("killed; what was done is kept: go on with --resume", file=sys.stderr, flush=True)
+            os._exit(EXIT_INTERRUPTED)
+
+
+#: Lets whoever may ask for the end reach it, while inside.
+Listen = Callable[[Interrupts], AbstractContextManager[None]]
+
+
+@contextmanager
+def by_signals(interrupts: Interrupts) -> Iterator[None]:
+    """Listens to Ctrl-C and SIGTERM. On the main thread only."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupts.signalled)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
 
 
 async def drive(
-    specs: Sequence[ChildSpec], run_id: str, config_toml: str, outputs: Outputs, display: Display
+    specs: Sequence[ChildSpec],
+    run_id: str,
+    config_toml: str,
+    outputs: Outputs,
+    display: Display,
+    reporter: Reporter,
+    listen: Listen = by_signals,
 ) -> Outcome:
     """Run it to its end. Raises ServiceFailed, QuartetError."""
     supervisor = Supervisor(specs)
     interrupts = Interrupts(supervisor, display)
-    with interrupts.caught():
+    with listen(interrupts):
         supervisor.start()
         failed = asyncio.create_task(supervisor.wait_failed())
-        work = asyncio.create_task(_work(supervisor, run_id, config_toml, outputs, display))
-        ticks = asyncio.create_task(_tick(supervisor, outputs, display))
+        work = asyncio.create_task(_work(supervisor, run_id, config_toml, outputs, display, reporter))
+        ticks = asyncio.create_task(_tick(supervisor, outputs, display, reporter))
         stop = asyncio.create_task(_stop_when_asked(interrupts, supervisor, run_id, work, display))
         silence = asyncio.create_task(name_the_silent(supervisor, outputs.progress, display))
         tasks = (failed, work, ticks, stop, silence)
@@ -118,7 +136,12 @@ async def drive(
 
 
 async def _work(
-    supervisor: Supervisor, run_id: str, config_toml: str, outputs: Outputs, display: Display
+    supervisor: Supervisor,
+    run_id: str,
+    config_toml: str,
+    outputs: Outputs,
+    display: Display,
+    reporter: Reporter,
 ) -> Run:
     """Submit, follow, take the result."""
     await supervisor.wait_bound()
@@ -131,6 +154,7 @@ async def _work(
         if begun.run.phase == RUN_PHASE_STOPPED:
             begun = await unary(stub.ResumeRun, ResumeRunRequest(run_id=run_id), timeout_s=CALL_SECONDS)
         outputs.progress.begin(begun.run)
+        reporter.begin(begun.run)
         events = watch_run(
             stub,
             run_id,
@@ -159,8 +183,9 @@ async def _work(
         return run
 
 
-async def _tick(supervisor: Supervisor, outputs: Outputs, display: Display) -> None:
+async def _tick(supervisor: Supervisor, outputs: Outputs, display: Display, reporter: Reporter) -> None:
     while True:
+        reporter.tick()
         display.tick(outputs.progress, supervisor.statuses)
         await asyncio.sleep(TICK_SECONDS)
 

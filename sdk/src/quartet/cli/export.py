@@ -38,12 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> NoReturn:
     """The command. Errors: ConfigError."""
+    # This process becomes it: what signals do, it does.
+    os.execv(sys.executable, export_command(options.folder, options.target, options.state))
+
+
+def export_command(folder: Path, target: Path, state: str | None = None) -> list[str]:
+    """What writes the model of a run's state, the newest where none is named. Errors: ConfigError."""
     if importlib.util.find_spec("quartet_trainer") is None:
         raise ConfigError("quartet_trainer is not installed here; export where the trainer is")
     command = [sys.executable, "-m", "quartet_trainer.export"]
-    command += [] if options.state is None else ["--state", options.state]
-    # This process becomes it: what signals do, it does.
-    os.execv(sys.executable, [*command, "--", str(_states(options.folder)), str(options.target)])
+    command += [] if state is None else ["--state", state]
+    return [*command, "--", str(_states(folder)), str(target)]
 
 
 def _states(folder: Path) -> Path:

@@ -17,19 +17,46 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from quartet.cli.outputs import write_json
 from quartet.config import ConfigError
 from quartet.kit.folder import lock_file
 from quartet.local.deployment import SERVICES
 from quartet.local.toml_text import dumps
-from quartet.run.config import RunConfig
+from quartet.run.config import RunConfig, parse_run
 from quartet.run.name import RULE, is_run_id
 
 RECORD = "run.json"
+# Of a configuration, that are told.
+MAX_DIFFERENCES = 4
 # Any of these is a tokenizer that transformers can load.
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt")
+
+
+@dataclass(frozen=True)
+class Words:
+    """How whoever asks for a job says what refusals advise."""
+
+    resume: str
+    overwrite: str
+    elsewhere: str
+    run_id: str
+    #: With "{folder}" in it.
+    go_on: str
+
+    def going_on(self, folder: Path) -> str:
+        """How a run that ended early is gone on with."""
+        return self.go_on.format(folder=folder)
+
+
+FLAGS = Words(
+    resume="--resume",
+    overwrite="--overwrite",
+    elsewhere="another --output-dir",
+    run_id="--run-id",
+    go_on="quartet rl ... --output-dir {folder} --resume",
+)
 
 
 @dataclass(frozen=True)
@@ -40,11 +67,13 @@ class Job:
     run_id: str
     folder: Path
     resumed: bool = False
+    words: Words = FLAGS
 
     @property
     def config_toml(self) -> str:
-        """The run as the orchestrator gets it: without the deployment, so other ports are the same run."""
-        return dumps(self.config.model_dump(mode="json", exclude=set(SERVICES), exclude_none=True))
+        """The run as the orchestrator gets it: without the deployment and without where it is shown, so other
+        ports are the same run, and so is another project of Weights & Biases."""
+        return dumps(self.config.model_dump(mode="json", exclude={*SERVICES, "wandb"}, exclude_none=True))
 
 
 def model_path(model: str) -> str:
@@ -79,55 +108,93 @@ def _whole(model: str, folder: Path) -> str:
     return str(folder.absolute())
 
 
-def default_folder(arguments: list[str]) -> Path:
-    """outputs/<config name>-<time>."""
-    files = [b for a, b in pairwise(arguments) if a == "@"]
-    name = Path(files[-1]).stem if files else "run"
+def default_folder(arguments: list[str], name: str | None = None) -> Path:
+    """outputs/<name>-<time>; the name is by default that of the last file that is no table's."""
+    told = list(pairwise(["", *arguments]))
+    files = [b for (before, _), (a, b) in pairwise(told) if a == "@" and not before.startswith("--")]
+    name = name or (Path(files[-1]).stem if files else "run")
     return Path("outputs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def plan(config: RunConfig, folder: Path, run_id: str | None, *, resume: bool, overwrite: bool) -> Job:
+def plan(
+    config: RunConfig,
+    folder: Path,
+    run_id: str | None,
+    *,
+    resume: bool,
+    overwrite: bool,
+    words: Words = FLAGS,
+) -> Job:
     """The job, if its folder can be taken. Raises ConfigError."""
     record = folder / RECORD
     if resume:
-        return _resumed(config, folder)
+        return _resumed(config, folder, words)
     above = next((part for part in (folder, *folder.absolute().parents) if part.exists()), folder)
     if above.exists() and not above.is_dir():
-        raise ConfigError(f"output folder {folder}: {above} is a file; name another --output-dir")
+        raise ConfigError(f"output folder {folder}: {above} is a file; name {words.elsewhere}")
     if above.exists() and not os.access(above, os.W_OK | os.X_OK):
-        raise ConfigError(f"output folder {folder}: {above} may not be written; name another --output-dir")
+        raise ConfigError(f"output folder {folder}: {above} may not be written; name {words.elsewhere}")
     if folder.exists() and any(folder.iterdir()):
         if not overwrite:
             raise ConfigError(
-                f"output folder {folder} is not empty; add --resume to go on with its run, --overwrite to "
-                "delete it, or name another --output-dir"
+                f"output folder {folder} is not empty; add {words.resume} to go on with its run, "
+                f"{words.overwrite} to delete it, or name {words.elsewhere}"
             )
         if not record.exists():
-            raise ConfigError(f"--overwrite: {folder} was not written by quartet rl; delete it yourself")
+            raise ConfigError(
+                f"{words.overwrite}: {folder} was not written by quartet rl; delete it yourself"
+            )
     run_id = run_id or re.sub(r"[^A-Za-z0-9_.-]", "-", folder.name)[:64]
     if not is_run_id(run_id):
-        raise ConfigError(f"--run-id {run_id!r} is refused: {RULE}")
-    return Job(config, run_id, folder)
+        raise ConfigError(f"{words.run_id} {run_id!r} is refused: {RULE}")
+    return Job(config, run_id, folder, words=words)
 
 
-def _resumed(config: RunConfig, folder: Path) -> Job:
+def _resumed(config: RunConfig, folder: Path, words: Words) -> Job:
     record = folder / RECORD
     if not record.exists():
-        raise ConfigError(f"--resume: {folder} holds no run; name the folder of one with --output-dir")
+        raise ConfigError(f"{words.resume}: {folder} holds no run; name {words.elsewhere}, that of one")
     try:
         known = json.loads(record.read_text())
         run_id, config_toml = known["run_id"], known["config_toml"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"--resume: {record} cannot be read ({error}); start a new run in another --output-dir"
+            f"{words.resume}: {record} cannot be read ({error}); start a new run in {words.elsewhere}"
         ) from error
-    job = Job(config, run_id, folder, resumed=True)
-    if config_toml != job.config_toml:
+    job = Job(config, run_id, folder, resumed=True, words=words)
+    # Parsed: a newer release may write more defaults down.
+    differences = list(_differences(_flat(parse_run(config_toml)), _flat(parse_run(job.config_toml))))
+    if differences:
+        told, rest = differences[:MAX_DIFFERENCES], len(differences) - MAX_DIFFERENCES
+        more = f" and {rest} more" if rest > 0 else ""
         raise ConfigError(
-            f"--resume: {folder} holds the run {job.run_id!r} with another configuration; "
-            f"resume it with the one in {record}, or start a new run in another --output-dir"
+            f"{words.resume}: {folder} holds the run {job.run_id!r} with another configuration: "
+            f"{', '.join(told)}{more}; say it as it was, or start a new run in {words.elsewhere}"
         )
     return job
+
+
+def _flat(config: RunConfig) -> dict[str, Any]:
+    """Every value by its dotted key."""
+    found: dict[str, Any] = {}
+
+    def take(prefix: str, value: Any) -> None:
+        if isinstance(value, dict | list):
+            inner = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, one in inner:
+                take(f"{prefix}.{key}" if prefix else str(key), one)
+        else:
+            found[prefix] = value
+
+    take("", config.model_dump(mode="json", exclude_none=True))
+    return found
+
+
+def _differences(known: dict[str, Any], asked: dict[str, Any]) -> Iterator[str]:
+    for key in sorted(known.keys() | asked.keys()):
+        was, now = (json.dumps(one[key]) if key in one else "nothing" for one in (known, asked))
+        if was != now:
+            yield f"{key} was {was} and is {now}"
 
 
 @contextmanager
@@ -138,7 +205,7 @@ def taken(job: Job) -> Iterator[None]:
     except OSError as error:
         # A read-only file system, a full disk: os.access knows neither, least of all for root.
         raise ConfigError(
-            f"output folder {job.folder} cannot be written: {error.strerror}; name another --output-dir"
+            f"output folder {job.folder} cannot be written: {error.strerror}; name {job.words.elsewhere}"
         ) from error
     with lock:
         yield

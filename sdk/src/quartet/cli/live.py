@@ -60,9 +60,12 @@ def figures_table(progress: Progress) -> Table:
     for name, label, form in (
         ("train/reward", "reward", ".3f"),
         ("train/loss", "loss", "+.5f"),
+        ("train/learning_rate", "learning rate", ".1e"),
+        ("train/kl_divergence", "KL divergence", ".1e"),
         ("train/entropy", "entropy", ".3f"),
         ("staleness/max", "staleness, versions", ".0f"),
         ("rollout/mean_length", "tokens per rollout", ".1f"),
+        ("rollout/generation_time", "seconds per rollout", ".2f"),
         ("train/logprob_difference_max", "max |Δ log-prob|", ".1e"),
         ("time/step_s", "seconds per step", ".2f"),
     ):

@@ -2,6 +2,9 @@
 
 1. Whatever can be refused is refused before anything starts, in one sentence, with exit code 2.
 2. The exit code is 0 for a completed run, 1 for a failed one, 130 for one that was stopped by Ctrl-C.
+3. `prepared`, `completed_before`, `report_again`, `check_services` and `launch` are the same without a
+   command line (quartet.grpo): they raise ConfigError for what is refused and RunFailed for what failed, and
+   never end the process.
 """
 
 from __future__ import annotations
@@ -14,26 +17,51 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from quartet.cli.display import Display, Plain
-from quartet.cli.drive import EXIT_FAILED, EXIT_INTERRUPTED, Outcome, drive
+from quartet.cli.drive import EXIT_FAILED, EXIT_INTERRUPTED, Listen, Outcome, by_signals, drive
 from quartet.cli.env.installed import REFUSALS, with_interpreters
-from quartet.cli.job import Job, default_folder, model_path, plan, taken
+from quartet.cli.job import FLAGS, Job, Words, default_folder, model_path, plan, taken
 from quartet.cli.outputs import Outputs, write_json
 from quartet.cli.progress import ledger_dict, phase_name
-from quartet.config import ConfigError, load
+from quartet.cli.run_file import load_run
+from quartet.cli.wandb.child import STOPPED_CODE, Ending
+from quartet.cli.wandb.reporter import check as check_wandb
+from quartet.cli.wandb.reporter import reporting
+from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.local.child import ChildSpec
 from quartet.local.deployment import SERVICES, check, wire, write
+from quartet.local.devices import ON_DEVICES
 from quartet.local.supervisor import ServiceFailed
 from quartet.run.config import RunConfig
-from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_COMPLETED, RUN_PHASE_STOPPED
+from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_COMPLETED, RUN_PHASE_FAILED, RUN_PHASE_STOPPED
 
 SUMMARY = "summary.json"
 PACKAGES = ("quartet", *(f"quartet-{name}" for name in SERVICES), "torch", "transformers", "grpcio")
+
+
+class RunFailed(RuntimeError):
+    """A run that began did not come to its end. `shown`: where it is shown, in a sentence."""
+
+    def __init__(self, sentence: str, shown: str = "") -> None:
+        super().__init__(sentence)
+        self.shown = shown
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that did not fail: it was completed, or stopped."""
+
+    summary: dict[str, Any]
+    completed: bool
+    #: Where it is shown, in a sentence.
+    shown: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything, print what would run, start nothing"
     )
+    for service in ON_DEVICES:
+        parser.add_argument(
+            f"--{service}-gpus", metavar="N", help=f"GPUs of this machine for it: {service}.gpus"
+        )
     parser.add_argument("--resume", action="store_true", help="go on with the run of the output folder")
     parser.add_argument("--overwrite", action="store_true", help="delete what the output folder holds first")
     parser.add_argument(
@@ -55,54 +87,83 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, rest: list[str]) -> int:
     """The command. `rest` is what argparse left: `@ file.toml --key value`."""
     started = time.monotonic()
-    config = load(RunConfig, rest).config
+    for service in ON_DEVICES:
+        if (gpus := getattr(options, f"{service}_gpus")) is not None:
+            rest = [*rest, f"--{service}.gpus={gpus}"]
+    found = load_run(rest)
+    folder = options.output_dir or found.output_dir or default_folder(rest, found.name)
+    job = prepared(found.config, folder, options.run_id, resume=options.resume, overwrite=options.overwrite)
+    if (done := completed_before(job)) is not None and not options.dry_run:
+        return _completed_again(job, done)
+    check_services(job)
+    if options.dry_run:
+        print(job.config.model_dump_json(indent=2, exclude_none=True))
+        return 0
+    plain = options.plain or not sys.stdout.isatty()
+    try:
+        ended = launch(job, lambda: _display(plain), started)
+    except RunFailed as error:
+        print(f"error: {error}\nLogs are in {job.folder / 'logs'}.", file=sys.stderr)
+        if error.shown:
+            print(error.shown)
+        return EXIT_FAILED
+    code = _say_ended(job, ended)
+    if ended.shown:
+        print(ended.shown)
+    return code
+
+
+def prepared(
+    config: RunConfig,
+    folder: Path,
+    run_id: str | None = None,
+    *,
+    resume: bool,
+    overwrite: bool,
+    words: Words = FLAGS,
+) -> Job:
+    """The job, whose model, environments and folder are there. Raises ConfigError; changes nothing."""
     config = config.model_copy(update={"model": model_path(config.model)})
     envhost = with_interpreters(config.envhost, config.environment_ids)
     config = config.model_copy(update={"envhost": envhost})
-    folder = (options.output_dir or default_folder(rest)).absolute()
-    job = plan(config, folder, options.run_id, resume=options.resume, overwrite=options.overwrite)
-    if (done := _completed_before(job)) is not None and not options.dry_run:
-        _say_completed(job, done)
-        return 0
-    _check(job)
-    if options.dry_run:
-        print(config.model_dump_json(indent=2, exclude_none=True))
-        return 0
-    return _run_job(job, started, plain=options.plain or not sys.stdout.isatty())
+    return plan(config, folder.absolute(), run_id, resume=resume, overwrite=overwrite, words=words)
 
 
-def _run_job(job: Job, started: float, *, plain: bool) -> int:
-    """Take the folder, run in it, write the result."""
+def launch(
+    job: Job, open_display: Callable[[], Display], started: float, listen: Listen = by_signals
+) -> Ended:
+    """Take the folder, run in it, write the result. Raises ConfigError, RunFailed."""
     with taken(job):
         try:
-            return _in_folder(job, started, plain=plain)
+            return _in_folder(job, open_display, started, listen)
         except OSError as error:
             why = f"{error.filename or job.folder} cannot be written or read: {error.strerror or error}"
-            remedy = f"mend that, then go on with: quartet rl ... --output-dir {job.folder} --resume"
-            return _failed(job, f"{why}; {remedy}")
+            raise RunFailed(f"{why}; mend that, then go on with: {job.words.going_on(job.folder)}") from error
 
 
-def _in_folder(job: Job, started: float, *, plain: bool) -> int:
+def _in_folder(job: Job, open_display: Callable[[], Display], started: float, listen: Listen) -> Ended:
     specs = _deploy(job, job.folder)
     outputs = Outputs(job.folder)
-    with contextlib.closing(_display(plain)) as display:
-        display.say(f"run {job.run_id} in {job.folder}")
-        try:
-            outcome = asyncio.run(drive(specs, job.run_id, job.config_toml, outputs, display))
-        except QuartetError as error:
-            if error.reason not in REFUSALS:
-                return _failed(job, error)
-            if not job.resumed:
-                shutil.rmtree(job.folder)  # nothing was run: the next attempt finds no used folder
-            raise ConfigError(error.message) from error
-        except ServiceFailed as error:
-            return _failed(job, error)
-    return _finish(job, outcome, outputs, time.monotonic() - started)
-
-
-def _failed(job: Job, error: Exception | str) -> int:
-    print(f"error: {error}\nLogs are in {job.folder / 'logs'}.", file=sys.stderr)
-    return EXIT_FAILED
+    display = open_display()
+    with reporting(job.config.wandb, job.folder, display.say) as reporter:
+        with contextlib.closing(display):
+            display.say(f"run {job.run_id} in {job.folder}")
+            try:
+                outcome = asyncio.run(
+                    drive(specs, job.run_id, job.config_toml, outputs, display, reporter, listen)
+                )
+            except QuartetError as error:
+                if error.reason not in REFUSALS:
+                    raise RunFailed(str(error)) from error
+                if not job.resumed:
+                    shutil.rmtree(job.folder)  # nothing was run: the next attempt finds no used folder
+                raise ConfigError(error.message) from error
+            except ServiceFailed as error:
+                raise RunFailed(str(error)) from error
+        summary = _summary(job, outcome, outputs, time.monotonic() - started)
+        write_json(job.folder / SUMMARY, summary)
+        shown = reporter.finish(_ending(summary))
+    return _ended(outcome, summary, shown)
 
 
 def _display(plain: bool) -> Display:
@@ -127,21 +188,25 @@ def _deploy(job: Job, folder: Path) -> list[ChildSpec]:
     return write(wire(job.config.model, folder / "data", tables), folder)
 
 
-def _check(job: Job) -> None:
-    """Let every service check its config, in a folder that is thrown away. Raises ConfigError."""
+def check_services(job: Job, *, apart: bool = False) -> None:
+    """Let every service check its config, in a folder that is thrown away; `apart` in processes of their own,
+    which leave the output and the arguments of this one alone. Raises ConfigError.
+    """
+    check_wandb(job.config.wandb)
     with tempfile.TemporaryDirectory(prefix="quartet-check-") as scratch:
-        asyncio.run(check(_deploy(job, Path(scratch))))
+        asyncio.run(check(_deploy(job, Path(scratch)), apart=apart))
 
 
-def _finish(job: Job, outcome: Outcome, outputs: Outputs, wall_seconds: float) -> int:
-    """Write what is written at the end, and say it."""
+def _summary(job: Job, outcome: Outcome, outputs: Outputs, wall_seconds: float) -> dict[str, Any]:
+    """What summary.json says."""
     run = outcome.run
-    summary = {
+    return {
         "run_id": job.run_id,
         "phase": phase_name(run.phase),
         "reward_before": run.reward_before if run.HasField("reward_before") else None,
         "reward_after": run.reward_after if run.HasField("reward_after") else None,
-        "steps": run.step,
+        # Of a run that could not be stopped in order, its events know more.
+        "steps": max(run.step, outputs.progress.step),
         "wall_seconds": round(wall_seconds, 3),
         "rollouts": run.ledger.dispatched,
         "max_off_policy_steps_seen": run.max_off_policy_steps_seen,
@@ -154,27 +219,56 @@ def _finish(job: Job, outcome: Outcome, outputs: Outputs, wall_seconds: float) -
         "model": job.config.model,
         "versions": installed_versions(),
     }
-    write_json(job.folder / SUMMARY, summary)
-    if run.phase == RUN_PHASE_COMPLETED:
-        _say_completed(job, summary)
+
+
+def _ending(summary: dict[str, Any]) -> Ending:
+    """What Weights & Biases is told at the end of a run."""
+    codes = {phase_name(RUN_PHASE_COMPLETED): 0, phase_name(RUN_PHASE_FAILED): EXIT_FAILED}
+    return Ending(codes.get(summary["phase"], STOPPED_CODE), summary)
+
+
+def _ended(outcome: Outcome, summary: dict[str, Any], shown: str) -> Ended:
+    """How it ended. Raises RunFailed."""
+    run = outcome.run
+    if run.phase in (RUN_PHASE_COMPLETED, RUN_PHASE_STOPPED) or outcome.interrupted:
+        return Ended(summary, run.phase == RUN_PHASE_COMPLETED, shown)
+    raise RunFailed(f"the run is {phase_name(run.phase)}: {run.error or 'see the logs'}", shown)
+
+
+def _say_ended(job: Job, ended: Ended) -> int:
+    """Say it. The exit code."""
+    if ended.completed:
+        _say_completed(job, ended.summary)
         return 0
-    if outcome.interrupted or run.phase == RUN_PHASE_STOPPED:
-        print(f"stopped after step {outputs.progress.step}; go on with: "
-              f"quartet rl ... --output-dir {job.folder} --resume\n"
-              f"or write the model as it is: quartet export {job.folder} MODEL_FOLDER")  # fmt: skip
-        return EXIT_INTERRUPTED
-    print(f"error: the run is {phase_name(run.phase)}: {run.error or 'see the logs'} ({job.folder / 'logs'})",
-          file=sys.stderr)  # fmt: skip
-    return EXIT_FAILED
+    print(f"stopped after step {ended.summary['steps']}; go on with: {job.words.going_on(job.folder)}\n"
+          f"or write the model as it is: quartet export {job.folder} MODEL_FOLDER")  # fmt: skip
+    return EXIT_INTERRUPTED
 
 
-def _completed_before(job: Job) -> dict[str, Any] | None:
+def completed_before(job: Job) -> dict[str, Any] | None:
     """The summary of the run that is to be gone on with, where it has reached its end."""
     try:
         summary: dict[str, Any] = json.loads((job.folder / SUMMARY).read_text()) if job.resumed else {}
     except (OSError, ValueError):
         return None
     return summary if summary.get("phase") == phase_name(RUN_PHASE_COMPLETED) else None
+
+
+def _completed_again(job: Job, summary: dict[str, Any]) -> int:
+    """Nothing is left to do, but for what Weights & Biases may lack."""
+    _say_completed(job, summary)
+    if shown := report_again(job, summary):
+        print(shown)
+    return 0
+
+
+def report_again(job: Job, summary: dict[str, Any]) -> str:
+    """Tell Weights & Biases what it may lack of a completed run. Where that is shown. Raises ConfigError."""
+    if job.config.wandb.project is None:
+        return ""
+    check_wandb(job.config.wandb)
+    with taken(job), reporting(job.config.wandb, job.folder, print) as reporter:
+        return reporter.catch_up(job.run_id, job.config_toml, _ending(summary))
 
 
 def _say_completed(job: Job, summary: dict[str, Any]) -> None:

@@ -2,13 +2,15 @@
 
 1. Services are asked only after SILENCE_SECONDS without an event; a long step of a healthy trainer is no
    reason to speak.
-2. A service that accepts a connection and does not answer its health check is named once, and once more when
+2. A service that does not listen yet after SLOW_SECONDS is named once, with its log.
+3. A service that accepts a connection and does not answer its health check is named once, and once more when
    it answers again. (One that is dead is the supervisor's to restart.)
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -18,17 +20,25 @@ from quartet.cli.progress import Progress
 from quartet.local.supervisor import State, Supervisor
 
 SILENCE_SECONDS = 10.0  # several steps of the demo; rollouts of a large model arrive more often, too
+SLOW_SECONDS = 60.0  # an engine that loads a large model takes minutes
 ANSWER_SECONDS = 3.0  # a health check computes nothing
 
 
 async def name_the_silent(supervisor: Supervisor, progress: Progress, display: Display) -> None:
     """For ever."""
     frozen: set[str] = set()
+    starting: Counter[str] = Counter()
     while True:
         seen = progress.last_event
         await asyncio.sleep(SILENCE_SECONDS)
         if progress.last_event != seen and not frozen:
             continue
+        for status in supervisor.statuses:
+            if status.state is not State.STARTING:
+                continue
+            starting[status.name] += 1
+            if starting[status.name] == SLOW_SECONDS // SILENCE_SECONDS:
+                display.say(f"{status.name} is still starting; logs/{status.name}.log says what it is doing")
         up = [status for status in supervisor.statuses if status.state is State.UP]
         answers = await asyncio.gather(*(_answers(status.address) for status in up))
         for status, answered in zip(up, answers, strict=True):

@@ -55,6 +55,12 @@ def is_flag(annotation: Any) -> bool:
     return bool in alternatives(annotation)
 
 
+def is_table(annotation: Any) -> bool:
+    """Whether the key has keys of its own."""
+    kinds = [typing.get_origin(one) or one for one in alternatives(annotation)]
+    return any(isinstance(one, type) and issubclass(one, (dict, pydantic.BaseModel)) for one in kinds)
+
+
 def accepts_text(annotation: Any) -> bool:
     """Whether the key takes text and nothing that TOML would write otherwise."""
     kinds = [one for one in alternatives(annotation) if one is not type(None)]

@@ -1,17 +1,19 @@
-"""Reads a configuration from an argument list: `@ a.toml @ b.toml --a.b value --flag --no-other --dry-run`,
-with `--preflight` in place of `--dry-run` where the machine is to be looked at too.
+"""Reads a configuration from an argument list: `@ a.toml --table @ b.toml --a.b value --flag --no-other
+--dry-run`, with `--preflight` in place of `--dry-run` where the machine is to be looked at too.
 
 1. Files and overrides are merged left to right, tables key by key, everything else (lists too) replaced
    whole.
 2. An override's value is TOML (`3`, `true`, `["a"]`), or plain text where it is none or where the key takes
    text.
 3. `max-steps` and `max_steps` are the same key.
-4. Whatever is wrong becomes one ConfigError sentence: where, key, value, what would be right.
+4. A file after the name of a table is what stands in that table: one file for each service.
+5. Whatever is wrong becomes one ConfigError sentence: where, key, value, what would be right.
 """
 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -19,7 +21,7 @@ from typing import Any, Generic, TypeVar
 import pydantic
 
 from quartet.config.explain import explain
-from quartet.config.keys import accepts_text, annotation_at, is_flag, known_keys
+from quartet.config.keys import accepts_text, annotation_at, is_flag, is_table, known_keys
 from quartet.config.model import Config, ConfigError
 
 C = TypeVar("C", bound=Config)
@@ -35,25 +37,32 @@ class Loaded(Generic[C]):
 
 
 @dataclass
-class _Draft:
+class Draft:
     """The merged tables so far, and which argument each key came from."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[tuple[str, ...], str] = field(default_factory=dict)
     dry_run: bool = False
     preflight: bool = False
+    #: How a file is read.
+    read: Callable[[str], dict[str, Any]] = field(default_factory=lambda: read_toml)
 
 
-def load(model: type[C], argv: list[str]) -> Loaded[C]:
-    """Parse and validate an argument list. Raises ConfigError."""
-    draft = _Draft()
+def load(model: type[C], argv: list[str], start: Draft | None = None) -> Loaded[C]:
+    """Parse and validate an argument list, laid over `start`. Raises ConfigError."""
+    draft = merged(model, argv, start)
+    config = validate(model, draft.values, draft.origins)
+    return Loaded(config, dry_run=draft.dry_run, preflight=draft.preflight)
+
+
+def merged(model: type[Config], argv: list[str], start: Draft | None = None) -> Draft:
+    """The tables that an argument list amounts to, laid over `start`. Raises ConfigError."""
+    draft = start or Draft()
     rest = list(argv)
     while rest:
         token = rest.pop(0)
         if token == "@":
-            if not rest:
-                raise ConfigError("'@' is followed by nothing; write the path of a TOML file after it")
-            _merge_file(draft, rest.pop(0))
+            _merge_file(draft, _path_after(rest))
         elif token.startswith("@"):
             _merge_file(draft, token[1:])
         elif token == "--dry-run":
@@ -64,8 +73,7 @@ def load(model: type[C], argv: list[str]) -> Loaded[C]:
             _merge_option(draft, model, token, rest)
         else:
             raise ConfigError(f"argument {token!r} is not understood; write '@ file.toml' or '--key value'")
-    config = validate(model, draft.values, draft.origins)
-    return Loaded(config, dry_run=draft.dry_run, preflight=draft.preflight)
+    return draft
 
 
 def validate(model: type[C], values: dict[str, Any], origins: dict[tuple[str, ...], str] | None = None) -> C:
@@ -110,12 +118,12 @@ def usage(model: type[Config]) -> str:
     return "\n".join(lines)
 
 
-def _merge_file(draft: _Draft, path: str) -> None:
-    _merge(draft, draft.values, read_toml(path), (), path)
+def _merge_file(draft: Draft, path: str) -> None:
+    _merge(draft, draft.values, draft.read(path), (), path)
 
 
 def _merge(
-    draft: _Draft, into: dict[str, Any], table: dict[str, Any], prefix: tuple[str, ...], origin: str
+    draft: Draft, into: dict[str, Any], table: dict[str, Any], prefix: tuple[str, ...], origin: str
 ) -> None:
     for key, value in table.items():
         name = _existing(into, key)
@@ -140,12 +148,16 @@ def _existing(table: dict[str, Any], key: str) -> str:
     return next((name for name in table if name.replace("-", "_") == key.replace("-", "_")), key)
 
 
-def _merge_option(draft: _Draft, model: type[Config], token: str, rest: list[str]) -> None:
+def _merge_option(draft: Draft, model: type[Config], token: str, rest: list[str]) -> None:
     name, equals, inline = token[2:].partition("=")
     path = _snake(tuple(name.split(".")))
     if not all(path):
         raise ConfigError(f"option {token!r} has an empty key; write '--table.key value'")
     value: Any
+    if not equals and rest and rest[0].startswith("@") and is_table(annotation_at(model, path)):
+        file = rest.pop(0)[1:] or _path_after(rest)
+        _assign(draft, path, draft.read(file), file)
+        return
     if equals:
         value = _parse(model, path, inline)
     elif (negated := _negated(model, path)) is not None:
@@ -157,6 +169,12 @@ def _merge_option(draft: _Draft, model: type[Config], token: str, rest: list[str
     else:
         raise ConfigError(f"option '--{name}' has no value; write '--{name} VALUE' or '--{name}=VALUE'")
     _assign(draft, path, value, f"--{name}")
+
+
+def _path_after(rest: list[str]) -> str:
+    if not rest:
+        raise ConfigError("'@' is followed by nothing; write the path of a TOML file after it")
+    return rest.pop(0)
 
 
 def _is_argument(token: str) -> bool:
@@ -185,7 +203,7 @@ def _parse(model: type[Config], path: tuple[str, ...], text: str) -> Any:
     return document["value"] if len(document) == 1 else text
 
 
-def _assign(draft: _Draft, path: tuple[str, ...], value: Any, origin: str) -> None:
+def _assign(draft: Draft, path: tuple[str, ...], value: Any, origin: str) -> None:
     node: Any = draft.values
     for depth, part in enumerate(path[:-1]):
         if isinstance(node, list):

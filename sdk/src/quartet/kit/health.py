@@ -40,7 +40,7 @@ class Health:
         """Nothing is registered, nothing is ready."""
         self._why_not: dict[str, str] = {}  # service -> why it is not ready; "" when it is
         self._progress_at = time.monotonic()
-        self._watches: list[tuple[float, Callable[[], bool]]] = []
+        self._watches: list[tuple[Callable[[], float], Callable[[], bool]]] = []
         self._lag_s = 0.0
         self.draining = asyncio.Event()
 
@@ -61,10 +61,13 @@ class Health:
         """Called by the work loop whenever it got something done."""
         self._progress_at = time.monotonic()
 
-    def watch_progress(self, timeout_s: float, busy: Callable[[], bool]) -> None:
-        """Fail liveness when `busy()` and no progress for `timeout_s`. Time spent idle does not count."""
+    def watch_progress(self, limit_s: float | Callable[[], float], busy: Callable[[], bool]) -> None:
+        """Fail liveness when `busy()` and no progress for `limit_s`. Time spent idle does not count.
+
+        A limit that depends on what is under way is asked for anew each time; where it falls, say `progress`.
+        """
         self.progress()
-        self._watches.append((timeout_s, busy))
+        self._watches.append((limit_s if callable(limit_s) else lambda: limit_s, busy))
 
     def drain(self) -> None:
         """The process is about to stop: nothing is ready any more, for good."""
@@ -88,7 +91,7 @@ class Health:
             await asyncio.sleep(WATCHDOG_SECONDS)
             self._lag_s = max(0.0, time.monotonic() - began - WATCHDOG_SECONDS)
             LOOP_LAG.set(self._lag_s)
-            if not any(busy() for _timeout_s, busy in self._watches):
+            if not any(busy() for _limit_s, busy in self._watches):
                 self.progress()
             why = self._why_not_alive()
             if alive == bool(why):
@@ -99,9 +102,9 @@ class Health:
         if self._lag_s > LOOP_LAG_LIMIT_SECONDS:
             return f"the event loop is {self._lag_s:.1f} s late"
         idle_s = time.monotonic() - self._progress_at
-        for timeout_s, busy in self._watches:
-            if idle_s > timeout_s and busy():
-                return f"no progress for {idle_s:.1f} s (limit {timeout_s:g} s)"
+        for limit_s, busy in self._watches:
+            if busy() and idle_s > (limit := limit_s()):
+                return f"no progress for {idle_s:.1f} s (limit {limit:g} s)"
         return ""
 
     def _change(self, service_name: str, why: str) -> None:

@@ -124,9 +124,7 @@ def check_here(config: ServerConfig) -> None:
     if config.metrics_address:
         start_metrics(config.metrics_address).close()
     if config.port_file:
-        if not config.port_file.parent.is_dir():
-            raise ConfigError(f"server.port_file = {str(config.port_file)!r} is in no folder; make it")
-        check_folder("server.port_file", config.port_file.parent)
+        check_port_file(config.port_file)
 
 
 async def start(services: Sequence[Service], config: ServerConfig, health: Health) -> RunningServer:
@@ -150,7 +148,7 @@ async def start(services: Sequence[Service], config: ServerConfig, health: Healt
     running = RunningServer(server, address, watchdog, metrics)
     if config.port_file:
         try:
-            _publish(config.port_file, address)
+            publish_address(config.port_file, address)
         except ConfigError:
             await running.stop(0)
             raise
@@ -274,10 +272,18 @@ def check_free(address: str, key: str = "server.address") -> None:
             raise BindError(f"{key} = {address!r} cannot be bound: {remedy}") from None
 
 
-def _publish(path: Path, address: str) -> None:
+def check_port_file(path: Path, key: str = "server.port_file") -> None:
+    """Whether `publish_address` could write it. Raises ConfigError."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"{key} = {str(path)!r} is in no folder; make it")
+    check_folder(key, path.parent)
+
+
+def publish_address(path: Path, address: str, key: str = "server.port_file") -> None:
+    """Write the address, whole or not at all. Raises ConfigError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(f"{address}\n", encoding="ascii")
         os.replace(temporary, path)
     except OSError as error:
-        raise ConfigError(f"server.port_file = {str(path)!r} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{key} = {str(path)!r} cannot be written: {error.strerror}") from None

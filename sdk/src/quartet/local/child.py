@@ -13,8 +13,8 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 TETHER = str(Path(__file__).with_name("tether.py"))
@@ -41,11 +41,13 @@ class ChildSpec:
     address: str
     log_file: Path
     port_file: Path
+    # Besides what every service gets.
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def child_environment() -> dict[str, str]:
-    """The environment of a service."""
-    return {**CHILD_ENVIRONMENT, **os.environ}
+def child_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a service, and what it gets besides."""
+    return {**CHILD_ENVIRONMENT, **os.environ, **(more or {})}
 
 
 class Child:
@@ -63,8 +65,8 @@ class Child:
         with spec.log_file.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-I", "-S", TETHER, str(os.getpid()), *spec.command,
-                stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=child_environment(),
-                process_group=0,
+                stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
+                env=child_environment(spec.environment), process_group=0,
             )  # fmt: skip
         return cls(spec, process)
 

@@ -3,12 +3,13 @@ checked before anything starts.
 
 1. What the user wrote in [trainer], [orchestrator], [inference] and [envhost] wins over what the launcher
    would say, except for the port 0, which becomes a free port, and the port file.
-2. Two keys are the launcher's own: `[inference] replicas = N` makes N processes of equal config, each with an
-   address; `[inference] python` is the interpreter that runs them, for an engine that is not installed in
-   this one. (`[envhost] python`, the environments' interpreter, is the host's own.)
+2. Three keys are the launcher's own: `[inference] replicas = N` makes N processes of equal config, each with
+   an address; `[inference] python` is the interpreter that runs them, for an engine that is not installed in
+   this one (`[envhost] python`, the environments' interpreter, is the host's own); `gpus` in [trainer] and
+   [inference] divides the machine's devices among the processes (devices.py).
 3. `check` runs every service's own `--preflight` on the files it would be started with: whatever a
    service would refuse is refused here, in its own sentence, before any service runs. It runs in this process
-   where the service would run with this interpreter.
+   where the service would run with this interpreter, unless it is told to run apart.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from typing import Any
 
 from quartet.config import ConfigError
 from quartet.local.child import ChildSpec, child_environment
+from quartet.local.devices import shared_out
 from quartet.local.ports import AddressRefused, resolve
 from quartet.local.toml_text import dumps
 
 SERVICES = ("trainer", "inference", "envhost", "orchestrator")
 ANY_PORT = "127.0.0.1:0"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 MAX_REPLICAS = 64  # of one machine; each is a process with the whole model
 # Of another interpreter: a preflight imports pydantic and grpc only; more means a broken installation.
 CHECK_SECONDS = 60.0
@@ -40,7 +43,7 @@ Table = dict[str, Any]
 
 def wire(model: str, data: Path, tables: Mapping[str, Table]) -> dict[str, Table]:
     """The complete config table of each process of the services in `tables`, every address in it final."""
-    processes = _processes(tables)
+    processes = _processes(shared_out(tables, os.environ.get(VISIBLE)))
     servers = [dict(table.get("server", {})) for table in processes.values()]
     try:
         resolved = resolve([str(one.get("address", ANY_PORT)) for one in servers])
@@ -88,7 +91,11 @@ def _processes(tables: Mapping[str, Table]) -> dict[str, Table]:
                 "write port 0, or leave it out"
             )
         names = [name] if count == 1 else [f"{name}-{number}" for number in range(1, count + 1)]
-        processes |= dict.fromkeys(names, own)
+        devices = own.get("gpus", [])
+        share = len(devices) // count
+        for number, process in enumerate(names):
+            part = {"gpus": devices[number * share : (number + 1) * share]} if "gpus" in own else {}
+            processes[process] = {**own, **part}
     return processes
 
 
@@ -99,39 +106,44 @@ def write(wired: Mapping[str, Table], root: Path) -> list[ChildSpec]:
     specs = []
     for name, table in wired.items():
         config_file = folder / f"{name}.toml"
-        python, own = _interpreter(name, table)
+        own = {key: value for key, value in table.items() if key not in _of_the_launcher(name)}
         config_file.write_text(dumps(own), encoding="utf-8")
         port_file = Path(table["server"]["port_file"])
         port_file.parent.mkdir(parents=True, exist_ok=True)
-        command = [python, "-m", f"quartet_{service_of(name)}", "@", str(config_file)]
+        command = [_interpreter(name, table), "-m", f"quartet_{service_of(name)}", "@", str(config_file)]
         log_file = root / "logs" / f"{name}.log"
-        specs.append(ChildSpec(name, command, table["server"]["address"], log_file, port_file))
+        environment = {VISIBLE: ",".join(table["gpus"])} if "gpus" in table else {}
+        specs.append(ChildSpec(name, command, table["server"]["address"], log_file, port_file, environment))
     return specs
 
 
-def _interpreter(name: str, table: Table) -> tuple[str, Table]:
-    """What runs a process, and its config without the launcher's key."""
-    if service_of(name) != "inference" or "python" not in table:
-        return sys.executable, table
+def _of_the_launcher(process: str) -> tuple[str, ...]:
+    return ("gpus", "python") if service_of(process) == "inference" else ("gpus",)
+
+
+def _interpreter(process: str, table: Table) -> str:
+    """What runs a process."""
+    if service_of(process) != "inference" or "python" not in table:
+        return sys.executable
     python = table["python"]
     found = shutil.which(os.path.expanduser(python)) if isinstance(python, str) else None
     if found is None:
         raise ConfigError(f"inference.python = {python!r} is refused: there is no such interpreter")
-    return os.path.abspath(found), {key: value for key, value in table.items() if key != "python"}
+    return os.path.abspath(found)
 
 
-async def check(specs: Sequence[ChildSpec]) -> None:
-    """Preflight every service. Raises ConfigError with the first refusal."""
-    refusals = await asyncio.gather(*(_refusal(spec) for spec in specs))
+async def check(specs: Sequence[ChildSpec], *, apart: bool = False) -> None:
+    """Preflight every service, `apart` never in this process. Raises ConfigError with the first refusal."""
+    refusals = await asyncio.gather(*(_refusal(spec, apart) for spec in specs))
     for spec, refusal in zip(specs, refusals, strict=True):
         if refusal:
             raise ConfigError(f"[{service_of(spec.name)}] {refusal}")
 
 
-async def _refusal(spec: ChildSpec) -> str:
+async def _refusal(spec: ChildSpec, apart: bool) -> str:
     """What the service says against its config; empty where it accepts it."""
-    alike = list(spec.command[:2]) == [sys.executable, "-m"]
-    code, said = _preflight_here(spec) if alike else await _preflight_apart(spec)
+    here = not apart and list(spec.command[:2]) == [sys.executable, "-m"]
+    code, said = _preflight_here(spec) if here else await _preflight_apart(spec)
     if code == 0:
         return ""
     lines = said.strip().splitlines()
@@ -166,7 +178,7 @@ async def _preflight_apart(spec: ChildSpec) -> tuple[object, str]:
     process = await asyncio.create_subprocess_exec(
         *spec.command, "--preflight",
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-        env=child_environment(),
+        env=child_environment(spec.environment),
     )  # fmt: skip
     try:
         _, stderr = await asyncio.wait_for(process.communicate(), CHECK_SECONDS)

@@ -23,7 +23,9 @@ FIRST_DELAY_SECONDS = 0.1
 MAX_DELAY_SECONDS = 5.0
 STABLE_SECONDS = 20.0
 MAX_RESTARTS_IN_A_ROW = 10
-BIND_SECONDS = 120.0  # a cold import of torch from a slow disk takes up to a minute
+# Inference listens once its engine is ready: a large model from a slow disk, kernels to compile, graphs to
+# capture. A process that ends is noticed at once.
+BIND_SECONDS = 1800.0
 
 
 class State(Enum):

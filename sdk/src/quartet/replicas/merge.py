@@ -25,6 +25,11 @@ class _End:
 
 async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
     """The items of all sources, as they come."""
+    if len(sources) == 1:  # nothing to merge: no task, no queue
+        async with aclosing(sources[0]) as items:
+            async for item in items:
+                yield item
+        return
     queue: asyncio.Queue[T | _End] = asyncio.Queue(MAX_AHEAD)
     tasks = [asyncio.create_task(_pump(source, queue)) for source in sources]
     running = len(tasks)

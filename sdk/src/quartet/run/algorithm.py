@@ -15,7 +15,7 @@ from pydantic import Field
 
 from quartet.config import Config
 from quartet.run.presets import OF_THE_LOSS, PRESETS
-from quartet.run.values import Count, NonNegative, Number, Positive, Text
+from quartet.run.values import Count, NonNegative, Number, Positive, PositiveCount, Text
 
 #: Each is a pass over the batch; what so many do not teach it, another batch will.
 MAX_ITERATIONS = 16
@@ -97,6 +97,8 @@ class AlgorithmConfig(Config):
     ratio_level: Literal["token", "sequence"] = "token"
     #: Absent: "constant" for dr_grpo, else "token".
     aggregation: Literal["token", "sequence", "constant"] | None = None
+    #: What each rollout adds to the normaliser of aggregation = "constant"; absent: sampling.max_tokens.
+    constant_tokens: PositiveCount | None = None
     #: Weight of the divergence from the reference.
     kl_coef: NonNegative = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -127,6 +129,11 @@ class AlgorithmConfig(Config):
         return self.num_iterations * self.num_minibatches
 
     @property
+    def compares(self) -> bool:
+        """Whether advantages come of comparing the rewards of a group."""
+        return self.advantage not in ("none", "zero")
+
+    @property
     def normalised_by(self) -> Literal["token", "sequence", "constant"]:
         """The aggregation that is used."""
         return self.aggregation or ("constant" if self.advantage == "dr_grpo" else "token")
@@ -146,8 +153,7 @@ class AlgorithmConfig(Config):
     def _by_any_name(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        given = {key.replace("-", "_") if isinstance(key, str) else key: value for key, value in data.items()}
-        return _with_preset(_without_aliases(given))
+        return _with_preset(_without_aliases(_snake(data)))
 
     @pydantic.field_validator("clip_low", "clip_high")
     @classmethod
@@ -191,8 +197,17 @@ class AlgorithmConfig(Config):
         return self
 
     @pydantic.model_validator(mode="after")
+    def _constant_is_used(self) -> Self:
+        if self.constant_tokens is not None and self.normalised_by != "constant":
+            raise ValueError(
+                f'constant_tokens belongs to aggregation = "constant", which here is "{self.normalised_by}"; '
+                "choose it, or remove constant_tokens"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
     def _spread_is_wanted(self) -> Self:
-        if self.dynamic_sampling and self.advantage in ("none", "zero"):
+        if self.dynamic_sampling and not self.compares:
             raise ValueError(
                 f'dynamic_sampling looks for rewards that differ, and advantage = "{self.advantage}" learns '
                 "without; set dynamic_sampling to false"
@@ -223,6 +238,43 @@ class AlgorithmConfig(Config):
         if (self.loss == "custom") != (self.custom is not None):
             raise ValueError('custom names the function of loss = "custom"; give both or neither')
         return self
+
+
+class KlPenaltyConfig(Config):
+    """The [kl_penalty] table: algorithm.kl_coef and algorithm.target_kl by the names of other trainers."""
+
+    enabled: bool = False
+    beta: Positive = 0.1
+    target_kl: Positive | None = None
+
+
+def with_kl_penalty(run: dict[str, Any]) -> dict[str, Any]:
+    """A run's tables whose [algorithm] says what its [kl_penalty] says. Errors: ValueError."""
+    run = _snake(run)
+    try:
+        penalty = KlPenaltyConfig.model_validate(run.get("kl_penalty", {}))
+    except pydantic.ValidationError:
+        return run  # refused where it is a field
+    algorithm = run.get("algorithm", {})
+    if not penalty.enabled or not isinstance(algorithm, dict):
+        return run
+    algorithm = _snake(algorithm)
+    for key, other, value in (
+        ("kl_coef", "beta", penalty.beta),
+        ("target_kl", "target_kl", penalty.target_kl),
+    ):
+        given = algorithm.get(key, algorithm.get(other))
+        if given is not None and value is not None and given != value:
+            raise ValueError(
+                f"kl_penalty.{other} = {value} and algorithm.{key} = {given} are one setting; remove one"
+            )
+    kept = {key: value for key, value in algorithm.items() if key != "beta"}
+    target = penalty.target_kl if penalty.target_kl is not None else algorithm.get("target_kl")
+    return {**run, "algorithm": {**kept, "kl_coef": penalty.beta, "target_kl": target}}
+
+
+def _snake(table: dict[Any, Any]) -> dict[Any, Any]:
+    return {key.replace("-", "_") if isinstance(key, str) else key: value for key, value in table.items()}
 
 
 def _without_aliases(given: dict[Any, Any]) -> dict[Any, Any]:

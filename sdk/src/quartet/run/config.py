@@ -3,7 +3,7 @@
 1. A RunConfig that validates can be run: every bound that one service would trip over later is checked here.
 2. Every refusal is one sentence: key, value, what would be right.
 3. The deployment tables ([trainer], [orchestrator], [inference], [envhost]) are carried, not read: the local
-   launcher hands them to the services, which know their own keys.
+   launcher hands them to the services, which know their own keys. [wandb] is for whoever follows the run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pydantic import Field
 
 from quartet.config import Config
 from quartet.config.load import parse_toml, validate
-from quartet.run.algorithm import AlgorithmConfig
+from quartet.run.algorithm import AlgorithmConfig, KlPenaltyConfig, with_kl_penalty
+from quartet.run.difficulty import DifficultyFilterConfig
 from quartet.run.evaluation import EvalConfig, EvalTrial
 from quartet.run.hosted import MAX_ENVIRONMENTS, MAX_GROUP, GroupSize, NamedConfig, as_array, distinct
 from quartet.run.lora import LoraConfig
@@ -30,6 +31,7 @@ from quartet.run.values import (
     Table,
     Text,
 )
+from quartet.run.wandb import WandbConfig
 
 #: More staleness than this means that the trainer keeps more than two dozen copies of the model.
 MAX_OFF_POLICY_STEPS = 24
@@ -83,6 +85,8 @@ class RunConfig(Config):
     max_steps: Count = 100
     rollouts_per_example: GroupSize = 8
     batch_size: PositiveCount = 128
+    #: Of others' files. Here batch_size is all of an optimizer step, whatever it takes to compute it.
+    gradient_accumulation_steps: PositiveCount = 1
     seed: Seed = 0
     learning_rate: NonNegative = 1e-6
     lr_scheduler: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "constant"
@@ -114,18 +118,31 @@ class RunConfig(Config):
     env: Annotated[tuple[EnvConfig, ...], Field(max_length=MAX_ENVIRONMENTS)] = ()
     lora: LoraConfig = LoraConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    kl_penalty: KlPenaltyConfig = KlPenaltyConfig()
+    difficulty_filter: DifficultyFilterConfig = DifficultyFilterConfig()
     eval: EvalConfig = EvalConfig()
     ckpt: CheckpointConfig = CheckpointConfig()
     checks: ChecksConfig = ChecksConfig()
+    wandb: WandbConfig = WandbConfig()
     trainer: Table
     orchestrator: Table
     inference: Table
     envhost: Table
 
+    def is_same_run(self, other: RunConfig) -> bool:
+        """Whether they differ in nothing, or only in where the run is shown."""
+        return self == other.model_copy(update={"wandb": self.wandb})
+
     @property
     def versions_per_step(self) -> int:
         """Optimizer steps on one batch, which is how far the policy's version goes on with each."""
         return self.algorithm.steps_per_batch
+
+    @property
+    def resamples(self) -> int:
+        """How often a place of a batch gets a fresh group because the one before it teaches too little."""
+        chosen = self.difficulty_filter
+        return chosen.max_resample if chosen.enabled else self.algorithm.resamples
 
     @property
     def environment_ids(self) -> list[str]:
@@ -138,9 +155,30 @@ class RunConfig(Config):
         return self.eval.trials(self.env)
 
     @property
+    def constant_tokens(self) -> int | None:
+        """What each rollout adds to a constant normaliser."""
+        return self.algorithm.constant_tokens or self.sampling.max_tokens
+
+    @property
     def groups_per_batch(self) -> int:
         """Groups of rollouts_per_example rollouts that one batch consists of."""
         return self.batch_size // self.rollouts_per_example
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _with_kl_penalty(cls, data: Any) -> Any:
+        return with_kl_penalty(data) if isinstance(data, dict) else data
+
+    @pydantic.field_validator("gradient_accumulation_steps")
+    @classmethod
+    def _accumulates_by_itself(cls, steps: int) -> int:
+        if steps != 1:
+            raise ValueError(
+                "batch_size is all of an optimizer step here, and the trainer adds up the gradients of as "
+                "many micro-batches as microbatch_tokens asks for; remove it, and set microbatch_tokens to "
+                "what fits into memory"
+            )
+        return steps
 
     @pydantic.field_validator("batch_size")
     @classmethod
@@ -208,16 +246,31 @@ class RunConfig(Config):
     @pydantic.model_validator(mode="after")
     def _credit_is_defined(self) -> Self:
         advantage = self.algorithm.advantage
-        if advantage not in ("none", "zero") and self.rollouts_per_example < 2:
+        if self.algorithm.compares and self.rollouts_per_example < 2:
             raise ValueError(
                 f"rollouts_per_example = 1 is refused: algorithm.advantage = {advantage!r} compares rollouts "
                 'of one task; set at least 2, or algorithm.advantage to "none"'
             )
-        if self.algorithm.normalised_by == "constant" and self.sampling.max_tokens is None:
+        if self.algorithm.normalised_by == "constant" and self.constant_tokens is None:
             key = "aggregation" if self.algorithm.aggregation else "advantage"
             raise ValueError(
                 f'sampling.max_tokens is not set, and algorithm.{key} = "{getattr(self.algorithm, key)}" '
-                "divides by it; set it"
+                "divides by it; set it, or algorithm.constant_tokens"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _resamples_by_one_rule(self) -> Self:
+        if self.difficulty_filter.enabled and self.algorithm.max_resample is not None:
+            raise ValueError(
+                f"algorithm.max_resample = {self.algorithm.max_resample} is not read where difficulty_filter "
+                "is enabled; set difficulty_filter.max_resample"
+            )
+        variance = self.difficulty_filter.min_reward_variance
+        if self.difficulty_filter.enabled and variance and not self.algorithm.compares:
+            raise ValueError(
+                f"difficulty_filter.min_reward_variance = {variance} looks for rewards that differ, and "
+                f'algorithm.advantage = "{self.algorithm.advantage}" learns without; remove it'
             )
         return self
 

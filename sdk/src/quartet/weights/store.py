@@ -1,7 +1,8 @@
 """The versions that a publisher or a relay can hand out, and the payloads that lead to them.
 
 1. Bounded: of each run the `keep` versions published last; never more than MAX_RUNS runs; deltas as
-   quartet.weights.deltas says, and none whose base was published more than ANCHOR_EVERY versions ago.
+   quartet.weights.deltas says, and none whose base was published more than ANCHOR_EVERY versions ago. Where
+   `unopened_runs` is given, of runs that nobody opened the one longest without a version makes room.
 2. A version is immutable: publishing it again with equal weights changes nothing, with others is refused.
    A relay (`hold`) follows its publisher instead: where that one went back, what came after is forgotten.
 3. A reader that took a version from `get` keeps it alive; eviction only stops it from being found.
@@ -57,16 +58,20 @@ class _Waiter:
 class WeightStore:
     """Versions by run and number."""
 
-    def __init__(self, keep: int, *, delta_bytes: int = DELTA_CACHE_BYTES) -> None:
+    def __init__(
+        self, keep: int, *, delta_bytes: int = DELTA_CACHE_BYTES, unopened_runs: int | None = None
+    ) -> None:
         if keep < 1:
             raise ValueError(f"a weight store keeps at least one version, not {keep}")
         self._keep = keep
+        self._unopened_runs = unopened_runs
         self._deltas = Deltas(delta_bytes)
         # Held while a delta is made: encoding two at once would only take turns, and need the memory of both.
         self._making = threading.Lock()
         # In the order of their creation or opening.
         self._runs: dict[str, Run] = {}
         self._generations = count(1)
+        self._takes = count(1)
         self._lock = threading.Lock()
         self._waiters: set[_Waiter] = set()
 
@@ -75,8 +80,9 @@ class WeightStore:
         with self._lock:
             if run_id in self._runs:
                 self._runs[run_id] = self._runs.pop(run_id)
+                self._runs[run_id].opened = True
             else:
-                self._create(run_id)
+                self._create(run_id, opened=True)
             self._wake()
 
     def reopen_run(self, run_id: str) -> None:
@@ -85,17 +91,23 @@ class WeightStore:
             if run_id in self._runs:
                 # In its place: it does not become the run that was opened last.
                 self._forget_deltas(self._runs[run_id])
-                self._runs[run_id] = Run(next(self._generations))
+                self._runs[run_id] = Run(next(self._generations), opened=True)
             else:
-                self._create(run_id)
+                self._create(run_id, opened=True)
             self._wake()
 
     def close_run(self, run_id: str) -> None:
         """Forget a run and its versions. Idempotent."""
         with self._lock:
-            run = self._runs.pop(run_id, None)
-            if run is not None:
-                self._forget_deltas(run)
+            if run_id in self._runs:
+                self._close(run_id)
+            self._wake()
+
+    def close_others(self, run_id: str) -> None:
+        """Forget every other run and its versions. Idempotent."""
+        with self._lock:
+            for other in [one for one in self._runs if one != run_id]:
+                self._close(other)
             self._wake()
 
     def publish(
@@ -146,7 +158,7 @@ class WeightStore:
             if run and latest and (number < latest.number or (number == latest.number and not same)):
                 # The publisher went back to a saved state: what it had published after that never happened.
                 self._forget_deltas(run)
-                run = self._runs[run_id] = Run(next(self._generations))
+                run = self._runs[run_id] = Run(next(self._generations), opened=run.opened)
                 same = False
             run = run or self._create(run_id)
             if not same or held is None:
@@ -259,6 +271,7 @@ class WeightStore:
 
     def _take(self, run: Run, version: Version, made: Fetched) -> Version:
         run.take(version, self._keep)
+        run.taken = next(self._takes)
         for delta in made.deltas:
             self._keep_delta(run, delta)
         self._deltas.forget(lambda key: key.generation == run.generation and key.base not in run.history)
@@ -309,13 +322,20 @@ class WeightStore:
     def _forget_deltas(self, run: Run) -> None:
         self._deltas.forget(lambda key: key.generation == run.generation)
 
-    def _create(self, run_id: str) -> Run:
+    def _create(self, run_id: str, *, opened: bool = False) -> Run:
         if not run_id:
             raise QuartetError("INVALID_REQUEST", "a run needs a name", field="run_id", value="")
+        if self._unopened_runs is not None and not opened:
+            unopened = [one for one, run in self._runs.items() if not run.opened]
+            if len(unopened) >= self._unopened_runs:
+                self._close(min(unopened, key=lambda one: self._runs[one].taken))
         if len(self._runs) >= MAX_RUNS:
             raise QuartetError("OVERLOADED", f"{MAX_RUNS} runs are published already; close one first")
-        run = self._runs[run_id] = Run(next(self._generations))
+        run = self._runs[run_id] = Run(next(self._generations), opened=opened)
         return run
+
+    def _close(self, run_id: str) -> None:
+        self._forget_deltas(self._runs.pop(run_id))
 
     def _wake(self) -> None:
         for waiter in self._waiters:

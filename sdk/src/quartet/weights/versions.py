@@ -51,6 +51,10 @@ class Run:
     """The versions of one opening of a run."""
 
     generation: int
+    #: Somebody made it known, and will close it; the others came with a version.
+    opened: bool = False
+    #: When it got its last version: larger is later.
+    taken: int = 0
     #: In the order of publishing.
     versions: dict[int, Version] = field(default_factory=dict)
     #: The numbers published last, in that order.

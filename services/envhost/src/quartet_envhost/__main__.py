@@ -20,10 +20,7 @@ async def _serve(config: EnvHostConfig) -> None:
     health = Health()
     host = EnvironmentHost(config, progress=health.progress)
     service = Service(SERVICE_NAME, add_EnvHostServiceServicer_to_server, EnvHostServicer(host))
-    health.watch_progress(
-        config.load_timeout_seconds + config.timeout_seconds + config.deadline_grace_seconds,
-        busy=lambda: host.in_flight > 0,
-    )
+    health.watch_progress(host.stall_limit_s, host.busy)
     # Who asks for an environment waits for its workers, so the front is ready as soon as it is bound.
     health.set_ready(SERVICE_NAME)
     async with asyncio.TaskGroup() as tasks:

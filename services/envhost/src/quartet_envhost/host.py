@@ -7,6 +7,8 @@
    or runs makes room, never another.
 4. While UNREAD_BYTES of a request's results wait for its reader, no further member of it starts: what waits
    is bounded by that and by the members that have a place at the time.
+5. While `busy`, progress is told at least every `stall_limit_s`: no request waits longer for the end of an
+   attempt, or of a worker's start, than those may take. One that waits for its reader is not busy.
 """
 
 from __future__ import annotations
@@ -30,6 +32,11 @@ from quartet_envhost.together import Together
 
 # A reader takes results as fast as they come, unless it has stalled: a few dozen of the largest then wait.
 UNREAD_BYTES: Final = 128 * 1024 * 1024
+# Written as JSON; with the host's own settings they go to a worker in one frame (frames.py).
+MAX_ARGS_BYTES: Final = 3 * 1024 * 1024
+
+# Between one start or attempt and the next: a worker's end, its backoff, a member's (pool.py, process.py).
+BETWEEN_S: Final = 30.0
 
 # What the reader of a request is given; questions only where the client samples.
 Frame = rollout_pb2.Rollout | envhost_service_pb2.ModelQuestion
@@ -47,6 +54,8 @@ class ActiveRequest:
         self.request = request
         self.cancelled = False
         self.started = False
+        # How long one attempt at a member may take; known once the environment is loaded.
+        self.attempt_s = 0.0
         self.tasks: set[asyncio.Task[rollout_pb2.Rollout]] = set()
         self._limit = unread_bytes
         # At most one entry for each member, with its size, and its open questions.
@@ -59,6 +68,11 @@ class ActiveRequest:
     def unfinished(self) -> int:
         """Members that still run."""
         return len(self.tasks) if self.started else len(self.request.members)
+
+    @property
+    def busy(self) -> bool:
+        """Whether it waits for its environment or for rollouts, and not for its reader."""
+        return not self.started or bool(self.tasks and self._room.is_set())
 
     def start(self, run: Run, at_once: int) -> None:
         """Run the members, at most so many at once; however each ends, `read` gives that."""
@@ -131,6 +145,15 @@ class EnvironmentHost:
     def in_flight(self) -> int:
         """Members accepted and unfinished."""
         return self._in_flight
+
+    def busy(self) -> bool:
+        """Whether something is under way that has to move."""
+        return any(active.busy for active in self._active.values())
+
+    def stall_limit_s(self) -> float:
+        """How long what is under way may take until it tells progress."""
+        attempt_s = max((active.attempt_s for active in self._active.values()), default=0.0)
+        return self._config.load_timeout_seconds + attempt_s + BETWEEN_S
 
     def hosted(self) -> list[envhost_service_pb2.EnvironmentInfo]:
         """The configured environments, and the loaded ones."""
@@ -221,6 +244,7 @@ class EnvironmentHost:
                 if info.group_scoring:
                     _refuse_too_large(request, pool.places_of_a_worker)
                     run = Together(partial(pool.run_together, request, ask=ask)).run
+                active.attempt_s = pool.attempt_s(request, together=info.group_scoring)
                 active.start(run, pool.places)
                 while left:
                     ended = await active.read()
@@ -229,11 +253,11 @@ class EnvironmentHost:
                         continue
                     left -= 1
                     self._in_flight -= 1
-                    self._progress()
                     yield ended
         finally:
             self._in_flight -= left
             del self._active[request.request_id]
+            self._progress()  # the limit may be lower from here on
             for task in list(active.tasks):
                 task.cancel()
 
@@ -272,8 +296,8 @@ class EnvironmentHost:
                 env_id=ref.id,
                 hosted=hosted,
             )
-        args = _arguments(ref)
-        key = (canonical_id(ref.id), json.dumps(args, sort_keys=True))
+        args, written = _arguments(ref)
+        key = (canonical_id(ref.id), written)
         pool = self._pools.get(key)
         if pool is not None and not pool.failed:
             return pool
@@ -286,7 +310,7 @@ class EnvironmentHost:
             if pool is None:
                 await self._make_room()
                 self._refuse_if_draining()
-                pool = self._pools[key] = WorkerPool(ref.id, args, settings, self._config)
+                pool = self._pools[key] = WorkerPool(ref.id, args, settings, self._config, self._progress)
             return pool
 
     def _refuse_if_draining(self) -> None:
@@ -316,10 +340,12 @@ def _cancelled(member: int) -> rollout_pb2.Rollout:
     return failures.failed(member, failures.CANCELLED, "cancelled by its caller", retryable=False)
 
 
-def _arguments(ref: envhost_service_pb2.EnvironmentRef) -> dict[str, Any]:
+def _arguments(ref: envhost_service_pb2.EnvironmentRef) -> tuple[dict[str, Any], str]:
+    """The arguments, and equal ones always written alike."""
     remedy = 'write the arguments as a JSON object, such as {"num_train": 100}'
     try:
         args = json.loads(ref.args_json or "{}")
+        written = json.dumps(args, sort_keys=True)
     except (ValueError, RecursionError) as error:  # nested too deeply is no JSON for this reader
         text = f"the arguments of {ref.id!r} are not JSON: {error}; {remedy}"
         raise QuartetError(
@@ -328,4 +354,10 @@ def _arguments(ref: envhost_service_pb2.EnvironmentRef) -> dict[str, Any]:
     if not isinstance(args, dict):
         text = f"the arguments of {ref.id!r} are not an object; {remedy}"
         raise QuartetError("INVALID_CONFIG", text, key="args_json", value=ref.args_json, remedy=remedy)
-    return args
+    # As they came, and as a worker is told them: numbers and accents may be longer there.
+    size = max(len(ref.args_json.encode()), len(written))
+    if size > MAX_ARGS_BYTES:
+        remedy = f"at most {MAX_ARGS_BYTES} bytes; name a file instead"
+        text = f"the arguments of {ref.id!r} have {size} bytes; {remedy}"
+        raise QuartetError("INVALID_CONFIG", text, key="args_json", value=size, remedy=remedy)
+    return args, written

@@ -4,8 +4,9 @@
    and is tried again on the respawned worker while its retries last.
 2. A worker that passes a rollout's deadline and grace, whose loop is silent, or that holds more memory or
    processes than its limits is killed with all that it started; only its own members fail, and are told why.
-3. A worker that dies is respawned after a bounded backoff; one that cannot load says why, and that error
-   goes to every caller.
+3. A worker that dies is respawned after a bounded backoff; one that cannot load says why. Where the
+   environment was never described, or no other worker lives or starts, that error goes to every caller; else
+   it is logged, and tried again.
 4. At most `rollouts_per_worker` rollouts are under way in a worker; the others wait (places.py), their
    clocks not running.
 """
@@ -16,7 +17,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import structlog
@@ -49,19 +50,27 @@ class WorkerPool:
     """Workers for one (environment, arguments)."""
 
     def __init__(
-        self, env_id: str, args: dict[str, Any], settings: EnvironmentConfig, config: EnvHostConfig
+        self,
+        env_id: str,
+        args: dict[str, Any],
+        settings: EnvironmentConfig,
+        config: EnvHostConfig,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make the pool; `open` starts it."""
+        """Make the pool; `open` starts it. `progress` is called whenever a start or an attempt has ended."""
         self.env_id = env_id
         self._args = args
         self._settings = settings
         self._config = config
+        self._progress = progress
         self._places = Places(settings.rollouts_per_worker)
         # Set once the environment is described, cannot be loaded, or is closed.
         self._decided = asyncio.Event()
         self._keepers: list[asyncio.Task[None]] = []
         self._error: QuartetError | None = None
         self._info: envhost_service_pb2.EnvironmentInfo | None = None
+        # Workers that are being spawned, or load.
+        self._starting = 0
         self._users = 0
         self.last_used = time.monotonic()
 
@@ -183,6 +192,11 @@ class WorkerPool:
         one.timeout_ms = one.timeout_ms or round(self._config.timeout_seconds * 1000)
         return one
 
+    def attempt_s(self, request: envhost_service_pb2.RunRolloutsRequest, *, together: bool) -> float:
+        """How long one attempt at a member of it, or at all of them together, may be under way."""
+        asked = self._asked(request, request.members if together else request.members[:1])
+        return time_limit_s(asked) + self._config.deadline_grace_seconds
+
     async def close(self) -> None:
         """Stop every worker."""
         self._refuse(self._being_stopped())
@@ -207,6 +221,7 @@ class WorkerPool:
                 answer.cancel()
             await asyncio.gather(*answers, return_exceptions=True)  # places are free when nobody is in them
             self._places.give_back(worker, len(asked))
+            self._progress()
 
     async def _answer(
         self, worker: WorkerProcess, one: envhost_service_pb2.RunRolloutsRequest, ask: Ask | None
@@ -236,31 +251,59 @@ class WorkerPool:
         """Keep one worker alive until the pool closes or the environment turns out not to load."""
         failed_starts = deaths = 0
         while self._error is None:
-            worker: WorkerProcess | None = None
             started = time.monotonic()
+            refusal: QuartetError | None = None
             try:
-                worker = await WorkerProcess.spawn(self._settings.python, self._settings.env)
-                await self._load(worker)
-                failed_starts = 0
-                log.info("worker ready", env_id=self.env_id, slot=slot, pid=worker.pid)
-                await self._watch(worker)
-                deaths = 1 if time.monotonic() - started > HEALTHY_S else deaths + 1
+                await self._live(slot)
             except WorkerDied as died:
                 failed_starts += 1
                 deaths += 1
                 log.warning("worker did not start", env_id=self.env_id, slot=slot, why=str(died))
                 if failed_starts >= MAX_FAILED_STARTS:
-                    self._error = QuartetError("ENVIRONMENT_UNAVAILABLE", str(died), env_id=self.env_id)
+                    refusal = QuartetError("ENVIRONMENT_UNAVAILABLE", str(died), env_id=self.env_id)
             except QuartetError as refused:
-                self._error = refused
-            finally:
-                if worker is not None:
-                    await worker.stop()
-                if self._error is not None:
-                    self._refuse(self._error)
+                deaths += 1
+                refusal = refused
+            except Exception as error:
+                # A fault of the host's own; whoever waits for this worker must not wait for ever.
+                log.exception("worker could not be kept", env_id=self.env_id, slot=slot)
+                deaths += 1
+                text = f"a worker of {self.env_id!r} could not be kept: {type(error).__name__}: {error}"
+                refusal = QuartetError("INTERNAL", text, env_id=self.env_id)
+            else:
+                failed_starts = 0
+                deaths = 1 if time.monotonic() - started > HEALTHY_S else deaths + 1
+            if refusal is not None:
+                self._weigh(refusal, slot)
             if self._error is None:
                 pause = min(RESPAWN_CAP_S, RESPAWN_BASE_S * 2 ** min(deaths - 1, 16))
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+
+    def _weigh(self, refusal: QuartetError, slot: int) -> None:
+        """Whether the environment is unavailable, or only this worker for now."""
+        others_live = self._starting > 0 or any(worker.alive for worker in self.workers)
+        if self._info is not None and others_live:
+            log.warning("worker refused to start", env_id=self.env_id, slot=slot, why=str(refusal))
+            return
+        self._error = refusal
+        self._refuse(refusal)
+
+    async def _live(self, slot: int) -> None:
+        """The life of one worker that loads the environment. Raises WorkerDied and QuartetError."""
+        worker: WorkerProcess | None = None
+        try:
+            self._starting += 1
+            try:
+                worker = await WorkerProcess.spawn(self._settings.python, self._settings.env)
+                await self._load(worker)
+            finally:
+                self._starting -= 1
+                self._progress()
+            log.info("worker ready", env_id=self.env_id, slot=slot, pid=worker.pid)
+            await self._watch(worker)
+        finally:
+            if worker is not None:
+                await worker.stop()
 
     async def _load(self, worker: WorkerProcess) -> None:
         settings = {
@@ -312,7 +355,14 @@ class WorkerPool:
         try:
             while not ended.done():
                 await asyncio.wait([ended], timeout=WATCH_INTERVAL_S)
-                if not ended.done() and (excess := await self._excess(worker)):
+                if ended.done():
+                    break
+                try:
+                    excess = await self._excess(worker)
+                except OSError as error:  # such as no descriptor left: no reason to end a worker that is well
+                    log.warning("worker was not looked at", env_id=self.env_id, why=str(error))
+                    continue
+                if excess:
                     text = f"worker {worker.pid} of environment {self.env_id!r} {excess} and was stopped"
                     log.warning("worker stopped", env_id=self.env_id, pid=worker.pid, why=excess)
                     worker.kill(text)

@@ -4,7 +4,7 @@
    group, and what outlived its parent. Only a child that made a session of its own *and* lost its parent is
    out of sight.
 2. Memory is counted once: pages that forks share are not multiplied (PSS), where the plain sum is too much.
-3. `kill` leaves none of them.
+3. `kill` leaves none of them. A host that can read nothing, for want of a descriptor, ends the group.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Final
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 # A process that forks while the list is read escapes it; so often it is read again.
 _ROUNDS: Final = 5
+# What reading about a process ends with when it has ended, or is not ours to look into.
+_GONE: Final = (FileNotFoundError, ProcessLookupError, PermissionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Process:
 
 
 def tree(leader: int) -> list[Process]:
-    """The live processes of the worker whose session this is."""
+    """The live processes of the worker whose session this is. Raises OSError where none can be read."""
     table = list(_table())
     children: dict[int, list[Process]] = defaultdict(list)
     for one in table:
@@ -56,11 +58,16 @@ def memory_bytes(processes: list[Process], enough: int) -> int:
 def kill(leader: int) -> None:
     """End every process of a worker."""
     for _ in range(_ROUNDS):
-        left = tree(leader)
+        try:
+            left = tree(leader)
+        except OSError:
+            with contextlib.suppress(*_GONE):
+                os.killpg(leader, signal.SIGKILL)
+            return
         if not left:
             return
         for one in left:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+            with contextlib.suppress(*_GONE):
                 os.kill(one.pid, signal.SIGKILL)
 
 
@@ -73,7 +80,7 @@ def _table() -> list[Process]:
             with open(f"/proc/{entry}/stat") as file:
                 # The name comes second, in brackets, and may hold anything.
                 fields = file.read().rpartition(")")[2].split()
-        except OSError:  # It has ended.
+        except _GONE:
             continue
         if fields[0] not in "ZX":
             rss_bytes = int(fields[21]) * _PAGE_BYTES
@@ -87,6 +94,6 @@ def _pss_bytes(one: Process) -> int:
             for line in file:
                 if line.startswith("Pss:"):
                     return int(line.split()[1]) * 1024
-    except OSError:  # It has ended, or is not ours to look into.
+    except _GONE:
         pass
     return one.rss_bytes

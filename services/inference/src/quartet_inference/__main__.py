@@ -8,11 +8,11 @@ import sys
 import uvloop
 from quartet.config import main
 from quartet.kit import logs
+from quartet.kit.door import check_door
 from quartet.kit.imports import uncollected
 from quartet.kit.server import check_here
 
 from quartet_inference.config import InferenceConfig
-from quartet_inference.openai import door
 from quartet_inference.vllm import environment
 
 
@@ -35,7 +35,7 @@ def _run(config: InferenceConfig) -> None:
 
 def _preflight(config: InferenceConfig) -> None:
     check_here(config.server)
-    door.check_here(config.openai)
+    check_door(config.openai, "openai.")
     if config.engine == "vllm":
         environment.check_here()
 

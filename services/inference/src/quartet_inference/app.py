@@ -22,6 +22,7 @@ from quartet_inference.config import InferenceConfig
 from quartet_inference.embedded import model
 from quartet_inference.embedded.engine import EmbeddedEngine
 from quartet_inference.embedded.limits import Limits
+from quartet_inference.ending import end_with
 from quartet_inference.engine import Engine, ServedWeights
 from quartet_inference.openai.start import front
 from quartet_inference.own_model import OwnModel
@@ -77,6 +78,7 @@ async def services(
 ) -> AsyncIterator[list[Service]]:
     """The services of a running replica; left, its engine and follower are ended.
 
+    Whoever is inside is cancelled where the engine ends by itself (`ending`).
     `bound` will be the address it listens on; without it the replica is no relay.
     """
     chat = await asyncio.to_thread(
@@ -88,7 +90,7 @@ async def services(
 
     def busy() -> bool:
         info = engine.info()
-        return info.closed or (info.running > 0 and not info.paused)
+        return info.running > 0 and not info.paused
 
     health.watch_progress(config.stall_seconds, busy)
     news = ServedNews(engine)
@@ -105,19 +107,20 @@ async def services(
         async with (
             replicating(config, ungated, gate, news, health, adapters, bound) as weights,
             front(config, engine, answerer, chat, health),
+            asyncio.TaskGroup() as group,
         ):
-            yield [
-                Service(
-                    INFERENCE, inference_service_pb2_grpc.add_InferenceServiceServicer_to_server, servicer
-                ),
-                *weights,
-            ]
+            ending = group.create_task(end_with(engine, health), name="end-with-engine")
+            add = inference_service_pb2_grpc.add_InferenceServiceServicer_to_server
+            try:
+                yield [Service(INFERENCE, add, servicer), *weights]
+            finally:
+                ending.cancel()
     finally:
         await engine.close()
 
 
 async def run(config: InferenceConfig) -> None:
-    """Serve until a signal."""
+    """Serve until a signal, or until the engine or the follower has ended, which is an error."""
     health = Health()
     bound: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     async with services(config, health, bound) as running:

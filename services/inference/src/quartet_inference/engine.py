@@ -154,6 +154,7 @@ class EngineInfo:
     last_update_pause_ms: float
     paused: bool
     closed: bool = False  # it will never answer again
+    ended: str = ""  # why, where nobody has asked it to close
     out_of_service: str = ""  # why it answers nothing until other weights are served
     update_refused: str = ""  # why the version that was offered last is not served
     adapters: tuple[ServedWeights, ...] = ()

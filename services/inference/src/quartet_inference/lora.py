@@ -2,7 +2,8 @@
 
 1. Served are low-rank matrices beside linear modules that the model has, scaled as the configuration says.
    Whatever else peft knows (DoRA, modules trained in full, ranks that differ by module, ...) is refused by
-   name: nothing of an adapter is left out silently.
+   name: nothing of an adapter is left out silently. So are adapters whose beginning has changed the base
+   model (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA): they belong to what was left of it.
 2. An adapter whose names, shapes and dtypes fit the model fits as a whole (layout.py 3).
 """
 
@@ -26,6 +27,9 @@ _LOW, _HIGH = ".lora_A.weight", ".lora_B.weight"
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
+    # These begin an adapter and leave the base model as it is.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
+    "kasa_config": (None,),
     "fan_in_fan_out": (False,),
     "use_dora": (False,),
     "use_qalora": (False,),

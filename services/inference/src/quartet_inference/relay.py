@@ -4,7 +4,8 @@
    carries its chunks' checksums, and no WeightEnd before this replica has verified everything itself.
 2. Who asks for the version that is fetched next waits for its manifest; after START_SECONDS it is told that
    this replica lives and is about to have it. Who asks for one that is passed over is told so at once.
-3. Memory: the store's versions and deltas, and the version on its way.
+3. Memory: the store's versions and deltas, and the version on its way. Of runs that came by themselves
+   HELD_RUNS are held; a follower forgets all but the one whose version it serves.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from quartet.weights.store import WeightStore
 
 #: Replicas hear of a version at once, but some are still busy with the last one. Below what a reader waits.
 START_SECONDS = 0.6 * SILENT_SECONDS
+#: The run that is served, and the one whose version is to take its place; or the two that pushed last.
+HELD_RUNS = 2
 #: Addresses that a server listens on and nobody can dial.
 WILDCARDS = frozenset({"0.0.0.0", "[::]", ""})
 
@@ -33,7 +36,7 @@ class Holdings:
 
     def __init__(self, keep: int, delta_bytes: int) -> None:
         """Keep the last versions of a run, and so many bytes of deltas between versions."""
-        self.store = WeightStore(keep, delta_bytes=delta_bytes)
+        self.store = WeightStore(keep, delta_bytes=delta_bytes, unopened_runs=HELD_RUNS)
         self._expected: tuple[str, int] | None = None
         self._fetching: tuple[str, int] | None = None
         self._arrival: Arrival | None = None

@@ -13,6 +13,7 @@
 5. Where fetched contents are not the announced ones they are served, being verified, and the follower waits
    for the announcement that agrees, looking again after the pauses of 3.
 6. What is fetched is held for others from the moment that it is verified, and is the base of the next delta.
+   Once a version of another run is served, what is held of the run before is forgotten.
 """
 
 from __future__ import annotations
@@ -213,6 +214,7 @@ class Follower:
                 except QuartetError as error:
                     message = f"version {wanted.version} could not be taken: {error.message}"
                     raise QuartetError(error.reason, message) from error
+                self._forget_all_but(adopted.run_id)
                 if adopted != wanted:
                     # No fault of this version, and nothing to refuse: only to be looked at again.
                     log.info("publisher holds other contents than announced", version=wanted.version)
@@ -223,6 +225,11 @@ class Follower:
             self._failures = 0
             if wanted == self._engine.info().served:
                 self._on_caught_up()
+
+    def _forget_all_but(self, run_id: str) -> None:
+        self._holdings.store.close_others(run_id)
+        if self._held is not None and self._held.manifest.run_id != run_id:
+            self._held = None
 
     async def _adopt(self, target: ServedWeights, sources: list[str]) -> ServedWeights:
         """Serve what the publisher holds under the target's number, and return it.

@@ -15,6 +15,7 @@ from quartet.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServ
 
 from quartet_orchestrator.assembly import Services
 from quartet_orchestrator.config import OrchestratorConfig
+from quartet_orchestrator.gauges import scraped
 from quartet_orchestrator.runs import Runs
 from quartet_orchestrator.service import SERVICE_NAME, OrchestratorServicer
 from quartet_orchestrator.together import alongside
@@ -32,7 +33,8 @@ async def _serve(config: OrchestratorConfig) -> None:
         runs.start()
         health.set_ready(SERVICE_NAME)
         watching = watch(runs.moving, health, SERVICE_NAME, config.stalled_after_seconds)
-        await alongside(serve([service], config.server, health), watching)
+        with scraped(runs.states):
+            await alongside(serve([service], config.server, health), watching)
     finally:
         await runs.close()
         await services.close()

@@ -68,7 +68,7 @@ def normalizer(config: RunConfig, rollouts: Sequence[Rollout], *, minibatches: i
         config.algorithm.normalised_by,
         sum(map(size_of, rollouts), Size()),
         rollouts=config.batch_size // minibatches,
-        max_tokens=config.sampling.max_tokens,
+        constant_tokens=config.constant_tokens,
     )
 
 

@@ -7,7 +7,8 @@
 4. The book of a run that rests holds nothing open but for as long as somebody reads it.
 
 Appending hands a few KiB to the page cache and one row to SQLite (tens of microseconds), on the event loop,
-because that is what makes 1 simple; syncing to the disk happens in a thread.
+because that is what makes 1 simple; syncing to the disk happens in a thread, but for what a full segment has
+not had synced yet, once in SEGMENT_BYTES.
 """
 
 from __future__ import annotations

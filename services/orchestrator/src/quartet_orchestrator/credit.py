@@ -13,7 +13,7 @@ r is a reward, m and s are mean and population standard deviation over its group
 1. Failures are not here: a caller passes rewards of rollouts that succeeded, only.
 2. All advantages are finite; a group of equal rewards gets zeros (except `none`).
 3. The normaliser follows from the aggregation: the number of covered tokens (token), of samples (sequence),
-   or rollouts * max_tokens (constant). With overlong filtering a rollout that a limit cut counts for the
+   or rollouts * constant_tokens (constant). With overlong filtering a rollout that a limit cut counts for the
    baseline of its group and for nothing else, unless all of a batch were cut: then their advantages are 0.
 
 Pure.
@@ -49,12 +49,12 @@ def advantages(kind: str, groups: Groups) -> list[list[float]]:
     return CREDIT[kind](groups)
 
 
-def normalizer(aggregation: str, size: Size, *, rollouts: int, max_tokens: int | None) -> float:
+def normalizer(aggregation: str, size: Size, *, rollouts: int, constant_tokens: int | None) -> float:
     """What the batch's summed loss is divided by."""
     assert size.tokens > 0 and size.samples > 0 and rollouts > 0
     if aggregation == "constant":
-        assert max_tokens is not None, "checked when the run was submitted"
-        return float(rollouts * max_tokens)
+        assert constant_tokens is not None, "checked when the run was submitted"
+        return float(rollouts * constant_tokens)
     return float(size.samples if aggregation == "sequence" else size.tokens)
 
 

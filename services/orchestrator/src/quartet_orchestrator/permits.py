@@ -1,13 +1,16 @@
-"""Permits: a bound on rollouts under way, taken by whole groups, first come first served.
+"""Permits: a bound on rollouts under way, taken by whole groups: those of an earlier batch first, and within
+one first come first served.
 
-A group takes all its permits at once, so two groups never wait for each other's. A waiting large group is not
-overtaken.
+1. A group takes all its permits at once, so two groups never wait for each other's.
+2. A waiting large group is not overtaken by its equals. A group of an earlier batch goes first: a step waits
+   for the last of its groups, and one that is sampled again must not wait behind the batches after it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import heapq
+import itertools
 
 
 class Permits:
@@ -15,24 +18,22 @@ class Permits:
         assert total > 0
         self._total = total
         self._free = total
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        # (batch, number of the call, permits, turn): no two are equal before the turn.
+        self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
+        self._calls = itertools.count()
 
-    async def take(self, count: int) -> None:
+    async def take(self, count: int, batch: int = 0) -> None:
         assert 0 < count <= self._total, f"{count} of {self._total}"
-        if not self._waiting and count <= self._free:
-            self._free -= count
-            return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((count, turn))
+        heapq.heappush(self._waiting, (batch, next(self._calls), count, turn))
+        self._admit()
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self.give_back(count)  # it was ours already
             else:
-                if (count, turn) in self._waiting:  # else passed over by _admit
-                    self._waiting.remove((count, turn))
-                self._admit()
+                self._admit()  # those behind it
             raise
 
     def give_back(self, count: int) -> None:
@@ -41,9 +42,13 @@ class Permits:
         self._admit()
 
     def _admit(self) -> None:
-        while self._waiting and self._waiting[0][0] <= self._free:
-            count, turn = self._waiting.popleft()
+        while self._waiting:
+            _, _, count, turn = self._waiting[0]
             if turn.cancelled():
-                continue
-            self._free -= count
-            turn.set_result(None)
+                heapq.heappop(self._waiting)
+            elif count <= self._free:
+                heapq.heappop(self._waiting)
+                self._free -= count
+                turn.set_result(None)
+            else:
+                return

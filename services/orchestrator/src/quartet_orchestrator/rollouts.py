@@ -7,8 +7,9 @@
    whole, with the reason, and a fresh group takes its place. (Training on the survivors would favour what
    fails seldom, e.g. short answers.)
 4. A place keeps its environment (mixture.py), whatever happens to its groups.
-5. With dynamic sampling a group whose rewards are all alike is discarded, too, and a fresh one takes its
-   place; `max_resample` times for one place, after which such a group is kept: a batch always gets full.
+5. With dynamic sampling or a difficulty filter a group that teaches too little (difficulty.py) is discarded,
+   too, and a fresh one takes its place; `max_resample` times for one place, after which such a group is kept:
+   a batch always gets full.
 6. MAX_FAILED_GROUPS groups of one environment in a row that failed or broke the bound, with no complete one
    between them, end the run: the environment is broken.
 """
@@ -24,13 +25,14 @@ from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
 
 from quartet_orchestrator.book import Book
+from quartet_orchestrator.difficulty import REPLACED, verdict
 from quartet_orchestrator.mixture import Mixture
 from quartet_orchestrator.outage import RunFailed
 from quartet_orchestrator.pace import Pace, Place
 from quartet_orchestrator.prompts import Prompts
 from quartet_orchestrator.requests import rollouts_request
 from quartet_orchestrator.sampling import Sampling
-from quartet_orchestrator.state import NO_SPREAD, TORN, Group
+from quartet_orchestrator.state import TORN, Group
 
 # Ten tasks in a row that fail for good are not bad luck.
 MAX_FAILED_GROUPS = 10
@@ -101,8 +103,7 @@ class Rollouts:
             # A batch may hold hundreds of MB of rollouts.
             done = await asyncio.to_thread(self._book.rollouts, group.number)
             reason = next(filter(None, (self._violation(group, rollout) for rollout in done)), None)
-            if reason is None and self._teaches_nothing(group):
-                reason = NO_SPREAD
+            reason = reason or self._difficulty(group)
             if reason is None and group.done and group.missing and self._compares(group):
                 reason = TORN
             if reason is not None:
@@ -148,6 +149,7 @@ class Rollouts:
             lambda rollout: self._ended(group, rollout),
             all_or_nothing=True,
             whole=self._compares(group),
+            batch=group.place.batch,
         )
         if group.number not in self._book.state.groups:
             return  # discarded when its rollout was looked at
@@ -169,20 +171,21 @@ class Rollouts:
                 rollout=rollout,
             )
         )
-        reason = self._violation(group, rollout)
-        if reason is None and self._teaches_nothing(group):
-            # Here, before anybody can take the group for complete.
-            reason = NO_SPREAD
+        # Here, before anybody can take the group for complete.
+        reason = self._violation(group, rollout) or self._difficulty(group)
         if reason is not None:
             self._discard(group, reason)
         return reason is None
 
-    def _teaches_nothing(self, group: Group) -> bool:
-        """Whether dynamic sampling replaces it: complete, without spread, in a place that may try again."""
-        return (
-            not group.missing
-            and not group.has_spread
-            and self._book.state.resampled[group.place] < self._config.algorithm.resamples
+    def _difficulty(self, group: Group) -> str | None:
+        """Why it is replaced, if it teaches too little: complete, in a place that may try again."""
+        if group.missing or self._book.state.resampled[group.place] >= self._config.resamples:
+            return None
+        return verdict(
+            self._config.difficulty_filter,
+            group.rewards,
+            group.compared.values(),
+            needs_spread=self._config.algorithm.compares,
         )
 
     def _compares(self, group: Group) -> bool:
@@ -201,7 +204,7 @@ class Rollouts:
         self._wake.set()
         if reason == TORN:
             return  # by a kill: that says nothing of the environment
-        if reason == NO_SPREAD:
+        if reason in REPLACED:
             self._failed_in_a_row[group.environment] = 0
             return
         self._failed_in_a_row[group.environment] += 1

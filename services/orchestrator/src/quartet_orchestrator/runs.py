@@ -31,6 +31,7 @@ from quartet_orchestrator.foreign import RolloutStream
 from quartet_orchestrator.on_demand import EvaluationOnDemand
 from quartet_orchestrator.run import TrainingRun
 from quartet_orchestrator.segments import JournalCorrupt
+from quartet_orchestrator.state import RunState
 from quartet_orchestrator.together import first_cause
 from quartet_orchestrator.watchdog import Moving
 
@@ -112,7 +113,7 @@ class Runs:
         held = self._held.get(run_id)
         if held is None:
             return None
-        if held.config != config:
+        if held.config is None or not held.config.is_same_run(config):
             raise QuartetError(
                 "RUN_CONFLICT",
                 f"run {run_id!r} exists with another configuration; choose another run_id",
@@ -148,6 +149,10 @@ class Runs:
         """Newest first."""
         runs = [self.status(run_id) for run_id in (*self._held, *self._set_aside)]
         return sorted(runs, key=lambda run: (run.submitted_at_ms, run.run_id), reverse=True)
+
+    def states(self) -> list[RunState]:
+        """Of every run; to read from any thread."""
+        return [held.book.state for held in list(self._held.values())]
 
     def moving(self) -> list[Moving]:
         """The runs that should move."""

@@ -4,7 +4,8 @@
 2. A member is tried MEMBER_ATTEMPTS times (each with the host's own retries inside). A host that is away
    costs no attempt, nor does a model that is (MODEL_AWAY): those are outages (outage.py), waited out within
    the run's patience. A member that a model refuses for as long, while it answers others, fails.
-3. At most `max_concurrent` rollouts are under way at once, over training and evaluations together.
+3. At most `max_concurrent` rollouts are under way at once, over training and evaluations together; those
+   that the next step waits for go first (permits.py).
 4. A group whose rewards compare its members is asked for whole, always, and what ended well is told of once
    all of it has ended: rewards of two attempts compare with different others.
 5. What comes back is checked before anybody sees it: a reward that is no number, a success without a sampled
@@ -89,11 +90,13 @@ class Sampling:
         *,
         all_or_nothing: bool,
         whole: bool = False,
+        batch: int = 0,
     ) -> Failures:
         """Runs the members; returns those that failed for good.
 
         `ended` is told of every attempt's rollout and says whether to go on. With all_or_nothing one member
-        that failed for good ends the others, too. `whole`: the members' rewards compare them.
+        that failed for good ends the others, too. `whole`: the members' rewards compare them. `batch` is the
+        one that waits for them: earlier ones go first.
         """
         wanted = frozenset(members)
         group = _Group(wanted, whole, set(wanted))
@@ -101,7 +104,7 @@ class Sampling:
         while group.missing:
             try:
                 goes_on = await self._host_outage.through(
-                    lambda: self._attempt(request, group, ended, all_or_nothing=all_or_nothing)
+                    lambda: self._attempt(request, group, ended, batch, all_or_nothing=all_or_nothing)
                 )
             except QuartetError as error:
                 raise RunFailed(f"environment {request.environment.id!r}: {error.message}") from error
@@ -121,6 +124,7 @@ class Sampling:
         request: epb.RunRolloutsRequest,
         group: _Group,
         ended: Callable[[rpb.Rollout], bool],
+        batch: int,
         *,
         all_or_nothing: bool,
     ) -> bool:
@@ -134,10 +138,11 @@ class Sampling:
         asked.members.extend(sorted(group.missing))
         pinned = request.exact_policy_version if request.HasField("exact_policy_version") else None
         held = len(group.missing)
-        await self._permits.take(held)
+        await self._permits.take(held, batch)
         try:
             async with aclosing(self._hosts.run(asked)) as rollouts:
                 async for rollout in rollouts:
+                    self._host_outage.answered()
                     self._permits.give_back(1)
                     held -= 1
                     checked(rollout, pinned)

@@ -11,16 +11,18 @@ Pure.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from quartet.v1 import journal_pb2 as jpb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 
+from quartet_orchestrator.advice import REMEMBERED
+from quartet_orchestrator.difficulty import REPLACED
 from quartet_orchestrator.ledger import Ledger
 from quartet_orchestrator.pace import Place
-from quartet_orchestrator.parts import have_spread, rewards_by_role
+from quartet_orchestrator.parts import rewards_by_role
 
 UNSPECIFIED = pb.RUN_PHASE_UNSPECIFIED
 PENDING, EVALUATING, TRAINING = pb.RUN_PHASE_PENDING, pb.RUN_PHASE_EVALUATING, pb.RUN_PHASE_TRAINING
@@ -37,8 +39,6 @@ TRANSITIONS: dict[pb.RunPhase, frozenset[pb.RunPhase]] = {
     COMPLETED: frozenset(),
     FAILED: frozenset(),
 }
-# Why a group is discarded whose rewards teach nothing, because they are all alike.
-NO_SPREAD = "no_spread"
 # And one of which a kill left a part, where rewards compare all of it.
 TORN = "torn"
 # In these a run does nothing until somebody asks.
@@ -57,17 +57,13 @@ class Group:
     done: set[int] = field(default_factory=set)
     # Whether a foreign trainer has it and is not to get it again.
     acked: bool = False
-    # Lowest and highest of the members that are done, by role (parts.py).
-    rewards: dict[str, tuple[float, float]] = field(default_factory=dict)
+    # Of the members that are done, in the order they came: their rewards, and what is compared (parts.py).
+    rewards: list[float] = field(default_factory=list)
+    compared: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def missing(self) -> list[int]:
         return [member for member in range(self.members) if member not in self.done]
-
-    @property
-    def has_spread(self) -> bool:
-        """Whether its rewards differ."""
-        return have_spread(self.rewards.values())
 
 
 @dataclass
@@ -87,7 +83,8 @@ class RunState:
     next_group: int = 0
     # How many groups each environment was given.
     groups_of: Counter[int] = field(default_factory=Counter)
-    # Of the places that are not trained: how often a group without spread was taken out of each.
+    # Of the places that are not trained: how often a group that teaches too little was taken out of
+    # each.
     resampled: Counter[Place] = field(default_factory=Counter)
     groups: dict[int, Group] = field(default_factory=dict)
     # Closed and not yet applied.
@@ -97,9 +94,14 @@ class RunState:
     # Mean reward of each evaluation by the steps applied before it; None where nothing could be measured.
     evaluations: dict[int, float | None] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
+    # Of the last step and of the last evaluation; replaced whole, for who reads from another thread.
+    metrics: dict[str, float] = field(default_factory=dict)
+    eval_metrics: dict[str, float] = field(default_factory=dict)
     max_staleness: int = 0
     max_logprob_difference: float | None = None
     last_step_at_ms: int = 0
+    # Metrics of the last steps, oldest first.
+    recent: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
 
     def apply(self, record: jpb.JournalRecord) -> None:
         match record.WhichOneof("kind"):
@@ -116,7 +118,7 @@ class RunState:
             case "discarded":
                 group = self.groups.pop(record.discarded.group)
                 self.ledger.discard(group.members, record.discarded.reason)
-                if record.discarded.reason == NO_SPREAD:
+                if record.discarded.reason in REPLACED:
                     self.resampled[group.place] += 1
             case "acked":
                 self.groups[record.acked.group].acked = True
@@ -129,8 +131,8 @@ class RunState:
             case "step":
                 self._step(record.step, record.at_ms)
             case "eval":
-                metrics = record.eval.metrics
-                self.evaluations[record.eval.step] = metrics.get("eval/reward")
+                self.eval_metrics = dict(record.eval.metrics)
+                self.evaluations[record.eval.step] = self.eval_metrics.get("eval/reward")
             case "phase":
                 run = record.phase.run
                 assert run.phase in TRANSITIONS[self.phase], f"{self.phase} -> {run.phase}"
@@ -181,9 +183,9 @@ class RunState:
         if not rollout.HasField("failure"):
             assert rollout.member in group.missing, f"group {group.number} member {rollout.member} twice"
             group.done.add(rollout.member)
+            group.rewards.append(rollout.reward)
             for role, rewards in rewards_by_role([rollout]).items():
-                known = [*group.rewards.get(role, ()), *rewards]
-                group.rewards[role] = min(known), max(known)
+                group.compared.setdefault(role, []).extend(rewards)
 
     def _step(self, event: pb.StepEvent, at_ms: int) -> None:
         assert event.step == self.step + 1, event.step
@@ -192,7 +194,9 @@ class RunState:
         for number in batch.groups:
             self.ledger.train(self.groups.pop(number).members)
         self.step = event.step
+        self.metrics = dict(event.metrics)
         self.last_step_at_ms = at_ms
+        self.recent.append(self.metrics)
         self.max_staleness = max(self.max_staleness, int(event.metrics.get("staleness/max", 0)))
         difference = event.metrics.get("train/logprob_difference_max")
         if difference is not None:

@@ -1,4 +1,4 @@
-"""What is written down when a step has been applied: its metrics, from the journal alone.
+"""What is written down when a step has been applied: its metrics, from the journal alone, and advice.
 
 Times are differences of the journal's own stamps, so they are the same whether or not a restart lies between.
 """
@@ -14,9 +14,10 @@ from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.journal_pb2 import JournalRecord
 
 from quartet_orchestrator import metrics
+from quartet_orchestrator.advice import advice
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.calls import CallPlan
-from quartet_orchestrator.state import NO_SPREAD
+from quartet_orchestrator.difficulty import REPLACED
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,13 @@ class Trained:
 
 
 async def record_step(book: Book, config: RunConfig, batch: int, trained: Trained) -> None:
-    """Writes the event of a batch that was trained and published."""
+    """Writes the event of a batch that was trained and published, and what is to be said of the last ones."""
     # A batch may hold hundreds of MB of rollouts.
     values, rollouts = await asyncio.to_thread(_measure, book, config, batch, trained)
     after = book.state.ledger.after_training(rollouts)
     book.write(step=pb.StepEvent(step=batch + 1, metrics=values, ledger=after.to_proto()))
+    for sentence in advice(config, list(book.state.recent)):
+        book.note(sentence, warning=True)
 
 
 def of_calls(book: Book, config: RunConfig, batch: int) -> Trained:
@@ -68,7 +71,7 @@ def _measure(book: Book, config: RunConfig, batch: int, trained: Trained) -> tup
         number, env_id = record.dispatched.group, config.env[record.dispatched.environment].label
         attempts = book.attempts(number)
         good = [rollout for rollout in attempts if not rollout.HasField("failure")]
-        lost = metrics.Losses(len(attempts) - len(good), _without_spread(book, number))
+        lost = metrics.Losses(len(attempts) - len(good), _replaced(book, number))
         losses[env_id] = losses.get(env_id, metrics.Losses()) + lost
         if number in groups:
             scored += [metrics.Scored(env_id, number, rollout) for rollout in good]
@@ -82,10 +85,10 @@ def _measure(book: Book, config: RunConfig, batch: int, trained: Trained) -> tup
     return values, len(scored)
 
 
-def _without_spread(book: Book, group: int) -> int:
-    """1 for a group that was discarded for that, else 0."""
+def _replaced(book: Book, group: int) -> int:
+    """1 for a group that was discarded because it teaches too little, else 0."""
     discarded = book.journal.select("discarded", group=group)
-    return sum(record.discarded.reason == NO_SPREAD for record in discarded)
+    return sum(record.discarded.reason in REPLACED for record in discarded)
 
 
 def _answer(book: Book, seq_id: int) -> JournalRecord:

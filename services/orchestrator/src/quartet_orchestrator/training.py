@@ -70,7 +70,7 @@ class Training:
         self._versions_changed = 0
         # The batches in a row that were skipped; a set, because a replay meets them again.
         self._skipped: set[int] = set()
-        # Whether the trainer's run is this one, not somebody else's under the same name.
+        # Whether the trainer may have this run; not where it has somebody else's under the same name.
         self._opened = False
 
     async def open(self) -> None:
@@ -126,15 +126,21 @@ class Training:
             raise RunFailed(
                 f"the trainer lost run {run_id!r} {MAX_RESTORES} times without progress; see its log"
             )
-        there = await self._outage.through(lambda: self._client.create(run_id, spec))
+        # Before it answers: whoever stops waiting leaves a trainer that finishes what it began.
+        self._opened = True
+        try:
+            there = await self._outage.through(lambda: self._client.create(run_id, spec))
+        except QuartetError:
+            self._opened = False
+            raise
         written = self._book.state.applied_seq_id
         if there.applied_seq_id > written + 1:
+            self._opened = False
             raise RunFailed(
                 f"the trainer's run {run_id!r} stands at call {there.applied_seq_id}, but this "
                 f"orchestrator asked for {written + 1} at most; choose another run_id, "
                 "or empty the trainer's folder of states"
             )
-        self._opened = True
         if there.applied_seq_id < written:
             self._book.note(
                 f"the trainer stands at version {there.policy_version}; replaying calls "

@@ -90,7 +90,7 @@ def assemble(
         log.info("run_opened", run_id=run_id, base_model=spec.base_model, device=str(machine.device))
         return run
 
-    states = StateStore(state_root(config.state_dir), config.keep_last, files)
+    states = StateStore(state_root(config.state_dir), config.keep_last, files, health.progress)
     roster = Roster(make_run, states, worker, config.max_runs)
     health.watch_progress(STUCK_SECONDS, lambda: worker.busy)
     services = (

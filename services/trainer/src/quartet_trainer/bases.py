@@ -10,6 +10,8 @@ from weakref import WeakValueDictionary
 from quartet_trainer.spec import RunSpec
 
 if TYPE_CHECKING:
+    import torch
+
     from quartet_trainer.lora import Base
 
 
@@ -19,12 +21,14 @@ class Bases:
     def __init__(self) -> None:
         self._held: WeakValueDictionary[tuple[object, ...], Base] = WeakValueDictionary()
 
-    def open(self, folder: Path, spec: RunSpec, load: Callable[[], Any]) -> Base:
-        """The base of a run, loaded unless it is there."""
+    def open(
+        self, folder: Path, spec: RunSpec, load: Callable[[], Any], autocast: torch.dtype | None
+    ) -> Base:
+        """The base of a run, loaded unless it is there; `autocast` is what its products are computed in."""
         from quartet_trainer.lora import Base  # peft takes seconds to import
 
-        key = (folder.resolve(), spec.from_scratch, spec.seed if spec.from_scratch else None)
+        key = (folder.resolve(), spec.from_scratch, spec.seed if spec.from_scratch else None, autocast)
         shared = self._held.get(key)
         if shared is None:
-            shared = self._held[key] = Base(load())
+            shared = self._held[key] = Base(load(), autocast)
         return shared

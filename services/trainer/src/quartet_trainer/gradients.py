@@ -29,11 +29,14 @@ class Gradients:
         before = self._replace([None] * len(self._parameters))
         try:
             yield
+            self._ranks.sum_gradients([one for one in self._parameters.values() if is_whole(one)])
+            # Memory for all of them is here before the first is added to.
+            added = [_of_a_batch(parameter) for parameter in self._parameters.values()]
         except BaseException:
             self._replace(before)
             raise
-        self._ranks.sum_gradients([one for one in self._parameters.values() if is_whole(one)])
-        self._replace([_sum(*pair) for pair in zip(before, self._parameters.values(), strict=True)])
+        sums = (new if held is None else held.add_(new) for held, new in zip(before, added, strict=True))
+        self._replace(list(sums))
 
     def taken(self) -> dict[str, Tensor]:
         """What is accumulated, by name; empty after a step."""
@@ -53,7 +56,6 @@ class Gradients:
         return held
 
 
-def _sum(before: Tensor | None, parameter: nn.Parameter) -> Tensor:
+def _of_a_batch(parameter: nn.Parameter) -> Tensor:
     # A parameter that no loss reached still counts as having a gradient: the batch was applied.
-    added = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    return added if before is None else before.add_(added)
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from quartet_trainer import attention
+from quartet_trainer.frozen import linear_weights
 from quartet_trainer.head import chunked_logprobs
 from quartet_trainer.masks import FULL, attention_masks, kinds_of_layers, shared_tokens
 from quartet_trainer.packing import MicroBatch
@@ -99,25 +100,24 @@ class PolicyForward(nn.Module):
 
         They are to be computed with as `full_precision` says.
         """
-        as_they_are = frozenset() if full_precision else self._narrowed_anyway()
+        # Widening what autocast narrows wherever it is used takes memory for nothing.
+        narrows = self._autocast_dtype is not None and not full_precision
+        as_they_are = linear_weights(self.model) if narrows else frozenset()
+        held = {} if narrows else self._held_narrow(placed)
         # Moved as they are and widened there: in one call the CPU would widen them first.
-        moved = {name: tensor.to(self._device) for name, tensor in placed.items()}
+        moved = {name: tensor.to(self._device) for name, tensor in (held | dict(placed)).items()}
         named = {
             f"model.{name}": tensor if name in as_they_are else tensor.float()
             for name, tensor in moved.items()
         }
         yield lambda *arguments: functional_call(self, named, arguments)
 
-    def _narrowed_anyway(self) -> frozenset[str]:
-        """Parameters that autocast narrows wherever they are used: widening them takes memory for nothing."""
-        if self._autocast_dtype is None:
-            return frozenset()
-        linear = [name for name, module in self.model.named_modules() if type(module) is nn.Linear]
-        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
-        apart = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
-        named = dict(self.model.named_parameters())
-        weights = {f"{name}.weight" for name in linear} & named.keys()
-        return frozenset(name for name in weights if id(named[name]) not in apart)
+    def _held_narrow(self, placed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Frozen weights that float32 has to be computed with, too (frozen.py)."""
+        named = self.model.named_parameters()
+        return {
+            name: one.detach() for name, one in named if one.dtype != torch.float32 and name not in placed
+        }
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
         positions_RL = self._tensor(batch.position_ids_RL)
@@ -142,9 +142,7 @@ class PolicyForward(nn.Module):
         self, hidden_KH: Tensor, targets_K: Tensor, temperature: float, entropy_learns: bool
     ) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()
-        on_cpu = self._device.type == "cpu"
-        elements = LOGIT_CHUNK_ELEMENTS if on_cpu else ACCELERATOR_LOGIT_CHUNK_ELEMENTS
-        chunk = max(1, elements // head.out_features)
+        chunk = chunk_of(head.out_features, self._device)
         if len(hidden_KH) <= chunk:
             return token_logprobs(head, hidden_KH, targets_K, temperature, entropy_learns)
         if type(head) is nn.Linear and head.bias is None:
@@ -161,6 +159,12 @@ class PolicyForward(nn.Module):
 
     def _tensor(self, array: Any) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def chunk_of(vocabulary: int, device: torch.device) -> int:
+    """Positions whose logits exist at a time."""
+    elements = LOGIT_CHUNK_ELEMENTS if device.type == "cpu" else ACCELERATOR_LOGIT_CHUNK_ELEMENTS
+    return max(1, elements // vocabulary)
 
 
 def token_logprobs(

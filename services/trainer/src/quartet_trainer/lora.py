@@ -30,6 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from quartet_trainer import model as base
+from quartet_trainer.frozen import as_float32, narrow, plain_name
 from quartet_trainer.publish import TORCH_DTYPES, Snapshot, cast, gathered
 from quartet_trainer.ranks.layout import is_whole, like, whole
 from quartet_trainer.spec import LoraSpec
@@ -45,8 +46,10 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 class Base:
     """A frozen model and the adapters in it. For one thread, but for `leave`."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, autocast: torch.dtype | None = None) -> None:
+        """`autocast` is what its products are computed in, where that is not float32."""
         self.model = model
+        self._autocast = autocast
         self.size = base.parameter_counts(model)[1]
         self._tied = bool(getattr(model.config, "tie_word_embeddings", False))
         self._embeddings = base.embedding_names(model)
@@ -80,13 +83,16 @@ class Base:
         # No run_id: module names have no dots, and a run may come back while it is still being removed.
         name = f"adapter{self._joined}"
         self._joined += 1
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # peft gives an adapter the type of the weights beside it.
+        wide = as_float32(self.model, config.modules_to_save or ())
+        with wide, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
             torch.manual_seed(seed)
             if self._peft is None:
                 self._peft = peft.PeftModel(self.model, config, adapter_name=name)
             else:
                 self._peft.add_adapter(name, config)
+        narrow(self.model, self._own(), self._autocast)
         return Adapter(self, name, spec, _config_json(config), seed)
 
     def _targets(self, spec: LoraSpec) -> list[str]:
@@ -143,14 +149,18 @@ class Base:
             state = xxhash.xxh3_128()
             for name, parameter in sorted(self.frozen().items()):
                 state.update(name.encode())
-                frozen = whole(parameter.detach()).cpu().contiguous()
+                # As it was loaded, in whatever type it is held.
+                frozen = whole(parameter.detach()).cpu().float().contiguous()
                 state.update(frozen.view(-1).view(torch.uint8).numpy().data)
             self._digest = state.hexdigest()
         return self._digest
 
     def frozen(self) -> dict[str, nn.Parameter]:
         """The parameters of the model by their own names, tied ones once."""
-        return {_plain(name): one for name, one in self.model.named_parameters() if _is_frozen(name)}
+        return {plain_name(name): one for name, one in self._own().items()}
+
+    def _own(self) -> dict[str, nn.Parameter]:
+        return {name: one for name, one in self.model.named_parameters() if _is_frozen(name)}
 
 
 class Adapter:
@@ -209,7 +219,7 @@ class Adapter:
         if weights is None:
             yield {}
         elif not weights.keys() <= self._inner.keys():
-            frozen = {_plain(name): name for name, _ in self.model.named_parameters() if _is_frozen(name)}
+            frozen = {plain_name(name): name for name, _ in self.model.named_parameters() if _is_frozen(name)}
             with self._shared.bare():
                 yield {frozen[name]: tensor for name, tensor in weights.items()}
         else:
@@ -247,11 +257,16 @@ class Adapter:
             finally:
                 for dropout in self._dropouts:
                     dropout.eval()
+
+    def learned(self) -> None:
+        """The next batch drops other values."""
         self._batches += 1
 
     def export(self, source: Path, target: Path, served_dtype: str, writes: bool = True) -> None:
         """Write the merged model, and the adapter beside it."""
-        plain = {_plain(name): tensor for name, tensor in base.untied(self.model).items() if _is_frozen(name)}
+        plain = {
+            plain_name(name): tensor for name, tensor in base.untied(self.model).items() if _is_frozen(name)
+        }
         merged = gathered(self._merged(self.parameters, plain).items(), served_dtype, writes)
         if not writes:
             return
@@ -289,11 +304,6 @@ class Adapter:
 def _is_frozen(name: str) -> bool:
     """Whether a parameter of the model with adapters in it is the model's own."""
     return ".lora_" not in name and ".modules_to_save." not in name
-
-
-def _plain(name: str) -> str:
-    """The name that the model's own parameter has without adapters."""
-    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def _saved_name(inner: str, adapter: str) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from quartet.weights.tensor import Tensor
 
-from quartet_trainer.ranks.layout import on_host, whole
+from quartet_trainer.ranks.layout import at_first, on_host
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WIRE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
@@ -32,8 +32,8 @@ def gathered(masters: Iterable[tuple[str, torch.Tensor]], served_dtype: str, kee
     """Cast masters on the CPU, whole; none for who does not keep them, but gives its part."""
     kept = {}
     for name, master in masters:
-        tensor = whole(on_host(master, TORCH_DTYPES[served_dtype]))
-        if keep:
+        tensor = at_first(on_host(master, TORCH_DTYPES[served_dtype]))
+        if keep and tensor is not None:
             kept[name] = tensor
     return kept
 
@@ -42,8 +42,8 @@ def wire_tensors(weights: Snapshot, keep: bool = True) -> dict[str, Tensor]:
     """The snapshot as bytes, without copying where it is whole; empty for who does not keep it."""
     tensors = {}
     for name, tensor in weights.items():
-        gathered = whole(tensor)
-        if keep:
+        gathered = at_first(tensor)
+        if keep and gathered is not None:
             # numpy knows no bfloat16; bytes are all that is needed.
             data = gathered.reshape(-1).view(torch.uint8).numpy().data
             tensors[name] = Tensor(_WIRE_NAMES[tensor.dtype], tuple(tensor.shape), data)

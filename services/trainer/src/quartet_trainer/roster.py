@@ -6,13 +6,14 @@ worker.
 2. Readers see the run as it stood after its last finished call; they never wait for the worker.
 3. Closing a run frees what it holds in memory, after the call under way; its saved states stay, the
    one among them where it was closed, if that was asked for.
-4. A run whose state was saved under another spec is not opened: RUN_CONFLICT, naming the field.
+4. A run of which a step failed half way is closed: who calls it next restores it from its newest state.
+5. A run whose state was saved under another spec is not opened: RUN_CONFLICT, naming the field.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -117,8 +118,23 @@ class Roster:
             entry.status = entry.run.status
             return result
 
-        work: Callable[[], Awaitable[T]] = lambda: self._worker.run(job_then_status)  # noqa: E731
+        async def work() -> T:
+            try:
+                return await self._worker.run(job_then_status)
+            except BaseException:
+                if entry.run.is_torn:
+                    await self._drop(run_id, entry)
+                raise
+
         return await entry.sequence.apply(seq_id, digest, work, moves_to)
+
+    async def _drop(self, run_id: str, entry: Entry) -> None:
+        """Nobody finds the run any more; its states stay."""
+        log.error("run_torn", run_id=run_id, applied_seq_id=entry.sequence.applied)
+        if self._entries.get(run_id) is entry:
+            del self._entries[run_id]
+        await self._worker.run(entry.run.close)
+        await self._worker.run(release_memory)
 
     async def _end(self, entry: Entry, save: bool) -> None:
         def job() -> None:
@@ -157,8 +173,9 @@ class Roster:
         """
         info = self._states.find(entry.run.run_id, name)
         content = self._states.read(info)
-        self._states.touch(entry.run.run_id, info)
         entry.run.restore(content)
+        # Only now: what cannot be restored must not be what the next process begins with.
+        self._states.touch(entry.run.run_id, info)
         entry.states = self._states.list(entry.run.run_id)
         return int(content.meta["applied_seq_id"])
 

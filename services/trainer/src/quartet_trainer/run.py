@@ -30,6 +30,7 @@ from quartet_trainer import model as base
 from quartet_trainer.bases import Bases
 from quartet_trainer.batch import Columns, check_batch, diagnose, weights_of
 from quartet_trainer.canary import canary
+from quartet_trainer.frozen import narrow
 from quartet_trainer.gradients import Gradients
 from quartet_trainer.kl_control import KlControl
 from quartet_trainer.optimizer import Optimizer
@@ -109,7 +110,7 @@ class Run:
         if spec.lora is None:
             self._trained = WholeModel(self._load())
         else:
-            shared = bases.open(self._folder, spec, self._load)
+            shared = bases.open(self._folder, spec, self._load, self._autocast)
             self._trained = adapter = shared.join(spec.lora, spec.base_model, spec.seed)
             bare = adapter.bare
         try:
@@ -135,6 +136,7 @@ class Run:
         self._skipped_steps = 0
         # Whether a loss among the accumulated batches was not finite; their gradients may look sound.
         self._loss_broken = False
+        self._torn = False
 
     def _load(self) -> Any:
         """The base model, which computes rightly here."""
@@ -158,6 +160,11 @@ class Run:
         """Whether each rank has a part of what is trained, and not the whole."""
         return not all(is_whole(parameter) for parameter in self._trained.parameters.values())
 
+    @property
+    def is_torn(self) -> bool:
+        """Whether a step failed half way: what is in memory is no state of the run any more."""
+        return self._torn
+
     # -- training
 
     def forward_backward(
@@ -174,22 +181,22 @@ class Run:
         )
         columns = self._columns(samples, loss)
         kl_coef = self._kl_control.of(loss)
-        with self._gradients.joined(), self._trained.learning():
-            done = self._passes.train(samples, columns, loss, normalizer, kl_coef)
-        self._loss_broken = self._loss_broken or not math.isfinite(done.loss)
         loss_tokens = sum(len(sample.covered_K) for sample in samples)
-        values = diagnose(columns, loss, done.logprobs, done.entropies)
-        if done.routing is not None:
-            values |= routing_values(done.routing)
+        # All that can fail comes before the gradients join: a call that fails was not applied.
+        with self._gradients.joined():
+            with self._trained.learning():
+                done = self._passes.train(samples, columns, loss, normalizer, kl_coef)
+            values = diagnose(columns, loss, done.logprobs, done.entropies)
+            if done.routing is not None:
+                values |= routing_values(done.routing)
+            found = self._verify(samples, loss.temperature, done.logprobs) if verify_logprobs else None
+        self._trained.learned()
+        self._loss_broken = self._loss_broken or not math.isfinite(done.loss)
         if loss.kl_coef:
             values["kl_coef"] = kl_coef
             self._kl_control.observe(loss, values["reference_kl"], loss_tokens)
         return BatchResult(
-            done.loss,
-            loss_tokens,
-            sum(len(sample.tokens_T) for sample in samples),
-            values,
-            self._verify(samples, loss.temperature, done.logprobs) if verify_logprobs else None,
+            done.loss, loss_tokens, sum(len(sample.tokens_T) for sample in samples), values, found
         )
 
     def _columns(self, samples: Sequence[Sample], loss: LossSpec) -> Columns:
@@ -226,6 +233,8 @@ class Run:
         scheduled = scheduled_rate(self.spec.optimizer, self._policy_version)
         rate = scheduled if learning_rate is None else learning_rate
         skipped = self._loss_broken or not math.isfinite(norm)
+        # Parameters, moments and reference change in place: what fails from here on leaves a mixture.
+        self._torn = True
         if skipped:
             self._optimizer.clear()
             self._skipped_steps += 1
@@ -236,6 +245,7 @@ class Run:
         self._kl_control.step(not skipped)
         if self._reference is not None:
             self._reference.stepped(self._policy_version, self._trained.parameters)
+        self._torn = False
         return StepResult(norm, rate, self._policy_version, skipped)
 
     # -- scoring
@@ -334,6 +344,7 @@ class Run:
             return Reference.of_policy(spec, self._passes, self._trained.parameters)
         folder = self._machine.folder_of(spec.model)
         model = placed(self._machine, folder, spec.model, self._autocast).requires_grad_(False)
+        narrow(model, dict(model.named_parameters()), self._autocast)
         return Reference.of_model(spec, self._passes_of(model))
 
     def close(self) -> None:

@@ -111,10 +111,18 @@ def write_stem(folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> 
 class StateStore:
     """The saved states of all runs below one root. One process at a time, one thread at a time."""
 
-    def __init__(self, root: Path, keep_last: int, files: TensorFiles | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        keep_last: int,
+        files: TensorFiles | None = None,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`progress` is called while files are hashed and flushed: a large state takes many minutes."""
         self._root = root.absolute()
         self._keep_last = keep_last
         self._files = files or WholeFiles()
+        self._progress = progress
 
     def save(
         self,
@@ -157,7 +165,7 @@ class StateStore:
                 export(writing / MODEL_FOLDER)
             self._complete(writing, name, seq_id, policy_version)
             (writing / ORDER).write_text(str(self._next_order(run_id)), encoding="ascii")
-            _flush_tree(writing)
+            self._flush_tree(writing)
             self._put(writing, folder / f"{name}@{seq_id}")
         except BaseException:
             shutil.rmtree(writing, ignore_errors=True)
@@ -192,16 +200,18 @@ class StateStore:
         if mark is None:
             raise _harmed(info, MARK)
         if mark.get("format") != FORMAT:
+            remedy = "use the release that wrote it, or an empty state_dir"
             raise QuartetError(
                 "INVALID_CONFIG",
-                f"state {info.name} was written in format {mark.get('format')}, this trainer reads {FORMAT}",
+                f"state {info.name} in {info.path} has format {mark.get('format')}, and this trainer reads "
+                f"{FORMAT}; {remedy}",
                 key="state_dir",
                 value=info.path,
-                remedy="use the release that wrote it, or an empty state_dir",
+                remedy=remedy,
             )
         for relative, entry in mark["files"].items():
             file = info.path / relative
-            if not file.is_file() or _digest(file) != entry["xxh3_128"]:
+            if not file.is_file() or self._digest(file) != entry["xxh3_128"]:
                 raise _harmed(info, relative)
         try:
             meta = json.loads((info.path / META).read_text(encoding="utf-8"))
@@ -211,11 +221,17 @@ class StateStore:
         return Content(meta, tensors, info.path)
 
     def newest_sound(self, run_id: str) -> tuple[StateInfo, Content] | None:
-        """The newest state that is unharmed; harmed ones are logged and passed over."""
+        """The newest state that is unharmed; harmed ones are logged and passed over.
+
+        Errors: INVALID_CONFIG for one that another release wrote. That is no harm, and what is saved next
+        must not take its place.
+        """
         for info in reversed(self.list(run_id)):
             try:
                 return info, self.read(info)
             except QuartetError as error:
+                if error.reason == "INVALID_CONFIG":
+                    raise
                 log.error(
                     "state_harmed", run_id=run_id, state=info.name, path=str(info.path), error=str(error)
                 )
@@ -237,7 +253,7 @@ class StateStore:
         for file in sorted(folder.rglob("*")):
             if file.is_file():
                 relative = file.relative_to(folder).as_posix()
-                files[relative] = {"bytes": file.stat().st_size, "xxh3_128": _digest(file)}
+                files[relative] = {"bytes": file.stat().st_size, "xxh3_128": self._digest(file)}
         body = {
             "format": FORMAT,
             "name": name,
@@ -247,6 +263,20 @@ class StateStore:
         }
         mark = {"digest": _digest_of(body), **body}
         (folder / MARK).write_text(json.dumps(mark, indent=1), encoding="utf-8")
+
+    def _digest(self, file: Path) -> str:
+        state = xxhash.xxh3_128()
+        with file.open("rb") as stream:
+            while piece := stream.read(_READ_BYTES):
+                state.update(piece)
+                self._progress()
+        return str(state.hexdigest())
+
+    def _flush_tree(self, folder: Path) -> None:
+        for path in folder.rglob("*"):
+            _flush(path)
+            self._progress()
+        _flush(folder)
 
     def _put(self, writing: Path, target: Path) -> None:
         if target.exists():
@@ -311,26 +341,12 @@ def _digest_of(body: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
 
 
-def _digest(file: Path) -> str:
-    state = xxhash.xxh3_128()
-    with file.open("rb") as stream:
-        while piece := stream.read(_READ_BYTES):
-            state.update(piece)
-    return str(state.hexdigest())
-
-
 def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _flush_tree(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        _flush(path)
-    _flush(folder)
 
 
 def _harmed(info: StateInfo, what: str) -> QuartetError:

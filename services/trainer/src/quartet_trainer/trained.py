@@ -47,7 +47,11 @@ class Trained(Protocol):
         ...
 
     def learning(self) -> AbstractContextManager[None]:
-        """The model as it learns."""
+        """The model as it learns from one batch; from the same one again, until that is applied."""
+        ...
+
+    def learned(self) -> None:
+        """The batch was applied."""
         ...
 
     def export(self, source: Path, target: Path, served_dtype: str, writes: bool = True) -> None:
@@ -107,6 +111,9 @@ class WholeModel:
     def learning(self) -> Iterator[None]:
         """Nothing changes."""
         yield
+
+    def learned(self) -> None:
+        """Nothing to count."""
 
     def export(self, source: Path, target: Path, served_dtype: str, writes: bool = True) -> None:
         """Write the folder."""

@@ -3,6 +3,9 @@
 1. Jobs run one after the other, in the order of their submission.
 2. A job that began is finished, whoever stopped waiting for it.
 3. At most MAX_PENDING jobs wait.
+4. A job for which the memory does not reach is OVERLOADED, with what to change; what it held is given back.
+   (A step that it ends half way closes its run: roster.py 4. Of several ranks it ends the process:
+   ranks/lead.py 2.)
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ class Worker:
         loop = asyncio.get_running_loop()
         context = contextvars.copy_context()
         self._pending += 1
-        future = loop.run_in_executor(self._executor, context.run, job)
+        future = loop.run_in_executor(self._executor, context.run, _within_memory, job)
         future.add_done_callback(self._done)
         # Shielded: cancelling a waiting caller must not drop a job that others count on.
         return await asyncio.shield(future)
@@ -55,6 +58,33 @@ class Worker:
 
     def _done(self, _future: object) -> None:
         self._pending -= 1
+
+
+def _within_memory(job: Callable[[], T]) -> T:
+    try:
+        return job()
+    except (MemoryError, RuntimeError) as error:
+        why = _out_of_memory(error)
+        if not why:
+            raise
+    # Outside of the handler: until its end the error holds on to all that the job did.
+    release_memory()
+    raise QuartetError(
+        "OVERLOADED",
+        f"the memory of the trainer does not reach ({why}); lower microbatch_tokens, set "
+        "gradient_checkpointing = true in the trainer's configuration, train a LoRA, or give it more ranks",
+    )
+
+
+def _out_of_memory(error: BaseException) -> str:
+    """What torch or Python says of memory that was not to be had; nothing of any other error."""
+    import torch
+
+    # On a CPU torch has no type of its own for it.
+    said = str(error).partition("\n")[0]
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in said:
+        return said.rstrip(".") or type(error).__name__
+    return ""
 
 
 def prepare(threads: int, deterministic: bool) -> None:

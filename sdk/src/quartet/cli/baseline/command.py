@@ -20,7 +20,8 @@ from quartet.cli.eval.record import Record
 from quartet.cli.eval.services import deploy, with_host
 from quartet.cli.eval.source import Source, source_of
 from quartet.cli.outputs import write_json
-from quartet.config import ConfigError, load
+from quartet.cli.run_file import load_run
+from quartet.config import ConfigError
 from quartet.kit.folder import check_folder
 from quartet.local.beside import AddressBook
 from quartet.local.toml_text import inline
@@ -71,7 +72,7 @@ def read(options: argparse.Namespace, rest: list[str]) -> RunConfig:
         given.append(f"--model={options.key_model}")
     if named:
         given.append(f"--env={inline([{'id': named, 'args': args}])}")
-    return load(RunConfig, [*rest, *given]).config
+    return load_run([*rest, *given]).config
 
 
 def trials(options: argparse.Namespace, config: RunConfig) -> list[Trial]:

@@ -125,6 +125,6 @@ def _remedy(module: str, python: str, installed: Sequence[str]) -> str:
     known = {name.replace("_", "-").lower() for name in (*installed, *(folder.name for folder in folders))}
     if close := difflib.get_close_matches(module.replace("_", "-"), sorted(known), n=1):
         return f"did you mean {close[0]!r}?"
-    return f"install it there with {python} -m pip install, or with quartet env install" + (
+    return "give it an interpreter with quartet env install FOLDER_OR_NAME" + (
         f"; known here: {', '.join(sorted(known))}" if known else ""
     )

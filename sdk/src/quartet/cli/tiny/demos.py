@@ -58,4 +58,4 @@ def reward(text: str, answer: str, ended: bool) -> float:
     inner = answer[len(OPEN_TAG) : -len(CLOSE_TAG)]
     if OPEN_TAG in inner or CLOSE_TAG in inner:
         return 0.0
-    return SequenceMatcher(None, inner, text[::-1]).ratio()
+    return SequenceMatcher(None, inner, text[::-1], autojunk=False).ratio()

@@ -6,7 +6,6 @@ rollout's session, which knows limits, stops and errors; the loop only carries m
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from contextlib import AsyncExitStack, suppress
@@ -20,6 +19,7 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.runtimes import SubprocessRuntime
 from verifiers.v1.types import UserMessage
 
+from quartet_envhost.v1.arguments import read_arguments
 from quartet_envhost.v1.interception import HostInterception, local_server
 
 HARNESS_ID: Final = "quartet_in_process"
@@ -118,8 +118,8 @@ async def _run_tool(
     _, dispatch, servers = tools
     name = call["function"]["name"]
     try:
-        arguments = json.loads(call["function"]["arguments"] or "{}")
-    except json.JSONDecodeError as error:
+        arguments = read_arguments(call["function"]["arguments"])
+    except ValueError as error:
         content: Any = f"error: arguments are not JSON: {error}"
     else:
         if name not in dispatch:

@@ -101,8 +101,9 @@ class Decoder:
             with torch.inference_mode():
                 while self._await_work():
                     self._cycle()
-        except Exception:
+        except Exception as error:
             log.exception("the decoding thread died")
+            self.info = replace(self.info, ended=f"the decoding thread died: {error!r}")
         commands = self._commands.close()  # from here on nothing is taken any more that awaits an answer
         self.info = replace(self.info, closed=True)
         for command in commands:

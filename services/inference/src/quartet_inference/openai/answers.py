@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -24,11 +24,22 @@ from quartet_inference.engine import Delta
 from quartet_inference.openai.bodies import ChatBody, CompletionBody
 from quartet_inference.openai.choices import Choice, Speaker
 from quartet_inference.openai.errors import from_quartet
-from quartet_inference.openai.merge import Event
 from quartet_inference.openai.replies import Reply
 
 #: For the end of a stream: a caller that reads at all takes it at once.
 LAST_WORDS_SECONDS = 5.0
+
+#: One of an answer, with the number of its prompt.
+Event = tuple[int, Started | Delta | Ended]
+
+
+async def numbered(
+    number: int, answer: AsyncIterator[Started | Delta | Ended]
+) -> AsyncGenerator[Event, None]:
+    """The events of one prompt's answer."""
+    async with aclosing(answer) as events:  # type: ignore[type-var]
+        async for event in events:
+            yield number, event
 
 
 @asynccontextmanager

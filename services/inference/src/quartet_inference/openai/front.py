@@ -19,18 +19,18 @@ import structlog
 from aiohttp import web
 from quartet.errors import QuartetError
 from quartet.kit import metrics
+from quartet.kit.door import api_key
 from quartet.kit.health import Health
+from quartet.replicas.merge import merged
 from quartet.v1 import inference_service_pb2 as pb
 
 from quartet_inference.answering import INLINE_BYTES, Answerer
 from quartet_inference.chat import Chat
 from quartet_inference.engine import Engine
-from quartet_inference.openai.answers import at_most, stream, whole
+from quartet_inference.openai.answers import at_most, numbered, stream, whole
 from quartet_inference.openai.bodies import ChatBody, CompletionBody, parse_chat, parse_completion
 from quartet_inference.openai.config import OpenAiConfig
-from quartet_inference.openai.door import api_key
 from quartet_inference.openai.errors import OpenAiError, from_quartet
-from quartet_inference.openai.merge import merged
 from quartet_inference.openai.replies import ChatReply, CompletionReply, Reply
 
 #: As a message of the contract.
@@ -62,7 +62,7 @@ class Front:
         self._health = health
         self._base_model = base_model
         self._name = config.model_name or os.path.basename(os.path.normpath(base_model))
-        self._key = api_key(config)
+        self._key = api_key(config, "openai.")
         self._running = 0
         self._created = int(time.time())
 
@@ -196,8 +196,8 @@ class Front:
         fingerprint = f"{served.run_id or self._name}@{served.version}" if served is not None else ""
         reply = reply_type(self._chat, body, fingerprint)
         limit_s = self._config.request_seconds
-        events = merged([self._answerer.answer(request, limit_s) for request in requests])
-        async with aclosing(events):  # type: ignore[type-var]
+        answers = [self._answerer.answer(request, limit_s) for request in requests]
+        async with aclosing(merged([numbered(*one) for one in enumerate(answers)])) as events:
             if body.stream:
                 return await stream(http, body, reply, events, limit_s)
             return await whole(body, reply, events, len(requests), limit_s)

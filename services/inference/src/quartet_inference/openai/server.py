@@ -14,11 +14,12 @@ from contextlib import asynccontextmanager
 import structlog
 from aiohttp import web
 from quartet.config import ConfigError
+from quartet.kit.door import tls_context
 from quartet.kit.health import Health
+from quartet.kit.server import publish_address
 
 from quartet_inference.openai.config import OpenAiConfig
 from quartet_inference.openai.connections import Connections
-from quartet_inference.openai.door import tls_context
 from quartet_inference.openai.front import Front
 
 #: Longer than a client's own pool keeps them, usually.
@@ -43,7 +44,7 @@ async def serving(front: Front, config: OpenAiConfig, health: Health, grace_s: f
     assert runner.server is not None, "it is set up"
     connections = Connections(runner.server, config.max_connections)
     host, _, port = config.address.rpartition(":")
-    tls = tls_context(config.tls) if config.tls else None
+    tls = tls_context(config.tls, "openai.") if config.tls else None
     try:
         listening = await asyncio.get_running_loop().create_server(
             connections, host.strip("[]"), int(port), ssl=tls, backlog=BACKLOG
@@ -55,7 +56,12 @@ async def serving(front: Front, config: OpenAiConfig, health: Health, grace_s: f
         ) from None
     address = f"{host}:{listening.sockets[0].getsockname()[1]}"
     if config.port_file is not None:
-        config.port_file.write_text(f"{address}\n", encoding="ascii")
+        try:
+            publish_address(config.port_file, address, "openai.port_file")
+        except ConfigError:
+            listening.close()
+            await runner.cleanup()
+            raise
     log.info("serving OpenAI's API", address=address)
 
     async def drain() -> None:

@@ -20,23 +20,31 @@ from quartet.weights.tensor import Tensor
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from quartet_inference.engine import ServedWeights, adapter_gone, no_base, not_ready
+from quartet_inference.engine import ServedWeights, adapter_gone, no_base
 from quartet_inference.layout import Layout
 from quartet_inference.lora import read_adapter
 from quartet_inference.vllm.flight import ServedAdapter
 from quartet_inference.vllm.running import Running
 from quartet_inference.vllm.staging import StagedAdapter, Staging
+from quartet_inference.vllm.workers import Workers
 
 
 class Adapters:
     """At most `max_count`, each the newest of its run."""
 
     def __init__(
-        self, running: Running, staging: Staging, layout: Layout, digest: bytes, max_count: int
+        self,
+        running: Running,
+        workers: Workers,
+        staging: Staging,
+        layout: Layout,
+        digest: bytes,
+        max_count: int,
     ) -> None:
         """They are made for the base weights of this layout and digest."""
         lora = running.llm.vllm_config.lora_config
         self._running = running
+        self._workers = workers
         self._staging = staging
         self._layout = layout
         self._digest = digest
@@ -112,11 +120,7 @@ class Adapters:
             # vLLM finds prefixes by the name.
             name = f"{weights.run_id}@{weights.version}-{number}"
             lora = LoRARequest(lora_name=name, lora_int_id=number, lora_path=str(staged.path))
-            try:
-                await self._running.llm.add_lora(lora)
-            except EngineDeadError:
-                self._running.die("vLLM's core has ended")
-                raise not_ready() from None
+            await self._workers.add_adapter(lora)
             began = time.perf_counter()
             adapter = self._served[weights.run_id] = ServedAdapter(weights, lora, staged)
             if held is not None:

@@ -98,7 +98,9 @@ class VllmEngine:
         self._random = np.random.default_rng()
         self._running = Running(llm, info)
         self._workers = Workers(self._running)
-        self._adapters = Adapters(self._running, staging, held.layout, held.digest, max_adapters)
+        self._adapters = Adapters(
+            self._running, self._workers, staging, held.layout, held.digest, max_adapters
+        )
 
     # ---- requests
 
@@ -127,7 +129,7 @@ class VllmEngine:
         refused = refusal(request, self._running.info.serving(request.run_id))
         if refused is not None:
             raise refused
-        waiting = sum(not flight.started for flight in self._running.flights) + self._scores
+        waiting = len(self._running.flights) - self._running.started + self._scores
         if waiting + count > self._max_waiting:
             raise QuartetError("OVERLOADED", f"{waiting} completions wait already", retry_after_ms=500)
 
@@ -162,7 +164,7 @@ class VllmEngine:
             log.exception("a completion failed in vLLM")
             flight.events.put_nowait(QuartetError("INTERNAL", "vLLM failed this request"))
         finally:
-            self._running.flights.pop(flight, None)
+            self._running.leave(flight)
 
     async def _attempt(self, flight: Flight) -> bool:
         """Submit a completion and follow it; False where new weights came before its first token."""
@@ -181,7 +183,7 @@ class VllmEngine:
                     return False
                 if flight.again:
                     return False
-                self._running.sampled(flight.take(output, submission.starts(output)))
+                self._running.sampled(flight, flight.take(output, submission.starts(output)))
                 if flight.completion.finish is not None:
                     return True
                 if output.finished:
@@ -199,18 +201,24 @@ class VllmEngine:
             return Scored([], served.version)
         self._scores += 1
         try:
+            return await self._running.score(self._score(request, served))
+        finally:
+            self._scores -= 1
+
+    async def _score(self, request: ScoreRequest, served: ServedWeights) -> Scored:
+        try:
             while True:
                 adapter, epoch = self._adapters.get(request.run_id), self._epoch
-                version = served.version
                 async with self._adapters.using(adapter) as lora:
                     logprobs = await self._logprobs(request, lora)
-                served = self._running.info.serving(request.run_id)
-                refused = refusal(request, served)
+                now = self._running.info.serving(request.run_id)
+                refused = refusal(request, now)
                 if epoch == self._epoch and adapter is self._adapters.get(request.run_id):
-                    return Scored(logprobs, version)
+                    return Scored(logprobs, served.version)
                 if refused is not None:
                     raise refused
-                assert served is not None, "it is not refused"
+                assert now is not None, "it is not refused"
+                served = now
         except NonFiniteLogits:
             self._workers.unsound = True
             self._running.spawn(self._heal(), "vllm-heal")
@@ -218,8 +226,6 @@ class VllmEngine:
         except EngineDeadError:
             self._running.die("vLLM's core has ended")
             raise not_ready() from None
-        finally:
-            self._scores -= 1
 
     async def _logprobs(self, request: ScoreRequest, lora: LoRARequest | None) -> list[float]:
         tokens = request.tokens
@@ -330,7 +336,8 @@ class VllmEngine:
 
     def info(self) -> EngineInfo:
         """A snapshot."""
-        running = sum(flight.started for flight in self._running.flights)
+        self._running.look()
+        running = self._running.started  # counted as it changes: there may be thousands
         return replace(self._running.info, running=running, waiting=len(self._running.flights) - running)
 
     async def close(self) -> None:

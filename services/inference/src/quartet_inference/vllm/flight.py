@@ -97,7 +97,6 @@ class Flight:
             if finish is not None:
                 self.events.put_nowait(finish)
                 break
-        self.started = self.started or self.received > 0
         return self.received - first
 
     def _version_at(self, position: int, starts: Sequence[tuple[str, int]]) -> int:

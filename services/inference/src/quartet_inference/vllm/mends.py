@@ -1,9 +1,12 @@
-"""What Quartet mends in vLLM 0.32: adapters beside rows that have none, and beside prompts that are scored.
+"""What Quartet mends in vLLM 0.32: adapters beside rows that have none, and prompts that are scored.
 
 1. On a CPU vLLM takes the last adapter's matrices for rows without an adapter, whose index is -1.
 2. For the logits of a prompt it takes the head's adapters of the rows that are sampled, which are of other
    requests and of another number (vllm-project/vllm#16668, #51594): the log-probabilities are wrong, or the
    core ends.
+3. It takes the logits of all of a prompt's tokens in a step at once: 8192 of them, with 152,000 tokens in the
+   vocabulary, are 7.5 GB that it has not kept free. Here it gets them in pieces, which are to it what chunks
+   of a prefill are.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+#: Rows of logits at once, about as many as are sampled in a step: what vLLM has kept free.
+SCORED_ROWS = 256
 
 
 def mend() -> None:
@@ -49,26 +55,38 @@ def _mend_rows_without_adapter() -> None:
 def _mend_prompts_that_are_scored() -> None:
     original = GPUModelRunner._get_prompt_logprobs_dict
 
-    def one_by_one(self: Any, hidden: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
+    def in_pieces(self: Any, hidden: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
         asked = self.num_prompt_logprobs
-        if self.lora_config is None or not asked:
-            return dict(original(self, hidden, scheduled))
-        batch = self.input_batch
-        tokens = np.array([scheduled[request] for request in batch.req_ids], dtype=np.int32)
         known: dict[str, Any] = {}
         for request, count in list(asked.items()):
             if request not in scheduled:
                 continue
-            state = self.requests[request]
-            rows = np.zeros_like(tokens)
-            after = len(state.prompt_token_ids) - state.num_computed_tokens - 1
-            rows[batch.req_id_to_index[request]] = max(min(scheduled[request], after), 0)
-            self.set_active_loras(batch, tokens, rows)  # the step's own rows have been sampled
             self.num_prompt_logprobs = {request: count}
-            known |= original(self, hidden, scheduled)
-            if not self.num_prompt_logprobs:
-                del asked[request]
-        self.num_prompt_logprobs = asked
+            state = self.requests[request]
+            start = state.num_computed_tokens
+            try:
+                for at in range(0, scheduled[request], SCORED_ROWS):
+                    state.num_computed_tokens = start + at
+                    tokens = min(SCORED_ROWS, scheduled[request] - at)
+                    if self.lora_config is not None:
+                        _use_adapter(self, request, tokens, scheduled)
+                    known |= original(self, hidden[at:], {request: tokens})
+                    if not self.num_prompt_logprobs:
+                        del asked[request]
+                        break
+            finally:
+                state.num_computed_tokens = start
+                self.num_prompt_logprobs = asked
         return known
 
-    GPUModelRunner._get_prompt_logprobs_dict = one_by_one
+    GPUModelRunner._get_prompt_logprobs_dict = in_pieces
+
+
+def _use_adapter(runner: Any, request: str, tokens: int, scheduled: dict[str, int]) -> None:
+    """Let the head take the adapter of the one request whose logits come next."""
+    batch, state = runner.input_batch, runner.requests[request]
+    of_step = np.array([scheduled[one] for one in batch.req_ids], dtype=np.int32)
+    rows = np.zeros_like(of_step)
+    after = len(state.prompt_token_ids) - state.num_computed_tokens - 1
+    rows[batch.req_id_to_index[request]] = max(min(tokens, after), 0)
+    runner.set_active_loras(batch, of_step, rows)  # the step's own rows have been sampled

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 from quartet.errors import QuartetError
@@ -19,6 +19,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from quartet_inference.engine import EngineInfo, ServedWeights, not_ready, refusal
 from quartet_inference.vllm.flight import Flight, ServedAdapter
+
+T = TypeVar("T")
 
 log = structlog.get_logger()
 
@@ -31,23 +33,45 @@ class Running:
         self.llm = llm
         self.info = info
         self.flights: dict[Flight, None] = {}
-        self.tasks: set[asyncio.Task[None]] = set()
+        self.started = 0  # of the flights
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self._scores: set[asyncio.Task[Any]] = set()
         self.changing = asyncio.Lock()
 
-    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Begin work that the end of the engine waits for."""
         task = asyncio.create_task(work, name=name)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         return task
 
+    async def score(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of work that ends with the engine. Errors: NOT_READY, and those of the work."""
+        task = self.spawn(work, "vllm-score")
+        self._scores.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is not None and caller.cancelling():
+                raise
+            raise not_ready() from None  # nobody else cancels it
+        finally:
+            self._scores.discard(task)
+
     def stop(self, flight: Flight, error: QuartetError | None = None) -> None:
         """Take a completion out, with an error where its caller still listens."""
-        self.flights.pop(flight, None)
+        self.leave(flight)
         if error is not None:
             flight.events.put_nowait(error)
         if flight.task is not None:
             flight.task.cancel()
+
+    def leave(self, flight: Flight) -> None:
+        """It runs no more. Idempotent."""
+        if flight in self.flights:
+            del self.flights[flight]
+            self.started -= flight.started
 
     def end_pinned(self, weights: ServedWeights, adapter: ServedAdapter | None = None) -> None:
         """What is answered by this adapter, or by the base model, and refuses these weights ends."""
@@ -56,8 +80,11 @@ class Running:
             if refused is not None:
                 self.stop(flight, refused)
 
-    def sampled(self, tokens: int) -> None:
-        """Count tokens."""
+    def sampled(self, flight: Flight, tokens: int) -> None:
+        """Count tokens of a completion, and with the first of them the completion."""
+        if tokens and not flight.started:
+            flight.started = True
+            self.started += flight in self.flights
         self.info = replace(self.info, tokens_sampled=self.info.tokens_sampled + tokens)
 
     def updated(self, began: float) -> None:
@@ -74,13 +101,21 @@ class Running:
             raise not_ready()
 
     def die(self, why: str) -> None:
-        """Never answer again: health sees it, and what still runs fails."""
+        """Never answer again, and say why; what still runs fails."""
         if not self.info.closed:
             log.error("engine ended", why=why)
+            self.info = replace(self.info, ended=why)
         self.close()
+
+    def look(self) -> None:
+        """Notice the end of vLLM's core, which it tells nobody who asks for nothing."""
+        if not self.info.closed and self.llm.errored:
+            self.die("vLLM's core has ended")
 
     def close(self) -> None:
         """What still runs fails with NOT_READY."""
         self.info = replace(self.info, closed=True)
         for flight in list(self.flights):
             self.stop(flight, not_ready())
+        for score in self._scores:
+            score.cancel()

@@ -4,7 +4,8 @@
    own channels, whose ring buffers are small.
 2. The file ends with the object that stands for it, and all of them with the engine. An adapter is a folder
    of its own.
-3. The folder asked for is used if it has room, otherwise the temporary folder.
+3. The folder asked for is used if it has room, otherwise the temporary folder; also where the room is gone by
+   the time of writing. What could not be written whole leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from quartet.errors import QuartetError
 from quartet.weights.layout import header_of
 from quartet.weights.tensor import Tensor
+
+T = TypeVar("T")
 
 #: Written at once; the system takes at most 2 GiB.
 WRITE_BYTES = 64 << 20
@@ -50,42 +54,58 @@ class Staging:
         self._count = 0
 
     def write(self, tensors: Mapping[str, Tensor]) -> StagedFile:
-        """Write a version. Not for the event loop."""
-        header, names, size = header_of({name: (one.dtype, one.shape) for name, one in tensors.items()})
-        self._count += 1
-        path = self._folder_for(size) / f"{self._count}.safetensors"
-        staged = StagedFile(path, size)
-        weakref.finalize(staged, path.unlink, missing_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            _write(descriptor, memoryview(header))
-            for name in names:
-                _write(descriptor, memoryview(tensors[name].data))
-        finally:
-            os.close(descriptor)
-        return staged
+        """Write a version. Not for the event loop. Errors: INTERNAL where no folder takes it."""
+        parts, size = _parts(tensors)
+        return self._somewhere(size, lambda folder: self._version(folder, parts, size))
 
     def write_adapter(self, config_json: str, tensors: Mapping[str, Tensor], rank: int) -> StagedAdapter:
-        """Write an adapter that fits the model. Not for the event loop."""
-        weights = self.write(tensors)
-        folder = weights.path.with_suffix(".adapter")
-        folder.mkdir(mode=0o700)
-        staged = StagedAdapter(folder, rank)
-        weakref.finalize(staged, shutil.rmtree, folder, ignore_errors=True)
-        os.link(weights.path, folder / "adapter_model.safetensors")  # the other name goes with `weights`
-        (folder / "adapter_config.json").write_text(config_json, encoding="utf-8")
+        """Write an adapter that fits the model. Not for the event loop. Errors: INTERNAL, as above."""
+        parts, size = _parts(tensors)
+        return self._somewhere(size, lambda folder: self._adapter(folder, config_json, parts, rank))
+
+    def _version(self, folder: Path, parts: Sequence[memoryview], size: int) -> StagedFile:
+        path = folder / f"{self._next()}.safetensors"
+        _write_file(path, parts)
+        staged = StagedFile(path, size)
+        weakref.finalize(staged, path.unlink, missing_ok=True)
         return staged
 
-    def _folder_for(self, size: int) -> Path:
-        for parent in (self._wanted, Path(tempfile.gettempdir())):
-            if parent.is_dir() and shutil.disk_usage(parent).free > size:
-                if parent not in self._folders:
-                    self._folders[parent] = tempfile.TemporaryDirectory(prefix="quartet-", dir=parent)
-                return Path(self._folders[parent].name)
-        raise QuartetError(
-            "INTERNAL",
-            f"neither {self._wanted} nor {tempfile.gettempdir()} has room for {size} bytes of weights",
-        )
+    def _adapter(
+        self, folder: Path, config_json: str, parts: Sequence[memoryview], rank: int
+    ) -> StagedAdapter:
+        path = folder / f"{self._next()}.adapter"
+        path.mkdir(mode=0o700)
+        try:
+            _write_file(path / "adapter_model.safetensors", parts)
+            _write_file(path / "adapter_config.json", [memoryview(config_json.encode())])
+        except OSError:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+        staged = StagedAdapter(path, rank)
+        weakref.finalize(staged, shutil.rmtree, path, ignore_errors=True)
+        return staged
+
+    def _next(self) -> int:
+        self._count += 1
+        return self._count
+
+    def _somewhere(self, size: int, write: Callable[[Path], T]) -> T:
+        """What is written in the first folder that takes so many bytes."""
+        why = []
+        for parent in dict.fromkeys((self._wanted, Path(tempfile.gettempdir()))):
+            try:
+                free = shutil.disk_usage(parent).free
+                if free > size:
+                    return write(self._folder_in(parent))
+                why.append(f"{parent} has {free} free")
+            except OSError as error:
+                why.append(f"{parent}: {error.strerror}")
+        raise QuartetError("INTERNAL", f"{size} bytes of weights found no room: {'; '.join(why)}")
+
+    def _folder_in(self, parent: Path) -> Path:
+        if parent not in self._folders:
+            self._folders[parent] = tempfile.TemporaryDirectory(prefix="quartet-", dir=parent)
+        return Path(self._folders[parent].name)
 
     def close(self) -> None:
         """Remove everything."""
@@ -94,6 +114,20 @@ class Staging:
         self._folders.clear()
 
 
-def _write(descriptor: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(descriptor, data[:WRITE_BYTES]) :]
+def _parts(tensors: Mapping[str, Tensor]) -> tuple[list[memoryview], int]:
+    """What stands in the file of a version, in order, and its size."""
+    header, names, size = header_of({name: (one.dtype, one.shape) for name, one in tensors.items()})
+    return [memoryview(header), *(memoryview(tensors[name].data) for name in names)], size
+
+
+def _write_file(path: Path, parts: Sequence[memoryview]) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        for data in parts:
+            while data:
+                data = data[os.write(descriptor, data[:WRITE_BYTES]) :]
+    except OSError:
+        path.unlink()
+        raise
+    finally:
+        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""What Quartet adds to each of vLLM's workers: changing the weights, wiping the keys.
+"""What Quartet adds to each of vLLM's workers: changing the weights, taking adapters, wiping the keys.
 
 1. Methods that the engine calls never raise: with several workers an exception would leave the answers of the
    others in the queue, to be taken for those of the next call.
@@ -16,6 +16,7 @@ import torch
 from quartet.kit.memory import tune_allocator
 from safetensors import safe_open
 from vllm.config import set_current_vllm_config
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -70,6 +71,14 @@ class WeightWorker:
             count = min(share, WARM_BYTES) // WARM_BLOCK_BYTES
             blocks = [torch.ones(WARM_BLOCK_BYTES, dtype=torch.uint8) for _ in range(count)]
             del blocks
+        return {"ok": True}
+
+    def quartet_add_adapter(self, name: str, number: str, path: str) -> dict[str, Any]:
+        """Take an adapter from a folder."""
+        try:
+            self.model_runner.add_lora(LoRARequest(lora_name=name, lora_int_id=int(number), lora_path=path))
+        except Exception as error:  # noqa: BLE001 - see 1
+            return {"ok": False, "touched": False, "why": f"{type(error).__name__}: {error}"}
         return {"ok": True}
 
     def quartet_wipe(self) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""What the engine asks of the workers that hold the model: load, wipe, label; warm before the first load.
+"""What the engine asks of the workers that hold the model: load, wipe, label, take adapters; warm at first.
 
 1. A load that fails before it touches a model leaves the old weights serving; one that fails later, or whose
    end is unknown, ends the engine.
 2. Loaded weights are labelled, or the engine ends: nothing is stamped with a version that did not sample it.
 3. Keys are wiped only where `unsound` says that non-finite ones may lie in the cache.
+4. An adapter that one worker refuses is in none.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from quartet.errors import QuartetError
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from quartet_inference.engine import ServedWeights, not_ready
@@ -19,7 +21,7 @@ from quartet_inference.vllm.staging import StagedFile
 
 
 class Workers:
-    """Call it while decoding is paused, but for `warm`."""
+    """Call it while decoding is paused, but for `warm` and `add_adapter`."""
 
     def __init__(self, running: Running) -> None:
         """The workers of a started engine."""
@@ -58,6 +60,33 @@ class Workers:
         if failed:
             raise QuartetError("INTERNAL", f"a worker could not wipe its keys: {failed[0]['why']}")
         self.unsound = False
+
+    async def add_adapter(self, lora: LoRARequest) -> None:
+        """Take an adapter into every worker of every core. Errors: INVALID_REQUEST, NOT_READY, INTERNAL.
+
+        Not by AsyncLLM.add_lora: where a worker refuses, that leaves the others' answers to the next call.
+        """
+        arguments = (lora.lora_name, str(lora.lora_int_id), lora.lora_path)
+        try:
+            answers = await self._in_workers("quartet_add_adapter", *arguments)
+            failed = [one for core in answers for one in core if not one["ok"]]
+            if not failed:
+                return
+            await self._running.llm.remove_lora(lora.lora_int_id)
+        except EngineDeadError:
+            self._running.die("vLLM's core has ended")
+            raise not_ready() from None
+        except Exception as error:
+            raise QuartetError(
+                "INTERNAL", f"adapter {lora.lora_name} could not be loaded: {error!r}"
+            ) from error
+        raise QuartetError(
+            "INVALID_REQUEST",
+            f"adapter {lora.lora_name} refused by vLLM: {failed[0]['why']}",
+            field="adapter",
+            value=lora.lora_name,
+            remedy="publish an adapter that vLLM can load, or merged weights",
+        )
 
     async def _in_workers(self, method: str, *arguments: str) -> list[list[dict[str, Any]]]:
         answers: list[list[dict[str, Any]]] = await self._running.llm.engine_core.call_utility_all_async(

@@ -43,8 +43,9 @@ from quartet_trainer.worker import STUCK_SECONDS
 
 T = TypeVar("T")
 
-#: A job that says nothing for longer is stuck in one process, too.
-WAIT_SECONDS = STUCK_SECONDS
+#: A job that says nothing for a fourth of it is stuck in one process, too, and its liveness says so. But the
+#: first rank hashes and flushes a large state alone, and says so there, while the others wait.
+WAIT_SECONDS = 4 * STUCK_SECONDS
 #: Often enough that no rank waits a tenth of that for nothing.
 BEAT_SECONDS = 60.0
 #: An error of the contract: its text is clipped to less (quartet.errors).

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import structlog
 from quartet.errors import QuartetError
 from quartet.v1 import weights_pb2
+from safetensors import SafetensorError
 
 from quartet_trainer.ranks.command import (
     Close,
@@ -30,7 +31,7 @@ from quartet_trainer.ranks.command import (
     Write,
 )
 from quartet_trainer.ranks.group import Group
-from quartet_trainer.ranks.shards import read, write
+from quartet_trainer.ranks.shards import read, unwritten, write
 from quartet_trainer.run import BatchResult, Run, StepResult
 from quartet_trainer.sample import Floats, Sample
 from quartet_trainer.spec import LossSpec, RunSpec
@@ -126,8 +127,15 @@ class LeadRun(Run):
         return self._together(Publish(run_id=self.run_id), super().publish)
 
     def export(self, target: Path) -> None:
-        """Tensor after tensor; this rank writes."""
-        self._together(Export(run_id=self.run_id, folder=target), lambda: super(LeadRun, self).export(target))
+        """Tensor after tensor; this rank writes. Errors: NOT_READY, the others are through by then."""
+
+        def work() -> None:
+            try:
+                super(LeadRun, self).export(target)
+            except (OSError, SafetensorError) as error:
+                raise unwritten(target, str(error)) from error
+
+        self._together(Export(run_id=self.run_id, folder=target), work)
 
     def restore(self, content: Content) -> None:
         """Each rank reads its part."""

@@ -39,7 +39,7 @@ def write(folder: Path, stems: Stems, ranks: Ranks, host_group: Any) -> None:
             save_shards(on_host, storage_writer=writer, process_group=host_group)
         except CheckpointException as error:
             rank, (why, _) = next(iter(error.failures.items()))
-            raise _unwritten(folder, f"rank {rank}: {why}") from error
+            raise unwritten(folder, f"rank {rank}: {why}") from error
 
 
 def _write_whole(folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> None:
@@ -47,10 +47,11 @@ def _write_whole(folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> None
     try:
         write_stem(folder, stem, tensors)
     except (OSError, SafetensorError) as error:
-        raise _unwritten(folder, str(error)) from error
+        raise unwritten(folder, str(error)) from error
 
 
-def _unwritten(folder: Path, why: str) -> QuartetError:
+def unwritten(folder: Path, why: str) -> QuartetError:
+    """What is said of a folder that has no room, or is no more."""
     return QuartetError("NOT_READY", f"a state cannot be written to {folder}: {why}; make room there")
 
 

@@ -1,0 +1,56 @@
+"""Configuration of the gateway. Imports no HTTP library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pydantic
+from quartet.kit.door import HttpDoor
+from quartet.kit.security import ClientSecurity
+
+
+class GatewayConfig(HttpDoor):
+    """Where the gateway listens, and whose client it is."""
+
+    # The trainer, "host:port".
+    trainer: str
+    trainer_security: ClientSecurity = ClientSecurity()
+    # The replicas, "host:port" or "dns:///name:port". They must take adapters of this trainer (docs/lora.md).
+    inference: list[str] = pydantic.Field(min_length=1)
+    inference_security: ClientSecurity = ClientSecurity()
+    # Where scripts find the gateway: TINKER_BASE_URL=http://ADDRESS. Port 0 takes any free one.
+    address: str = pydantic.Field(default="127.0.0.1:8010", pattern=r"^.+:\d{1,5}$")
+    # One line that begins with "tml-", as the SDK wants it: what callers must have as TINKER_API_KEY. Re-read
+    # when the file changes. Without it every key is accepted.
+    api_key_file: Path | None = None
+    # The model as the trainer finds it: a folder of its machine or a hub id; default: what inference serves.
+    model: str = ""
+    # The name that scripts give as base_model; default: model.
+    model_name: str = ""
+    # The hub id or folder from which scripts load the tokenizer; default: model.
+    tokenizer: str = ""
+    # Where what defines each run is noted, so that a gateway started later finds the runs of this one;
+    # without it their saved states cannot be loaded after a restart.
+    runs_dir: Path | None = None
+    # A session whose script is silent for so long is ended, its runs are closed: what is not saved is lost.
+    session_seconds: float = pydantic.Field(default=3600.0, ge=30, le=604_800)
+    # The SDK is heard every 10 s. A run whose script is silent for so long may be taken by another script.
+    takeover_seconds: float = pydantic.Field(default=30.0, ge=1, le=3600)
+    # One call of the trainer: a forward or backward pass of one request.
+    train_seconds: float = pydantic.Field(default=3600.0, gt=0, le=86_400)
+    # One sampling request, waiting included.
+    sample_seconds: float = pydantic.Field(default=1800.0, gt=0, le=86_400)
+    # How long published weights may take until a replica answers with them.
+    publish_seconds: float = pydantic.Field(default=300.0, gt=0, le=86_400)
+    # A request whose predecessor never comes is given up after that, and its run's later requests with it.
+    gap_seconds: float = pydantic.Field(default=120.0, gt=0, le=3600)
+    max_sessions: int = pydantic.Field(default=256, ge=1, le=65_536)
+    # Sampling requests under way; more are told to come later.
+    max_samples: int = pydantic.Field(default=2048, ge=1, le=65_536)
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @pydantic.field_validator("inference", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: object) -> object:
+        return value.split(",") if isinstance(value, str) else value

@@ -1,0 +1,94 @@
+"""Sampling clients: of published weights, of saved ones, of the base model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quartet_tinker import bodies, paths
+from quartet_tinker.config import GatewayConfig
+from quartet_tinker.promises import Promise, Promises
+from quartet_tinker.refusal import Refused
+from quartet_tinker.sampling import Sampler, Sampling
+from quartet_tinker.served import ServedModel
+from quartet_tinker.sessions import Sessions
+
+
+class Samplers:
+    """What sampling clients ask for. For one event loop."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        sampling: Sampling,
+        sessions: Sessions,
+        promises: Promises,
+        model: ServedModel,
+    ) -> None:
+        self._config, self._sampling = config, sampling
+        self._sessions, self._promises, self._model = sessions, promises, model
+        # Of each run, how often it returned to a saved state.
+        self._returns: dict[str, int] = {}
+        self._samples = 0
+
+    def now(self, run_id: str, version: int, *, inflight: bool = False) -> Sampler:
+        """A version of a run, as versions are counted now."""
+        return Sampler(run_id, version, inflight, self._returns.get(run_id, 0))
+
+    def count_again(self, run_id: str) -> None:
+        """The run returns to a state: what a number of a version meant before, it may no longer mean."""
+        self._returns[run_id] = self._returns.get(run_id, 0) + 1
+
+    async def create(self, body: bodies.CreateSamplingSession) -> dict[str, Any]:
+        """A sampler of saved weights, or of the base model."""
+        session = self._sessions.find(body.session_id)
+        sampler = Sampler()
+        if body.model_path is not None:
+            path = paths.read(body.model_path)
+            if path.version is None:
+                remedy = "give what save_weights_for_sampler returned"
+                raise Refused(f"model_path = {body.model_path!r} is a state; {remedy}")
+            if not await self._sampling.serves(path.run_id, path.digest):
+                raise Refused(
+                    f"model_path = {body.model_path!r} is not the newest version of its run any more, which "
+                    "is what the replicas hold; save the weights again, or a state with save_state"
+                )
+            sampler = self.now(path.run_id, path.version)
+        else:
+            await self._model.check_base(body.base_model)
+        name = session.add(f"sample-{body.sampling_session_seq_id}", sampler, body.model_path)
+        return {"type": "create_sampling_session", "sampling_session_id": name}
+
+    def join(self, sampling_session_id: str) -> dict[str, Any]:
+        """Another process uses a sampler."""
+        session, _, _ = self._sessions.sampler(sampling_session_id)
+        session.clones += 1
+        return {"type": "join_sampling_session", "client_counter": session.clones}
+
+    async def about(self, sampling_session_id: str) -> dict[str, Any]:
+        """What a sampler is."""
+        _, _, path = self._sessions.sampler(sampling_session_id)
+        name = (await self._model.names()).name
+        return {"sampler_id": sampling_session_id, "base_model": name, "model_path": path}
+
+    def sample(self, body: bodies.SampleBody, raw: bytes) -> tuple[Promise, list[str]]:
+        """Completions; the promise, and the names of the sequences to come."""
+        body.check()
+        session, sampler, _ = self._sessions.sampler(body.sampling_session_id)
+        if not sampler.inflight and sampler.returns != self._returns.get(sampler.run_id, 0):
+            raise Refused(
+                f"this sampler is of version {sampler.version} of a run that has returned to a saved state "
+                "since; use a sampling client that was made afterwards"
+            )
+        request_id = f"{body.sampling_session_id}:{body.seq_id}"
+        is_new = self._promises.find(request_id) is None
+        if is_new and self._samples >= self._config.max_samples:
+            raise Refused(f"{self._samples} sampling requests are under way (max_samples)", status=429)
+        work = self._sampling.sample(sampler, body, self._config.sample_seconds)
+        promise = self._promises.begin(request_id, raw, session.session_id, work)
+        if is_new:
+            self._samples += 1
+            promise.at_end = self._sampled
+        return promise, [f"{request_id}:{index}" for index in range(body.num_samples)]
+
+    def _sampled(self) -> None:
+        self._samples -= 1

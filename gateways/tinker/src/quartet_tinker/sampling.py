@@ -1,0 +1,219 @@
+"""Sampling and scoring by the inference service, for one sampler or for the base model.
+
+A sampler is a version of a run. Replicas hold the newest version of a run's adapter: a snapshot is answered
+while it is that one, and refused in one sentence afterwards; an inflight sampler is answered by its version
+or a later one, as the SDK says of it. A run that returns to a saved state counts its versions again from
+there: which weights a version is, its digest says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+import numpy as np
+from quartet.errors import QuartetError
+from quartet.kit.call import unary
+from quartet.replicas import Replicas
+from quartet.v1 import inference_service_pb2 as pb
+from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
+
+from quartet_tinker import tinker_wire_pb2 as wire
+from quartet_tinker.bodies import SampleBody
+from quartet_tinker.promises import PROTO, Answer
+from quartet_tinker.refusal import Refused
+
+ASK_SECONDS: Final = 30.0
+#: Between two rounds over the replicas.
+AGAIN_SECONDS: Final = 0.25
+#: How much later than the first one the others may have a version; whoever is later is left behind.
+LAG_SECONDS: Final = 30.0
+#: Another replica, or this one a little later, may answer.
+PASSING: Final = frozenset({"VERSION_UNAVAILABLE", "RUN_NOT_SERVED", "NOT_READY", "OVERLOADED", "DEADLINE"})
+_FINISH = {pb.FINISH_REASON_LENGTH: wire.STOP_REASON_LENGTH}
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Which weights answer."""
+
+    # Empty for the base model.
+    run_id: str = ""
+    version: int = 0
+    # Whether a later version may answer.
+    inflight: bool = False
+    # How often its run had returned to a saved state.
+    returns: int = 0
+
+
+class Sampling:
+    """A client of the replicas. For one event loop."""
+
+    def __init__(self, replicas: Replicas, channels: Sequence[grpc.aio.Channel]) -> None:
+        """`channels` to the same replicas, for what `Replicas` does not do."""
+        make_stub: Any = InferenceServiceStub  # generated code has no annotations
+        self._replicas, self._stubs = replicas, [make_stub(channel) for channel in channels]
+        self._turn = itertools.count()
+
+    async def model(self) -> pb.GetModelResponse:
+        """What is served. Raises QuartetError."""
+        return await self._ask("GetModel", pb.GetModelRequest(), time.monotonic() + ASK_SECONDS)  # type: ignore[no-any-return]
+
+    async def arrival(self, run_id: str, digest: bytes, timeout_s: float) -> None:
+        """Wait until the replicas serve these weights of a run: those that can be reached, and one at least.
+
+        Raises Refused, or QuartetError where a replica cannot serve them at all.
+        """
+        one_has_it = asyncio.Event()
+        deadline = time.monotonic() + timeout_s
+        waiting = [
+            asyncio.create_task(self._arrived(stub, run_id, digest, one_has_it, deadline))
+            for stub in self._stubs
+        ]
+        try:
+            await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            for task in waiting:
+                if task.done():
+                    task.result()
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        if not one_has_it.is_set():
+            raise Refused(f"no replica served the weights within {timeout_s:g} s", category="server")
+
+    async def serves(self, run_id: str, digest: str) -> bool:
+        """Whether a replica serves these weights of a run; the beginning of the digest, in hex."""
+        for stub in self._stubs:
+            try:
+                if (await _served(stub, run_id, ASK_SECONDS)).hex().startswith(digest):
+                    return True
+            except QuartetError as error:
+                if error.reason not in PASSING | {"RUN_UNKNOWN"}:
+                    raise
+        return False
+
+    async def _arrived(
+        self, stub: Any, run_id: str, digest: bytes, one_has_it: asyncio.Event, deadline: float
+    ) -> None:
+        """Return when this replica serves the weights, or is not worth waiting for."""
+        while (left_s := deadline - time.monotonic()) > 0:
+            try:
+                if await _served(stub, run_id, left_s) == digest:
+                    one_has_it.set()
+                    return
+            except QuartetError as error:
+                if error.reason not in PASSING:
+                    raise
+                if one_has_it.is_set():
+                    return
+            if one_has_it.is_set():
+                deadline = min(deadline, time.monotonic() + LAG_SECONDS)
+            await asyncio.sleep(AGAIN_SECONDS)
+
+    async def sample(self, sampler: Sampler, body: SampleBody, timeout_s: float) -> Answer:
+        """Completions of a prompt, and its own log-probabilities where they are asked for."""
+        deadline = time.monotonic() + timeout_s
+        prompt = body.prompt.tokens()
+        response = wire.SampleResponse()
+        try:
+            if body.prompt_logprobs:
+                response.prompt_logprobs = await self._scores(sampler, prompt, body, deadline)
+            request = _generate(sampler, prompt, body)
+            generated = await self._replicas.complete(request, max(0.001, deadline - time.monotonic()))
+        except QuartetError as error:
+            raise _moved_on(sampler, error) from error
+        for one in generated.completions:
+            response.sequences.add(
+                stop_reason=_FINISH.get(one.finish_reason, wire.STOP_REASON_STOP),
+                tokens=np.array(one.token_ids, dtype="<i4").tobytes(),
+                logprobs=np.array(one.logprobs, dtype="<f4").tobytes(),
+            )
+        response.prompt_cache_hit_tokens = int(generated.completions[0].usage.cached_tokens)
+        return Answer(response.SerializeToString(), PROTO)
+
+    async def _scores(self, sampler: Sampler, prompt: list[int], body: SampleBody, deadline: float) -> bytes:
+        """float32 of each token of the prompt; NaN of the first, and of those that were not asked for."""
+        logprobs = np.full(len(prompt), np.nan, dtype="<f4")
+        first = 1 if body.prompt_logprobs_last_n is None else len(prompt) - body.prompt_logprobs_last_n
+        if not 1 <= first <= len(prompt) or body.prompt_logprobs_last_n == 0:
+            raise Refused(
+                f"prompt_logprobs_last_n = {body.prompt_logprobs_last_n} is refused; give 1 to "
+                f"{len(prompt) - 1}, the tokens of the prompt but the first"
+            )
+        if first < len(prompt):
+            request = pb.ScoreRequest(run_id=sampler.run_id)
+            if sampler.run_id and not sampler.inflight:
+                request.exact_policy_version = sampler.version
+            sample = request.samples.add(token_ids=prompt)
+            sample.spans.add(start=first, length=len(prompt) - first)
+            scored = await self._ask("Score", request, deadline, sampler)
+            logprobs[first:] = scored.samples[0].logprobs
+        return logprobs.tobytes()
+
+    async def _ask(self, rpc: str, request: Any, deadline: float, sampler: Sampler | None = None) -> Any:
+        """The answer of any replica, asked in turn until one has it."""
+        for tried in itertools.count(1):
+            stub = self._stubs[next(self._turn) % len(self._stubs)]
+            left_s = deadline - time.monotonic()
+            try:
+                return await unary(getattr(stub, rpc), request, timeout_s=max(0.001, left_s))
+            except QuartetError as error:
+                stale = sampler is not None and _stale(sampler, error)
+                if error.reason not in PASSING or stale or left_s < AGAIN_SECONDS:
+                    raise
+            if tried % len(self._stubs) == 0:
+                await asyncio.sleep(AGAIN_SECONDS)
+        raise AssertionError("it counts for ever")
+
+
+async def _served(stub: Any, run_id: str, timeout_s: float) -> bytes:
+    """The digest of what a replica serves of a run; it is made to serve it. Raises QuartetError."""
+    await unary(stub.LoadAdapter, pb.LoadAdapterRequest(run_id=run_id), timeout_s=timeout_s)
+    model = await unary(stub.GetModel, pb.GetModelRequest(), timeout_s=ASK_SECONDS)
+    return next((bytes(one.weights_digest) for one in model.adapters if one.run_id == run_id), b"")
+
+
+def _generate(sampler: Sampler, prompt: list[int], body: SampleBody) -> pb.GenerateRequest:
+    request = pb.GenerateRequest(run_id=sampler.run_id, n=body.num_samples)
+    if sampler.run_id:
+        request.min_policy_version = sampler.version
+        if not sampler.inflight:
+            request.exact_policy_version = sampler.version
+    request.tokens.token_ids.extend(prompt)
+    given, sampling = body.sampling_params, request.sampling
+    sampling.temperature, sampling.top_p, sampling.top_k = given.temperature, given.top_p, max(0, given.top_k)
+    if given.max_tokens is not None:
+        sampling.max_tokens = given.max_tokens
+    if given.seed is not None:
+        sampling.seed = given.seed % 2**64
+    stop = [given.stop] if isinstance(given.stop, str) else given.stop
+    # An empty list is the SDK's way to say: not even at the model's own end.
+    sampling.ignore_eos = stop == []
+    for one in stop or ():
+        if isinstance(one, str):
+            sampling.stop.append(one)
+        else:
+            sampling.stop_token_ids.append(one)
+    return request
+
+
+def _stale(sampler: Sampler, error: QuartetError) -> bool:
+    """Whether a later version has taken the place of a sampler's."""
+    have = error.metadata.get("have", "")
+    return error.reason == "VERSION_UNAVAILABLE" and have.isdigit() and int(have) > sampler.version
+
+
+def _moved_on(sampler: Sampler, error: QuartetError) -> Exception:
+    if error.reason != "VERSION_UNAVAILABLE":
+        return error
+    have = error.metadata.get("have", "another")
+    return Refused(
+        f"this sampler is of version {sampler.version} and the replicas serve version {have} of its run: use "
+        "the sampling client that was made last, or make it with kind='inflight'"
+    )

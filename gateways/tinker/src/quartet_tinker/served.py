@@ -1,0 +1,62 @@
+"""The one model: what the trainer loads, what scripts call it, where its tokenizer is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from quartet_tinker.config import GatewayConfig
+from quartet_tinker.refusal import Refused
+from quartet_tinker.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Names:
+    """Of the model."""
+
+    # A folder or hub id, for the trainer.
+    folder: str
+    # What scripts give as base_model.
+    name: str
+    # From where scripts load it.
+    tokenizer: str
+    max_context_length: int
+
+    def check(self, wanted: str | None) -> None:
+        """Whether this is what a script wants. Raises Refused."""
+        if wanted not in (self.name, self.folder):
+            raise Refused(f"base_model = {wanted!r} is not served here; give {self.name!r}")
+
+
+class ServedModel:
+    """Asks inference once."""
+
+    def __init__(self, config: GatewayConfig, sampling: Sampling) -> None:
+        self._config, self._sampling = config, sampling
+        self._names: Names | None = None
+
+    async def names(self) -> Names:
+        """Of the model. Raises QuartetError."""
+        if self._names is None:
+            served = await self._sampling.model()
+            folder = self._config.model or served.base_model
+            name, tokenizer = self._config.model_name or folder, self._config.tokenizer or folder
+            self._names = Names(folder, name, tokenizer, int(served.max_model_len))
+        return self._names
+
+    async def check_base(self, wanted: str | None) -> None:
+        """Whether the base model, by this name, answers now. Raises Refused, QuartetError."""
+        (await self.names()).check(wanted)
+        served = await self._sampling.model()
+        if served.run_id or not served.HasField("policy_version"):
+            instead = f"run {served.run_id}" if served.run_id else "nothing yet"
+            raise Refused(
+                f"inference serves {instead}, not the base model; it does once a training client has "
+                "published weights (save_weights_and_get_sampling_client)"
+            )
+
+    async def capabilities(self) -> dict[str, Any]:
+        """The one model, as the SDK lists models."""
+        names = await self.names()
+        about = {"max_context_length": names.max_context_length, "trainable": True, "sampleable": True}
+        return {"supported_models": [{"model_name": names.name, **about}]}

@@ -1,0 +1,279 @@
+"""The HTTP server: routes, the key of callers, and waiting for promises.
+
+1. What is served is listed in `routes`; anything else is 404 with a sentence that names it.
+2. A refusal is JSON with `detail`, which is in the text of what the SDK raises.
+3. A result that is not there within WAIT_SECONDS is 408, after which the SDK asks again without a word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import structlog
+from aiohttp import web
+from google.protobuf.message import DecodeError
+from quartet.config import ConfigError
+from quartet.errors import QuartetError
+from quartet.kit.door import tls_context
+from quartet.kit.security import TokenFile
+from quartet.kit.server import publish_address
+
+from quartet_tinker import bodies
+from quartet_tinker import tinker_wire_pb2 as wire
+from quartet_tinker.config import GatewayConfig
+from quartet_tinker.gateway import Gateway
+from quartet_tinker.promises import Promise, failed
+from quartet_tinker.refusal import Refused, from_quartet, unknown
+
+#: The SDK cuts gradient requests at 5 MB; a single sequence may be longer.
+MAX_BODY_BYTES: Final = 64 * 2**20
+#: The SDK gives up on an answer after 45 s and asks again.
+WAIT_SECONDS: Final = 25.0
+#: Longer than the SDK's own pool keeps connections.
+IDLE_SECONDS: Final = 75.0
+KEY_HEADER: Final = "X-API-Key"
+V1: Final = "/api/v1/"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+log = structlog.get_logger()
+
+
+class Routes:
+    """The handlers."""
+
+    def __init__(self, gateway: Gateway, key: TokenFile | None) -> None:
+        self._gateway, self._key = gateway, key
+
+    def application(self) -> web.Application:
+        """All of them."""
+        application = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
+        posts: dict[str, Handler] = {
+            "client/config": self._config,
+            "client/dynamic_config": self._dynamic_config,
+            "telemetry": self._telemetry,
+            "create_session": self._create_session,
+            "session_heartbeat": self._heartbeat,
+            "sessions/{session_id}/finish": self._finish,
+            "create_model": self._create_model,
+            "get_info": self._get_info,
+            "unload_model": self._unload,
+            "forward_backward": self._forward_backward,
+            "optim_step": self._optim_step,
+            "save_weights": self._save_weights,
+            "save_weights_for_sampler": self._save_for_sampler,
+            "load_weights": self._load_weights,
+            "weights_info": self._weights_info,
+            "create_sampling_session": self._create_sampling_session,
+            "join_sampling_session": self._join_sampling_session,
+            "asample": self._sample,
+            "retrieve_future": self._retrieve,
+            "cancel_future": self._cancel,
+        }
+        gets: dict[str, Handler] = {
+            "healthz": self._healthz,
+            "get_server_capabilities": self._capabilities,
+            "samplers/{sampling_session_id}": self._sampler,
+            "training_runs/{model_id}": self._training_run,
+            "training_runs/{model_id}/checkpoints": self._checkpoints,
+        }
+        application.add_routes([web.post(V1 + path, handler) for path, handler in posts.items()])
+        application.add_routes([web.get(V1 + path, handler) for path, handler in gets.items()])
+        return application
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            if request.path != f"{V1}healthz":
+                self._admit(request)
+            return await handler(request)
+        except Refused as refused:
+            return _refusal(refused)
+        except QuartetError as error:
+            return _refusal(from_quartet(error))
+        except web.HTTPRequestEntityTooLarge:
+            return _refusal(Refused(f"a request has at most {MAX_BODY_BYTES} bytes; cut it", status=413))
+        except (web.HTTPNotFound, web.HTTPMethodNotAllowed):
+            return _refusal(Refused(f"{request.method} {request.path} is not served here", status=404))
+        except Exception:
+            log.exception("request failed", path=request.path)
+            return _refusal(Refused("the gateway failed; its log says why", status=500))
+
+    def _admit(self, request: web.Request) -> None:
+        if self._key is not None and not self._key.accepts(request.headers.get(KEY_HEADER, "")):
+            raise Refused("the API key is missing or wrong; set TINKER_API_KEY", status=401)
+
+    # -- about the gateway
+
+    async def _healthz(self, request: web.Request) -> web.Response:
+        return _json({"status": "ok"})
+
+    async def _config(self, request: web.Request) -> web.Response:
+        # What the SDK may do differently with other servers; everything else is its default.
+        return _json(
+            {
+                "pjwt_auth_enabled": False,
+                "parallel_fwdbwd_chunks": True,
+                "proto_compress_fwdbwd": False,
+                "sample_use_retrieve_futures": False,
+                "custom_loss_server_side": False,
+                "sample_join_sampling_session": True,
+                "sample_max_concurrent_requests": 1024,
+            }
+        )
+
+    async def _dynamic_config(self, request: web.Request) -> web.Response:
+        return _json({"sample_cancel_enabled": True})
+
+    async def _telemetry(self, request: web.Request) -> web.Response:
+        """Nothing is kept of it."""
+        return _json({"status": "accepted"})
+
+    async def _capabilities(self, request: web.Request) -> web.Response:
+        return _json(await self._gateway.model.capabilities())
+
+    # -- sessions and models
+
+    async def _create_session(self, request: web.Request) -> web.Response:
+        return _json(self._gateway.create_session(bodies.parse(bodies.CreateSession, await request.read())))
+
+    async def _heartbeat(self, request: web.Request) -> web.Response:
+        self._gateway.heartbeat(bodies.parse(bodies.SessionName, await request.read()).session_id)
+        return _json({"type": "session_heartbeat"})
+
+    async def _finish(self, request: web.Request) -> web.Response:
+        await self._gateway.finish(request.match_info["session_id"])
+        return _json({})
+
+    async def _create_model(self, request: web.Request) -> web.Response:
+        raw = await request.read()
+        return _promised(self._gateway.create_model(bodies.parse(bodies.CreateModel, raw), raw))
+
+    async def _get_info(self, request: web.Request) -> web.Response:
+        model_id = bodies.parse(bodies.ModelName, await request.read()).model_id
+        return _json(await self._gateway.model_info(model_id))
+
+    async def _unload(self, request: web.Request) -> web.Response:
+        raw = await request.read()
+        return _promised(self._gateway.unload(bodies.parse(bodies.ModelName, raw).model_id, raw))
+
+    async def _forward_backward(self, request: web.Request) -> web.Response:
+        raw = await request.read()
+        message = wire.ForwardBackwardRequest()
+        try:
+            message.ParseFromString(raw)
+        except DecodeError:
+            raise Refused("the body is no ForwardBackwardRequest of the SDK, uncompressed") from None
+        return _promised(self._gateway.forward_backward(message, raw))
+
+    async def _optim_step(self, request: web.Request) -> web.Response:
+        raw = await request.read()
+        return _promised(self._gateway.optim_step(bodies.parse(bodies.OptimStep, raw), raw))
+
+    async def _save_weights(self, request: web.Request) -> web.Response:
+        raw = await request.read()
+        return _promised(self._gateway.save_weights(bodies.parse(bodies.SaveWeights, raw), raw))
+
+    async def _save_for_sampler(self, request: web.Request) -> web.Response:
+        body = bodies.parse(bodies.SaveForSampler, await request.read())
+        return _promised(self._gateway.save_for_sampler(body))
+
+    async def _load_weights(self, request: web.Request) -> web.Response:
+        raw = await request.read()
+        return _promised(self._gateway.load_weights(bodies.parse(bodies.LoadWeights, raw), raw))
+
+    async def _weights_info(self, request: web.Request) -> web.Response:
+        path = bodies.parse(bodies.WeightsInfo, await request.read()).tinker_path
+        return _json(self._gateway.weights_info(path))
+
+    async def _training_run(self, request: web.Request) -> web.Response:
+        return _json(self._gateway.training_run(request.match_info["model_id"]))
+
+    async def _checkpoints(self, request: web.Request) -> web.Response:
+        return _json(await self._gateway.checkpoints(request.match_info["model_id"]))
+
+    # -- sampling
+
+    async def _create_sampling_session(self, request: web.Request) -> web.Response:
+        body = bodies.parse(bodies.CreateSamplingSession, await request.read())
+        return _json(await self._gateway.samplers.create(body))
+
+    async def _join_sampling_session(self, request: web.Request) -> web.Response:
+        body = bodies.parse(bodies.JoinSamplingSession, await request.read())
+        return _json(self._gateway.samplers.join(body.sampling_session_id))
+
+    async def _sampler(self, request: web.Request) -> web.Response:
+        return _json(await self._gateway.samplers.about(request.match_info["sampling_session_id"]))
+
+    async def _sample(self, request: web.Request) -> web.Response:
+        raw = await request.read()
+        promise, names = self._gateway.samplers.sample(bodies.parse(bodies.SampleBody, raw), raw)
+        return _json({"request_id": promise.request_id, "sample_sequence_ids": names})
+
+    # -- promises
+
+    async def _retrieve(self, request: web.Request) -> web.Response:
+        request_id = bodies.parse(bodies.RetrieveFuture, await request.read()).request_id
+        promise = self._gateway.promises.find(request_id)
+        if promise is None:
+            raise unknown("request", request_id, "send it again with another client")
+        try:
+            async with asyncio.timeout(WAIT_SECONDS):
+                await promise.done.wait()
+        except TimeoutError:
+            later = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+            return _json(later, status=408)
+        assert promise.answer is not None, "it is done"
+        return web.Response(body=promise.answer.body, content_type=promise.answer.content_type)
+
+    async def _cancel(self, request: web.Request) -> web.Response:
+        """Of sampling: nobody waits for it any more."""
+        request_id = bodies.parse(bodies.RetrieveFuture, await request.read()).request_id
+        promise = self._gateway.promises.find(request_id)
+        if promise is not None and promise.task is not None and promise.answer is None:
+            promise.settle(failed(Refused("the request was cancelled")))
+            promise.task.cancel()
+        return _json({})
+
+
+@asynccontextmanager
+async def serving(routes: Routes, config: GatewayConfig) -> AsyncIterator[str]:
+    """Listen until left; yields the address. Raises ConfigError."""
+    runner = web.AppRunner(
+        routes.application(), access_log=None, shutdown_timeout=1.0, keepalive_timeout=IDLE_SECONDS
+    )
+    await runner.setup()
+    host, _, port = config.address.rpartition(":")
+    tls = tls_context(config.tls) if config.tls else None
+    site = web.TCPSite(runner, host.strip("[]"), int(port), ssl_context=tls, backlog=1024)
+    try:
+        await site.start()
+    except OSError as error:
+        await runner.cleanup()
+        raise ConfigError(
+            f"address = {config.address!r} cannot be bound: {error.strerror}; choose another port"
+        ) from None
+    address = f"{host}:{runner.addresses[0][1]}"
+    try:
+        if config.port_file is not None:
+            publish_address(config.port_file, address, "port_file")
+        log.info("serving the Tinker SDK", address=address)
+        yield address
+    finally:
+        await runner.cleanup()
+
+
+def _promised(promise: Promise) -> web.Response:
+    return _json({"request_id": promise.request_id})
+
+
+def _refusal(refused: Refused) -> web.Response:
+    return _json({"detail": refused.sentence}, status=refused.status)
+
+
+def _json(values: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(body=json.dumps(values).encode(), status=status, content_type="application/json")

@@ -1,0 +1,193 @@
+"""`quartet watch`: follows a run of an orchestrator that is elsewhere, on the terminal; where that is asked
+for, into a folder, and from there to Weights & Biases.
+
+1. The folder is that of `quartet rl`, as far as it comes of events: metrics.jsonl and rollouts/. Followed
+   again into the same folder, no line is lost and none is written twice.
+2. Of a run that has ended the whole history is recorded, also where it had been stopped and resumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tomllib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from quartet.cli.display import Plain, event_line
+from quartet.cli.outputs import Outputs, write_json
+from quartet.cli.progress import ENDED, Progress, ledger_dict, phase_name
+from quartet.cli.wandb import reporter as wandb
+from quartet.cli.wandb.child import STOPPED_CODE, Ending
+from quartet.cli.watch import watch_run
+from quartet.config import Config, ConfigError, load
+from quartet.kit.call import RetryBudget, unary
+from quartet.kit.folder import lock_file
+from quartet.local.toml_text import inline
+from quartet.run.wandb import WandbConfig
+from quartet.v1.orchestrator_service_pb2 import (
+    RUN_PHASE_COMPLETED,
+    RUN_PHASE_FAILED,
+    GetRunStatusRequest,
+    Run,
+    WatchRunResponse,
+)
+from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
+
+CALL_SECONDS = 30.0
+PATIENCE_SECONDS = 60.0
+TICK_SECONDS = 0.5
+RECORD = "watched.json"
+EXIT_CODES = {RUN_PHASE_COMPLETED: 0, RUN_PHASE_FAILED: 1}
+
+
+class WatchConfig(Config):
+    """What is said of following, beside which run and where."""
+
+    wandb: WandbConfig = WandbConfig()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Besides those of every client."""
+    parser.add_argument("--after-event", type=int, default=0, help="leave out events up to this number")
+    parser.add_argument("--output-dir", type=Path, help="record metrics.jsonl and rollouts/ in this folder")
+    parser.add_argument(
+        "--wandb",
+        action="store_true",
+        help="report to Weights & Biases, as the run's [wandb] says, and --wandb.project NAME, --wandb.mode "
+        "offline, ... (folder: outputs/watched/RUN)",
+    )
+
+
+async def watch(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:
+    """One line for each event until the run ends."""
+    status = await unary(
+        stub.GetRunStatus,
+        GetRunStatusRequest(run_id=options.run),
+        timeout_s=CALL_SECONDS,
+        budget=RetryBudget(),
+    )
+    run: Run = status.run
+    config = wandb_of(run, rest, asked=options.wandb)
+    folder: Path | None = options.output_dir
+    if config.project is not None:
+        folder = folder or Path("outputs/watched") / run.run_id
+    if folder is None:
+        return await _shown(stub, run, options.after_event)
+    if options.after_event:
+        raise ConfigError("--after-event leaves out events, and the folder is to have all; remove it")
+    wandb.check(config)
+    with taken(folder, run):
+        return await _recorded(stub, run, folder.absolute(), config)
+
+
+def wandb_of(run: Run, arguments: Sequence[str], *, asked: bool) -> WandbConfig:
+    """The run's own [wandb], with what is said here laid over it; none where nobody asks for it."""
+    if not asked and not arguments:
+        return WandbConfig()
+    own = tomllib.loads(run.config_toml).get("wandb", {})
+    before = [f"--wandb.{key}={inline(value)}" for key, value in own.items()]
+    config = load(WatchConfig, [*before, *arguments]).config.wandb
+    if config.project is None:
+        raise ConfigError("--wandb: the run names no project of Weights & Biases; add --wandb.project NAME")
+    return config
+
+
+async def _shown(stub: OrchestratorServiceStub, run: Run, after_event: int) -> int:
+    progress, display = Progress(), Plain()
+    progress.begin(run)
+    async for event in _all_events(stub, run, after_event, include_rollouts=False):
+        if progress.apply(event) and event_line(event, progress):
+            display.event(event, progress)
+    return 0 if progress.run.phase == RUN_PHASE_COMPLETED else 1
+
+
+async def _recorded(stub: OrchestratorServiceStub, run: Run, folder: Path, config: WandbConfig) -> int:
+    outputs, display = Outputs(folder), Plain()
+    outputs.progress.begin(run)
+    display.say(f"run {run.run_id} is recorded in {folder}")
+    with wandb.reporting(config, folder, display.say, here=False) as reporter:
+        reporter.begin(run)
+        ticks = asyncio.create_task(_tick(reporter))
+        try:
+            async for event in _all_events(stub, run, outputs.progress.last_event, include_rollouts=True):
+                if outputs.record(event):
+                    display.event(event, outputs.progress)
+        finally:
+            ticks.cancel()
+        last = outputs.progress.run
+        if shown := await asyncio.to_thread(reporter.finish, ending_of(last)):
+            display.say(shown)
+    return 0 if last.phase == RUN_PHASE_COMPLETED else 1
+
+
+async def _all_events(
+    stub: OrchestratorServiceStub, run: Run, after_event: int, *, include_rollouts: bool
+) -> AsyncIterator[WatchRunResponse]:
+    """Up to the end of the run; of one that has ended, all that there are."""
+    over = run.phase in ENDED
+    if over and after_event >= run.last_event:
+        return
+    events = watch_run(
+        stub,
+        run.run_id,
+        after_event,
+        history=run.last_event,
+        include_rollouts=include_rollouts,
+        patience_s=PATIENCE_SECONDS,
+    )
+    async for event in events:
+        yield event
+        if over and event.event >= run.last_event:
+            return
+
+
+async def _tick(reporter: wandb.Reporter) -> None:
+    while True:
+        reporter.tick()
+        await asyncio.sleep(TICK_SECONDS)
+
+
+def ending_of(run: Run) -> Ending:
+    """What Weights & Biases is told at the end, from the run alone."""
+    summary = {
+        "run_id": run.run_id,
+        "phase": phase_name(run.phase),
+        "reward_before": run.reward_before if run.HasField("reward_before") else None,
+        "reward_after": run.reward_after if run.HasField("reward_after") else None,
+        "steps": run.step,
+        "rollouts": run.ledger.dispatched,
+        "max_off_policy_steps_seen": run.max_off_policy_steps_seen,
+        "ledger": ledger_dict(run.ledger),
+    }
+    return Ending(EXIT_CODES.get(run.phase, STOPPED_CODE), summary)
+
+
+@contextmanager
+def taken(folder: Path, run: Run) -> Iterator[None]:
+    """The folder, locked, if it is new or has the same run. Raises ConfigError."""
+    record: dict[str, object] = {"run_id": run.run_id, "submitted_at_ms": run.submitted_at_ms}
+    known = folder / RECORD
+    folder.mkdir(parents=True, exist_ok=True)
+    held = known.read_text() if known.is_file() else ""
+    if any(one.name != ".lock" for one in folder.iterdir()) and held != _text(record):
+        raise ConfigError(
+            f"output folder {folder} holds something else than the run {run.run_id!r}; name another "
+            "--output-dir"
+        )
+    try:
+        lock = lock_file(folder / ".lock")
+    except BlockingIOError:
+        raise ConfigError(
+            f"output folder {folder} is being written by another 'quartet watch'; name another --output-dir"
+        ) from None
+    with lock:
+        write_json(known, record)
+        yield
+
+
+def _text(record: dict[str, object]) -> str:
+    """As write_json writes it."""
+    return json.dumps(record, indent=2) + "\n"

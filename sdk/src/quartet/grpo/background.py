@@ -1,0 +1,98 @@
+"""Runs a run beside the caller's thread, so that a script may have other threads, signal handlers and a
+running event loop (a notebook) of its own.
+
+1. `run` returns what the work returned, or raises what it raised.
+2. Ctrl-C in the waiting thread asks the run to stop after the step under way; a second one kills the
+   services. Either way `run` then raises KeyboardInterrupt, once the services have ended.
+3. The thread is a daemon: where the process ends without waiting, the kernel ends the services with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+from quartet.cli.drive import Interrupts
+
+T = TypeVar("T")
+
+
+class Background(Generic[T]):
+    """Work in a thread of its own, which `listen` lets be interrupted while a run is driven."""
+
+    def __init__(self) -> None:
+        # Nothing begins before somebody waits for it.
+        self._gate = threading.Event()
+        self._ended = threading.Event()
+        self._result: list[T] = []
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._asked = False
+        # The run that is being driven, with the loop and the task that drive it.
+        self._driven: tuple[Interrupts, asyncio.AbstractEventLoop, asyncio.Task[object]] | None = None
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Do it there and wait here."""
+        thread = threading.Thread(target=self._body, args=(work,), name="quartet", daemon=True)
+        try:
+            thread.start()
+        except KeyboardInterrupt:
+            # Whether it started nobody knows; it begins nothing.
+            self._asked = True
+            self._gate.set()
+            raise
+        interrupted = False
+        while True:
+            try:
+                self._gate.set()
+                self._ended.wait()
+                break
+            except KeyboardInterrupt:
+                interrupted = True
+                self._interrupt()
+        if interrupted:
+            raise KeyboardInterrupt from self._error
+        if self._error is not None:
+            raise self._error
+        return self._result[0]
+
+    @contextmanager
+    def listen(self, interrupts: Interrupts) -> Iterator[None]:
+        """Of quartet.cli.drive: while inside, Ctrl-C of the waiting thread reaches the run."""
+        task = asyncio.current_task()
+        assert task is not None, "a run is driven by a task"
+        with self._lock:
+            if self._asked:
+                raise KeyboardInterrupt
+            self._driven = interrupts, asyncio.get_running_loop(), task
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._driven = None
+
+    def _body(self, work: Callable[[], T]) -> None:
+        self._gate.wait()
+        if self._asked:
+            return
+        try:
+            self._result.append(work())
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def _interrupt(self) -> None:
+        with self._lock:
+            self._asked = True
+            if self._driven is not None:
+                interrupts, loop, task = self._driven
+                loop.call_soon_threadsafe(_asked_for, interrupts, task)
+
+
+def _asked_for(interrupts: Interrupts, task: asyncio.Task[object]) -> None:
+    if interrupts.asked_again():
+        task.cancel()

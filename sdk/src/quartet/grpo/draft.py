@@ -1,0 +1,94 @@
+"""A run while it is translated: its table so far, and which argument each of its keys is from.
+
+A refusal of the run is said by the names that the script knows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from quartet.config.load import validate
+from quartet.config.model import ConfigError
+from quartet.grpo.arguments import GRPOConfig
+from quartet.run.config import RunConfig
+
+Table = dict[str, Any]
+
+
+@dataclass
+class Draft:
+    """The run so far. `names` says of each key which argument it is from."""
+
+    args: GRPOConfig
+    table: Table = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def put(self, key: str, value: Any, name: str) -> None:
+        """Set a dotted key, from the argument of that name."""
+        *parents, last = key.split(".")
+        table = self.table
+        for parent in parents:
+            table = table.setdefault(parent, {})
+        table[last] = value
+        self.names[key] = name
+
+    def take(self, name: str, key: str) -> None:
+        """An argument that is a key as it is."""
+        self.put(key, getattr(self.args, name), name)
+
+    def count(self, name: str, least: int = 1) -> int:
+        """An argument that is computed with. Raises ConfigError."""
+        value = getattr(self.args, name)
+        if type(value) is not int or value < least:
+            raise ConfigError(f"args.{name} = {value!r} is refused: should be a whole number from {least}")
+        return value
+
+    def chosen(self, name: str, choices: Sequence[str]) -> str:
+        """An argument that is one of some words. Raises ConfigError."""
+        value = getattr(self.args, name)
+        word = value.value if isinstance(value, Enum) else value
+        if word not in choices:
+            raise ConfigError(f"args.{name} = {word!r} is refused: should be one of {', '.join(choices)}")
+        return str(word)
+
+
+def checked(draft: Draft) -> RunConfig:
+    """The run, with overrides laid over it. Raises ConfigError by the names of arguments."""
+    overrides = draft.args.overrides
+    for key, instead in (("model", "model"), ("env", "env")):
+        if key in overrides:
+            raise ConfigError(f"args.overrides: {key!r} is refused: give GRPOTrainer another {instead}")
+    try:
+        return validate(RunConfig, _laid_over(draft.table, overrides))
+    except ConfigError as error:
+        sentence = _by_argument(draft, error)
+        raise ConfigError(sentence, key=error.key, value=error.value, remedy=error.remedy) from None
+
+
+def _by_argument(draft: Draft, error: ConfigError) -> str:
+    """A refusal of a run, by the names that the script knows."""
+    name = draft.names.get(error.key)
+    if name is None:
+        # It is about several keys together, of which the remedy names some.
+        words = set(re.findall(r"\w+", error.remedy))
+        meant = {one: key for key, one in draft.names.items() if key.rpartition(".")[2] in words}
+        said = ", ".join(f"{key} is args.{one}" for one, key in meant.items())
+        return f"{error.remedy} ({said})" if said else str(error)
+    if error.value == repr(getattr(draft.args, name, None)):
+        return str(error).replace(error.key, f"args.{name}", 1)
+    return f"args.{name}: {error}"
+
+
+def _laid_over(table: Table, overrides: Mapping[str, Any]) -> Table:
+    merged = dict(table)
+    for key, value in overrides.items():
+        below = merged.get(key)
+        merged[key] = (
+            _laid_over(below, value) if isinstance(value, Mapping) and isinstance(below, dict) else value
+        )
+    return merged

@@ -1,0 +1,45 @@
+"""What a script prints of its run: a line every so many steps, with a few conversations."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+
+from quartet.cli.display import Plain
+from quartet.cli.progress import Completion, Progress, completion_of
+from quartet.grpo.translate import Logging
+from quartet.v1.orchestrator_service_pb2 import WatchRunResponse
+
+#: Of a conversation, that many characters at each end of what is longer.
+SHOWN = 2000
+
+
+class Lines(Plain):
+    """Prints what is due, and everything but steps."""
+
+    def __init__(self, logging: Logging) -> None:
+        super().__init__(sys.stdout)
+        self._logging = logging
+        # By step: rollouts of the next one arrive before this one is applied.
+        self._seen: dict[int, list[Completion]] = defaultdict(list)
+
+    def event(self, event: WatchRunResponse, progress: Progress) -> None:
+        kind = event.WhichOneof("kind")
+        if kind == "rollout" and event.rollout.HasField("step"):
+            seen = self._seen[event.rollout.step]
+            if len(seen) < self._logging.completions and (one := completion_of(event.rollout)) is not None:
+                seen.append(one)
+        elif kind == "step":
+            completions = self._seen.pop(event.step.step, [])
+            for earlier in [step for step in self._seen if step < event.step.step]:
+                del self._seen[earlier]
+            if self._logging.due(event.step.step):
+                super().event(event, progress)
+                for one in completions:
+                    self.say(f"  reward {one.reward:.3f}  {_short(one.prompt)!r} -> {_short(one.answer)!r}")
+        else:
+            super().event(event, progress)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]} ... {text[-SHOWN:]}"

@@ -1,0 +1,81 @@
+"""trainer.evaluate(): `quartet eval` in a process of its own, with a run's environments and sampling."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+from quartet.cli.eval.command import folder_name
+from quartet.cli.eval.config import ALL
+from quartet.cli.eval.record import METADATA, RESULTS
+from quartet.cli.eval.source import Source
+from quartet.cli.outputs import recover_lines
+from quartet.cli.rl import RunFailed
+from quartet.config import ConfigError
+from quartet.config.main import EXIT_CONFIG
+from quartet.grpo.translate import ALL_EXAMPLES
+from quartet.local.toml_text import dumps
+from quartet.run.config import RunConfig
+
+#: In the form in which one environment's metrics are called; several have their names before them.
+REWARD, DEVIATION, METRIC, FAILED = "reward", "reward_std", "rewards/{}", "failed"
+
+
+def measured(config: RunConfig, model: str, outputs: Path) -> dict[str, float]:
+    """What a model folder earns on the environments of a run, each example played once. Raises ConfigError,
+    RunFailed."""
+    run_id = time.strftime("%Y%m%d-%H%M%S")
+    with tempfile.NamedTemporaryFile("w", prefix="quartet-eval-", suffix=".toml", encoding="utf-8") as file:
+        file.write(dumps(_table(config, model)))
+        file.flush()
+        words = ["eval", "@", file.name, "--output-dir", str(outputs), "--run-id", run_id, "--plain"]
+        command = [sys.executable, "-m", "quartet.cli", *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == EXIT_CONFIG:
+        raise ConfigError(_last(done.stderr))
+    source = Source(model, folder=model)
+    folders = {one.label: outputs / "evals" / folder_name(one.label, source) / run_id for one in config.env}
+    if not all(map(_rewards, folders.values())):
+        raise RunFailed(f"evaluate: {_last(done.stderr or done.stdout)}")
+    every = [reward for folder in folders.values() for reward in _rewards(folder)]
+    found = {f"eval_{REWARD}": fmean(every), f"eval_{DEVIATION}": pstdev(every)}
+    for label, folder in folders.items():
+        prefix = "eval_" if len(folders) == 1 else f"eval_{label}/"
+        metadata = json.loads((folder / METADATA).read_text(encoding="utf-8"))
+        found[prefix + REWARD] = metadata["avg_reward"]
+        found |= {prefix + METRIC.format(name): value for name, value in metadata["avg_metrics"].items()}
+        found[prefix + FAILED] = metadata["avg_error"]
+    return found
+
+
+def _table(config: RunConfig, model: str) -> dict[str, Any]:
+    asked = config.eval.num_examples
+    sampling = config.sampling.model_dump(mode="json", exclude_defaults=True)
+    return {
+        "model": model,
+        "num_examples": asked if 0 < asked < ALL_EXAMPLES else ALL,
+        "rollouts_per_example": 1,
+        "max_concurrent": config.max_concurrent,
+        "sampling": {"temperature": config.sampling.temperature, **sampling},
+        "inference": config.inference,
+        "envhost": config.envhost,
+        "eval": [
+            {"id": env.id, "name": env.label, "args": env.args, "timeout_seconds": env.timeout_seconds}
+            for env in config.env
+        ],
+    }
+
+
+def _rewards(folder: Path) -> list[float]:
+    return [row["reward"] for row in recover_lines(folder / RESULTS)]
+
+
+def _last(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1].removeprefix("error: ") if lines else "nothing was said"

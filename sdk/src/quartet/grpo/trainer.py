@@ -1,0 +1,296 @@
+"""GRPOTrainer: a script's run, as four services of this machine.
+
+1. What can be refused is refused when the trainer is made, as a ConfigError; what failed is a RunFailed. The
+   process is never ended.
+2. A run is what `quartet rl` would run (quartet.cli.rl), in the folder args.output_dir: its state, metrics
+   and model are in files, so a script that is started again goes on with resume_from_checkpoint.
+3. Ctrl-C stops the run after the step under way, and raises KeyboardInterrupt.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quartet.config.model import ConfigError
+from quartet.grpo.arguments import GRPOConfig, nearest
+from quartet.grpo.handles import Environment, Model, Tokenizer, get_model
+from quartet.grpo.history import log_history, metrics_rows
+from quartet.grpo.translate import Translation, reports_to, translate
+
+logger = logging.getLogger("quartet.grpo")
+
+#: Of an id of a run, as far as it is made of a name.
+NAME_LENGTH = 64
+
+
+class TrainOutput(NamedTuple):
+    """What train() returns. `metrics` are summary.json, and the names of transformers."""
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Where a run stands, in optimizer steps."""
+
+    global_step: int
+    max_steps: int
+    log_history: list[dict[str, Any]]
+
+
+class GRPOTrainer:
+    """One run of a model on an environment."""
+
+    def __init__(
+        self,
+        model: Model | str,
+        env: Environment | Sequence[Environment],
+        args: GRPOConfig,
+        processing_class: Tokenizer | None = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+        **unknown: Any,
+    ) -> None:
+        """Check everything that can be told without starting anything. Raises ConfigError."""
+        for name in unknown:
+            known = ("model", "env", "args", "processing_class", "peft_config")
+            raise ConfigError(f"GRPOTrainer({name}=...): there is no such argument; {nearest(name, known)}")
+        if callbacks:
+            raise ConfigError(
+                "callbacks run inside a training loop, and that of a run is in another process; leave them "
+                "out, and read trainer.state or metrics.jsonl from another thread"
+            )
+        if tuple(optimizers) != (None, None):
+            raise ConfigError(
+                "optimizers is refused: the trainer makes its own; set args.optim and its settings"
+            )
+        if not isinstance(args, GRPOConfig):
+            raise ConfigError(
+                f"args = {type(args).__name__} is refused: give vf.grpo_defaults(...) or vf.GRPOConfig"
+            )
+        _refuse_launcher(os.environ)
+        self.args, self.peft_config = args, peft_config
+        self.model = _model(model)
+        self.processing_class = processing_class
+        self.env = env
+        _check_tokenizer(processing_class, self.model)
+        self.translated()
+
+    def translated(self, wandb_project: str | None = None) -> Translation:
+        """The run that the arguments describe as they stand, reported to a project. Raises ConfigError."""
+        environments = [self.env] if isinstance(self.env, Environment) else self.env
+        if not isinstance(environments, list | tuple) or not all(
+            isinstance(one, Environment) for one in environments
+        ):
+            raise ConfigError(
+                f"env = {self.env!r} is refused: environments run in the environment host; give "
+                'vf.load_environment("..."), or a list of these'
+            )
+        return translate(
+            self.args,
+            self.model,
+            environments,
+            self.peft_config,
+            context=self.model.context,
+            wandb_project=wandb_project,
+        )
+
+    def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainOutput:
+        """Run it to its end. Raises ConfigError, RunFailed, KeyboardInterrupt."""
+        # Here and not above: the module is imported by scripts that only look.
+        from quartet.cli.extras import need
+        from quartet.cli.job import Words
+        from quartet.cli.rl import check_services, completed_before, launch, prepared, report_again
+        from quartet.grpo.background import Background
+        from quartet.grpo.lines import Lines
+
+        started = time.monotonic()
+        _refuse_launcher(os.environ)
+        need("matplotlib")
+        run = self.translated(self._wandb_project())
+        for note in run.notes:
+            logger.warning("%s", note)
+        words = Words(
+            resume="train(resume_from_checkpoint=True)",
+            overwrite="args.overwrite_output_dir = True",
+            elsewhere="another args.output_dir",
+            run_id="args.run_name",
+            go_on="trainer.train(resume_from_checkpoint=True)",
+        )
+        resume = self._resumes(resume_from_checkpoint)
+        overwrite = self.args.overwrite_output_dir and not resume
+        job = prepared(
+            run.config, self._folder, self._run_id(), resume=resume, overwrite=overwrite, words=words
+        )
+        if (done := completed_before(job)) is not None:
+            logger.warning("the run in %s is completed; nothing is left to do", job.folder)
+            if shown := report_again(job, done):
+                logger.warning("%s", shown)
+            return self._output(done, run)
+        background: Background[dict[str, Any]] = Background()
+
+        def work() -> dict[str, Any]:
+            check_services(job, apart=True)
+            ended = launch(job, lambda: Lines(run.logging), started, background.listen)
+            if ended.shown:
+                print(ended.shown)
+            return ended.summary
+
+        try:
+            summary = background.run(work)
+        except KeyboardInterrupt:
+            logger.warning("stopped; go on with %s", words.going_on(job.folder))
+            raise
+        if summary["phase"] != "completed":
+            logger.warning("the run is %s; go on with %s", summary["phase"], words.going_on(job.folder))
+        return self._output(summary, run)
+
+    @property
+    def state(self) -> TrainerState:
+        """Where the run stands, also while another thread trains."""
+        run = self.translated()
+        rows = metrics_rows(self._folder / "metrics.jsonl")
+        steps = max((row["step"] for row in rows if "train/reward" in row), default=0)
+        per_batch = run.steps_per_batch
+        history = log_history(rows, per_batch, run.logging)
+        return TrainerState(steps * per_batch, run.config.max_steps * per_batch, history)
+
+    def evaluate(self) -> dict[str, float]:
+        """What the trained model earns, or the model where nothing was trained yet: each evaluation example
+        once, sampled as in training. Raises ConfigError, RunFailed."""
+        from quartet.cli.extras import need
+        from quartet.grpo.measuring import measured
+
+        need("rich")
+        checkpoint = self._folder / "checkpoint"
+        if not checkpoint.is_dir() and self.state.global_step:
+            raise ConfigError(
+                f"evaluate: the run in {self._folder} is not completed; write its model with "
+                "trainer.save_model(FOLDER), and measure that with 'quartet eval'"
+            )
+        model = str(checkpoint) if checkpoint.is_dir() else self.model.folder
+        return measured(self.translated().config, model, self._folder.parent)
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write the trained model as a Hugging Face folder: of a completed run its model, of one that was
+        stopped that of its newest state. Raises ConfigError, RunFailed."""
+        checkpoint = self._folder / "checkpoint"
+        if output_dir is None:
+            logger.warning("the model of a completed run is in %s", checkpoint)
+        elif checkpoint.is_dir():
+            shutil.copytree(checkpoint, output_dir, dirs_exist_ok=True)
+        else:
+            self._export(Path(output_dir))
+
+    def _export(self, target: Path) -> None:
+        from quartet.cli.export import export_command
+        from quartet.cli.job import RECORD
+        from quartet.cli.rl import RunFailed
+
+        if not (self._folder / RECORD).is_file():
+            raise ConfigError(f"save_model: there is no run in {self._folder}; call train() first")
+        done = subprocess.run(
+            export_command(self._folder, target), capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            raise RunFailed(f"save_model: {lines[-1].removeprefix('error: ')}")
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.args.output_dir).absolute()
+
+    def _run_id(self) -> str | None:
+        """Of run_name what may be in a name of a run; where it is not given, that of the folder."""
+        name = self.args.run_name
+        return None if name is None else re.sub(r"[^A-Za-z0-9_.-]", "-", name)[:NAME_LENGTH]
+
+    def _wandb_project(self) -> str | None:
+        """The project in Weights & Biases, where the run is to be reported and can be."""
+        from quartet.cli.wandb.reporter import check
+        from quartet.run.wandb import WandbConfig
+
+        if "wandb" not in reports_to(self.args):
+            return None
+        project = os.environ.get("WANDB_PROJECT") or self.args.project
+        try:
+            check(WandbConfig(project=project))
+        except ConfigError as error:
+            # grpo_defaults asks for it; a run is no worse for not being shown there.
+            logger.warning("args.report_to = %r is without effect: %s", self.args.report_to, error)
+            return None
+        return project
+
+    def _resumes(self, asked: bool | str | Path | None) -> bool:
+        if isinstance(asked, str | Path):
+            if Path(asked).absolute() != self._folder:
+                raise ConfigError(
+                    f"resume_from_checkpoint = {str(asked)!r} is refused: a run goes on from its own newest "
+                    "state; set args.output_dir to its folder, and give True"
+                )
+            return True
+        return bool(asked)
+
+    def _output(self, summary: Mapping[str, Any], run: Translation) -> TrainOutput:
+        rows = [row for row in metrics_rows(self._folder / "metrics.jsonl") if "train/loss" in row]
+        losses = [row["train/loss"] for row in rows]
+        loss = sum(losses) / len(losses) if losses else float("nan")
+        seconds, steps = float(summary["wall_seconds"]), int(summary["steps"])
+        metrics = {
+            **summary,
+            "train_loss": loss,
+            "train_runtime": seconds,
+            "train_samples_per_second": steps * run.config.batch_size / seconds,
+            "train_steps_per_second": steps * run.steps_per_batch / seconds,
+        }
+        return TrainOutput(steps * run.steps_per_batch, loss, metrics)
+
+
+def _model(model: Any) -> Model:
+    if isinstance(model, str):
+        return get_model(model)
+    if not isinstance(model, Model):
+        raise ConfigError(
+            f"model = {type(model).__name__} is refused: the services load the model themselves; give its "
+            "folder, or what vf.get_model_and_tokenizer returns"
+        )
+    return model
+
+
+def _check_tokenizer(tokenizer: Any, model: Model) -> None:
+    if tokenizer is None:
+        return
+    if not isinstance(tokenizer, Tokenizer):
+        raise ConfigError(
+            f"processing_class = {type(tokenizer).__name__} is refused: the services load the tokenizer of "
+            "the model's folder; give what vf.get_model_and_tokenizer returns"
+        )
+    if tokenizer.folder != model.folder:
+        raise ConfigError(
+            f"processing_class = {tokenizer.name!r} is the tokenizer of another model than {model.name!r}; "
+            "copy its files into a folder with that model, and name it"
+        )
+
+
+def _refuse_launcher(environment: Mapping[str, str]) -> None:
+    """A launcher of ranks starts a script in each: each would start a run of its own. Raises ConfigError."""
+    world, rank = (environment.get(name, "") for name in ("WORLD_SIZE", "RANK"))
+    several = world.isdigit() and int(world) > 1
+    if several or (rank.isdigit() and int(rank) > 0):
+        raise ConfigError(
+            f"this script runs as rank {rank or '?'} of {world or '?'} (RANK, WORLD_SIZE), and each rank "
+            "would start a run of its own: start it with python, not with accelerate or torchrun, and set "
+            f"args.num_processes = {world or 2}, the ranks of its trainer (docs/ranks.md)"
+        )

@@ -1,0 +1,198 @@
+"""The arguments of verifiers and transformers that have no key here: what is said of each that a script sets.
+
+WITHOUT_EFFECT: how fast, how much is printed, where something is kept. The run is the same without it.
+REFUSED: another value than the default would be another training, or something that a script then waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Known:
+    """An argument with its default, and why another value does nothing, or is refused."""
+
+    default: Any
+    why: str
+
+
+def _all(why: str, **defaults: Any) -> dict[str, Known]:
+    return {name: Known(default, why) for name, default in defaults.items()}
+
+
+WITHOUT_EFFECT: Mapping[str, Known] = {
+    **_all(
+        "examples are served one by one by the environment host",
+        max_data_workers=8,
+        dataloader_drop_last=False,
+        dataloader_num_workers=0,
+        dataloader_prefetch_factor=None,
+        dataloader_pin_memory=True,
+        dataloader_persistent_workers=False,
+        dataloader_multiprocessing_context=None,
+        dataloader_in_order=True,
+        remove_unused_columns=False,
+        label_names=None,
+        ignore_data_skip=False,
+        group_by_length=False,
+        length_column_name="length",
+        train_sampling_strategy="random",
+        data_seed=None,
+    ),
+    **_all(
+        "the services are started by train(), and find each other",
+        vllm_server_host="0.0.0.0",
+        vllm_server_port=8000,
+        vllm_server_timeout=300.0,
+    ),
+    **_all("max_off_policy_steps (num_batches_ahead) bounds what waits", async_max_queue_size=None),
+    **_all("weights travel as versions, tensor by tensor", ds3_gather_for_generation=True),
+    **_all(
+        "an evaluation is rollouts of the environment, max_concurrent of them at once",
+        per_device_eval_batch_size=8,
+        per_gpu_eval_batch_size=None,
+        eval_accumulation_steps=None,
+        eval_do_concat_batches=True,
+        eval_use_gather_object=False,
+        prediction_loss_only=False,
+        include_inputs_for_metrics=False,
+        include_for_metrics=[],
+        batch_eval_metrics=False,
+        bf16_full_eval=False,
+        fp16_full_eval=False,
+        jit_mode_eval=False,
+        metric_for_best_model=None,
+        greater_is_better=None,
+    ),
+    **_all(
+        "the ranks of the trainer (num_processes) share one model by FSDP2, docs/ranks.md",
+        deepspeed=None,
+        fsdp="",
+        fsdp_config=None,
+        fsdp_min_num_params=0,
+        fsdp_transformer_layer_cls_to_wrap=None,
+        accelerator_config=None,
+        parallelism_config=None,
+        ddp_backend=None,
+        ddp_find_unused_parameters=None,
+        ddp_bucket_cap_mb=None,
+        ddp_broadcast_buffers=None,
+        ddp_static_graph=None,
+        ddp_timeout=1800,
+        local_rank=-1,
+        tpu_num_cores=None,
+        tpu_metrics_debug=False,
+        mp_parameters="",
+        average_tokens_across_devices=True,
+    ),
+    **_all(
+        "the trainer chooses its arithmetic by device and bf16, docs/trainer.md",
+        tf32=None,
+        half_precision_backend="auto",
+        fp16_backend="auto",
+        fp16_opt_level="O1",
+        use_ipex=False,
+        use_mps_device=False,
+        use_cache=False,
+        torch_compile=False,
+        torch_compile_backend=None,
+        torch_compile_mode=None,
+        torchdynamo=None,
+        torch_empty_cache_steps=None,
+        liger_kernel_config=None,
+        gradient_checkpointing_kwargs=None,
+        activation_checkpointing_kwargs=None,
+        auto_find_batch_size=False,
+    ),
+    **_all("equal calls of the trainer give equal bits anyway", full_determinism=False),
+    **_all(
+        "a state is whole, and an exported model is safetensors",
+        save_safetensors=True,
+        save_on_each_node=False,
+        save_only_model=False,
+        restore_callback_states_from_checkpoint=False,
+        enable_jit_checkpoint=False,
+    ),
+    **_all(
+        "a line is printed for each logged step; metrics.jsonl and logs/ of output_dir have the rest",
+        log_level="passive",
+        log_level_replica="warning",
+        log_on_each_node=True,
+        logging_dir=None,
+        logging_nan_inf_filter=True,
+        disable_tqdm=None,
+        include_tokens_per_second=False,
+        include_num_input_tokens_seen=False,
+        skip_memory_metrics=True,
+        wandb_log_unique_prompts=False,
+        trackio_space_id=None,
+        trackio_bucket_id=None,
+        trackio_static_space_id=None,
+        debug="",
+    ),
+    **_all(
+        "nothing is uploaded; 'hf upload' sends the folder of trainer.save_model",
+        hub_model_id=None,
+        hub_strategy="every_save",
+        hub_token=None,
+        hub_private_repo=None,
+        hub_always_push=False,
+        hub_revision=None,
+        push_to_hub_model_id=None,
+        push_to_hub_organization=None,
+        push_to_hub_token=None,
+    ),
+    **_all(
+        "GRPOTrainer did not read it either",
+        do_train=False,
+        do_eval=False,
+        do_predict=False,
+        past_index=-1,
+        ray_scope="last",
+        use_legacy_prediction_loop=False,
+        label_smoothing_factor=0.0,
+        model_init_kwargs=None,
+        vllm_guided_decoding_regex=None,
+        resume_from_checkpoint=None,
+    ),
+    **_all("max_steps says how long a run is", num_train_epochs=3.0),
+    **_all("the trainer computes without dropout, but for that of an adapter", disable_dropout=False),
+}
+
+REFUSED: Mapping[str, Known] = {
+    **_all(
+        "examples come in the order of seed; leave it True, or have the environment sort them",
+        shuffle_dataset=True,
+    ),
+    **_all(
+        "tokens that the environment wrote are never learned from; leave it True",
+        mask_env_responses=True,
+    ),
+    **_all(
+        "leave it False: mask_truncated_completions keeps cut rollouts out of the loss, "
+        "and a rubric can give them 0",
+        zero_truncated_completions=False,
+    ),
+    **_all("set per_device_train_batch_size", per_gpu_train_batch_size=None),
+    **_all("set bf16 = True", fp16=False),
+    **_all("AdamW divides by 1e-8 more than the root here; leave it", adam_epsilon=1e-8),
+    **_all("set optim to adamw_torch or sgd", adafactor=False),
+    **_all(
+        "the optimizer has no such settings here; leave it out",
+        optim_args=None,
+        optim_target_modules=None,
+        neftune_noise_alpha=None,
+    ),
+    **_all("evaluations begin at the first eval_steps; leave it 0", eval_delay=0),
+    **_all(
+        "the last model is the run's; export an earlier state with quartet export",
+        load_best_model_at_end=False,
+    ),
+    **_all(
+        "nothing is uploaded; leave it False, and send the folder of trainer.save_model with 'hf upload'",
+        push_to_hub=False,
+    ),
+}

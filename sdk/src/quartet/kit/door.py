@@ -1,0 +1,84 @@
+"""The door of an HTTP server beside gRPC: where it listens, who may come in, whether it could open now.
+
+1. Off loopback it needs TLS, and a key or a client certificate from every caller, unless the configuration
+   writes out that the network is private by other means.
+2. A key is a file, read again when it changes (quartet.kit.security).
+
+Imports no HTTP library.
+"""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import Self
+
+import pydantic
+
+from quartet.config import Config, ConfigError
+from quartet.kit.security import ServerTls, TokenFile, is_loopback
+from quartet.kit.server import check_free, check_port_file
+
+
+class HttpDoor(Config):
+    """The keys of a door."""
+
+    # "host:port"; port 0 takes any free one. Without it nothing listens.
+    address: str = pydantic.Field(default="", pattern=r"^(.+:\d{1,5})?$")
+    # One line: the key that every caller sends. Re-read when the file changes.
+    api_key_file: Path | None = None
+    tls: ServerTls | None = None
+    insecure_ok_off_loopback: bool = False
+    # The address, once it is bound.
+    port_file: Path | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _closed_off_loopback(self) -> Self:
+        if not self.address or self.insecure_ok_off_loopback or is_loopback(self.address):
+            return self
+        if self.tls is None:
+            raise ValueError(
+                f"address = {self.address!r} is off loopback and plaintext; set tls.cert_file and "
+                "tls.key_file, or insecure_ok_off_loopback = true on a private network"
+            )
+        if self.api_key_file is None and self.tls.client_ca_file is None:
+            raise ValueError(
+                f"address = {self.address!r} is off loopback and lets everybody in; set api_key_file, or "
+                "insecure_ok_off_loopback = true on a private network"
+            )
+        return self
+
+
+def check_door(config: HttpDoor, prefix: str = "") -> None:
+    """Whether it would open now; the port is let go at once. Its keys begin with `prefix`.
+
+    Raises ConfigError.
+    """
+    if not config.address:
+        return
+    api_key(config, prefix)
+    if config.tls is not None:
+        tls_context(config.tls, prefix)
+    check_free(config.address, f"{prefix}address")
+    if config.port_file is not None:
+        check_port_file(config.port_file, f"{prefix}port_file")
+
+
+def api_key(config: HttpDoor, prefix: str = "") -> TokenFile | None:
+    """The key of callers, where there is one. Raises ConfigError."""
+    return TokenFile(config.api_key_file, f"{prefix}api_key_file") if config.api_key_file else None
+
+
+def tls_context(tls: ServerTls, prefix: str = "") -> ssl.SSLContext:
+    """TLS as the files are now. Raises ConfigError."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(tls.cert_file, tls.key_file)
+        if tls.client_ca_file is not None:
+            context.load_verify_locations(tls.client_ca_file)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except OSError as error:
+        raise ConfigError(
+            f"{prefix}tls cannot be loaded: {error.strerror or error}; name PEM files that this user can read"
+        ) from None
+    return context

@@ -1,0 +1,38 @@
+"""The [difficulty_filter] table: which groups of rollouts are worth training on.
+
+Off, every complete group is trained on, but for what algorithm.dynamic_sampling takes out.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+import pydantic
+from pydantic import Field
+
+from quartet.config import Config
+from quartet.run.algorithm import DEFAULT_RESAMPLE, MAX_RESAMPLE
+from quartet.run.values import NonNegative, Number
+
+
+class DifficultyFilterConfig(Config):
+    """Bounds on the rewards of a group; one outside of them is replaced by a fresh one."""
+
+    enabled: bool = False
+    #: Of the population of its rewards: 8 rollouts of which one earns 1 have 0.109. One whose rewards are all
+    #: alike is out in any case.
+    min_reward_variance: NonNegative = 0.0
+    #: Of its mean.
+    max_reward: Number | None = None
+    min_reward: Number | None = None
+    #: So many times for one place of a batch; then such a group is kept.
+    max_resample: Annotated[int, Field(ge=1, le=MAX_RESAMPLE, strict=True)] = DEFAULT_RESAMPLE
+
+    @pydantic.model_validator(mode="after")
+    def _leaves_something(self) -> Self:
+        if self.min_reward is not None and self.max_reward is not None and self.min_reward >= self.max_reward:
+            raise ValueError(
+                f"min_reward = {self.min_reward} and max_reward = {self.max_reward} leave nothing between "
+                "them; lower min_reward"
+            )
+        return self

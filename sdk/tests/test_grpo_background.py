@@ -1,0 +1,117 @@
+"""A run beside a script's thread: its result, its errors, and Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from quartet.cli.display import Plain
+from quartet.cli.drive import Interrupts
+from quartet.grpo.background import Background
+from quartet.local.child import ChildSpec
+from quartet.local.supervisor import Supervisor
+
+
+def interrupts(supervisor: Supervisor | None = None) -> Interrupts:
+    return Interrupts(supervisor or Supervisor([]), Plain())
+
+
+@pytest.fixture(autouse=True)
+def pythons_own_handler() -> Iterator[None]:
+    """What a shell starts in the background, tests too, has Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def press_ctrl_c(after: threading.Event) -> None:
+    """Once that happened; the main thread gets it."""
+
+    def press() -> None:
+        after.wait(10)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()
+
+
+async def test_inside_a_running_loop_it_returns_and_raises_what_the_work_does() -> None:
+    async def answer() -> int:
+        await asyncio.sleep(0)
+        return 7
+
+    assert Background[int]().run(lambda: asyncio.run(answer())) == 7
+    with pytest.raises(ZeroDivisionError):
+        Background[float]().run(lambda: 1 / 0)
+
+
+def test_the_first_ctrl_c_asks_and_the_work_ends_in_order() -> None:
+    background, begun, ended = Background[str](), threading.Event(), []
+
+    async def driven() -> str:
+        asked = interrupts()
+        with background.listen(asked):
+            begun.set()
+            await asked.asked.wait()
+            await asyncio.sleep(0.05)
+            ended.append("in order")
+        return "stopped"
+
+    press_ctrl_c(begun)
+    with pytest.raises(KeyboardInterrupt):
+        background.run(lambda: asyncio.run(driven()))
+    assert ended == ["in order"]
+
+
+def test_the_second_ctrl_c_kills(tmp_path: Path) -> None:
+    background, begun, asked_once = Background[None](), threading.Event(), threading.Event()
+    port_file = tmp_path / "bound"
+    command = ["sh", "-c", f"trap '' TERM; touch {port_file}; sleep 600"]
+    pids: list[int] = []
+
+    async def driven() -> None:
+        supervisor = Supervisor([ChildSpec("stubborn", command, "127.0.0.1:1", tmp_path / "log", port_file)])
+        asked = interrupts(supervisor)
+        with background.listen(asked):
+            supervisor.start()
+            try:
+                await supervisor.wait_bound()
+                pids.append(supervisor.statuses[0].pid or 0)
+                begun.set()
+                await asked.asked.wait()
+                asked_once.set()
+                await asyncio.sleep(600)
+            finally:
+                await supervisor.stop(0.1)
+
+    press_ctrl_c(begun)
+    press_ctrl_c(asked_once)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        background.run(lambda: asyncio.run(driven()))
+    assert time.monotonic() - began < 60
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+
+
+def test_ctrl_c_before_anything_is_driven_starts_nothing() -> None:
+    background, begun, driven = Background[None](), threading.Event(), []
+
+    async def drive() -> None:
+        with background.listen(interrupts()):
+            driven.append(True)
+
+    def work() -> None:
+        begun.set()
+        time.sleep(0.5)
+        asyncio.run(drive())
+
+    press_ctrl_c(begun)
+    with pytest.raises(KeyboardInterrupt):
+        background.run(work)
+    assert driven == []

@@ -1,0 +1,154 @@
+"""What a script holds of model, tokenizer and environment, and what GRPOTrainer refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quartet.grpo as vf
+
+HEAVY = ("torch", "transformers", "grpc", "numpy", "matplotlib", "rich", "verifiers")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What looks like a model."""
+    made = tmp_path / "model"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps({"max_position_embeddings": 77}))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (made / name).touch()
+    return made
+
+
+def trainer(folder: Path, **given: Any) -> vf.GRPOTrainer:
+    model, tokenizer = vf.get_model_and_tokenizer(str(folder))
+    usual = {"model": model, "env": vf.Environment("e"), "args": vf.grpo_defaults("r")}
+    return vf.GRPOTrainer(**{**usual, "processing_class": tokenizer, **given})
+
+
+def test_importing_it_imports_nothing_heavy() -> None:
+    program = f"import sys, quartet.grpo; print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_model_is_looked_for_when_it_is_named(folder: Path) -> None:
+    model, tokenizer = vf.get_model_and_tokenizer(str(folder), use_liger=False)
+    assert (model.folder, tokenizer.folder, model.use_liger, model.context) == (
+        str(folder),
+        str(folder),
+        False,
+        77,
+    )
+    assert trainer(folder).translated().config.inference["max_model_len"] == 77
+    with pytest.raises(vf.ConfigError, match="'no/model' is neither a folder here nor a model in the"):
+        vf.get_model_and_tokenizer("no/model")
+    with pytest.raises(vf.ConfigError, match="model_kwargs: revision = 'main' is refused"):
+        vf.get_model(str(folder), model_kwargs={"revision": "main"})
+    placed = vf.get_model(str(folder), model_kwargs={"torch_dtype": "bfloat16"})
+    assert any(
+        "model_kwargs torch_dtype: without effect" in note
+        for note in trainer(folder, model=placed).translated().notes
+    )
+    assert trainer(folder, model=str(folder)).model.folder == str(folder)
+
+
+def test_an_environment_is_looked_for_when_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        vf.ConfigError, match=r"env\.id = 'no-such-env': no package 'no_such_env' in .*env install"
+    ):
+        vf.load_environment("no-such-env")
+    # A package of this interpreter, which need not be an environment for being found.
+    env = vf.load_environment("pytest", split="test", sizes=[1, 2], nested={"a": True})
+    assert env == vf.Environment("pytest", {"split": "test", "sizes": [1, 2], "nested": {"a": True}})
+    for wrong in (None, object(), {1: 2}, [None], {"a": {"b": len}}):
+        with pytest.raises(vf.ConfigError, match=r"load_environment\('pytest'\): x = .* cannot be handed to"):
+            vf.load_environment("pytest", x=wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"model": 3}, "model = int is refused: the services load the model themselves"),
+        ({"processing_class": "m"}, "processing_class = str is refused"),
+        ({"env": "reverse-text"}, "env = 'reverse-text' is refused"),
+        ({"env": [1]}, "or a list of these"),
+        ({"env": []}, "a run needs an environment"),
+        ({"args": {"beta": 0}}, "args = dict is refused"),
+        ({"callbacks": [print]}, "callbacks run inside a training loop"),
+        ({"optimizers": (print, None)}, "optimizers is refused"),
+        ({"train_dataset": []}, "GRPOTrainer(train_dataset=...): there is no such argument"),
+        ({"processing_clas": 1}, "did you mean 'processing_class'?"),
+        ({"peft_config": 3}, "peft_config = 3 is no LoraConfig"),
+    ],
+)
+def test_what_a_trainer_refuses(folder: Path, given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(vf.ConfigError) as refused:
+        trainer(folder, **given)
+    assert sentence in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_tokenizer_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    folder.rename(other)
+    tokenizer = vf.get_tokenizer(str(other))
+    other.rename(folder)
+    with pytest.raises(vf.ConfigError, match="is the tokenizer of another model than"):
+        trainer(folder, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize("variables", [{"WORLD_SIZE": "2", "RANK": "0"}, {"RANK": "1"}])
+def test_a_rank_of_a_launcher_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(vf.ConfigError, match=r"set args\.num_processes = 2, the ranks of its trainer"):
+        trainer(folder)
+
+
+def test_one_rank_of_a_launcher_is_a_script(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    assert trainer(folder).translated().config.batch_size == 32
+
+
+def test_folders_are_refused_in_the_words_of_a_script(folder: Path, tmp_path: Path) -> None:
+    args = vf.grpo_defaults("r")
+    args.output_dir = str(tmp_path / "run")
+    made = trainer(folder, args=args, env=vf.Environment("pytest", python=sys.executable))
+    with pytest.raises(vf.ConfigError, match=r"^train\(resume_from_checkpoint=True\): .* holds no run"):
+        made.train(resume_from_checkpoint=True)
+    with pytest.raises(vf.ConfigError, match="a run goes on from its own newest state"):
+        made.train(resume_from_checkpoint=tmp_path / "checkpoint-500")
+    with pytest.raises(vf.ConfigError, match="save_model: there is no run in"):
+        made.save_model(tmp_path / "model")
+    assert (made.state.global_step, made.state.max_steps, made.state.log_history) == (0, 500, [])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").touch()
+    with pytest.raises(vf.ConfigError, match=r"or name another args\.output_dir"):
+        made.train()
+    args.overwrite_output_dir = True
+    with pytest.raises(vf.ConfigError, match=r"args\.overwrite_output_dir = True: .* was not written by"):
+        made.train()
+    assert (tmp_path / "run" / "thesis.tex").exists()
+
+
+def test_what_verifiers_has_beside_training_is_pointed_at() -> None:
+    with pytest.raises(
+        AttributeError, match=r"SingleTurnEnv: Environment classes.* 'quartet env init my-env'"
+    ):
+        _ = vf.SingleTurnEnv
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = vf.nothing
+    assert issubclass(vf.RunFailed, RuntimeError)
+    assert all(hasattr(vf, name) for name in vf.__all__)

@@ -1,0 +1,81 @@
+"""What GRPOConfig does not take: refused by its name, in a sentence that says what would be right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import quartet.grpo as vf
+from grpo_script import translated
+from quartet.grpo.untranslated import REFUSED
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_train_otherwise_is_refused(name: str) -> None:
+    default = REFUSED[name].default
+    other = (not default) if isinstance(default, bool) else 1
+    with pytest.raises(vf.ConfigError, match=rf"^args\.{name} = {other!r} is refused: ") as refused:
+        translated(**{name: other})
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"num_generations": 7}, "args.num_generations = 7 does not divide the 32 rollouts of a batch"),
+        ({"num_generations": 1}, "args.num_generations = 1 is refused: should be a whole number from 2"),
+        ({"generation_batch_size": 48}, "48 rollouts are no multiple of the 32 of an optimizer step"),
+        ({"generation_batch_size": 64, "steps_per_generation": 8}, "say the same; give one"),
+        ({"max_steps": -1}, "args.max_steps = -1 is refused: a run is as many optimizer steps as this says"),
+        ({"per_device_train_batch_size": "8"}, "args.per_device_train_batch_size = '8' is refused"),
+        ({"learning_rate": "1e-6"}, "args.learning_rate = '1e-6' is refused: should be a number"),
+        ({"temperature": 0.0}, "args.temperature = 0.0 is refused: a greedy group"),
+        ({"beta": -1.0}, "args.beta = -1.0 is refused"),
+        ({"delta": 1.1}, "is not above 1 + clip_high, so it would replace it (algorithm.clip_high is args"),
+        ({"num_batches_ahead": 25}, "args.num_batches_ahead = 25 is refused"),
+        ({"max_concurrent": 3}, "args.max_concurrent = 3 is refused: a group has"),
+        ({"loss_type": "dapo"}, "args.loss_type = 'dapo' is refused: should be one of grpo, bnpo, dr_grpo"),
+        ({"lr_scheduler_type": "polynomial"}, "should be one of constant, constant_with_warmup, linear"),
+        ({"lr_scheduler_kwargs": {"power": 2}}, "constant_with_warmup takes none"),
+        ({"eval_strategy": "epoch"}, "args.eval_strategy = 'epoch' is refused: should be one of no, steps"),
+        ({"save_steps": 0}, "args.save_steps = 0 is refused"),
+        ({"optim": "adafactor"}, "args.optim = 'adafactor' is refused"),
+        ({"overrides": {"model": "m"}}, "'model' is refused: give GRPOTrainer another model"),
+        ({"overrides": {"tranier": {}}}, "unknown key 'tranier'; did you mean 'trainer'?"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_argument(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(vf.ConfigError) as refused:
+        translated(**given)
+    assert sentence in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_an_unknown_argument_is_refused_with_the_nearest() -> None:
+    args = vf.grpo_defaults("r")
+    with pytest.raises(vf.ConfigError, match=r"args\.num_generation: .* did you mean 'num_generations'"):
+        args.num_generation = 4
+    with pytest.raises(vf.ConfigError, match="did you mean 'learning_rate'"):
+        vf.GRPOConfig(learningrate=1)
+    with pytest.raises(vf.ConfigError, match=r"docs/python\.md lists them"):
+        args.zzz = 4
+    with pytest.raises(AttributeError, match="did you mean 'epsilon'"):
+        _ = args.epsilonn
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("learning_rate", "1e-5", "a number"),
+        ("warmup_steps", float("nan"), "a number"),
+        ("logging_steps", float("inf"), "a number"),
+        ("max_steps", True, "a number"),
+        ("num_generations", None, "a number"),
+        ("overrides", None, "a dict"),
+        ("lr_scheduler_kwargs", 3, "a dict"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_where_it_is_set(name: str, value: Any, wanted: str) -> None:
+    args = vf.grpo_defaults(run_name="r")
+    with pytest.raises(vf.ConfigError, match=rf"args\.{name} = .* is refused: should be {wanted}"):
+        setattr(args, name, value)
+    setattr(args, name, getattr(vf.GRPOConfig(), name))

@@ -1,0 +1,62 @@
+"""An engine that ends by itself takes its replica along: health says so, then the service ends, an error."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from quartet.kit.channel import connect
+from quartet.kit.health import Health
+from quartet.v1 import common_pb2
+from quartet.v1 import inference_service_pb2 as pb
+from quartet_inference import app, ending
+from quartet_inference.config import InferenceConfig
+from quartet_inference.embedded.decoder import Decoder
+from quartet_inference.ending import EngineEnded
+from quartet_inference.replication import INFERENCE
+
+from .inference_replica import Replica, serving
+
+LONG = pb.GenerateRequest(
+    tokens=pb.TokensPrompt(token_ids=[1, 2]),
+    sampling=common_pb2.SamplingParams(max_tokens=200, ignore_eos=True),
+)
+
+
+def thread_dies(_: Decoder) -> None:
+    raise MemoryError("of the test")
+
+
+async def test_the_death_of_the_decoding_thread_is_told_and_ends_the_service(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = InferenceConfig(model=model_folder, max_model_len=256, server={"port_file": tmp_path / "port"})  # type: ignore[arg-type]
+    service = asyncio.create_task(app.run(config))
+    async with asyncio.timeout(60):
+        while not (tmp_path / "port").exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    async with connect((tmp_path / "port").read_text().strip()) as channel:
+        replica = Replica(channel, Health())
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=INFERENCE))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        monkeypatch.setattr(Decoder, "_cycle", thread_dies)
+        assert (await replica.refusal(LONG)).reason == "NOT_READY"
+        async with asyncio.timeout(10):
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            with pytest.raises(ExceptionGroup) as ended:
+                await service
+    assert ended.group_contains(EngineEnded, match="decoding thread died: MemoryError")
+
+
+async def test_a_replica_that_drains_ends_as_it_was_about_to(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ending, "SAYING_SECONDS", 0.0)
+    async with serving(model_folder) as replica:
+        replica.health.drain()
+        monkeypatch.setattr(Decoder, "_cycle", thread_dies)
+        assert (await replica.refusal(LONG)).reason == "NOT_READY"
+        await asyncio.sleep(4 * ending.LOOK_SECONDS)
+        assert (await replica.model()).engine == "embedded", "it still answers"

@@ -1,0 +1,118 @@
+"""Advice: said of what the metrics show, once, and in words that name what to change."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+from orch_world import RUN, notes
+from quartet.run.config import parse_run
+from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet_orchestrator.advice import REMEMBERED, WINDOW, advice
+from quartet_orchestrator.state import RESTING
+
+TOML = 'model = "m"\nlearning_rate = 2e-5\nbatch_size = 64\n[[env]]\nid = "toy"\n{}'
+CALM = {
+    "train/reward": 0.5,
+    "train/effective_sample_size": 0.95,
+    "train/skipped_steps": 0.0,
+    "rollout/truncated_fraction": 0.1,
+    "rollout/prefix_breaks": 0.0,
+    "env/toy/solved_none": 0.2,
+    "env/toy/solved_all": 0.2,
+    "env/toy/no_spread": 0.4,
+}
+
+
+def said(steps, below=""):
+    return list(advice(parse_run(TOML.format(below)), steps))
+
+
+def with_(**values):
+    return CALM | {name.replace("__", "/"): value for name, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"env__toy__solved_none": 0.95}, ["toy is too hard", "95%", "[difficulty_filter]"]),
+        ({"env__toy__solved_all": 0.92}, ["toy has little left to teach", "92%"]),
+        ({"env__toy__no_spread": 0.8}, ["80% of the groups of toy", "temperature (now 1)", "(now 8)"]),
+        ({"rollout__truncated_fraction": 0.6}, ["60% of the rollouts", "max_tokens (now the end of"]),
+        ({"rollout__prefix_breaks": 7.0}, ["7 times a step", "chat template"]),
+        ({"rollout__resampled": 24.0}, ["75% of the groups are sampled for nothing", "max_resample (now 0)"]),
+        ({"train__skipped_steps": 1.0}, ["10 optimizer steps", "learning_rate (now 2e-05)", "(now 64)"]),
+        ({"train__effective_sample_size": 0.3}, ["leave 30%", "max_off_policy_steps (now 1)"]),
+    ],
+)
+def test_each_symptom_is_told_with_what_was_seen_and_what_to_change(metrics, words) -> None:
+    """advice.py 3."""
+    (sentence,) = said([with_(**metrics)] * WINDOW)
+    assert all(word in sentence for word in words), sentence
+
+
+def test_a_reward_that_falls_is_told_with_how_far() -> None:
+    falling = [CALM] * (WINDOW // 2) + [with_(train__reward=0.2)] * (WINDOW // 2)
+    (sentence,) = said(falling)
+    assert "fell from 0.5 to 0.2" in sentence and "[kl_penalty]" in sentence
+    below_zero = [with_(train__reward=-0.2)] * (WINDOW // 2) + [with_(train__reward=-0.9)] * (WINDOW // 2)
+    assert not said(below_zero), "half of what is below zero is no measure"
+
+
+def test_nothing_is_said_of_a_run_that_goes_well() -> None:
+    assert not said([CALM] * REMEMBERED)
+
+
+def test_a_few_steps_are_no_symptom() -> None:
+    """advice.py 1."""
+    cut = with_(rollout__truncated_fraction=1.0)
+    assert not said([cut] * (WINDOW - 1)), "too few steps to say"
+    assert not said([CALM] * (WINDOW - 3) + [cut] * 3)
+    assert said([CALM] * (WINDOW - 5) + [cut] * 5)
+
+
+def test_a_symptom_is_told_when_it_begins_and_again_only_after_it_was_gone() -> None:
+    """advice.py 2."""
+    cut, history, told = with_(rollout__truncated_fraction=1.0), [], []
+    for step in [cut] * 15 + [CALM] * 4 + [cut] * 11 + [CALM] * 30 + [cut] * 20:
+        history.append(step)
+        if said(history[-REMEMBERED:]):
+            told.append(len(history))
+    assert told == [WINDOW, 15 + 4 + 11 + 30 + WINDOW // 2]
+
+
+def test_what_is_switched_on_already_is_not_advised() -> None:
+    hard = [with_(env__toy__solved_none=1.0)] * WINDOW
+    assert "[difficulty_filter]" in said(hard)[0]
+    for table in ("[difficulty_filter]\nenabled = true", "[algorithm]\ndynamic_sampling = true"):
+        assert "[difficulty_filter]" not in said(hard, below=table)[0]
+
+
+def test_of_a_foreign_trainer_nothing_is_said_about_its_training() -> None:
+    falling = [CALM] * (WINDOW // 2) + [with_(train__reward=0.0)] * (WINDOW // 2)
+    foreign = parse_run('model = "m"\nexternal_trainer = true\n[[env]]\nid = "toy"')
+    assert said(falling) and not list(advice(foreign, falling))
+    assert list(advice(foreign, [with_(rollout__truncated_fraction=1.0)] * WINDOW)), "of its rollouts it is"
+
+
+def test_an_environment_that_most_batches_lack_is_not_judged() -> None:
+    without = {name: value for name, value in CALM.items() if not name.startswith("env/")}
+    rare = [with_(env__toy__solved_none=1.0)] * 4 + [without] * 6
+    assert not said(rare)
+
+
+async def test_a_run_is_told_once_over_restarts(world):
+    """advice.py 2, invariant 9: what was told is remembered by the metrics in the journal."""
+    world.host.flat_tasks = set(range(50))
+    world.trainer.delay_s = 0.01
+    run, restarts = pb.Run(), 0
+    while run.phase not in RESTING:
+        async with world.orchestrator() as runs:
+            run = await runs.submit(RUN, world.toml(steps=WINDOW + 4, evals=0), dry_run=False)
+            with suppress(TimeoutError):
+                run = await world.rest(runs, timeout_s=0.1)
+            if run.phase in RESTING:
+                told = await notes(runs)
+            restarts += run.phase not in RESTING
+    assert restarts >= 2
+    assert len([note for note in told if "has little left to teach: in 100%" in note]) == 1

@@ -1,0 +1,70 @@
+"""Weights that do not learn, held in the type that they are computed in anyway.
+
+1. Autocast casts the weight of a linear layer before every product. One that never changes is cast once, if
+   no bit of it is lost, as those of a checkpoint in bfloat16: half the memory, and no copies are kept for the
+   backward pass. Results are the same, bit for bit.
+2. Embeddings, the output layer and whatever autocast leaves alone stay as they are, and so does a model that
+   is spread over ranks: FSDP2 gathers the parameters of a block in one type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from quartet_trainer.ranks.layout import is_whole
+
+
+def linear_weights(model: Any) -> frozenset[str]:
+    """Parameters that autocast casts wherever they are used."""
+    linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    apart = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
+    named = dict(model.named_parameters())
+    weights = {f"{name}.weight" for name in linear} & named.keys()
+    return frozenset(name for name in weights if id(named[name]) not in apart)
+
+
+def narrow(model: Any, frozen: Mapping[str, nn.Parameter], dtype: torch.dtype | None) -> None:
+    """Hold the parameters of a model that never change in the type of autocast; None: there is none."""
+    if dtype is None:
+        return
+    for name in sorted(linear_weights(model) & frozen.keys()):
+        weight = frozen[name]
+        if weight.dtype == dtype or not is_whole(weight):
+            continue
+        narrowed = weight.detach().to(dtype)
+        if torch.equal(narrowed.to(weight.dtype), weight.detach()):
+            weight.data = narrowed
+
+
+@contextmanager
+def as_float32(model: Any, copied: Collection[str]) -> Iterator[None]:
+    """Weights look like float32 inside, where others take their type from them and read no values.
+
+    Modules whose name ends with one in `copied`, as peft reads it, are read, and all below them: they are
+    widened for good.
+    """
+    held: list[tuple[nn.Parameter, torch.Tensor]] = []
+    for name, weight in model.named_parameters():
+        if weight.dtype == torch.float32:
+            continue
+        if any(f".{module}." in f".{plain_name(name)}." for module in copied):
+            weight.data = weight.detach().float()
+        else:
+            held.append((weight, weight.data))
+            weight.data = torch.zeros((), device=weight.device).expand(weight.shape)
+    try:
+        yield
+    finally:
+        for weight, data in held:
+            weight.data = data
+
+
+def plain_name(name: str) -> str:
+    """The name that a parameter of the model has without adapters, of which peft puts modules between."""
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")

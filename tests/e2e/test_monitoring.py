@@ -1,0 +1,174 @@
+"""A run as a person follows it: on the terminal, in its files, in Prometheus and in Weights & Biases, also
+over a Ctrl-C; and, of an orchestrator that is elsewhere, by `quartet watch`."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quartet.local.ports import resolve
+
+from tests.conftest import QUARTET, REPOSITORY
+from tests.e2e.conftest import quartet
+
+STEPS = 14
+STOP_AFTER = 4
+RUN_SECONDS = 240
+STEP = re.compile(r'quartet_run_steps\{run="run"\} (\d+)')
+NAMES = {
+    "train/reward": "reward ",
+    "train/loss": "loss ",
+    "train/learning_rate": "lr ",
+    "train/kl_divergence": "kl ",
+    "rollout/mean_length": "length ",
+    "rollout/generation_time": "seconds/rollout ",
+}
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What was seen of a run that was stopped once and gone on with."""
+
+    output: Path
+    printed: str
+    scraped: str
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return rows_of(self.output)
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def written_of(folder: Path) -> Any:
+    """What the library wrote of the run; there is one folder of it, whatever happened to the run."""
+    sys.path.insert(0, str(REPOSITORY / "sdk" / "tests"))
+    import wandb_file
+
+    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    return wandb_file.read(file)
+
+
+def metrics_at(port: int) -> str:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+            text: str = answer.read().decode()
+            return text
+    except OSError:
+        return ""
+
+
+def launched(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def scraped_after(process: subprocess.Popen[str], port: int, step: int) -> str:
+    """What Prometheus is told once so many steps are applied."""
+    deadline = time.monotonic() + RUN_SECONDS
+    while True:
+        text = metrics_at(port)
+        if (found := STEP.search(text)) and int(found[1]) >= step:
+            return text
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise AssertionError(process.communicate()[0])
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def followed(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Followed:
+    output = tmp_path_factory.mktemp("monitoring") / "run"
+    (address,) = resolve(["127.0.0.1:0"])
+    command = [*QUARTET, "rl", "@", "configs/reverse-text.toml", "--model", str(random_model)]
+    command += ["--max-steps", str(STEPS), "--batch-size", "16", "--eval.num-examples", "8"]
+    command += ["--eval.interval", "5", "--orchestrator.server.metrics-address", address]
+    command += ["--output-dir", str(output), "--wandb.project", "mine", "--wandb.mode", "offline"]
+    command += ["--wandb.completions-interval", "5"]
+    begun = launched(command)
+    scraped = scraped_after(begun, int(address.rpartition(":")[2]), STOP_AFTER)
+    begun.send_signal(signal.SIGINT)
+    printed = begun.communicate(timeout=RUN_SECONDS)[0]
+    assert begun.returncode == 130, printed
+    assert len(rows_of(output)) < STEPS, "it was stopped on the way"
+    again = launched([*command, "--resume", "--wandb.project", "another", "--wandb.name", "again"])
+    printed += again.communicate(timeout=RUN_SECONDS)[0]
+    assert again.returncode == 0, printed
+    return Followed(output, printed, scraped)
+
+
+def test_the_terminal_tells_the_names_of_the_field_and_prints_completions(followed: Followed) -> None:
+    steps = [line for line in followed.printed.splitlines() if f"/{STEPS}  reward" in line]
+    assert len(steps) == STEPS
+    assert all(word in line for line in steps for word in NAMES.values()), steps[0]
+    assert sum("completion: " in line for line in followed.printed.splitlines()) == 2, "of steps 1 and 11"
+
+
+def test_prometheus_has_the_names_of_the_field(followed: Followed) -> None:
+    for name in NAMES:
+        assert f'quartet_run_metric{{name="{name}",run="run"}} ' in followed.scraped
+
+
+def test_weights_and_biases_has_every_line_once(followed: Followed) -> None:
+    written = written_of(followed.output)
+    rows = followed.rows
+    assert [row["step"] for row in rows if "train/loss" in row] == list(range(1, STEPS + 1))
+    assert [row["_step"] for row in written.history] == [row["event"] for row in rows]
+    for logged, row in zip(written.history, rows, strict=True):
+        for name in set(row) - {"event", "time", "ledger/discarded"}:
+            assert logged[name] == row[name], name
+    assert set(NAMES) <= set(written.history[-2])
+    assert (written.run["project"], written.run["display_name"]) == ("another", "again")
+    assert written.config["batch_size"] == 16 and written.summary["phase"] == "completed"
+    assert {row["step"] for row in written.history if "completions/path" in row} == {1, 5, 10}
+    assert "wandb sync" in followed.printed and "wandb:" not in followed.printed
+
+
+def test_a_run_that_is_elsewhere_is_recorded_and_reported_by_who_watches(followed: Followed) -> None:
+    config, there = followed.output / "config" / "orchestrator.toml", followed.output.parent / "watched"
+    port_file = followed.output / "data" / "orchestrator.port"
+    port_file.unlink()
+    orchestrator = launched([sys.executable, "-m", "quartet_orchestrator", "@", str(config)])
+    try:
+        while not port_file.exists():
+            assert orchestrator.poll() is None, orchestrator.communicate()[0]
+            time.sleep(0.05)
+        watch = ["watch", "run", "--orchestrator", port_file.read_text().strip(), "--output-dir", there]
+        for _ in range(2):
+            done = quartet(*watch, "--wandb.project", "mine", "--wandb.mode", "offline")
+            assert done.returncode == 0 and "wandb sync" in done.stdout, done.stdout + done.stderr
+        other = quartet(*watch[:-1], followed.output, "--wandb.project", "mine", "--wandb.mode", "offline")
+        assert other.returncode == 2 and "holds something else than the run 'run'" in other.stderr
+    finally:
+        orchestrator.terminate()
+        orchestrator.communicate(timeout=30)
+    assert rows_of(there) == followed.rows, "once, and also what was before the stop"
+    written = written_of(there)
+    assert [row["_step"] for row in written.history] == [row["event"] for row in followed.rows]
+    assert written.run["run_id"] == written_of(followed.output).run["run_id"]
+    names = {file.name for file in (followed.output / "rollouts").iterdir()}
+    assert {file.name for file in (there / "rollouts").iterdir()} == names
+
+
+def test_a_run_that_is_over_is_reported_again_where_that_is_asked_for(followed: Followed) -> None:
+    record = json.loads((followed.output / "run.json").read_text())
+    config = followed.output.parent / "run.toml"
+    config.write_text(record["config_toml"])
+    folder = ["--output-dir", followed.output, "--resume"]
+    done = quartet("rl", "@", config, *folder, "--wandb.project", "late", "--wandb.mode", "offline")
+    assert done.returncode == 0 and "wandb sync" in done.stdout, done.stdout + done.stderr
+    written = written_of(followed.output)
+    assert written.run["project"] == "late"
+    assert [row["_step"] for row in written.history] == [row["event"] for row in followed.rows]
