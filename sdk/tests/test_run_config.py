@@ -6,8 +6,10 @@ import warnings
 
 import pytest
 from quartet.config import ConfigError
+from quartet.config.keys import known_keys
 from quartet.local.toml_text import dumps
 from quartet.run.config import RunConfig, parse_run
+from quartet.run.other_names import OTHER_NAMES
 from quartet.run.presets import PRESETS
 
 ENV = '[[env]]\nid = "reverse-text"\n'
@@ -97,6 +99,12 @@ def test_a_place_is_sampled_again_as_often_as_what_is_switched_on_says() -> None
     assert found == {("true", "true"): 7, ("true", "false"): 7, ("false", "true"): 10, ("false", "false"): 0}
 
 
+def test_names_of_other_trainers_are_no_keys_and_stand_for_keys() -> None:
+    known = known_keys(RunConfig)
+    assert set(OTHER_NAMES.values()) <= known.keys()
+    assert not OTHER_NAMES.keys() & known.keys()
+
+
 def test_defaults_are_not_shared_between_runs() -> None:
     one, other = parse_run('model = "m"\n' + ENV), parse_run('model = "m"\n' + ENV)
     one.trainer["device"] = "cpu"
@@ -125,7 +133,9 @@ def test_defaults_are_not_shared_between_runs() -> None:
         ('lr_scheduler = "warmup_stable_decay"', "", "needs decay_steps from 1 to 100"),
         ('lr_scheduler = "warmup_stable_decay"\nwarmup_steps = 60\ndecay_steps = 41', "", "from 1 to 40"),
         ("", "[lora]\nr = 0", "lora.r = 0 is refused"),
-        ("", "[lora]\nrank = 8", "unknown key 'lora.rank'"),
+        ("", "[lora]\nrank = 8", "unknown key 'lora.rank'; it is called 'lora.r' here"),
+        ("num-generations = 8", "", "unknown key 'num_generations'; it is called 'rollouts_per_example' here"),
+        ("", "[optim]\nlr = 1e-5", "unknown key 'optim'; it is called 'optimizer' here"),
         ("", "[lora]\ndropout = 1.0", "lora.dropout = 1.0 is refused"),
         ("", '[lora]\nmodules_to_save = ["norm"]', "modules_to_save are no part of a served adapter"),
         ('lr_scheduler = "step"', "", "lr_scheduler = 'step' is refused: should be 'constant'"),

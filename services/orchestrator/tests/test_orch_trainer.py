@@ -6,6 +6,7 @@ import asyncio
 import math
 
 import pytest
+from orch_fakes import TrainerRun
 from orch_world import RUN, assert_complete, events
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet_orchestrator import training
@@ -145,6 +146,27 @@ async def test_an_honest_replay_changes_no_version(world, monkeypatch):
         seen = await events(runs)
     assert any("replaying" in r.note.message for r in seen)
     assert not any("other contents" in r.note.message for r in seen)
+
+
+async def test_a_run_that_is_stopped_before_the_trainer_answers_closes_nobody_elses(world):
+    """training.py, close: the trainer never said whether the run of that name is this orchestrator's."""
+    begun = asyncio.Event()
+
+    async def waits(request, context):
+        begun.set()
+        await asyncio.Event().wait()
+
+    world.trainer.CreateRun = waits
+    await world.kill("trainer")
+    await world.serve("trainer")
+    theirs = world.trainer.runs[RUN] = TrainerRun(b"another spec", applied=50)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        await begun.wait()
+        runs.stop(RUN)
+        run = await world.rest(runs)
+    assert run.phase == pb.RUN_PHASE_STOPPED
+    assert not world.trainer.closed and world.trainer.runs == {RUN: theirs}
 
 
 async def test_a_run_that_is_stopped_while_the_trainer_loads_is_closed_there(world):

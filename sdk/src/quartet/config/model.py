@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import pydantic
 
@@ -28,6 +29,9 @@ class Config(pydantic.BaseModel):
     """Base model: strict about keys, immutable, defaults validated too."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    #: Dotted names by which others know keys of this model, and these; a refusal of one names the other.
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = {}
 
     @pydantic.model_validator(mode="before")
     @classmethod

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
 from pydantic import Field
@@ -20,6 +20,7 @@ from quartet.run.difficulty import DifficultyFilterConfig
 from quartet.run.evaluation import EvalConfig, EvalTrial
 from quartet.run.hosted import MAX_ENVIRONMENTS, MAX_GROUP, GroupSize, NamedConfig, as_array, distinct
 from quartet.run.lora import LoraConfig
+from quartet.run.other_names import OTHER_NAMES
 from quartet.run.sampling import SamplingConfig
 from quartet.run.values import (
     Count,
@@ -80,6 +81,8 @@ class ChecksConfig(Config):
 
 class RunConfig(Config):
     """A run."""
+
+    OTHER_NAMES: ClassVar = OTHER_NAMES
 
     model: Text
     max_steps: Count = 100

@@ -70,8 +70,9 @@ class Training:
         self._versions_changed = 0
         # The batches in a row that were skipped; a set, because a replay meets them again.
         self._skipped: set[int] = set()
-        # Whether the trainer may have this run; not where it has somebody else's under the same name.
-        self._opened = False
+        # Whether the trainer may have this run, and whether it said so; not where it has somebody else's under
+        # the same name.
+        self._asked, self._opened = False, False
 
     async def open(self) -> None:
         """Creates or finds the run on the trainer and brings it to where the book stands; version 0 is
@@ -82,7 +83,7 @@ class Training:
 
     async def close(self, *, goes_on: bool) -> None:
         """Frees what the trainer holds in memory for the run; one that is away has to forget it by itself."""
-        if not self._opened:
+        if not self._asked or await self._is_somebodys():
             return
         save_at = 0
         try:
@@ -95,6 +96,20 @@ class Training:
             await self._client.close_run(self._book.state.run_id, save_at)
         except QuartetError as error:
             log.warning("run not closed on the trainer", why=error.message)
+
+    async def _is_somebodys(self) -> bool:
+        """Whether a trainer that was asked for this run and has not answered has another of that name."""
+        if self._opened:
+            return False
+        try:
+            there = await self._client.get(self._book.state.run_id)
+        except QuartetError:
+            return False  # it is being created, or nobody is there
+        return self._is_ahead(there)
+
+    def _is_ahead(self, there: tpb.RunState) -> bool:
+        """Whether the trainer's run was driven further than this journal ever asked."""
+        return there.applied_seq_id > self._book.state.applied_seq_id + 1
 
     async def train(self, batch: int) -> None:
         """Trains a closed batch and publishes the version that comes out of it."""
@@ -127,15 +142,15 @@ class Training:
                 f"the trainer lost run {run_id!r} {MAX_RESTORES} times without progress; see its log"
             )
         # Before it answers: whoever stops waiting leaves a trainer that finishes what it began.
-        self._opened = True
+        self._asked, self._opened = True, False
         try:
             there = await self._outage.through(lambda: self._client.create(run_id, spec))
         except QuartetError:
-            self._opened = False
+            self._asked = False
             raise
         written = self._book.state.applied_seq_id
-        if there.applied_seq_id > written + 1:
-            self._opened = False
+        if self._is_ahead(there):
+            self._asked = False
             raise RunFailed(
                 f"the trainer's run {run_id!r} stands at call {there.applied_seq_id}, but this "
                 f"orchestrator asked for {written + 1} at most; choose another run_id, "
@@ -146,6 +161,7 @@ class Training:
                 f"the trainer stands at version {there.policy_version}; replaying calls "
                 f"{there.applied_seq_id + 1} to {written} from the journal"
             )
+        self._opened = True
         self._next = min(there.applied_seq_id, written) + 1
 
     async def _through(self, last: int) -> None:
