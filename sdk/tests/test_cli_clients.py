@@ -121,7 +121,7 @@ async def test_a_run_through_all_clients(orchestrator: tuple[Orchestrator, str],
     assert await quartet("runs", *at) == (0, "r  pending  step 0/5\n")
     assert await quartet("stop", "r", *at) == (0, "r  stopped  step 0/5\n")
     code, printed = await quartet("watch", "r", *at)
-    assert code == 1 and printed.endswith("run r: stopped\n")
+    assert code == 130 and printed.endswith("run r: stopped\n")
     assert await quartet("resume", "r", *at) == (0, "r  completed  step 0/5\n")
     assert (await quartet("watch", "r", *at))[0] == 0
 

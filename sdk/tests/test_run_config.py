@@ -134,7 +134,7 @@ def test_defaults_are_not_shared_between_runs() -> None:
         ('lr_scheduler = "warmup_stable_decay"\nwarmup_steps = 60\ndecay_steps = 41', "", "from 1 to 40"),
         ("", "[lora]\nr = 0", "lora.r = 0 is refused"),
         ("", "[lora]\nrank = 8", "unknown key 'lora.rank'; it is called 'lora.r' here"),
-        ("num-generations = 8", "", "unknown key 'num_generations'; it is called 'rollouts_per_example' here"),
+        ("num-generations = 8", "", "'num_generations'; it is called 'rollouts_per_example' here"),
         ("", "[optim]\nlr = 1e-5", "unknown key 'optim'; it is called 'optimizer' here"),
         ("", "[lora]\ndropout = 1.0", "lora.dropout = 1.0 is refused"),
         ("", '[lora]\nmodules_to_save = ["norm"]', "modules_to_save are no part of a served adapter"),

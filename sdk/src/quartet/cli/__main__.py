@@ -10,12 +10,11 @@ from __future__ import annotations
 import argparse
 import sys
 
+from quartet.cli import exits
 from quartet.cli.extras import need
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.local.supervisor import ServiceFailed
-
-EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 
 #: Commands that read `@ file.toml --key value` beside what argparse knows.
 TAKE_KEYS = ("rl", "sft", "eval", "env", "baseline", "gepa", "submit", "evaluate", "watch")
@@ -168,16 +167,16 @@ def main(argv: list[str] | None = None) -> int:
         return dispatch(options, rest)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_REFUSED
+        return exits.REFUSED
     except (QuartetError, ServiceFailed) as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        return exits.FAILED
     except OSError as error:  # a full disk, a folder that may not be written
         where = f"{error.filename}: " if error.filename else ""
         print(f"error: {where}{error.strerror or error}", file=sys.stderr)
-        return EXIT_FAILED
+        return exits.FAILED
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        return exits.INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from quartet.cli import exits
 from quartet.cli.display import Display
 from quartet.cli.figure import import_drawing
 from quartet.cli.outputs import Outputs
@@ -46,8 +47,6 @@ CALL_SECONDS = 30.0
 STOP_SECONDS = 120.0  # the step under way may have to sample a whole batch
 DRAIN_SECONDS = 10.0
 PATIENCE_SECONDS = 120.0  # the supervisor restarts an orchestrator much sooner, or fails the run
-EXIT_INTERRUPTED = 130
-EXIT_FAILED = 1
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class Interrupts:
         if self.asked_again():
             self._display.close()  # gives the terminal back
             print("killed; what was done is kept: go on with --resume", file=sys.stderr, flush=True)
-            os._exit(EXIT_INTERRUPTED)
+            os._exit(exits.INTERRUPTED)
 
 
 #: Lets whoever may ask for the end reach it, while inside.

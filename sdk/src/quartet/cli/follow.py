@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from quartet.cli import exits
 from quartet.cli.display import Plain, event_line
 from quartet.cli.outputs import Outputs, write_json
 from quartet.cli.progress import ENDED, Progress, ledger_dict, phase_name
@@ -28,8 +29,6 @@ from quartet.kit.folder import lock_file
 from quartet.local.toml_text import inline
 from quartet.run.wandb import WandbConfig
 from quartet.v1.orchestrator_service_pb2 import (
-    RUN_PHASE_COMPLETED,
-    RUN_PHASE_FAILED,
     GetRunStatusRequest,
     Run,
     WatchRunResponse,
@@ -40,7 +39,6 @@ CALL_SECONDS = 30.0
 PATIENCE_SECONDS = 60.0
 TICK_SECONDS = 0.5
 RECORD = "watched.json"
-EXIT_CODES = {RUN_PHASE_COMPLETED: 0, RUN_PHASE_FAILED: 1}
 
 
 class WatchConfig(Config):
@@ -101,7 +99,7 @@ async def _shown(stub: OrchestratorServiceStub, run: Run, after_event: int) -> i
     async for event in _all_events(stub, run, after_event, include_rollouts=False):
         if progress.apply(event) and event_line(event, progress):
             display.event(event, progress)
-    return 0 if progress.run.phase == RUN_PHASE_COMPLETED else 1
+    return exits.code_of(progress.run.phase)
 
 
 async def _recorded(stub: OrchestratorServiceStub, run: Run, folder: Path, config: WandbConfig) -> int:
@@ -120,7 +118,7 @@ async def _recorded(stub: OrchestratorServiceStub, run: Run, folder: Path, confi
         last = outputs.progress.run
         if shown := await asyncio.to_thread(reporter.finish, ending_of(last)):
             display.say(shown)
-    return 0 if last.phase == RUN_PHASE_COMPLETED else 1
+    return exits.code_of(last.phase)
 
 
 async def _all_events(
@@ -162,7 +160,7 @@ def ending_of(run: Run) -> Ending:
         "max_off_policy_steps_seen": run.max_off_policy_steps_seen,
         "ledger": ledger_dict(run.ledger),
     }
-    return Ending(EXIT_CODES.get(run.phase, STOPPED_CODE), summary)
+    return Ending(exits.code_of(run.phase, STOPPED_CODE), summary)
 
 
 @contextmanager

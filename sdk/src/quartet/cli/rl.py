@@ -23,8 +23,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from quartet.cli import exits
 from quartet.cli.display import Display, Plain
-from quartet.cli.drive import EXIT_FAILED, EXIT_INTERRUPTED, Listen, Outcome, by_signals, drive
+from quartet.cli.drive import Listen, Outcome, by_signals, drive
 from quartet.cli.env.installed import REFUSALS, with_interpreters
 from quartet.cli.job import FLAGS, Job, Words, default_folder, model_path, plan, taken
 from quartet.cli.outputs import Outputs, write_json
@@ -106,7 +107,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         print(f"error: {error}\nLogs are in {job.folder / 'logs'}.", file=sys.stderr)
         if error.shown:
             print(error.shown)
-        return EXIT_FAILED
+        return exits.FAILED
     code = _say_ended(job, ended)
     if ended.shown:
         print(ended.shown)
@@ -223,7 +224,7 @@ def _summary(job: Job, outcome: Outcome, outputs: Outputs, wall_seconds: float) 
 
 def _ending(summary: dict[str, Any]) -> Ending:
     """What Weights & Biases is told at the end of a run."""
-    codes = {phase_name(RUN_PHASE_COMPLETED): 0, phase_name(RUN_PHASE_FAILED): EXIT_FAILED}
+    codes = {phase_name(RUN_PHASE_COMPLETED): exits.DONE, phase_name(RUN_PHASE_FAILED): exits.FAILED}
     return Ending(codes.get(summary["phase"], STOPPED_CODE), summary)
 
 
@@ -242,7 +243,7 @@ def _say_ended(job: Job, ended: Ended) -> int:
         return 0
     print(f"stopped after step {ended.summary['steps']}; go on with: {job.words.going_on(job.folder)}\n"
           f"or write the model as it is: quartet export {job.folder} MODEL_FOLDER")  # fmt: skip
-    return EXIT_INTERRUPTED
+    return exits.INTERRUPTED
 
 
 def completed_before(job: Job) -> dict[str, Any] | None:

@@ -70,8 +70,8 @@ class Training:
         self._versions_changed = 0
         # The batches in a row that were skipped; a set, because a replay meets them again.
         self._skipped: set[int] = set()
-        # Whether the trainer may have this run, and whether it said so; not where it has somebody else's under
-        # the same name.
+        # Whether the trainer may have this run, and whether it said so; not where it has somebody else's of
+        # that name.
         self._asked, self._opened = False, False
 
     async def open(self) -> None:

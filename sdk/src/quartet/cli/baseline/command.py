@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from quartet.cli import exits
 from quartet.cli.baseline.arguments import SAMPLING_KEYS
 from quartet.cli.baseline.verdict import FIT, Setting, Verdict, judge
 from quartet.cli.eval.arguments import env_args, environment_first, given_keys
@@ -29,7 +30,6 @@ from quartet.run.config import RunConfig
 from quartet.run.hosted import MAX_GROUP, HostedConfig
 from quartet.run.sampling import EvalSamplingConfig
 
-EXIT_FAILED = 1
 VERDICTS = "baseline.json"
 
 
@@ -130,7 +130,7 @@ def report(records: Sequence[Record], full_reward: float) -> int:
             {"verdict": verdict.word, "why": verdict.why, "advice": list(verdict.advice), "failed": failed},
         )
         print(f"  {record.folder}")
-    return 0 if fit else EXIT_FAILED
+    return 0 if fit else exits.FAILED
 
 
 def verdict_of(record: Record, full_reward: float) -> Verdict:

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from quartet.cli import exits
 from quartet.cli.env.catalogue import catalogue, catalogue_table, info_lines, interpreters
 from quartet.cli.env.checking import Played, play_by_model, play_by_oracle, played_lines, problems
 from quartet.cli.env.install import install
@@ -25,7 +26,6 @@ from quartet.cli.eval.source import Source, choose
 from quartet.config import ConfigError, load, validate
 from quartet.local.beside import AddressBook
 
-EXIT_FAILED = 1
 ORACLE = "oracle"
 #: One rollout of each of a few examples shows what is broken.
 CHECK = ["--num-examples=5", "--rollouts-per-example=1"]
@@ -100,7 +100,7 @@ def _check(options: argparse.Namespace, rest: list[str]) -> int:
         print(f"error: {problem}", file=sys.stderr)
     if not found:
         print(f"{options.environment} passes")
-    return EXIT_FAILED if found else 0
+    return exits.FAILED if found else 0
 
 
 def _player(config: EvalFileConfig, env_id: str) -> Source:

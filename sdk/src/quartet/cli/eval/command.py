@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quartet.cli import exits
 from quartet.cli.eval.arguments import MODEL_KEYS, PLAY_KEYS, env_args, environment_first, given_keys
 from quartet.cli.eval.board import Board, Tally, board, print_table, result_table
 from quartet.cli.eval.config import EvalFileConfig, OneEvalConfig
@@ -36,7 +37,6 @@ from quartet.local.supervisor import ServiceFailed
 from quartet.run.name import RULE, is_run_id
 from quartet.v1.rollout_pb2 import Rollout, Task
 
-EXIT_FAILED = 1
 #: Where the services of an evaluation keep their configs and logs, beside its results.
 SERVICES = "services"
 
@@ -181,5 +181,5 @@ def report(plan: Plan) -> int:
             f"try them again with --resume {plan.run_id}",
             file=sys.stderr,
         )
-        return EXIT_FAILED
+        return exits.FAILED
     return 0

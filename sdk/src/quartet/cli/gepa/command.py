@@ -49,7 +49,6 @@ from quartet.run.hosted import HostedConfig
 from quartet.run.name import RULE, is_run_id
 from quartet.v1.rollout_pb2 import Task
 
-EXIT_FAILED = 1
 #: Columns of every rollout, beside metrics, rewards and the task's own fields.
 ROW_COLUMNS = ("num_turns", "is_truncated", "stop_condition", "token_usage", "timing", "task_key", "prompt")
 #: Settings that stand in metadata.json under the names of their keys.

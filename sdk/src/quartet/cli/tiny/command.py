@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quartet.cli import exits
 from quartet.cli.outputs import write_json
 from quartet.cli.tiny.courses import REVERSE_TEXT, SEEDS_APART, Course, Packaged, ReverseText, default_python
 from quartet.cli.tiny.files import build_tokenizer, write_model_files
@@ -49,7 +50,6 @@ HABIT_OPTIMIZER = OptimizerSpec(
 DRAIN_SECONDS = 2.0
 RECORD = "quartet.json"
 NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json", RECORD)
-EXIT_FAILED = 1
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
         _publish(made, work, out, options)
     except ServiceFailed as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        return exits.FAILED
     finally:
         shutil.rmtree(work, ignore_errors=True)
     print(f"{out}: reward {made.habit_reward:.3f}, made in {time.monotonic() - started:.0f} s")
