@@ -200,6 +200,31 @@ async def test_runs_share_the_memory_of_their_base(folder: Path) -> None:
     assert not [name for name, _ in a.model.named_parameters() if ".adapter1." in name]
 
 
+@pytest.mark.parametrize("saved", ["layers.0.mlp", "down_proj", "norm"])
+async def test_a_run_beside_one_that_trains_whole_modules_gives_the_bits_it_gives_alone(
+    serve_trainer: Make, make_samples: Make, folder: Path, tmp_path: Path, saved: str
+) -> None:
+    """bases.py 1; whichever of the two comes first, and two of a kind."""
+    whole = pb.LoraSpec(
+        rank=2, alpha=4.0, target_modules=["q_proj", "up_proj"], modules_to_save=[saved], publish_merged=True
+    )
+    runs = {"whole": whole, "plain": LORA, "whole-too": whole, "plain-too": LORA}
+
+    async def digests(*names: str) -> dict[str, bytes]:
+        async with serve_trainer() as trainer:
+            for name in names:
+                await trainer.create(name, base_model=str(folder), lora=runs[name])
+            for seq in (1, 3):
+                for name in names:
+                    await train(trainer, make_samples(), 1, name, seq)
+            found = {name: await digest_of(trainer, 5, name) for name in names}
+        shutil.rmtree(tmp_path / "states")
+        return found
+
+    alone = await digests("whole") | await digests("plain")
+    assert await digests(*runs) == {name: alone[name.partition("-")[0]] for name in runs}
+
+
 @pytest.mark.parametrize(
     ("dropout", "kind"),
     [
@@ -316,6 +341,10 @@ async def test_the_reference_of_an_adapter_is_the_base_with_the_adapter_off(
         (pb.LoraSpec(rank=4, alpha=1.0, target_modules=["norm"]), "is no linear module"),
         (pb.LoraSpec(rank=4, alpha=1.0, target_modules=["lm_head"]), "one matrix"),
         (pb.LoraSpec(rank=4, alpha=1.0, modules_to_save=["embed_tokens"]), "one matrix"),
+        (
+            pb.LoraSpec(rank=4, alpha=1.0, target_modules=["down_proj"], modules_to_save=["mlp"]),
+            "nothing is left for low-rank matrices (down_proj)",
+        ),
         (pb.LoraSpec(rank=4, alpha=1.0, dropout=1.0), "dropout"),
     ],
 )

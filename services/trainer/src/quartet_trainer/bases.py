@@ -1,4 +1,8 @@
-"""The base models in memory that adapters are trained upon: one for all runs on it, gone with the last."""
+"""The base models in memory that adapters are trained upon: one for all runs on it, gone with the last.
+
+1. Runs that train copies of whole modules share a base with those alone that copy the same ones: peft puts a
+   copy around its original, so what others would find in there, and where, is not what they find alone.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,9 @@ class Bases:
         """The base of a run, loaded unless it is there; `autocast` is what its products are computed in."""
         from quartet_trainer.lora import Base  # peft takes seconds to import
 
-        key = (folder.resolve(), spec.from_scratch, spec.seed if spec.from_scratch else None, autocast)
+        copied = frozenset(spec.lora.modules_to_save) if spec.lora is not None else frozenset()
+        seed = spec.seed if spec.from_scratch else None
+        key = (folder.resolve(), spec.from_scratch, seed, autocast, copied)
         shared = self._held.get(key)
         if shared is None:
             shared = self._held[key] = Base(load(), autocast)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,13 +70,15 @@ class Base:
 
     def join(self, spec: LoraSpec, base_model: str, seed: int) -> Adapter:
         """Put another adapter into the model. Errors: INVALID_CONFIG."""
+        targets, saved = self._targets(spec), self._saved(spec)
+        self._refuse_if_all_saved(targets, saved)
         config = peft.LoraConfig(
             r=spec.rank,
             lora_alpha=int(spec.alpha) if spec.alpha == int(spec.alpha) else spec.alpha,  # type: ignore[arg-type]
             lora_dropout=spec.dropout,
-            target_modules=self._targets(spec),
+            target_modules=targets,
             use_rslora=spec.rslora,
-            modules_to_save=self._saved(spec) or None,
+            modules_to_save=saved or None,
             task_type="CAUSAL_LM",
             base_model_name_or_path=base_model,
         )
@@ -114,6 +116,15 @@ class Base:
                 raise _refused("modules_to_save", module, why)
             self._found("modules_to_save", module)
         return sorted(set(spec.modules_to_save))
+
+    def _refuse_if_all_saved(self, targets: Sequence[str], saved: Sequence[str]) -> None:
+        """What is trained whole gets no low-rank matrices; something has to."""
+        for name in self._linear:
+            is_target = any(f".{name}".endswith(f".{target}") for target in targets)
+            if is_target and not any(f".{module}." in f".{name}." for module in saved):
+                return
+        why = f"nothing is left for low-rank matrices ({', '.join(targets)}); name other targets"
+        raise _refused("modules_to_save", ", ".join(saved), why)
 
     def _found(self, key: str, wanted: str) -> set[str]:
         found = {name for name in self._modules if name == wanted or name.endswith(f".{wanted}")}
