@@ -26,6 +26,9 @@ if mode == "worker":
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     open(port_file + ".worker", "w").write(str(child.pid))
 if mode == "broken": sys.exit("no model there")
+if mode == "refusing":
+    print("error: ranks = 3 is refused", flush=True)
+    sys.exit("what else there is to say " * 500)
 print("started", os.getpid(), flush=True)
 open(port_file, "w").write("127.0.0.1:1\\n")
 time.sleep(60)
@@ -79,6 +82,19 @@ async def test_a_service_that_never_binds_fails_with_its_log(tmp_path: Path) -> 
     finally:
         await supervisor.stop(1.0)
     assert supervisor.restarts == {"server": 0, "broken": 0}
+
+
+async def test_what_a_service_refused_is_said_and_not_what_came_after_it(tmp_path: Path) -> None:
+    refusing = spec(tmp_path, "refusing")
+    # Of a life before.
+    refusing.log_file.write_text("error: something else\n")
+    supervisor = Supervisor([refusing])
+    supervisor.start()
+    try:
+        with pytest.raises(ServiceFailed, match=r"exit code 1\); from \S+:\nerror: ranks = 3 is refused$"):
+            await supervisor.wait_bound()
+    finally:
+        await supervisor.stop(1.0)
 
 
 async def test_dying_in_a_row_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,9 @@ from pathlib import Path
 TETHER = str(Path(__file__).with_name("tether.py"))
 POLL_SECONDS = 0.05
 LOG_TAIL_BYTES = 4096  # enough for the last traceback
+LOG_SEARCHED_BYTES = 1 << 16
+#: How a service begins the sentence that refuses its configuration.
+REFUSAL = "error: "
 
 # One thread for each process: four services share the cores, and spinning OpenMP teams of two processes on
 # two cores were measured to cost 3 to 20 times the CPU time. A user's own setting wins.
@@ -53,9 +56,10 @@ def child_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 class Child:
     """A started process. Made by `Child.start`."""
 
-    def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process, log_begins: int) -> None:
         self.spec = spec
         self._process = process
+        self._log_begins = log_begins
 
     @classmethod
     async def start(cls, spec: ChildSpec) -> Child:
@@ -63,12 +67,13 @@ class Child:
         spec.port_file.unlink(missing_ok=True)
         spec.log_file.parent.mkdir(parents=True, exist_ok=True)
         with spec.log_file.open("ab") as log:
+            log_begins = log.tell()
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-I", "-S", TETHER, str(os.getpid()), *spec.command,
                 stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
                 env=child_environment(spec.environment), process_group=0,
             )  # fmt: skip
-        return cls(spec, process)
+        return cls(spec, process, log_begins)
 
     @property
     def pid(self) -> int:
@@ -111,12 +116,17 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
+    def last_words(self) -> str:
+        """Why it ended, from its log: what it refused, each once, or the end.
 
-def log_tail(log_file: Path) -> str:
-    """The end of a log, for an error message."""
-    if not log_file.exists():
-        return ""
-    with log_file.open("rb") as log:
-        log.seek(0, os.SEEK_END)
-        log.seek(max(0, log.tell() - LOG_TAIL_BYTES))
-        return log.read().decode(errors="replace").strip()
+        Where a service is several processes, its refusal stands before what those make of its exit.
+        """
+        if not self.spec.log_file.exists():
+            return ""
+        with self.spec.log_file.open("rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_begins, end - LOG_SEARCHED_BYTES))
+            said = log.read()
+        lines = said.decode(errors="replace").splitlines()
+        refused = dict.fromkeys(line for line in lines if line.startswith(REFUSAL))
+        return "\n".join(refused) or said[-LOG_TAIL_BYTES:].decode(errors="replace").strip()

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from quartet.local.child import Child, ChildSpec, log_tail
+from quartet.local.child import Child, ChildSpec
 
 FIRST_DELAY_SECONDS = 0.1
 MAX_DELAY_SECONDS = 5.0
@@ -96,11 +96,12 @@ class Keeper:
         return code
 
     def _given_up(self, code: int) -> ServiceFailed:
+        assert self.child is not None
         self.status.state = State.FAILED
-        tail = log_tail(self.spec.log_file)
         what = f"died {MAX_RESTARTS_IN_A_ROW} times in a row" if self.bound_once.is_set() else "did not start"
+        said = self.child.last_words()
         return ServiceFailed(
-            f"{self.spec.name} {what} (exit code {code}); the end of {self.spec.log_file}:\n{tail}"
+            f"{self.spec.name} {what} (exit code {code}); from {self.spec.log_file}:\n{said}"
         )
 
 
