@@ -1,42 +1,52 @@
-"""A rollout's own folder on this machine: removed with it, whoever removes it (harness.py, `cleanup`)."""
+"""A rollout's own folder on this machine (v1/folders.py): made when it is used, removed with its runtime."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
 SCRIPT = """
-import asyncio
-from types import SimpleNamespace
-from quartet_envhost.v1.harness import InProcessHarness
-from verifiers.v1 import HarnessConfig
-from verifiers.v1.runtimes import SubprocessConfig, SubprocessRuntime, make_runtime
+import asyncio, json
+from pathlib import Path
+from quartet_envhost.v1.folders import make_folders_when_used
+from verifiers.v1.runtimes import SubprocessConfig, make_runtime
 
-async def left(name, owner, *files):
-    runtime = make_runtime(SubprocessConfig(), name=name)
+make_folders_when_used()
+
+async def unused(runtime): pass
+async def written(runtime): await runtime.write("made/by/a/tool", b"text")
+async def ran(runtime): assert (await runtime.run(["pwd"], {})).stdout.strip() == runtime.info.id
+async def read(runtime): runtime.workdir
+
+async def there(use, way):
+    runtime = make_runtime(SubprocessConfig(), name=f"{use.__name__}-{way}")
+    assert runtime.workdir is None
     await runtime.start()
-    folder = runtime.workdir
-    for file in files:
-        await runtime.write(file, b"text")
-    await InProcessHarness(HarnessConfig()).cleanup(SimpleNamespace(id=owner), runtime)
-    there = folder.exists()
-    await runtime.stop()
-    return there, folder.exists()
+    folder = Path(runtime.info.id)
+    before = folder.exists()
+    await use(runtime)
+    after = folder.exists()
+    await runtime.stop() if way == "stop" else runtime.cleanup()
+    return before, after, folder.exists(), folder.parent.exists()
 
-print(asyncio.run(left("one", "one")))
-print(asyncio.run(left("two", "two", "made/by/a/tool")))
-print(asyncio.run(left("shared", "three")))
+for use in (unused, written, ran, read):
+    for way in ("stop", "cleanup"):
+        print(json.dumps([use.__name__, *asyncio.run(there(use, way))]))
 """
 
 
-def test_only_an_empty_folder_of_the_rollouts_own_is_removed_before_its_runtime_ends(
-    envs_python: str, tmp_path: Path
-) -> None:
+def test_a_folder_is_there_for_whoever_uses_it_and_for_nobody_else(envs_python: str, tmp_path: Path) -> None:
+    """Promises 1 and 2; `runtime.stop` is what ends a rollout, `cleanup` what ends a process."""
     run = subprocess.run(
-        [envs_python, "-c", SCRIPT], env={"HOME": str(tmp_path)}, capture_output=True, text=True, check=False
+        [envs_python, "-c", SCRIPT],
+        env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
-    empty, used, borrowed = run.stdout.splitlines()
-    assert empty == "(False, False)"
-    # What another still uses, or what holds something, is left to the runtime.
-    assert used == borrowed == "(True, False)"
+    found = [json.loads(line) for line in run.stdout.splitlines()]
+    assert found[:2] == [["unused", False, False, False, False]] * 2
+    used = [name for name in ("written", "ran", "read") for _ in range(2)]
+    assert found[2:] == [[name, False, True, False, True] for name in used]

@@ -42,6 +42,7 @@ from verifiers.v1.utils.loaders import (
 from quartet_envhost.config import distribution_version
 from quartet_envhost.sampler import MODEL_NAME, Sampler
 from quartet_envhost.v1.arguments import tolerate_deep_arguments
+from quartet_envhost.v1.folders import make_folders_when_used
 from quartet_envhost.v1.harness import HARNESS_ID
 from quartet_envhost.v1.interception import POLICY_CONFIG, HostInterception, current_policy
 from quartet_envhost.v1.judgement import watch
@@ -67,6 +68,7 @@ class HostedEnvironment:
         self._id = env_id
         remember_default_factories()
         remember_certificates()
+        make_folders_when_used()
         tolerate_deep_arguments()
         self._env = load_environment(environment_config(env_id, args))
         watch(self._env)

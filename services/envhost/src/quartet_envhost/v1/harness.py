@@ -6,9 +6,8 @@ rollout's session, which knows limits, stops and errors; the loop only carries m
 
 from __future__ import annotations
 
-import os
 import sys
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from typing import Any, Final
 
 import verifiers.v1 as vf
@@ -16,7 +15,6 @@ from pydantic_core import from_json
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.errors import ToolsetError
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
-from verifiers.v1.runtimes import SubprocessRuntime
 from verifiers.v1.types import UserMessage
 
 from quartet_envhost.v1.arguments import read_arguments
@@ -62,17 +60,6 @@ class InProcessHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
             spec = {"mcpServers": {name: self._server_spec(url) for name, url in mcp_urls.items()}}
             tools = await connect_mcp(spec, stack)
             return await self._converse(server, ctx, trace, secret, messages, tools)
-
-    async def cleanup(self, trace: Any, runtime: Any) -> None:
-        """Remove the rollout's own folder where nothing is in it.
-
-        Verifiers would remove it in a thread, whose every system call contends with this one: some tenth of a
-        rollout's CPU. What may still run there is ended next, whether the folder is there or not.
-        """
-        if isinstance(runtime, SubprocessRuntime) and runtime.name == trace.id and runtime.workdir:
-            with suppress(OSError):
-                os.rmdir(runtime.workdir)
-                runtime.workdir = None
 
     def _server_spec(self, url: str) -> dict[str, Any]:
         return {"url": url, "timeout": self.config.tool_timeout}
