@@ -42,6 +42,19 @@ async def test_descriptions_and_tasks(hosted: Any) -> None:
     assert {"trial-env", "reverse-text"} <= {one.id for one in listed.environments}
 
 
+async def test_a_version_that_is_named_is_the_one_that_is_there(hosted: Any) -> None:
+    """config.py, check_version; also where a worker of the environment runs already."""
+
+    async def described(env_id: str) -> Any:
+        request = envhost_service_pb2.DescribeEnvironmentRequest(environment=hosted.ref(env_id))
+        return await hosted.stub.DescribeEnvironment(request, timeout=60)
+
+    for version in ("", "@latest", "@0.1", "@0.1.0"):
+        assert (await described(f"owner/reverse-text{version}")).environment.version == "0.1.0"
+    error = await refusal(described("owner/reverse-text@9.9"))
+    assert error.reason == "INVALID_CONFIG" and "is there in version 0.1.0; install 9.9 into" in error.message
+
+
 async def test_refusals_are_typed_and_say_what_to_do(hosted: Any) -> None:
     stub = hosted.stub
     error = await refusal(stub.RunRollouts(hosted.request("nowhere"), timeout=60))

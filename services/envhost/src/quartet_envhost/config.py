@@ -11,13 +11,18 @@ import importlib.metadata
 import os
 import shutil
 import sys
-from typing import Self
+from typing import Final, Self
 
+from packaging.version import InvalidVersion, Version
 from pydantic import Field, JsonValue, field_validator, model_validator
 from quartet.config import Config
+from quartet.errors import QuartetError
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.server import ServerConfig
 from quartet.replicas.addresses import Addresses
+
+#: "owner/my-env@latest" is whatever is installed.
+LATEST: Final = "latest"
 
 
 class EnvironmentConfig(Config):
@@ -126,6 +131,12 @@ def canonical_id(env_id: str) -> str:
     return env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
 
 
+def wanted_version(env_id: str) -> str:
+    """What "owner/my-env@1.0" says of the version; empty where any will do."""
+    wanted = env_id.rpartition("/")[2].partition("@")[2]
+    return "" if wanted == LATEST else wanted
+
+
 def distribution_version(env_id: str) -> str:
     """The version of the environment's package in this interpreter; empty where it is a bare module."""
     name = env_id.rsplit("/", 1)[-1].split("@", 1)[0]
@@ -133,6 +144,31 @@ def distribution_version(env_id: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+def check_version(env_id: str) -> None:
+    """Refuse an id that names another version than the one in this interpreter; a bare module has none.
+
+    Errors: INVALID_CONFIG.
+    """
+    wanted, installed = wanted_version(env_id), distribution_version(env_id)
+    if not installed or not wanted or _same_version(wanted, installed):
+        return
+    remedy = f"install {wanted} into {sys.executable}, or leave out '@{wanted}'"
+    raise QuartetError(
+        "INVALID_CONFIG",
+        f"environment {env_id!r} is there in version {installed}; {remedy}",
+        key="id",
+        value=env_id,
+        remedy=remedy,
+    )
+
+
+def _same_version(one: str, other: str) -> bool:
+    try:
+        return Version(one) == Version(other)
+    except InvalidVersion:
+        return one == other
 
 
 def checked_interpreter(value: str) -> str:

@@ -25,7 +25,7 @@ from quartet.errors import QuartetError
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
 from quartet_envhost import failures
-from quartet_envhost.config import EnvHostConfig, PreloadConfig, canonical_id
+from quartet_envhost.config import EnvHostConfig, PreloadConfig, canonical_id, wanted_version
 from quartet_envhost.dialogue import Dialogue
 from quartet_envhost.pool import WorkerPool
 from quartet_envhost.together import Together
@@ -135,7 +135,7 @@ class EnvironmentHost:
         """Start nothing."""
         self._config = config
         self._progress = progress
-        self._pools: dict[tuple[str, str], WorkerPool] = {}
+        self._pools: dict[tuple[str, str, str], WorkerPool] = {}
         self._active: dict[str, ActiveRequest] = {}
         self._in_flight = 0
         self._draining = False
@@ -297,7 +297,8 @@ class EnvironmentHost:
                 hosted=hosted,
             )
         args, written = _arguments(ref)
-        key = (canonical_id(ref.id), written)
+        # A pool whose worker found the version that is named.
+        key = (canonical_id(ref.id), wanted_version(ref.id), written)
         pool = self._pools.get(key)
         if pool is not None and not pool.failed:
             return pool

@@ -32,6 +32,7 @@ from quartet.replicas import Replicas
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
 from quartet_envhost import failures
+from quartet_envhost.config import check_version
 from quartet_envhost.frames import MAX_MESSAGE_BYTES, Kind, encode, read_frame
 from quartet_envhost.joining import FirstTurns
 from quartet_envhost.sampler import ClientSampler, ReplicaSampler, Sampler
@@ -97,6 +98,7 @@ class Worker:
         with uncollected():
             hosted = importlib.import_module(f"quartet_envhost.{_generation()}.environment")
         env_id = self._env_id = settings["id"]
+        check_version(env_id)
         try:
             self._environment = hosted.HostedEnvironment(env_id, settings["args"])
             # Reads the data too, so that what is wrong with it shows now.
