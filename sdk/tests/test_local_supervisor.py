@@ -28,7 +28,7 @@ if mode == "worker":
 if mode == "broken": sys.exit("no model there")
 if mode == "refusing":
     print("error: ranks = 3 is refused", flush=True)
-    sys.exit("what else there is to say " * 500)
+    sys.exit("what else there is to say " * 500 + "\\n" + "the end" * 585)
 print("started", os.getpid(), flush=True)
 open(port_file, "w").write("127.0.0.1:1\\n")
 time.sleep(60)
@@ -84,14 +84,16 @@ async def test_a_service_that_never_binds_fails_with_its_log(tmp_path: Path) -> 
     assert supervisor.restarts == {"server": 0, "broken": 0}
 
 
-async def test_what_a_service_refused_is_said_and_not_what_came_after_it(tmp_path: Path) -> None:
+async def test_what_a_service_refused_is_said_before_the_end_of_its_log(tmp_path: Path) -> None:
     refusing = spec(tmp_path, "refusing")
     # Of a life before.
     refusing.log_file.write_text("error: something else\n")
     supervisor = Supervisor([refusing])
     supervisor.start()
     try:
-        with pytest.raises(ServiceFailed, match=r"exit code 1\); from \S+:\nerror: ranks = 3 is refused$"):
+        with pytest.raises(
+            ServiceFailed, match=r"exit code 1\); from \S+:\nerror: ranks = 3 is refused\nthe end"
+        ):
             await supervisor.wait_bound()
     finally:
         await supervisor.stop(1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
@@ -9,7 +10,7 @@ from quartet.config import ConfigError
 from quartet.config.keys import known_keys
 from quartet.local.toml_text import dumps
 from quartet.run.config import RunConfig, parse_run
-from quartet.run.other_names import OTHER_NAMES
+from quartet.run.other_names import OTHERWISE, REMEDIES, SAME
 from quartet.run.presets import PRESETS
 
 ENV = '[[env]]\nid = "reverse-text"\n'
@@ -101,8 +102,11 @@ def test_a_place_is_sampled_again_as_often_as_what_is_switched_on_says() -> None
 
 def test_names_of_other_trainers_are_no_keys_and_stand_for_keys() -> None:
     known = known_keys(RunConfig)
-    assert set(OTHER_NAMES.values()) <= known.keys()
-    assert not OTHER_NAMES.keys() & known.keys()
+    assert set(SAME.values()) <= known.keys()
+    # What is quoted in a sentence is a key, or the last part of one; epsilon is another name of clip_low.
+    quoted = {key for sentence in OTHERWISE.values() for key in re.findall(r"'([\w.]+)'", sentence)}
+    assert quoted - {"algorithm.epsilon"} <= known.keys() | {key.rpartition(".")[2] for key in known}
+    assert not SAME.keys() & OTHERWISE.keys() and not REMEDIES.keys() & known.keys()
 
 
 def test_defaults_are_not_shared_between_runs() -> None:
@@ -135,7 +139,7 @@ def test_defaults_are_not_shared_between_runs() -> None:
         ("", "[lora]\nr = 0", "lora.r = 0 is refused"),
         ("", "[lora]\nrank = 8", "unknown key 'lora.rank'; it is called 'lora.r' here"),
         ("num-generations = 8", "", "'num_generations'; it is called 'rollouts_per_example' here"),
-        ("", "[optim]\nlr = 1e-5", "unknown key 'optim'; it is called 'optimizer' here"),
+        ("", "[optim]\nlr = 1e-5", "unknown key 'optim'; 'learning_rate', 'optimizer' and"),
         ("", "[lora]\ndropout = 1.0", "lora.dropout = 1.0 is refused"),
         ("", '[lora]\nmodules_to_save = ["norm"]', "modules_to_save are no part of a served adapter"),
         ('lr_scheduler = "step"', "", "lr_scheduler = 'step' is refused: should be 'constant'"),

@@ -18,6 +18,9 @@ async def unused(runtime): pass
 async def written(runtime): await runtime.write("made/by/a/tool", b"text")
 async def ran(runtime): assert (await runtime.run(["pwd"], {})).stdout.strip() == runtime.info.id
 async def read(runtime): runtime.workdir
+async def crowd(runtime):
+    read = [runtime.read("/etc/hostname", max_bytes=100) for _ in range(32)]
+    assert len(set(await asyncio.gather(*read))) == 1
 
 async def there(use, way):
     runtime = make_runtime(SubprocessConfig(), name=f"{use.__name__}-{way}")
@@ -28,16 +31,24 @@ async def there(use, way):
     await use(runtime)
     after = folder.exists()
     await runtime.stop() if way == "stop" else runtime.cleanup()
-    return before, after, folder.exists(), folder.parent.exists()
+    try:
+        await runtime.run(["touch", "late"], {})
+    except FileNotFoundError as error:
+        late = str(folder) in str(error)
+    else:
+        late = False
+    return before, after, folder.exists(), late
 
-for use in (unused, written, ran, read):
+for use in (unused, written, ran, read, crowd):
     for way in ("stop", "cleanup"):
         print(json.dumps([use.__name__, *asyncio.run(there(use, way))]))
 """
 
 
 def test_a_folder_is_there_for_whoever_uses_it_and_for_nobody_else(envs_python: str, tmp_path: Path) -> None:
-    """Promises 1 and 2; `runtime.stop` is what ends a rollout, `cleanup` what ends a process."""
+    """Promises 1 and 2; `runtime.stop` is what ends a rollout, `cleanup` what ends a process. The last
+    of each line: a command that comes late runs nowhere.
+    """
     run = subprocess.run(
         [envs_python, "-c", SCRIPT],
         env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
@@ -47,6 +58,18 @@ def test_a_folder_is_there_for_whoever_uses_it_and_for_nobody_else(envs_python: 
     )
     assert run.returncode == 0, run.stderr
     found = [json.loads(line) for line in run.stdout.splitlines()]
-    assert found[:2] == [["unused", False, False, False, False]] * 2
-    used = [name for name in ("written", "ran", "read") for _ in range(2)]
+    assert found[:2] == [["unused", False, False, False, True]] * 2
+    used = [name for name in ("written", "ran", "read", "crowd") for _ in range(2)]
     assert found[2:] == [[name, False, True, False, True] for name in used]
+
+
+def test_where_no_folder_can_be_made_the_runtime_does_not_start(envs_python: str, tmp_path: Path) -> None:
+    """Promise 3: not after the whole rollout was sampled."""
+    (tmp_path / ".cache").write_text("in the way")
+    script = "\n".join(
+        [*SCRIPT.splitlines()[:7], "asyncio.run(make_runtime(SubprocessConfig(), name='r').start())"]
+    )
+    run = subprocess.run(
+        [envs_python, "-c", script], env={"HOME": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 1 and "NotADirectoryError" in run.stderr

@@ -101,7 +101,7 @@ def _origin(loc: tuple[Any, ...], origins: dict[tuple[str, ...], str]) -> str:
 def _nearest(model: type[pydantic.BaseModel], loc: tuple[Any, ...]) -> str:
     named = ".".join(str(part).replace("-", "_") for part in loc if not isinstance(part, int))
     if issubclass(model, Config) and named in model.OTHER_NAMES:
-        return f"it is called {model.OTHER_NAMES[named]!r} here"
+        return model.OTHER_NAMES[named]
     owner = model_at(model, loc[:-1])
     wanted = str(loc[-1]).replace("-", "_")
     siblings = list(owner.model_fields) if owner is not None else []

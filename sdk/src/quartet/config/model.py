@@ -30,7 +30,7 @@ class Config(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
-    #: Dotted names by which others know keys of this model, and these; a refusal of one names the other.
+    #: Dotted names that others have for keys of this model, and what a refusal of each says.
     OTHER_NAMES: ClassVar[Mapping[str, str]] = {}
 
     @pydantic.model_validator(mode="before")

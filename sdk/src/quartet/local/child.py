@@ -117,9 +117,9 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def last_words(self) -> str:
-        """Why it ended, from its log: what it refused, each once, or the end.
+        """The end of its log; before it what it refused, each once, where that is no part of it.
 
-        Where a service is several processes, its refusal stands before what those make of its exit.
+        Where a service is several processes, its refusal stands far before what those make of its exit.
         """
         if not self.spec.log_file.exists():
             return ""
@@ -127,6 +127,7 @@ class Child:
             end = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_begins, end - LOG_SEARCHED_BYTES))
             said = log.read()
-        lines = said.decode(errors="replace").splitlines()
-        refused = dict.fromkeys(line for line in lines if line.startswith(REFUSAL))
-        return "\n".join(refused) or said[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
+        tail = said[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
+        before = said[:-LOG_TAIL_BYTES].decode(errors="replace").splitlines()
+        refused = dict.fromkeys(line for line in before if line.startswith(REFUSAL) and line not in tail)
+        return "\n".join([*refused, tail])

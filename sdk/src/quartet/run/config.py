@@ -20,7 +20,7 @@ from quartet.run.difficulty import DifficultyFilterConfig
 from quartet.run.evaluation import EvalConfig, EvalTrial
 from quartet.run.hosted import MAX_ENVIRONMENTS, MAX_GROUP, GroupSize, NamedConfig, as_array, distinct
 from quartet.run.lora import LoraConfig
-from quartet.run.other_names import OTHER_NAMES
+from quartet.run.other_names import REMEDIES
 from quartet.run.sampling import SamplingConfig
 from quartet.run.values import (
     Count,
@@ -82,7 +82,7 @@ class ChecksConfig(Config):
 class RunConfig(Config):
     """A run."""
 
-    OTHER_NAMES: ClassVar = OTHER_NAMES
+    OTHER_NAMES: ClassVar = REMEDIES
 
     model: Text
     max_steps: Count = 100

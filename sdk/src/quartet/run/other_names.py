@@ -1,23 +1,21 @@
 """What TRL, prime-rl, SkyRL, verl and OpenRLHF call the keys of a run, for refusals that name the right one.
 
 1. None of these is a key here: a file of theirs means other things by other keys, too, so each is refused.
-2. Where a name has no counterpart of its own it stands for the key that decides the same.
+2. What is only called otherwise is told by its name here; where a value would mean something else here, or
+   goes elsewhere, the sentence says what to write.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-OTHER_NAMES: Mapping[str, str] = {
+SAME: Mapping[str, str] = {
     "model_name": "model",
     "model_path": "model",
     "model_name_or_path": "model",
     "lr": "learning_rate",
     "actor_learning_rate": "learning_rate",
-    "optim": "optimizer",
-    "scheduler": "lr_scheduler",
     "lr_scheduler_type": "lr_scheduler",
-    "warmup_ratio": "warmup_steps",
     "num_warmup_steps": "warmup_steps",
     "lr_warmup_steps": "warmup_steps",
     "grad_clip": "max_grad_norm",
@@ -33,10 +31,6 @@ OTHER_NAMES: Mapping[str, str] = {
     "num_rollouts": "rollouts_per_example",
     "n_samples_per_prompt": "rollouts_per_example",
     "rollouts_per_prompt": "rollouts_per_example",
-    "rollout_batch_size": "batch_size",
-    "train_batch_size": "batch_size",
-    "per_device_train_batch_size": "batch_size",
-    "micro_batch_size": "microbatch_tokens",
     "max_async_level": "max_off_policy_steps",
     "max_staleness_steps": "max_off_policy_steps",
     "max_completion_length": "sampling.max_tokens",
@@ -48,21 +42,11 @@ OTHER_NAMES: Mapping[str, str] = {
     "kl_coef": "algorithm.kl_coef",
     "kl_loss_coef": "algorithm.kl_coef",
     "init_kl_coef": "algorithm.kl_coef",
-    "loss_type": "algorithm.preset",
-    "advantage_estimator": "algorithm.preset",
-    "clip_range": "algorithm.clip_low",
-    "clip_ratio": "algorithm.clip_low",
-    "eps_clip": "algorithm.clip_low",
-    "ref_model_sync_steps": "algorithm.reference.sync_steps",
-    "ref_model_mixup_alpha": "algorithm.reference.mixup_alpha",
     "save_steps": "ckpt.interval",
     "save_interval": "ckpt.interval",
     "save_total_limit": "ckpt.keep_last",
     "eval_steps": "eval.interval",
     "eval_interval": "eval.interval",
-    "environment": "env.id",
-    "environments": "env.id",
-    "peft_config": "lora.r",
     "lora_rank": "lora.r",
     "lora.rank": "lora.r",
     "lora_r": "lora.r",
@@ -71,3 +55,34 @@ OTHER_NAMES: Mapping[str, str] = {
     "lora_target_modules": "lora.target_modules",
     "wandb_project": "wandb.project",
 }
+
+_BATCH = "set 'batch_size', which counts the rollouts (not prompts) of a whole optimizer step"
+_CLIP = "set 'algorithm.epsilon' beside an 'algorithm.preset' that clips, such as \"grpo\""
+_REFERENCE = "set 'algorithm.reference.sync_steps' and 'mixup_alpha' beside an 'algorithm.kl_coef' above 0"
+_ENV = 'write a table [[env]] with id = "..." for each environment'
+_PRESET = "set 'algorithm.preset'; docs/algorithms.md lists the presets and what each is made of"
+
+OTHERWISE: Mapping[str, str] = {
+    "optim": "'learning_rate', 'optimizer' and 'weight_decay' stand at the top of the file",
+    "scheduler": "'lr_scheduler' and 'warmup_steps' stand at the top of the file",
+    "warmup_ratio": "set 'warmup_steps', a number of steps",
+    "rollout_batch_size": _BATCH,
+    "train_batch_size": _BATCH,
+    "per_device_train_batch_size": _BATCH,
+    "micro_batch_size": "set 'microbatch_tokens', which counts tokens, or leave it to the trainer",
+    "loss_type": _PRESET,
+    "advantage_estimator": _PRESET,
+    "clip_range": _CLIP,
+    "clip_ratio": _CLIP,
+    "eps_clip": _CLIP,
+    "ref_model_sync_steps": _REFERENCE,
+    "ref_model_mixup_alpha": _REFERENCE,
+    "environment": _ENV,
+    "environments": _ENV,
+    "peft_config": "write a table [lora] with enabled = true, r and alpha",
+}
+
+#: What a refusal of each name says.
+REMEDIES: Mapping[str, str] = {name: f"it is called {key!r} here" for name, key in SAME.items()} | dict(
+    OTHERWISE
+)

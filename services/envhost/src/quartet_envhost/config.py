@@ -134,7 +134,10 @@ def canonical_id(env_id: str) -> str:
 def wanted_version(env_id: str) -> str:
     """What "owner/my-env@1.0" says of the version; empty where any will do."""
     wanted = env_id.rpartition("/")[2].partition("@")[2]
-    return "" if wanted == LATEST else wanted
+    try:
+        return str(Version(wanted))
+    except InvalidVersion:
+        return "" if wanted == LATEST else wanted
 
 
 def distribution_version(env_id: str) -> str:
@@ -152,7 +155,7 @@ def check_version(env_id: str) -> None:
     Errors: INVALID_CONFIG.
     """
     wanted, installed = wanted_version(env_id), distribution_version(env_id)
-    if not installed or not wanted or _same_version(wanted, installed):
+    if not installed or not wanted or Version(installed) == _version(wanted):
         return
     remedy = f"install {wanted} into {sys.executable}, or leave out '@{wanted}'"
     raise QuartetError(
@@ -164,11 +167,11 @@ def check_version(env_id: str) -> None:
     )
 
 
-def _same_version(one: str, other: str) -> bool:
+def _version(text: str) -> Version | None:
     try:
-        return Version(one) == Version(other)
+        return Version(text)
     except InvalidVersion:
-        return one == other
+        return None
 
 
 def checked_interpreter(value: str) -> str:

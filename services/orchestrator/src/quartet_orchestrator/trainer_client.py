@@ -12,6 +12,8 @@ from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
 # Reading a run's state computes nothing.
 READ_S = 10.0
+# The same where somebody waits for the end of a run.
+GLANCE_S = 2.0
 # Loading a large model, or its saved state, from a slow disk.
 CREATE_S = 1800.0
 # The largest batch on the slowest machine; a trainer that is frozen is noticed by its connection long before.
@@ -30,9 +32,9 @@ class TrainerClient:
         response: tpb.CreateRunResponse = await unary(self._stub.CreateRun, request, timeout_s=CREATE_S)
         return response.run
 
-    async def get(self, run_id: str) -> tpb.RunState:
+    async def get(self, run_id: str, timeout_s: float = READ_S) -> tpb.RunState:
         response: tpb.GetRunResponse = await unary(
-            self._stub.GetRun, tpb.GetRunRequest(run_id=run_id), timeout_s=READ_S
+            self._stub.GetRun, tpb.GetRunRequest(run_id=run_id), timeout_s=timeout_s
         )
         return response.run
 

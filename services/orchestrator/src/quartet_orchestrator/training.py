@@ -37,7 +37,7 @@ from quartet_orchestrator.calls import Call, CallKind, CallPlan
 from quartet_orchestrator.outage import Outage, RunFailed, RunInterrupted
 from quartet_orchestrator.specs import loss_spec, run_spec
 from quartet_orchestrator.steps import Trained, of_calls
-from quartet_orchestrator.trainer_client import TrainerClient
+from quartet_orchestrator.trainer_client import GLANCE_S, TrainerClient
 
 log = structlog.get_logger()
 
@@ -98,11 +98,14 @@ class Training:
             log.warning("run not closed on the trainer", why=error.message)
 
     async def _is_somebodys(self) -> bool:
-        """Whether a trainer that was asked for this run and has not answered has another of that name."""
+        """Whether a trainer that was asked for this run and has not answered has another of that name.
+
+        One that is no further than ours is taken for ours: a run does not say what it was made of.
+        """
         if self._opened:
             return False
         try:
-            there = await self._client.get(self._book.state.run_id)
+            there = await self._client.get(self._book.state.run_id, GLANCE_S)
         except QuartetError:
             return False  # it is being created, or nobody is there
         return self._is_ahead(there)

@@ -3,12 +3,14 @@
 Verifiers makes one for every rollout, and removes it in a thread. Rollouts that run in the worker hardly ever
 use theirs, and it was a quarter of the CPU of one with a single turn (benchmarks/envhost.py).
 
-1. Whoever reads `workdir` finds a folder there; it is removed with the runtime.
-2. Where nobody did there is none, neither then nor later.
+1. Whoever reads `workdir` while the runtime lives finds a folder there; it is removed with the runtime.
+2. Where nobody did there is none, neither then nor later: what still comes after the end fails.
+3. Where none can be made at all, the rollout does not begin.
 """
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,17 @@ class LazyFolderRuntime(SubprocessRuntime):  # type: ignore[misc]
 
     _folder: Path | None = None
     _made = False
+    # Verifiers reads files in threads.
+    _making = threading.Lock()
 
     @property
     def workdir(self) -> Path | None:
         """The folder; None before `start`."""
         if self._folder is not None and not self._made:
-            self._folder.mkdir(parents=True)
-            self._made = True
+            with self._making:
+                if not self._made:
+                    self._folder.mkdir(parents=True)
+                    self._made = True
         return self._folder
 
     @workdir.setter
@@ -36,23 +42,35 @@ class LazyFolderRuntime(SubprocessRuntime):  # type: ignore[misc]
         self._folder, self._made = folder, folder is not None
 
     async def start(self) -> None:
-        """Nothing is made yet."""
-        self._folder = CACHE_DIR / "runtimes" / "subprocess" / self.name
-        self.info.id = str(self._folder)
+        """Nothing is made yet but where it would be."""
+        folder = CACHE_DIR / "runtimes" / "subprocess" / self.name
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self.info.id = str(folder)
 
     async def teardown(self) -> None:
         """End what runs there."""
-        self._forget_unmade()
+        unmade = self._unmade()
         await super().teardown()
+        self._leave_unmade(unmade)
 
     def cleanup(self) -> None:
         """The same where no loop runs any more."""
-        self._forget_unmade()
+        unmade = self._unmade()
         super().cleanup()
+        self._leave_unmade(unmade)
 
-    def _forget_unmade(self) -> None:
-        if not self._made:
-            self._folder = None
+    def _unmade(self) -> Path | None:
+        """The folder that Verifiers need not remove, which it then does not see."""
+        if self._made:
+            return None
+        folder, self._folder = self._folder, None
+        return folder
+
+    def _leave_unmade(self, folder: Path | None) -> None:
+        # Not None: a program would then run where the worker does.
+        if folder is not None:
+            self.workdir = folder
 
 
 def make_folders_when_used() -> None:
