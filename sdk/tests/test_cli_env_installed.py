@@ -80,6 +80,11 @@ def test_an_environment_of_the_other_interpreter_is_pointed_to(
     (tmp_path / "empty").chmod(0o755)
     with pytest.raises(ConfigError, match=f"has it: add --envhost.python {re.escape(str(other))}"):
         with_interpreters({"python": str(tmp_path / "empty")}, ["json"])
+    own = installed.own_python("json")
+    own.parent.mkdir(parents=True)
+    own.symlink_to(sys.executable)
+    with pytest.raises(ConfigError, match=f"{re.escape(str(own))} has it: add"):
+        with_interpreters({"python": str(tmp_path / "empty")}, ["json"])
 
 
 def test_a_project_in_this_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

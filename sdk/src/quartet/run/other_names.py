@@ -53,7 +53,15 @@ SAME: Mapping[str, str] = {
     "lora_alpha": "lora.alpha",
     "lora.lora_alpha": "lora.alpha",
     "lora_target_modules": "lora.target_modules",
+    "report_to": "wandb.project",
     "wandb_project": "wandb.project",
+    "wandb.offline": "wandb.mode",
+    "async_level": "max_off_policy_steps",
+    "n": "rollouts_per_example",
+    "sampling.n": "rollouts_per_example",
+    "algorithm.name": "algorithm.preset",
+    "importance_sampling_level": "algorithm.ratio_level",
+    "mask_truncated_completions": "algorithm.overlong_filtering",
 }
 
 _BATCH = "set 'batch_size', which counts the rollouts (not prompts) of a whole optimizer step"
@@ -62,7 +70,18 @@ _REFERENCE = "set 'algorithm.reference.sync_steps' and 'mixup_alpha' beside an '
 _ENV = 'write a table [[env]] with id = "..." for each environment'
 _PRESET = "set 'algorithm.preset'; docs/algorithms.md lists the presets and what each is made of"
 
+_LENGTH = "set 'max_model_len' in the table [inference], or 'sampling.max_tokens'"
+
 OTHERWISE: Mapping[str, str] = {
+    "seq_len": _LENGTH,
+    "max_model_len": _LENGTH,
+    "max_seq_len": _LENGTH,
+    "gradient_checkpointing": "set 'gradient_checkpointing' in the table [trainer]",
+    "bf16": "set 'compute_dtype' to \"bfloat16\"",
+    "dtype": "set 'compute_dtype', and 'served_dtype' where the two differ",
+    "scale_rewards": 'set \'algorithm.advantage\': "grpo" divides by the group\'s deviation, "dr_grpo" does not',
+    "epsilon": _CLIP,
+    "epsilon_high": _CLIP,
     "optim": "'learning_rate', 'optimizer' and 'weight_decay' stand at the top of the file",
     "scheduler": "'lr_scheduler' and 'warmup_steps' stand at the top of the file",
     "warmup_ratio": "set 'warmup_steps', a number of steps",

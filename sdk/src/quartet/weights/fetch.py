@@ -287,7 +287,9 @@ async def watch(
         except QuartetError as error:
             if error.reason in PERMANENT:
                 raise
-            log.info("watch lost", run_id=run_id, why=error.message, failures=failures)
+            # A run that is over is looked for as long as its adapter is served.
+            if failures & (failures - 1) == 0:
+                log.info("watch lost", run_id=run_id, why=error.message, failures=failures)
         finally:
             call.cancel()
         failures += 1

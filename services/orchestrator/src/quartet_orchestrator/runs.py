@@ -192,7 +192,8 @@ class Runs:
         run_id, phase = held.book.state.run_id, held.book.state.phase
         if phase in state.RESTING or phase == state.STOPPING:
             name = pb.RunPhase.Name(phase).removeprefix("RUN_PHASE_")
-            remedy = "submit a new one" if phase == state.COMPLETED else "resume it, or submit a new one"
+            measure = "measure its model with quartet eval, or submit a new one"
+            remedy = measure if phase == state.COMPLETED else "resume it, or submit a new one"
             why = f"is {name}, and nobody keeps its policy served; {remedy}"
             raise QuartetError("RUN_NOT_SERVED", f"run {run_id!r} {why}", want=run_id)
         assert held.run is not None

@@ -116,9 +116,9 @@ def _check(env_id: str, module: str, python: str) -> None:
 
 def _remedy(module: str, python: str, installed: Sequence[str]) -> str:
     """What to do about an environment that is not installed, naming only what exists."""
-    elsewhere = python != ENVIRONMENTS_PYTHON and Path(ENVIRONMENTS_PYTHON).exists()
-    if elsewhere and find(module, ENVIRONMENTS_PYTHON)[0]:
-        return f"{ENVIRONMENTS_PYTHON} has it: add --envhost.python {ENVIRONMENTS_PYTHON}"
+    for other in (str(own_python(module)), ENVIRONMENTS_PYTHON):
+        if other != python and Path(other).exists() and find(module, other)[0]:
+            return f"{other} has it: add --envhost.python {other}"
     folders = [file.parent for file in Path("environments").glob("*/pyproject.toml")]
     if here := next((folder for folder in folders if folder.name == module), None):
         return f"install it there: {python} -m pip install -e {here}"

@@ -22,6 +22,7 @@ import inspect
 import json
 import multiprocessing
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Final
@@ -206,7 +207,7 @@ def _loader(env_id: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = "is not installed; install it" if error.name == module_name else f"needs {error.name!r}"
-        text = f"environment {env_id!r} {missing} into the interpreter"
+        text = f"environment {env_id!r} {missing} into {sys.executable}"
         raise QuartetError("ENVIRONMENT_UNKNOWN", text, env_id=env_id) from error
     load: Callable[..., Any] | None = getattr(module, "load_environment", None)
     if load is None:

@@ -258,9 +258,9 @@ def _not_found(env_id: str, error: ModuleNotFoundError) -> QuartetError:
     module = name.replace("-", "_").lower()
     cause = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
     if cause.name and cause.name != module:
-        text = f"environment {env_id!r} needs the package {cause.name!r}; install it into the interpreter"
+        text = f"environment {env_id!r} needs the package {cause.name!r}; install it into {sys.executable}"
     else:
-        text = f"environment {env_id!r} is not installed; install the package {name!r} into the interpreter"
+        text = f"environment {env_id!r} is not installed; install the package {name!r} into {sys.executable}"
     return QuartetError("ENVIRONMENT_UNKNOWN", text, env_id=env_id)
 
 
