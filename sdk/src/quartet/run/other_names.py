@@ -79,7 +79,7 @@ OTHERWISE: Mapping[str, str] = {
     "gradient_checkpointing": "set 'gradient_checkpointing' in the table [trainer]",
     "bf16": "set 'compute_dtype' to \"bfloat16\"",
     "dtype": "set 'compute_dtype', and 'served_dtype' where the two differ",
-    "scale_rewards": 'set \'algorithm.advantage\': "grpo" divides by the group\'s deviation, "dr_grpo" does not',
+    "scale_rewards": "set 'algorithm.advantage': dr_grpo does not divide by the group's deviation, grpo does",
     "epsilon": _CLIP,
     "epsilon_high": _CLIP,
     "optim": "'learning_rate', 'optimizer' and 'weight_decay' stand at the top of the file",
