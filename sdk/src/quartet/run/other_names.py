@@ -53,9 +53,7 @@ SAME: Mapping[str, str] = {
     "lora_alpha": "lora.alpha",
     "lora.lora_alpha": "lora.alpha",
     "lora_target_modules": "lora.target_modules",
-    "report_to": "wandb.project",
     "wandb_project": "wandb.project",
-    "wandb.offline": "wandb.mode",
     "async_level": "max_off_policy_steps",
     "n": "rollouts_per_example",
     "sampling.n": "rollouts_per_example",
@@ -73,6 +71,8 @@ _PRESET = "set 'algorithm.preset'; docs/algorithms.md lists the presets and what
 _LENGTH = "set 'max_model_len' in the table [inference], or 'sampling.max_tokens'"
 
 OTHERWISE: Mapping[str, str] = {
+    "report_to": "set 'wandb.project' to a project's name",
+    "wandb.offline": "set 'wandb.mode' to \"offline\"",
     "seq_len": _LENGTH,
     "max_model_len": _LENGTH,
     "max_seq_len": _LENGTH,

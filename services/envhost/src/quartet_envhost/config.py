@@ -134,10 +134,7 @@ def canonical_id(env_id: str) -> str:
 def wanted_version(env_id: str) -> str:
     """What "owner/my-env@1.0" says of the version; empty where any will do."""
     wanted = env_id.rpartition("/")[2].partition("@")[2]
-    try:
-        return str(Version(wanted))
-    except InvalidVersion:
-        return "" if wanted == LATEST else wanted
+    return "" if wanted == LATEST else str(_version(wanted))
 
 
 def distribution_version(env_id: str) -> str:
@@ -155,7 +152,7 @@ def check_version(env_id: str) -> None:
     Errors: INVALID_CONFIG.
     """
     wanted, installed = wanted_version(env_id), distribution_version(env_id)
-    if not installed or not wanted or Version(installed) == _version(wanted):
+    if not installed or not wanted or _version(installed) == _version(wanted):
         return
     remedy = f"install {wanted} into {sys.executable}, or leave out '@{wanted}'"
     raise QuartetError(
@@ -167,11 +164,12 @@ def check_version(env_id: str) -> None:
     )
 
 
-def _version(text: str) -> Version | None:
+def _version(text: str) -> Version | str:
+    """Comparable; as it is written where it is none."""
     try:
         return Version(text)
     except InvalidVersion:
-        return None
+        return text
 
 
 def checked_interpreter(value: str) -> str:
