@@ -12,6 +12,7 @@ from quartet.local.toml_text import dumps
 from quartet.run.config import RunConfig, parse_run
 from quartet.run.other_names import OTHERWISE, REMEDIES, SAME
 from quartet.run.presets import PRESETS
+from quartet.run.service_tables import IN_TABLES
 
 ENV = '[[env]]\nid = "reverse-text"\n'
 
@@ -105,7 +106,10 @@ def test_names_of_other_trainers_are_no_keys_and_stand_for_keys() -> None:
     assert set(SAME.values()) <= known.keys()
     # What is quoted in a sentence is a key, or the last part of one; epsilon is another name of clip_low.
     quoted = {key for sentence in OTHERWISE.values() for key in re.findall(r"'([\w.]+)'", sentence)}
-    elsewhere = {"algorithm.epsilon", "max_model_len", "gradient_checkpointing"}
+    quoted |= {
+        key for told in IN_TABLES.values() for one in told.values() for key in re.findall(r"'([\w.]+)'", one)
+    }
+    elsewhere = {"algorithm.epsilon", "max_model_len", "gradient_checkpointing", "log_level"}
     assert quoted - elsewhere <= known.keys() | {key.rpartition(".")[2] for key in known}
     assert not SAME.keys() & OTHERWISE.keys() and not REMEDIES.keys() & known.keys()
 
@@ -207,6 +211,14 @@ def test_defaults_are_not_shared_between_runs() -> None:
         ("", "[checks]\nverify_logprobs = true\n[sampling]\nrepetition_penalty = 1.1",
          "sampling.repetition_penalty = 1.1 makes log-probabilities that the trainer cannot verify"),
         ("trainer = 3", "", "trainer = 3 is refused: should be a table"),
+        ("", "[trainer.optim]\nlr = 1e-5", "'optim' is no key of [trainer]; 'learning_rate', 'optimizer'"),
+        ("", "[trainer]\nlr = 1e-5", "'lr' is no key of [trainer]; set 'learning_rate' at the top"),
+        ("", "[orchestrator]\nbatch-size = 8", "'batch_size' is no key of [orchestrator]; it stands at the"),
+        ("", '[orchestrator.model]\nname = "x"', "'model' is no key of [orchestrator]; set 'model' at the"),
+        ("", '[inference.model]\nname = "x"', "'model.name' is no key of [inference]; set 'model' at"),
+        ("", "num_examples = 5", "'env.0.num_examples'; what the environment itself takes stands in"),
+        ("", "ratio = 5", "unknown key 'env.0.ratio'; it is called 'env.weight' here"),
+        ("", '[weight_broadcast]\ntype = "nccl"', "unknown key 'weight_broadcast'; weights travel over gRPC"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_in_one_sentence(lines: str, table: str, sentence: str) -> None:

@@ -10,6 +10,9 @@ import pydantic
 from quartet.config.keys import known_keys, model_at
 from quartet.config.model import Config, ConfigError
 
+#: Of a known key to an unknown one, from which on it is taken for what was meant (difflib's ratio).
+LIKENESS = 0.7
+
 # What is right, in words, for the error types whose pydantic text speaks of Python.
 _EXPECTED = {
     "int_type": "a whole number",
@@ -108,11 +111,13 @@ def _nearest(model: type[pydantic.BaseModel], loc: tuple[Any, ...]) -> str:
     prefix = "".join(f"{part}." for part in loc[:-1])
     everywhere = known_keys(model)
     elsewhere = [key for key in everywhere if key.rpartition(".")[2] == wanted]
-    close = difflib.get_close_matches(wanted, siblings, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(wanted, siblings, n=1, cutoff=LIKENESS)
     if close and not elsewhere:
         return f"did you mean {prefix + close[0]!r}?"
+    if owner is not None and issubclass(owner, Config) and owner.OF_UNKNOWN_KEYS:
+        return f"{owner.OF_UNKNOWN_KEYS}; known keys here: {', '.join(siblings)}"
     dotted = ".".join(str(part) for part in loc)
-    elsewhere = elsewhere or difflib.get_close_matches(dotted, list(everywhere), n=1, cutoff=0.6)
+    elsewhere = elsewhere or difflib.get_close_matches(dotted, list(everywhere), n=1, cutoff=LIKENESS)
     if elsewhere:
         return f"did you mean {elsewhere[0]!r}?"
     return f"known keys here: {', '.join(siblings)}"

@@ -22,6 +22,7 @@ from quartet.run.hosted import MAX_ENVIRONMENTS, MAX_GROUP, GroupSize, NamedConf
 from quartet.run.lora import LoraConfig
 from quartet.run.other_names import REMEDIES
 from quartet.run.sampling import SamplingConfig
+from quartet.run.service_tables import ServiceTable
 from quartet.run.values import (
     Count,
     Decay,
@@ -29,7 +30,6 @@ from quartet.run.values import (
     Positive,
     PositiveCount,
     Seed,
-    Table,
     Text,
 )
 from quartet.run.wandb import WandbConfig
@@ -127,10 +127,10 @@ class RunConfig(Config):
     ckpt: CheckpointConfig = CheckpointConfig()
     checks: ChecksConfig = ChecksConfig()
     wandb: WandbConfig = WandbConfig()
-    trainer: Table
-    orchestrator: Table
-    inference: Table
-    envhost: Table
+    trainer: ServiceTable
+    orchestrator: ServiceTable
+    inference: ServiceTable
+    envhost: ServiceTable
 
     def is_same_run(self, other: RunConfig) -> bool:
         """Whether they differ in nothing, or only in where the run is shown."""

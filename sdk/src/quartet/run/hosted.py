@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field
 
@@ -30,6 +30,8 @@ def as_array(tables: Any, key: str) -> Any:
 
 class HostedConfig(Config):
     """An environment as the host is asked for it."""
+
+    OF_UNKNOWN_KEYS: ClassVar = "what the environment itself takes stands in its table 'args'"
 
     id: Text
     args: Table

@@ -57,6 +57,7 @@ SAME: Mapping[str, str] = {
     "async_level": "max_off_policy_steps",
     "n": "rollouts_per_example",
     "sampling.n": "rollouts_per_example",
+    "env.ratio": "env.weight",
     "algorithm.name": "algorithm.preset",
     "importance_sampling_level": "algorithm.ratio_level",
     "mask_truncated_completions": "algorithm.overlong_filtering",
@@ -68,6 +69,7 @@ _REFERENCE = "set 'algorithm.reference.sync_steps' and 'mixup_alpha' beside an '
 _ENV = 'write a table [[env]] with id = "..." for each environment'
 _PRESET = "set 'algorithm.preset'; docs/algorithms.md lists the presets and what each is made of"
 
+_VLLM = 'write it as an argument of vLLM: a table [inference.vllm.args], and engine = "vllm" in [inference]'
 _LENGTH = "set 'max_model_len' in the table [inference], or 'sampling.max_tokens'"
 
 OTHERWISE: Mapping[str, str] = {
@@ -99,6 +101,11 @@ OTHERWISE: Mapping[str, str] = {
     "environment": _ENV,
     "environments": _ENV,
     "peft_config": "write a table [lora] with enabled = true, r and alpha",
+    "weight_broadcast": "weights travel over gRPC, and through shared memory on one host; remove it",
+    "data": _ENV,
+    "gpu_memory_utilization": _VLLM,
+    "tensor_parallel_size": _VLLM,
+    "parallel": _VLLM,
 }
 
 #: What a refusal of each name says.

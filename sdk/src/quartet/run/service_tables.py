@@ -1,0 +1,82 @@
+"""The deployment tables of a run's file: carried to the services, which alone know their keys.
+
+1. prime-rl has a run's keys in the tables of its programs. Where one stands in a table here, the refusal says
+   where it goes: the service does not know what a run is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import pydantic
+
+from quartet.run.other_names import REMEDIES, SAME
+from quartet.run.values import Table
+
+_MODEL = "set 'model' at the top of the file to the model's folder"
+_LOG = "set 'log_level' in this table"
+
+#: Keys of others' tables that the service of that name has not; each is at the top of the file, or called
+#: otherwise there.
+MISPLACED: Mapping[str, Sequence[str]] = {
+    "trainer": (
+        *("ckpt", "learning_rate", "lora", "lr", "lr_scheduler", "max_grad_norm", "max_steps", "optim"),
+        *("optimizer", "scheduler", "seq_len", "wandb", "warmup_steps", "weight_broadcast", "weight_decay"),
+    ),
+    "orchestrator": (
+        *("async_level", "batch_size", "ckpt", "env", "eval", "group_size", "lr", "max_async_level"),
+        *("max_off_policy_steps", "max_steps", "optim", "rollouts_per_example", "rollouts_per_prompt"),
+        *("sampling", "seed", "seq_len", "wandb", "weight_broadcast"),
+    ),
+    "inference": (
+        *("gpu_memory_utilization", "parallel", "sampling", "seq_len", "tensor_parallel_size"),
+        "weight_broadcast",
+    ),
+    "envhost": ("env",),
+}
+
+#: Others, and what to write.
+IN_TABLES: Mapping[str, Mapping[str, str]] = {
+    "trainer": {"model": _MODEL, "loss": REMEDIES["loss_type"], "log": _LOG},
+    "orchestrator": {
+        "model": _MODEL,
+        "train": "[sampling], [[env]] and [algorithm] stand at the top of the file",
+        "advantage": REMEDIES["advantage_estimator"],
+        "filters": "write a table [difficulty_filter]",
+        "log": _LOG,
+    },
+    "inference": {
+        "model.name": _MODEL,
+        "enforce_eager": REMEDIES["gpu_memory_utilization"],
+        "log": _LOG,
+    },
+    "envhost": {},
+}
+
+
+def _without_keys_of_a_run(table: dict[str, Any], info: pydantic.ValidationInfo) -> dict[str, Any]:
+    service = str(info.field_name)
+    remedies = {name: _at_the_top(name) for name in MISPLACED[service]} | dict(IN_TABLES[service])
+    for name, remedy in remedies.items():
+        if _holds(table, name.split(".")):
+            raise ValueError(f"{name!r} is no key of [{service}]; {remedy}")
+    return table
+
+
+def _at_the_top(name: str) -> str:
+    if name in SAME:
+        return f"set {SAME[name]!r} at the top of the file"
+    return REMEDIES.get(name, "it stands at the top of the file")
+
+
+def _holds(table: Any, path: Sequence[str]) -> bool:
+    if not path:
+        return True
+    if not isinstance(table, Mapping):
+        return False
+    return any(_holds(inner, path[1:]) for key, inner in table.items() if key.replace("-", "_") == path[0])
+
+
+#: A service's table.
+ServiceTable = Annotated[Table, pydantic.AfterValidator(_without_keys_of_a_run)]
