@@ -185,6 +185,17 @@ def test_figure_and_screens_show_the_run(tmp_path: Path) -> None:
     assert "4 of 4" in shown and "1 restarts" in shown and "cba" in shown
 
 
+def test_a_run_that_others_began_is_shown_by_its_own_clock() -> None:
+    progress, text = Progress(), io.StringIO()
+    plain = Plain(text, submitted_at_ms=500)
+    for event in history():
+        progress.apply(event)
+        plain.event(event, progress)
+    seconds = [line.partition(" s  ")[0].strip() for line in text.getvalue().splitlines() if "step" in line]
+    steps = [event for event in history() if event.WhichOneof("kind") in ("step", "eval")]
+    assert seconds == [f"{event.event - 0.5:.1f}" for event in steps]
+
+
 def test_tokens_per_second_over_a_window() -> None:
     progress = Progress()
     for event in history():

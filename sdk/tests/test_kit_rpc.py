@@ -29,6 +29,19 @@ async def test_a_typed_error_arrives_typed() -> None:
         assert streamed.reason == "RUN_UNKNOWN"
 
 
+async def test_a_refusal_that_repeats_is_logged_once_and_told_to_everyone() -> None:
+    async with served() as (_pig, stub, _running):
+        with structlog.testing.capture_logs() as logs:
+            for _ in range(3):
+                assert (
+                    await failure(unary(stub.GetManifest, ask("typed"), timeout_s=5))
+                ).reason == "RUN_UNKNOWN"
+            watching = stream(stub.Watch(pb.WatchRequest(run_id="typed")), idle_timeout_s=5)
+            assert (await failure(drained(watching))).reason == "RUN_UNKNOWN"
+        refused = [line["rpc"] for line in logs if line["event"] == "rpc refused"]
+        assert refused == [f"/{NAME}/GetManifest", f"/{NAME}/Watch"]
+
+
 async def test_a_crash_tells_the_caller_only_its_request_id() -> None:
     async with served() as (pig, stub, _running):
         error = await failure(unary(stub.GetManifest, ask("crash"), timeout_s=5))

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from functools import partial
 
 import pytest
+import structlog
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
 from quartet.kit.server import RunningServer, ServerConfig, Service, start
@@ -55,6 +56,29 @@ async def test_watch_waits_for_a_run_that_is_not_there_yet(
         await asyncio.wait_for(refused.wait(), 5)
         plane.store.publish("r", 0, model())
         assert (await asyncio.wait_for(waiting, 5)).version == 0
+
+
+async def test_a_run_that_stays_away_is_logged_ever_more_rarely(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenth, failed = asyncio.Event(), 0
+
+    def pause_s(failures: int) -> float:
+        nonlocal failed
+        failed += 1
+        if failed == 10:
+            tenth.set()
+        return 0.001
+
+    monkeypatch.setattr(fetch, "_backoff_seconds", pause_s)
+    with structlog.testing.capture_logs() as logs:
+        async with aclosing(watch(plane.channel, "gone", None)) as news:
+            waiting = asyncio.ensure_future(anext(news))
+            await asyncio.wait_for(tenth.wait(), 10)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+    told = [line["failures"] for line in logs if line["event"] == "watch lost"]
+    assert told[:5] == [0, 1, 2, 4, 8] and len(told) <= 6
 
 
 async def test_watch_of_no_name_follows_the_run_opened_last(plane: Plane) -> None:

@@ -78,9 +78,9 @@ class FakeTrainer(TrainerServiceServicer):
             self.faults -= 1
             raise QuartetError("INTERNAL", "no memory left")
         if self.model_missing:
-            raise QuartetError(
-                "INVALID_CONFIG", "model = 'm' is no folder on the trainer; copy it there", key="model"
-            )
+            # As quartet_trainer.model has it.
+            said = "base_model: there is no folder /m; create it or correct base_model"
+            raise QuartetError("INVALID_CONFIG", said, key="base_model", value="m")
         spec = request.spec.SerializeToString(deterministic=True)
         run = self.runs.get(request.run_id)
         if run is None:

@@ -91,24 +91,26 @@ def event_line(event: WatchRunResponse, progress: Progress) -> str:
 
 
 class Plain:
-    """One line for each event and each change of a service, with the seconds since the beginning."""
+    """One line for each event and each change of a service, with the seconds since the beginning: that of
+    this display, or, where a run is followed that others began, its own."""
 
-    def __init__(self, out: TextIO = sys.stdout) -> None:
+    def __init__(self, out: TextIO = sys.stdout, *, submitted_at_ms: int | None = None) -> None:
         self._out = out
         self._began = time.monotonic()
+        self._submitted_at_ms = submitted_at_ms
         self._restarts: dict[str, int] = {}
 
     def event(self, event: WatchRunResponse, progress: Progress) -> None:
         if line := event_line(event, progress):
-            self.say(line)
+            self._print(event.at_ms, line)
         if event.WhichOneof("kind") == "step" and (event.step.step - 1) % STEPS_OF_A_COMPLETION == 0:
-            self._completion(progress)
+            self._completion(event.at_ms, progress)
 
-    def _completion(self, progress: Progress) -> None:
+    def _completion(self, at_ms: float, progress: Progress) -> None:
         if progress.completions:
             last = progress.completions[-1]
             texts = (" ".join(text.split())[-SHOWN_LETTERS:] for text in (last.prompt, last.answer))
-            self.say("completion: {!r} -> {!r}  reward {:.3f}".format(*texts, last.reward))
+            self._print(at_ms, "completion: {!r} -> {!r}  reward {:.3f}".format(*texts, last.reward))
 
     def tick(self, progress: Progress, services: Sequence[Status]) -> None:
         for status in services:
@@ -117,7 +119,12 @@ class Plain:
                 self.say(f"{status.name} died and is started again (restart {status.restarts})")
 
     def say(self, line: str) -> None:
-        print(f"{time.monotonic() - self._began:6.1f} s  {line}", file=self._out, flush=True)
+        self._print(time.time() * 1000, line)
+
+    def _print(self, at_ms: float, line: str) -> None:
+        submitted = self._submitted_at_ms
+        seconds = time.monotonic() - self._began if submitted is None else (at_ms - submitted) / 1000
+        print(f"{seconds:6.1f} s  {line}", file=self._out, flush=True)
 
     def close(self) -> None:
         """Nothing to put away."""

@@ -94,7 +94,7 @@ def wandb_of(run: Run, arguments: Sequence[str], *, asked: bool) -> WandbConfig:
 
 
 async def _shown(stub: OrchestratorServiceStub, run: Run, after_event: int) -> int:
-    progress, display = Progress(), Plain()
+    progress, display = Progress(), Plain(submitted_at_ms=run.submitted_at_ms)
     progress.begin(run)
     async for event in _all_events(stub, run, after_event, include_rollouts=False):
         if progress.apply(event) and event_line(event, progress):
@@ -103,7 +103,7 @@ async def _shown(stub: OrchestratorServiceStub, run: Run, after_event: int) -> i
 
 
 async def _recorded(stub: OrchestratorServiceStub, run: Run, folder: Path, config: WandbConfig) -> int:
-    outputs, display = Outputs(folder), Plain()
+    outputs, display = Outputs(folder), Plain(submitted_at_ms=run.submitted_at_ms)
     outputs.progress.begin(run)
     display.say(f"run {run.run_id} is recorded in {folder}")
     with wandb.reporting(config, folder, display.say, here=False) as reporter:

@@ -6,6 +6,8 @@
 4. the handler, with requests parsed and responses serialised inside, so that malformed and oversize
    messages are errors of the contract like any other: QuartetError becomes a Status with one ErrorInfo; any
    other exception becomes INTERNAL, says nothing but the request id, and is logged with its traceback.
+   Refusals that repeat word for word (a watcher of a run that is over asks every few seconds) are logged
+   once a minute.
 
 Handlers are `async def` (unary response) or async generators (streamed response), and read streamed
 requests by iterating.
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,6 +31,7 @@ from quartet.errors import QuartetError, from_rpc, to_status
 from quartet.kit import context as request_context
 from quartet.kit.metrics import Observation, observe
 from quartet.kit.options import MAX_MESSAGE_BYTES
+from quartet.kit.repeated import Repeated
 from quartet.kit.security import TokenFile
 
 # Probes carry no token, and a full service is not a dead one.
@@ -63,6 +66,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._token = token
         self._limit = max_concurrent_rpcs
         self._under_way = 0
+        self._refusals = Repeated()
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
@@ -164,7 +168,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 seen.code = _code_name(context.code())
                 raise
             except Exception as error:  # noqa: BLE001  The boundary of the process: all of it is mapped.
-                typed = _typed(error, rpc, request_id)
+                typed = self._typed(error, rpc, request_id)
                 seen.code = typed.code.name
                 await context.abort_with_status(rpc_status.to_status(to_status(typed)))
             except BaseException:  # cancelled by the caller, or the stream was closed early
@@ -175,34 +179,40 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 scope.close()
                 _note(rpc, seen)
 
+    def _typed(self, error: Exception, rpc: _Rpc, request_id: str) -> QuartetError:
+        match error:
+            case QuartetError():
+                self._log_refusal(rpc, error.reason, error.message, error.metadata)
+                return error
+            case ConfigError():
+                self._log_refusal(rpc, "INVALID_CONFIG", str(error), {})
+                return QuartetError(
+                    "INVALID_CONFIG", str(error), key=error.key, value=error.value, remedy=error.remedy
+                )
+            case grpc.RpcError():
+                typed = from_rpc(error)
+                log.warning("rpc failed downstream", rpc=rpc.path, reason=typed.reason, message=typed.message)
+                return typed
+        log.error("rpc crashed", rpc=rpc.path, exc_info=error)
+        return QuartetError(
+            "INTERNAL",
+            "internal fault; the service's log has it under this request_id",
+            request_id=request_id,
+        )
+
+    def _log_refusal(self, rpc: _Rpc, reason: str, message: str, metadata: Mapping[str, str]) -> None:
+        held_back = self._refusals.held_back((rpc.path, reason, message))
+        if held_back is None:
+            return
+        more: dict[str, Any] = {"metadata": metadata} if metadata else {}
+        if held_back:
+            more["held_back"] = held_back
+        log.info("rpc refused", rpc=rpc.path, reason=reason, message=message, **more)
+
 
 def _note(rpc: _Rpc, seen: Observation) -> None:
     if rpc.path.startswith(_OWN_PREFIX):
         log.debug("rpc handled", rpc=rpc.path, code=seen.code)
-
-
-def _typed(error: Exception, rpc: _Rpc, request_id: str) -> QuartetError:
-    match error:
-        case QuartetError():
-            log.info("rpc refused", rpc=rpc.path, reason=error.reason, message=error.message, **_safe(error))
-            return error
-        case ConfigError():
-            log.info("rpc refused", rpc=rpc.path, reason="INVALID_CONFIG", message=str(error))
-            return QuartetError(
-                "INVALID_CONFIG", str(error), key=error.key, value=error.value, remedy=error.remedy
-            )
-        case grpc.RpcError():
-            typed = from_rpc(error)
-            log.warning("rpc failed downstream", rpc=rpc.path, reason=typed.reason, message=typed.message)
-            return typed
-    log.error("rpc crashed", rpc=rpc.path, exc_info=error)
-    return QuartetError(
-        "INTERNAL", "internal fault; the service's log has it under this request_id", request_id=request_id
-    )
-
-
-def _safe(error: QuartetError) -> dict[str, Any]:
-    return {"metadata": error.metadata} if error.metadata else {}
 
 
 def _parse(rpc: _Rpc, handler: Any, raw: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from quartet.errors import QuartetError
 from quartet.kit.call import unary
 from quartet.kit.channel import ClientSecurity, connect
 from quartet.v1 import trainer_service_pb2 as tpb
@@ -29,7 +30,10 @@ class TrainerClient:
 
     async def create(self, run_id: str, spec: tpb.RunSpec) -> tpb.RunState:
         request = tpb.CreateRunRequest(run_id=run_id, spec=spec)
-        response: tpb.CreateRunResponse = await unary(self._stub.CreateRun, request, timeout_s=CREATE_S)
+        try:
+            response: tpb.CreateRunResponse = await unary(self._stub.CreateRun, request, timeout_s=CREATE_S)
+        except QuartetError as error:
+            raise _in_words_of_a_run(error) from error
         return response.run
 
     async def get(self, run_id: str, timeout_s: float = READ_S) -> tpb.RunState:
@@ -75,3 +79,13 @@ class TrainerClient:
 
     async def close(self) -> None:
         await self._channel.close()
+
+
+def _in_words_of_a_run(error: QuartetError) -> QuartetError:
+    """The contract's base_model is the run's model, which whoever reads the refusal wrote."""
+    if error.metadata.get("key") != "base_model":
+        return error
+    model, remedy = (error.metadata.get(key, "") for key in ("value", "remedy"))
+    why = error.message.removeprefix("base_model: ").replace("base_model", "model")
+    said = f"model = {model!r} is refused by the trainer: {why}"
+    return QuartetError(error.reason, said, key="model", value=model, remedy=remedy)
