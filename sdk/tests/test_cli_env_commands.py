@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from quartet.cli.__main__ import main
 from quartet.cli.env import install as installing
 from quartet.cli.env.checking import Played, played_lines, problems
 from quartet.cli.env.install import READ, _ours, _target
-from quartet.cli.env.scaffold import write_package
+from quartet.cli.env.scaffold import KINDS, write_package
 from quartet.config import ConfigError
 from quartet.v1.rollout_pb2 import FAILURE_KIND_SCORER, Rollout, RolloutFailure, Task
 
@@ -89,11 +90,15 @@ def test_quartet_itself_comes_from_the_tree_that_runs() -> None:
     assert flag == "-e" and (Path(where.removesuffix("[cli]")) / "pyproject.toml").is_file()
 
 
-def test_the_template_is_python(tmp_path: Path) -> None:
-    folder = write_package("three-word-name", tmp_path)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_templates_are_python_of_the_package_s_own_name(tmp_path: Path, kind: str) -> None:
+    folder = write_package("three-word-name", tmp_path, kind)
     for file in folder.rglob("*.py"):
         compile(file.read_text(), str(file), "exec")
     assert "ThreeWordNameTaskset" in (folder / "three_word_name" / "__init__.py").read_text()
+    assert not any(re.search("my.env|MyEnv", file.read_text()) for file in folder.rglob("*.*"))
+    assert f"quartet env install {folder}" in (folder / "README.md").read_text()
+    assert {"pyproject.toml", "README.md", "three_word_name"} == {entry.name for entry in folder.iterdir()}
 
 
 def played(who: str, *rewards: float | None) -> Played:

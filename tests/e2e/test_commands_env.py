@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,13 @@ from tests.e2e.conftest import quartet
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a package of `init`, in an interpreter as `install` makes it, without the downloads."""
-    folder = tmp_path_factory.mktemp("env")
-    done = quartet("env", "init", "two-numbers", cwd=folder)
+    """A folder with a package of `init`."""
+    return made(tmp_path_factory.mktemp("env"))
+
+
+def made(folder: Path, *options: str) -> Path:
+    """The folder with a package of `init`, in an interpreter as `install` makes it, without the downloads."""
+    done = quartet("env", "init", "two-numbers", *options, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "quartet env install environments/two_numbers" in done.stdout
     python = folder / ".quartet" / "envs" / "two_numbers" / "bin" / "python"
@@ -37,6 +42,17 @@ def test_a_package_of_the_template_passes_at_once(workspace: Path) -> None:
     assert "a wrong answer: 5 results, 0 failures\n  reward       mean 0.000" in done.stdout
     assert "two-numbers passes" in done.stdout
     assert "destroyed" not in done.stderr and "never retrieved" not in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["tools", "turns"])
+def test_packages_of_the_other_templates_pass_at_once(tmp_path: Path, kind: str) -> None:
+    done = quartet("env", "check", "two-numbers", cwd=made(tmp_path, "--kind", kind))
+    assert done.returncode == 0, done.stdout + done.stderr
+    oracle, wrong = done.stdout.split("a wrong answer:")
+    assert re.search(r"5 results, 0 failures\n  reward +mean 1\.000", oracle), done.stdout
+    assert re.search(r"5 results, 0 failures\n  reward +mean 0\.000", wrong), done.stdout
+    assert re.search(r"turns +mean 2, most 2", oracle), done.stdout
+    assert "two-numbers passes" in done.stdout
 
 
 def test_what_the_host_says_of_it_is_shown(workspace: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from quartet.cli.env.scaffold import KINDS
 from quartet.cli.eval.arguments import MODEL_KEYS, PLAY_KEYS, add_env_args, add_keys
 
 DESCRIPTION = """\
 Environments on this machine.
 
   quartet env init my-env                     a package that works, to be changed: environments/my_env
+  quartet env init my-env --kind tools        the same with tools; --kind turns: with several turns
   quartet env install environments/my_env     an interpreter for it (.quartet/envs/my_env), with its Verifiers
   quartet env check my-env                    its oracle earns everything, a wrong answer does not
   quartet env check my-env -m models/tiny     rewards, failures, times and tokens of a model
@@ -32,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     init.add_argument("name", help="such as my-env")
     init.add_argument(
         "-p", "--path", type=Path, default=Path("environments"), help="where to (default: %(default)s)"
+    )
+    init.add_argument(
+        "--kind",
+        choices=KINDS,
+        default="single",
+        help="; ".join(f"{kind}: {what}" for kind, what in KINDS.items()) + " (default: %(default)s)",
     )
     install = add("install", "make an interpreter for a package and install it there")
     install.add_argument("package", help="folder with a pyproject.toml, or name on the package index")

@@ -35,7 +35,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     """The command. `rest` is what argparse left: keys of `quartet eval`."""
     match options.env_command:
         case "init":
-            folder = write_package(options.name, options.path)
+            folder = write_package(options.name, options.path, options.kind)
             print(f"{folder} is written; next: quartet env install {folder}")
         case "install":
             name, python = install(options.package, options.generation, options.into)
