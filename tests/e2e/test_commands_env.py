@@ -44,7 +44,7 @@ def test_a_package_of_the_template_passes_at_once(workspace: Path) -> None:
     assert "destroyed" not in done.stderr and "never retrieved" not in done.stderr
 
 
-@pytest.mark.parametrize("kind", ["tools", "turns"])
+@pytest.mark.parametrize("kind", ["tool", "turns"])
 def test_packages_of_the_other_templates_pass_at_once(tmp_path: Path, kind: str) -> None:
     done = quartet("env", "check", "two-numbers", cwd=made(tmp_path, "--kind", kind))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -19,7 +19,7 @@ NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 #: What of an environment each kind shows, the simplest first.
 KINDS = {
     "single": "one question, one answer",
-    "tools": "tools that the model calls before it answers",
+    "tool": "tools that the model calls before it answers",
     "turns": "several turns, each answered by the environment",
 }
 _TEMPLATES = importlib.resources.files(__package__) / "templates"
