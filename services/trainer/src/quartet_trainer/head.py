@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from quartet_trainer.products import add_weight_gradient, linear
+
 
 def chunked_logprobs(
     hidden_KH: Tensor, weight_VH: Tensor, targets_K: Tensor, temperature: float, chunk: int
@@ -75,11 +77,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 d_logits_kV = d_logits_kV.div_(ctx.temperature)
             d_logits_kV = d_logits_kV.to(weight_VH.dtype)
             if d_hidden_KH is not None:
-                d_hidden_KH[part] = d_logits_kV @ weight_VH
-            if d_weight_VH is not None and weight_VH.dtype == torch.float32:
-                d_weight_VH.addmm_(d_logits_kV.t(), hidden_KH[part])
-            elif d_weight_VH is not None:
-                d_weight_VH += d_logits_kV.t() @ hidden_KH[part]
+                d_hidden_KH[part] = linear(d_logits_kV, weight_VH.t())
+            if d_weight_VH is not None:
+                add_weight_gradient(d_weight_VH, d_logits_kV, hidden_KH[part])
         return (
             d_hidden_KH,
             None if d_weight_VH is None else d_weight_VH.to(weight_VH.dtype),
@@ -97,7 +97,7 @@ def _parts(count: int, chunk: int) -> list[slice]:
 
 
 def _log_softmax(hidden_kH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
-    logits_kV = torch.nn.functional.linear(hidden_kH, weight_VH).float()
+    logits_kV = linear(hidden_kH, weight_VH).float()
     if temperature != 1.0:
         logits_kV = logits_kV / temperature
     return torch.log_softmax(logits_kV, dim=-1)

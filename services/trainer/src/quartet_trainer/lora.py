@@ -30,6 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from quartet_trainer import model as base
+from quartet_trainer import products
 from quartet_trainer.frozen import as_float32, narrow, plain_name
 from quartet_trainer.publish import TORCH_DTYPES, Snapshot, cast, gathered
 from quartet_trainer.ranks.layout import is_whole, like, whole
@@ -94,6 +95,7 @@ class Base:
                 self._peft = peft.PeftModel(self.model, config, adapter_name=name)
             else:
                 self._peft.add_adapter(name, config)
+        products.use(self.model)
         narrow(self.model, self._own(), self._autocast)
         return Adapter(self, name, spec, _config_json(config), seed)
 

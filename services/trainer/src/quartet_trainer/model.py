@@ -23,7 +23,7 @@ from huggingface_hub.errors import StrictDataclassError
 from quartet.errors import QuartetError
 from safetensors import SafetensorError
 
-from quartet_trainer import attention, experts, masks
+from quartet_trainer import attention, experts, masks, products
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.packing import pack
 from quartet_trainer.sample import Sample, make_sample
@@ -103,6 +103,7 @@ def _prepared(model: Any) -> Any:
     model.config.use_cache = False
     attention.use(model)
     experts.use(model)
+    products.use(model)
     return model
 
 

@@ -1,0 +1,98 @@
+"""Products of rows with matrices, in float32 on a CPU by oneDNN.
+
+1. `linear` is torch.nn.functional.linear to float32 rounding, and its gradients. From two rows on the bits of
+   a row do not depend on how many rows there are, nor on what else the matrix holds (docs/numerics.md).
+2. On other devices, in other dtypes and under autocast it is PyTorch's own.
+3. `use` changes how the linear modules of a model compute, not what they are: their type, their parameters
+   and the names of these stay.
+
+PyTorch takes MKL for these, whose kernels for processors that are not Intel's have half the speed.
+
+Shapes: N rows (any number of dimensions before the last), I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+#: 16 MiB of float32.
+PART_ELEMENTS = 1 << 22
+
+
+def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """The product x @ weight.T + bias: [N, O]."""
+    if not _is_for_onednn(x_NI, weight_OI):
+        return F.linear(x_NI, weight_OI, bias_O)
+    if not torch.is_grad_enabled():
+        return _product(x_NI, weight_OI, bias_O)
+    return _Linear.apply(x_NI, weight_OI, bias_O)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def add_weight_gradient(d_weight_OI: Tensor, d_NO: Tensor, x_NI: Tensor) -> None:
+    """d_weight += d.T @ x, in place; it may be wider than they are."""
+    if not _is_for_onednn(x_NI, d_NO):
+        if d_NO.dtype == d_weight_OI.dtype:
+            d_weight_OI.addmm_(d_NO.t(), x_NI)
+        else:
+            d_weight_OI += d_NO.t() @ x_NI
+        return
+    # oneDNN's sum begins at zero: what it gives is added part by part, never held beside the whole.
+    outputs = max(1, PART_ELEMENTS // d_weight_OI.shape[1])
+    for d_weight, d in zip(d_weight_OI.split(outputs), d_NO.t().split(outputs), strict=True):
+        d_weight += _product(d, x_NI.t())
+
+
+def use(model: nn.Module) -> None:
+    """Let the linear modules of a model compute so; also those that were added since."""
+    for module in model.modules():
+        # Subclasses have code of their own.
+        if type(module) is nn.Linear:
+            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+
+
+def _forward(module: nn.Linear, x_NI: Tensor) -> Tensor:
+    return linear(x_NI, module.weight, module.bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_NI, weight_OI)
+        return _product(x_NI, weight_OI, bias_O)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, weight_OI = ctx.saved_tensors
+        d_NO = gradients[0].contiguous()  # an expanded one has strides of zero
+        d_x = d_weight = d_bias = None
+        if ctx.needs_input_grad[0]:
+            d_x = _product(d_NO, weight_OI.t())
+        if ctx.needs_input_grad[1]:
+            d_weight = _product(d_NO.flatten(0, -2).t(), x_NI.flatten(0, -2).t())
+        if ctx.needs_input_grad[2]:
+            d_bias = d_NO.flatten(0, -2).sum(0)
+        return d_x, d_weight, d_bias
+
+
+def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
+    return (
+        x.device.type == weight.device.type == "cpu"
+        and x.dtype == weight.dtype == torch.float32
+        # Not those that are spread over ranks.
+        and type(weight) in (Tensor, nn.Parameter)
+        and not torch.is_autocast_enabled("cpu")
+        and x.numel() > 0
+        and torch.backends.mkldnn.is_available()
+    )
+
+
+def _product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, weight_OI, bias_O, "none", [], "")
+    return found
