@@ -44,7 +44,7 @@ def add_weight_gradient(d_weight_OI: Tensor, d_NO: Tensor, x_NI: Tensor) -> None
         return
     # oneDNN's sum begins at zero: what it gives is added part by part, never held beside the whole.
     outputs = max(1, PART_ELEMENTS // d_weight_OI.shape[1])
-    for d_weight, d in zip(d_weight_OI.split(outputs), d_NO.t().split(outputs), strict=True):
+    for d_weight, d in zip(torch.split(d_weight_OI, outputs), torch.split(d_NO.t(), outputs), strict=True):
         d_weight += _product(d, x_NI.t())
 
 
@@ -89,7 +89,7 @@ def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
         and type(weight) in (Tensor, nn.Parameter)
         and not torch.is_autocast_enabled("cpu")
         and x.numel() > 0
-        and torch.backends.mkldnn.is_available()
+        and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
     )
 
 

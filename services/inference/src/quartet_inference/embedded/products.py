@@ -41,11 +41,12 @@ def use(model: nn.Module) -> None:
 
 
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:
-    return linear(x.flatten(0, -2), module.weight, module.bias).unflatten(0, x.shape[:-1])
+    found = linear(x.reshape(-1, x.shape[-1]), module.weight, module.bias)
+    return found.view(*x.shape[:-1], -1)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return F.linear(x, weight, bias)
     found: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return found
