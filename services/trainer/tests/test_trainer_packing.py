@@ -92,12 +92,26 @@ def test_every_covered_position_is_predicted_once_within_the_budget(seed: int, b
     assert sorted(m for batch in batches for m in batch.members) == list(range(len(samples)))
     for batch in batches:
         assert batch.tokens <= budget or len(batch.token_ids_RL) == 1
-        assert np.count_nonzero(batch.segments_RL == packing.PADDING) <= packing.MICROBATCH_COST_TOKENS
+        padding = np.count_nonzero(batch.segments_RL == packing.PADDING)
+        assert padding <= packing.MICROBATCH_COST_TOKENS + batch.tokens / packing.SIZES_PER_DOUBLING
         assert batch.token_ids_RL.shape[1] <= row or not batch.needs_mask
         expected = np.concatenate([samples[m].tokens_T[samples[m].covered_K] for m in batch.members])
         np.testing.assert_array_equal(batch.targets_K, expected)
         before = np.concatenate([samples[m].tokens_T[samples[m].covered_K - 1] for m in batch.members])
         np.testing.assert_array_equal(batch.token_ids_RL.reshape(-1)[batch.predictors_K], before)
+
+
+def test_sizes_are_few_and_little_larger_than_what_they_hold() -> None:
+    """packing.py 5"""
+    sizes, most = [packing.padded(count) for count in range(5000)], 1 + 1 / packing.SIZES_PER_DOUBLING
+    assert all(count <= size <= count * most for count, size in enumerate(sizes))
+    assert sizes[:32] == list(range(32)) and sizes == sorted(sizes)
+    assert len({size for size in sizes if 512 <= size < 1024}) == packing.SIZES_PER_DOUBLING
+    rows = [make_sample(i, [i, *range(1, 500 + i)], [(400, 100 + i, 0)], [], []) for i in range(3)]
+    (batch,) = pack(rows, range(3), 10_000, 4096)
+    assert batch.token_ids_RL.shape == (3, 512)
+    (batch,) = pack(rows, range(3), 10_000, 505)
+    assert batch.token_ids_RL.shape == (3, 505), "rows of at most row_tokens stay within them"
 
 
 def test_long_samples_are_computed_without_a_mask(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from quartet.config import main
 from quartet.kit import logs
 from quartet.kit.door import check_door
 from quartet.kit.imports import uncollected
+from quartet.kit.processor import choose_numpy_kernels
 from quartet.kit.server import check_here
 
 from quartet_inference.config import InferenceConfig
@@ -26,6 +27,7 @@ def _run(config: InferenceConfig) -> None:
         os.environ["OMP_NUM_THREADS"] = str(config.embedded.threads)
         # NumPy's, for the decode step: its products are too small to share.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        choose_numpy_kernels()
     os.environ["HF_HUB_OFFLINE"] = "1"
     with uncollected():
         from quartet_inference.app import run

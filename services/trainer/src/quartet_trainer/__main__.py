@@ -12,6 +12,7 @@ import uvloop
 from quartet.config import ConfigError, main
 from quartet.kit import logs
 from quartet.kit.imports import uncollected
+from quartet.kit.processor import choose_numpy_kernels
 from quartet.kit.server import check_here
 
 from quartet_trainer.config import TrainerConfig
@@ -29,6 +30,7 @@ def run(config: TrainerConfig) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))
     # NumPy's, for attention: its products are too small to share.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    choose_numpy_kernels()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Every micro-batch has shapes of its own: in segments of fixed size they would leave holes.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

@@ -4,8 +4,8 @@ tokens x vocabulary.
 1. Forward and backward pass compute the logits of a chunk of tokens at a time; the backward pass computes
    them anew. Besides its inputs it keeps one number for each token.
 2. Whatever the dtype of the product, logits become float32 before the softmax.
-3. The values are those of log_softmax, bit for bit, however the tokens are cut into chunks of 4 or more rows
-   (docs/numerics.md says why 4).
+3. The values are those of log_softmax, bit for bit, however the tokens are cut into chunks of 2 or more rows
+   (docs/numerics.md says why 2).
 4. Both results are differentiable; the entropy costs nothing in the backward pass where nobody asks for its
    gradient.
 

@@ -5,7 +5,7 @@
 2. Whatever the compute dtype, logits become float32 before the softmax.
 3. Log-probabilities are taken at the temperature that the samples were drawn at.
 
-Shapes: R rows, L columns, K covered positions, V vocabulary, H hidden.
+Shapes: R rows, L columns, K covered positions, P the same with padding, V vocabulary, H hidden.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -23,8 +24,9 @@ from quartet_trainer import attention
 from quartet_trainer.frozen import linear_weights
 from quartet_trainer.head import chunked_logprobs
 from quartet_trainer.masks import FULL, attention_masks, kinds_of_layers, shared_tokens
-from quartet_trainer.packing import MicroBatch
+from quartet_trainer.packing import MicroBatch, padded
 from quartet_trainer.recompute import recomputing
+from quartet_trainer.sample import Ints
 
 #: Logits of a chunk, float32: 64 MiB. Larger ones are no faster on a CPU; a few of them exist at a time.
 LOGIT_CHUNK_ELEMENTS = 2**24
@@ -90,9 +92,13 @@ class PolicyForward(nn.Module):
             self._device.type, dtype=self._autocast_dtype, enabled=enabled, cache_enabled=False
         )
         with autocast:
+            count = len(batch.targets_K)
             with recomputing(self._recomputed):
-                hidden_KH = self._hidden(batch)
-            return self._read_out(hidden_KH, self._tensor(batch.targets_K), temperature, entropy_learns)
+                hidden_PH = self._hidden(batch)
+            logp_P, entropy_P = self._read_out(
+                hidden_PH, self._padded(batch.targets_K), temperature, entropy_learns
+            )
+            return logp_P[:count], entropy_P[:count]
 
     @contextmanager
     def standing_as(self, placed: Mapping[str, Tensor], full_precision: bool = True) -> Iterator[Scoring]:
@@ -136,7 +142,7 @@ class PolicyForward(nn.Module):
             use_cache=False,
         )
         hidden_RLH = cast(Tensor, output.last_hidden_state)
-        return hidden_RLH.flatten(0, 1).index_select(0, self._tensor(batch.predictors_K))
+        return hidden_RLH.flatten(0, 1).index_select(0, self._padded(batch.predictors_K))
 
     def _read_out(
         self, hidden_KH: Tensor, targets_K: Tensor, temperature: float, entropy_learns: bool
@@ -156,6 +162,9 @@ class PolicyForward(nn.Module):
             )
         ]
         return torch.cat([logp for logp, _ in parts]), torch.cat([entropy for _, entropy in parts])
+
+    def _padded(self, indices_K: Ints) -> Tensor:
+        return self._tensor(np.pad(indices_K, (0, padded(len(indices_K)) - len(indices_K))))
 
     def _tensor(self, array: Any) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -1,7 +1,7 @@
 """Products of rows with matrices, in float32 on a CPU by oneDNN.
 
-1. `linear` is torch.nn.functional.linear to float32 rounding, and its gradients. From two rows on the bits of
-   a row do not depend on how many rows there are, nor on what else the matrix holds (docs/numerics.md).
+1. `linear` is torch.nn.functional.linear to float32 rounding, and its gradients. From two rows and two
+   outputs on, the bits of a row do not depend on how many there are (docs/numerics.md).
 2. On other devices, in other dtypes and under autocast it is PyTorch's own.
 3. `use` changes how the linear modules of a model compute, not what they are: their type, their parameters
    and the names of these stay.

@@ -1,0 +1,34 @@
+"""quartet_inference.embedded.products: a row's bits, also in modules of transformers' own code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from quartet_inference.embedded.products import SMALL_MATRIX, linear, use
+from torch import Tensor, nn
+
+
+def seeded(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(128, 384), (384, 128), (1024, 640)])
+def test_a_row_has_the_same_bits_among_few_and_many(inputs: int, outputs: int) -> None:
+    x, weight, bias = seeded(500, inputs), seeded(outputs, inputs), seeded(outputs)
+    whole = linear(x, weight, bias)
+    torch.testing.assert_close(whole, F.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
+    counts = [2, 3, 4, 5, 17, 64] + ([1] if weight.numel() <= SMALL_MATRIX else [])
+    for count in counts:
+        assert torch.equal(linear(x[:count], weight, bias), whole[:count]), count
+
+
+def test_modules_of_a_model_compute_so_and_stay_what_they_are() -> None:
+    module, narrow = nn.Linear(48, 16), nn.Linear(48, 16).bfloat16()
+    for one in (module, narrow):
+        use(one)
+    x = seeded(2, 3, 48)
+    whole = linear(x.reshape(-1, 48), module.weight, module.bias).view(2, 3, 16)
+    assert torch.equal(module(x), whole) and torch.equal(module(x[:1, :2]), whole[:1, :2])
+    assert type(module) is nn.Linear and list(module.state_dict()) == ["weight", "bias"]
+    assert torch.equal(narrow(x.bfloat16()), F.linear(x.bfloat16(), narrow.weight, narrow.bias))
