@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from quartet_inference.embedded.products import SMALL_MATRIX, linear, use
+from quartet_inference.embedded.products import SIZES_PER_DOUBLING, SMALL_MATRIX, linear, size_of, use
 from torch import Tensor, nn
 
 
@@ -21,6 +21,14 @@ def test_a_row_has_the_same_bits_among_few_and_many(inputs: int, outputs: int) -
     counts = [2, 3, 4, 5, 17, 64] + ([1] if weight.numel() <= SMALL_MATRIX else [])
     for count in counts:
         assert torch.equal(linear(x[:count], weight, bias), whole[:count]), count
+
+
+def test_rows_are_filled_up_to_few_sizes() -> None:
+    """products.py 3"""
+    sizes = [size_of(rows) for rows in range(1, 3000)]
+    assert all(rows <= size <= max(4, rows * 9 / 8) for rows, size in enumerate(sizes, start=1))
+    assert len({size for size in sizes if 128 <= size < 256}) == SIZES_PER_DOUBLING
+    assert len({size for size in sizes if size <= 128}) < 40
 
 
 def test_modules_of_a_model_compute_so_and_stay_what_they_are() -> None:

@@ -28,6 +28,8 @@ def _run(config: InferenceConfig) -> None:
         # NumPy's, for the decode step: its products are too small to share.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         choose_numpy_kernels()
+        # oneDNN's compiled kernels, half a megabyte each.
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "512")
     os.environ["HF_HUB_OFFLINE"] = "1"
     with uncollected():
         from quartet_inference.app import run

@@ -31,6 +31,8 @@ def run(config: TrainerConfig) -> None:
     # NumPy's, for attention: its products are too small to share.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     choose_numpy_kernels()
+    # oneDNN's compiled kernels, half a megabyte each.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "512")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Every micro-batch has shapes of its own: in segments of fixed size they would leave holes.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

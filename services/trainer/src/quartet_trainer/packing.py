@@ -117,8 +117,7 @@ def cut(
 
 def padded(count: int) -> int:
     """The least of the sizes that holds so many."""
-    doubling = 1 << max(1, count).bit_length() - 1
-    step = max(1, doubling // SIZES_PER_DOUBLING)
+    step = max(1, (1 << max(1, count).bit_length() - 1) // SIZES_PER_DOUBLING)
     return -(-count // step) * step
 
 

@@ -4,6 +4,8 @@
    Intel's have half the speed. In other dtypes they are PyTorch's own.
 2. In float32 the bits of a row do not depend on how many rows there are, nor on what else the matrix holds
    (docs/numerics.md), but for one row alone with a large matrix.
+3. Rows are filled up to one of SIZES_PER_DOUBLING sizes between a number and its double: oneDNN compiles
+   kernels for each, which take it a millisecond and half a megabyte.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 
 #: From so many rows on, the result of a row does not depend on their number (measured: 2 in oneDNN, 4 in MKL)
 SUMMED_ALIKE = 4
+#: At most an eighth of the rows is there for it.
+SIZES_PER_DOUBLING = 8
 #: Weights of which a single row's product takes microseconds either way.
 SMALL_MATRIX = 1 << 18
 
@@ -27,9 +31,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     large: there it costs half as much.
     """
     rows = len(x)
-    if rows >= SUMMED_ALIKE or (rows == 1 and weight.numel() > SMALL_MATRIX):
+    size = rows if rows == 1 and weight.numel() > SMALL_MATRIX else size_of(rows)
+    if size == rows:
         return _product(x, weight, bias)
-    return _product(F.pad(x, (0, 0, 0, SUMMED_ALIKE - rows)), weight, bias)[:rows]
+    return _product(F.pad(x, (0, 0, 0, size - rows)), weight, bias)[:rows]
+
+
+def size_of(rows: int) -> int:
+    """The least of the sizes that holds so many."""
+    step = max(1, (1 << max(1, rows).bit_length() - 1) // SIZES_PER_DOUBLING)
+    return max(SUMMED_ALIKE, -(-rows // step) * step)
 
 
 def use(model: nn.Module) -> None:
