@@ -90,6 +90,13 @@ def test_quartet_itself_comes_from_the_tree_that_runs() -> None:
     assert flag == "-e" and (Path(where.removesuffix("[cli]")) / "pyproject.toml").is_file()
 
 
+@pytest.mark.parametrize("name", ["class", "random", "verifiers", "My-Env", "a--b", "1a"])
+def test_names_that_python_could_not_import_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="is no name of a package"):
+        write_package(name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_templates_are_python_of_the_package_s_own_name(tmp_path: Path, kind: str) -> None:
     folder = write_package("three-word-name", tmp_path, kind)

@@ -217,6 +217,7 @@ def test_defaults_are_not_shared_between_runs() -> None:
         ("", '[orchestrator.model]\nname = "x"', "'model' is no key of [orchestrator]; set 'model' at the"),
         ("", '[inference.model]\nname = "x"', "'model.name' is no key of [inference]; set 'model' at"),
         ("", "num_examples = 5", "'env.0.num_examples'; what the environment itself takes stands in"),
+        ("", "max_steps = 5", "unknown key 'env.0.max_steps'; 'max_steps' belongs above the first table of"),
         ("", "ratio = 5", "unknown key 'env.0.ratio'; it is called 'env.weight' here"),
         ("", '[weight_broadcast]\ntype = "nccl"', "unknown key 'weight_broadcast'; weights travel over gRPC"),
     ],

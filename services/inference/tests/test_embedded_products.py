@@ -40,3 +40,12 @@ def test_modules_of_a_model_compute_so_and_stay_what_they_are() -> None:
     assert torch.equal(module(x), whole) and torch.equal(module(x[:1, :2]), whole[:1, :2])
     assert type(module) is nn.Linear and list(module.state_dict()) == ["weight", "bias"]
     assert torch.equal(narrow(x.bfloat16()), F.linear(x.bfloat16(), narrow.weight, narrow.bias))
+    assert module(x[:0]).shape == (0, 3, 16)
+
+
+def test_other_dtypes_are_pytorch_s_own_and_a_bias_may_have_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = seeded(8, 48), seeded(16, 48), seeded(32)[::2]
+    torch.testing.assert_close(linear(x, weight, bias), F.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    narrow = x.bfloat16(), weight.bfloat16()
+    assert torch.equal(linear(*narrow), F.linear(*narrow))

@@ -79,7 +79,7 @@ class FakeTrainer(TrainerServiceServicer):
             raise QuartetError("INTERNAL", "no memory left")
         if self.model_missing:
             # As quartet_trainer.model has it.
-            said = "base_model: there is no folder /m; create it or correct base_model"
+            said = "base_model: there is no folder /m; create it, or name another"
             raise QuartetError("INVALID_CONFIG", said, key="base_model", value="m")
         spec = request.spec.SerializeToString(deterministic=True)
         run = self.runs.get(request.run_id)

@@ -106,7 +106,7 @@ async def test_a_missing_model_fails_the_run_before_anything_is_sampled(world):
         await runs.submit(RUN, world.toml(), dry_run=False)
         run = await world.rest(runs)
     assert run.phase == pb.RUN_PHASE_FAILED
-    said = "model = 'm' is refused by the trainer: there is no folder /m; create it or correct model"
+    said = "model = 'm' is refused by the trainer: there is no folder /m; create it, or name another"
     assert said in run.error and "base_model" not in run.error
     assert not world.host.requests
 

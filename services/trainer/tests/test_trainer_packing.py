@@ -110,6 +110,10 @@ def test_sizes_are_few_and_little_larger_than_what_they_hold() -> None:
     rows = [make_sample(i, [i, *range(1, 500 + i)], [(400, 100 + i, 0)], [], []) for i in range(3)]
     (batch,) = pack(rows, range(3), 10_000, 4096)
     assert batch.token_ids_RL.shape == (3, 512)
+    (batch,) = packing.cut(rows, packing.rows_of(rows, range(3), 4096), 10_000, 4096, max_positions=503)
+    assert batch.token_ids_RL.shape == (3, 503), "nor beyond the positions of the model"
+    (batch,) = packing.cut(rows, packing.rows_of(rows, [2], 4096), 502, 4096)
+    assert batch.token_ids_RL.shape == (1, 502), "nor beyond the budget"
     (batch,) = pack(rows, range(3), 10_000, 505)
     assert batch.token_ids_RL.shape == (3, 505), "rows of at most row_tokens stay within them"
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer import passes, run
 from quartet_trainer.logprobs import PolicyForward
@@ -45,6 +46,21 @@ def test_promise_2_scoring_other_weights_touches_neither_model_nor_gradients(fol
         assert np.abs(ours - mine).max() > 0.1
     for name, one in model.named_parameters():
         assert torch.equal(one, before[name][0]) and one.grad is before[name][1]
+
+
+def test_a_sample_may_reach_the_last_position_that_the_model_has(tmp_path: Path) -> None:
+    """packing.py 5: no row is padded beyond it, where a model of learned positions has none."""
+    config = transformers.GPT2Config(
+        vocab_size=96, n_positions=300, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    model = load_model(tmp_path, "m", device=CPU)
+    longest = make_sample(0, [t % 96 for t in range(300)], [(4, 296, 0)], [], [])
+    (found,) = passes_over(model, 1000, []).score([longest], None, 1.0)
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(longest.tokens_T)[None]).logits[0]
+    logp = torch.log_softmax(logits, -1)[np.arange(3, 299), longest.tokens_T[4:]]
+    np.testing.assert_allclose(found, logp.numpy(), atol=1e-5)
 
 
 def test_promise_3_progress_is_heard_after_every_micro_batch(folder: Path) -> None:

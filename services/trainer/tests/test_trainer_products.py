@@ -34,6 +34,24 @@ def test_values_and_gradients_are_pytorch_s(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
 
 
+def test_what_is_frozen_keeps_no_inputs() -> None:
+    hidden, weight = seeded(6, 5).requires_grad_(), seeded(4, 5)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = linear(hidden, weight)
+    assert [one.shape for one in kept] == [weight.shape]
+    out.sum().backward()
+    torch.testing.assert_close(hidden.grad, weight.sum(0).expand(6, 5))
+
+
+def test_a_bias_with_strides_and_a_row_without_others() -> None:
+    x, weight, bias = seeded(5), seeded(4, 5).requires_grad_(), seeded(8)[::2]
+    out = linear(x, weight, bias)
+    torch.testing.assert_close(out, F.linear(x, weight, bias))
+    out.sum().backward()
+    torch.testing.assert_close(weight.grad, x.expand(4, 5))
+
+
 def test_a_gradient_that_is_one_number_everywhere() -> None:
     x, weight = seeded(6, 5), seeded(4, 5).requires_grad_()
     linear(x, weight).sum().backward()

@@ -115,6 +115,8 @@ def _nearest(model: type[pydantic.BaseModel], loc: tuple[Any, ...]) -> str:
     if close and not elsewhere:
         return f"did you mean {prefix + close[0]!r}?"
     if owner is not None and issubclass(owner, Config) and owner.OF_UNKNOWN_KEYS:
+        if wanted in model.model_fields:
+            return f"{wanted!r} belongs above the first table of the file; {owner.OF_UNKNOWN_KEYS}"
         return f"{owner.OF_UNKNOWN_KEYS}; known keys here: {', '.join(siblings)}"
     dotted = ".".join(str(part) for part in loc)
     elsewhere = elsewhere or difflib.get_close_matches(dotted, list(everywhere), n=1, cutoff=LIKENESS)

@@ -86,6 +86,5 @@ def _in_words_of_a_run(error: QuartetError) -> QuartetError:
     if error.metadata.get("key") != "base_model":
         return error
     model, remedy = (error.metadata.get(key, "") for key in ("value", "remedy"))
-    why = error.message.removeprefix("base_model: ").replace("base_model", "model")
-    said = f"model = {model!r} is refused by the trainer: {why}"
+    said = f"model = {model!r} is refused by the trainer: {error.message.removeprefix('base_model: ')}"
     return QuartetError(error.reason, said, key="model", value=model, remedy=remedy)

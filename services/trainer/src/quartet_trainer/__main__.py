@@ -34,7 +34,7 @@ def run(config: TrainerConfig) -> None:
     # oneDNN's compiled kernels, half a megabyte each.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "512")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Every micro-batch has shapes of its own: in segments of fixed size they would leave holes.
+    # Micro-batches differ in their shapes: in segments of fixed size they would leave holes.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     by_torchrun, world = "TORCHELASTIC_RUN_ID" in os.environ, os.environ.get("WORLD_SIZE", "1")
     if config.ranks > 1 and not by_torchrun:

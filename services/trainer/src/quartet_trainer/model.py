@@ -60,9 +60,7 @@ def resolve_folder(base_model: str, allow_hub: bool) -> Path:
         return folder
     looks_local = not _HUB_ID.fullmatch(base_model) or Path(folder.parts[0]).exists()
     if looks_local or not allow_hub:
-        raise _refused(
-            base_model, f"there is no folder {folder.absolute()}", "create it or correct base_model"
-        )
+        raise _refused(base_model, f"there is no folder {folder.absolute()}", "create it, or name another")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 

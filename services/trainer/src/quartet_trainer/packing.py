@@ -5,7 +5,8 @@
    gradients equal those of separate rows.
 2. Every covered position of every sample is predicted exactly once.
 3. Rows are sorted by length, and a micro-batch has at most `budget_tokens` tokens, padding included, unless
-   one row alone has more; of these at most so many are padding as one more micro-batch costs.
+   one row alone has more; of these at most so many are padding as one more micro-batch costs, besides what
+   5 adds.
 4. Rows that samples share are at most `row_tokens` wide, and no longer ones stand beside them: a mask, where
    attention needs one, stays small however long samples are.
 5. Rows are padded to one of SIZES_PER_DOUBLING sizes between a length and its double (`padded`), so that
@@ -22,6 +23,7 @@ Shapes: R rows, L padded length, K covered positions of the micro-batch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -92,26 +94,31 @@ def cut(
     budget_tokens: int,
     row_tokens: int,
     cost_tokens: int = MICROBATCH_COST_TOKENS,
+    max_positions: int = sys.maxsize,
 ) -> list[MicroBatch]:
-    """Micro-batches of rows; one more of them costs as much as so many tokens."""
+    """Micro-batches of rows; one more of them costs as much as so many tokens.
+
+    No row is longer than `max_positions`.
+    """
+    most = min(budget_tokens, max_positions)
     rows = sorted(rows, key=lambda row: row.length)
     batches: list[MicroBatch] = []
     pending: list[Row] = []
     held = 0
     for row in rows:
-        width = _width(row.length, row_tokens)
+        width = _width(row, row_tokens, most)
         computed = (len(pending) + 1) * width
         padding = computed - held - width
         # Rows that share a prompt have at most row_tokens: no longer one joins them, and their mask.
         if pending and (
             computed > budget_tokens or padding > cost_tokens or pending[-1].length <= row_tokens < row.length
         ):
-            batches.append(_lay_out(samples, pending, row_tokens))
+            batches.append(_lay_out(samples, pending, _width(pending[-1], row_tokens, most)))
             pending, held = [], 0
         pending.append(row)
         held += width
     if pending:
-        batches.append(_lay_out(samples, pending, row_tokens))
+        batches.append(_lay_out(samples, pending, _width(pending[-1], row_tokens, most)))
     return batches
 
 
@@ -121,9 +128,10 @@ def padded(count: int) -> int:
     return -(-count // step) * step
 
 
-def _width(length: int, row_tokens: int) -> int:
-    """Columns of a row of so many tokens; those of at most row_tokens stay within them."""
-    return min(padded(length), row_tokens) if length <= row_tokens else padded(length)
+def _width(row: Row, row_tokens: int, most: int) -> int:
+    """Columns of a row; those of at most row_tokens stay within them."""
+    limit = min(row_tokens, most) if row.length <= row_tokens else most
+    return max(row.length, min(padded(row.length), limit))
 
 
 def cost_of_one_more(budget_tokens: int, *, accelerated: bool) -> int:
@@ -166,8 +174,7 @@ def _shared_rows(samples: Sequence[Sample], group: Sequence[int], row_tokens: in
     return [row if len(row.members) > 1 else Row(0, row.members, row.length) for row in rows]
 
 
-def _lay_out(samples: Sequence[Sample], rows: Sequence[Row], row_tokens: int) -> MicroBatch:
-    width = _width(max(row.length for row in rows), row_tokens)
+def _lay_out(samples: Sequence[Sample], rows: Sequence[Row], width: int) -> MicroBatch:
     token_ids_RL = np.zeros((len(rows), width), dtype=np.int64)
     needs_mask = any(row.prompt_length > 0 for row in rows)
     # Nobody reads what padding gives, but its position must be a valid one. Where no row is masked it goes on

@@ -21,7 +21,7 @@ from quartet_trainer.batch import Columns
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.loss import token_losses
 from quartet_trainer.loss.custom import CustomLoss
-from quartet_trainer.model import resolve_folder
+from quartet_trainer.model import max_positions, resolve_folder
 from quartet_trainer.packing import MicroBatch, cost_of_one_more, cut, rows_of
 from quartet_trainer.publish import Snapshot
 from quartet_trainer.ranks.alone import Alone, Ranks
@@ -105,6 +105,7 @@ class Passes:
         self._budget_tokens, self._progress = budget_tokens, progress
         self._routing = Routing(policy.model)
         self._row_tokens = policy.shared_tokens(machine.row_tokens)
+        self._max_positions = max_positions(policy.model)
         self._cost_tokens = cost_of_one_more(budget_tokens, accelerated=machine.device.type != "cpu")
 
     def train(
@@ -176,4 +177,5 @@ class Passes:
     def _pack(self, samples: Sequence[Sample], members: Sequence[int]) -> list[MicroBatch]:
         ranks = self._machine.ranks
         rows = ranks.mine(rows_of(samples, members, self._row_tokens), self._policy.width)
-        return ranks.even(cut(samples, rows, self._budget_tokens, self._row_tokens, self._cost_tokens))
+        budget, cost = self._budget_tokens, self._cost_tokens
+        return ranks.even(cut(samples, rows, budget, self._row_tokens, cost, self._max_positions))

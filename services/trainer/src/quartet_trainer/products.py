@@ -63,7 +63,9 @@ def _forward(module: nn.Linear, x_NI: Tensor) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x_NI, weight_OI)
+        # No more than the gradients take: a frozen layer keeps no inputs.
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x_NI if needs_weight else None, weight_OI if needs_x else None)
         return _product(x_NI, weight_OI, bias_O)
 
     @staticmethod
@@ -71,13 +73,14 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, weight_OI = ctx.saved_tensors
         d_NO = gradients[0].contiguous()  # an expanded one has strides of zero
+        d_nO = d_NO.view(-1, d_NO.shape[-1])
         d_x = d_weight = d_bias = None
         if ctx.needs_input_grad[0]:
             d_x = _product(d_NO, weight_OI.t())
         if ctx.needs_input_grad[1]:
-            d_weight = _product(d_NO.flatten(0, -2).t(), x_NI.flatten(0, -2).t())
+            d_weight = _product(d_nO.t(), x_NI.reshape(-1, x_NI.shape[-1]).t())
         if ctx.needs_input_grad[2]:
-            d_bias = d_NO.flatten(0, -2).sum(0)
+            d_bias = d_nO.sum(0)
         return d_x, d_weight, d_bias
 
 
@@ -94,5 +97,6 @@ def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
 
 
 def _product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    bias_O = None if bias_O is None else bias_O.contiguous()  # its strides are not read
     found: Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, weight_OI, bias_O, "none", [], "")
     return found

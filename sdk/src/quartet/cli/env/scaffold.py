@@ -9,13 +9,18 @@
 from __future__ import annotations
 
 import importlib.resources
+import keyword
 import re
+import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from quartet.config import ConfigError
 
 NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
+#: Packages that every environment imports.
+NEEDED = {"verifiers", "pydantic"}
 #: What of an environment each kind shows, the simplest first.
 KINDS = {
     "single": "one question, one answer",
@@ -31,11 +36,13 @@ def write_package(name: str, parent: Path, kind: str = "single") -> Path:
     if not NAME.fullmatch(name):
         raise ConfigError(f"{name!r} is no name of a package; use a-z, 0-9 and single dashes, such as my-env")
     module = name.replace("-", "_")
+    if keyword.iskeyword(module) or module in sys.stdlib_module_names | NEEDED:
+        raise ConfigError(f"{name!r} is no name of a package: Python has a module or a word of that name")
     folder = parent / module
     if folder.exists():
         raise ConfigError(f"{folder} exists; choose another name, or another --path")
     words = {
-        "environments/my_env": str(folder),
+        "environments/my_env": shlex.quote(str(folder)),
         "my-env": name.replace("_", "-"),
         "my_env": module,
         "MyEnv": "".join(part.capitalize() for part in module.split("_")),

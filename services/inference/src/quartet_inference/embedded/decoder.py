@@ -26,7 +26,7 @@ from quartet.errors import QuartetError
 from torch import nn
 
 from quartet_inference.completion import FLUSH_TOKENS, StopWatch
-from quartet_inference.embedded import forward, model
+from quartet_inference.embedded import forward, model, products
 from quartet_inference.embedded.batch import Batch, Drawn
 from quartet_inference.embedded.commands import Commands
 from quartet_inference.embedded.kv_cache import KvCache
@@ -68,6 +68,7 @@ class Decoder:
         """As EmbeddedEngine; `commands` come from the event loops."""
         config: Any = network.config
         forward.check_supported(config, limits.max_model_len)
+        products.use(network)
         self._commands = commands
         self._network = network
         self._limits = limits

@@ -22,7 +22,7 @@ from quartet.weights.tensor import Tensor
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from quartet_inference.embedded import attention, products
+from quartet_inference.embedded import attention
 from quartet_inference.embedded.kv_cache import KvShape
 from quartet_inference.layout import Layout, check_layout
 
@@ -46,7 +46,6 @@ def load(folder: Path, dtype: str, *, weights_follow: bool) -> nn.Module:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model = {str(folder)!r} cannot be loaded: {error}") from error
     attention.use(model)
-    products.use(model)
     model.eval()
     model.requires_grad_(False)
     return model

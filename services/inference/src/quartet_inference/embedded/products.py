@@ -1,7 +1,8 @@
 """Products of rows with matrices.
 
 1. In float32 they are oneDNN's: PyTorch takes MKL for these, whose kernels for processors that are not
-   Intel's have half the speed. In other dtypes they are PyTorch's own.
+   Intel's have half the speed. In other dtypes they are PyTorch's own, and so are those of modules that are
+   no plain nn.Linear.
 2. In float32 the bits of a row do not depend on how many rows there are, nor on what else the matrix holds
    (docs/numerics.md), but for one row alone with a large matrix.
 3. Rows are filled up to one of SIZES_PER_DOUBLING sizes between a number and its double: oneDNN compiles
@@ -53,11 +54,12 @@ def use(model: nn.Module) -> None:
 
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:
     found = linear(x.reshape(-1, x.shape[-1]), module.weight, module.bias)
-    return found.view(*x.shape[:-1], -1)
+    return found.view(*x.shape[:-1], module.out_features)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if x.dtype != torch.float32 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return F.linear(x, weight, bias)
+    bias = None if bias is None else bias.contiguous()  # its strides are not read
     found: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return found
