@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
+from quartet_inference.embedded.model import load
 from quartet_inference.embedded.products import SIZES_PER_DOUBLING, SMALL_MATRIX, linear, size_of, use
 from torch import Tensor, nn
 
@@ -41,6 +46,19 @@ def test_modules_of_a_model_compute_so_and_stay_what_they_are() -> None:
     assert type(module) is nn.Linear and list(module.state_dict()) == ["weight", "bias"]
     assert torch.equal(narrow(x.bfloat16()), F.linear(x.bfloat16(), narrow.weight, narrow.bias))
     assert module(x[:0]).shape == (0, 3, 16)
+
+
+def test_a_model_that_is_only_read_is_given_back_at_once(model_folder: Path) -> None:
+    """Until the next full collection it would stand beside the served one."""
+    network = load(model_folder, "float32", weights_follow=False)
+    layer = next(module for module in network.modules() if type(module) is nn.Linear)
+    weight = weakref.ref(layer.weight)
+    gc.disable()
+    try:
+        del network, layer
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 def test_other_dtypes_are_pytorch_s_own_and_a_bias_may_have_strides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,8 @@ class TrainerClient:
         try:
             response: tpb.CreateRunResponse = await unary(self._stub.CreateRun, request, timeout_s=CREATE_S)
         except QuartetError as error:
+            if error.metadata.get("key") != "base_model":
+                raise
             raise _in_words_of_a_run(error) from error
         return response.run
 
@@ -83,8 +85,6 @@ class TrainerClient:
 
 def _in_words_of_a_run(error: QuartetError) -> QuartetError:
     """The contract's base_model is the run's model, which whoever reads the refusal wrote."""
-    if error.metadata.get("key") != "base_model":
-        return error
     model, remedy = (error.metadata.get(key, "") for key in ("value", "remedy"))
     said = f"model = {model!r} is refused by the trainer: {error.message.removeprefix('base_model: ')}"
     return QuartetError(error.reason, said, key="model", value=model, remedy=remedy)

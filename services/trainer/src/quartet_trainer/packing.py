@@ -10,7 +10,8 @@
 4. Rows that samples share are at most `row_tokens` wide, and no longer ones stand beside them: a mask, where
    attention needs one, stays small however long samples are.
 5. Rows are padded to one of SIZES_PER_DOUBLING sizes between a length and its double (`padded`), so that
-   shapes come again: matrix libraries prepare each new one, and memory of a new size is new memory.
+   shapes come again: matrix libraries prepare each new one, and memory of a new size is new memory. Never
+   beyond the budget, nor beyond the positions that the model has.
 6. Pure and deterministic: equal samples give equal micro-batches.
 
 Measured on one thread of a 2-core CPU: a 0.63 M model, 16 prompts of 22 tokens x 8 tails of 11, forward and

@@ -12,7 +12,7 @@ DESCRIPTION = """\
 Environments on this machine.
 
   quartet env init my-env                     a package that works, to be changed: environments/my_env
-  quartet env init my-env --kind tool        the same with tools; --kind turns: with several turns
+  quartet env init my-env --kind tool         the same with tools; --kind turns: with several turns
   quartet env install environments/my_env     an interpreter for it (.quartet/envs/my_env), with its Verifiers
   quartet env check my-env                    its oracle earns everything, a wrong answer does not
   quartet env check my-env -m models/tiny     rewards, failures, times and tokens of a model

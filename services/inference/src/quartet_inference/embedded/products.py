@@ -26,11 +26,13 @@ SMALL_MATRIX = 1 << 18
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product in float32 of [rows, inputs], with the bits that the same row has among many.
+    """The product of [rows, inputs]; in float32 with the bits that the same row has among many.
 
     Matrix libraries sum a product of fewer rows in another order. One row alone keeps it where the matrix is
     large: there it costs half as much.
     """
+    if x.dtype != torch.float32:
+        return F.linear(x, weight, bias)
     rows = len(x)
     size = rows if rows == 1 and weight.numel() > SMALL_MATRIX else size_of(rows)
     if size == rows:
@@ -58,7 +60,7 @@ def _forward(module: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if x.dtype != torch.float32 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return F.linear(x, weight, bias)
     bias = None if bias is None else bias.contiguous()  # its strides are not read
     found: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
