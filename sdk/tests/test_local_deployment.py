@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quartet.config import ConfigError
+from quartet.local import deployment
 from quartet.local.child import ChildSpec
 from quartet.local.deployment import SERVICES, check, wire, write
 from quartet.local.ports import AddressRefused, resolve
@@ -176,3 +177,25 @@ async def test_a_preflight_apart_leaves_this_process_alone(
     assert str(os.getpid()) not in str(refused.value) and "by " in str(refused.value)
     with pytest.raises(ConfigError, match=str(os.getpid())):
         await check([spec])
+
+
+def test_services_with_large_imports_are_forks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = tmp_path / "driver"
+    monkeypatch.setattr(deployment, "DRIVERS", (driver,))
+
+    def preloads(**inference: object) -> dict[str, str]:
+        tables: dict[str, dict[str, object]] = {name: {} for name in SERVICES} | {"inference": inference}
+        return {spec.name: spec.preload for spec in write(wire("m", tmp_path / "data", tables), tmp_path)}
+
+    both = {"trainer": "quartet_trainer.preload", "inference": "quartet_inference.preload"}
+    none = {"envhost": "", "orchestrator": ""}
+    assert preloads() == both | none
+    apart = both | none | {"inference": ""}
+    assert preloads(engine="vllm") == apart
+    assert preloads(python="/bin/sh") == apart
+    # What a driver holds does not outlive a fork.
+    driver.touch()
+    assert preloads() == dict.fromkeys(SERVICES, "")
+    driver.unlink()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert preloads() == dict.fromkeys(SERVICES, "")

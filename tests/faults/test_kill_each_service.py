@@ -21,6 +21,8 @@ import pytest
 from tests.conftest import QUARTET, REPOSITORY, summary_of
 
 SERVICES = ("trainer", "inference", "envhost", "orchestrator")
+#: The process that trainer and inference are forks of, and die with.
+FORK_SERVER = "forkserver"
 STEPS = 24
 FIRST_STEP_SECONDS = 120
 RUN_SECONDS = 400
@@ -29,18 +31,22 @@ LOADED = 2.0  # a shared machine under test load starts processes this many time
 
 
 def children(parent: int) -> Iterator[tuple[int, str]]:
-    """Direct children of a process, with their command lines."""
+    """Direct children of a process, and those of its fork server, with their command lines."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         with contextlib.suppress(OSError):
             fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
             if int(fields[1]) == parent:
-                yield int(entry.name), (entry / "cmdline").read_text().replace("\0", " ")
+                line = (entry / "cmdline").read_text().replace("\0", " ")
+                yield int(entry.name), line
+                if f"quartet.local.{FORK_SERVER}" in line:
+                    yield from children(int(entry.name))
 
 
 def pid_of(launcher: int, service: str) -> int | None:
-    return next((pid for pid, line in children(launcher) if f"quartet_{service}" in line), None)
+    module = f"quartet.local.{service}" if service == FORK_SERVER else f"quartet_{service}"
+    return next((pid for pid, line in children(launcher) if module in line), None)
 
 
 def steps_done(output: Path) -> int:
@@ -68,7 +74,8 @@ def test_invariant_9_kill_each_service_once(
     seed = int(os.environ.get("QUARTET_FAULT_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
     print(f"QUARTET_FAULT_SEED={seed}")
     chance = random.Random(seed)
-    order = chance.sample(SERVICES, len(SERVICES))
+    victims = (*SERVICES, FORK_SERVER)
+    order = chance.sample(victims, len(victims))
     output = tmp_path / "run"
     command = [*QUARTET, "rl", "@", "configs/reverse-text.toml", "--model", str(tiny_model)]
     command += ["--max-steps", str(STEPS), "--output-dir", str(output), "--eval.num-examples", "32"]

@@ -1,5 +1,7 @@
 """One service as a child process: its command, its log, its port file.
 
+It is a process of its own, or a fork of one that has imported what it needs (forking.py).
+
 1. The child dies with this process (see tether.py) and leads a process group of its own, so that a Ctrl-C
    in the terminal reaches only the launcher, which then ends the services in order.
 2. Everything it prints goes to its log file, appended over restarts.
@@ -12,12 +14,14 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-TETHER = str(Path(__file__).with_name("tether.py"))
+from quartet.local.forking import ForkServer, Process
+from quartet.local.forkserver import Request
+from quartet.local.tether import tethered
+
 POLL_SECONDS = 0.05
 LOG_TAIL_BYTES = 4096  # enough for the last traceback
 LOG_SEARCHED_BYTES = 1 << 16
@@ -46,6 +50,8 @@ class ChildSpec:
     port_file: Path
     # Besides what every service gets.
     environment: Mapping[str, str] = field(default_factory=dict)
+    #: Where it may be a fork: the module that imports what it needs. Its command is `PYTHON -m MODULE ...`.
+    preload: str = ""
 
 
 def child_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -56,20 +62,24 @@ def child_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 class Child:
     """A started process. Made by `Child.start`."""
 
-    def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process, log_begins: int) -> None:
+    def __init__(self, spec: ChildSpec, process: Process, log_begins: int) -> None:
         self.spec = spec
         self._process = process
         self._log_begins = log_begins
 
     @classmethod
-    async def start(cls, spec: ChildSpec) -> Child:
+    async def start(cls, spec: ChildSpec, forks: ForkServer) -> Child:
         """Start it. On the main thread: the kernel ties the child's life to the thread that forked it."""
         spec.port_file.unlink(missing_ok=True)
         spec.log_file.parent.mkdir(parents=True, exist_ok=True)
         with spec.log_file.open("ab") as log:
             log_begins = log.tell()
+            if spec.preload:
+                _, _, module, *arguments = spec.command
+                request = Request(module, arguments, spec.preload, str(spec.log_file), dict(spec.environment))
+                return cls(spec, await forks.start(request), log_begins)
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-S", TETHER, str(os.getpid()), *spec.command,
+                *tethered(list(spec.command)),
                 stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
                 env=child_environment(spec.environment), process_group=0,
             )  # fmt: skip

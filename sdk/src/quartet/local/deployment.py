@@ -34,6 +34,10 @@ from quartet.local.toml_text import dumps
 SERVICES = ("trainer", "inference", "envhost", "orchestrator")
 ANY_PORT = "127.0.0.1:0"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+#: Services whose imports take seconds. Each has a module `preload` for the fork server.
+LARGE = ("trainer", "inference")
+#: There where a GPU's driver is loaded. It may be initialised by an import, and does not outlive a fork.
+DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 MAX_REPLICAS = 64  # of one machine; each is a process with the whole model
 # Of another interpreter: a preflight imports pydantic and grpc only; more means a broken installation.
 CHECK_SECONDS = 60.0
@@ -110,11 +114,26 @@ def write(wired: Mapping[str, Table], root: Path) -> list[ChildSpec]:
         config_file.write_text(dumps(own), encoding="utf-8")
         port_file = Path(table["server"]["port_file"])
         port_file.parent.mkdir(parents=True, exist_ok=True)
-        command = [_interpreter(name, table), "-m", f"quartet_{service_of(name)}", "@", str(config_file)]
+        python, module = _interpreter(name, table), f"quartet_{service_of(name)}"
+        command = [python, "-m", module, "@", str(config_file)]
         log_file = root / "logs" / f"{name}.log"
         environment = {VISIBLE: ",".join(table["gpus"])} if "gpus" in table else {}
-        specs.append(ChildSpec(name, command, table["server"]["address"], log_file, port_file, environment))
+        preload = f"{module}.preload" if _by_fork(name, table, python) else ""
+        specs.append(
+            ChildSpec(name, command, table["server"]["address"], log_file, port_file, environment, preload)
+        )
     return specs
+
+
+def _by_fork(process: str, table: Table, python: str) -> bool:
+    """Whether the process may be a fork of one that has its imports."""
+    return (
+        sys.platform == "linux"
+        and service_of(process) in LARGE
+        and python == sys.executable
+        and table.get("engine") != "vllm"
+        and not any(driver.exists() for driver in DRIVERS)
+    )
 
 
 def _of_the_launcher(process: str) -> tuple[str, ...]:

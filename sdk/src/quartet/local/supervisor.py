@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from quartet.local.child import Child, ChildSpec
+from quartet.local.child import Child, ChildSpec, child_environment
+from quartet.local.forking import ForkServer
 
 FIRST_DELAY_SECONDS = 0.1
 MAX_DELAY_SECONDS = 5.0
@@ -61,8 +62,9 @@ def next_delay(deaths_in_a_row: int) -> float:
 class Keeper:
     """Keeps one service alive."""
 
-    def __init__(self, spec: ChildSpec, bind_seconds: float) -> None:
+    def __init__(self, spec: ChildSpec, forks: ForkServer, bind_seconds: float) -> None:
         self.spec = spec
+        self._forks = forks
         self.status = Status(spec.name, spec.address)
         self.child: Child | None = None
         self.bound_once = asyncio.Event()
@@ -85,7 +87,7 @@ class Keeper:
     async def _live(self) -> int:
         """One life: start, bind, die."""
         self.status.state = State.STARTING
-        self.child = await Child.start(self.spec)
+        self.child = await Child.start(self.spec, self._forks)
         self.status.pid = self.child.pid
         if not await self.child.wait_bound(self._bind_seconds):
             return await self.child.kill()
@@ -109,7 +111,8 @@ class Supervisor:
     """All services of a run. Use as an async context manager."""
 
     def __init__(self, specs: Sequence[ChildSpec], *, bind_seconds: float = BIND_SECONDS) -> None:
-        self._keepers = [Keeper(spec, bind_seconds) for spec in specs]
+        self._forks = ForkServer(child_environment())
+        self._keepers = [Keeper(spec, self._forks, bind_seconds) for spec in specs]
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -154,27 +157,29 @@ class Supervisor:
         await self._end_keeping()
         children = [keeper.child for keeper in self._keepers if keeper.child is not None]
         await asyncio.gather(*(child.stop(drain_s) for child in children))
-        self._stopped(children)
+        await self._stopped(children)
 
     async def kill(self) -> None:
         """SIGKILL to all."""
         await self._end_keeping()
         children = [keeper.child for keeper in self._keepers if keeper.child is not None]
         await asyncio.gather(*(child.kill() for child in children))
-        self._stopped(children)
+        await self._stopped(children)
 
     def kill_now(self) -> None:
         """SIGKILL to all without waiting, from a signal handler."""
         for keeper in self._keepers:
             if keeper.child is not None:
                 keeper.child.kill_group()
+        self._forks.kill_now()
 
     async def _end_keeping(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _stopped(self, children: Sequence[Child]) -> None:
+    async def _stopped(self, children: Sequence[Child]) -> None:
+        await self._forks.close()
         for child in children:
             child.kill_group()
         for status in self.statuses:

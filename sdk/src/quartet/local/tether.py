@@ -18,6 +18,11 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
+def tethered(program: list[str]) -> list[str]:
+    """The command of a program that dies with this process."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *program]
+
+
 def die_with(parent: int) -> None:
     """Let the kernel kill this process when its parent dies; end it where that has happened already."""
     if sys.platform == "linux":

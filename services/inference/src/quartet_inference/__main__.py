@@ -10,28 +10,25 @@ from quartet.config import main
 from quartet.kit import logs
 from quartet.kit.door import check_door
 from quartet.kit.imports import uncollected
-from quartet.kit.processor import choose_numpy_kernels
 from quartet.kit.server import check_here
 
 from quartet_inference.config import InferenceConfig
+from quartet_inference.embedded import libraries
 from quartet_inference.vllm import environment
 
 
 def _run(config: InferenceConfig) -> None:
     logs.configure("inference", config.log_level)
-    # Before torch is loaded: its thread pool spins at barriers and starves the neighbours. The hub is
-    # never asked.
     if config.engine == "vllm":
         environment.prepare(config.vllm.threads)
     else:
-        os.environ["OMP_NUM_THREADS"] = str(config.embedded.threads)
-        # NumPy's, for the decode step: its products are too small to share.
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        choose_numpy_kernels()
-        # oneDNN's compiled kernels, half a megabyte each.
-        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "512")
+        libraries.prepare(config.embedded.threads)
+    # The hub is never asked; neither where its library was imported before, with a fork server.
     os.environ["HF_HUB_OFFLINE"] = "1"
     with uncollected():
+        from huggingface_hub import constants
+
+        constants.HF_HUB_OFFLINE = True
         from quartet_inference.app import run
 
     uvloop.run(run(config))

@@ -12,11 +12,11 @@ import uvloop
 from quartet.config import ConfigError, main
 from quartet.kit import logs
 from quartet.kit.imports import uncollected
-from quartet.kit.processor import choose_numpy_kernels
 from quartet.kit.server import check_here
 
 from quartet_trainer.config import TrainerConfig
 from quartet_trainer.kernels import check as check_kernels
+from quartet_trainer.libraries import prepare
 from quartet_trainer.state_root import check_state_root
 
 
@@ -26,16 +26,7 @@ def run(config: TrainerConfig) -> None:
     Errors: ConfigError.
     """
     logs.configure("trainer")
-    # Read by OpenMP, cuBLAS and torch's allocator once, when torch is imported.
-    os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))
-    # NumPy's, for attention: its products are too small to share.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    choose_numpy_kernels()
-    # oneDNN's compiled kernels, half a megabyte each.
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "512")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Micro-batches differ in their shapes: in segments of fixed size they would leave holes.
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    prepare(config.threads)
     by_torchrun, world = "TORCHELASTIC_RUN_ID" in os.environ, os.environ.get("WORLD_SIZE", "1")
     if config.ranks > 1 and not by_torchrun:
         # This process becomes torchrun, and keeps its pid. Whoever supervises it starts it again.

@@ -1,0 +1,17 @@
+"""What the libraries that compute read from the environment, once, when they are imported."""
+
+from __future__ import annotations
+
+import os
+
+from quartet.kit.processor import choose_numpy_kernels
+
+
+def prepare(threads: int) -> None:
+    """For before torch is imported: its thread pool spins at barriers and starves the neighbours."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    # NumPy's, for the decode step: its products are too small to share.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    choose_numpy_kernels()
+    # oneDNN's compiled kernels, half a megabyte each.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "512")

@@ -1,0 +1,20 @@
+"""What the libraries that compute read from the environment, once, when they are imported."""
+
+from __future__ import annotations
+
+import os
+
+from quartet.kit.processor import choose_numpy_kernels
+
+
+def prepare(threads: int) -> None:
+    """For before torch is imported. What is set already stays."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    # NumPy's, for attention: its products are too small to share.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    choose_numpy_kernels()
+    # oneDNN's compiled kernels, half a megabyte each.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "512")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Micro-batches differ in their shapes: in segments of fixed size they would leave holes.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
