@@ -182,20 +182,22 @@ async def test_a_preflight_apart_leaves_this_process_alone(
 def test_services_with_large_imports_are_forks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = tmp_path / "driver"
     monkeypatch.setattr(deployment, "DRIVERS", (driver,))
+    monkeypatch.setattr(deployment, "possible", lambda: True)
 
-    def preloads(**inference: object) -> dict[str, str]:
-        tables: dict[str, dict[str, object]] = {name: {} for name in SERVICES} | {"inference": inference}
-        return {spec.name: spec.preload for spec in write(wire("m", tmp_path / "data", tables), tmp_path)}
+    def forked(*, ranks: int = 1, **inference: object) -> list[str]:
+        tables: dict[str, dict[str, object]] = {name: {} for name in SERVICES}
+        tables |= {"inference": inference, "trainer": {"ranks": ranks}}
+        specs = write(wire("m", tmp_path / "data", tables), tmp_path)
+        assert all(spec.preload in ("", f"quartet_{spec.name}.preload") for spec in specs)
+        return [spec.name for spec in specs if spec.preload]
 
-    both = {"trainer": "quartet_trainer.preload", "inference": "quartet_inference.preload"}
-    none = {"envhost": "", "orchestrator": ""}
-    assert preloads() == both | none
-    apart = both | none | {"inference": ""}
-    assert preloads(engine="vllm") == apart
-    assert preloads(python="/bin/sh") == apart
+    assert forked() == ["trainer", "inference"]
+    assert forked(engine="vllm") == ["trainer"]
+    assert forked(python="/bin/sh") == ["trainer"]
+    assert forked(ranks=2) == ["inference"]
     # What a driver holds does not outlive a fork.
     driver.touch()
-    assert preloads() == dict.fromkeys(SERVICES, "")
+    assert forked() == []
     driver.unlink()
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert preloads() == dict.fromkeys(SERVICES, "")
+    monkeypatch.setattr(deployment, "possible", lambda: False)
+    assert forked() == []

@@ -12,7 +12,7 @@ from quartet.config import ConfigError
 from quartet.local.child import Child, ChildSpec
 from quartet.local.deployment import SERVICES, wire, write
 from quartet.local.devices import shared_out
-from quartet.local.forking import ForkServer
+from quartet.local.fork_client import ForkServer
 
 
 def vllm(**inference: Any) -> dict[str, Any]:
@@ -115,6 +115,6 @@ async def test_a_process_sees_what_it_was_given(tmp_path: Path) -> None:
     log = tmp_path / "log"
     command = ["/bin/sh", "-c", 'echo "sees $CUDA_VISIBLE_DEVICES"']
     spec = ChildSpec("x", command, "", log, tmp_path / "port", {"CUDA_VISIBLE_DEVICES": "2,3"})
-    child = await Child.start(spec, ForkServer({}))
+    child = await Child.start(spec, ForkServer([], {}))
     assert await asyncio.wait_for(child.wait(), 20) == 0
     assert "sees 2,3" in log.read_text()

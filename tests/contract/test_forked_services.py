@@ -1,4 +1,5 @@
-"""What trainer and inference import before a launcher forks them leaves a process that may be forked."""
+"""What trainer and inference import before a launcher forks them leaves a process that may be forked, and
+services that are as they are alone."""
 
 from __future__ import annotations
 
@@ -6,36 +7,55 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-CODE = """
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a launcher are for Linux")
+
+PRELOADED = """
 import json, os, sys
-import quartet_trainer.preload, quartet_inference.preload
-import torch
+from quartet.local.forkserver import preload
+preload(["quartet_trainer.preload", "quartet_inference.preload"])
+"""
+SEEN = """
 print(json.dumps({
     "threads": len(os.listdir("/proc/self/task")),
-    "cuda": torch.cuda.is_initialized(),
     "imported": [name in sys.modules for name in ("quartet_trainer.assembly", "quartet_inference.app")],
     "kernels": os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"],
 }))
 """
+ASKED = """
+import huggingface_hub, uvloop
+from quartet_inference import __main__ as service
+from quartet_inference.config import InferenceConfig
+before = huggingface_hub.is_offline_mode()
+uvloop.run = lambda running: running.close()
+service._run(InferenceConfig(model=sys.argv[1]))
+print(json.dumps([before, huggingface_hub.is_offline_mode()]))
+"""
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks of a launcher are for Linux")
-def test_the_imports_leave_one_thread() -> None:
-    """A fork copies no others, and a lock that one of them held would never be freed."""
+def told(code: str, *arguments: str, **environment: str) -> Any:
+    """What a program says in its last line, after the imports of a fork server."""
+    kept = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     done = subprocess.run(
-        [sys.executable, "-c", CODE],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        [sys.executable, "-c", PRELOADED + code, *arguments],
+        env=kept | environment,
         capture_output=True,
         text=True,
         timeout=120,
         check=True,
     )
-    assert json.loads(done.stdout.splitlines()[-1]) == {
-        "threads": 1,
-        "cuda": False,
-        "imported": [True, True],
-        "kernels": "512",
-    }
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_imports_leave_one_thread() -> None:
+    """A fork copies no others, and a lock that one of them held would never be freed."""
+    seen = told(SEEN, OMP_NUM_THREADS="2", OPENBLAS_NUM_THREADS="2")
+    assert seen == {"threads": 1, "imported": [True, True], "kernels": "512"}
+
+
+def test_inference_never_asks_the_hub_though_it_was_imported_before(tiny_model: Path) -> None:
+    assert told(ASKED, str(tiny_model)) == [False, True]

@@ -11,12 +11,13 @@ import random
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import QUARTET, REPOSITORY, summary_of
-from tests.faults.test_kill_each_service import steps_done, wait_for_steps
+from tests.faults.test_kill_each_service import children, steps_done, wait_for_steps
 
 STEPS = 14
 START_SECONDS = 180  # a machine under test load starts four services in a minute
@@ -44,9 +45,10 @@ def services_of(output: Path) -> list[int]:
     return found
 
 
-def wait_gone(output: Path) -> None:
+def wait_gone(output: Path, also: Sequence[int] = ()) -> None:
+    """Until no service of the folder is left, nor the processes `also`."""
     deadline = time.monotonic() + GONE_SECONDS
-    while left := services_of(output):
+    while left := services_of(output) + [pid for pid in also if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline, f"processes {left} outlived the launcher"
         time.sleep(0.05)
 
@@ -62,9 +64,10 @@ def test_invariant_9_the_launcher_is_killed_and_interrupted(tiny_model: Path, tm
         wait_for_steps(process, output, 2, START_SECONDS)
         assert len(services_of(output)) >= 4
         time.sleep(chance.uniform(0.0, 1.0))
+        started = [pid for pid, _ in children(process.pid)]
         process.kill()
         process.wait()
-        wait_gone(output)
+        wait_gone(output, started)
 
         before = steps_done(output)
         assert before < STEPS - 4, "the launcher was killed too late; raise STEPS"
@@ -73,10 +76,11 @@ def test_invariant_9_the_launcher_is_killed_and_interrupted(tiny_model: Path, tm
         process.send_signal(signal.SIGINT)
         time.sleep(chance.uniform(0.0, 0.2))
         began = time.monotonic()
+        started = [pid for pid, _ in children(process.pid)]
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=GONE_SECONDS) == 130
         assert time.monotonic() - began < GONE_SECONDS
-        wait_gone(output)
+        wait_gone(output, started)
 
         process = launch(tiny_model, output, log, "--resume")
         assert process.wait(timeout=RUN_SECONDS) == 0

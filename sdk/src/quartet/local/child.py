@@ -1,6 +1,6 @@
 """One service as a child process: its command, its log, its port file.
 
-It is a process of its own, or a fork of one that has imported what it needs (forking.py).
+It is a fork of a process that has imported what it needs (fork_client.py), where that can be, or its command.
 
 1. The child dies with this process (see tether.py) and leads a process group of its own, so that a Ctrl-C
    in the terminal reaches only the launcher, which then ends the services in order.
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quartet.local.forking import ForkServer, Process
+from quartet.local.fork_client import ForkServer, Process
 from quartet.local.forkserver import Request
 from quartet.local.tether import tethered
 
@@ -53,6 +53,11 @@ class ChildSpec:
     #: Where it may be a fork: the module that imports what it needs. Its command is `PYTHON -m MODULE ...`.
     preload: str = ""
 
+    def as_request(self) -> Request:
+        """For the fork server."""
+        _, _, module, *arguments = self.command
+        return Request(module, arguments, str(self.log_file), dict(self.environment))
+
 
 def child_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a service, and what it gets besides."""
@@ -74,11 +79,8 @@ class Child:
         spec.log_file.parent.mkdir(parents=True, exist_ok=True)
         with spec.log_file.open("ab") as log:
             log_begins = log.tell()
-            if spec.preload:
-                _, _, module, *arguments = spec.command
-                request = Request(module, arguments, spec.preload, str(spec.log_file), dict(spec.environment))
-                return cls(spec, await forks.start(request), log_begins)
-            process = await asyncio.create_subprocess_exec(
+            forked = await forks.start(spec.as_request()) if spec.preload else None
+            process: Process = forked or await asyncio.create_subprocess_exec(
                 *tethered(list(spec.command)),
                 stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
                 env=child_environment(spec.environment), process_group=0,

@@ -28,6 +28,7 @@ from typing import Any
 from quartet.config import ConfigError
 from quartet.local.child import ChildSpec, child_environment
 from quartet.local.devices import shared_out
+from quartet.local.fork_client import possible
 from quartet.local.ports import AddressRefused, resolve
 from quartet.local.toml_text import dumps
 
@@ -36,8 +37,8 @@ ANY_PORT = "127.0.0.1:0"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: Services whose imports take seconds. Each has a module `preload` for the fork server.
 LARGE = ("trainer", "inference")
-#: There where a GPU's driver is loaded. It may be initialised by an import, and does not outlive a fork.
-DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+#: One exists where a GPU's driver is loaded. An import may initialise it, and no fork can use it then.
+DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
 MAX_REPLICAS = 64  # of one machine; each is a process with the whole model
 # Of another interpreter: a preflight imports pydantic and grpc only; more means a broken installation.
 CHECK_SECONDS = 60.0
@@ -128,11 +129,13 @@ def write(wired: Mapping[str, Table], root: Path) -> list[ChildSpec]:
 def _by_fork(process: str, table: Table, python: str) -> bool:
     """Whether the process may be a fork of one that has its imports."""
     return (
-        sys.platform == "linux"
-        and service_of(process) in LARGE
+        service_of(process) in LARGE
         and python == sys.executable
         and table.get("engine") != "vllm"
+        # Ranks are processes of torchrun.
+        and table.get("ranks", 1) == 1
         and not any(driver.exists() for driver in DRIVERS)
+        and possible()
     )
 
 

@@ -3,15 +3,18 @@
 Importing torch and transformers takes seconds of a core in every process. A fork of a process that has them
 takes milliseconds, at a start and at a restart alike, and shares their memory.
 
-1. Requests are lines of JSON on stdin, answered one by one on stdout: `{"forked": PID}`. When a child has
-   ended it says `{"ended": PID, "code": CODE}`, negative for a signal.
+1. The modules that its command names are imported first; then it reads requests, lines of JSON on stdin, and
+   answers each: `{"forked": PID}`. When a child has ended it says `{"ended": PID, "code": CODE}`, negative
+   for a signal. It imports nothing while it has children.
 2. A forked service is as its command would be, `python -m MODULE ARGUMENT...`: that command as its title, a
-   process group, log, arguments and environment of its own.
+   process group and a log of its own, and the environment that the launcher gave, whatever imports changed.
 3. Children die with this process (see tether.py), and it ends with its stdin.
-4. It has one thread, however much it imported: a fork copies no others. It runs nothing of a service.
-5. A child ends with its main thread: what runs at exit, and threads that are left, do not delay it.
+4. It has one thread, however much it imported: a fork copies no others, and what they held stays held. Where
+   it has more, or cannot fork, it answers `{"forked": 0}`.
+5. A child ends with its main thread. What is registered for the interpreter's exit does not run, and threads
+   that are left do not delay it.
 
-What cannot be imported is left to the child, whose log will say why.
+What cannot be imported is left to the services, whose logs will say why.
 """
 
 from __future__ import annotations
@@ -24,13 +27,18 @@ import runpy
 import selectors
 import sys
 import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from io import FileIO
 from typing import NoReturn, TextIO
 
 from setproctitle import getproctitle, setproctitle, setthreadtitle
 
 from quartet.kit.imports import uncollected
 from quartet.local.tether import die_with
+
+#: What libraries read the size of their thread pools from.
+POOLS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 @dataclass(frozen=True)
@@ -39,10 +47,8 @@ class Request:
 
     module: str
     arguments: list[str]
-    #: The module that imports what it needs.
-    preload: str
     log: str
-    # Besides what this process has.
+    # Besides what this process was given.
     environment: dict[str, str]
 
     def line(self) -> bytes:
@@ -50,59 +56,82 @@ class Request:
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
-def serve(answers: TextIO) -> Request | None:
-    """In the server: None, once stdin has ended. In each child: what it was asked to become."""
-    requests = os.fdopen(os.dup(0), "rb", buffering=0)
-    children: dict[int, int] = {}
-    with selectors.DefaultSelector() as selector:
-        selector.register(requests, selectors.EVENT_READ)
+class Server:
+    """What the process holds while it serves."""
+
+    def __init__(self, requests: FileIO, answers: TextIO) -> None:
+        self._requests = requests
+        self._answers = answers
+        self._children: dict[int, int] = {}  # pids by their descriptors
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(requests, selectors.EVENT_READ)
+
+    def serve(self) -> Request | None:
+        """In the server: None, once its requests have ended. In each child: what it was asked to become."""
         while True:
-            for key, _ in selector.select():
-                if key.fd in children:
-                    pid = children.pop(key.fd)
-                    selector.unregister(key.fd)
-                    os.close(key.fd)
-                    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                    print(json.dumps({"ended": pid, "code": code}), file=answers)
+            for key, _ in self._selector.select():
+                if key.fd in self._children:
+                    self._reap(key.fd)
                     continue
-                line = requests.readline()
+                line = self._requests.readline()
                 if not line:
                     return None
                 request = Request(**json.loads(line))
-                with contextlib.suppress(Exception), uncollected():
-                    importlib.import_module(request.preload)
-                server = os.getpid()
+                if self._fork():
+                    return request
+
+    def _fork(self) -> bool:
+        """Whether this is the child."""
+        server, pid = os.getpid(), 0
+        with contextlib.suppress(OSError):  # no memory, no more processes
+            if len(os.listdir("/proc/self/task")) == 1:
                 pid = os.fork()
                 if pid == 0:
                     die_with(server)
-                    for descriptor in children:
-                        os.close(descriptor)
-                    requests.close()
-                    answers.close()
-                    return request
+                    self._close()
+                    return True
                 # Here, too: whoever reads the answer may signal the group before the child has run.
-                with contextlib.suppress(PermissionError, ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.setpgid(pid, pid)
                 descriptor = os.pidfd_open(pid)
-                children[descriptor] = pid
-                selector.register(descriptor, selectors.EVENT_READ)
-                print(json.dumps({"forked": pid}), file=answers)
+                self._children[descriptor] = pid
+                self._selector.register(descriptor, selectors.EVENT_READ)
+        self._answer(forked=pid)
+        return False
+
+    def _reap(self, descriptor: int) -> None:
+        pid = self._children.pop(descriptor)
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        self._answer(ended=pid, code=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    def _answer(self, **said: int) -> None:
+        print(json.dumps(said), file=self._answers)
+
+    def _close(self) -> None:
+        """In a child: nothing of the server is its own."""
+        self._selector.close()
+        for descriptor in self._children:
+            os.close(descriptor)
+        self._requests.close()
+        self._answers.close()
 
 
-def become(request: Request) -> NoReturn:
+def become(request: Request, environment: Mapping[str, str]) -> NoReturn:
     """Run the service in this process, and end it."""
-    os.setpgid(0, 0)
-    nothing, log = os.open(os.devnull, os.O_RDONLY), os.open(request.log, os.O_WRONLY | os.O_APPEND)
-    for source, target in ((nothing, 0), (log, 1), (log, 2)):
-        os.dup2(source, target)
-    os.close(nothing)
-    os.close(log)
-    os.environ.update(request.environment)
-    setproctitle(" ".join([sys.executable, "-m", request.module, *request.arguments]))
-    setthreadtitle(os.path.basename(sys.executable))
-    sys.argv = [request.module, *request.arguments]
     code = 1
     try:
+        os.setpgid(0, 0)
+        nothing, log = os.open(os.devnull, os.O_RDONLY), os.open(request.log, os.O_WRONLY | os.O_APPEND)
+        for source, target in ((nothing, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        os.close(nothing)
+        os.close(log)
+        os.environ.clear()
+        os.environ.update({**environment, **request.environment})
+        setproctitle(" ".join([sys.executable, "-m", request.module, *request.arguments]))
+        setthreadtitle(os.path.basename(sys.executable))
+        sys.argv = [request.module, *request.arguments]
         runpy.run_module(request.module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as ended:
@@ -110,8 +139,9 @@ def become(request: Request) -> NoReturn:
     except BaseException:  # noqa: BLE001 - this is where the interpreter would end
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):  # a full disk
+                stream.flush()
         # Taking torch apart object by object would take half a second. The kernel does it at once.
         os._exit(code)
 
@@ -124,16 +154,28 @@ def exit_code(ended: SystemExit) -> int:
     return 1
 
 
-def main() -> None:
+def preload(modules: Sequence[str]) -> None:
+    """Import them, with one thread."""
+    os.environ.update(dict.fromkeys(POOLS, "1"))
+    with uncollected():
+        for module in modules:
+            with contextlib.suppress(Exception, SystemExit):
+                importlib.import_module(module)
+
+
+def main(modules: Sequence[str]) -> None:
+    """The process of the server, and of each of its children."""
     # Its place in memory is found by the environment, which imports change.
     getproctitle()
+    environment = dict(os.environ)
     # What an import prints is no answer.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    request = serve(answers)
+    preload(modules)
+    request = Server(FileIO(os.dup(0)), answers).serve()
     if request is not None:
-        become(request)
+        become(request, environment)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

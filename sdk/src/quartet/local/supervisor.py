@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from quartet.local.child import Child, ChildSpec, child_environment
-from quartet.local.forking import ForkServer
+from quartet.local.fork_client import ForkServer
 
 FIRST_DELAY_SECONDS = 0.1
 MAX_DELAY_SECONDS = 5.0
@@ -111,7 +111,8 @@ class Supervisor:
     """All services of a run. Use as an async context manager."""
 
     def __init__(self, specs: Sequence[ChildSpec], *, bind_seconds: float = BIND_SECONDS) -> None:
-        self._forks = ForkServer(child_environment())
+        preloads = dict.fromkeys(spec.preload for spec in specs if spec.preload)
+        self._forks = ForkServer(list(preloads), child_environment())
         self._keepers = [Keeper(spec, self._forks, bind_seconds) for spec in specs]
         self._tasks: list[asyncio.Task[None]] = []
 

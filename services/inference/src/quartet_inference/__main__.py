@@ -22,7 +22,7 @@ def _run(config: InferenceConfig) -> None:
     if config.engine == "vllm":
         environment.prepare(config.vllm.threads)
     else:
-        libraries.prepare(config.embedded.threads)
+        libraries.configure(config.embedded.threads)
     # The hub is never asked; neither where its library was imported before, with a fork server.
     os.environ["HF_HUB_OFFLINE"] = "1"
     with uncollected():

@@ -14,9 +14,9 @@ from quartet.kit import logs
 from quartet.kit.imports import uncollected
 from quartet.kit.server import check_here
 
+from quartet_trainer import libraries
 from quartet_trainer.config import TrainerConfig
 from quartet_trainer.kernels import check as check_kernels
-from quartet_trainer.libraries import prepare
 from quartet_trainer.state_root import check_state_root
 
 
@@ -26,7 +26,7 @@ def run(config: TrainerConfig) -> None:
     Errors: ConfigError.
     """
     logs.configure("trainer")
-    prepare(config.threads)
+    libraries.configure(config.threads)
     by_torchrun, world = "TORCHELASTIC_RUN_ID" in os.environ, os.environ.get("WORLD_SIZE", "1")
     if config.ranks > 1 and not by_torchrun:
         # This process becomes torchrun, and keeps its pid. Whoever supervises it starts it again.

@@ -7,8 +7,8 @@ import os
 from quartet.kit.processor import choose_numpy_kernels
 
 
-def prepare(threads: int) -> None:
-    """For before torch is imported. What is set already stays."""
+def configure(threads: int) -> None:
+    """What is set already stays. Once torch is imported only its children read it."""
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     # NumPy's, for attention: its products are too small to share.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -7,8 +7,10 @@ import os
 from quartet.kit.processor import choose_numpy_kernels
 
 
-def prepare(threads: int) -> None:
-    """For before torch is imported: its thread pool spins at barriers and starves the neighbours."""
+def configure(threads: int) -> None:
+    """torch's thread pool spins at barriers and starves the neighbours. Once torch is imported only its
+    children read it.
+    """
     os.environ["OMP_NUM_THREADS"] = str(threads)
     # NumPy's, for the decode step: its products are too small to share.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -13,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quartet.local import forking
+from quartet.local import fork_client
 from quartet.local.child import Child, ChildSpec, child_environment
-from quartet.local.forking import ForkServer
+from quartet.local.fork_client import ForkServer
+from quartet.local.forkserver import POOLS
 from quartet.local.supervisor import State, Supervisor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a launcher are for Linux")
@@ -36,7 +38,8 @@ if mode == "raising": raise ValueError("nothing to serve")
 if mode == "leaving": threading.Thread(target=time.sleep, args=(60,)).start(); sys.exit(3)
 import shared
 said = {"pid": os.getpid(), "group": os.getpgid(0), "importer": shared.importer, "parent": os.getppid(),
-        "name": __name__, "file": sys.argv[0], "more": os.environ.get("MORE"), "input": sys.stdin.read(),
+        "name": __name__, "file": sys.argv[0],
+        "more": os.environ.get("MORE"), "threads": os.environ["OMP_NUM_THREADS"], "input": sys.stdin.read(),
         "open": sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
                        if os.path.exists(f"/proc/self/fd/{fd}"))}
 print("served", flush=True)
@@ -53,24 +56,21 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     (folder / "shared.py").write_text(SHARED)
     (folder / "served.py").write_text(SERVICE)
-    (folder / "slow.py").write_text("import time; time.sleep(60)")
     monkeypatch.setenv("PYTHONPATH", str(folder))
     return folder
 
 
 @pytest.fixture
 async def forks(modules: Path) -> AsyncIterator[ForkServer]:
-    server = ForkServer(child_environment())
+    server = ForkServer(["shared"], child_environment())
     yield server
     await server.close()
 
 
-def spec(
-    folder: Path, name: str = "server", mode: str = "plain", preload: str = "shared", **environment: str
-) -> ChildSpec:
+def spec(folder: Path, name: str = "server", mode: str = "plain", **environment: str) -> ChildSpec:
     port_file = folder / f"{name}.port"
     command = [sys.executable, "-m", "served", str(port_file), mode]
-    return ChildSpec(name, command, "127.0.0.1:1", folder / f"{name}.log", port_file, environment, preload)
+    return ChildSpec(name, command, "127.0.0.1:1", folder / f"{name}.log", port_file, environment, "shared")
 
 
 def said(one: ChildSpec) -> dict[str, Any]:
@@ -115,8 +115,7 @@ async def test_what_they_share_is_imported_once(forks: ForkServer, tmp_path: Pat
         assert await child.wait_bound(SECONDS)
     server = said(first)["importer"]
     assert {said(one)[key] for one in (first, second) for key in ("importer", "parent")} == {server}
-    assert first.log_file.read_text().count("imported by") == 1
-    assert "imported by" not in second.log_file.read_text()
+    assert [one.log_file.read_text() for one in (first, second)] == ["served\n"] * 2, "by none of them"
 
 
 @pytest.mark.parametrize(
@@ -145,16 +144,27 @@ async def test_stopping_and_killing_are_told_by_their_signals(forks: ForkServer,
     assert await stopped.stop(SECONDS) == -signal.SIGTERM, "of one that has ended, as before"
 
 
-async def test_what_cannot_be_imported_is_said_by_the_service(forks: ForkServer, tmp_path: Path) -> None:
-    one = spec(tmp_path, preload="not_there")
-    child = await Child.start(one, forks)
-    # The service needs less than its preload, and runs.
-    assert await child.wait_bound(SECONDS)
-    (tmp_path / "modules/shared.py").write_text("raise OSError('no such library')")
-    broken = await Child.start(spec(tmp_path, "broken"), forks)
-    # It was imported by the first service, in its own process; the server has not tried before.
-    assert await asyncio.wait_for(broken.wait(), SECONDS) == 1
-    assert "OSError: no such library" in broken.last_words()
+async def test_what_cannot_be_imported_is_said_by_the_service(modules: Path, tmp_path: Path) -> None:
+    (modules / "shared.py").write_text("raise SystemExit('no such library')")
+    forks = ForkServer(["not_there", "shared"], child_environment())
+    child = await Child.start(spec(tmp_path), forks)
+    assert await asyncio.wait_for(child.wait(), SECONDS) == 1
+    assert "no such library" in child.last_words()
+    await forks.close()
+
+
+async def test_each_has_the_environment_that_its_launcher_has(
+    modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MORE", "of all")
+    forks = ForkServer(["shared"], child_environment())
+    own, others = spec(tmp_path, "own", MORE="its own"), spec(tmp_path, "others")
+    for one in (own, others):
+        assert await (await Child.start(one, forks)).wait_bound(SECONDS)
+    assert (said(own)["more"], said(others)["more"]) == ("its own", "of all")
+    # The import has set it to 3, in the server alone.
+    assert {said(own)["threads"], said(others)["threads"]} == {"1"}
+    await forks.close()
 
 
 async def test_a_fork_server_that_is_killed_takes_its_children_along_and_all_are_started_again(
@@ -168,27 +178,56 @@ async def test_a_fork_server_that_is_killed_takes_its_children_along_and_all_are
         server, before = said(first)["parent"], [status.pid for status in supervisor.statuses]
         os.kill(server, signal.SIGKILL)
         await until(lambda: [s.restarts for s in supervisor.statuses] == [1, 1])
+        assert not any(alive(pid) for pid in before if pid is not None), "each has ended when it is said to"
         await until(lambda: {s.state for s in supervisor.statuses} == {State.UP})
-        assert not any(alive(pid) for pid in before if pid is not None)
         assert said(first)["parent"] == said(second)["parent"] != server
     finally:
         await supervisor.stop(1.0)
     assert not alive(said(first)["parent"])
 
 
-async def test_a_service_is_not_started_where_the_server_cannot(
-    modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_service_that_dies_is_seen_though_its_server_stands_still(
+    forks: ForkServer, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(forking, "COMMAND", [sys.executable, "-c", "raise SystemExit('no memory')"])
-    forks = ForkServer(child_environment())
-    child = await Child.start(spec(tmp_path), forks)
-    assert await asyncio.wait_for(child.wait(), SECONDS) == 1
-    assert "no memory" in child.last_words()
+    one = spec(tmp_path)
+    child = await Child.start(one, forks)
+    assert await child.wait_bound(SECONDS)
+    server = said(one)["parent"]
+    os.kill(server, signal.SIGSTOP)
+    try:
+        os.kill(child.pid, signal.SIGTERM)
+        # With what it ended is not known.
+        assert await asyncio.wait_for(child.wait(), SECONDS) == -signal.SIGKILL
+    finally:
+        os.kill(server, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("why", ["the server ends", "the server stands still", "a thread is left"])
+async def test_what_the_server_does_not_fork_is_started_by_its_command(
+    modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    shared = modules / "shared.py"
+    if why == "the server ends":
+        monkeypatch.setattr(fork_client, "COMMAND", [sys.executable, "-c", "raise SystemExit('no memory')"])
+    elif why == "the server stands still":
+        monkeypatch.setattr(fork_client, "ANSWER_SECONDS", 0.5)
+        monkeypatch.setattr(fork_client, "COMMAND", [sys.executable, "-c", "import time; time.sleep(60)"])
+    else:
+        left = "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+        shared.write_text(f"{SHARED}\n{left}")
+    forks = ForkServer(["shared"], child_environment())
+    one = spec(tmp_path)
+    child = await Child.start(one, forks)
+    assert await child.wait_bound(SECONDS)
+    told = said(one)
+    assert (told["importer"], told["parent"]) == (child.pid, os.getpid())
+    await child.kill()
     await forks.close()
 
 
 async def test_stopping_does_not_wait_for_a_long_import(modules: Path, tmp_path: Path) -> None:
-    supervisor = Supervisor([spec(tmp_path, preload="slow")])
+    (modules / "shared.py").write_text("import time; time.sleep(60)")
+    supervisor = Supervisor([spec(tmp_path)])
     supervisor.start()
     await asyncio.sleep(0.5)
     started = time.monotonic()
@@ -196,13 +235,33 @@ async def test_stopping_does_not_wait_for_a_long_import(modules: Path, tmp_path:
     assert time.monotonic() - started < SECONDS / 2
 
 
-async def test_a_child_that_nobody_waits_for_is_killed(forks: ForkServer, tmp_path: Path) -> None:
-    (tmp_path / "modules/slow.py").write_text("import time; time.sleep(1)")
-    waiting = asyncio.create_task(Child.start(spec(tmp_path, "given up", preload="slow"), forks))
-    await asyncio.sleep(0.3)
+async def test_a_child_that_nobody_waits_for_is_killed(modules: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "importing"
+    (modules / "shared.py").write_text(f"open({str(mark)!r}, 'w'); import time; time.sleep(1)\n{SHARED}")
+    forks = ForkServer(["shared"], child_environment())
+    waiting = asyncio.create_task(Child.start(spec(tmp_path, "given up"), forks))
+    await until(mark.exists)
     waiting.cancel()
     kept = await Child.start(spec(tmp_path, "kept"), forks)
     assert await kept.wait_bound(SECONDS)
     server = said(spec(tmp_path, "kept"))["parent"]
     left = Path(f"/proc/{server}/task/{server}/children")
     await until(lambda: left.read_text().split() == [str(kept.pid)])
+    await forks.close()
+
+
+def test_a_server_ends_with_its_requests(modules: Path) -> None:
+    with subprocess.Popen(fork_client.COMMAND, stdin=subprocess.PIPE) as server:
+        assert server.stdin is not None
+        server.stdin.close()
+        assert server.wait(SECONDS) == 0
+
+
+def test_threads_that_somebody_asked_for_are_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for pool in POOLS:
+        monkeypatch.delenv(pool, raising=False)
+    assert fork_client.possible()
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
+    assert fork_client.possible()
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
+    assert not fork_client.possible()

@@ -1,0 +1,190 @@
+"""The launcher's side of the fork server (forkserver.py): services as forks of one process.
+
+1. The server is started with the first service that wants it, and again where it has ended.
+2. That a service has ended is seen here, by its descriptor, whatever the server does; with what it ended is
+   for the server to say, within CODE_SECONDS. Of a server that has ended, children were killed with it.
+3. A service that the server cannot fork, or not within ANSWER_SECONDS, is not started here. One that it forks
+   later than that, or that nobody waits for any more, is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from quartet.local.forkserver import POOLS, Request
+from quartet.local.tether import tethered
+
+COMMAND = (sys.executable, "-m", "quartet.local.forkserver")
+#: With the imports of the first start: torch from a slow disk takes half a minute.
+ANSWER_SECONDS = 120.0
+#: It is told at once, by a server that is not stopped.
+CODE_SECONDS = 1.0
+
+
+def possible() -> bool:
+    """Whether this system can do it, and nobody asked for threads that the imports would have to start."""
+    if sys.platform != "linux" or any(os.environ.get(pool, "1") != "1" for pool in POOLS):
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))  # Linux 5.3
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+class Process(Protocol):
+    """What a launcher asks of a process that it started."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    async def wait(self) -> int: ...
+
+    def send_signal(self, signal: int, /) -> None: ...
+
+
+class Forked:
+    """A child of the fork server, as a Process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._patience = CODE_SECONDS
+        self._descriptor = -1
+        try:
+            self._descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._gone()
+        else:
+            asyncio.get_running_loop().add_reader(self._descriptor, self._gone)
+
+    @property
+    def returncode(self) -> int | None:
+        return self._code.result() if self._code.done() else None
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._code)
+
+    def send_signal(self, signal: int, /) -> None:
+        if not self._code.done():
+            os.kill(self.pid, signal)
+
+    def ended(self, code: int) -> None:
+        """It is known with what; what was known before stays."""
+        if not self._code.done():
+            self._code.set_result(code)
+
+    def orphaned(self) -> None:
+        """The server has ended, and will not say with what."""
+        self._patience = 0.0
+        if self._descriptor < 0:
+            self.ended(-signal.SIGKILL)
+
+    def _gone(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._descriptor >= 0:
+            loop.remove_reader(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1
+        loop.call_later(self._patience, self.ended, -signal.SIGKILL)
+
+
+class ForkServer:
+    """One for the services of a launcher, with the modules that they need. A child as any other: it starts on
+    the main thread of the process.
+    """
+
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._modules = list(modules)
+        self._environment = dict(environment)
+        self._process: asyncio.subprocess.Process | None = None
+        self._listener: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        self._awaited: deque[asyncio.Future[Forked | None]] = deque()  # one for each service at most
+        self._living: dict[int, Forked] = {}
+
+    async def start(self, request: Request) -> Process | None:
+        """The service, once it is forked; None where it is not."""
+        async with self._starting:
+            process = await self._running()
+        answer: asyncio.Future[Forked | None] = asyncio.get_running_loop().create_future()
+        self._awaited.append(answer)
+        assert process.stdin is not None
+        process.stdin.write(request.line())
+        try:
+            # A server that has ended does not take it: the listener answers.
+            return await asyncio.wait_for(answer, ANSWER_SECONDS)
+        except TimeoutError:
+            return None
+
+    async def close(self) -> None:
+        """End the server, and whatever child is left."""
+        self.kill_now()
+        if self._listener is not None:
+            await asyncio.wait({self._listener})
+
+    def kill_now(self) -> None:
+        """SIGKILL to the server, which takes its children along, without waiting."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def _running(self) -> asyncio.subprocess.Process:
+        if self._listener is not None and self._process is not None:
+            if self._process.returncode is None:
+                return self._process
+            await asyncio.wait({self._listener})
+        # What its imports have to say, the services say that could not make them.
+        self._process = process = await asyncio.create_subprocess_exec(
+            *tethered([*COMMAND, *self._modules]),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+            env=self._environment, process_group=0,
+        )  # fmt: skip
+        self._listener = asyncio.create_task(self._listen(process), name="fork-server")
+        return process
+
+    async def _listen(self, process: asyncio.subprocess.Process) -> None:
+        """Take the answers of one server until it ends."""
+        assert process.stdout is not None
+        try:
+            async for line in process.stdout:
+                said = json.loads(line)
+                if "forked" in said:
+                    self._forked(said["forked"])
+                else:
+                    self._living.pop(said["ended"]).ended(said["code"])
+            await process.wait()
+        finally:
+            for child in self._living.values():
+                child.orphaned()
+            self._living.clear()
+            while self._awaited:
+                self._answer(None)
+
+    def _forked(self, pid: int) -> None:
+        if pid == 0:
+            self._answer(None)
+            return
+        self._living[pid] = child = Forked(pid)
+        if not self._answer(child):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def _answer(self, child: Forked | None) -> bool:
+        """Whether somebody still waits for it."""
+        awaited = self._awaited.popleft()
+        if awaited.cancelled():
+            return False
+        awaited.set_result(child)
+        return True
