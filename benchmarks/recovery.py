@@ -1,8 +1,9 @@
 """Seconds that a killed service costs the main job.
 
-Runs tests/faults/test_kill_each_service.py, which ends each of the four services once with SIGKILL at a
-seeded moment and checks that nothing was lost or doubled, and reads the times that it records: from the kill
-to the second step after it (the first may have been on its way when the kill came). Bar: 15 s for each.
+Runs tests/faults/test_kill_each_service.py, which ends each of the four services, and the process that two
+of them are forks of, once with SIGKILL at a seeded moment and checks that nothing was lost or doubled, and
+reads the times that it records: from the kill to the second step after it (the first may have been on its way
+when the kill came). Bar: 15 s for each.
 
     python benchmarks/recovery.py [--seeds 1,2,3] [--json FILE]
 """

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Hashable
 from typing import Final
 
-TOLD_EVERY_SECONDS: Final = 60.0
-MAX_REMEMBERED: Final = 256
+TOLD_EVERY_SECONDS: Final = 60.0  # a peer that asks again every second is a line a minute
+MAX_REMEMBERED: Final = 256  # more than a service's peers make at once
 
 
 class Repeated:

@@ -15,7 +15,7 @@ import itertools
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from quartet.errors import QuartetError
 from quartet.replicas import Completion, Generated, Replicas
@@ -46,6 +46,18 @@ SCALARS: Final = (
     "frequency_penalty",
     "ignore_eos",
 )
+
+
+def sampling_values(params: common_pb2.SamplingParams) -> dict[str, Any]:
+    """A request's sampling by the names of Verifiers, those that are set."""
+    values = {name: getattr(params, name) for name in (*SCALARS[:-1], "seed") if params.HasField(name)}
+    if params.ignore_eos:
+        values["ignore_eos"] = True
+    if params.stop:
+        values["stop"] = list(params.stop)
+    if params.stop_token_ids:
+        values["stop_token_ids"] = list(params.stop_token_ids)
+    return values
 
 
 @dataclass

@@ -73,6 +73,7 @@ class EvaluationOnDemand:
         self._subject = subject
         self._config = config
         self._outcomes: list[Outcome] = []
+        # Bounded by `_unread_bytes`.
         self._unread: asyncio.Queue[pb.RolloutEvent | None] = asyncio.Queue()
         self._unread_bytes = 0
 

@@ -3,7 +3,8 @@
 1. Its shape is that of Verifiers' documentation (a v1 taskset exported through `__all__`), and beside it an
    oracle, by which `check` knows that the right answer earns the full reward.
 2. templates/ has one folder for each kind, of an environment that is called my-env; what is beside the
-   folders is in every package. The files end in .txt so that no tool takes them for part of this package.
+   folders is in every package. Files of Python and TOML end in .txt so that no tool takes them for part of
+   this package.
 """
 
 from __future__ import annotations

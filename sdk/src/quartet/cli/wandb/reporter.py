@@ -293,6 +293,7 @@ class _Child:
             raise
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin: IO[bytes] = self._process.stdin
+        # One for each change of the child's state.
         self._words: deque[dict[str, str]] = deque()
         self._done = False
         self.last_words = "its process ended without a word (logs/wandb.log)"

@@ -35,11 +35,11 @@ from quartet_envhost import failures
 from quartet_envhost.classic.groups import Groups, OutOfTime
 from quartet_envhost.classic.instruction import Told, split_off
 from quartet_envhost.classic.outcome import rollout_of
-from quartet_envhost.classic.policy import RolloutPolicy, sampling_args
+from quartet_envhost.classic.policy import RolloutPolicy
 from quartet_envhost.classic.scoring import faults_of, noted, rubrics_of, watch
 from quartet_envhost.classic.tuning import remember_signatures, sort_tokens_at_once
 from quartet_envhost.config import canonical_id, distribution_version
-from quartet_envhost.sampler import MODEL_NAME, Sampler
+from quartet_envhost.sampler import MODEL_NAME, Sampler, sampling_values
 
 # A longer list is asked for in parts; it would not fit into a message with its data.
 MAX_TASKS: Final = 4096
@@ -172,7 +172,7 @@ class HostedEnvironment:
         self, policy: RolloutPolicy, row: Any, request: envhost_service_pb2.RunRolloutsRequest
     ) -> bool:
         """Run the rollout up to its scoring; whether there is something to score."""
-        sampling = {**(self._env.sampling_args or {}), **sampling_args(request.sampling)}
+        sampling = {**(self._env.sampling_args or {}), **sampling_values(request.sampling)}
         policy.state = state = await self._env.rollout(row, policy, MODEL_NAME, sampling)
         well = state.get("error") is None and not state.get("timed_out")
         if not well:

@@ -157,18 +157,6 @@ class RolloutPolicy(vf.Client):  # type: ignore[misc]
         """Nothing is open."""
 
 
-def sampling_args(params: common_pb2.SamplingParams) -> dict[str, Any]:
-    """The request's sampling as classic environments carry it."""
-    values = {name: getattr(params, name) for name in (*SCALARS[:-1], "seed") if params.HasField(name)}
-    if params.ignore_eos:
-        values["ignore_eos"] = True
-    if params.stop:
-        values["stop"] = list(params.stop)
-    if params.stop_token_ids:
-        values["stop_token_ids"] = list(params.stop_token_ids)
-    return values
-
-
 def _response(turn: Turn, model: str) -> Response:
     said, prompt, sampled = turn.completion.message, turn.prompt_ids, turn.token_ids
     calls = [ToolCall(id=c.id, name=c.name, arguments=c.arguments_json) for c in said.tool_calls]

@@ -34,7 +34,7 @@ from verifiers.v1.types import (
 )
 
 from quartet_envhost.conversation import without_images
-from quartet_envhost.sampler import FINISH, SCALARS, Sampler, Turn, turn_seed
+from quartet_envhost.sampler import FINISH, SCALARS, Sampler, Turn, sampling_values, turn_seed
 from quartet_envhost.v1.judgement import Judgement
 
 _STATUS = {
@@ -140,16 +140,7 @@ class RolloutPolicy(Client):  # type: ignore[misc]
 
 def sampling_config(params: common_pb2.SamplingParams) -> SamplingConfig:
     """The request's sampling as Verifiers carries it; an agent's own settings are merged over it."""
-    values: dict[str, Any] = {
-        name: getattr(params, name) for name in (*SCALARS[:-1], "seed") if params.HasField(name)
-    }
-    if params.ignore_eos:
-        values["ignore_eos"] = True
-    if params.stop:
-        values["stop"] = list(params.stop)
-    if params.stop_token_ids:
-        values["stop_token_ids"] = list(params.stop_token_ids)
-    return SamplingConfig(**values)
+    return SamplingConfig(**sampling_values(params))
 
 
 def _response(answer: Turn, model: str, *, bridged: bool) -> Response:

@@ -107,6 +107,7 @@ class VllmEngine:
     async def generate(self, request: Request) -> AsyncIterator[Event]:
         """Complete a prompt."""
         self._admit(request, request.n)
+        # At most what one request's tokens make: whoever reads it is its only caller.
         events: asyncio.Queue[Event | QuartetError] = asyncio.Queue()
         flights = [self._start(request, index, seed, events) for index, seed in self._seeds(request)]
         unfinished = request.n
