@@ -7,7 +7,9 @@ group's standard deviation, no divergence term), learning rate, warm-up and Adam
 Quartet is `quartet rl`, its four services as processes, the reward a Verifiers environment
 (benchmarks/digits). They run in turns, `--rounds` times.
 
-- CPU per step: all processes together, from the end of step 5 to the end of the last.
+- CPU per step: all processes together, from the end of step 5 to the end of the last but one (TRL: of the
+  last). Quartet samples the next batch while it trains one (`max_off_policy_steps = 1`, its default; TRL
+  trains each batch before it samples the next): at both ends the next batch is under way.
 - The whole job: from the start of the command to its model on disk.
 - Reward: of 256 completions at temperature 1, sampled by transformers for both.
 
@@ -170,12 +172,12 @@ def quartet_job(model: Path, output: Path, steps: int, seed: int) -> Job:
             stderr=subprocess.STDOUT,
         )
         first = cpu_at_step(process, output / "metrics.jsonl", WARM_UP)
-        last = cpu_at_step(process, output / "metrics.jsonl", steps)
+        last = cpu_at_step(process, output / "metrics.jsonl", steps - 1)
         code = process.wait()
     seconds = time.monotonic() - began
     assert code == 0, output.with_suffix(".log").read_text()[-2000:]
     reached = json.loads(in_own_process("--score", str(output / "checkpoint")))
-    return Job((last - first) / (steps - WARM_UP), seconds, reached)
+    return Job((last - first) / (steps - 1 - WARM_UP), seconds, reached)
 
 
 def cpu_at_step(process: subprocess.Popen[bytes], metrics: Path, step: int) -> float:

@@ -265,3 +265,28 @@ def test_threads_that_somebody_asked_for_are_not_forked(monkeypatch: pytest.Monk
     assert fork_client.possible()
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
     assert not fork_client.possible()
+
+
+async def test_a_signal_to_all_reaches_the_services_alone(forks: ForkServer, tmp_path: Path) -> None:
+    one = spec(tmp_path)
+    child = await Child.start(one, forks)
+    assert await child.wait_bound(SECONDS)
+    server = said(one)["parent"]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(server, number)
+    await asyncio.sleep(0.2)
+    assert alive(child.pid) and child._process.returncode is None
+    os.kill(child.pid, signal.SIGINT)
+    assert await asyncio.wait_for(child.wait(), SECONDS) == 1
+    assert "KeyboardInterrupt" in child.last_words(), "as Python has it"
+
+
+async def test_a_launcher_that_ignores_the_end_of_children(modules: Path, tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    forks = ForkServer(["shared"], child_environment())
+    try:
+        child = await Child.start(spec(tmp_path, mode="words"), forks)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert await asyncio.wait_for(child.wait(), SECONDS) == 1
+    await forks.close()

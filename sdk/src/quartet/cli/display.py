@@ -107,10 +107,10 @@ class Plain:
             self._completion(event.at_ms, progress)
 
     def _completion(self, at_ms: float, progress: Progress) -> None:
-        if progress.completions:
-            last = progress.completions[-1]
+        if last := progress.of_steps.get(progress.step):
             texts = (" ".join(text.split())[-SHOWN_LETTERS:] for text in (last.prompt, last.answer))
-            self._print(at_ms, "completion: {!r} -> {!r}  reward {:.3f}".format(*texts, last.reward))
+            said = "completion: {!r} -> {!r}  reward {:.3f}".format(*texts, last.reward)
+            self._print(at_ms, said + last.whose)
 
     def tick(self, progress: Progress, services: Sequence[Status]) -> None:
         for status in services:

@@ -35,6 +35,13 @@ class Completion:
     prompt: str
     answer: str
     reward: float
+    #: Of the rollout, whose last turn this is.
+    turns: int = 1
+
+    @property
+    def whose(self) -> str:
+        """What the reward is for, where one turn is not all of it."""
+        return "" if self.turns == 1 else f" for all {self.turns} turns"
 
 
 def phase_name(phase: int) -> str:
@@ -60,7 +67,7 @@ def completion_of(event: RolloutEvent) -> Completion | None:
     if not answers or rollout.HasField("failure"):
         return None
     step = event.step if event.HasField("step") else None
-    return Completion(step, prompts[-1] if prompts else "", answers[-1], rollout.reward)
+    return Completion(step, prompts[-1] if prompts else "", answers[-1], rollout.reward, len(answers))
 
 
 @dataclass
@@ -75,6 +82,8 @@ class Progress:
     rewards: list[tuple[int, float]] = field(default_factory=list)
     evals: list[tuple[int, float]] = field(default_factory=list)
     completions: deque[Completion] = field(default_factory=lambda: deque(maxlen=KEPT_SAMPLES))
+    #: The latest of each step that is not over, and of the one that ended last.
+    of_steps: dict[int, Completion] = field(default_factory=dict)
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_NOTES))
     _tokens: deque[tuple[int, int]] = field(default_factory=deque)
 
@@ -105,6 +114,7 @@ class Progress:
     def add_step(self, step: int, metrics: dict[str, float]) -> None:
         """A step was applied."""
         self.step, self.metrics = step, metrics
+        self.of_steps = {number: one for number, one in self.of_steps.items() if number >= step}
         if "train/reward" in metrics:
             self.rewards.append((step, metrics["train/reward"]))
 
@@ -120,6 +130,8 @@ class Progress:
         completion = completion_of(event)
         if completion is not None:
             self.completions.append(completion)
+            if completion.step is not None and completion.step >= self.step:
+                self.of_steps[completion.step] = completion
 
     @property
     def tokens_per_second(self) -> float:

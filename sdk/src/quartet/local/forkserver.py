@@ -8,7 +8,8 @@ takes milliseconds, at a start and at a restart alike, and shares their memory.
    for a signal. It imports nothing while it has children.
 2. A forked service is as its command would be, `python -m MODULE ARGUMENT...`: that command as its title, a
    process group and a log of its own, and the environment that the launcher gave, whatever imports changed.
-3. Children die with this process (see tether.py), and it ends with its stdin.
+3. Children die with this process (see tether.py), and it ends with its stdin, or by SIGKILL: signals that ask
+   for an end are for the services, which end in order.
 4. It has one thread, however much it imported: a fork copies no others, and what they held stays held. Where
    it has more, or cannot fork, it answers `{"forked": 0}`.
 5. A child ends with its main thread. What is registered for the interpreter's exit does not run, and threads
@@ -25,6 +26,7 @@ import json
 import os
 import runpy
 import selectors
+import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -37,6 +39,8 @@ from setproctitle import getproctitle, setproctitle, setthreadtitle
 from quartet.kit.imports import uncollected
 from quartet.local.tether import die_with
 
+#: What a process may be asked to end with, or have inherited from whoever started the launcher.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 #: What libraries read the size of their thread pools from.
 POOLS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -127,10 +131,15 @@ def become(request: Request, environment: Mapping[str, str]) -> NoReturn:
             os.dup2(source, target)
         os.close(nothing)
         os.close(log)
+        for one in SIGNALS:
+            signal.signal(one, signal.default_int_handler if one == signal.SIGINT else signal.SIG_DFL)
         os.environ.clear()
         os.environ.update({**environment, **request.environment})
-        setproctitle(" ".join([sys.executable, "-m", request.module, *request.arguments]))
+        title = " ".join([sys.executable, "-m", request.module, *request.arguments])
+        setproctitle(title.encode(errors="replace").decode())
         setthreadtitle(os.path.basename(sys.executable))
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed()  # what is random of itself is so in each process
         sys.argv = [request.module, *request.arguments]
         runpy.run_module(request.module, run_name="__main__", alter_sys=True)
         code = 0
@@ -165,6 +174,10 @@ def preload(modules: Sequence[str]) -> None:
 
 def main(modules: Sequence[str]) -> None:
     """The process of the server, and of each of its children."""
+    for one in SIGNALS:
+        # An end of children that nobody is to hear of could not be waited for.
+        signal.signal(one, signal.SIG_DFL if one == signal.SIGCHLD else signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     # Its place in memory is found by the environment, which imports change.
     getproctitle()
     environment = dict(os.environ)

@@ -38,7 +38,11 @@ MISPLACED: Mapping[str, Sequence[str]] = {
 
 #: Others, and what to write.
 IN_TABLES: Mapping[str, Mapping[str, str]] = {
-    "trainer": {"model": _MODEL, "loss": REMEDIES["loss_type"], "log": _LOG},
+    "trainer": {
+        "model": _MODEL,
+        "loss": REMEDIES["loss_type"],
+        "log": "its log tells everything at level info; remove it",
+    },
     "orchestrator": {
         "model": _MODEL,
         "train": "[sampling], [[env]] and [algorithm] stand at the top of the file",

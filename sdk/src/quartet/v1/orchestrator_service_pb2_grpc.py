@@ -124,8 +124,8 @@ class OrchestratorServiceServicer:
     def WatchRun(self, request, context):
         """WatchRun streams events from after_event on, then new ones until the run is COMPLETED, FAILED or STOPPED. Called again with the last
         number seen it goes on without gaps, also after the orchestrator's restart. Old rollouts may have lost their samples and messages
-        (docs/journal.md). Errors: RUN_UNKNOWN, CHECKSUM_MISMATCH (its journal is damaged), NOT_READY (the orchestrator drains, or its disk is
-        full).
+        (docs/journal.md). Errors: RUN_UNKNOWN, INVALID_REQUEST (after_event is beyond the last), CHECKSUM_MISMATCH (its journal is damaged),
+        NOT_READY (the orchestrator drains, or its disk is full).
         Example: WatchRun{after_event 0} -> phase{PENDING} eval{...} phase{TRAINING} step{1} step{2} heartbeat ... phase{COMPLETED}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

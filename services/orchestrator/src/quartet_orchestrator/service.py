@@ -52,6 +52,13 @@ class OrchestratorServicer(OrchestratorServiceServicer):
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: Any) -> AsyncIterator[pb.WatchRunResponse]:
         book = self._runs.get(request.run_id)
+        if request.after_event > book.journal.last_event:
+            raise QuartetError(
+                "INVALID_REQUEST",
+                f"after_event = {request.after_event} is refused: the last event of run {request.run_id!r} is "
+                f"{book.journal.last_event}; give at most that",
+                field="after_event",
+            )
         events = _responses(book, request.after_event, request.include_rollouts)
 
         def heartbeat() -> pb.WatchRunResponse:
