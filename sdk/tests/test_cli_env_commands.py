@@ -97,6 +97,11 @@ def test_names_that_python_could_not_import_are_refused(tmp_path: Path, name: st
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_name_that_hides_a_package_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'numpy' is the name of a package that is installed"):
+        write_package("numpy", tmp_path)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_templates_are_python_of_the_package_s_own_name(tmp_path: Path, kind: str) -> None:
     folder = write_package("three-word-name", tmp_path, kind)

@@ -78,12 +78,13 @@ def test_an_environment_of_the_other_interpreter_is_pointed_to(
     other.symlink_to(sys.executable)
     (tmp_path / "empty").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "empty").chmod(0o755)
-    with pytest.raises(ConfigError, match=f"has it: add --envhost.python {re.escape(str(other))}"):
+    remedy = f"has it: name no envhost.python, or add --envhost.python {re.escape(str(other))}"
+    with pytest.raises(ConfigError, match=remedy):
         with_interpreters({"python": str(tmp_path / "empty")}, ["json"])
     own = installed.own_python("json")
     own.parent.mkdir(parents=True)
     own.symlink_to(sys.executable)
-    with pytest.raises(ConfigError, match=f"{re.escape(str(own))} has it: add"):
+    with pytest.raises(ConfigError, match=f"{re.escape(str(own))} has it: name no"):
         with_interpreters({"python": str(tmp_path / "empty")}, ["json"])
 
 

@@ -185,6 +185,28 @@ def test_figure_and_screens_show_the_run(tmp_path: Path) -> None:
     assert "4 of 4" in shown and "1 restarts" in shown and "cba" in shown
 
 
+def test_the_completion_below_a_step_is_of_that_step() -> None:
+    progress, text = Progress(), io.StringIO()
+    plain = Plain(text)
+    seen: set[str] = set()
+    for event in history():
+        progress.apply(event)
+        plain.event(event, progress)
+        if event.WhichOneof("kind") == "rollout" and event.rollout.step == 1:
+            seen |= {m.content for m in event.rollout.rollout.messages if m.role == "user"}
+    # Those of the next steps come before a step has ended.
+    ahead = WatchRunResponse(event=progress.last_event + 1, at_ms=1)
+    ahead.rollout.step = progress.step + 2
+    for role, content in (("user", "early"), ("assistant", "ylrae"), ("assistant", "once more")):
+        ahead.rollout.rollout.messages.add(role=role, content=content)
+    progress.apply(ahead)
+    shown = [line for line in text.getvalue().splitlines() if "completion: " in line]
+    assert len(shown) == 1 and any(repr(prompt) in shown[0] for prompt in seen)
+    one = progress.of_steps[progress.step + 2]
+    assert (one.prompt, one.answer, one.whose) == ("early", "once more", " for all 2 turns")
+    assert set(progress.of_steps) <= {progress.step, progress.step + 2}, "of steps that are over, one"
+
+
 def test_a_run_that_others_began_is_shown_by_its_own_clock() -> None:
     progress, text = Progress(), io.StringIO()
     plain = Plain(text, submitted_at_ms=500)

@@ -74,6 +74,12 @@ def test_a_model_folder_is_taken_by_its_absolute_path(
         model_path("m")
     (tmp_path / "m" / "tokenizer.json").touch()
     assert model_path("m") == str(tmp_path / "m")
+    (tmp_path / "toys" / "tiny").mkdir(parents=True)
+    (tmp_path / "toys" / "tiny" / "config.json").touch()
+    with pytest.raises(ConfigError, match="did you mean 'toys/tiny'"):
+        model_path("toys/tinny")
+    with pytest.raises(ConfigError, match="fetch it with 'hf download owner/other'$"):
+        model_path("owner/other")
     cached = tmp_path / "hub" / "models--owner--name"
     (cached / "snapshots" / "abc").mkdir(parents=True)
     for name in ("config.json", "model.safetensors", "tokenizer.json"):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pydantic
 import pytest
 from quartet.config import Config, ConfigError, load, main
+from quartet.config.explain import MAX_TOLD
 
 Toml = Callable[[str, str], str]
 
@@ -167,13 +168,29 @@ def test_an_element_of_a_list_can_be_overridden(toml: Toml) -> None:
             ["'3' is not an index"],
         ),
         (["--max-steps=1", "--env", '[{id = "x"}]', "--env.id=y"], ["for the first write --env.0.id"]),
+        (["--max-steps=1", "--env", '[{id = "x"}]', "--env.1.id=y"], ["for the first write --env.0.id"]),
         (["--max-steps=1", "--env", '[{id = "x", wait = 1}]'], ["'env.0.wait'"]),
+        (["--max-steps=1", "--max-steps.x=3"], ["write '--max_steps VALUE'"]),
+        (
+            ["--max-steps=1", "--server", "true"],
+            ["write a table [server], or '--server.KEY VALUE', of drain"],
+        ),
+        (["--max-steps=1", "--server.reflection", "yes"], ["write '--server.reflection', or"]),
     ],
 )
 def test_refusals_name_key_value_and_remedy(argv: list[str], parts: list[str]) -> None:
     text = _refusal(*argv)
     for part in parts:
         assert part in text
+
+
+def test_each_thing_that_is_wrong_has_a_line_up_to_a_bound() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(Outer, ["--max-steps=x", "--server=3", *(f"--zz{number}=1" for number in range(9))])
+    first, *others = str(caught.value).split("\n")
+    assert first.startswith("unknown key 'zz0'") and caught.value.key == "zz0"
+    assert len(others) == MAX_TOLD and all(line.startswith("  also: unknown") for line in others[:-1])
+    assert others[-1] == "  and 3 more"
 
 
 def test_bad_toml_names_file_and_line(toml: Toml) -> None:

@@ -56,6 +56,10 @@ def test_an_unknown_argument_is_refused_with_the_nearest() -> None:
         args.num_generation = 4
     with pytest.raises(vf.ConfigError, match="did you mean 'learning_rate'"):
         vf.GRPOConfig(learningrate=1)
+    with pytest.raises(vf.ConfigError, match="did you mean 'learning_rate'"):
+        args.lr = 1
+    with pytest.raises(vf.ConfigError, match="did you mean 'num_generations'"):
+        args.rollouts_per_example = 4
     with pytest.raises(vf.ConfigError, match=r"docs/python\.md lists them"):
         args.zzz = 4
     with pytest.raises(AttributeError, match="did you mean 'epsilon'"):

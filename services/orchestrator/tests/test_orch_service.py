@@ -60,6 +60,10 @@ async def test_submit_watch_status_list(world):
         assert status.config_toml == TOML and status.last_event == seen[-1].event
         status.ClearField("config_toml")
         assert list(listed) == [status]
+        beyond = stub.WatchRun(pb.WatchRunRequest(run_id="run", after_event=seen[-1].event + 1))
+        with pytest.raises(QuartetError, match=f"the last event of run 'run' is {seen[-1].event};") as caught:
+            [event async for event in stream(beyond, idle_timeout_s=20)]
+        assert caught.value.reason == "INVALID_REQUEST"
 
 
 @pytest.mark.parametrize(

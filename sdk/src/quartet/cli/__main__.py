@@ -11,6 +11,7 @@ import argparse
 import sys
 
 from quartet.cli import exits
+from quartet.cli.env.installed import REFUSALS
 from quartet.cli.extras import need
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
@@ -170,7 +171,8 @@ def main(argv: list[str] | None = None) -> int:
         return exits.REFUSED
     except (QuartetError, ServiceFailed) as error:
         print(f"error: {error}", file=sys.stderr)
-        return exits.FAILED
+        refused = isinstance(error, QuartetError) and error.reason in REFUSALS
+        return exits.REFUSED if refused else exits.FAILED
     except OSError as error:  # a full disk, a folder that may not be written
         where = f"{error.filename}: " if error.filename else ""
         print(f"error: {where}{error.strerror or error}", file=sys.stderr)

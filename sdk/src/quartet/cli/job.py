@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -90,10 +91,18 @@ def model_path(model: str) -> str:
         snapshot = cached / "snapshots" / main.read_text().strip()
         if (snapshot / "config.json").is_file():
             return _whole(model, snapshot)
-    raise ConfigError(
-        f"model = {model!r} is neither a folder here nor a model in the Hugging Face cache; fetch it "
-        f"with 'hf download {model}', or make a toy in that folder with 'quartet model tiny {model}'"
-    )
+    neither = "neither a folder here nor a model in the Hugging Face cache"
+    raise ConfigError(f"model = {model!r} is {neither}; {_instead(folder)}")
+
+
+def _instead(folder: Path) -> str:
+    """What to do about a model that is not there."""
+    beside = folder.parent
+    models = [str(config.parent) for config in beside.glob("*/config.json")] if beside.is_dir() else []
+    if close := difflib.get_close_matches(str(folder), models, n=1):
+        return f"did you mean {close[0]!r}?"
+    toy = f", or make a toy in that folder with 'quartet model tiny {folder}'" if beside.is_dir() else ""
+    return f"fetch it with 'hf download {folder}'{toy}"
 
 
 def _whole(model: str, folder: Path) -> str:

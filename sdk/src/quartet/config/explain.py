@@ -1,4 +1,4 @@
-"""Turns a pydantic error into one sentence: key, value, where it was set, what would be right."""
+"""Turns a pydantic error into sentences: key, value, where it was set, what would be right."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from quartet.config.model import Config, ConfigError
 
 #: Of a known key to an unknown one, from which on it is taken for what was meant (difflib's ratio).
 LIKENESS = 0.7
+#: Of the things that are wrong.
+MAX_TOLD = 8
 
 # What is right, in words, for the error types whose pydantic text speaks of Python.
 _EXPECTED = {
@@ -35,17 +37,17 @@ _EXPECTED = {
 def explain(
     model: type[pydantic.BaseModel], error: pydantic.ValidationError, origins: dict[tuple[str, ...], str]
 ) -> ConfigError:
-    """One sentence about the first thing that is wrong, and how many more there are; with its parts."""
+    """A sentence about each thing that is wrong, on a line of its own; with the parts of the first."""
     problems = error.errors(include_url=False)
-    # Unknown keys first: a misspelt key often explains a missing one.
-    problems.sort(key=lambda one: one["type"] != "extra_forbidden")
-    refusal = _refusal(model, dict(problems[0]), origins)
-    more = len(problems) - 1
-    if not more:
-        return refusal
-    return ConfigError(
-        f"{refusal} (and {more} more)", key=refusal.key, value=refusal.value, remedy=refusal.remedy
-    )
+    if any(one["type"] == "extra_forbidden" for one in problems):
+        # A misspelt key often explains a missing one.
+        problems = [one for one in problems if one["type"] != "missing"]
+        problems.sort(key=lambda one: one["type"] != "extra_forbidden")
+    first, *others = (_refusal(model, dict(problem), origins) for problem in problems[:MAX_TOLD])
+    lines = [str(first), *(f"  also: {other}" for other in others)]
+    if len(problems) > MAX_TOLD:
+        lines.append(f"  and {len(problems) - MAX_TOLD} more")
+    return ConfigError("\n".join(lines), key=first.key, value=first.value, remedy=first.remedy)
 
 
 def _refusal(
@@ -63,6 +65,9 @@ def _refusal(
             remedy = f"set it in a file or with '--{key} VALUE'"
             return ConfigError(f"required key {key!r} is not set; {remedy}", key=key, remedy=remedy)
     remedy = _remedy(problem)
+    table = model_at(model, loc)
+    if problem["type"] in ("model_type", "model_attributes_type") and table is not None:
+        remedy = f"write a table [{key}], or '--{key}.KEY VALUE', of {', '.join(table.model_fields)}"
     if not key:
         return ConfigError(remedy + where, remedy=remedy)
     return ConfigError(f"{key} = {value}{where} is refused: {remedy}", key=key, value=value, remedy=remedy)

@@ -7,7 +7,7 @@
    text.
 3. `max-steps` and `max_steps` are the same key.
 4. A file after the name of a table is what stands in that table: one file for each service.
-5. Whatever is wrong becomes one ConfigError sentence: where, key, value, what would be right.
+5. Whatever is wrong becomes a sentence of one ConfigError: where, key, value, what would be right.
 """
 
 from __future__ import annotations
@@ -163,6 +163,8 @@ def _merge_option(draft: Draft, model: type[Config], token: str, rest: list[str]
     elif (negated := _negated(model, path)) is not None:
         path, value = negated, False
     elif is_flag(annotation_at(model, path)) and (not rest or rest[0] not in ("true", "false")):
+        if rest and not _is_argument(rest[0]):
+            raise ConfigError(f"--{name} {rest[0]} is refused: write '--{name}', or '--{name} false'")
         value = True
     elif rest and not _is_argument(rest[0]):
         value = _parse(model, path, rest.pop(0))
@@ -212,7 +214,9 @@ def _assign(draft: Draft, path: tuple[str, ...], value: Any, origin: str) -> Non
             node = node.setdefault(_existing(node, part), {})
         if not isinstance(node, (dict, list)):
             outer = ".".join(path[: depth + 1])
-            raise ConfigError(f"{origin} cannot be set: {outer} is {node!r}, not a table")
+            raise ConfigError(
+                f"{origin} cannot be set: {outer} is {node!r}, not a table; write '--{outer} VALUE'"
+            )
     if isinstance(node, list):
         node[_index(node, path[-1], origin)] = value
         return
@@ -226,9 +230,11 @@ def _assign(draft: Draft, path: tuple[str, ...], value: Any, origin: str) -> Non
 
 def _index(node: list[Any], part: str, origin: str) -> int:
     if not part.isdecimal() or int(part) >= len(node):
-        indexed = origin.replace(f".{part}", f".0.{part}", 1) if origin.startswith("--") and node else ""
+        # A list is made by a file; options only change what is in it.
+        put = part if not part.isdecimal() else None
+        first = origin.replace(f".{part}", f".0.{put}" if put else ".0", 1)
         raise ConfigError(
             f"{origin} cannot be set: {part!r} is not an index of a list of {len(node)}"
-            + (f"; for the first write {indexed}" if indexed else "")
+            + (f"; for the first write {first}" if node and origin.startswith("--") else "")
         )
     return int(part)

@@ -17,6 +17,7 @@ from typing import Any
 
 from quartet.config.model import ConfigError
 from quartet.grpo.untranslated import REFUSED, WITHOUT_EFFECT
+from quartet.run.other_names import SAME
 
 
 class GRPOConfig:
@@ -187,5 +188,8 @@ def grpo_defaults(run_name: str) -> GRPOConfig:
 
 def nearest(name: str, known: Sequence[str]) -> str:
     """What may have been meant."""
+    others = (SAME.get(name), *(other for other, key in SAME.items() if key == name))
+    if meant := next((other for other in others if other in known), None):
+        return f"did you mean {meant!r}?"
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else "docs/python.md lists them"

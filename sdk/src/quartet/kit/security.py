@@ -149,6 +149,8 @@ def check_client(address: str, security: ClientSecurity) -> None:
     """Refuse to send prompts, weights and tokens in plaintext off this machine. Raises ConfigError."""
     if security.encrypted or security.insecure_ok_off_loopback or is_loopback(address):
         return
+    if "://" in address:
+        raise ConfigError(f"address {address!r} is a URL; write host:port")
     if not address.rpartition(":")[2].isdecimal():
         raise ConfigError(f"address {address!r} has no port; write host:port")
     raise ConfigError(

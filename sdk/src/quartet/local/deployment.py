@@ -169,7 +169,9 @@ async def _refusal(spec: ChildSpec, apart: bool) -> str:
     if code == 0:
         return ""
     lines = said.strip().splitlines()
-    last = lines[-1] if lines else f"exit code {code}"
+    # A refusal may have several lines.
+    begins = max((number for number, line in enumerate(lines) if line.startswith("error: ")), default=-1)
+    last = "\n".join(lines[begins:]) if lines else f"exit code {code}"
     module = spec.command[2]
     if f"No module named {module}" in last:
         return f"{module} is not installed for {spec.command[0]}; pip install the service {spec.name} there"

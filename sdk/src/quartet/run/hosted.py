@@ -22,9 +22,12 @@ GroupSize = Annotated[int, Field(ge=1, le=MAX_GROUP, strict=True)]
 
 
 def as_array(tables: Any, key: str) -> Any:
-    """What was given for a list of tables, refused where it is one table."""
+    """What was given for a list of tables, refused where it is one table, or names."""
     if isinstance(tables, dict):
         raise ValueError(f"environments are a list of tables; write [[{key}]] with two brackets")
+    names = [tables] if isinstance(tables, str) else tables
+    if isinstance(names, list | tuple) and any(isinstance(name, str) for name in names):
+        raise ValueError(f'environments are a list of tables; write [[{key}]] with id = "..." for each')
     return tables
 
 

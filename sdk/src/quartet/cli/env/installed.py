@@ -118,7 +118,7 @@ def _remedy(module: str, python: str, installed: Sequence[str]) -> str:
     """What to do about an environment that is not installed, naming only what exists."""
     for other in (str(own_python(module)), ENVIRONMENTS_PYTHON):
         if other != python and Path(other).exists() and find(module, other)[0]:
-            return f"{other} has it: add --envhost.python {other}"
+            return f"{other} has it: name no envhost.python, or add --envhost.python {other}"
     folders = [file.parent for file in Path("environments").glob("*/pyproject.toml")]
     if here := next((folder for folder in folders if folder.name == module), None):
         return f"install it there: {python} -m pip install -e {here}"

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import importlib.util
 import keyword
 import re
 import shlex
@@ -39,6 +40,9 @@ def write_package(name: str, parent: Path, kind: str = "single") -> Path:
     module = name.replace("-", "_")
     if keyword.iskeyword(module) or module in sys.stdlib_module_names | NEEDED:
         raise ConfigError(f"{name!r} is no name of a package: Python has a module or a word of that name")
+    found = importlib.util.find_spec(module)
+    if found is not None and found.origin is not None:  # a folder here may have any name
+        raise ConfigError(f"{name!r} is the name of a package that is installed; choose another")
     folder = parent / module
     if folder.exists():
         raise ConfigError(f"{folder} exists; choose another name, or another --path")
