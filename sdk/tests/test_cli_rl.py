@@ -78,7 +78,7 @@ def test_a_model_folder_is_taken_by_its_absolute_path(
     (tmp_path / "toys" / "tiny" / "config.json").touch()
     with pytest.raises(ConfigError, match="did you mean 'toys/tiny'"):
         model_path("toys/tinny")
-    with pytest.raises(ConfigError, match="fetch it with 'hf download owner/other'$"):
+    with pytest.raises(ConfigError, match=r"fetch it with 'hf download owner/other'\Z"):
         model_path("owner/other")
     cached = tmp_path / "hub" / "models--owner--name"
     (cached / "snapshots" / "abc").mkdir(parents=True)

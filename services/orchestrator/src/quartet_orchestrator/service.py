@@ -55,8 +55,8 @@ class OrchestratorServicer(OrchestratorServiceServicer):
         if request.after_event > book.journal.last_event:
             raise QuartetError(
                 "INVALID_REQUEST",
-                f"after_event = {request.after_event} is refused: the last event of run {request.run_id!r} is "
-                f"{book.journal.last_event}; give at most that",
+                f"after_event = {request.after_event} is refused: the last event of run "
+                f"{request.run_id!r} is {book.journal.last_event}; give at most that",
                 field="after_event",
             )
         events = _responses(book, request.after_event, request.include_rollouts)
