@@ -23,6 +23,8 @@ class Body(pydantic.BaseModel):
 
 
 class CreateSession(Body):
+    """A ServiceClient begins."""
+
     tags: list[str] = []
     user_metadata: dict[str, Any] | None = None
     sdk_version: str = ""
@@ -31,10 +33,14 @@ class CreateSession(Body):
 
 
 class SessionName(Body):
+    """Which session is still there."""
+
     session_id: str
 
 
 class CreateSamplingSession(Body):
+    """A sampler of the weights at `model_path`; without it, of the base model."""
+
     session_id: str
     sampling_session_seq_id: int
     base_model: str | None = None
@@ -42,10 +48,14 @@ class CreateSamplingSession(Body):
 
 
 class JoinSamplingSession(Body):
+    """Another process uses a sampler."""
+
     sampling_session_id: str
 
 
 class Lora(Body):
+    """The adapters of a new model. Without `seed` one is drawn; `train_unembed` has no effect."""
+
     rank: int
     seed: int | None = None
     train_unembed: bool = True
@@ -60,6 +70,8 @@ class Optimizer(pydantic.BaseModel):
 
 
 class CreateModel(Body):
+    """A model to train; refused without `lora_config`."""
+
     session_id: str
     model_seq_id: int
     base_model: str
@@ -69,10 +81,14 @@ class CreateModel(Body):
 
 
 class ModelName(Body):
+    """Which model is meant."""
+
     model_id: str
 
 
 class OptimStep(Body):
+    """A step of Adam; refused without `adam_params`."""
+
     model_id: str
     seq_id: int
     adam_params: dict[str, Any] | None = None
@@ -80,6 +96,8 @@ class OptimStep(Body):
 
 
 class SaveWeights(Body):
+    """A state to save; without `path` it is named after `seq_id`."""
+
     model_id: str
     seq_id: int
     path: str | None = None
@@ -90,6 +108,8 @@ class SaveWeights(Body):
 
 
 class SaveForSampler(Body):
+    """Weights to publish: with `path` for samplers to be made of it, without it for one at once."""
+
     model_id: str
     seq_id: int
     path: str | None = None
@@ -100,6 +120,8 @@ class SaveForSampler(Body):
 
 
 class LoadWeights(Body):
+    """A state to return to; without `model_id`, one to make a new model of the session from."""
+
     path: str
     optimizer: bool
     model_id: str | None = None
@@ -113,6 +135,8 @@ class LoadWeights(Body):
 
 
 class TextChunk(Body):
+    """Token ids of a prompt."""
+
     tokens: list[Annotated[int, pydantic.Field(ge=0, lt=2**31)]]
 
 
@@ -123,6 +147,8 @@ class OtherChunk(pydantic.BaseModel):
 
 
 class Prompt(Body):
+    """What is to be completed, in chunks."""
+
     chunks: list[TextChunk | OtherChunk]
 
     def tokens(self) -> list[int]:
@@ -138,6 +164,8 @@ class Prompt(Body):
 
 
 class SamplingParams(Body):
+    """How to sample. None: as the inference service does; `stop` = []: not even at the model's own end."""
+
     max_tokens: int | None = pydantic.Field(default=None, ge=1, lt=2**31)
     seed: int | None = None
     stop: str | list[str] | list[Annotated[int, pydantic.Field(ge=0, lt=2**31)]] | None = None
@@ -147,6 +175,8 @@ class SamplingParams(Body):
 
 
 class SampleBody(Body):
+    """Completions to sample, `num_samples` of one prompt."""
+
     sampling_session_id: str
     seq_id: int
     prompt: Prompt
@@ -175,11 +205,15 @@ class SampleBody(Body):
 
 
 class RetrieveFuture(Body):
+    """Which promise is waited for, or is to be cancelled."""
+
     request_id: str
     allow_metadata_only: bool = False
 
 
 class WeightsInfo(Body):
+    """Which saved weights are asked about."""
+
     tinker_path: str
 
 

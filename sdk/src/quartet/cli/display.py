@@ -102,6 +102,7 @@ class Plain:
         self._restarts: dict[str, int] = {}
 
     def event(self, event: WatchRunResponse, progress: Progress) -> None:
+        """A line, where the event says something; after a step in ten also a completion."""
         if line := event_line(event, progress):
             self._print(event.at_ms, line)
         if event.WhichOneof("kind") == "step" and (event.step.step - 1) % STEPS_OF_A_COMPLETION == 0:
@@ -114,12 +115,14 @@ class Plain:
             self._print(at_ms, said + last.whose)
 
     def tick(self, progress: Progress, services: Sequence[Status]) -> None:
+        """A line for each service that was restarted since the last one."""
         for status in services:
             if status.restarts > self._restarts.get(status.name, 0):
                 self._restarts[status.name] = status.restarts
                 self.say(f"{status.name} died and is started again (restart {status.restarts})")
 
     def say(self, line: str) -> None:
+        """Print the line, with the time of now."""
         self._print(time.time() * 1000, line)
 
     def _print(self, at_ms: float, line: str) -> None:

@@ -91,10 +91,12 @@ class LiveScreen:
         self._live.start()
 
     def event(self, event: WatchRunResponse, progress: Progress) -> None:
+        """Keep what it says as news; steps are seen in the figures."""
         if event.WhichOneof("kind") in ("eval", "phase", "note") and (line := event_line(event, progress)):
             self.say(line)
 
     def tick(self, progress: Progress, services: Sequence[Status]) -> None:
+        """Show how things stand now."""
         self._live.update(self.render(progress, services))
 
     def render(self, progress: Progress, services: Sequence[Status]) -> Group:
@@ -114,7 +116,9 @@ class LiveScreen:
         )
 
     def say(self, line: str) -> None:
+        """Keep a line of news, of which the last four are on the screen."""
         self._news.append(line)
 
     def close(self) -> None:
+        """Leave the screen as it was last."""
         self._live.stop()

@@ -24,6 +24,7 @@ class Lines(Plain):
         self._seen: dict[int, list[Completion]] = defaultdict(list)
 
     def event(self, event: WatchRunResponse, progress: Progress) -> None:
+        """A step where one is due, with a few of its conversations; of other events their line."""
         kind = event.WhichOneof("kind")
         if kind == "rollout" and event.rollout.HasField("step"):
             seen = self._seen[event.rollout.step]

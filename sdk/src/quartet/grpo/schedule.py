@@ -60,6 +60,7 @@ class Steps:
 
 
 def schedule(draft: Draft, steps: Steps) -> None:
+    """Puts max_steps, the learning rate and its schedule into the draft. Raises ConfigError."""
     args = draft.args
     draft.put("max_steps", steps.total, "max_steps")
     kind = draft.chosen("lr_scheduler_type", tuple(SCHEDULERS))
@@ -107,6 +108,7 @@ def _warmup(draft: Draft, steps: Steps, kind: str) -> None:
 
 
 def optimizer_keys(draft: Draft) -> None:
+    """Puts the optimizer, and what else needs no translation, into the draft. Raises ConfigError."""
     optimizer = draft.chosen("optim", (*ADAMW, "sgd"))
     draft.put("optimizer", "adamw" if optimizer in ADAMW else optimizer, "optim")
     if optimizer == "sgd":

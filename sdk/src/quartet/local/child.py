@@ -89,6 +89,7 @@ class Child:
 
     @property
     def pid(self) -> int:
+        """The process, and the group that it leads."""
         return self._process.pid
 
     @property

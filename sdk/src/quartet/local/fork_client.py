@@ -71,12 +71,15 @@ class Forked:
 
     @property
     def returncode(self) -> int | None:
+        """Its exit code, negative for a signal; None until it is known."""
         return self._code.result() if self._code.done() else None
 
     async def wait(self) -> int:
+        """Its exit code, negative for a signal. Whoever stops waiting leaves it running."""
         return await asyncio.shield(self._code)
 
     def send_signal(self, signal: int, /) -> None:
+        """Nothing once its exit code is known; before that, ProcessLookupError where it has gone already."""
         if not self._code.done():
             os.kill(self.pid, signal)
 

@@ -41,14 +41,17 @@ class Receipt:
 
     @property
     def size(self) -> int:
+        """Bytes of the whole payload."""
         return len(self.buffer)
 
     @property
     def complete(self) -> bool:
+        """Whether nothing is missing; the digest of the whole is not compared yet."""
         return not self.missing and self.end is not None
 
     @property
     def exhausted(self) -> bool:
+        """Whether too many chunks were damaged, or one too often, to fetch any again."""
         counts = self.refetches.values()
         return any(count > MAX_REFETCHES for count in counts) or sum(counts) > MAX_DAMAGED
 

@@ -179,6 +179,8 @@ class Route(grpc.aio.Channel):  # type: ignore[misc]
         return self._announcer
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        """A call that goes from source to source; it has to be given one `timeout` for all, in seconds."""
+
         async def call(request: Any, **options: Any) -> Any:
             deadline = time.monotonic() + options["timeout"]
             while True:
@@ -207,15 +209,19 @@ class Route(grpc.aio.Channel):  # type: ignore[misc]
         return call
 
     def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """A call whose stream goes on with the next source until one has begun to send."""
+
         def call(request: Any) -> _RoutedStream:
             return _RoutedStream(self, lambda: self.channel().unary_stream(*args, **kwargs)(request))
 
         return call
 
     def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        """The announcer's."""
         return self._announcer.stream_unary(*args, **kwargs)
 
     def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """The announcer's."""
         return self._announcer.stream_stream(*args, **kwargs)
 
     async def __aenter__(self) -> Route:
@@ -228,12 +234,15 @@ class Route(grpc.aio.Channel):  # type: ignore[misc]
         """Nothing: the channels belong to others."""
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """That of the source in use."""
         return self.channel().get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """Of the source in use when it is called."""
         await self.channel().wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
+        """Waits for the source in use when it is called."""
         await self.channel().channel_ready()
 
 

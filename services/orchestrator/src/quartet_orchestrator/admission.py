@@ -23,6 +23,7 @@ C = TypeVar("C")
 
 
 def check_run_id(run_id: str) -> None:
+    """Refuses a name that a run may not have. Raises INVALID_REQUEST."""
     if not is_run_id(run_id):
         raise QuartetError(
             "INVALID_REQUEST",
@@ -34,10 +35,12 @@ def check_run_id(run_id: str) -> None:
 
 
 def parse(config_toml: str) -> RunConfig:
+    """The configuration of a run. Raises INVALID_CONFIG."""
     return _parsed(parse_run, config_toml)
 
 
 def parse_evaluation(config_toml: str) -> EvaluateConfig:
+    """What an evaluation on demand is to measure. Raises INVALID_CONFIG."""
     return _parsed(evaluation.parse_evaluation, config_toml)
 
 
@@ -110,6 +113,7 @@ async def _described(environments: Sequence[HostedConfig], hosts: EnvHosts) -> l
 
 
 def refusal(key: str, value: object, remedy: str) -> QuartetError:
+    """The INVALID_CONFIG of one key, for the caller to raise."""
     return QuartetError(
         "INVALID_CONFIG", f"{key} = {value} is refused: {remedy}", key=key, value=value, remedy=remedy
     )

@@ -47,6 +47,7 @@ class Services:
 
     @classmethod
     def connect(cls, config: OrchestratorConfig) -> Services:
+        """Clients of the services that the configuration names; none is called yet. Raises ConfigError."""
         return cls(
             TrainerClient(config.trainer_address, config.security) if config.trainer_address else None,
             EnvHosts(config.envhost_addresses, config.security),
@@ -58,6 +59,7 @@ class Services:
         )
 
     async def close(self) -> None:
+        """Closes every connection; calls under way are cancelled."""
         if self.trainer is not None:
             await self.trainer.close()
         await self.hosts.close()
@@ -66,6 +68,8 @@ class Services:
 
 
 def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
+    """The run, to be executed; until then nothing is sent for it."""
+
     def outage(service: str) -> Outage:
         return Outage(service, services.patience_s, book.note)
 

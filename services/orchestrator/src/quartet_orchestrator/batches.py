@@ -30,10 +30,12 @@ TOKEN_BYTES, LOGPROB_BYTES, SPAN_BYTES, SAMPLE_OVERHEAD_BYTES = 5, 4, 25, 48
 
 
 def covered_tokens(rollouts: Sequence[Rollout]) -> int:
+    """Tokens of these that have their sampler's log-probability."""
     return sum(len(sample.logprobs) for rollout in rollouts for sample in rollout.samples)
 
 
 def size_of(rollout: Rollout) -> Size:
+    """Covered tokens and samples of one rollout."""
     return Size(covered_tokens([rollout]), len(rollout.samples))
 
 

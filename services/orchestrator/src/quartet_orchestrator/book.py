@@ -96,6 +96,7 @@ class Book:
         self.moved_at = time.monotonic()
 
     def note(self, message: str, *, warning: bool = False) -> None:
+        """Tells people something, in the log and as an event. Raises OSError; then it is in the log alone."""
         level = pb.NOTE_LEVEL_WARNING if warning else pb.NOTE_LEVEL_INFO
         (log.warning if warning else log.info)(message, run_id=self.state.run_id)
         self.write(note=pb.NoteEvent(level=level, message=message))
@@ -109,6 +110,7 @@ class Book:
         self.write(phase=pb.PhaseEvent(run=run))
 
     def run(self) -> pb.Run:
+        """The run as callers get it."""
         return self.state.to_proto(self.journal.last_event)
 
     def rollouts(self, group: int) -> list[rollout_pb2.Rollout]:
@@ -121,10 +123,12 @@ class Book:
         return [record.rollout.rollout for record in self.journal.select("rollout", group=group)]
 
     def closed_batch(self, batch: int) -> jpb.BatchClosed:
+        """What was written down when the batch was closed; also after it was trained."""
         (record,) = self.journal.select("batch", step=batch + 1)
         return record.batch
 
     async def settled(self) -> None:
+        """Returns once everything written so far survives a power cut. Raises OSError."""
         await asyncio.to_thread(self.journal.syncer())
 
     async def changed(self) -> None:
@@ -166,4 +170,5 @@ class Book:
             self.journal.rest()
 
     def close(self) -> None:
+        """Closes the journal for good: whoever reads it afterwards gets OSError."""
         self.journal.close()

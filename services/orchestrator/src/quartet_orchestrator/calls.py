@@ -26,6 +26,8 @@ from quartet.run.config import RunConfig
 
 
 class CallKind(Enum):
+    """What a call asks of the trainer; the value is the RPC's name."""
+
     PUBLISH = "PublishWeights"
     FORWARD_BACKWARD = "ForwardBackward"
     OPTIM_STEP = "OptimStep"
@@ -34,6 +36,8 @@ class CallKind(Enum):
 
 @dataclass(frozen=True)
 class Call:
+    """One entry of a run's list."""
+
     seq_id: int
     kind: CallKind
     # The batch that it belongs to; -1 for the first publication.
@@ -47,6 +51,8 @@ class Call:
 
 
 class CallPlan:
+    """A run's list of calls."""
+
     def __init__(
         self,
         *,
@@ -67,6 +73,7 @@ class CallPlan:
 
     @classmethod
     def of(cls, config: RunConfig) -> CallPlan:
+        """The list that follows from a run's configuration."""
         return cls(
             max_steps=config.max_steps,
             save_interval=config.ckpt.interval,
@@ -95,6 +102,7 @@ class CallPlan:
         return self.published_by(batch) + (1 if self._saves(batch) else 0)
 
     def call(self, seq_id: int) -> Call:
+        """The call with that number, which has to be on the list."""
         assert 1 <= seq_id <= self.last_of(self._max_steps - 1), seq_id
         if seq_id == 1:
             return Call(1, CallKind.PUBLISH, -1)

@@ -25,6 +25,8 @@ log = structlog.get_logger()
 
 
 class Compaction:
+    """Keeps one run's journal within `keep_bytes`, as far as it holds what nobody needs any more."""
+
     def __init__(self, book: Book, covered: Callable[[], int], keep_bytes: int) -> None:
         """`covered`: the steps whose rollouts nobody can ask for again."""
         self._book = book
@@ -50,6 +52,7 @@ class Compaction:
 
 
 def covered_by_states(book: Book, plan: CallPlan) -> Callable[[], int]:
+    """Of a run with Quartet's trainer: the steps that every state which it keeps contains."""
     return lambda: plan.covered_steps(book.state.applied_seq_id)
 
 

@@ -44,6 +44,7 @@ class Size:
 
 
 def advantages(kind: str, groups: Groups) -> list[list[float]]:
+    """One advantage for each reward, in its place; `kind` is a key of CREDIT. No group may be empty."""
     assert groups and all(len(group) > 0 for group in groups)
     assert all(math.isfinite(reward) for group in groups for reward in group)
     return CREDIT[kind](groups)

@@ -42,6 +42,8 @@ class _Host:
 
 
 class EnvHosts:
+    """Connections to the environment hosts, one at least."""
+
     def __init__(self, addresses: Sequence[str], security: ClientSecurity) -> None:
         assert addresses
         self._hosts = []
@@ -50,6 +52,8 @@ class EnvHosts:
             self._hosts.append(_Host(address, channel, EnvHostServiceStub(channel)))  # type: ignore[no-untyped-call]
 
     async def describe(self, environment: epb.EnvironmentRef) -> epb.EnvironmentInfo:
+        """What a host says of the environment once it has loaded it, which may take minutes. Raises
+        QuartetError: ENVIRONMENT_UNAVAILABLE where it takes too long."""
         host = self._choose()
         request = epb.DescribeEnvironmentRequest(environment=environment)
         try:
@@ -95,6 +99,7 @@ class EnvHosts:
             call.cancel()
 
     async def close(self) -> None:
+        """Closes every connection; streams under way are cancelled."""
         for host in self._hosts:
             await host.channel.close()
 

@@ -49,6 +49,7 @@ class Outcome:
 
     @property
     def asked(self) -> int:
+        """How many rollouts are wanted of it in all."""
         return self.examples * self.trial.rollouts_per_example
 
     def ended(self, example: int, rollout: rpb.Rollout) -> None:
@@ -76,6 +77,7 @@ class Outcome:
 
 
 def of_evaluation(outcomes: Sequence[Outcome], pass_threshold: float) -> dict[str, float]:
+    """Metrics by name, of all environments and of each. A reward from `pass_threshold` on passes."""
     good = [result for outcome in outcomes for result in outcome.good.values()]
     values = _coverage("eval", outcomes) | {"eval/rollouts": float(len(good))}
     if good:

@@ -19,6 +19,8 @@ from quartet_orchestrator.sampling import Sampling
 
 
 class Evaluation:
+    """The evaluations that a run does by its own configuration."""
+
     def __init__(self, book: Book, config: RunConfig, sampling: Sampling) -> None:
         self._book = book
         self._config = config

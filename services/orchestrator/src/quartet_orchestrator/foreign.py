@@ -56,6 +56,8 @@ class Over:
 
 
 class ForeignTraining:
+    """What stands in for Training where another program trains the run."""
+
     #: Whether a step may be broken off: nothing of it is here but what the book says.
     MAY_BREAK_OFF = True
 
@@ -83,6 +85,7 @@ class ForeignTraining:
         await self._served(self._book.state.step)
 
     async def close(self, *, goes_on: bool) -> None:
+        """Ends the stream: without an error where all is trained for good, else with RUN_NOT_SERVED."""
         run_id, done = self._book.state.run_id, self._book.state.step == self._config.max_steps
         if done and not goes_on:
             self.over = Over(None)
@@ -107,9 +110,11 @@ class ForeignTraining:
         """What it trained is the trainer's own to keep."""
 
     async def guard(self) -> None:
+        """Waits for ever: `open` and `train` notice by themselves that the trainer is away."""
         await asyncio.Event().wait()
 
     async def trained(self, batch: int) -> Trained:
+        """When a batch was trained, as its acknowledgements tell it; there are no metrics."""
         return await asyncio.to_thread(of_acks, self._book, batch)
 
     def stream(self) -> RolloutStream:
@@ -119,10 +124,12 @@ class ForeignTraining:
         return self._stream
 
     def left(self, stream: RolloutStream) -> None:
+        """A stream has ended. If it was the newest one, the trainer is away from now on."""
         if stream is self._stream:
             self._stream, self._away_since = None, time.monotonic()
 
     def serves(self, stream: RolloutStream) -> bool:
+        """Whether the stream is the newest one."""
         return stream is self._stream
 
     def waiting(self) -> list[Group]:

@@ -28,9 +28,11 @@ class RunGauges(Collector):
         self._states = states
 
     def describe(self) -> Iterable[GaugeMetricFamily]:
+        """The families without values: to register them reads no run."""
         return _families()
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
+        """The families with the values of at most MAX_RUNS runs."""
         families = metric, steps, rollouts = _families()
         for run in shown(self._states()):
             for name, value in {**run.eval_metrics, **run.metrics}.items():

@@ -17,6 +17,8 @@ from quartet.errors import QuartetError
 
 
 class Hold:
+    """Who holds the version published last, and who waits to."""
+
     def __init__(self) -> None:
         self._holders = 0
         self._moving = True

@@ -28,6 +28,7 @@ CREATE UNIQUE INDEX IF NOT EXISTS by_event ON records (event) WHERE event IS NOT
 
 
 def open_index(folder: Path) -> sqlite3.Connection:
+    """The index in the folder, new and empty where it could not be read. Raises sqlite3.Error."""
     path = folder / "index.sqlite"
     try:
         index = _connect(path)
@@ -46,6 +47,7 @@ def open_index(folder: Path) -> sqlite3.Connection:
 
 
 def enter(index: sqlite3.Connection, record: jpb.JournalRecord, frame: Frame) -> None:
+    """Adds the row of one record. Raises sqlite3.Error."""
     kind = record.WhichOneof("kind")
     assert kind is not None
     group, step = _keys(record, kind)

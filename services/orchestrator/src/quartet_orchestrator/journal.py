@@ -54,6 +54,7 @@ class Compacted:
 
     @property
     def given_up_bytes(self) -> int:
+        """By how much the segment gets smaller."""
         _, now, then = self.moves[-1]
         return end_of(now) - end_of(then)
 
@@ -63,6 +64,8 @@ class _StaysAsItIs(Exception):
 
 
 class Journal:
+    """The journal in one folder, opened by making it. Raises JournalCorrupt or OSError."""
+
     def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
@@ -107,6 +110,7 @@ class Journal:
 
     @property
     def is_open(self) -> bool:
+        """Whether it can be appended to; False while it rests and after `close`."""
         return self._opened is not None
 
     def wake(self) -> None:
@@ -189,6 +193,7 @@ class Journal:
             return records
 
     def size_bytes(self) -> int:
+        """Bytes of all segments; the index is not counted."""
         return self._segments.size_bytes()
 
     def uncompacted(self) -> list[int]:

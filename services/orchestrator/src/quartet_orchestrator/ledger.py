@@ -17,24 +17,29 @@ from quartet.v1 import orchestrator_service_pb2 as pb
 
 @dataclass
 class Ledger:
+    """Counts of rollouts; those that were discarded by reason."""
+
     dispatched: int = 0
     trained: int = 0
     in_flight: int = 0
     discarded: Counter[str] = field(default_factory=Counter)
 
     def dispatch(self, rollouts: int) -> None:
+        """So many more are in flight."""
         assert rollouts > 0
         self.dispatched += rollouts
         self.in_flight += rollouts
         self._check()
 
     def train(self, rollouts: int) -> None:
+        """So many of those in flight were trained on."""
         assert rollouts > 0
         self.trained += rollouts
         self.in_flight -= rollouts
         self._check()
 
     def discard(self, rollouts: int, reason: str) -> None:
+        """So many of those in flight were given up."""
         assert rollouts > 0 and reason
         self.discarded[reason] += rollouts
         self.in_flight -= rollouts
@@ -47,6 +52,7 @@ class Ledger:
         return after
 
     def to_proto(self) -> pb.Ledger:
+        """A copy, as the contract has it."""
         return pb.Ledger(
             dispatched=self.dispatched,
             trained=self.trained,

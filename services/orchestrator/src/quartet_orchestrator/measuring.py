@@ -38,6 +38,8 @@ class _Example:
 
 @dataclass(frozen=True)
 class Measurement:
+    """Which version of a run is measured, how it samples, and for how long at most."""
+
     run_id: str
     #: Of its requests.
     name: str

@@ -55,6 +55,8 @@ class Losses:
 
 @dataclass(frozen=True)
 class StepTimes:
+    """Seconds that a step took: in all, until its batch was closed, and from then until it was trained."""
+
     step_s: float
     wait_rollouts_s: float
     train_s: float
@@ -68,6 +70,7 @@ def of_step(
     losses: Mapping[str, Losses],
     versions_per_step: int = 1,
 ) -> dict[str, float]:
+    """Metrics of a step by name; what is no finite number is absent."""
     sampled = sum(s.rollout.usage.completion_tokens for s in scored)
     values = {
         **trained,

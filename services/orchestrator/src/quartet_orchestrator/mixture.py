@@ -20,6 +20,8 @@ from fractions import Fraction
 
 
 class Mixture:
+    """The environments of a run's places; weights are above 0 and need not sum to 1."""
+
     def __init__(self, weights: Sequence[float]) -> None:
         assert weights and all(weight > 0 for weight in weights)
         exact = [Fraction(weight) for weight in weights]

@@ -69,6 +69,8 @@ class Measurable:
 
 
 class EvaluationOnDemand:
+    """One evaluation that somebody asked for. It begins when `responses` is read."""
+
     def __init__(self, subject: Measurable, config: EvaluateConfig) -> None:
         self._subject = subject
         self._config = config

@@ -40,10 +40,13 @@ class RunFailed(Exception):
 
 
 class Note(Protocol):
+    """Tells a person one sentence."""
+
     def __call__(self, message: str, *, warning: bool = False) -> None: ...
 
 
 def backoff_s(attempt: int) -> float:
+    """Seconds to wait after a failed attempt, the first being 0; MAX_BACKOFF_S at most."""
     return random.uniform(0.5, 1.0) * min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(attempt, 16))
 
 
@@ -61,6 +64,7 @@ class Outage:
         self._noted = False
 
     def answered(self) -> None:
+        """Somebody got an answer: an outage is over."""
         if self._away_since is not None and self._noted:
             self._note(f"{self.service} is back after {self._clock() - self._away_since:.0f} s")
         self._away_since, self._noted = None, False

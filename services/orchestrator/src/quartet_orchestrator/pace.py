@@ -31,6 +31,8 @@ class Place:
 
 
 class Pace:
+    """Gives out the places of a run's batches, of which batch `published` is the first."""
+
     def __init__(
         self,
         *,
@@ -51,9 +53,11 @@ class Pace:
         self._next = Place(published, 0)
 
     def admits(self, batch: int) -> bool:
+        """Whether places of the batch may be given out now; never after the last step."""
         return batch < self.max_steps and self.published >= batch - self.max_off_policy_steps
 
     def min_policy_version(self, batch: int) -> int:
+        """The oldest version that may sample for the batch, as the engine counts versions."""
         return max(0, batch - self.max_off_policy_steps) * self.versions_per_step
 
     def take(self) -> Place | None:
@@ -92,6 +96,7 @@ class Pace:
                 self.give_back(place)
 
     def publish(self, version: int) -> None:
+        """A version is out; it is counted in steps and never shrinks."""
         assert version >= self.published, f"version {version} after {self.published}"
         self.published = version
 

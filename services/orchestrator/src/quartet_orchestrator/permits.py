@@ -14,6 +14,8 @@ import itertools
 
 
 class Permits:
+    """So many permits, one for each rollout under way."""
+
     def __init__(self, total: int) -> None:
         assert total > 0
         self._total = total
@@ -23,6 +25,7 @@ class Permits:
         self._calls = itertools.count()
 
     async def take(self, count: int, batch: int = 0) -> None:
+        """Waits for so many permits at once, behind those of earlier batches. Cancelled, it has none."""
         assert 0 < count <= self._total, f"{count} of {self._total}"
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (batch, next(self._calls), count, turn))
@@ -37,6 +40,7 @@ class Permits:
             raise
 
     def give_back(self, count: int) -> None:
+        """Frees so many; those that were taken at once may come back one by one."""
         self._free += count
         assert self._free <= self._total
         self._admit()

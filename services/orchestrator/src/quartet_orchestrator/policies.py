@@ -20,6 +20,8 @@ LOAD_S = 60.0
 
 
 class Policies:
+    """Connections to the inference replicas, of which there may be none."""
+
     def __init__(self, addresses: Sequence[str], security: ClientSecurity) -> None:
         self._addresses = list(addresses)
         self._channels = [connect(address, security=security) for address in addresses]
@@ -75,5 +77,6 @@ class Policies:
         return int(loaded.version)
 
     async def close(self) -> None:
+        """Closes every connection; calls under way are cancelled."""
         for channel in self._channels:
             await channel.close()

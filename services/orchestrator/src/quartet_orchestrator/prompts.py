@@ -25,6 +25,8 @@ class Source:
 
 
 class Prompts:
+    """The order of the tasks of a run's environments."""
+
     def __init__(self, sources: Sequence[Source], seed: int) -> None:
         assert sources and all(source.size is None or source.size > 0 for source in sources)
         self._sources = tuple(sources)

@@ -13,6 +13,7 @@ from quartet.v1 import envhost_service_pb2 as epb
 
 
 def environment_ref(env: HostedConfig) -> epb.EnvironmentRef:
+    """The environment as its host knows it; equal id and args give equal references."""
     # Sorted, because equal references share their workers.
     return epb.EnvironmentRef(id=env.id, args_json=json.dumps(env.args, sort_keys=True) if env.args else "")
 

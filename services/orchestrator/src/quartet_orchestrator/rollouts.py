@@ -39,6 +39,8 @@ MAX_FAILED_GROUPS = 10
 
 
 class Rollouts:
+    """The groups of a run that are sampled for training."""
+
     def __init__(
         self,
         book: Book,

@@ -43,6 +43,8 @@ class StopAsked(Exception):
 
 
 class TrainingRun:
+    """One run while it works in this process."""
+
     def __init__(
         self,
         book: Book,
@@ -78,6 +80,7 @@ class TrainingRun:
         self._stop.set()
 
     async def execute(self) -> None:
+        """Works until the run is COMPLETED. Raises StopAsked after `stop`, else why the run cannot go on."""
         await self._unless_stopped(self._turn())
         self.turn_at = time.monotonic()
         self.doing = "opening the run on the trainer"

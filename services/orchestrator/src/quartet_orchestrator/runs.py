@@ -50,6 +50,8 @@ class _Held:
 
 
 class Runs:
+    """The runs of one folder, by their names."""
+
     def __init__(self, folder: Path, services: Services) -> None:
         self._folder = folder
         self._services = services
@@ -94,6 +96,7 @@ class Runs:
         return held
 
     async def submit(self, run_id: str, config_toml: str, *, dry_run: bool) -> pb.Run:
+        """The run, new unless an equal one is here; a dry run is only checked. Raises QuartetError."""
         admission.check_run_id(run_id)
         config = self._parse(config_toml)
         while run_id in self._submitting:
@@ -137,6 +140,7 @@ class Runs:
         return held.book.run()
 
     def get(self, run_id: str) -> Book:
+        """Its book. Raises RUN_UNKNOWN, or why the run was set aside."""
         return self._find(run_id).book
 
     def status(self, run_id: str) -> pb.Run:
@@ -206,6 +210,7 @@ class Runs:
         return config
 
     def stop(self, run_id: str) -> pb.Run:
+        """Asks the run to stop, and does not wait for it; nothing where it rests. Raises QuartetError."""
         if run_id in self._set_aside:
             return self.status(run_id)
         held = self._find(run_id)
@@ -217,6 +222,8 @@ class Runs:
         return held.book.run()
 
     async def resume(self, run_id: str) -> pb.Run:
+        """Goes on with a stopped run, after waiting for a stop under way; one that works stays as it is.
+        Raises QuartetError: INVALID_REQUEST where the run is COMPLETED or FAILED."""
         held = self._find(run_id)
         while held.book.state.phase == state.STOPPING:
             await held.book.changed()

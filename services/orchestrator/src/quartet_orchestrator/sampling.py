@@ -67,6 +67,8 @@ class _Group:
 
 
 class Sampling:
+    """Gets rollouts from the environment hosts, for training or for an evaluation."""
+
     def __init__(
         self,
         hosts: EnvHosts,

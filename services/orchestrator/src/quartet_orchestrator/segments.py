@@ -55,10 +55,13 @@ class Frame:
 
 
 def end_of(frame: Frame) -> int:
+    """The byte of its segment at which the next frame begins."""
     return frame.offset + _HEAD.size + frame.length
 
 
 class Segments:
+    """The segments in one folder, opened by making it. Raises JournalCorrupt or OSError."""
+
     def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._folder = folder
         self._segment_bytes = segment_bytes
@@ -79,6 +82,7 @@ class Segments:
             self._start_segment()
 
     def append(self, payload: bytes) -> Frame:
+        """Where the payload lies from now on. Raises OSError; then it lies nowhere."""
         assert 0 < len(payload) <= MAX_PAYLOAD_BYTES, len(payload)
         if self._end >= self._segment_bytes:
             full = self._file
@@ -104,6 +108,7 @@ class Segments:
         self._end = frame.offset
 
     def read(self, frame: Frame) -> bytes:
+        """The payload of a frame. Raises JournalCorrupt where it is damaged, or OSError."""
         data = os.pread(self._readable(frame.segment), _HEAD.size + frame.length, frame.offset)
         payload = _decode(data, 0)
         if payload is None or len(payload) != frame.length:
@@ -137,6 +142,7 @@ class Segments:
         return [(number, self._path(number).stat().st_size) for number in range(1, self._last)]
 
     def size_bytes(self) -> int:
+        """Bytes of all segments."""
         return self._end + sum(size for _, size in self.sealed())
 
     def rewrite(self, segment: int, payloads: Iterable[bytes]) -> Path:
@@ -155,6 +161,7 @@ class Segments:
         return Path(name)
 
     def replace(self, segment: int, rewritten: Path) -> None:
+        """Puts a file made by `rewrite` into the place of its sealed segment. Raises OSError."""
         assert segment < self._last, segment
         rewritten.replace(self._path(segment))
         if segment in self._reading:
@@ -168,6 +175,7 @@ class Segments:
         return end_of(frame) <= end
 
     def after(self, frame: Frame) -> tuple[int, int]:
+        """Where `scan` goes on behind a frame: segment and byte."""
         return frame.segment, end_of(frame)
 
     def syncer(self) -> Callable[[], None]:
@@ -186,6 +194,7 @@ class Segments:
         return sync
 
     def close(self) -> None:
+        """Closes every file, once; nothing is read or appended afterwards."""
         os.close(self._file)
         for descriptor in self._reading.values():
             os.close(descriptor)

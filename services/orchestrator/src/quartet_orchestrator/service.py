@@ -30,6 +30,8 @@ LISTING_OVERHEAD_BYTES = 6
 
 
 class OrchestratorServicer(OrchestratorServiceServicer):
+    """The RPCs of all runs. Its streams end when a drain begins."""
+
     def __init__(self, runs: Runs, health: Health) -> None:
         self._runs = runs
         self._health = health
@@ -139,6 +141,7 @@ def listing(runs: Iterable[pb.Run]) -> pb.ListRunsResponse:
 
 
 def to_response(record: JournalRecord) -> pb.WatchRunResponse:
+    """An event as WatchRun tells it. The record has to be one."""
     response = pb.WatchRunResponse(event=record.event, at_ms=record.at_ms)
     match record.WhichOneof("kind"):
         case "phase":

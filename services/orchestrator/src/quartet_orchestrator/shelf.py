@@ -38,6 +38,7 @@ class Shelf:
     set_aside: dict[str, QuartetError]
 
     def close(self) -> None:
+        """Closes every book, then lets the folder go."""
         for book in self.books.values():
             book.close()
         self.lock.close()

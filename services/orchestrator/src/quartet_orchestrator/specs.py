@@ -36,6 +36,7 @@ MODES = {"truncate": tpb.CORRECTION_MODE_TRUNCATE, "mask": tpb.CORRECTION_MODE_M
 
 
 def run_spec(config: RunConfig) -> tpb.RunSpec:
+    """What CreateRun asks for. Its steps are optimizer steps, of which a step of the run may be several."""
     steps = config.versions_per_step
     return tpb.RunSpec(
         base_model=config.model,
@@ -77,6 +78,7 @@ def _lora(lora: LoraConfig) -> tpb.LoraSpec:
 
 
 def loss_spec(config: RunConfig, batch: int) -> tpb.LossSpec:
+    """The loss of a batch: the same for all of its mini-batches and passes."""
     algorithm = config.algorithm
     loss = tpb.LossSpec(
         kind=_kind(algorithm),

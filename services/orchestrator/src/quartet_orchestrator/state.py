@@ -63,11 +63,14 @@ class Group:
 
     @property
     def missing(self) -> list[int]:
+        """Members without a rollout that succeeded, in order."""
         return [member for member in range(self.members) if member not in self.done]
 
 
 @dataclass
 class RunState:
+    """What the records of a run say of it so far."""
+
     run_id: str = ""
     config_toml: str = ""
     submitted_at_ms: int = 0
@@ -104,6 +107,7 @@ class RunState:
     recent: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
 
     def apply(self, record: jpb.JournalRecord) -> None:
+        """Takes the next record. Raises AssertionError or KeyError where it cannot follow."""
         match record.WhichOneof("kind"):
             case "submitted":
                 self.run_id = record.submitted.run_id
@@ -144,6 +148,7 @@ class RunState:
         return sorted(mine, key=lambda group: group.place)
 
     def to_proto(self, last_event: int) -> pb.Run:
+        """The run as callers get it; `last_event` is the number of its newest event."""
         run = pb.Run(
             run_id=self.run_id,
             phase=self.phase,

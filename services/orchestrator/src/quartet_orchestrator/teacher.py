@@ -45,11 +45,14 @@ class Teachers:
         return Teacher(address, self._channels[address], outage)
 
     async def close(self) -> None:
+        """Closes every connection; requests under way are cancelled."""
         for channel in self._channels.values():
             await channel.close()
 
 
 class Teacher:
+    """A teacher as one run asks it."""
+
     def __init__(self, address: str, channel: grpc.aio.Channel, outage: Outage) -> None:
         self._address = address
         self._stub = InferenceServiceStub(channel)  # type: ignore[no-untyped-call]

@@ -24,11 +24,14 @@ CLOSE_S = 10.0
 
 
 class TrainerClient:
+    """A connection to the trainer, shared by all runs."""
+
     def __init__(self, address: str, security: ClientSecurity) -> None:
         self._channel = connect(address, security=security)
         self._stub = TrainerServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def create(self, run_id: str, spec: tpb.RunSpec) -> tpb.RunState:
+        """Creates or finds the run; where it stands. A refused base_model is told as the run's `model`."""
         request = tpb.CreateRunRequest(run_id=run_id, spec=spec)
         try:
             response: tpb.CreateRunResponse = await unary(self._stub.CreateRun, request, timeout_s=CREATE_S)
@@ -39,29 +42,34 @@ class TrainerClient:
         return response.run
 
     async def get(self, run_id: str, timeout_s: float = READ_S) -> tpb.RunState:
+        """Where the run stands; RUN_UNKNOWN where the trainer does not have it."""
         response: tpb.GetRunResponse = await unary(
             self._stub.GetRun, tpb.GetRunRequest(run_id=run_id), timeout_s=timeout_s
         )
         return response.run
 
     async def close_run(self, run_id: str, save_at_seq_id: int) -> None:
+        """Frees what the run takes there; saves it first if it stands at this call (0: never)."""
         request = tpb.CloseRunRequest(run_id=run_id, save_at_seq_id=save_at_seq_id)
         await unary(self._stub.CloseRun, request, timeout_s=CLOSE_S)
 
     async def forward_backward(
         self, frames: Iterable[tpb.ForwardBackwardRequest]
     ) -> tpb.ForwardBackwardResponse:
+        """Adds the gradients of what the frames hold, from start to commit; its loss and diagnostics."""
         response: tpb.ForwardBackwardResponse = await unary(
             self._stub.ForwardBackward, iter(frames), timeout_s=COMPUTE_S
         )
         return response
 
     async def optim_step(self, run_id: str, seq_id: int) -> tpb.OptimStepResponse:
+        """Steps with the gradients so far; says whether the step was skipped."""
         request = tpb.OptimStepRequest(run_id=run_id, seq_id=seq_id)
         response: tpb.OptimStepResponse = await unary(self._stub.OptimStep, request, timeout_s=COMPUTE_S)
         return response
 
     async def publish(self, run_id: str, seq_id: int) -> tpb.PublishWeightsResponse:
+        """Makes the weights a version; its number and digest."""
         request = tpb.PublishWeightsRequest(run_id=run_id, seq_id=seq_id)
         response: tpb.PublishWeightsResponse = await unary(
             self._stub.PublishWeights, request, timeout_s=COMPUTE_S
@@ -69,17 +77,20 @@ class TrainerClient:
         return response
 
     async def save(self, run_id: str, seq_id: int, name: str, export_model: bool) -> tpb.SaveStateResponse:
+        """Saves a state in the place of an older one of that name, and the model beside it where asked."""
         request = tpb.SaveStateRequest(run_id=run_id, seq_id=seq_id, name=name, export_model=export_model)
         response: tpb.SaveStateResponse = await unary(self._stub.SaveState, request, timeout_s=COMPUTE_S)
         return response
 
     async def states(self, run_id: str) -> list[tpb.SavedState]:
+        """The complete states of the run on the disk of the trainer."""
         response: tpb.ListStatesResponse = await unary(
             self._stub.ListStates, tpb.ListStatesRequest(run_id=run_id), timeout_s=READ_S
         )
         return list(response.states)
 
     async def close(self) -> None:
+        """Closes the connection; calls under way are cancelled."""
         await self._channel.close()
 
 

@@ -54,6 +54,8 @@ Answer = (
 
 
 class Training:
+    """What trains a run on Quartet's trainer."""
+
     #: Whether a step may be broken off: the trainer goes on with it.
     MAY_BREAK_OFF = False
 

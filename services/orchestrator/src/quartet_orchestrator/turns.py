@@ -23,6 +23,8 @@ class _Turn:
 
 
 class Turns:
+    """The line of runs, and the places that they wait for."""
+
     def __init__(self, places: int) -> None:
         assert places > 0
         self._places = places
@@ -40,6 +42,7 @@ class Turns:
         await turn.come.wait()
 
     def leave(self, run_id: str) -> None:
+        """Ends the run's turn, or its waiting; nothing where it has neither."""
         self._line.pop(run_id, None)
         self._call_next()
 

@@ -111,6 +111,7 @@ class LiveBoard:
         """The table looks for itself."""
 
     def close(self) -> None:
+        """Take the table off the terminal."""
         self._live.stop()
 
     def _table(self) -> Table:

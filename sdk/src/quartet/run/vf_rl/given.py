@@ -52,6 +52,7 @@ class Given:
 
     @classmethod
     def of(cls, tables: Mapping[str, Any]) -> Given:
+        """What these tables say; they stay as they are. Raises ConfigError."""
         others = {key: copy.deepcopy(value) for key, value in tables.items() if key != "env"}
         env = _table("env", tables.get("env", {}))
         found = {}
@@ -74,16 +75,19 @@ class Given:
         return f"trainer.args.{key}" if key in self.args else f"vf-rl's default of trainer.args.{key}"
 
     def flag(self, key: str) -> bool:
+        """True or False. Raises ConfigError."""
         if not isinstance(value := self.value(key), bool):
             refuse(f"trainer.args.{key}", value, "should be true or false")
         return value
 
     def count(self, key: str) -> int:
+        """A whole number from 1 on. Raises ConfigError."""
         if type(value := self.value(key)) is not int or not 1 <= value < 2**32:
             refuse(f"trainer.args.{key}", value, "should be a whole number from 1 on")
         return value
 
     def text(self, key: str) -> str | None:
+        """Text; None for an empty one and for no value. Raises ConfigError."""
         if not isinstance(value := self.value(key), str | None):
             refuse(f"trainer.args.{key}", value, 'should be text in quotes, such as "name"')
         return value or None
@@ -107,9 +111,11 @@ def _snake(table: Tables) -> Tables:
 
 
 def shown(key: str, value: Any, why: str) -> str:
+    """What a person reads of a key that has no effect, and why."""
     return f"{key} = {json.dumps(value, default=str)} ({why})"
 
 
 def refuse(key: str, value: Any, remedy: str) -> NoReturn:
+    """Raises ConfigError, with the value as JSON."""
     text = json.dumps(value, default=str)
     raise ConfigError(f"{key} = {text} is refused: {remedy}", key=key, value=text, remedy=remedy)

@@ -121,15 +121,18 @@ class ChatReply(Reply):
     _body: ChatBody
 
     def speaker(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]]) -> Speaker:
+        """One that tells reasoning from content, and leaves out calls of `tools`."""
         reader, special = self._chat.reader(prompt, tools)
         return Speaker(lambda ids: self._chat.text(ids, keep=special), reader, self._stops())
 
     def first_chunks(self, index: int, prompt: Sequence[int]) -> list[dict[str, Any]]:
+        """The role, and the prompt's tokens where they are asked for."""
         delta = {"role": "assistant", "content": ""}
         chunk = self.chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
         return [{**chunk, **self._prompt_ids([prompt])}]
 
     def delta(self, index: int, said: Said, delta: Delta) -> dict[str, Any] | None:
+        """Reasoning and content; None where there is neither, nor log-probabilities or tokens to tell."""
         told = _told(said)
         logprobs = self._logprobs([delta])
         if not told and logprobs is None and not self._body.return_token_ids:
@@ -138,6 +141,7 @@ class ChatReply(Reply):
         return self.chunk([{**piece, **self._ids([delta])}])
 
     def last_chunks(self, index: int, rest: Said, ended: Ended) -> list[dict[str, Any]]:
+        """The text that is left, the calls of tools, and why it ended."""
         told: dict[str, Any] = _told(rest)
         calls = tool_calls(ended, indexed=True)
         if calls:
@@ -185,19 +189,23 @@ class CompletionReply(Reply):
     _body: CompletionBody
 
     def speaker(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]]) -> Speaker:
+        """One that tells the text as it was sampled."""
         reader = FormatReader(None, False, None, {})
         return Speaker(self._chat.text, reader, self._stops())
 
     def rest(self, speaker: Speaker, ended: Ended) -> Said:
+        """The text that was not told yet."""
         return speaker.rest("", ended.text)
 
     def first_chunks(self, index: int, prompt: Sequence[int]) -> list[dict[str, Any]]:
+        """The prompt's tokens where they are asked for, else nothing."""
         if not self._body.return_token_ids:
             return []
         piece = {"index": index, "text": "", "logprobs": None, "finish_reason": None}
         return [self.chunk([{**piece, "prompt_token_ids": list(prompt)}])]
 
     def delta(self, index: int, said: Said, delta: Delta) -> dict[str, Any] | None:
+        """Text; None where there is none, nor log-probabilities or tokens to tell."""
         logprobs = self._logprobs([delta])
         if not said.content and logprobs is None and not self._body.return_token_ids:
             return None
@@ -205,6 +213,7 @@ class CompletionReply(Reply):
         return self.chunk([{**piece, **self._ids([delta])}])
 
     def last_chunks(self, index: int, rest: Said, ended: Ended) -> list[dict[str, Any]]:
+        """The text that is left, and why it ended."""
         return [self.chunk([{"index": index, "text": rest.content, "logprobs": None, **self._end(ended)}])]
 
     def _choice(self, index: int, choice: Choice, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
