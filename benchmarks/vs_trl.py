@@ -5,7 +5,8 @@ most 64 tokens for `--steps` steps, the same loss (clip 0.2, means of sequence m
 group's standard deviation, no divergence term), learning rate, warm-up and AdamW settings, the same reward
 (the share of digits), one thread in each process. TRL runs in one process and generates with transformers;
 Quartet is `quartet rl`, its four services as processes, the reward a Verifiers environment
-(benchmarks/digits). They run in turns, `--rounds` times.
+(benchmarks/digits). They run in turns, `--rounds` times. What the environment says to OpenBLAS is left out
+for both: TRL computes nothing by it, Quartet its attention, which shall have the processor's own kernels.
 
 - CPU per step: all processes together, from the end of step 5 to the end of the last but one (TRL: of the
   last). Quartet samples the next batch while it trains one (`max_off_policy_steps = 1`, its default; TRL
@@ -52,6 +53,11 @@ QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRL_EXPERIMENTAL_SILENCE": "1",
 }
+
+
+def environment() -> dict[str, str]:
+    """That of both."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("OPENBLAS_")} | QUIET
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,7 @@ def in_own_process(*command: str) -> str:
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        env=os.environ | QUIET,
+        env=environment(),
     )
     return done.stdout.splitlines()[-1]
 
@@ -158,7 +164,7 @@ def quartet_job(model: Path, output: Path, steps: int, seed: int) -> Job:
         "ckpt": {"interval": steps},
         "envhost": {"python": str(REPOSITORY / ".venv-envs/bin/python")},
     }
-    environment = os.pathsep.join([str(DIGITS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(DIGITS), *filter(None, [os.environ.get("PYTHONPATH")])])
     file = output.with_suffix(".toml")
     file.write_text(dumps(config), encoding="utf-8")
     command = [sys.executable, "-m", "quartet.cli", "rl", "@", str(file), "--output-dir", str(output)]
@@ -167,7 +173,7 @@ def quartet_job(model: Path, output: Path, steps: int, seed: int) -> Job:
         process = subprocess.Popen(
             command,
             cwd=REPOSITORY,
-            env=os.environ | QUIET | {"PYTHONPATH": environment},
+            env=environment() | {"PYTHONPATH": path},
             stdout=log,
             stderr=subprocess.STDOUT,
         )
