@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from quartet.cli import rl
 from quartet.cli.__main__ import build_parser, main
 from quartet.cli.job import RECORD, Job, default_folder, model_path, plan, taken
 from quartet.config import ConfigError, load
@@ -182,3 +184,12 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_command_needs_no_torch() -> None:
     code = "import sys, quartet.cli.__main__ as m; m.build_parser(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_how_to_go_on_is_told_with_the_keys_that_were_said(tmp_path: Path) -> None:
+    words = rl._words(["@", "my file.toml", "--env", '[{id = "x"}]'])
+    told = words.going_on(tmp_path / "a b")
+    assert shlex.split(told) == [
+        *("quartet", "rl", "@", "my file.toml", "--env", '[{id = "x"}]'),
+        *("--output-dir", str(tmp_path / "a b"), "--resume"),
+    ]

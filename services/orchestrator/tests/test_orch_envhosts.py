@@ -23,7 +23,15 @@ class Host(EnvHostServiceServicer):
     def __init__(self, *members):
         self.members = members
         self.asked = 0
+        self.described = 0
+        self.away = False
         self.left = asyncio.Event()
+
+    async def DescribeEnvironment(self, request, context):
+        self.described += 1
+        if self.away:
+            raise QuartetError("NOT_READY", "the host drains")
+        return epb.DescribeEnvironmentResponse(environment=epb.EnvironmentInfo(id=request.environment.id))
 
     async def RunRollouts(self, request, context):
         self.asked += 1
@@ -81,6 +89,21 @@ async def test_a_host_that_falls_silent_is_given_up(monkeypatch):
             await run(client, 0, 1)
         assert caught.value.reason == "DEADLINE"
         await asyncio.wait_for(host.left.wait(), 5)
+
+
+async def test_what_an_environment_is_the_next_host_is_asked_where_one_is_away():
+    """envhosts.py 1"""
+    gone, there = Host(), Host()
+    reference = epb.EnvironmentRef(id="toy")
+    async with hosting(gone, there) as client:
+        gone.away = True
+        for _ in range(3):
+            assert (await client.describe(reference)).id == "toy"
+        assert (gone.described, there.described) == (1, 3), "one that is away rests"
+        there.away = True
+        with pytest.raises(QuartetError, match="the host drains") as caught:
+            await client.describe(reference)
+        assert caught.value.reason == "NOT_READY"
 
 
 async def test_the_host_with_the_least_under_way_is_asked_and_one_that_failed_last():

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import shutil
+import traceback
 from contextlib import suppress
 
 import pytest
@@ -64,6 +65,8 @@ async def test_a_damaged_journal_is_listed_and_the_other_runs_go_on(world):
                 result = touch("bad")
                 await result
             assert caught.value.reason == "CHECKSUM_MISMATCH" and caught.value.message == error
+            depth = len(traceback.extract_tb(caught.value.__traceback__))
+            assert depth <= 4, "one error that is raised again collects tracebacks"
     assert (world.folder / "runs/bad/000001.seg").read_bytes() == data
 
 

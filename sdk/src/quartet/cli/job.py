@@ -11,6 +11,7 @@ import difflib
 import json
 import os
 import re
+import shlex
 import shutil
 import time
 from collections.abc import Iterator
@@ -48,7 +49,7 @@ class Words:
 
     def going_on(self, folder: Path) -> str:
         """How a run that ended early is gone on with."""
-        return self.go_on.format(folder=folder)
+        return self.go_on.format(folder=shlex.quote(str(folder)))
 
 
 FLAGS = Words(

@@ -61,9 +61,9 @@ def figures_table(progress: Progress) -> Table:
         ("train/reward", "reward", ".3f"),
         ("train/loss", "loss", "+.5f"),
         ("train/learning_rate", "learning rate", ".1e"),
-        ("train/kl_divergence", "KL divergence", ".1e"),
+        ("train/kl_divergence", "mismatch (KL)", ".1e"),
         ("train/entropy", "entropy", ".3f"),
-        ("staleness/max", "staleness, versions", ".0f"),
+        ("staleness/max", "staleness, steps", ".0f"),
         ("rollout/mean_length", "tokens per rollout", ".1f"),
         ("rollout/generation_time", "seconds per rollout", ".2f"),
         ("train/logprob_difference_max", "max |Δ log-prob|", ".1e"),
@@ -81,7 +81,7 @@ def figures_table(progress: Progress) -> Table:
 
 
 class LiveScreen:
-    """The screen. Lines of news scroll above it."""
+    """The screen, with the latest news below."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._live = Live(

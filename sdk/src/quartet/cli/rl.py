@@ -13,12 +13,13 @@ import argparse
 import asyncio
 import contextlib
 import json
+import shlex
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,14 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
             rest = [*rest, f"--{service}.gpus={gpus}"]
     found = load_run(rest)
     folder = options.output_dir or found.output_dir or default_folder(rest, found.name)
-    job = prepared(found.config, folder, options.run_id, resume=options.resume, overwrite=options.overwrite)
+    job = prepared(
+        found.config,
+        folder,
+        options.run_id,
+        resume=options.resume,
+        overwrite=options.overwrite,
+        words=_words(rest),
+    )
     if (done := completed_before(job)) is not None and not options.dry_run:
         return _completed_again(job, done)
     check_services(job)
@@ -112,6 +120,12 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     if ended.shown:
         print(ended.shown)
     return code
+
+
+def _words(arguments: Sequence[str]) -> Words:
+    """Whoever goes on says the same keys again."""
+    same = shlex.join(arguments).replace("{", "{{").replace("}", "}}")
+    return replace(FLAGS, go_on=f"quartet rl {same} --output-dir {{folder}} --resume")
 
 
 def prepared(

@@ -17,6 +17,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from signal import pidfd_send_signal
 from typing import Protocol
 
 from quartet.local.forkserver import POOLS, Request
@@ -80,8 +81,9 @@ class Forked:
 
     def send_signal(self, signal: int, /) -> None:
         """Nothing once its exit code is known; before that, ProcessLookupError where it has gone already."""
-        if not self._code.done():
-            os.kill(self.pid, signal)
+        if self._descriptor >= 0:
+            # By the descriptor: once the server has waited for it, the pid may be another's.
+            pidfd_send_signal(self._descriptor, signal)
 
     def ended(self, code: int) -> None:
         """It is known with what; what was known before stays."""

@@ -6,7 +6,7 @@ r is a reward, m and s are mean and population standard deviation over its group
   dr_grpo       r - m                        Dr. GRPO, arXiv 2503.20783: no s, and a constant normaliser
   rloo          (r - m) * n / (n - 1)        RLOO, arXiv 2402.14740: r minus the mean of the others
   reinforce_pp  (r - m) / (S + EPSILON)      REINFORCE++ with group baseline, arXiv 2501.03262; S of all r - m
-  max_rl        (r - m) / m, 0 where m is 0  MaxRL: the maximum-likelihood gradient for rewards of 0 and 1
+  max_rl        (r - m) / m, 0 for m <= EPSILON  MaxRL: the maximum-likelihood gradient for rewards of 0 and 1
   none          r                            REINFORCE without a baseline
   zero          0                            what is learned comes from the loss: distillation
 

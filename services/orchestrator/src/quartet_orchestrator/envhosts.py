@@ -1,7 +1,7 @@
 """The environment hosts as the orchestrator reaches them.
 
 1. A group goes to the host with the least under way for its size; one that failed rests for a moment and is
-   asked last.
+   asked last. What an environment is, the next host is asked where one is away.
 2. `run` yields each wanted member exactly once or raises; a stream that ends early, repeats or invents a
    member is an error.
 3. Nothing waits for ever: a stream without any frame for IDLE_TIMEOUT_SECONDS is given up, and so is one that
@@ -54,18 +54,24 @@ class EnvHosts:
     async def describe(self, environment: epb.EnvironmentRef) -> epb.EnvironmentInfo:
         """What a host says of the environment once it has loaded it, which may take minutes. Raises
         QuartetError: ENVIRONMENT_UNAVAILABLE where it takes too long."""
-        host = self._choose()
         request = epb.DescribeEnvironmentRequest(environment=environment)
-        try:
-            response: epb.DescribeEnvironmentResponse = await unary(
-                host.stub.DescribeEnvironment, request, timeout_s=DESCRIBE_S
-            )
-        except QuartetError as error:
-            if error.reason != "DEADLINE":
-                raise
-            text = f"host {host.address} had not loaded environment {environment.id!r} after {DESCRIBE_S:g} s"
-            raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=environment.id) from error
-        return response.environment
+        for others in reversed(range(len(self._hosts))):
+            host = self._choose()
+            try:
+                response: epb.DescribeEnvironmentResponse = await unary(
+                    host.stub.DescribeEnvironment, request, timeout_s=DESCRIBE_S
+                )
+            except QuartetError as error:
+                if error.reason == "DEADLINE":
+                    what = f"host {host.address} had not loaded environment {environment.id!r}"
+                    text = f"{what} after {DESCRIBE_S:g} s"
+                    raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=environment.id) from error
+                host.rests_until = time.monotonic() + REST_S
+                if error.reason != "NOT_READY" or not others:
+                    raise
+            else:
+                return response.environment
+        raise AssertionError("one host at least")
 
     async def run(self, request: epb.RunRolloutsRequest) -> AsyncGenerator[Rollout, None]:
         """Each member as it ends, well or not."""

@@ -16,6 +16,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 
@@ -216,7 +217,7 @@ class RolloutStream:
                 )
             if self._training.over is not None:
                 if self._training.over.why is not None:
-                    raise self._training.over.why
+                    raise copy(self._training.over.why)
                 return None
             if self._listening.done():
                 # It raises what the client said wrong; else the client has ended its side.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from copy import copy
 
 from quartet.errors import QuartetError
 
@@ -56,13 +57,13 @@ class Hold:
         """Waits for the end, and raises its reason."""
         await self._over.wait()
         assert self._why is not None
-        raise self._why
+        raise copy(self._why)
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
         """Waits for the version to hold. Raises what `end` is told."""
         if self._why is not None:
-            raise self._why
+            raise copy(self._why)
         if self._moving:
             await self._turn()
         else:

@@ -1,6 +1,6 @@
 """Outages: a service that is away is waited for, and somebody is told.
 
-1. Errors that mean "not now" (AWAY) are tried again with full-jitter backoff for as long as the service is
+1. Errors that mean "not now" (AWAY) are tried again with jittered backoff for as long as the service is
    away, but at most `patience_s` after it last answered anybody: then `RunInterrupted`.
 2. A fault of the service (INTERNAL) may be a passing one and is tried again, too, MAX_FAULTS times in a row.
    Everything else is the caller's.

@@ -6,7 +6,7 @@ steps (`versions_per_step`), so the version of s steps is n * s; below, versions
 1. A place of batch s is given out only while the published version is at least s - K (admission).
 2. Its rollouts ask the engine for at least `min_policy_version(s)` = max(0, s - K). So a token of version v
    that is trained in batch s has 0 <= s - v <= K. docs/staleness.md has the proof; tests/test_orch_pace.py
-   tests it as a property.
+   tests it as a property. (The method gives it as the engine counts, n for each step.)
 3. Places are given out in order, each to one group at a time; a place that its group gave back is given out
    again, first.
 4. At most (K + 1) batches are under way at once.

@@ -16,6 +16,7 @@ import asyncio
 import contextvars
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,7 +113,7 @@ class Runs:
     def _submitted(self, run_id: str, config: RunConfig) -> pb.Run | None:
         """The run, where an equal one was submitted before."""
         if run_id in self._set_aside:
-            raise self._set_aside[run_id]
+            raise copy(self._set_aside[run_id])  # one that is raised again collects tracebacks
         held = self._held.get(run_id)
         if held is None:
             return None
@@ -261,7 +262,7 @@ class Runs:
 
     def _find(self, run_id: str) -> _Held:
         if run_id in self._set_aside:
-            raise self._set_aside[run_id]
+            raise copy(self._set_aside[run_id])  # one that is raised again collects tracebacks
         held = self._held.get(run_id)
         if held is None:
             raise QuartetError("RUN_UNKNOWN", f"there is no run {run_id!r} here", run_id=run_id)
