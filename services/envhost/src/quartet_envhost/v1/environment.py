@@ -260,7 +260,10 @@ def _not_found(env_id: str, error: ModuleNotFoundError) -> QuartetError:
     if cause.name and cause.name != module:
         text = f"environment {env_id!r} needs the package {cause.name!r}; install it into {sys.executable}"
     else:
-        text = f"environment {env_id!r} is not installed; install the package {name!r} into {sys.executable}"
+        text = (
+            f"environment {env_id!r} is not installed; install the package {name!r} into {sys.executable}, "
+            f"or name the interpreter that has it by the host's key environments.{name}.python"
+        )
     return QuartetError("ENVIRONMENT_UNKNOWN", text, env_id=env_id)
 
 
