@@ -45,7 +45,7 @@ def children(parent: int) -> Iterator[tuple[int, str]]:
 
 
 def pid_of(launcher: int, service: str) -> int | None:
-    module = f"quartet.local.{service}" if service == FORK_SERVER else f"quartet_{service}"
+    module = f"-m quartet.local.{service}" if service == FORK_SERVER else f"-m quartet_{service}"
     return next((pid for pid, line in children(launcher) if module in line), None)
 
 

@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass
 from io import FileIO
 from typing import NoReturn, TextIO
 
-from setproctitle import getproctitle, setproctitle, setthreadtitle
+from setproctitle import setproctitle, setthreadtitle
 
 from quartet.kit.imports import uncollected
 from quartet.local.tether import die_with
@@ -135,9 +135,7 @@ def become(request: Request, environment: Mapping[str, str]) -> NoReturn:
             signal.signal(one, signal.default_int_handler if one == signal.SIGINT else signal.SIG_DFL)
         os.environ.clear()
         os.environ.update({**environment, **request.environment})
-        title = " ".join([sys.executable, "-m", request.module, *request.arguments])
-        setproctitle(title.encode(errors="replace").decode())
-        setthreadtitle(os.path.basename(sys.executable))
+        entitle(sys.executable, "-m", request.module, *request.arguments)
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed()  # what is random of itself is so in each process
         sys.argv = [request.module, *request.arguments]
@@ -153,6 +151,12 @@ def become(request: Request, environment: Mapping[str, str]) -> NoReturn:
                 stream.flush()
         # Taking torch apart object by object would take half a second. The kernel does it at once.
         os._exit(code)
+
+
+def entitle(*command: str) -> None:
+    """What `ps` and `top` tell of this process."""
+    setproctitle(" ".join(command).encode(errors="replace").decode())
+    setthreadtitle(os.path.basename(sys.executable))
 
 
 def exit_code(ended: SystemExit) -> int:
@@ -178,8 +182,9 @@ def main(modules: Sequence[str]) -> None:
         # An end of children that nobody is to hear of could not be waited for.
         signal.signal(one, signal.SIG_DFL if one == signal.SIGCHLD else signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    # Its place in memory is found by the environment, which imports change.
-    getproctitle()
+    # Before the imports: the title's place in memory is found by the environment, which they change. Without
+    # their names: who looks for a service shall find the service.
+    entitle(sys.executable, "-m", "quartet.local.forkserver")
     environment = dict(os.environ)
     # What an import prints is no answer.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
