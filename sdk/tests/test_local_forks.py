@@ -9,11 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import SECONDS, alive, until
 from quartet.local import fork_client
 from quartet.local.child import Child, ChildSpec, child_environment
 from quartet.local.fork_client import ForkServer
@@ -47,7 +48,6 @@ with open(port_file + ".part", "w") as file: json.dump(said, file)
 os.rename(port_file + ".part", port_file)
 time.sleep(60)
 """
-SECONDS = 10.0
 
 
 @pytest.fixture
@@ -76,20 +76,6 @@ def spec(folder: Path, name: str = "server", mode: str = "plain", **environment:
 def said(one: ChildSpec) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(one.port_file.read_text())
     return found
-
-
-def alive(pid: int) -> bool:
-    """Running, and not merely waiting to be reaped."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not condition():  # noqa: ASYNC110 - what is awaited happens in another process
-            await asyncio.sleep(0.02)
 
 
 async def test_a_forked_service_is_as_its_command_would_be(forks: ForkServer, tmp_path: Path) -> None:
@@ -203,6 +189,24 @@ async def test_a_service_that_dies_is_seen_though_its_server_stands_still(
         assert await asyncio.wait_for(child.wait(), SECONDS) == -signal.SIGKILL
     finally:
         os.kill(server, signal.SIGCONT)
+
+
+async def test_a_server_that_has_forked_is_not_waited_for_long(
+    forks: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_client, "FORK_SECONDS", 0.5)
+    assert await (await Child.start(spec(tmp_path, "first"), forks)).wait_bound(SECONDS)
+    server = said(spec(tmp_path, "first"))["parent"]
+    os.kill(server, signal.SIGSTOP)
+    second = await asyncio.wait_for(Child.start(spec(tmp_path, "second"), forks), SECONDS)
+    assert await second.wait_bound(SECONDS)
+    assert said(spec(tmp_path, "second"))["parent"] == os.getpid()
+    os.kill(server, signal.SIGCONT)
+    # What it forks now nobody waits for.
+    left = Path(f"/proc/{server}/task/{server}/children")
+    await until(lambda: len(left.read_text().split()) == 1)
+    assert second._process.returncode is None
+    await second.kill()
 
 
 @pytest.mark.parametrize("why", ["the server ends", "the server stands still", "a thread is left"])

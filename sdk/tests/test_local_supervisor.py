@@ -9,10 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import SECONDS, alive, until
 from quartet.local import supervisor as supervision
 from quartet.local.child import ChildSpec
 from quartet.local.supervisor import ServiceFailed, State, Supervisor, next_delay
@@ -33,27 +33,12 @@ print("started", os.getpid(), flush=True)
 open(port_file, "w").write("127.0.0.1:1\\n")
 time.sleep(60)
 """
-SECONDS = 10.0
 
 
 def spec(folder: Path, mode: str = "plain", name: str = "server") -> ChildSpec:
     port_file = folder / f"{name}.port"
     command = [sys.executable, "-c", SERVER, str(port_file), mode]
     return ChildSpec(name, command, "127.0.0.1:1", folder / f"{name}.log", port_file)
-
-
-def alive(pid: int) -> bool:
-    """Running, and not merely waiting to be reaped."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not condition():  # noqa: ASYNC110 - what is awaited happens in another process
-            await asyncio.sleep(0.02)
 
 
 async def test_a_killed_service_is_started_again(tmp_path: Path) -> None:

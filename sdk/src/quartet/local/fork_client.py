@@ -3,8 +3,8 @@
 1. The server is started with the first service that wants it, and again where it has ended.
 2. That a service has ended is seen here, by its descriptor, whatever the server does; with what it ended is
    for the server to say, within CODE_SECONDS. Of a server that has ended, children were killed with it.
-3. A service that the server cannot fork, or not within ANSWER_SECONDS, is not started here. One that it forks
-   later than that, or that nobody waits for any more, is killed.
+3. A service that the server cannot fork, or not within ANSWER_SECONDS (FORK_SECONDS once it has answered), is
+   not started here. One that it forks later than that, or that nobody waits for any more, is killed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from quartet.local.forkserver import POOLS, Request
 from quartet.local.tether import tethered
 
 COMMAND = (sys.executable, "-m", "quartet.local.forkserver")
-#: With the imports of the first start: torch from a slow disk takes half a minute.
+#: With the imports before the first answer: torch from a slow disk takes half a minute.
 ANSWER_SECONDS = 120.0
+#: After it. A fork takes milliseconds.
+FORK_SECONDS = 5.0
 #: It is told at once, by a server that is not stopped.
 CODE_SECONDS = 1.0
 
@@ -115,6 +117,7 @@ class ForkServer:
         self._environment = dict(environment)
         self._process: asyncio.subprocess.Process | None = None
         self._listener: asyncio.Task[None] | None = None
+        self._answered = False
         self._starting = asyncio.Lock()
         self._awaited: deque[asyncio.Future[Forked | None]] = deque()  # one for each service at most
         self._living: dict[int, Forked] = {}
@@ -129,7 +132,7 @@ class ForkServer:
         process.stdin.write(request.line())
         try:
             # A server that has ended does not take it: the listener answers.
-            return await asyncio.wait_for(answer, ANSWER_SECONDS)
+            return await asyncio.wait_for(answer, FORK_SECONDS if self._answered else ANSWER_SECONDS)
         except TimeoutError:
             return None
 
@@ -150,6 +153,7 @@ class ForkServer:
             if self._process.returncode is None:
                 return self._process
             await asyncio.wait({self._listener})
+        self._answered = False
         # What its imports have to say, the services say that could not make them.
         self._process = process = await asyncio.create_subprocess_exec(
             *tethered([*COMMAND, *self._modules]),
@@ -165,6 +169,7 @@ class ForkServer:
         try:
             async for line in process.stdout:
                 said = json.loads(line)
+                self._answered = True
                 if "forked" in said:
                     self._forked(said["forked"])
                 else:
