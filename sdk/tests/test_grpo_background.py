@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from quartet.cli.display import Plain
@@ -97,6 +98,53 @@ def test_the_second_ctrl_c_kills(tmp_path: Path) -> None:
     assert time.monotonic() - began < 60
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
+
+
+def test_a_second_ctrl_c_while_the_first_is_told_abandons_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    background, begun, ended = Background[None](), threading.Event(), []
+
+    async def driven() -> None:
+        loop = asyncio.get_running_loop()
+        tell, told = loop.call_soon_threadsafe, []
+
+        def tell_and_press(*arguments: Any) -> asyncio.Handle:
+            told.append(True)
+            if len(told) == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+            return tell(*arguments)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", tell_and_press)
+        with background.listen(interrupts()):
+            begun.set()
+            try:
+                await asyncio.sleep(600)
+            finally:
+                await asyncio.sleep(0.2)
+                ended.append(len(told))
+
+    press_ctrl_c(begun)
+    with pytest.raises(KeyboardInterrupt):
+        background.run(lambda: asyncio.run(driven()))
+    assert ended == [2]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_of_the_scripts_own_decides() -> None:
+    background, begun, heard = Background[str](), threading.Event(), threading.Event()
+    signal.signal(signal.SIGINT, lambda *_: heard.set())
+
+    async def driven() -> str:
+        asked = interrupts()
+        with background.listen(asked):
+            begun.set()
+            await asyncio.to_thread(heard.wait, 10)
+            await asyncio.sleep(0.05)
+            assert not asked.asked.is_set()
+        return "to its end"
+
+    press_ctrl_c(begun)
+    assert background.run(lambda: asyncio.run(driven())) == "to its end"
+    assert heard.is_set()
 
 
 def test_ctrl_c_before_anything_is_driven_starts_nothing() -> None:

@@ -2,17 +2,20 @@
 running event loop (a notebook) of its own.
 
 1. `run` returns what the work returned, or raises what it raised.
-2. Ctrl-C in the waiting thread asks the run to stop after the step under way; a second one kills the
-   services. Either way `run` then raises KeyboardInterrupt, once the services have ended.
+2. Ctrl-C in the waiting thread asks the run to stop after the step under way; a second one, however soon,
+   kills the services. Either way `run` then raises KeyboardInterrupt, once the services have ended.
+   A handler of the script's own for that signal is asked first: what it does not raise on asks for nothing.
 3. The thread is a daemon: where the process ends without waiting, the kernel ends the services with it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Generic, TypeVar
 
 from quartet.cli.drive import Interrupts
@@ -24,40 +27,45 @@ class Background(Generic[T]):
     """Work in a thread of its own, which `listen` lets be interrupted while a run is driven."""
 
     def __init__(self) -> None:
-        # Nothing begins before somebody waits for it.
-        self._gate = threading.Event()
         self._ended = threading.Event()
         self._result: list[T] = []
         self._error: BaseException | None = None
-        self._lock = threading.Lock()
+        # Taken again by a handler that interrupts another one.
+        self._lock = threading.RLock()
         self._asked = False
         # The run that is being driven, with the loop and the task that drive it.
         self._driven: tuple[Interrupts, asyncio.AbstractEventLoop, asyncio.Task[object]] | None = None
 
     def run(self, work: Callable[[], T]) -> T:
         """Do it there and wait here."""
-        thread = threading.Thread(target=self._body, args=(work,), name="quartet", daemon=True)
-        try:
-            thread.start()
-        except KeyboardInterrupt:
-            # Whether it started nobody knows; it begins nothing.
-            self._asked = True
-            self._gate.set()
-            raise
-        interrupted = False
-        while True:
-            try:
-                self._gate.set()
-                self._ended.wait()
-                break
-            except KeyboardInterrupt:
-                interrupted = True
-                self._interrupt()
-        if interrupted:
+        with self._interrupted_by_signal():
+            threading.Thread(target=self._body, args=(work,), name="quartet", daemon=True).start()
+            self._ended.wait()
+        if self._asked:
             raise KeyboardInterrupt from self._error
         if self._error is not None:
             raise self._error
         return self._result[0]
+
+    @contextmanager
+    def _interrupted_by_signal(self) -> Iterator[None]:
+        """Ctrl-C asks, and raises nowhere on the way: a second one may come while the first is told."""
+        before = signal.getsignal(signal.SIGINT)
+        if threading.get_ident() != threading.main_thread().ident or not callable(before):
+            yield  # no signal is handled here, or this one is ignored
+            return
+
+        def asked(number: int, frame: FrameType | None) -> None:
+            try:
+                before(number, frame)
+            except KeyboardInterrupt:
+                self._interrupt()
+
+        signal.signal(signal.SIGINT, asked)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     @contextmanager
     def listen(self, interrupts: Interrupts) -> Iterator[None]:
@@ -75,9 +83,6 @@ class Background(Generic[T]):
                 self._driven = None
 
     def _body(self, work: Callable[[], T]) -> None:
-        self._gate.wait()
-        if self._asked:
-            return
         try:
             self._result.append(work())
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
