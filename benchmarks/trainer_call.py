@@ -132,7 +132,8 @@ def serve_nothing(folder: Path) -> None:
     from quartet.kit.server import ServerConfig, serve
     from quartet_trainer.assembly import assemble
     from quartet_trainer.config import TrainerConfig
-    from quartet_trainer.run import BatchResult, Run, StepResult
+    from quartet_trainer.results import BatchResult, StepResult
+    from quartet_trainer.run import Run
 
     class Idle(Run):
         def forward_backward(self, samples: Any, *settings: object) -> BatchResult:

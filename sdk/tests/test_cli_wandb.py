@@ -16,7 +16,8 @@ import wandb_file
 from quartet.cli.outputs import Outputs, recover_lines
 from quartet.cli.wandb import reporter as reporting_module
 from quartet.cli.wandb.child import Ending
-from quartet.cli.wandb.reporter import LOG, Reporter, check, id_of, reporting
+from quartet.cli.wandb.process import LOG
+from quartet.cli.wandb.reporter import Reporter, check, id_of, reporting
 from quartet.config import ConfigError
 from quartet.run.wandb import WandbConfig
 from quartet.v1.common_pb2 import Message

@@ -1,4 +1,6 @@
-"""Ends and places without a process: host.py 1, 3 and 4, pool.py 4, places.py 1 and 3, together.py 1-2."""
+"""Ends and places without a process: active_request.py 1-2, host.py 3-4, pool.py 4, places.py 1 and 3,
+together.py 1-2, watch.py 2.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,12 @@ from quartet.kit import health as health_module
 from quartet.kit.health import LIVENESS, Health
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 from quartet_envhost import host as host_module
-from quartet_envhost import pool as pool_module
 from quartet_envhost import processes
+from quartet_envhost import watch as watch_module
+from quartet_envhost.active_request import ActiveRequest
 from quartet_envhost.config import EnvHostConfig, EnvironmentConfig
 from quartet_envhost.frames import MAX_PAYLOAD_BYTES, Kind
-from quartet_envhost.host import ActiveRequest, EnvironmentHost
+from quartet_envhost.host import EnvironmentHost
 from quartet_envhost.places import Places
 from quartet_envhost.pool import WorkerPool
 from quartet_envhost.process import WorkerDied, WorkerProcess
@@ -212,7 +215,7 @@ async def test_arguments_that_fit_into_no_frame_are_refused() -> None:
 
 
 async def test_a_worker_that_cannot_be_looked_at_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pool.py 2: a host without a free descriptor ends no worker that is well, and can end one."""
+    """watch.py 2: a host without a free descriptor ends no worker that is well, and can end one."""
     looks = 0
 
     def none_left(_: str) -> list[str]:
@@ -221,7 +224,7 @@ async def test_a_worker_that_cannot_be_looked_at_lives(monkeypatch: pytest.Monke
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(os, "listdir", none_left)
-    monkeypatch.setattr(pool_module, "WATCH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(watch_module, "INTERVAL_S", 0.01)
     made = spawning(monkeypatch, {})
     host = EnvironmentHost(EnvHostConfig(inference_addresses=ADDRESSES))
     await host.describe(envhost_service_pb2.EnvironmentRef(id="x"))
@@ -348,7 +351,7 @@ async def test_a_group_is_tried_again_together_within_its_budget() -> None:
 
 
 async def test_each_attempt_is_progress() -> None:
-    """host.py 5: between its retries a member is told of, although it has not ended."""
+    """host.py 4: between its retries a member is told of, although it has not ended."""
 
     class Failing(Place):
         def answer(self, asked: Any) -> rollout_pb2.Rollout:
@@ -369,7 +372,7 @@ async def test_each_attempt_is_progress() -> None:
 async def test_liveness_follows_the_limits_of_what_is_under_way(
     monkeypatch: pytest.MonkeyPatch, together: bool, rollouts_s: int
 ) -> None:
-    """host.py 5: a rollout that its caller gave more time than this host would is no sign of a stall."""
+    """host.py 4: a rollout that its caller gave more time than this host would is no sign of a stall."""
     monkeypatch.setattr(health_module, "WATCHDOG_SECONDS", 0.02)
     monkeypatch.setattr(host_module, "BETWEEN_S", 0.1)
     made = spawning(monkeypatch, {}, group_scoring=together)

@@ -1,6 +1,6 @@
 """What can be asked of a host, what it refuses and how its calls end: real host, real workers, over gRPC.
 
-Invariants by their module: host.py 1-2, v1/environment.py 1, 3 and 4.
+Invariants by their module: active_request.py 1, host.py 2, v1/environment.py 1, 3 and 4.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ import pytest
 import torch
 from quartet.errors import QuartetError
 from quartet_trainer import states
-from quartet_trainer.states import Content, StateStore
+from quartet_trainer.content import Content
+from quartet_trainer.states import StateStore
 from safetensors import SafetensorError
 
 

@@ -1,13 +1,10 @@
 """The environments of this host: which are hosted, which are loaded, what runs.
 
-1. Every member of an accepted request ends exactly once, as a result or a typed failure, in the order of
-   ending; a cancelled one ends as CANCELLED.
+1. Every member of an accepted request ends exactly once (active_request.py).
 2. At most `max_in_flight` members are accepted and unfinished; more are refused whole as OVERLOADED.
 3. Equal (id, args) share their workers. At most `max_loaded` pairs have workers; one that nobody loads, asks
    or runs makes room, never another.
-4. While UNREAD_BYTES of a request's results wait for its reader, no further member of it starts: what waits
-   is bounded by that and by the members that have a place at the time.
-5. While `busy`, progress is told at least every `stall_limit_s`: no request waits longer for the end of an
+4. While `busy`, progress is told at least every `stall_limit_s`: no request waits longer for the end of an
    attempt, or of a worker's start, than those may take. One that waits for its reader is not busy.
 """
 
@@ -15,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
 from typing import Any, Final
@@ -24,108 +21,19 @@ import structlog
 from quartet.errors import QuartetError
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
-from quartet_envhost import failures
+from quartet_envhost.active_request import ActiveRequest, Frame, Run
 from quartet_envhost.config import EnvHostConfig, PreloadConfig, canonical_id, wanted_version
 from quartet_envhost.dialogue import Dialogue
 from quartet_envhost.pool import WorkerPool
 from quartet_envhost.together import Together
 
-# A reader takes results as fast as they come, unless it has stalled: a few dozen of the largest then wait.
-UNREAD_BYTES: Final = 128 * 1024 * 1024
 # Written as JSON; with the host's own settings they go to a worker in one frame (frames.py).
 MAX_ARGS_BYTES: Final = 3 * 1024 * 1024
 
 # Between one start or attempt and the next: a worker's end, its backoff, a member's (pool.py, process.py).
 BETWEEN_S: Final = 30.0
 
-# What the reader of a request is given; questions only where the client samples.
-Frame = rollout_pb2.Rollout | envhost_service_pb2.ModelQuestion
-# Runs one member to its end.
-Run = Callable[[int], Coroutine[Any, Any, rollout_pb2.Rollout]]
-
 log = structlog.get_logger()
-
-
-class ActiveRequest:
-    """The members of one RunRollouts call, and their results until they are read."""
-
-    def __init__(self, request: envhost_service_pb2.RunRolloutsRequest, unread_bytes: int) -> None:
-        """Nothing runs yet."""
-        self.request = request
-        self.cancelled = False
-        self.started = False
-        # How long one attempt at a member may take; known once the environment is loaded.
-        self.attempt_s = 0.0
-        self.tasks: set[asyncio.Task[rollout_pb2.Rollout]] = set()
-        self._limit = unread_bytes
-        # At most one entry for each member, with its size, and its open questions.
-        self._ended: asyncio.Queue[tuple[Frame | BaseException, int]] = asyncio.Queue()
-        self._unread = 0
-        self._room = asyncio.Event()
-        self._room.set()
-
-    @property
-    def unfinished(self) -> int:
-        """Members that still run."""
-        return len(self.tasks) if self.started else len(self.request.members)
-
-    @property
-    def busy(self) -> bool:
-        """Whether it waits for its environment or for rollouts, and not for its reader."""
-        return not self.started or bool(self.tasks and self._room.is_set())
-
-    def start(self, run: Run, at_once: int) -> None:
-        """Run the members, at most so many at once; however each ends, `read` gives that."""
-        self.started = True
-        places = asyncio.Semaphore(at_once)
-        for member in self.request.members:
-            if self.cancelled:  # while the environment was being loaded
-                self._put(_cancelled(member))
-            else:
-                task = asyncio.create_task(self._run(run, member, places))
-                self.tasks.add(task)
-                # A callback: a task that is cancelled before its first step runs none of its own code.
-                task.add_done_callback(partial(self._note, member))
-
-    async def read(self) -> Frame:
-        """The next member that ended, or question. Raises what only the whole request can end with."""
-        ended, size = await self._ended.get()
-        self._unread -= size
-        if self._unread < self._limit:
-            self._room.set()
-        if isinstance(ended, BaseException):
-            raise ended
-        return ended
-
-    def cancel(self) -> int:
-        """End all members as CANCELLED; how many that were."""
-        self.cancelled = True
-        return sum([task.cancel() for task in self.tasks]) if self.started else len(self.request.members)
-
-    async def _run(
-        self,
-        run: Run,
-        member: int,
-        places: asyncio.Semaphore,
-    ) -> rollout_pb2.Rollout:
-        async with places:
-            await self._room.wait()
-            return await run(member)
-
-    def _note(self, member: int, done: asyncio.Task[rollout_pb2.Rollout]) -> None:
-        self.tasks.discard(done)
-        self._put(_cancelled(member) if done.cancelled() else done.exception() or done.result())
-
-    def tell(self, news: envhost_service_pb2.ModelQuestion | QuartetError) -> None:
-        """Give the reader a question of a member, or what ends the whole request."""
-        self._ended.put_nowait((news, 0))
-
-    def _put(self, ended: rollout_pb2.Rollout | BaseException) -> None:
-        size = ended.ByteSize() if isinstance(ended, rollout_pb2.Rollout) else 0
-        self._unread += size
-        if self._unread >= self._limit:
-            self._room.clear()
-        self._ended.put_nowait((ended, size))
 
 
 class EnvironmentHost:
@@ -229,7 +137,7 @@ class EnvironmentHost:
                 "OVERLOADED",
                 f"{self._in_flight} rollouts are in flight; the limit is {self._config.max_in_flight}",
             )
-        active = self._active[request.request_id] = ActiveRequest(request, UNREAD_BYTES)
+        active = self._active[request.request_id] = ActiveRequest(request)
         self._in_flight += len(request.members)
         left = len(request.members)
         try:
@@ -335,10 +243,6 @@ def _refuse_too_large(request: envhost_service_pb2.RunRolloutsRequest, places: i
         remedy = f"ask for at most {places} members, or raise rollouts_per_worker"
         text = f"{request.environment.id!r} scores {count} members together, in one worker; {remedy}"
         raise QuartetError("INVALID_REQUEST", text, field="members", value=count, remedy=remedy)
-
-
-def _cancelled(member: int) -> rollout_pb2.Rollout:
-    return failures.failed(member, failures.CANCELLED, "cancelled by its caller", retryable=False)
 
 
 def _arguments(ref: envhost_service_pb2.EnvironmentRef) -> tuple[dict[str, Any], str]:

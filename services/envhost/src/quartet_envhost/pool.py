@@ -2,8 +2,8 @@
 
 1. A member ends exactly once, as a result or a typed failure; when its worker dies it ends at once as HOST,
    and is tried again on the respawned worker while its retries last.
-2. A worker that passes a rollout's deadline and grace, whose loop is silent, or that holds more memory or
-   processes than its limits is killed with all that it started; only its own members fail, and are told why.
+2. A worker that passes a rollout's deadline and grace, or that is over its limits (watch.py), is killed with
+   all that it started; only its own members fail, and are told why.
 3. A worker that dies is respawned after a bounded backoff; one that cannot load says why. Where the
    environment was never described, or no other worker lives or starts, that error goes to every caller; else
    it is logged, and tried again.
@@ -24,12 +24,13 @@ import structlog
 from quartet.errors import QuartetError
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
-from quartet_envhost import failures, processes
+from quartet_envhost import failures
 from quartet_envhost.config import EnvHostConfig, EnvironmentConfig
 from quartet_envhost.frames import Kind
 from quartet_envhost.places import Places
 from quartet_envhost.process import Ask, WorkerDied, WorkerProcess
 from quartet_envhost.together import time_limit_s
+from quartet_envhost.watch import GIB, Limits, watched
 
 log = structlog.get_logger()
 
@@ -42,8 +43,6 @@ MAX_FAILED_STARTS: Final = 3
 # Between two tries of a member.
 RETRY_BASE_S: Final = 0.1
 RETRY_CAP_S: Final = 5.0
-WATCH_INTERVAL_S: Final = 1.0
-GIB: Final = 2**30
 
 
 class WorkerPool:
@@ -63,6 +62,7 @@ class WorkerPool:
         self._settings = settings
         self._config = config
         self._progress = progress
+        self._limits = Limits(settings.max_memory_gb, settings.max_processes, config.stall_seconds)
         self._places = Places(settings.rollouts_per_worker)
         # Set once the environment is described, cannot be loaded, or is closed.
         self._decided = asyncio.Event()
@@ -300,7 +300,7 @@ class WorkerPool:
                 self._starting -= 1
                 self._progress()
             log.info("worker ready", env_id=self.env_id, slot=slot, pid=worker.pid)
-            await self._watch(worker)
+            await self._offer(worker)
         finally:
             if worker is not None:
                 await worker.stop()
@@ -334,39 +334,11 @@ class WorkerPool:
         self._info = envhost_service_pb2.EnvironmentInfo.FromString(answer)
         self._decided.set()
 
-    async def _excess(self, worker: WorkerProcess) -> str:
-        """Which limit the worker is over; empty for none."""
-        if worker.silent_seconds > self._config.stall_seconds:
-            return f"was silent for {worker.silent_seconds:.0f} s"
-        # In a thread: the process table is read, which takes milliseconds on a busy machine.
-        running = await asyncio.to_thread(processes.tree, worker.pid)
-        if len(running) > self._settings.max_processes:
-            return f"had {len(running)} processes (max_processes = {self._settings.max_processes})"
-        limit = round(self._settings.max_memory_gb * GIB)
-        held = await asyncio.to_thread(processes.memory_bytes, running, limit)
-        if held > limit:
-            return f"held {held / GIB:.2f} GiB (max_memory_gb = {self._settings.max_memory_gb:g})"
-        return ""
-
-    async def _watch(self, worker: WorkerProcess) -> None:
-        """Offer the worker for calls until it ends; stop it when its loop is silent."""
+    async def _offer(self, worker: WorkerProcess) -> None:
+        """Let calls have the worker until it ends."""
         self._places.add(worker)
-        ended = asyncio.create_task(worker.wait())
         try:
-            while not ended.done():
-                await asyncio.wait([ended], timeout=WATCH_INTERVAL_S)
-                if ended.done():
-                    break
-                try:
-                    excess = await self._excess(worker)
-                except OSError as error:  # such as no descriptor left: no reason to end a worker that is well
-                    log.warning("worker was not looked at", env_id=self.env_id, why=str(error))
-                    continue
-                if excess:
-                    text = f"worker {worker.pid} of environment {self.env_id!r} {excess} and was stopped"
-                    log.warning("worker stopped", env_id=self.env_id, pid=worker.pid, why=excess)
-                    worker.kill(text)
-            log.warning("worker ended", env_id=self.env_id, pid=worker.pid, why=ended.result())
+            why = await watched(worker, self.env_id, self._limits)
+            log.warning("worker ended", env_id=self.env_id, pid=worker.pid, why=why)
         finally:
             self._places.remove(worker)
-            ended.cancel()

@@ -18,6 +18,7 @@ from quartet.weights.store import WeightStore
 
 from quartet_trainer.bases import Bases
 from quartet_trainer.config import TrainerConfig
+from quartet_trainer.content import TensorFiles
 from quartet_trainer.kernels import chosen
 from quartet_trainer.loss.custom import load_losses
 from quartet_trainer.passes import Machine
@@ -27,7 +28,7 @@ from quartet_trainer.run import Run
 from quartet_trainer.service import TrainerServicer
 from quartet_trainer.spec import RunSpec
 from quartet_trainer.state_root import hold, state_root
-from quartet_trainer.states import StateStore, TensorFiles
+from quartet_trainer.states import StateStore
 from quartet_trainer.worker import STUCK_SECONDS, Worker
 
 TRAINER = "quartet.v1.TrainerService"

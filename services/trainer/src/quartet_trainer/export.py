@@ -27,9 +27,10 @@ from quartet.errors import QuartetError, refused
 from safetensors import SafetensorError
 
 from quartet_trainer import model as base
+from quartet_trainer.content import Content
 from quartet_trainer.run import WEIGHTS
 from quartet_trainer.spec import RunSpec
-from quartet_trainer.states import MARK, Content, StateInfo, StateStore, state_at
+from quartet_trainer.states import MARK, StateInfo, StateStore, state_at
 from quartet_trainer.trained import Trained, WholeModel
 
 #: Times that the newest state is looked for, while a trainer saves newer ones and prunes what is being read.

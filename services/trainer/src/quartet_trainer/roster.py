@@ -20,13 +20,15 @@ from typing import TYPE_CHECKING, TypeVar
 import structlog
 from quartet.errors import QuartetError
 
+from quartet_trainer.content import Content
 from quartet_trainer.sequence import Sequence
 from quartet_trainer.spec import RunSpec, check_name, difference
-from quartet_trainer.states import Content, StateInfo, StateStore
+from quartet_trainer.states import StateInfo, StateStore
 from quartet_trainer.worker import Worker, release_memory
 
 if TYPE_CHECKING:
-    from quartet_trainer.run import Run, RunStatus
+    from quartet_trainer.results import RunStatus
+    from quartet_trainer.run import Run
 
 T = TypeVar("T")
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from quartet_trainer import model as base
 from quartet_trainer.bases import Bases
 from quartet_trainer.batch import Columns, check_batch, diagnose, weights_of
 from quartet_trainer.canary import canary
+from quartet_trainer.content import Content
 from quartet_trainer.frozen import narrow
 from quartet_trainer.gradients import Gradients
 from quartet_trainer.kl_control import KlControl
@@ -40,48 +40,16 @@ from quartet_trainer.publish import TORCH_DTYPES, Snapshot
 from quartet_trainer.ranks.layout import is_whole, part
 from quartet_trainer.recompute import recomputable
 from quartet_trainer.reference import REFERENCE, Reference
+from quartet_trainer.results import BatchResult, RunStatus, StepResult
 from quartet_trainer.routing import routing_values
 from quartet_trainer.sample import Floats, Sample, check_against_model
 from quartet_trainer.schedule import scheduled_rate
 from quartet_trainer.spec import LossSpec, RunSpec
-from quartet_trainer.states import Content
 from quartet_trainer.trained import Trained, WholeModel, replaced
 from quartet_trainer.verification import Verification, verify
 from quartet_trainer.versions import Versions
 
 WEIGHTS, MOMENTS, GRADIENTS = "weights", "moments", "gradients"
-
-
-@dataclass(frozen=True, slots=True)
-class RunStatus:
-    """A run as it stands, apart from its place in the sequence."""
-
-    policy_version: int
-    skipped_steps: int
-    trainable_parameters: int
-    parameters: int
-    published_version: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class BatchResult:
-    """What a batch did."""
-
-    loss: float
-    loss_tokens: int
-    tokens: int
-    diagnostics: dict[str, float]
-    verification: Verification | None
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step did."""
-
-    grad_norm: float
-    learning_rate: float
-    policy_version: int
-    skipped_nonfinite: bool
 
 
 class Run:

@@ -5,8 +5,7 @@
    leaves it whole or absent.
 2. A state is read only after every digest was checked; `newest_sound` skips what is harmed, saying so in the
    log.
-3. Tensors are safetensors, the rest is JSON. Nothing is pickled. Ranks write their parts in files of their
-   own, and what one process wrote they read, as it reads what they wrote.
+3. Tensors are safetensors (content.py), the rest is JSON. Nothing is pickled.
 4. Of each run the `keep_last` newest states are kept. Newest means saved or loaded last: a state that a run
    returned to is the one it restarts from.
 5. A state that another release wrote in another form is refused like a harmed one.
@@ -23,14 +22,14 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
-import torch
 import xxhash
 from quartet.errors import QuartetError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+
+from quartet_trainer.content import Content, TensorFiles, WholeFiles
 
 MARK = "COMPLETE.json"
 #: Raised with every change of what run.json or the tensors mean.
@@ -43,8 +42,6 @@ MODEL_FOLDER = "model"
 _TEMPORARY = "@writing-"
 _DISCARDED = "@discarded-"
 _READ_BYTES = 1 << 20
-
-Stems = Mapping[str, Mapping[str, torch.Tensor]]
 
 log = structlog.get_logger()
 
@@ -60,52 +57,6 @@ class StateInfo:
     path: Path
     model_path: Path | None
     order: int
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """What a state holds: JSON, and tensors by file stem and name."""
-
-    meta: dict[str, Any]
-    tensors: Stems
-    #: Where it was read from.
-    folder: Path | None = None
-
-
-class TensorFiles(Protocol):
-    """How the tensors of a state are kept."""
-
-    def write(self, folder: Path, content: Content) -> None:
-        """Write them. Errors: NOT_READY."""
-        ...
-
-    def read(self, folder: Path) -> Stems:
-        """Read them again."""
-        ...
-
-
-class WholeFiles:
-    """One file for each stem. What ranks wrote in parts is read, too (ranks/shards.py)."""
-
-    def write(self, folder: Path, content: Content) -> None:
-        """Write whole tensors. Errors: OSError, SafetensorError."""
-        for stem, tensors in content.tensors.items():
-            write_stem(folder, stem, tensors)
-
-    def read(self, folder: Path) -> Stems:
-        """Read whole tensors."""
-        stems = {file.stem: load_file(file) for file in sorted(folder.glob("*.safetensors"))}
-        if not any(folder.glob("*/shard-*.safetensors")):
-            return stems
-        from quartet_trainer.ranks.shards import read_whole
-
-        return stems | read_whole(folder)
-
-
-def write_stem(folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write whole tensors as one file. Errors: OSError, SafetensorError."""
-    plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-    save_file(plain, folder / f"{stem}.safetensors")
 
 
 class StateStore:

@@ -4,51 +4,39 @@
    started again, ever more rarely, when it ended. A person hears of that once, and once more when it works.
 2. The end waits for `finish_seconds`, not longer. What is missing there then is in the folder, and comes when
    the folder is reported again.
-3. Of the files that it makes, what is not a log is in `wandb/` of the folder.
+3. Of the files that it makes, what is not a log is in `wandb/` of the folder (process.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import tomllib
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Any
 
 from quartet.cli.outputs import write_json
-from quartet.cli.wandb.child import DONE, FAILED, LOGGING, NO_KEY, NO_PACKAGE, UNKNOWN, Ending, Plan
+from quartet.cli.wandb.child import FAILED, NO_KEY, NO_PACKAGE, UNKNOWN, Ending, Plan
+from quartet.cli.wandb.process import CHILD, PLAN, Process, environment_of
 from quartet.cli.wandb.rows import Lines
 from quartet.config import ConfigError
 from quartet.run.wandb import WandbConfig
 from quartet.v1.orchestrator_service_pb2 import Run
 
-CHILD = [sys.executable, "-P", "-m", "quartet.cli.wandb.child"]
-#: Where the folder says as what it was reported.
-PLAN = "wandb/quartet.json"
-LOG = "logs/wandb.log"
 #: A child that ended is started again after so long, then after twice as long, ...
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 5.0, 300.0
 #: At the end of a run, for the last points and its summary; the services have ended by then.
 FINISH_SECONDS = 30.0
-#: Of them so many without a word.
-QUIET_SECONDS = 5.0
 #: For a whole run, by somebody who asked for nothing else.
 CATCH_UP_SECONDS = 600.0
-#: After which a child that was told to end is killed.
-GRACE_SECONDS = 3.0
 #: The import alone takes seconds on a loaded machine.
 CHECK_SECONDS = 60.0
 #: Of the run's name in its id there; the whole may have 64.
@@ -63,7 +51,7 @@ def check(config: WandbConfig) -> None:
         return
     with tempfile.TemporaryDirectory(prefix="quartet-wandb-") as scratch:
         # The key's owner would be asked for, over the network, for as long as there is none.
-        environment = _environment(Path(scratch), scratch) | {"WANDB_X_DISABLE_VIEWER": "true"}
+        environment = environment_of(Path(scratch), scratch) | {"WANDB_X_DISABLE_VIEWER": "true"}
         command, limit = [*CHILD, "check"], CHECK_SECONDS
         try:
             done = subprocess.run(
@@ -134,7 +122,7 @@ class Reporter:
         self._say = say
         self._here = here
         self._plan: Plan | None = None
-        self._child: _Child | None = None
+        self._child: Process | None = None
         self._wait_seconds = FIRST_WAIT_SECONDS
         self._start_at = 0.0
         self._where = ""
@@ -155,7 +143,7 @@ class Reporter:
         try:
             (self._folder / PLAN).parent.mkdir(parents=True, exist_ok=True)
             write_json(self._folder / PLAN, asdict(plan))
-            self._child = _Child(self._folder)
+            self._child = Process(self._folder)
         except OSError as error:
             self._failed(f"its process cannot be started ({error.strerror})")
 
@@ -177,7 +165,7 @@ class Reporter:
                 self._say("Weights & Biases is reached again")
                 self._warned = False
 
-    def _hear(self, child: _Child) -> None:
+    def _hear(self, child: Process) -> None:
         for where in child.reached():
             self._reached_at = time.monotonic()
             if where != self._where:
@@ -269,90 +257,3 @@ def _began_ms(folder: Path) -> int:
     """When the first thing happened in the run."""
     times = (row["time"] for row in Lines(folder / "metrics.jsonl").new() if "time" in row)
     return int(1000 * next(times, 0))
-
-
-class _Child:
-    """The process. Its words are read by a thread, because reading waits."""
-
-    def __init__(self, folder: Path) -> None:
-        (folder / LOG).parent.mkdir(parents=True, exist_ok=True)
-        # The library's sockets want short paths, and a killed process leaves its temporary files.
-        self._scratch = tempfile.mkdtemp(prefix="quartet-wandb-")
-        try:
-            with (folder / LOG).open("ab") as log:
-                self._process = subprocess.Popen(
-                    [*CHILD, str(folder / PLAN)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    env=_environment(folder, self._scratch),
-                    process_group=0,  # a Ctrl-C of the terminal is not for it
-                )
-        except OSError:
-            shutil.rmtree(self._scratch, ignore_errors=True)
-            raise
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._stdin: IO[bytes] = self._process.stdin
-        # One for each change of the child's state.
-        self._words: deque[dict[str, str]] = deque()
-        self._done = False
-        self.last_words = "its process ended without a word (logs/wandb.log)"
-        self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
-        self._reader.start()
-
-    def _read(self, stdout: IO[bytes]) -> None:
-        for line in stdout:
-            self._words.append(json.loads(line))
-
-    def _tell(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._stdin.write(line.encode())
-            self._stdin.flush()
-
-    def reached(self) -> Iterator[str]:
-        """Where the run is to be seen, each time that it is known anew."""
-        while self._words:
-            word = self._words.popleft()
-            if word["state"] == LOGGING:
-                yield word["said"]
-            elif word["state"] == DONE:
-                self._done = True
-            else:
-                self.last_words = word["said"]
-
-    @property
-    def ended(self) -> bool:
-        """Whether it is gone, and everything that it said is here."""
-        return self._process.poll() is not None and not self._reader.is_alive()
-
-    def finish(self, ending: Ending, limit_seconds: float) -> bool:
-        """Tell it to end, and wait so long. Whether it did all that it had to."""
-        self._tell(ending.line())
-        with contextlib.suppress(BrokenPipeError):
-            self._stdin.close()
-        try:
-            self._process.wait(QUIET_SECONDS)
-        except subprocess.TimeoutExpired:
-            print(f"waiting for Weights & Biases, {limit_seconds:.0f} s at most", file=sys.stderr, flush=True)
-        try:
-            self._process.wait(limit_seconds + GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            return False
-        self._reader.join(GRACE_SECONDS)
-        return self._process.returncode == 0
-
-    def close(self) -> None:
-        """End it, and clean up."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        with contextlib.suppress(BrokenPipeError):
-            self._stdin.close()
-        shutil.rmtree(self._scratch, ignore_errors=True)
-
-
-def _environment(folder: Path, scratch: str) -> dict[str, Any]:
-    """The child's: what the library would put into the home folder goes into the run's."""
-    beside = str(folder / "wandb")
-    defaults = {name: beside for name in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_ARTIFACT_DIR")}
-    return {**defaults, **os.environ, "TMPDIR": scratch}

@@ -18,6 +18,7 @@ from quartet.errors import QuartetError
 from quartet.v1 import weights_pb2
 from safetensors import SafetensorError
 
+from quartet_trainer.content import Content, Stems
 from quartet_trainer.ranks.command import (
     Close,
     Command,
@@ -32,10 +33,11 @@ from quartet_trainer.ranks.command import (
 )
 from quartet_trainer.ranks.group import Group
 from quartet_trainer.ranks.shards import read, unwritten, write
-from quartet_trainer.run import BatchResult, Run, StepResult
+from quartet_trainer.results import BatchResult, StepResult
+from quartet_trainer.run import Run
 from quartet_trainer.sample import Floats, Sample
 from quartet_trainer.spec import LossSpec, RunSpec
-from quartet_trainer.states import META, Content, Stems
+from quartet_trainer.states import META
 
 T = TypeVar("T")
 
@@ -66,7 +68,7 @@ def part_of(folder: Path, run: Run, group: Group) -> Content:
 
 
 class LeadFiles:
-    """The tensors of a state, of which each rank writes its part. Implements states.TensorFiles."""
+    """The tensors of a state, of which each rank writes its part. Implements content.TensorFiles."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

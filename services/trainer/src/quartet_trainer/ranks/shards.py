@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
+from quartet_trainer.content import Stems, write_stem
 from quartet_trainer.ranks import layout
 from quartet_trainer.ranks.alone import Ranks
-from quartet_trainer.states import Stems, write_stem
 
 
 def write(folder: Path, stems: Stems, ranks: Ranks, host_group: Any) -> None:

@@ -1,0 +1,65 @@
+"""What a state of a run holds, and how its tensors are kept in files.
+
+1. Tensors are safetensors. Nothing is pickled.
+2. Ranks write their parts in files of their own; what one process wrote they read, as it reads what they
+   wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+
+#: Tensors by the file that they are in and their name.
+Stems = Mapping[str, Mapping[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a state holds: JSON, and tensors by file stem and name."""
+
+    meta: dict[str, Any]
+    tensors: Stems
+    #: Where it was read from.
+    folder: Path | None = None
+
+
+class TensorFiles(Protocol):
+    """How the tensors of a state are kept."""
+
+    def write(self, folder: Path, content: Content) -> None:
+        """Write them. Errors: NOT_READY."""
+        ...
+
+    def read(self, folder: Path) -> Stems:
+        """Read them again."""
+        ...
+
+
+class WholeFiles:
+    """One file for each stem. What ranks wrote in parts is read, too (ranks/shards.py)."""
+
+    def write(self, folder: Path, content: Content) -> None:
+        """Write whole tensors. Errors: OSError, SafetensorError."""
+        for stem, tensors in content.tensors.items():
+            write_stem(folder, stem, tensors)
+
+    def read(self, folder: Path) -> Stems:
+        """Read whole tensors."""
+        stems = {file.stem: load_file(file) for file in sorted(folder.glob("*.safetensors"))}
+        if not any(folder.glob("*/shard-*.safetensors")):
+            return stems
+        from quartet_trainer.ranks.shards import read_whole
+
+        return stems | read_whole(folder)
+
+
+def write_stem(folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write whole tensors as one file. Errors: OSError, SafetensorError."""
+    plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+    save_file(plain, folder / f"{stem}.safetensors")
