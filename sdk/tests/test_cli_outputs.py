@@ -227,6 +227,16 @@ def test_tokens_per_second_over_a_window() -> None:
     )  # 5 tokens a second, one event in four is a step
 
 
+def test_rollouts_that_end_together_took_their_time() -> None:
+    progress = Progress()
+    for member in range(8):
+        event = WatchRunResponse(event=member + 1, at_ms=60_000 + member)
+        event.rollout.rollout.usage.completion_tokens = 100
+        event.rollout.rollout.timing.total_ms = 20_000
+        progress.apply(event)
+    assert progress.tokens_per_second == pytest.approx(40, rel=0.01)
+
+
 def test_curve_has_the_given_size_and_scale() -> None:
     lines = reward_curve([i / 199 for i in range(200)], rows=4, columns=50)
     assert len(lines) == 4

@@ -85,7 +85,8 @@ class Progress:
     #: The latest of each step that is not over, and of the one that ended last.
     of_steps: dict[int, Completion] = field(default_factory=dict)
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_NOTES))
-    _tokens: deque[tuple[int, int]] = field(default_factory=deque)
+    #: When a rollout began and ended, and its sampled tokens.
+    _sampled: deque[tuple[int, int, int]] = field(default_factory=deque)
 
     def begin(self, run: Run) -> None:
         """The run as it stands before the events that are still to come."""
@@ -124,9 +125,10 @@ class Progress:
             self.evals.append((step, metrics["eval/reward"]))
 
     def _rollout(self, at_ms: int, event: RolloutEvent) -> None:
-        self._tokens.append((at_ms, event.rollout.usage.completion_tokens))
-        while self._tokens[0][0] < at_ms - RATE_WINDOW_MS:
-            self._tokens.popleft()
+        rollout = event.rollout
+        self._sampled.append((at_ms - rollout.timing.total_ms, at_ms, rollout.usage.completion_tokens))
+        while self._sampled[0][1] < at_ms - RATE_WINDOW_MS:
+            self._sampled.popleft()
         completion = completion_of(event)
         if completion is not None:
             self.completions.append(completion)
@@ -135,11 +137,12 @@ class Progress:
 
     @property
     def tokens_per_second(self) -> float:
-        """Sampled tokens per second over the last seconds."""
-        if len(self._tokens) < 2:
+        """Sampled tokens of the rollouts that ended in the last seconds, over the time since the first of
+        them began: those that end together were not sampled in that moment."""
+        if not self._sampled:
             return 0.0
-        span_ms = self._tokens[-1][0] - self._tokens[0][0]
-        return 1000.0 * sum(count for _, count in self._tokens) / span_ms if span_ms > 0 else 0.0
+        span_ms = self._sampled[-1][1] - min(began for began, _, _ in self._sampled)
+        return 1000.0 * sum(count for _, _, count in self._sampled) / span_ms if span_ms > 0 else 0.0
 
     @property
     def ended(self) -> bool:
