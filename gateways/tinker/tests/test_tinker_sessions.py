@@ -102,8 +102,9 @@ def test_a_run_is_taken_from_a_script_that_is_gone_and_from_no_other(
 
 
 def test_a_run_that_the_trainer_has_lost_is_said(tinker: Any, client: Any, services: Stack) -> None:
-    """As after a restart of the trainer."""
+    """As after a restart of the trainer: the script goes on from its state."""
     training = lora(client)
+    path = training.save_state("kept").result(60).path
     training.forward_backward([datum(tinker)], "cross_entropy").result(60)
     with grpc.insecure_channel(services.trainer) as channel:
         stub: Any = rpc.TrainerServiceStub(channel)
@@ -111,6 +112,9 @@ def test_a_run_that_the_trainer_has_lost_is_said(tinker: Any, client: Any, servi
     for _ in range(2):
         with pytest.raises(tinker.RequestFailedError, match="the trainer has this run no more"):
             training.optim_step(tinker.AdamParams()).result(60)
+    again = client.create_training_client_from_state_with_optimizer(path).result(60)
+    again.forward_backward([datum(tinker)], "cross_entropy").result(60)
+    assert again.optim_step(tinker.AdamParams()).result(60).metrics["policy_version"] == 1
 
 
 def is_open(services: Stack, training: Any) -> bool:
@@ -151,16 +155,17 @@ def test_a_script_goes_on_after_its_gateway_was_started_again(
     runs = ("--runs-dir", str(tmp_path / "runs"))
     with gateway(tmp_path, services.trainer, services.inference, *runs) as address:
         client = tinker.ServiceClient(base_url=f"http://{address}")
-        training = lora(client)
-        sampler = training.save_weights_and_get_sampling_client().result(60)
+        training, prompt = lora(client), tinker.ModelInput.from_ints(TEXT)
+        early = training.save_state("early").result(60).path
         weights = training.save_weights_for_sampler("x").result(60).path
         state = training.save_state("kept").result(60).path
+        sampler = client.create_sampling_client(weights).result(60)
     with gateway(tmp_path, services.trainer, services.inference, *runs, address=address):
         began = time.monotonic()
         with pytest.raises(tinker.NotFoundError, match=r"a restart forgets it.*another ServiceClient"):
             training.forward([datum(tinker)], "cross_entropy").result(60)
         with pytest.raises(tinker.NotFoundError, match="a restart forgets it"):
-            sampler.compute_logprobs(tinker.ModelInput.from_ints(TEXT)).result(60)
+            sampler.compute_logprobs(prompt).result(60)
         asked = {"request_id": f"{training.model_id}:3"}
         status, said = post(address, "retrieve_future", asked)
         assert (status, "a restart forgets it" in said["detail"]) == (404, True)
@@ -171,9 +176,12 @@ def test_a_script_goes_on_after_its_gateway_was_started_again(
         rest = tinker.RestClient(base_url=f"http://{address}")
         with pytest.raises(tinker.BadRequestError, match="the trainer lists states of open ones"):
             rest.list_checkpoints(training.model_id).result(60)
-        onward = again.create_training_client_from_state_with_optimizer(state).result(60)
-        [kept] = rest.list_checkpoints(onward.model_id).result(60).checkpoints
-        assert kept.tinker_path == state
+        onward = again.create_training_client_from_state_with_optimizer(early).result(60)
+        with pytest.raises(tinker.BadRequestError, match="'x' is not the newest version of its run"):
+            again.create_sampling_client(weights).result(60)
+        kept = rest.list_checkpoints(onward.model_id).result(60).checkpoints
+        assert {one.tinker_path for one in kept} == {early, state}
+        again.create_training_client_from_state_with_optimizer(state).result(60)
         sampler = again.create_sampling_client(weights).result(60)
-        assert sampler.compute_logprobs(tinker.ModelInput.from_ints(TEXT)).result(60)[0] is None
+        assert sampler.compute_logprobs(prompt).result(60)[0] is None
         again.close("success").result(60)

@@ -36,6 +36,8 @@ AGAIN_SECONDS: Final = 0.25
 LAG_SECONDS: Final = 30.0
 #: Another replica, or this one a little later, may answer.
 PASSING: Final = frozenset({"VERSION_UNAVAILABLE", "RUN_NOT_SERVED", "NOT_READY", "OVERLOADED", "DEADLINE"})
+#: The run is closed, or stands where it had published nothing yet.
+GONE: Final = frozenset({"RUN_UNKNOWN", "VERSION_UNKNOWN"})
 _FINISH = {pb.FINISH_REASON_LENGTH: wire.STOP_REASON_LENGTH}
 
 
@@ -96,7 +98,7 @@ class Sampling:
                 if (await _served(stub, path.run_id, ASK_SECONDS)).hex().startswith(path.digest):
                     return
             except QuartetError as error:
-                if error.reason not in PASSING | {"RUN_UNKNOWN"}:
+                if error.reason not in PASSING | GONE:
                     raise
                 is_open = is_open and error.reason != "RUN_UNKNOWN"
         if not is_open:
