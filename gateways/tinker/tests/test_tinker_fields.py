@@ -12,7 +12,7 @@ from quartet_tinker import tinker_wire_pb2 as wire
 from quartet_tinker.gateway import UNHEEDED
 from quartet_tinker.refusal import Refused
 
-from .tinker_calls import MODEL, TEXT, datum, gradients, lora, post
+from .tinker_calls import MODEL, TEXT, datum, gradients, lora, post, state_of
 from .tinker_stack import Stack
 
 # What is not a field of ours is refused by its name (extra="forbid").
@@ -81,6 +81,7 @@ REFUSED: list[tuple[type[bodies.Body], dict[str, Any], str]] = [
         "kind = 'inflight' is not for weights",
     ),
     (bodies.SaveForSampler, {**SAVE, "path": "x", "sampling_session_seq_id": 0}, "give one of them"),
+    (bodies.SaveForSampler, {**SAVE, "path": "a/b"}, "path = 'a/b' is refused; give 1 to 64 letters"),
     (bodies.LoadWeights, {**LOAD, **OF_MODEL, "session_id": "s"}, "session_id is not served beside model_id"),
     (bodies.LoadWeights, {**LOAD, **OF_MODEL, "user_metadata": {}}, "user_metadata is not served beside"),
     (bodies.LoadWeights, {**LOAD, **OF_MODEL, "base_model": "m"}, "base_model is not served beside model_id"),
@@ -196,6 +197,23 @@ def test_what_is_taken_unheeded_is_said_when_a_session_begins(
         training.save_state("other", user_metadata={"a": "b"}).result(60)
     training.save_state("other").result(60)
     client.close("errored", detail="a reason").result(60)
+
+
+def test_a_name_that_is_refused_saves_and_publishes_nothing(
+    tinker: Any, client: Any, services: Stack
+) -> None:
+    training = lora(client)
+    with pytest.raises(tinker.RequestFailedError, match="give 1 to 64 letters"):
+        training.save_weights_for_sampler("a/b").result(60)
+    for _ in range(2):
+        with pytest.raises(tinker.RequestFailedError, match="name 'a/b' is not 1-64 of"):
+            training.save_state("a/b").result(60)
+    assert state_of(services, training).applied_seq_id == 0
+
+
+def test_how_a_script_ended_is_cut_to_a_line_of_the_log() -> None:
+    body = bodies.parse(bodies.Finish, b'{"reason": {"type": "errored"}, "detail": "%s"}' % (b"x" * 9000))
+    assert body.why() == "errored: " + "x" * bodies.MAX_NOTE_CHARS
 
 
 def test_the_metadata_of_a_run_is_noted(tinker: Any, client: Any, services: Stack) -> None:

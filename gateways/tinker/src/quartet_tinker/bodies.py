@@ -75,7 +75,11 @@ class Finish(Body):
     """A ServiceClient ends; why, goes to the log."""
 
     reason: Reason
-    detail: Note | None = None
+    detail: str | None = None
+
+    def why(self) -> str:
+        """In short."""
+        return f"{self.reason.type}: {self.detail[:MAX_NOTE_CHARS]}" if self.detail else self.reason.type
 
 
 class Lora(Body):
@@ -184,6 +188,8 @@ class SaveForSampler(Body):
     def check(self) -> None:
         """Refuse what is not kept, and what contradicts itself. Raises Refused."""
         _refuse_metadata(self.user_metadata)
+        if self.path is not None:
+            paths.check_name(self.path)
         if self.path is not None and self.sampling_session_seq_id is not None:
             raise Refused("path and sampling_session_seq_id are for one each; give one of them")
         if self.path is not None and self.kind != "snapshot":

@@ -48,7 +48,7 @@ class Gateway:
     """Everything behind the routes. For one event loop."""
 
     def __init__(self, config: GatewayConfig, trainer: Trainer, sampling: Sampling) -> None:
-        self._config, self._trainer, self._sampling = config, trainer, sampling
+        self._config, self._sampling = config, sampling
         self.promises = Promises()
         self._sessions = Sessions(config.max_sessions)
         self._waiting_bytes = 0
@@ -196,7 +196,6 @@ class Gateway:
             if body.path is not None:
                 mark = f"{version}-{digest.hex()[: paths.DIGITS]}"
                 path = f"tinker://{run.origin}/sampler_weights/{body.path}@{mark}"
-                paths.read(path)
                 return answered(path=path, type="save_weights_for_sampler")
             sampler = self.samplers.now(run.run_id, version, inflight=body.kind == "inflight")
             name = session.add(f"publish-{body.model_id.rpartition(':')[2]}-{body.seq_id}", sampler, None)

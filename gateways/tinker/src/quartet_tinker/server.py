@@ -155,8 +155,7 @@ class Routes:
 
     async def _finish(self, request: web.Request) -> web.Response:
         body = bodies.parse(bodies.Finish, await request.read())
-        why = f"{body.reason.type}: {body.detail}" if body.detail else body.reason.type
-        await self._gateway.finish(request.match_info["session_id"], why)
+        await self._gateway.finish(request.match_info["session_id"], body.why())
         return _json({})
 
     async def _create_model(self, request: web.Request) -> web.Response:

@@ -140,8 +140,8 @@ class Training:
         """Save the run under a name."""
         if name in self._names and not overwrite:
             raise Refused(f"this client saved a state {name!r} before; give another name, or overwrite=True")
-        self._names.add(name)
         await self._apply(lambda seq: self._trainer.save(self.run.run_id, seq, name))
+        self._names.add(name)
         return answered(path=f"tinker://{self.run.origin}/weights/{name}", type="save_weights")
 
     async def load_state(self, name: str) -> None:
