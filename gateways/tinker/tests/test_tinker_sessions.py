@@ -12,7 +12,7 @@ import pytest
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1 import trainer_service_pb2_grpc as rpc
 
-from .tinker_calls import MODEL, datum, lora, post, state_of
+from .tinker_calls import MODEL, TEXT, datum, lora, post, state_of
 from .tinker_stack import Stack, gateway
 
 
@@ -58,15 +58,9 @@ def test_the_runs_of_a_killed_gateway_are_closed_by_the_next(
     assert state_of(services, training).applied_seq_id == 0, "nobody has closed it"
     with gateway(tmp_path, services.trainer, services.inference, *runs):
         give_up = time.monotonic() + 20
-        while time.monotonic() < give_up:
-            try:
-                state_of(services, training)
-            except grpc.RpcError as error:
-                assert "is not open here" in str(error)
-                break
+        while is_open(services, training):
+            assert time.monotonic() < give_up, "the run is still open"
             time.sleep(0.1)
-        else:
-            raise AssertionError("the run is still open")
 
 
 def test_a_run_is_taken_from_a_script_that_is_gone_and_from_no_other(
@@ -108,8 +102,9 @@ def test_a_run_is_taken_from_a_script_that_is_gone_and_from_no_other(
 
 
 def test_a_run_that_the_trainer_has_lost_is_said(tinker: Any, client: Any, services: Stack) -> None:
-    """As after a restart of the trainer."""
+    """As after a restart of the trainer: the script goes on from its state."""
     training = lora(client)
+    path = training.save_state("kept").result(60).path
     training.forward_backward([datum(tinker)], "cross_entropy").result(60)
     with grpc.insecure_channel(services.trainer) as channel:
         stub: Any = rpc.TrainerServiceStub(channel)
@@ -117,3 +112,76 @@ def test_a_run_that_the_trainer_has_lost_is_said(tinker: Any, client: Any, servi
     for _ in range(2):
         with pytest.raises(tinker.RequestFailedError, match="the trainer has this run no more"):
             training.optim_step(tinker.AdamParams()).result(60)
+    again = client.create_training_client_from_state_with_optimizer(path).result(60)
+    again.forward_backward([datum(tinker)], "cross_entropy").result(60)
+    assert again.optim_step(tinker.AdamParams()).result(60).metrics["policy_version"] == 1
+
+
+def is_open(services: Stack, training: Any) -> bool:
+    """Whether the trainer has the run of a client."""
+    try:
+        state_of(services, training)
+    except grpc.RpcError as error:
+        assert "is not open here" in str(error)
+        return False
+    return True
+
+
+def test_a_state_that_is_not_there_takes_nothing_away(tinker: Any, client: Any, services: Stack) -> None:
+    """The client that has the run keeps it; a run that nobody had is closed again."""
+    training = lora(client)
+    path = training.save_state("kept").result(60).path
+    training.forward_backward([datum(tinker)], "cross_entropy").result(60)
+    with pytest.raises(tinker.RequestFailedError, match="the run has no state 'kepr', it has kept"):
+        client.create_training_client_from_state_with_optimizer(path.replace("kept", "kepr")).result(60)
+    assert training.optim_step(tinker.AdamParams()).result(60).metrics["policy_version"] == 1
+
+    other = tinker.ServiceClient(base_url=f"http://{services.gateway}")
+    gone = lora(other)
+    path = gone.save_state("kept").result(60).path
+    other.close("success").result(60)
+    assert not is_open(services, gone)
+    with pytest.raises(tinker.RequestFailedError, match="the run has no state 'kepr'"):
+        client.create_training_client_from_state_with_optimizer(path.replace("kept", "kepr")).result(60)
+    assert not is_open(services, gone)
+    client.create_training_client_from_state_with_optimizer(path).result(60)
+    assert is_open(services, gone)
+
+
+def test_a_script_goes_on_after_its_gateway_was_started_again(
+    tinker: Any, services: Stack, tmp_path: Path
+) -> None:
+    """It is told at once, with what to do; saved weights are there again when their run is."""
+    runs = ("--runs-dir", str(tmp_path / "runs"))
+    with gateway(tmp_path, services.trainer, services.inference, *runs) as address:
+        client = tinker.ServiceClient(base_url=f"http://{address}")
+        training, prompt = lora(client), tinker.ModelInput.from_ints(TEXT)
+        early = training.save_state("early").result(60).path
+        weights = training.save_weights_for_sampler("x").result(60).path
+        state = training.save_state("kept").result(60).path
+        sampler = client.create_sampling_client(weights).result(60)
+    with gateway(tmp_path, services.trainer, services.inference, *runs, address=address):
+        began = time.monotonic()
+        with pytest.raises(tinker.NotFoundError, match=r"a restart forgets it.*another ServiceClient"):
+            training.forward([datum(tinker)], "cross_entropy").result(60)
+        with pytest.raises(tinker.NotFoundError, match="a restart forgets it"):
+            sampler.compute_logprobs(prompt).result(60)
+        asked = {"request_id": f"{training.model_id}:3"}
+        status, said = post(address, "retrieve_future", asked)
+        assert (status, "a restart forgets it" in said["detail"]) == (404, True)
+        assert time.monotonic() - began < 20
+        again = tinker.ServiceClient(base_url=f"http://{address}")
+        with pytest.raises(tinker.BadRequestError, match="is not open: its client was closed, or"):
+            again.create_sampling_client(weights).result(60)
+        rest = tinker.RestClient(base_url=f"http://{address}")
+        with pytest.raises(tinker.BadRequestError, match="the trainer lists states of open ones"):
+            rest.list_checkpoints(training.model_id).result(60)
+        onward = again.create_training_client_from_state_with_optimizer(early).result(60)
+        with pytest.raises(tinker.BadRequestError, match="'x' is not the newest version of its run"):
+            again.create_sampling_client(weights).result(60)
+        kept = rest.list_checkpoints(onward.model_id).result(60).checkpoints
+        assert {one.tinker_path for one in kept} == {early, state}
+        again.create_training_client_from_state_with_optimizer(state).result(60)
+        sampler = again.create_sampling_client(weights).result(60)
+        assert sampler.compute_logprobs(prompt).result(60)[0] is None
+        again.close("success").result(60)

@@ -93,17 +93,24 @@ def service(
 
 
 @contextmanager
-def gateway(folder: Path, trainer: str, inference: str, *arguments: str, kill: bool = False) -> Iterator[str]:
+def gateway(
+    folder: Path,
+    trainer: str,
+    inference: str,
+    *arguments: str,
+    address: str = "127.0.0.1:0",
+    kill: bool = False,
+) -> Iterator[str]:
     """Another gateway of the same services."""
     with service(
         folder,
         "quartet_tinker",
-        *("--trainer", trainer, "--inference", inference, "--address", "127.0.0.1:0"),
+        *("--trainer", trainer, "--inference", inference, "--address", address),
         *("--model-name", "tiny/random", *arguments),
         port_key="port-file",
         kill=kill,
-    ) as address:
-        yield address
+    ) as served_at:
+        yield served_at
 
 
 @contextmanager

@@ -1,4 +1,12 @@
-"""The JSON that the SDK sends. What is not served is refused by name, not ignored."""
+"""The JSON that the SDK sends.
+
+1. A field that is not served is refused by its name, never ignored.
+2. What the SDK sends in any case, or the cookbook by default, is taken although nothing here heeds it:
+   `train_unembed` = True, `ttl_seconds` and, in protobuf, the provenance of tokens. Each session is told so
+   when it begins (gateway.UNHEEDED).
+3. Where a request has its place in a model's order, what a script may send and is not served is refused when
+   its turn comes (the `check` methods): a number that never came would hold up the requests after it.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +14,17 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 
+from quartet_tinker import paths
 from quartet_tinker.refusal import Refused
 
 B = TypeVar("B", bound="Body")
 
-#: GenerateRequest.n says so.
-MAX_SAMPLES = 256
+#: Of what is noted of a run or logged of a session.
+MAX_NOTES = 64
+MAX_NOTE_CHARS = 1024
+
+Note = Annotated[str, pydantic.StringConstraints(max_length=MAX_NOTE_CHARS)]
+Metadata = Annotated[dict[Note, Note], pydantic.Field(max_length=MAX_NOTES)]
 
 
 class Body(pydantic.BaseModel):
@@ -19,42 +32,61 @@ class Body(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", protected_namespaces=())
 
-    type: str = ""
+
+class ClientConfig(Body):
+    """An SDK asks how it is to behave; every version is answered alike."""
+
+    sdk_version: Note
 
 
 class CreateSession(Body):
-    """A ServiceClient begins."""
+    """A ServiceClient begins; all but `project_id`, which is refused, goes to the log."""
 
-    tags: list[str] = []
-    user_metadata: dict[str, Any] | None = None
-    sdk_version: str = ""
+    type: Literal["create_session"] = "create_session"
+    tags: Annotated[list[Note], pydantic.Field(max_length=MAX_NOTES)] = []
+    user_metadata: Metadata | None = None
+    sdk_version: Note = ""
     project_id: str | None = None
-    display_name: str | None = None
+    display_name: Note | None = None
+
+    def check(self) -> None:
+        """Refuse what a gateway does not have. Raises Refused."""
+        if self.project_id is not None:
+            raise Refused(
+                f"project_id = {self.project_id!r} is refused: there are no projects here; leave it out, and "
+                "TINKER_PROJECT_ID unset"
+            )
 
 
-class SessionName(Body):
+class Heartbeat(Body):
     """Which session is still there."""
 
+    type: Literal["session_heartbeat"] = "session_heartbeat"
     session_id: str
 
 
-class CreateSamplingSession(Body):
-    """A sampler of the weights at `model_path`; without it, of the base model."""
+class Reason(Body):
+    """How a script ended."""
 
-    session_id: str
-    sampling_session_seq_id: int
-    base_model: str | None = None
-    model_path: str | None = None
+    type: Literal["success", "errored", "interrupted"]
 
 
-class JoinSamplingSession(Body):
-    """Another process uses a sampler."""
+class Finish(Body):
+    """A ServiceClient ends; why, goes to the log."""
 
-    sampling_session_id: str
+    reason: Reason
+    detail: str | None = None
+
+    def why(self) -> str:
+        """In short."""
+        return f"{self.reason.type}: {self.detail[:MAX_NOTE_CHARS]}" if self.detail else self.reason.type
 
 
 class Lora(Body):
-    """The adapters of a new model. Without `seed` one is drawn; `train_unembed` has no effect."""
+    """The adapters of a new model. Without `seed` one is drawn.
+
+    False is what `train_unembed` is here; the SDK's default, True, is taken too, as said above.
+    """
 
     rank: int
     seed: int | None = None
@@ -64,64 +96,113 @@ class Lora(Body):
 
 
 class Optimizer(pydantic.BaseModel):
-    """Adam; others say so by their type, with fields of their own."""
+    """Adam, which has no field but its type; others say so by theirs, with fields of their own."""
+
+    model_config = pydantic.ConfigDict(extra="allow")
 
     type: str = "adamw"
 
+    def check(self) -> None:
+        """Refuse all but Adam. Raises Refused."""
+        if self.type != "adamw":
+            raise Refused(f"optimizer = {self.type!r} is not served here; leave it out for AdamW")
+        for field in self.model_extra or ():
+            raise Refused(f"optimizer_config.{field} is not served here; AdamW has no such field")
+
 
 class CreateModel(Body):
-    """A model to train; refused without `lora_config`."""
+    """A model to train; refused without `lora_config`. `user_metadata` is noted with its run."""
 
+    type: Literal["create_model"] = "create_model"
     session_id: str
     model_seq_id: int
     base_model: str
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
     lora_config: Lora | None = None
     optimizer_config: Optimizer = Optimizer()
 
 
-class ModelName(Body):
-    """Which model is meant."""
+class GetInfo(Body):
+    """Which model is asked about."""
 
+    type: Literal["get_info"] = "get_info"
+    model_id: str
+
+
+class Unload(Body):
+    """Which model is done."""
+
+    type: Literal["unload_model"] = "unload_model"
     model_id: str
 
 
 class OptimStep(Body):
-    """A step of Adam; refused without `adam_params`."""
+    """A step of Adam; `optimizer_params` are those of other optimizers."""
 
+    type: Literal["optim_step"] = "optim_step"
     model_id: str
     seq_id: int
     adam_params: dict[str, Any] | None = None
     optimizer_params: dict[str, Any] | None = None
 
+    def params(self) -> dict[str, Any]:
+        """Of Adam. Raises Refused."""
+        if self.optimizer_params is not None:
+            raise Refused("optimizer_params, of other optimizers than Adam, are not served; give AdamParams")
+        if self.adam_params is None:
+            raise Refused("adam_params is missing; give AdamParams")
+        return self.adam_params
+
 
 class SaveWeights(Body):
     """A state to save; without `path` it is named after `seq_id`."""
 
+    type: Literal["save_weights"] = "save_weights"
     model_id: str
     seq_id: int
     path: str | None = None
-    # States go by their number (the trainer's keep_last), not by their age; metadata is not kept.
+    # Unheeded: states go by their number (the trainer's keep_last), not by their age.
     ttl_seconds: int | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
+
+    def check(self) -> None:
+        """Refuse what is not kept. Raises Refused."""
+        _refuse_metadata(self.user_metadata)
 
 
 class SaveForSampler(Body):
     """Weights to publish: with `path` for samplers to be made of it, without it for one at once."""
 
+    type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
     model_id: str
     seq_id: int
     path: str | None = None
+    # A repetition has another one: samplers are named by `seq_id`, and this only says that one is wanted.
     sampling_session_seq_id: int | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
+    # Unheeded: they are there until the next ones are.
     ttl_seconds: int | None = None
     user_metadata: dict[str, str] | None = None
 
+    def check(self) -> None:
+        """Refuse what is not kept, and what contradicts itself. Raises Refused."""
+        _refuse_metadata(self.user_metadata)
+        if self.path is not None:
+            paths.check_name(self.path)
+        if self.path is not None and self.sampling_session_seq_id is not None:
+            raise Refused("path and sampling_session_seq_id are for one each; give one of them")
+        if self.path is not None and self.kind != "snapshot":
+            raise Refused(f"kind = {self.kind!r} is not for weights with a path; leave one of them out")
+
 
 class LoadWeights(Body):
-    """A state to return to; without `model_id`, one to make a new model of the session from."""
+    """A state to return to; without `model_id`, one to make a new model of the session from.
 
+    `user_metadata` replaces that of the state's run, which the new model goes on with.
+    """
+
+    type: Literal["load_weights"] = "load_weights"
     path: str
     optimizer: bool
     model_id: str | None = None
@@ -129,86 +210,52 @@ class LoadWeights(Body):
     session_id: str | None = None
     model_seq_id: int | None = None
     base_model: str | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
     optimizer_config: Optimizer | None = None
     weights_access_token: str | None = None
 
+    def address(self) -> tuple[str, int]:
+        """Model and number, or session and number of the model to make. Raises Refused."""
+        of_model, of_session = ("model_id", "seq_id"), ("session_id", "model_seq_id")
+        needed = of_session if self.model_id is None else of_model
+        others = ("seq_id",) if self.model_id is None else (*of_session, "base_model", "user_metadata")
+        for field in needed:
+            if getattr(self, field) is None:
+                raise Refused(f"{field} is missing; give {' and '.join(needed)}")
+        for field in others:
+            if getattr(self, field) is not None:
+                raise Refused(f"{field} is not served beside {needed[0]}; leave it out")
+        name, number = (getattr(self, field) for field in needed)
+        return name, number
 
-class TextChunk(Body):
-    """Token ids of a prompt."""
-
-    tokens: list[Annotated[int, pydantic.Field(ge=0, lt=2**31)]]
-
-
-class OtherChunk(pydantic.BaseModel):
-    """An image or audio: refused by what it is."""
-
-    type: str
-
-
-class Prompt(Body):
-    """What is to be completed, in chunks."""
-
-    chunks: list[TextChunk | OtherChunk]
-
-    def tokens(self) -> list[int]:
-        """All of them. Raises Refused."""
-        ids: list[int] = []
-        for chunk in self.chunks:
-            if not isinstance(chunk, TextChunk):
-                raise Refused(f"prompt has a chunk of type {chunk.type!r}; only token ids from 0 are served")
-            ids.extend(chunk.tokens)
-        if not ids:
-            raise Refused("prompt is empty; give at least one token")
-        return ids
-
-
-class SamplingParams(Body):
-    """How to sample. None: as the inference service does; `stop` = []: not even at the model's own end."""
-
-    max_tokens: int | None = pydantic.Field(default=None, ge=1, lt=2**31)
-    seed: int | None = None
-    stop: str | list[str] | list[Annotated[int, pydantic.Field(ge=0, lt=2**31)]] | None = None
-    temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
-
-
-class SampleBody(Body):
-    """Completions to sample, `num_samples` of one prompt."""
-
-    sampling_session_id: str
-    seq_id: int
-    prompt: Prompt
-    sampling_params: SamplingParams
-    num_samples: int = pydantic.Field(default=1, ge=1, le=MAX_SAMPLES)
-    prompt_logprobs: bool | None = None
-    prompt_logprobs_last_n: int | None = None
-    topk_prompt_logprobs: int = 0
-    topk_sample_logprobs: int = 0
-    target_prompt_logprobs: Any = None
-    prompt_alt_tokens_k: int = 0
-    record_stability_info: bool | None = None
-
-    def check(self) -> None:
-        """Refuse what the inference service does not do. Raises Refused."""
-        self.prompt.tokens()
-        for field in (
-            "topk_prompt_logprobs",
-            "topk_sample_logprobs",
-            "target_prompt_logprobs",
-            "prompt_alt_tokens_k",
-            "record_stability_info",
-        ):
-            if getattr(self, field):
-                raise Refused(f"{field} is not served here; leave it out")
+    def state(self) -> paths.WeightsPath:
+        """Which state. Raises Refused."""
+        path = paths.read(self.path)
+        if path.version is not None:
+            raise Refused(f"path = {self.path!r} is of a sampler; give what save_state returned")
+        if not self.optimizer:
+            raise Refused(
+                "a state is loaded with its optimizer here, never its weights alone; use "
+                "create_training_client_from_state_with_optimizer or load_state_with_optimizer"
+            )
+        if self.optimizer_config is not None:
+            raise Refused("optimizer_config is refused: a state has its own optimizer; leave it out")
+        if self.weights_access_token is not None:
+            raise Refused("weights_access_token is not served here; leave it out")
+        return path
 
 
 class RetrieveFuture(Body):
-    """Which promise is waited for, or is to be cancelled."""
+    """Which promise is waited for; `allow_metadata_only`: the size of a large answer is enough at first."""
 
     request_id: str
     allow_metadata_only: bool = False
+
+
+class CancelFuture(Body):
+    """Which promise nobody waits for any more."""
+
+    request_id: str
 
 
 class WeightsInfo(Body):
@@ -227,3 +274,11 @@ def parse(kind: type[B], raw: bytes) -> B:
         if first["type"] == "extra_forbidden":
             raise Refused(f"{where} is not served here; leave it out") from None
         raise Refused(f"{where} is refused: {first['msg']}") from None
+
+
+def _refuse_metadata(user_metadata: dict[str, str] | None) -> None:
+    if user_metadata:
+        raise Refused(
+            "user_metadata of saved weights is not kept here; leave it out, or give it to "
+            "create_lora_training_client, which notes it with the run"
+        )

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 from quartet.v1 import trainer_service_pb2 as pb
 
 from quartet_tinker import losses
@@ -49,6 +51,7 @@ class Datum:
 def read(index: int, datum: wire.Datum, loss_fn: str) -> Datum:
     """Check one datum. Raises Refused."""
     where = f"data[{index}]"
+    check_known(where, datum, *datum.model_input, *datum.loss_fn_inputs.values())
     input_T = _tokens(where, datum.model_input)
     if "target_tokens" not in datum.loss_fn_inputs:
         raise Refused(f"{where}.loss_fn_inputs has no target_tokens; give the token that follows each input")
@@ -76,6 +79,15 @@ def read(index: int, datum: wire.Datum, loss_fn: str) -> Datum:
         )
     known_N = np.flatnonzero(is_next_T)
     return Datum(tokens, known_N, {name: array_T[known_N] for name, array_T in inputs.items()})
+
+
+def check_known(where: str, *messages: Message) -> None:
+    """Whether messages have only fields of tinker_wire.proto. Raises Refused."""
+    for message in messages:
+        unknown = UnknownFieldSet(message)
+        if len(unknown):
+            name = f"field {unknown[0].field_number} of {message.DESCRIPTOR.name}"
+            raise Refused(f"{where} has the {name}, which is not served here (a later SDK may send it)")
 
 
 def whole(datum: Datum) -> pb.TrainingSample:
@@ -132,6 +144,7 @@ def _tokens(where: str, chunks: Sequence[wire.Chunk]) -> Ints:
             raise Refused(
                 f"{where}.model_input has a chunk that is not text; images and audio are not served"
             )
+        check_known(where, chunk.encoded_text)
         parts.append(np.frombuffer(chunk.encoded_text.tokens, dtype="<i4").astype(np.int64))
     tokens = np.concatenate(parts) if parts else np.empty(0, np.int64)
     if not len(tokens):

@@ -2,9 +2,7 @@
 
 1. A session ends when its script finishes it, or is silent for session_seconds; its runs are closed then, and
    its promises fail.
-2. A run has one model at a time. Making a client from a state takes the run from the model that had it, if
-   that is of the same session, or its session falls silent for takeover_seconds.
-3. Ids are made from the session and the number that the SDK gives, so that a repeated request finds what its
+2. Ids are made from the session and the number that the SDK gives, so that a repeated request finds what its
    first arrival made.
 """
 
@@ -17,13 +15,14 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 import structlog
-from quartet.errors import QuartetError
 
 from quartet_tinker import bodies, paths
 from quartet_tinker import tinker_wire_pb2 as wire
+from quartet_tinker.checkpoints import Checkpoints
 from quartet_tinker.config import GatewayConfig
 from quartet_tinker.promises import Answer, Promise, Promises, answered
 from quartet_tinker.refusal import Refused
+from quartet_tinker.runs import Runs
 from quartet_tinker.samplers import Samplers
 from quartet_tinker.sampling import Sampling
 from quartet_tinker.served import ServedModel
@@ -32,15 +31,14 @@ from quartet_tinker.specs import Notes, spec_of
 from quartet_tinker.trainer import Trainer
 from quartet_tinker.training import Run, Training
 
-#: Between two looks at whether a session is still heard of.
-LOOK_SECONDS: Final = 0.5
 SWEEP_SECONDS: Final = 5.0
 #: Of gradient requests that wait or are under way, over all models.
 MAX_WAITING_BYTES: Final = 1024 * 2**20
-#: The SDK wants one; nobody here keeps it.
-NO_TIME: Final = "1970-01-01T00:00:00Z"
-HEAD_IS_FROZEN: Final = (
-    "Quartet adapts attention and MLP layers; train_unembed has no effect, the unembedding stays as it is."
+#: What bodies.py takes without heeding it; the SDK logs it as a warning.
+UNHEEDED: Final = (
+    "Quartet adapts attention and MLP layers; the unembedding stays as it is, whatever train_unembed says. "
+    "ttl_seconds is not kept: the trainer keeps the newest states of a run, whatever their age. "
+    "The provenance of tokens is not read."
 )
 
 log = structlog.get_logger()
@@ -50,28 +48,31 @@ class Gateway:
     """Everything behind the routes. For one event loop."""
 
     def __init__(self, config: GatewayConfig, trainer: Trainer, sampling: Sampling) -> None:
-        self._config, self._trainer, self._sampling = config, trainer, sampling
+        self._config, self._sampling = config, sampling
         self.promises = Promises()
         self._sessions = Sessions(config.max_sessions)
-        self._notes = Notes(config.runs_dir)
-        self._opening = asyncio.Lock()
         self._waiting_bytes = 0
         self.model = ServedModel(config, sampling)
         self.samplers = Samplers(config, sampling, self._sessions, self.promises, self.model)
+        notes = Notes(config.runs_dir)
+        self._runs = Runs(config, trainer, self._sessions, self.samplers, notes)
+        self.checkpoints = Checkpoints(trainer, self._sessions, notes)
 
     # -- sessions
 
     def create_session(self, body: bodies.CreateSession) -> dict[str, Any]:
         """A new one."""
+        body.check()
         session_id = self._sessions.make().session_id
-        log.info("session", session_id=session_id, sdk=body.sdk_version, name=body.display_name)
-        return {"type": "create_session", "session_id": session_id, "warning_message": HEAD_IS_FROZEN}
+        said = body.model_dump(exclude={"type", "project_id"}, exclude_defaults=True)
+        log.info("session", session_id=session_id, **said)
+        return {"type": "create_session", "session_id": session_id, "warning_message": UNHEEDED}
 
     def heartbeat(self, session_id: str) -> None:
         """A script is there."""
         self._sessions.find(session_id)
 
-    async def finish(self, session_id: str) -> None:
+    async def finish(self, session_id: str, why: str) -> None:
         """End a session; idempotent."""
         session = self._sessions.take_out(session_id)
         if session is None:
@@ -79,8 +80,8 @@ class Gateway:
         self.promises.fail(session_id, Refused("the session has ended"))
         for training in session.models.values():
             await training.close()
-            await self._close_run(training.run)
-        log.info("session ended", session_id=session_id)
+            await self._runs.close(training.run)
+        log.info("session ended", session_id=session_id, why=why)
 
     async def sweep(self) -> None:
         """End sessions that are silent, until cancelled."""
@@ -91,18 +92,16 @@ class Gateway:
     async def end_silent(self, now: float) -> None:
         """End the sessions that were silent for too long by now."""
         for session_id in self._sessions.silent_since(now - self._config.session_seconds):
-            log.info("session is silent", session_id=session_id)
-            await self.finish(session_id)
+            await self.finish(session_id, "its script is silent")
 
     async def tidy(self) -> None:
-        """Close the runs that a gateway before this one left open: no script can reach them any more."""
-        for run in self._notes.left_open():
-            await self._close_run(run)
+        """Close the runs that a gateway before this one left open: their scripts are told to begin again."""
+        await self._runs.tidy()
 
     async def close(self) -> None:
         """End every session."""
         for session_id in self._sessions.silent_since(math.inf):
-            await self.finish(session_id)
+            await self.finish(session_id, "the gateway ends")
         await self.promises.close()
 
     # -- models
@@ -120,15 +119,10 @@ class Gateway:
         names.check(body.base_model)
         if body.lora_config is None:
             raise Refused("lora_config is missing; LoRA adapters are trained (create_lora_training_client)")
-        if body.optimizer_config.type != "adamw":
-            kind = body.optimizer_config.type
-            raise Refused(f"optimizer = {kind!r} is not served here; leave it out for AdamW")
-        run = Run(paths.run_id(model_id), model_id, names.name, spec_of(names.folder, body.lora_config))
-        training = self._training(run)
-        session.check_room()
-        self._notes.keep(run)
-        training.begin(await self._trainer.create(run.run_id, run.spec))
-        session.models[model_id] = training
+        body.optimizer_config.check()
+        spec = spec_of(names.folder, body.lora_config)
+        run = Run(paths.run_id(model_id), model_id, names.name, spec, body.user_metadata or {})
+        await self._runs.open(session, run)
         return answered(model_id=model_id, type="create_model")
 
     async def model_info(self, model_id: str) -> dict[str, Any]:
@@ -144,19 +138,6 @@ class Gateway:
             "lora_rank": run.spec.lora.rank,
         }
 
-    def weights_info(self, path: str) -> dict[str, Any]:
-        """What a saved state is of."""
-        run = self._notes.find(paths.read(path).origin)
-        targets = set(run.spec.lora.target_modules)
-        return {
-            "base_model": run.base_model,
-            "is_lora": True,
-            "lora_rank": run.spec.lora.rank,
-            "train_unembed": False,
-            "train_mlp": not targets or "up_proj" in targets,
-            "train_attn": not targets or "q_proj" in targets,
-        }
-
     def unload(self, model_id: str, raw: bytes) -> Promise:
         """Close a model's run."""
         session = self._sessions.find(model_id)
@@ -166,7 +147,7 @@ class Gateway:
         session, training = self._sessions.model(model_id)
         del session.models[model_id]
         await training.close()
-        await self._close_run(training.run)
+        await self._runs.close(training.run)
         return answered(model_id=model_id, type="unload_model")
 
     def forward_backward(self, request: wire.ForwardBackwardRequest, raw: bytes) -> Promise:
@@ -190,9 +171,7 @@ class Gateway:
         """A step of Adam."""
 
         async def work(training: Training) -> Answer:
-            if body.adam_params is None:
-                raise Refused("optimizer_params are not served here; give AdamParams")
-            return await training.optim_step(body.adam_params)
+            return await training.optim_step(body.params())
 
         return self._submit(body.model_id, body.seq_id, raw, work)[0]
 
@@ -200,6 +179,7 @@ class Gateway:
         """Save a state."""
 
         async def work(training: Training) -> Answer:
+            body.check()
             return await training.save_state(body.path or f"state-{body.seq_id}", body.overwrite)
 
         return self._submit(body.model_id, body.seq_id, raw, work)[0]
@@ -209,13 +189,13 @@ class Gateway:
         session, _ = self._sessions.model(body.model_id)
 
         async def work(training: Training) -> Answer:
+            body.check()
             published, run = await training.publish(), training.run
             version, digest = int(published.version), published.digest
             await self._sampling.arrival(run.run_id, digest, self._config.publish_seconds)
             if body.path is not None:
                 mark = f"{version}-{digest.hex()[: paths.DIGITS]}"
                 path = f"tinker://{run.origin}/sampler_weights/{body.path}@{mark}"
-                paths.read(path)
                 return answered(path=path, type="save_weights_for_sampler")
             sampler = self.samplers.now(run.run_id, version, inflight=body.kind == "inflight")
             name = session.add(f"publish-{body.model_id.rpartition(':')[2]}-{body.seq_id}", sampler, None)
@@ -227,10 +207,11 @@ class Gateway:
 
     def load_weights(self, body: bodies.LoadWeights, raw: bytes) -> Promise:
         """Return a model to a state of its run, or make a new model from one."""
+        address, number = body.address()
         if body.model_id is not None:
 
             async def work(training: Training) -> Answer:
-                path = _state(body)
+                path = body.state()
                 if path.run_id != training.run.run_id:
                     raise Refused(
                         f"path = {body.path!r} is a state of another run; make a client of that one with "
@@ -240,99 +221,18 @@ class Gateway:
                 await training.load_state(path.name)
                 return answered(path=body.path, model_id=body.model_id, type="load_weights")
 
-            return self._submit(body.model_id, body.seq_id or 0, raw, work)[0]
-        session = self._sessions.find(body.session_id or "")
-        model_id = f"{session.session_id}:train:{body.model_seq_id}"
+            return self._submit(address, number, raw, work)[0]
+        session = self._sessions.find(address)
+        model_id = f"{session.session_id}:train:{number}"
         return self.promises.begin(
             f"{model_id}:0", raw, session.session_id, self._from_state(session, model_id, body)
         )
 
     async def _from_state(self, session: Session, model_id: str, body: bodies.LoadWeights) -> Answer:
-        path = _state(body)
-        run = self._notes.find(path.origin)
-        if body.base_model not in (None, run.base_model):
-            raise Refused(f"base_model = {body.base_model!r} is not the state's, {run.base_model!r}")
-        await self._silence(session, run)
-        async with self._opening:
-            await self._take_over(run)
-            session.check_room()
-            training = self._training(run)
-            # Of a run that is open nothing changes; another is opened at its newest state.
-            training.begin(await self._trainer.create(run.run_id, run.spec))
-            self._notes.keep(run)
-            try:
-                self.samplers.count_again(run.run_id)
-                await training.load_state(path.name)
-            except BaseException:
-                await training.close()
-                raise
-            session.models[model_id] = training
+        await self._runs.go_on(session, model_id, body)
         return answered(path=body.path, model_id=model_id, type="load_weights")
 
-    async def _silence(self, session: Session, run: Run) -> None:
-        """Wait until no other session that is heard of trains the run. Raises Refused."""
-        seconds = self._config.takeover_seconds
-        give_up = time.monotonic() + 1.5 * seconds
-        while True:
-            now = time.monotonic()
-            others = [other for other, _ in self._sessions.models_of(run.run_id) if other is not session]
-            heard = [other for other in others if now < other.heard + seconds]
-            if not heard:
-                return
-            if now > give_up:
-                raise Refused(
-                    f"session {heard[0].session_id} trains this run, and its script is there; end it "
-                    "(ServiceClient.close), or train on in it"
-                )
-            await asyncio.sleep(LOOK_SECONDS)
-
-    async def _take_over(self, run: Run) -> None:
-        for other, model_id in self._sessions.models_of(run.run_id):
-            await other.models.pop(model_id).close()
-
-    # -- checkpoints
-
-    def training_run(self, model_id: str) -> dict[str, Any]:
-        """What a run is of."""
-        run = self._notes.find(model_id)
-        return {
-            "training_run_id": run.origin,
-            "base_model": run.base_model,
-            "model_owner": "quartet",
-            "is_lora": True,
-            "lora_rank": run.spec.lora.rank,
-            "last_request_time": NO_TIME,
-        }
-
-    async def checkpoints(self, model_id: str) -> dict[str, Any]:
-        """The states of a model's run that can be loaded."""
-        run = self._notes.find(model_id)
-        states = await self._trainer.states(run.run_id)
-        return {
-            "checkpoints": [
-                {
-                    "checkpoint_id": f"weights/{state.name}",
-                    "checkpoint_type": "training",
-                    "time": NO_TIME,
-                    "tinker_path": f"tinker://{run.origin}/weights/{state.name}",
-                    "size_bytes": state.size_bytes,
-                }
-                for state in states
-            ]
-        }
-
     # -- how
-
-    async def _close_run(self, run: Run) -> None:
-        try:
-            await self._trainer.close(run.run_id)
-        except QuartetError as error:
-            log.warning("run not closed", run_id=run.run_id, why=str(error))
-        else:
-            self._notes.keep(run, is_open=False)
-
-    def _training(self, run: Run) -> Training:
-        return Training(run, self._trainer, self._config.gap_seconds, self._notes.keep)
 
     def _submit(
         self, model_id: str, seq_id: int, raw: bytes, work: Callable[[Training], Coroutine[Any, Any, Answer]]
@@ -346,17 +246,3 @@ class Gateway:
                 self.promises.drop(promise)
                 raise
         return promise, is_new
-
-
-def _state(body: bodies.LoadWeights) -> paths.WeightsPath:
-    path = paths.read(body.path)
-    if path.version is not None:
-        raise Refused(f"path = {body.path!r} is of a sampler; give what save_state returned")
-    if not body.optimizer:
-        raise Refused(
-            "a state is loaded with its optimizer here; use create_training_client_from_state_with_optimizer "
-            "or load_state_with_optimizer"
-        )
-    if body.weights_access_token is not None:
-        raise Refused("weights_access_token is not served here; leave it out")
-    return path

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from quartet_tinker.refusal import Refused
 
+_NAME = r"[\w.-]{1,64}"
 _PATH = re.compile(
-    r"tinker://([\w.:-]{1,64})/(weights|sampler_weights)/([\w.-]{1,64})(?:@(\d{1,18})-([0-9a-f]{12}))?"
+    rf"tinker://([\w.:-]{{1,64}})/(weights|sampler_weights)/({_NAME})(?:@(\d{{1,18}})-([0-9a-f]{{12}}))?"
 )
 #: Hex digits of a digest in a path.
 DIGITS = 12
@@ -38,6 +39,12 @@ class WeightsPath:
 def run_id(model_id: str) -> str:
     """The run that is created for a model."""
     return model_id.replace(":", ".")
+
+
+def check_name(name: str) -> None:
+    """Whether weights can be called so. Raises Refused."""
+    if re.fullmatch(_NAME, name) is None:
+        raise Refused(f"path = {name!r} is refused; give 1 to 64 letters, digits, '_', '.' and '-'")
 
 
 def read(path: str) -> WeightsPath:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from quartet_tinker import bodies, paths
+from quartet_tinker import paths
 from quartet_tinker.config import GatewayConfig
 from quartet_tinker.promises import Promise, Promises
 from quartet_tinker.refusal import Refused
 from quartet_tinker.sampling import Sampler, Sampling
+from quartet_tinker.sampling_bodies import CreateSamplingSession, SampleBody
 from quartet_tinker.served import ServedModel
 from quartet_tinker.sessions import Sessions
 
@@ -38,7 +39,7 @@ class Samplers:
         """The run returns to a state: what a number of a version meant before, it may no longer mean."""
         self._returns[run_id] = self._returns.get(run_id, 0) + 1
 
-    async def create(self, body: bodies.CreateSamplingSession) -> dict[str, Any]:
+    async def create(self, body: CreateSamplingSession) -> dict[str, Any]:
         """A sampler of saved weights, or of the base model."""
         session = self._sessions.find(body.session_id)
         sampler = Sampler()
@@ -47,11 +48,9 @@ class Samplers:
             if path.version is None:
                 remedy = "give what save_weights_for_sampler returned"
                 raise Refused(f"model_path = {body.model_path!r} is a state; {remedy}")
-            if not await self._sampling.serves(path.run_id, path.digest):
-                raise Refused(
-                    f"model_path = {body.model_path!r} is not the newest version of its run any more, which "
-                    "is what the replicas hold; save the weights again, or a state with save_state"
-                )
+            if body.base_model is not None:
+                (await self._model.names()).check(body.base_model)
+            await self._sampling.check(path)
             sampler = self.now(path.run_id, path.version)
         else:
             await self._model.check_base(body.base_model)
@@ -70,7 +69,7 @@ class Samplers:
         name = (await self._model.names()).name
         return {"sampler_id": sampling_session_id, "base_model": name, "model_path": path}
 
-    def sample(self, body: bodies.SampleBody, raw: bytes) -> tuple[Promise, list[str]]:
+    def sample(self, body: SampleBody, raw: bytes) -> tuple[Promise, list[str]]:
         """Completions; the promise, and the names of the sequences to come."""
         body.check()
         session, sampler, _ = self._sessions.sampler(body.sampling_session_id)

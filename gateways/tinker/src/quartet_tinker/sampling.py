@@ -24,9 +24,10 @@ from quartet.v1 import inference_service_pb2 as pb
 from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
 
 from quartet_tinker import tinker_wire_pb2 as wire
-from quartet_tinker.bodies import SampleBody
+from quartet_tinker.paths import WeightsPath
 from quartet_tinker.promises import PROTO, Answer
 from quartet_tinker.refusal import Refused
+from quartet_tinker.sampling_bodies import SampleBody
 
 ASK_SECONDS: Final = 30.0
 #: Between two rounds over the replicas.
@@ -35,6 +36,8 @@ AGAIN_SECONDS: Final = 0.25
 LAG_SECONDS: Final = 30.0
 #: Another replica, or this one a little later, may answer.
 PASSING: Final = frozenset({"VERSION_UNAVAILABLE", "RUN_NOT_SERVED", "NOT_READY", "OVERLOADED", "DEADLINE"})
+#: The run is closed, or stands where it had published nothing yet.
+GONE: Final = frozenset({"RUN_UNKNOWN", "VERSION_UNKNOWN"})
 _FINISH = {pb.FINISH_REASON_LENGTH: wire.STOP_REASON_LENGTH}
 
 
@@ -87,16 +90,27 @@ class Sampling:
         if not one_has_it.is_set():
             raise Refused(f"no replica served the weights within {timeout_s:g} s", category="server")
 
-    async def serves(self, run_id: str, digest: str) -> bool:
-        """Whether a replica serves these weights of a run; the beginning of the digest, in hex."""
+    async def check(self, path: WeightsPath) -> None:
+        """Whether a replica serves these saved weights. Raises Refused, QuartetError."""
+        is_open = True
         for stub in self._stubs:
             try:
-                if (await _served(stub, run_id, ASK_SECONDS)).hex().startswith(digest):
-                    return True
+                if (await _served(stub, path.run_id, ASK_SECONDS)).hex().startswith(path.digest):
+                    return
             except QuartetError as error:
-                if error.reason not in PASSING | {"RUN_UNKNOWN"}:
+                if error.reason not in PASSING | GONE:
                     raise
-        return False
+                is_open = is_open and error.reason != "RUN_UNKNOWN"
+        if not is_open:
+            raise Refused(
+                f"the run of {path.origin} is not open: its client was closed, or the gateway or the trainer "
+                "was started again; make a client of one of its states "
+                "(create_training_client_from_state_with_optimizer) and save the weights again"
+            )
+        raise Refused(
+            f"{path.name!r} is not the newest version of its run any more, which is what the replicas hold; "
+            "save the weights again, or a state with save_state"
+        )
 
     async def _arrived(
         self, stub: Any, run_id: str, digest: bytes, one_has_it: asyncio.Event, deadline: float
@@ -141,11 +155,6 @@ class Sampling:
         """float32 of each token of the prompt; NaN of the first, and of those that were not asked for."""
         logprobs = np.full(len(prompt), np.nan, dtype="<f4")
         first = 1 if body.prompt_logprobs_last_n is None else len(prompt) - body.prompt_logprobs_last_n
-        if not 1 <= first <= len(prompt) or body.prompt_logprobs_last_n == 0:
-            raise Refused(
-                f"prompt_logprobs_last_n = {body.prompt_logprobs_last_n} is refused; give 1 to "
-                f"{len(prompt) - 1}, the tokens of the prompt but the first"
-            )
         if first < len(prompt):
             request = pb.ScoreRequest(run_id=sampler.run_id)
             if sampler.run_id and not sampler.inflight:

@@ -22,7 +22,7 @@ from quartet.kit.door import tls_context
 from quartet.kit.security import TokenFile
 from quartet.kit.server import publish_address
 
-from quartet_tinker import bodies
+from quartet_tinker import bodies, sampling_bodies
 from quartet_tinker import tinker_wire_pb2 as wire
 from quartet_tinker.config import GatewayConfig
 from quartet_tinker.gateway import Gateway
@@ -37,6 +37,10 @@ WAIT_SECONDS: Final = 25.0
 IDLE_SECONDS: Final = 75.0
 KEY_HEADER: Final = "X-API-Key"
 V1: Final = "/api/v1/"
+#: Larger answers are fetched in two steps by an SDK that allows it: it waits until its memory has room.
+WHOLE_BYTES: Final = 2**20
+#: What may stand behind a "?". Everything here has one owner, so both mean the same.
+QUERIES: Final = frozenset({("access_scope", "owned"), ("access_scope", "accessible")})
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -90,6 +94,8 @@ class Routes:
         try:
             if request.path != f"{V1}healthz":
                 self._admit(request)
+            if request.match_info.http_exception is None:
+                _check_query(request)
             return await handler(request)
         except Refused as refused:
             return _refusal(refused)
@@ -113,6 +119,7 @@ class Routes:
         return _json({"status": "ok"})
 
     async def _config(self, request: web.Request) -> web.Response:
+        bodies.parse(bodies.ClientConfig, await request.read())
         # What the SDK may do differently with other servers; everything else is its default.
         return _json(
             {
@@ -127,6 +134,7 @@ class Routes:
         )
 
     async def _dynamic_config(self, request: web.Request) -> web.Response:
+        bodies.parse(bodies.ClientConfig, await request.read())
         return _json({"sample_cancel_enabled": True})
 
     async def _telemetry(self, request: web.Request) -> web.Response:
@@ -142,11 +150,12 @@ class Routes:
         return _json(self._gateway.create_session(bodies.parse(bodies.CreateSession, await request.read())))
 
     async def _heartbeat(self, request: web.Request) -> web.Response:
-        self._gateway.heartbeat(bodies.parse(bodies.SessionName, await request.read()).session_id)
+        self._gateway.heartbeat(bodies.parse(bodies.Heartbeat, await request.read()).session_id)
         return _json({"type": "session_heartbeat"})
 
     async def _finish(self, request: web.Request) -> web.Response:
-        await self._gateway.finish(request.match_info["session_id"])
+        body = bodies.parse(bodies.Finish, await request.read())
+        await self._gateway.finish(request.match_info["session_id"], body.why())
         return _json({})
 
     async def _create_model(self, request: web.Request) -> web.Response:
@@ -154,12 +163,12 @@ class Routes:
         return _promised(self._gateway.create_model(bodies.parse(bodies.CreateModel, raw), raw))
 
     async def _get_info(self, request: web.Request) -> web.Response:
-        model_id = bodies.parse(bodies.ModelName, await request.read()).model_id
+        model_id = bodies.parse(bodies.GetInfo, await request.read()).model_id
         return _json(await self._gateway.model_info(model_id))
 
     async def _unload(self, request: web.Request) -> web.Response:
         raw = await request.read()
-        return _promised(self._gateway.unload(bodies.parse(bodies.ModelName, raw).model_id, raw))
+        return _promised(self._gateway.unload(bodies.parse(bodies.Unload, raw).model_id, raw))
 
     async def _forward_backward(self, request: web.Request) -> web.Response:
         raw = await request.read()
@@ -188,22 +197,22 @@ class Routes:
 
     async def _weights_info(self, request: web.Request) -> web.Response:
         path = bodies.parse(bodies.WeightsInfo, await request.read()).tinker_path
-        return _json(self._gateway.weights_info(path))
+        return _json(self._gateway.checkpoints.weights_info(path))
 
     async def _training_run(self, request: web.Request) -> web.Response:
-        return _json(self._gateway.training_run(request.match_info["model_id"]))
+        return _json(self._gateway.checkpoints.training_run(request.match_info["model_id"]))
 
     async def _checkpoints(self, request: web.Request) -> web.Response:
-        return _json(await self._gateway.checkpoints(request.match_info["model_id"]))
+        return _json(await self._gateway.checkpoints.states(request.match_info["model_id"]))
 
     # -- sampling
 
     async def _create_sampling_session(self, request: web.Request) -> web.Response:
-        body = bodies.parse(bodies.CreateSamplingSession, await request.read())
+        body = bodies.parse(sampling_bodies.CreateSamplingSession, await request.read())
         return _json(await self._gateway.samplers.create(body))
 
     async def _join_sampling_session(self, request: web.Request) -> web.Response:
-        body = bodies.parse(bodies.JoinSamplingSession, await request.read())
+        body = bodies.parse(sampling_bodies.JoinSamplingSession, await request.read())
         return _json(self._gateway.samplers.join(body.sampling_session_id))
 
     async def _sampler(self, request: web.Request) -> web.Response:
@@ -211,13 +220,14 @@ class Routes:
 
     async def _sample(self, request: web.Request) -> web.Response:
         raw = await request.read()
-        promise, names = self._gateway.samplers.sample(bodies.parse(bodies.SampleBody, raw), raw)
+        promise, names = self._gateway.samplers.sample(bodies.parse(sampling_bodies.SampleBody, raw), raw)
         return _json({"request_id": promise.request_id, "sample_sequence_ids": names})
 
     # -- promises
 
     async def _retrieve(self, request: web.Request) -> web.Response:
-        request_id = bodies.parse(bodies.RetrieveFuture, await request.read()).request_id
+        body = bodies.parse(bodies.RetrieveFuture, await request.read())
+        request_id = body.request_id
         promise = self._gateway.promises.find(request_id)
         if promise is None:
             raise unknown("request", request_id, "send it again with another client")
@@ -228,11 +238,14 @@ class Routes:
             later = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
             return _json(later, status=408)
         assert promise.answer is not None, "it is done"
+        size = len(promise.answer.body)
+        if body.allow_metadata_only and size > WHOLE_BYTES:
+            return _json({"status": "complete_metadata", "response_payload_size": size})
         return web.Response(body=promise.answer.body, content_type=promise.answer.content_type)
 
     async def _cancel(self, request: web.Request) -> web.Response:
         """Of sampling: nobody waits for it any more."""
-        request_id = bodies.parse(bodies.RetrieveFuture, await request.read()).request_id
+        request_id = bodies.parse(bodies.CancelFuture, await request.read()).request_id
         promise = self._gateway.promises.find(request_id)
         if promise is not None and promise.task is not None and promise.answer is None:
             promise.settle(failed(Refused("the request was cancelled")))
@@ -265,6 +278,12 @@ async def serving(routes: Routes, config: GatewayConfig) -> AsyncIterator[str]:
         yield address
     finally:
         await runner.cleanup()
+
+
+def _check_query(request: web.Request) -> None:
+    for key, value in request.query.items():
+        if (key, value) not in QUERIES:
+            raise Refused(f"{key} = {value!r} is not served here; leave it out")
 
 
 def _promised(promise: Promise) -> web.Response:

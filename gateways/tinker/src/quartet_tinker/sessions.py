@@ -9,7 +9,7 @@ from typing import Final
 
 from quartet_tinker.refusal import Refused, unknown
 from quartet_tinker.sampling import Sampler
-from quartet_tinker.training import FROM_STATE, Training
+from quartet_tinker.training import FROM_STATE, Run, Training
 
 #: Of one session; a script makes one for each publication.
 MAX_SAMPLERS: Final = 100_000
@@ -72,6 +72,12 @@ class Sessions:
         if training is None:
             raise unknown("model", model_id, FROM_STATE)
         return session, training
+
+    def run_of(self, model_id: str) -> Run | None:
+        """The run that a model trains, if it is one of a session."""
+        session = self._by_id.get(model_id.partition(":")[0])
+        training = session.models.get(model_id) if session is not None else None
+        return training.run if training is not None else None
 
     def sampler(self, sampling_session_id: str) -> tuple[Session, Sampler, str | None]:
         """A sampler, its session and the path that it was made from. Raises Refused."""

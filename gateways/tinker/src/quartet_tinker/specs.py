@@ -56,6 +56,7 @@ class Notes:
             "open": is_open,
             "origin": run.origin,
             "base_model": run.base_model,
+            "user_metadata": run.user_metadata,
             "spec": json_format.MessageToDict(run.spec, preserving_proto_field_name=True),
         }
         file = self._folder / f"{run.run_id}.json"
@@ -87,4 +88,5 @@ class Notes:
 
 def _run(name: str, note: dict[str, Any]) -> Run:
     spec = json_format.ParseDict(note["spec"], pb.RunSpec())
-    return Run(name, note["origin"], note["base_model"], spec)
+    # Notes of earlier releases have no metadata.
+    return Run(name, note["origin"], note["base_model"], spec, note.get("user_metadata", {}))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -51,6 +51,8 @@ class Run:
     origin: str
     base_model: str
     spec: pb.RunSpec
+    # What the script calls it by; of a client made from a state, the newest.
+    user_metadata: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,8 @@ class Training:
         """Save the run under a name."""
         if name in self._names and not overwrite:
             raise Refused(f"this client saved a state {name!r} before; give another name, or overwrite=True")
-        self._names.add(name)
         await self._apply(lambda seq: self._trainer.save(self.run.run_id, seq, name))
+        self._names.add(name)
         return answered(path=f"tinker://{self.run.origin}/weights/{name}", type="save_weights")
 
     async def load_state(self, name: str) -> None:
@@ -156,6 +158,7 @@ class Training:
     # -- how
 
     async def _passes(self, request: wire.ForwardBackwardRequest) -> Answer:
+        datums.check_known("the request", request, *request.loss_fn_config_v2.values())
         loss_fn = request.loss_fn
         given = {
             **request.loss_fn_config,
@@ -210,7 +213,7 @@ class Training:
         spec.optimizer.CopyFrom(wanted.spec())
         await self._certain(self._trainer.close(run_id))
         await self._certain(self._trainer.create(run_id, spec))
-        self.run = Run(run_id, self.run.origin, self.run.base_model, spec)
+        self.run = replace(self.run, spec=spec)
         self._applied = 0
         self._note(self.run)
         if self._published:

@@ -1,0 +1,79 @@
+"""What a RestClient asks about runs and their saved states."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from quartet.errors import QuartetError
+
+from quartet_tinker import paths
+from quartet_tinker.refusal import Refused
+from quartet_tinker.sessions import Sessions
+from quartet_tinker.specs import Notes
+from quartet_tinker.trainer import Trainer
+from quartet_tinker.training import Run
+
+#: The SDK wants one; nobody here keeps it.
+NO_TIME: Final = "1970-01-01T00:00:00Z"
+
+
+class Checkpoints:
+    """Reads what is noted of runs, and asks the trainer for their states."""
+
+    def __init__(self, trainer: Trainer, sessions: Sessions, notes: Notes) -> None:
+        self._trainer, self._sessions, self._notes = trainer, sessions, notes
+
+    def weights_info(self, path: str) -> dict[str, Any]:
+        """What a saved state is of."""
+        run = self._notes.find(paths.read(path).origin)
+        targets = set(run.spec.lora.target_modules)
+        return {
+            "base_model": run.base_model,
+            "is_lora": True,
+            "lora_rank": run.spec.lora.rank,
+            "train_unembed": False,
+            "train_mlp": not targets or "up_proj" in targets,
+            "train_attn": not targets or "q_proj" in targets,
+        }
+
+    def training_run(self, model_id: str) -> dict[str, Any]:
+        """What a model's run is of."""
+        run = self._run(model_id)
+        return {
+            "training_run_id": run.origin,
+            "base_model": run.base_model,
+            "model_owner": "quartet",
+            "is_lora": True,
+            "lora_rank": run.spec.lora.rank,
+            "last_request_time": NO_TIME,
+            "user_metadata": run.user_metadata,
+        }
+
+    async def states(self, model_id: str) -> dict[str, Any]:
+        """The states of a model's run that can be loaded. Raises Refused, QuartetError."""
+        run = self._run(model_id)
+        try:
+            states = await self._trainer.states(run.run_id)
+        except QuartetError as error:
+            if error.reason != "RUN_UNKNOWN":
+                raise
+            raise Refused(
+                f"the run of {run.origin} is not open, and the trainer lists states of open ones; "
+                "make a client of a state that you know"
+            ) from error
+        return {
+            "checkpoints": [
+                {
+                    "checkpoint_id": f"weights/{state.name}",
+                    "checkpoint_type": "training",
+                    "time": NO_TIME,
+                    "tinker_path": f"tinker://{run.origin}/weights/{state.name}",
+                    "size_bytes": state.size_bytes,
+                }
+                for state in states
+            ]
+        }
+
+    def _run(self, model_id: str) -> Run:
+        """Of a model: one that goes on with another's run has no note of its own."""
+        return self._sessions.run_of(model_id) or self._notes.find(model_id)

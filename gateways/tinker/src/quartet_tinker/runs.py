@@ -1,0 +1,137 @@
+"""The trainer's runs: opened, passed from model to model, closed.
+
+1. A run has one model at a time. Making a client from a state takes the run from the model that had it, if
+   that is of the same session, or its session falls silent for takeover_seconds.
+2. A state that is not there is refused before the run is taken from anybody.
+3. A run that no model has is closed: others wait for its place on the trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Final
+from weakref import WeakValueDictionary
+
+import structlog
+from quartet.errors import QuartetError
+
+from quartet_tinker.bodies import LoadWeights
+from quartet_tinker.config import GatewayConfig
+from quartet_tinker.refusal import Refused
+from quartet_tinker.samplers import Samplers
+from quartet_tinker.sessions import Session, Sessions
+from quartet_tinker.specs import Notes
+from quartet_tinker.trainer import Trainer
+from quartet_tinker.training import Run, Training
+
+#: Between two looks at whether a session is still heard of.
+LOOK_SECONDS: Final = 0.5
+
+log = structlog.get_logger()
+
+
+class Runs:
+    """Who has which. For one event loop."""
+
+    def __init__(
+        self, config: GatewayConfig, trainer: Trainer, sessions: Sessions, samplers: Samplers, notes: Notes
+    ) -> None:
+        self._config, self._trainer = config, trainer
+        self._sessions, self._samplers, self._notes = sessions, samplers, notes
+        # Of each run that is being passed on or closed: one after the other.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def open(self, session: Session, run: Run) -> None:
+        """Create a run for a model of a session. Raises Refused, QuartetError."""
+        training = self._training(run)
+        session.check_room()
+        self._notes.keep(run)
+        try:
+            training.begin(await self._trainer.create(run.run_id, run.spec))
+        except asyncio.CancelledError:  # its session has ended
+            await self.close(run)
+            raise
+        session.models[run.origin] = training
+
+    async def go_on(self, session: Session, model_id: str, body: LoadWeights) -> None:
+        """Let a new model of a session go on with a state's run. Raises Refused, QuartetError."""
+        path = body.state()
+        run = self._notes.find(path.origin)
+        if body.base_model not in (None, run.base_model):
+            raise Refused(f"base_model = {body.base_model!r} is not the state's, {run.base_model!r}")
+        await self._silence(session, run)
+        async with self._lock(run):
+            try:
+                await self._pass(session, model_id, run, path.name, body.user_metadata)
+            except BaseException:
+                await self._close(run)
+                raise
+
+    async def close(self, run: Run) -> None:
+        """Free the place on the trainer of a run that no model has any more."""
+        async with self._lock(run):
+            await self._close(run)
+
+    async def tidy(self) -> None:
+        """Close the runs that a gateway before this one left open, but for those that have a model again."""
+        for run in self._notes.left_open():
+            await self.close(run)
+
+    async def _close(self, run: Run) -> None:
+        if self._sessions.models_of(run.run_id):
+            return
+        try:
+            await self._trainer.close(run.run_id)
+        except QuartetError as error:
+            log.warning("run not closed", run_id=run.run_id, why=str(error))
+        else:
+            self._notes.keep(run, is_open=False)
+
+    async def _pass(
+        self, session: Session, model_id: str, run: Run, name: str, user_metadata: dict[str, str] | None
+    ) -> None:
+        session.check_room()
+        self._notes.keep(run)
+        # Of a run that is open nothing changes; another is opened at its newest state.
+        await self._trainer.create(run.run_id, run.spec)
+        names = [state.name for state in await self._trainer.states(run.run_id)]
+        if name not in names:
+            raise Refused(f"the run has no state {name!r}, it has {', '.join(names) or 'none'}", status=404)
+        for other, other_id in self._sessions.models_of(run.run_id):
+            await other.models.pop(other_id).close()
+        run = replace(run, user_metadata=user_metadata or run.user_metadata)
+        training = self._training(run)
+        training.begin(await self._trainer.get(run.run_id))
+        try:
+            self._samplers.count_again(run.run_id)
+            await training.load_state(name)
+        except BaseException:
+            await training.close()
+            raise
+        self._notes.keep(run)
+        session.models[model_id] = training
+
+    async def _silence(self, session: Session, run: Run) -> None:
+        """Wait until no other session that is heard of trains the run. Raises Refused."""
+        seconds = self._config.takeover_seconds
+        give_up = time.monotonic() + 1.5 * seconds
+        while True:
+            now = time.monotonic()
+            others = [other for other, _ in self._sessions.models_of(run.run_id) if other is not session]
+            heard = [other for other in others if now < other.heard + seconds]
+            if not heard:
+                return
+            if now > give_up:
+                raise Refused(
+                    f"session {heard[0].session_id} trains this run, and its script is there; end it "
+                    "(ServiceClient.close), or train on in it"
+                )
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _lock(self, run: Run) -> asyncio.Lock:
+        return self._locks.setdefault(run.run_id, asyncio.Lock())
+
+    def _training(self, run: Run) -> Training:
+        return Training(run, self._trainer, self._config.gap_seconds, self._notes.keep)
