@@ -100,6 +100,18 @@ async def test_a_deadline_ends_everything() -> None:
         assert ended.value.reason == "NOT_READY"
 
 
+async def test_why_nobody_sampled_is_told_before_the_callers_own_clock_ends_its_wait() -> None:
+    """Invariant 5: an absence of all replicas is one, and not the caller's time that passed."""
+    async with fleet(1) as ((only,), replicas):
+        await replicas.complete(ask(max_tokens=1), 0.4)  # less than that moment is enough where one serves
+        await only.end()
+        await until(lambda: not replicas.in_service)
+        with pytest.raises(QuartetError) as ended:
+            async with asyncio.timeout(1.5):
+                await replicas.complete(ask(), 1.5)
+        assert ended.value.reason == "NOT_READY"
+
+
 async def test_leaving_and_cancelling_reach_the_replica() -> None:
     async with fleet(2) as (scripted, replicas):
         first, _ = home("s", scripted)

@@ -10,6 +10,7 @@ import pytest
 from quartet.errors import QuartetError, from_rpc
 from quartet.interact import interact
 from quartet.v1 import common_pb2, envhost_service_pb2
+from quartet_envhost import service as service_module
 from rollout_outcomes import kind
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -161,3 +162,12 @@ async def test_a_call_begins_with_what_to_run(hosted: Any) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             await converse(hosted, *answers, opening=False)
         assert from_rpc(caught.value).metadata["field"] == "frame"
+
+
+async def test_a_call_that_opens_with_nothing_ends(hosted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invariant 7: it holds one of the server's places."""
+    monkeypatch.setattr(service_module, "OPENING_SECONDS", 0.2)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await asyncio.wait_for(hosted.stub.Interact(timeout=60).read(), 10)
+    error = from_rpc(refused.value)
+    assert error.reason == "INVALID_REQUEST" and "within 0.2 s" in error.message

@@ -11,7 +11,9 @@ import os
 import random
 import signal
 import socket
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -463,3 +465,54 @@ async def test_an_environment_that_is_being_loaded_is_not_unloaded(monkeypatch: 
     assert (await describe("three")).id == "three" and closed == ["one"], "the one used longest ago"
     await asyncio.gather(describe("four"), describe("five"))
     assert len(host._pools) == 2, "two at once do not take the room that one has made"
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_places_are_free_also_where_a_rollout_is_cancelled_twice(turns: int) -> None:
+    """pool.py 4: such as by Cancel, and by the stream that is left."""
+
+    class Busy:
+        alive, pid = True, 10**7
+
+        async def call(self, *_: Any) -> bytes:
+            await asyncio.Event().wait()
+            raise AssertionError("cancelled before")
+
+    config = EnvHostConfig(inference_addresses=ADDRESSES, rollouts_per_worker=1)
+    settings = config.environment("x")
+    assert settings is not None
+    pool = WorkerPool("x", {}, settings, config)
+    pool._places.add(Busy())  # type: ignore[arg-type]
+    request = envhost_service_pb2.RunRolloutsRequest(request_id="r", members=[0], timeout_ms=60_000)
+    running = asyncio.create_task(pool.run(request, 0))
+    await asyncio.sleep(0.01)
+    running.cancel()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await asyncio.wait_for(pool._places.take(), 5)
+
+
+#: Speaks as a worker does at first, and tears down for longer than one that ends by itself may.
+TAKES_DOWN = """
+import pathlib, socket, struct, sys, time
+line = socket.socket(fileno=int(sys.argv[1].partition("=")[2]))
+line.sendall(struct.pack("<IBQ", 0, 1, 0))
+while line.recv(65536):
+    pass
+time.sleep(1.5)
+pathlib.Path({done!r}).touch()
+"""
+
+
+async def test_a_worker_that_is_stopped_takes_down_what_it_started(tmp_path: Path) -> None:
+    done, program, python = tmp_path / "done", tmp_path / "worker.py", tmp_path / "python"
+    program.write_text(TAKES_DOWN.format(done=str(done)))
+    # Without what makes it the program of a worker.
+    python.write_text(f'#!/bin/sh\nshift 3\nexec {sys.executable} {program} "$@"\n')
+    python.chmod(0o755)
+    worker = await WorkerProcess.spawn(str(python), {})
+    await asyncio.wait_for(worker.spoke.wait(), 10)
+    await worker.stop()
+    assert done.exists()

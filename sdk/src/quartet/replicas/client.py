@@ -37,7 +37,8 @@ from quartet.v1 import inference_service_pb2 as pb
 
 # Refused here, perhaps not there: each replica is asked once.
 ELSEWHERE: Final = frozenset({"VERSION_UNAVAILABLE", "RUN_NOT_SERVED"})
-# What a replica may answer before the caller's own deadline because that is near; not worth another round.
+# What a replica may answer before the caller's own deadline because that is near: not worth another round,
+# nor another replica.
 LAST_MOMENT_SECONDS: Final = 0.5
 
 
@@ -199,7 +200,8 @@ class Replicas:
         """The replica to ask now. Raises QuartetError."""
         if rounds.asked and not self._fleet.in_service(but=rounds.asked):
             await rounds.pause(self._fleet, deadline)
-        replica = await self._fleet.find(session_id, rounds.asked, deadline)
+        # A caller's own clock may end its wait at this deadline: why nothing was sampled comes before.
+        replica = await self._fleet.find(session_id, rounds.asked, deadline - LAST_MOMENT_SECONDS)
         if replica is None:
             raise rounds.last or QuartetError(
                 "NOT_READY", "no inference replica came into service before the deadline"

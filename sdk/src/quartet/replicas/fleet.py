@@ -79,7 +79,8 @@ class Fleet:
     async def find(self, session_id: str, but: Collection[str], deadline: float) -> Replica | None:
         """The replica for a session, except those named; None when the deadline has passed before one was
         there."""
-        while (left_s := deadline - time.monotonic()) > 0:
+        while True:
+            left_s = deadline - time.monotonic()
             changed = self._changed.next
             offered = self.in_service(but)
             room = [one for one in offered if not one.full]
@@ -89,16 +90,17 @@ class Fleet:
                 wait_s += random.uniform(0, SPREAD_SECONDS)
             elif room:
                 settle_s = self._settle_s(session_id, but)
-                if settle_s <= 0:
+                if min(settle_s, left_s) <= 0:
                     address = choose(session_id, {one.address: one.in_flight for one in room})
                     return self._replicas[address]
                 wait_s = settle_s
+            if left_s <= 0:
+                return None
             try:
                 async with asyncio.timeout(min(left_s, wait_s)):
                     await changed.wait()
             except TimeoutError:
                 continue
-        return None
 
     def _settle_s(self, session_id: str, but: Collection[str]) -> float:
         """How long to wait still for a home that has not said anything yet."""

@@ -13,6 +13,8 @@ from quartet.run.values import Table, Text
 MAX_GROUP = 1024
 #: Tries of one rollout inside the host; more would hide an environment that is broken.
 MAX_RETRIES = 16
+#: Tasks that are listed in one answer.
+MAX_TASKS = 4096
 #: Limits of a rollout's time: it travels in whole milliseconds, and nothing waits longer than a week.
 MIN_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS = 0.001, 7 * 24 * 3600.0
 #: Each has worker processes of its own at every host.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
+from copy import copy
 
 from quartet.errors import QuartetError
 
@@ -50,7 +51,7 @@ class Places:
         try:
             while True:
                 if self._refusal is not None:
-                    raise self._refusal
+                    raise copy(self._refusal)  # one that is raised again collects tracebacks
                 room = [w for w in self.workers if w.alive and self._taken[w] + count <= self._per_worker]
                 if room and self._line[0] is mine:
                     chosen = min(room, key=self._taken.__getitem__)

@@ -18,6 +18,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any, Final
 
 import structlog
@@ -122,7 +123,7 @@ class WorkerPool:
         if self._info is None:
             await self._decided.wait()
             if self._error is not None:
-                raise self._error
+                raise copy(self._error)  # one that is raised again collects tracebacks
             if self._info is None:
                 raise self._being_stopped()
         assert self._info is not None
@@ -219,9 +220,13 @@ class WorkerPool:
         finally:
             for answer in answers:
                 answer.cancel()
-            await asyncio.gather(*answers, return_exceptions=True)  # places are free when nobody is in them
-            self._places.give_back(worker, len(asked))
-            self._progress()
+            try:
+                await asyncio.gather(
+                    *answers, return_exceptions=True
+                )  # places are free when nobody is in them
+            finally:  # also where this wait is cancelled in its turn
+                self._places.give_back(worker, len(asked))
+                self._progress()
 
     async def _answer(
         self, worker: WorkerProcess, one: envhost_service_pb2.RunRolloutsRequest, ask: Ask | None

@@ -174,9 +174,10 @@ class WorkerProcess:
                 self._take(*frame)
         except ValueError as error:  # A frame that no worker of ours writes.
             self.kill(f"the worker broke its line: {error}")
-        # The line is closed: nothing useful can come from this process any more, but it may be saying why.
+        # The line is closed: nothing useful can come from this process any more, but it may be saying why, or
+        # be taking down what its rollouts have started.
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(EXIT_GRACE_S):
+            async with asyncio.timeout(STOP_GRACE_S if self._stopped_because else EXIT_GRACE_S):
                 await self._process.wait()
         processes.kill(self._process.pid)
         await self._process.wait()

@@ -10,15 +10,15 @@ from typing import Any, Final
 import grpc
 from quartet.errors import QuartetError, refused
 from quartet.kit.stream import with_heartbeats
-from quartet.run.hosted import MAX_GROUP, MAX_RETRIES
+from quartet.run.hosted import MAX_GROUP, MAX_RETRIES, MAX_TASKS
 from quartet.v1 import common_pb2, envhost_service_pb2, envhost_service_pb2_grpc, rollout_pb2
 
 from quartet_envhost.dialogue import Dialogue
 from quartet_envhost.host import EnvironmentHost
 
 SERVICE_NAME: Final = "quartet.v1.EnvHostService"
-# The contract's limit of GetTasks.
-MAX_TASKS: Final = 4096
+# Whoever opens a call has its first frame at hand; until that comes it holds one of the server's places.
+OPENING_SECONDS: Final = 15.0
 
 
 class EnvHostServicer(envhost_service_pb2_grpc.EnvHostServiceServicer):
@@ -83,7 +83,11 @@ class EnvHostServicer(envhost_service_pb2_grpc.EnvHostServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[envhost_service_pb2.InteractResponse]:
         """Run the members of a group with the client as their policy."""
-        opening = await anext(aiter(request_iterator), None)
+        try:
+            async with asyncio.timeout(OPENING_SECONDS):
+                opening = await anext(aiter(request_iterator), None)
+        except TimeoutError:
+            raise refused("frame", "", f"begin with what to run, within {OPENING_SECONDS:g} s") from None
         if opening is None or opening.WhichOneof("frame") != "run":
             raise refused("frame", "" if opening is None else "answer", "begin with what to run")
         _check_run(opening.run)

@@ -41,8 +41,6 @@ from quartet_envhost.classic.tuning import remember_signatures, sort_tokens_at_o
 from quartet_envhost.config import canonical_id, distribution_version
 from quartet_envhost.sampler import MODEL_NAME, Sampler, sampling_values
 
-# A longer list is asked for in parts; it would not fit into a message with its data.
-MAX_TASKS: Final = 4096
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -104,7 +102,7 @@ class HostedEnvironment:
         """The examples asked for, in stable order."""
         response = envhost_service_pb2.GetTasksResponse()
         rows = self._split(request.split)
-        end = min(len(rows), request.start + min(request.count, MAX_TASKS))
+        end = min(len(rows), request.start + request.count)
         for index in range(request.start, end):
             data = json.dumps(rows[index], default=str, ensure_ascii=False)
             key = hashlib.blake2b(data.encode(), digest_size=16).hexdigest()

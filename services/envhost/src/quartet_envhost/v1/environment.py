@@ -53,8 +53,6 @@ from quartet_envhost.v1.tuning import remember_certificates, remember_default_fa
 _EVAL_SPLITS: Final = ("eval", "test", "validation")
 # The argument that names another environment over the taskset.
 _OVER: Final = "env"
-# A longer list is asked for in parts; it would not fit into a message with its data.
-MAX_TASKS: Final = 4096
 # Where a taskset without an end is taken to end. To read so far takes about half a GiB of memory and half a
 # minute of the worker's loop, which is stopped after a minute of silence.
 MAX_READ: Final = 500_000
@@ -118,7 +116,7 @@ class HostedEnvironment:
         """The examples asked for, in stable order."""
         response = envhost_service_pb2.GetTasksResponse()
         split = self._split(request.split)
-        for index in range(request.start, request.start + min(request.count, MAX_TASKS)):
+        for index in range(request.start, request.start + request.count):
             task = split.get(index)
             if task is None:
                 break

@@ -25,7 +25,10 @@ HARNESS_ID: Final = "quartet_in_process"
 MODULE_NAME: Final = f"verifiers.v1.harnesses.{HARNESS_ID}"
 # A model that never stops calling tools would otherwise hold its slot until the deadline.
 MAX_MODEL_CALLS: Final = 512
+# What ends a rollout before the model does, besides Verifiers' own limits.
 PROMPT_TOO_LONG: Final = "prompt_too_long"
+TOO_MANY_CALLS: Final = "too_many_model_calls"
+CUT_SHORT: Final = frozenset({PROMPT_TOO_LONG, TOO_MANY_CALLS})
 
 
 class InProcessHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
@@ -92,6 +95,8 @@ class InProcessHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
                 break
             for call in calls:
                 messages.append(await _run_tool(call, tools))
+        else:
+            trace.stop(TOO_MANY_CALLS)
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
     def _disabled(self, tool: dict[str, Any]) -> bool:

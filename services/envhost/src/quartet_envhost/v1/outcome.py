@@ -23,7 +23,7 @@ from quartet.v1 import rollout_pb2
 from quartet_envhost import failures
 from quartet_envhost.sampler import Turn
 from quartet_envhost.samples import merge_turns
-from quartet_envhost.v1.harness import PROMPT_TOO_LONG
+from quartet_envhost.v1.harness import CUT_SHORT
 from quartet_envhost.v1.judgement import Judgement
 from quartet_envhost.v1.policy import RolloutPolicy, wire_messages
 
@@ -51,7 +51,7 @@ def rollout_of(
             rollout.parts.add(agent=trace.agent.name, reward=trace.reward, samples=len(samples))
         rollout.prefix_breaks += breaks
         rollout.num_turns += trace.num_turns
-        rollout.truncated |= trace.is_truncated or trace.stop_condition == PROMPT_TOO_LONG
+        rollout.truncated |= trace.is_truncated or trace.stop_condition in CUT_SHORT
         if with_messages:
             rollout.messages.extend(wire_messages(trace.messages))
     if traces:
@@ -157,8 +157,9 @@ def _of_errors(episode: Any, policy: RolloutPolicy) -> rollout_pb2.RolloutFailur
     if error.type == "ProviderError":
         status = error.status_code or 502
         retryable = status >= 500 or status == 429
-        if policy.refusal is not None:
-            return failures.of_policy(policy.refusal, _text(error), retryable=retryable)
+        refusal = policy.refusals.get(error.message)  # no judge's, which another endpoint refused
+        if refusal is not None:
+            return failures.of_policy(refusal, _text(error), retryable=retryable)
         return failures.failure(failures.MODEL, _text(error), retryable=retryable)
     if error.type in _TOOL_ERRORS:
         return failures.failure(failures.TOOL, _text(error), retryable=True)

@@ -62,8 +62,8 @@ class RolloutPolicy(Client):  # type: ignore[misc]
         self.model_seconds = 0.0
         # Answered turns by trace id, in the order of their end.
         self.turns: dict[str, list[Turn]] = {}
-        # Why the last turn that was asked for has no answer.
-        self.refusal: QuartetError | None = None
+        # Why turns have no answer, by what Verifiers keeps of it; at most one for each model call.
+        self.refusals: dict[str, QuartetError] = {}
         # How far the environment's judgement came, by episode.
         self.judgements: dict[str, Judgement] = {}
 
@@ -86,7 +86,7 @@ class RolloutPolicy(Client):  # type: ignore[misc]
                 request, lambda: [_message(m) for m in turn.prompt], self._deadline - time.monotonic()
             )
         except QuartetError as error:
-            self.refusal = error
+            self.refusals[str(error)] = error
             raise ProviderError(str(error), status_code=_STATUS.get(error.reason, 400)) from error
         finally:
             self.model_seconds += time.monotonic() - started
