@@ -221,9 +221,8 @@ class WorkerPool:
             for answer in answers:
                 answer.cancel()
             try:
-                await asyncio.gather(
-                    *answers, return_exceptions=True
-                )  # places are free when nobody is in them
+                # Places are free when nobody is in them.
+                await asyncio.gather(*answers, return_exceptions=True)
             finally:  # also where this wait is cancelled in its turn
                 self._places.give_back(worker, len(asked))
                 self._progress()
