@@ -7,7 +7,7 @@ from typing import Any
 
 import pydantic
 
-from quartet.config.keys import known_keys, model_at
+from quartet.config.keys import annotation_at, is_table, known_keys, model_at
 from quartet.config.model import Config, ConfigError
 
 #: Of a known key to an unknown one, from which on it is taken for what was meant (difflib's ratio).
@@ -68,6 +68,9 @@ def _refusal(
     table = model_at(model, loc)
     if problem["type"] in ("model_type", "model_attributes_type") and table is not None:
         remedy = f"write a table [{key}], or '--{key}.KEY VALUE', of {', '.join(table.model_fields)}"
+    if isinstance(problem["input"], dict) and _is_value(model, loc):
+        theirs = model.AS_TABLES.get(key) if issubclass(model, Config) else None
+        remedy = f"it is no table here; {theirs}" if theirs else f"{remedy}, not a table"
     if not key:
         return ConfigError(remedy + where, remedy=remedy)
     return ConfigError(f"{key} = {value}{where} is refused: {remedy}", key=key, value=value, remedy=remedy)
@@ -79,6 +82,13 @@ def _remedy(problem: dict[str, Any]) -> str:
         return f"should be {expected}"
     text = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Input ")
     return text[:1].lower() + text[1:]
+
+
+def _is_value(model: type[pydantic.BaseModel], loc: tuple[Any, ...]) -> bool:
+    """Whether the key at a location is known to have no keys of its own."""
+    path = tuple(part for part in loc if isinstance(part, str))
+    annotation = annotation_at(model, path)
+    return annotation is not None and model_at(model, path) is None and not is_table(annotation)
 
 
 def _without_union_tags(model: type[pydantic.BaseModel], loc: tuple[Any, ...]) -> tuple[Any, ...]:

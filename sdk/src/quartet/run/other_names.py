@@ -3,6 +3,7 @@
 1. None of these is a key here: a file of theirs means other things by other keys, too, so each is refused.
 2. What is only called otherwise is told by its name here; where a value would mean something else here, or
    goes elsewhere, the sentence says what to write.
+3. So it does where a key of the same name is a table there (AS_TABLES).
 """
 
 from __future__ import annotations
@@ -71,6 +72,12 @@ _REFERENCE = "set 'algorithm.reference.sync_steps' and 'mixup_alpha' beside an '
 _ENV = 'write a table [[env]] with id = "..." for each environment'
 _PRESET = "set 'algorithm.preset'; docs/algorithms.md lists the presets and what each is made of"
 
+_OPTIMIZER = (
+    "'optimizer' (its type), 'learning_rate', 'weight_decay', 'adam_beta1' and 'adam_beta2' (betas) and "
+    "'max_grad_norm' stand at the top of the file, above every table"
+)
+_SCHEDULER = "'lr_scheduler' (its type), 'warmup_steps' and 'decay_steps' stand at the top of the file"
+
 _VLLM = 'write it as an argument of vLLM: a table [inference.vllm.args], and engine = "vllm" in [inference]'
 _LENGTH = "set 'max_model_len' in the table [inference], or 'sampling.max_tokens'"
 
@@ -86,8 +93,8 @@ OTHERWISE: Mapping[str, str] = {
     "scale_rewards": "set 'algorithm.advantage': dr_grpo does not divide by the group's deviation, grpo does",
     "epsilon": _CLIP,
     "epsilon_high": _CLIP,
-    "optim": "'learning_rate', 'optimizer' and 'weight_decay' stand at the top of the file",
-    "scheduler": "'lr_scheduler' and 'warmup_steps' stand at the top of the file",
+    "optim": _OPTIMIZER,
+    "scheduler": _SCHEDULER,
     "warmup_ratio": "set 'warmup_steps', a number of steps",
     "rollout_batch_size": _BATCH,
     "train_batch_size": _BATCH,
@@ -111,6 +118,13 @@ OTHERWISE: Mapping[str, str] = {
     "gpu_memory_utilization": _VLLM,
     "tensor_parallel_size": _VLLM,
     "parallel": _VLLM,
+}
+
+#: Keys that have one value here, and are tables elsewhere.
+AS_TABLES: Mapping[str, str] = {
+    "model": "set 'model' to the folder or the hub id alone, at the top of the file",
+    "optimizer": _OPTIMIZER,
+    "lr_scheduler": _SCHEDULER,
 }
 
 #: What a refusal of each name says.

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import pydantic
 
-from quartet.run.other_names import REMEDIES, SAME
+from quartet.run.other_names import AS_TABLES, REMEDIES, SAME
 from quartet.run.values import Table
 
 _MODEL = "set 'model' at the top of the file to the model's folder"
@@ -71,7 +71,7 @@ def _without_keys_of_a_run(table: dict[str, Any], info: pydantic.ValidationInfo)
 def _at_the_top(name: str) -> str:
     if name in SAME:
         return f"set {SAME[name]!r} at the top of the file"
-    return REMEDIES.get(name, "it stands at the top of the file")
+    return REMEDIES.get(name) or AS_TABLES.get(name, "it stands at the top of the file")
 
 
 def _holds(table: Any, path: Sequence[str]) -> bool:
