@@ -15,6 +15,7 @@ from quartet.cli.env.installed import REFUSALS
 from quartet.cli.extras import need
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
+from quartet.kit.standard_streams import hold_closed, unread
 from quartet.local.supervisor import ServiceFailed
 
 #: Commands that read `@ file.toml --key value` beside what argparse knows.
@@ -163,9 +164,12 @@ def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit code."""
+    hold_closed()
     options, rest = build_parser().parse_known_args(argv)
     try:
-        return dispatch(options, rest)
+        code = dispatch(options, rest)
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return exits.REFUSED
@@ -173,6 +177,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         refused = isinstance(error, QuartetError) and error.reason in REFUSALS
         return exits.REFUSED if refused else exits.FAILED
+    except BrokenPipeError:  # `| head`: nobody reads on
+        unread(sys.stdout)
+        return exits.FAILED
     except OSError as error:  # a full disk, a folder that may not be written
         where = f"{error.filename}: " if error.filename else ""
         print(f"error: {where}{error.strerror or error}", file=sys.stderr)
