@@ -28,7 +28,7 @@ from quartet.cli import exits
 from quartet.cli.display import Display, Plain
 from quartet.cli.drive import Listen, Outcome, by_signals, drive
 from quartet.cli.env.installed import REFUSALS, with_interpreters
-from quartet.cli.job import FLAGS, Job, Words, default_folder, model_path, plan, taken
+from quartet.cli.job import FLAGS, Job, Words, default_folder, how_to_resume, model_path, plan, taken
 from quartet.cli.outputs import Outputs, write_json
 from quartet.cli.progress import ledger_dict, phase_name
 from quartet.cli.run_file import load_run
@@ -92,8 +92,16 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     for service in ON_DEVICES:
         if (gpus := getattr(options, f"{service}_gpus")) is not None:
             rest = [*rest, f"--{service}.gpus={gpus}"]
-    found = load_run(rest)
-    folder = options.output_dir or found.output_dir or default_folder(rest, found.name)
+    try:
+        found = load_run(rest)
+    except ConfigError as error:
+        if options.resume:
+            raise ConfigError(f"{error}\n{how_to_resume(options.output_dir)}") from error
+        raise
+    folder = options.output_dir or found.output_dir
+    if folder is None and options.resume:
+        raise ConfigError(how_to_resume(None))
+    folder = folder or default_folder(rest, found.name)
     job = prepared(
         found.config,
         folder,
