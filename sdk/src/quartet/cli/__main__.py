@@ -99,7 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("evaluate", "measure a run's policy now (@ evaluation.toml --key value)", True),
         ("runs", "list the runs of an orchestrator", False),
         ("stop", "stop a run after the step under way", True),
-        ("resume", "go on with a stopped run", True),
+        ("resume", "go on with a run that was stopped, or failed before it sampled", True),
     ):
         client = add(name, text)
         clients.add_arguments(client, takes_run=takes_run)
