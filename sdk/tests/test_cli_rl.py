@@ -7,15 +7,19 @@ import resource
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from quartet.cli import rl
 from quartet.cli.__main__ import build_parser, main
+from quartet.cli.display import Plain
+from quartet.cli.drive import Outcome
 from quartet.cli.job import RECORD, Job, default_folder, model_path, plan, taken
 from quartet.cli.run_file import load_run
 from quartet.config import ConfigError, load
 from quartet.run.config import RunConfig, parse_run
+from quartet.v1 import orchestrator_service_pb2 as pb
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "reverse-text.toml"
 
@@ -146,6 +150,20 @@ def test_who_resumes_without_the_run_is_told_how(
         assert capsys.readouterr().err.endswith(
             f"\n--resume wants the keys that the run began with: {command}"
         )
+
+
+def test_the_seconds_of_a_run_are_those_of_all_its_parts(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def drive(*_: object) -> Outcome:
+        return Outcome(pb.Run(phase=pb.RUN_PHASE_STOPPED), {}, interrupted=True)
+
+    monkeypatch.setattr(rl, "drive", drive)
+    told = []
+    for part in range(3):
+        job = planned(config, tmp_path / "run", resume=part > 0)
+        told.append(rl.launch(job, Plain, time.monotonic() - 10).summary["wall_seconds"])
+    assert told == pytest.approx([10, 20, 30], abs=5)
 
 
 def test_overwrite_deletes_only_what_a_run_wrote(tmp_path: Path, config: RunConfig) -> None:
