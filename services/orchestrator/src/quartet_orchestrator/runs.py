@@ -136,6 +136,13 @@ class Runs:
         held = _Held(self._create(run_id, config_toml, config, environments), config)
         try:
             await held.book.settled()
+        except OSError as error:
+            raise QuartetError(
+                "INTERNAL",
+                f"run {run_id!r} was accepted, but its journal is not safe on the disk: {error}; mend that, "
+                "and ask for the run's status",
+                run_id=run_id,
+            ) from error
         finally:
             # Also when the caller has left meanwhile: the run exists.
             self._held[run_id] = held
