@@ -109,7 +109,7 @@ def test_names_of_other_trainers_are_no_keys_and_stand_for_keys() -> None:
     quoted |= {
         key for told in IN_TABLES.values() for one in told.values() for key in re.findall(r"'([\w.]+)'", one)
     }
-    elsewhere = {"algorithm.epsilon", "max_model_len", "gradient_checkpointing", "log_level"}
+    elsewhere = {"algorithm.epsilon", "max_model_len", "gradient_checkpointing", "log_level", "gpus"}
     assert quoted - elsewhere <= known.keys() | {key.rpartition(".")[2] for key in known}
     assert not SAME.keys() & OTHERWISE.keys() and not REMEDIES.keys() & known.keys()
     assert AS_TABLES.keys() <= known.keys()
@@ -150,6 +150,12 @@ def test_defaults_are_not_shared_between_runs() -> None:
         ("", '[optimizer]\ntype = "adamw"', "here; 'optimizer' (its type), 'learning_rate', 'weight_decay',"),
         ("", '[lr_scheduler]\ntype = "cosine"', "is no table here; 'lr_scheduler' (its type), 'warmup_"),
         ("", "[learning_rate]\nvalue = 1e-5", "is refused: should be a number, not a table"),
+        ("", "[sampling]\ntemp = 1", "unknown key 'sampling.temp'; did you mean 'sampling.temperature'?"),
+        ("", "[sampling]\nnothing_like_it = 1", "unknown key 'sampling.nothing_like_it'; known keys here: "),
+        ("mini_batch_size = 8", "", "unknown key 'mini_batch_size'; set 'algorithm.num_minibatches', into"),
+        ("", '[algorithm]\nadv_estimator = "grpo"', "'algorithm.adv_estimator'; set 'algorithm.preset'"),
+        ("", "[critic]\nlr = 1e-5", "unknown key 'critic'; there is no critic: rollouts of one task are"),
+        ("", "[trainer]\ntotal_epochs = 3", "'total_epochs' is no key of [trainer]; set 'max_steps', of"),
         ("", "[lora]\ndropout = 1.0", "lora.dropout = 1.0 is refused"),
         ("", '[lora]\nmodules_to_save = ["norm"]', "modules_to_save are no part of a served adapter"),
         ('lr_scheduler = "step"', "", "lr_scheduler = 'step' is refused: should be 'constant'"),

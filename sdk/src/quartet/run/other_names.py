@@ -64,12 +64,31 @@ SAME: Mapping[str, str] = {
     "algorithm.name": "algorithm.preset",
     "importance_sampling_level": "algorithm.ratio_level",
     "mask_truncated_completions": "algorithm.overlong_filtering",
+    "beta": "algorithm.kl_coef",
+    "ppo_epochs": "algorithm.num_iterations",
+    "clip_ratio_low": "algorithm.clip_low",
+    "clip_ratio_high": "algorithm.clip_high",
+    "eps_clip_low": "algorithm.clip_low",
+    "eps_clip_high": "algorithm.clip_high",
+    "ckpt.every": "ckpt.interval",
+    "ckpt.steps": "ckpt.interval",
+    "save_freq": "ckpt.interval",
+    "test_freq": "eval.interval",
+    "project_name": "wandb.project",
+    "experiment_name": "wandb.name",
 }
 
 _BATCH = "set 'batch_size', which counts the rollouts (not prompts) of a whole optimizer step"
 _CLIP = "set 'algorithm.epsilon' beside an 'algorithm.preset' that clips, such as \"grpo\""
 _REFERENCE = "set 'algorithm.reference.sync_steps' and 'mixup_alpha' beside an 'algorithm.kl_coef' above 0"
 _ENV = 'write a table [[env]] with id = "..." for each environment'
+_MINIBATCHES = "set 'algorithm.num_minibatches', into how many a batch is divided"
+_MICROBATCH = "set 'microbatch_tokens', which counts tokens, or leave it to the trainer"
+_STEPS = "set 'max_steps', of batch_size rollouts each"
+_REWARD = "rewards are the environment's (docs/environments.md); remove it"
+_CRITIC = "there is no critic: rollouts of one task are compared ('algorithm.advantage'); remove it"
+_DEVICES = "set 'gpus' in the tables [trainer] and [inference]"
+_SAMPLED = "how many are sampled is 'rollouts_per_example', how, the table [sampling]"
 _PRESET = "set 'algorithm.preset'; docs/algorithms.md lists the presets and what each is made of"
 
 _OPTIMIZER = (
@@ -99,12 +118,43 @@ OTHERWISE: Mapping[str, str] = {
     "rollout_batch_size": _BATCH,
     "train_batch_size": _BATCH,
     "per_device_train_batch_size": _BATCH,
-    "micro_batch_size": "set 'microbatch_tokens', which counts tokens, or leave it to the trainer",
+    "micro_batch_size": _MICROBATCH,
+    "micro_train_batch_size": _MICROBATCH,
+    "per_device_batch_size": _MICROBATCH,
+    "mini_batch_size": _MINIBATCHES,
+    "ppo_mini_batch_size": _MINIBATCHES,
     "loss_type": _PRESET,
     "algorithm.loss_type": _PRESET,
-    "num_train_epochs": "set 'max_steps', of batch_size rollouts each",
-    "num_epochs": "set 'max_steps', of batch_size rollouts each",
+    "num_train_epochs": _STEPS,
+    "num_epochs": _STEPS,
+    "epochs": _STEPS,
+    "total_epochs": _STEPS,
     "advantage_estimator": _PRESET,
+    "adv_estimator": _PRESET,
+    "algorithm.advantage_estimator": _PRESET,
+    "algorithm.adv_estimator": _PRESET,
+    "gamma": _CRITIC,
+    "lam": _CRITIC,
+    "critic": _CRITIC,
+    "reward": _REWARD,
+    "reward_model": _REWARD,
+    "reward_funcs": _REWARD,
+    "reward_weights": _REWARD,
+    "dataset": _ENV,
+    "train_files": _ENV,
+    "buffer": "write a table [difficulty_filter]",
+    "generator": _SAMPLED,
+    "rollout": _SAMPLED,
+    "actor_rollout_ref": f"{_OPTIMIZER}; {_SAMPLED}",
+    "deployment": _DEVICES,
+    "n_gpus_per_node": _DEVICES,
+    "num_gpus": _DEVICES,
+    "gpus": _DEVICES,
+    "output_dir": "name the folder on the command line: --output-dir FOLDER",
+    "logging_steps": "every step is logged; remove it",
+    "use_vllm": 'choose engine = "vllm" in the table [inference]',
+    "vllm_mode": "inference is a service of its own ([inference]); remove it",
+    "max_prompt_length": "prompts are not cut: one that leaves no room in the context fails alone; remove it",
     "clip_range": _CLIP,
     "clip_ratio": _CLIP,
     "eps_clip": _CLIP,

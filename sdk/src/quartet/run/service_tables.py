@@ -21,11 +21,23 @@ _LOG = "set 'log_level' in this table"
 #: otherwise there.
 MISPLACED: Mapping[str, Sequence[str]] = {
     "trainer": (
-        *("ckpt", "learning_rate", "lora", "lr", "lr_scheduler", "max_grad_norm", "max_steps", "optim"),
-        *("optimizer", "scheduler", "seq_len", "wandb", "warmup_steps", "weight_broadcast", "weight_decay"),
+        *("algorithm", "batch_size", "ckpt", "epochs", "experiment_name", "learning_rate", "lora", "lr"),
+        *("lr_scheduler", "max_grad_norm", "max_steps", "optim", "optimizer", "project_name", "save_freq"),
+        *("scheduler", "seed", "seq_len", "test_freq", "total_epochs", "total_training_steps"),
+        *("train_batch_size", "wandb", "warmup_steps", "weight_broadcast", "weight_decay"),
     ),
     "orchestrator": (
-        *("async_level", "batch_size", "ckpt", "env", "eval", "group_size", "lr", "max_async_level"),
+        *(
+            "async_level",
+            "batch_size",
+            "buffer",
+            "ckpt",
+            "env",
+            "eval",
+            "group_size",
+            "lr",
+            "max_async_level",
+        ),
         *("max_off_policy_steps", "max_steps", "optim", "rollouts_per_example", "rollouts_per_prompt"),
         *("sampling", "seed", "seq_len", "wandb", "weight_broadcast"),
     ),
@@ -40,6 +52,7 @@ MISPLACED: Mapping[str, Sequence[str]] = {
 IN_TABLES: Mapping[str, Mapping[str, str]] = {
     "trainer": {
         "model": _MODEL,
+        "n_gpus_per_node": "set 'gpus' in this table",
         "loss": REMEDIES["loss_type"],
         "log": "its log tells everything at level info; remove it",
     },
