@@ -150,6 +150,8 @@ OTHERWISE: Mapping[str, str] = {
     "n_gpus_per_node": _DEVICES,
     "num_gpus": _DEVICES,
     "gpus": _DEVICES,
+    "config": "write '@ FILE.toml'",
+    "config_file": "write '@ FILE.toml'",
     "output_dir": "name the folder on the command line: --output-dir FOLDER",
     "logging_steps": "every step is logged; remove it",
     "use_vllm": 'choose engine = "vllm" in the table [inference]',

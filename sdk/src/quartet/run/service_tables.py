@@ -27,19 +27,9 @@ MISPLACED: Mapping[str, Sequence[str]] = {
         *("train_batch_size", "wandb", "warmup_steps", "weight_broadcast", "weight_decay"),
     ),
     "orchestrator": (
-        *(
-            "async_level",
-            "batch_size",
-            "buffer",
-            "ckpt",
-            "env",
-            "eval",
-            "group_size",
-            "lr",
-            "max_async_level",
-        ),
-        *("max_off_policy_steps", "max_steps", "optim", "rollouts_per_example", "rollouts_per_prompt"),
-        *("sampling", "seed", "seq_len", "wandb", "weight_broadcast"),
+        *("async_level", "batch_size", "buffer", "ckpt", "env", "eval", "group_size", "lr"),
+        *("max_async_level", "max_off_policy_steps", "max_steps", "optim", "rollouts_per_example"),
+        *("rollouts_per_prompt", "sampling", "seed", "seq_len", "wandb", "weight_broadcast"),
     ),
     "inference": (
         *("gpu_memory_utilization", "parallel", "sampling", "seq_len", "tensor_parallel_size"),
