@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from quartet.cli import __main__ as command
 from quartet.cli.display import Plain
 
 #: What a process does that asks what its output is, opens a file, and prints.
@@ -87,3 +89,14 @@ def test_what_leads_to_the_same_place_is_unread_too(unread: int) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], stdout=unread, stderr=unread, check=False)
     assert done.returncode == 0
+
+
+def test_another_pipe_that_breaks_is_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def work(*_: object) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(command, "dispatch", work)
+    assert command.main(["init"]) == 1
+    assert capfd.readouterr().err == "error: Broken pipe\n"

@@ -15,7 +15,7 @@ from quartet.cli.env.installed import REFUSALS
 from quartet.cli.extras import need
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
-from quartet.kit.standard_streams import hold_closed, unread
+from quartet.kit.standard_streams import has_no_reader, hold_closed, unread
 from quartet.local.supervisor import ServiceFailed
 
 #: Commands that read `@ file.toml --key value` beside what argparse knows.
@@ -177,10 +177,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         refused = isinstance(error, QuartetError) and error.reason in REFUSALS
         return exits.REFUSED if refused else exits.FAILED
-    except BrokenPipeError:  # `| head`: nobody reads on
-        unread(sys.stdout)
-        return exits.FAILED
     except OSError as error:  # a full disk, a folder that may not be written
+        if isinstance(error, BrokenPipeError) and has_no_reader(sys.stdout):  # `| head`
+            unread(sys.stdout)
+            return exits.FAILED
         where = f"{error.filename}: " if error.filename else ""
         print(f"error: {where}{error.strerror or error}", file=sys.stderr)
         return exits.FAILED

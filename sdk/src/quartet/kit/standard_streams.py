@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 from typing import TextIO
 
@@ -21,6 +22,13 @@ def hold_closed() -> None:
             stream = open(os.devnull, mode)  # noqa: SIM115 - for as long as this process lives
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
+
+
+def has_no_reader(stream: TextIO) -> bool:
+    """Whether it is a pipe whose other end is closed, and no other pipe that broke."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def unread(stream: TextIO) -> None:
