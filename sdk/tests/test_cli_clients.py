@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import tomllib
 from collections.abc import AsyncIterator
@@ -124,6 +125,21 @@ async def test_a_run_through_all_clients(orchestrator: tuple[Orchestrator, str],
     assert code == 130 and printed.endswith("run r: stopped\n")
     assert await quartet("resume", "r", *at) == (0, "r  completed  step 0/5\n")
     assert (await quartet("watch", "r", *at))[0] == 0
+
+
+async def test_who_watches_leaves_with_whoever_reads(orchestrator: tuple[Orchestrator, str]) -> None:
+    """`quartet watch RUN | head`, of a run that goes on."""
+    servicer, address = orchestrator
+    servicer.runs["r"] = pb.Run(run_id="r", phase=pb.RUN_PHASE_TRAINING)
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "quartet.cli", "watch", "r", "--orchestrator", address,
+        stdout=writer, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    os.close(writer)
+    _, said = await asyncio.wait_for(process.communicate(), 30)
+    assert (process.returncode, said) == (1, b"")
 
 
 async def test_a_run_that_was_stopped_once_is_watched_to_its_end(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from quartet.cli.__main__ import build_parser, main
 from quartet.cli.eval import command
+from quartet.cli.eval.board import result_table
 from quartet.cli.eval.command import folder_name, plan_of, read
 from quartet.cli.eval.config import EvalFileConfig, Trial
 from quartet.cli.eval.endpoints import endpoint_at, read_endpoints
@@ -17,9 +21,11 @@ from quartet.cli.eval.record import Record
 from quartet.cli.eval.source import Source
 from quartet.cli.gepa.config import GepaConfig
 from quartet.config import ConfigError, load, validate
+from quartet.run.statistics import summarise
 from quartet.v1.common_pb2 import Message, ToolCall
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 from quartet.v1.rollout_pb2 import FAILURE_KIND_TIMEOUT, Rollout, RolloutFailure, Task
+from rich.console import Console
 
 SOURCE = Source("models/tiny", folder="/models/tiny")
 
@@ -284,3 +290,17 @@ def test_the_files_of_the_repository_are_accepted() -> None:
     for file in (configs / "gepa").glob("*.toml"):
         config = load(GepaConfig, ["@", str(file)]).config
         assert config.env is not None and {config.model, config.reflection_model} <= endpoints.keys()
+
+
+def test_the_table_says_from_which_reward_on_a_result_passes() -> None:
+    groups = {0: [0.0, 0.7], 1: [0.7, 1.0]}
+    easy, hard = (summarise(groups, threshold, 2) for threshold in (0.5, 1.0))
+    text = io.StringIO()
+    rows = [("easy", easy, Counter()), ("hard", hard, Counter()), ("none", None, Counter())]
+    Console(file=text, width=200).print(result_table(rows))
+    lines = [re.split(r"\s{2,}", line.strip()) for line in text.getvalue().splitlines()]
+    where = lines[0].index("passes from")
+    assert lines[0][where:] == ["passes from", "pass@1", "pass@2", "failed"]
+    assert [line[where:] for line in lines[1:]] == [
+        ["0.5", "0.750", "1.000", "0"], ["1", "0.250", "0.500", "0"], ["-", "-", "-", "0"]
+    ]  # fmt: skip

@@ -7,14 +7,19 @@ import resource
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from quartet.cli import rl
 from quartet.cli.__main__ import build_parser, main
+from quartet.cli.display import Plain
+from quartet.cli.drive import Outcome
 from quartet.cli.job import RECORD, Job, default_folder, model_path, plan, taken
+from quartet.cli.run_file import load_run
 from quartet.config import ConfigError, load
 from quartet.run.config import RunConfig, parse_run
+from quartet.v1 import orchestrator_service_pb2 as pb
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "reverse-text.toml"
 
@@ -107,8 +112,14 @@ def test_a_used_output_folder_is_refused_with_the_remedy(tmp_path: Path, config:
     resumed = planned(config, folder, resume=True)
     assert resumed.resumed and resumed.config_toml == job.config_toml
     changed = config.model_copy(update={"max_steps": 7})
-    with pytest.raises(ConfigError, match=f"max_steps was {config.max_steps} and is 7; say it as it was"):
+    with pytest.raises(
+        ConfigError, match=f"max_steps was {config.max_steps} and is 7; start a new"
+    ) as caught:
         planned(changed, folder, resume=True)
+    _, at, file, *where = shlex.split(str(caught.value).rpartition("say it as it was: quartet ")[2])
+    assert (at, where) == ("@", ["--output-dir", str(folder), "--resume"])
+    again = planned(load_run(["@", file]).config, folder, resume=True)
+    assert again.config == config, "its services, too"
     record = json.loads((folder / "run.json").read_text())
     older = "\n".join(line for line in record["config_toml"].splitlines() if "gradient_accum" not in line)
     assert older != record["config_toml"].rstrip()
@@ -119,8 +130,40 @@ def test_a_used_output_folder_is_refused_with_the_remedy(tmp_path: Path, config:
     with taken(resumed):
         assert (folder / "metrics.jsonl").exists(), "a resumed run keeps what it has"
     with taken(planned(changed, folder, overwrite=True)):
-        assert sorted(entry.name for entry in folder.iterdir()) == [".lock", "run.json"]
+        assert sorted(entry.name for entry in folder.iterdir()) == [".lock", "run.json", "run.toml"]
     assert planned(changed, folder, resume=True).config.max_steps == 7
+
+
+def test_who_resumes_without_the_run_is_told_how(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["rl", "--resume"]) == 2
+    assert capsys.readouterr().err.endswith("\n--resume: name the folder of the run with --output-dir\n")
+    with taken(planned(config, Path("outputs/one"))):
+        command = "quartet rl @ outputs/one/run.toml --output-dir outputs/one --resume\n"
+    for arguments in ([], ["@", str(CONFIG)]):
+        assert main(["rl", *arguments, "--resume"]) == 2
+        assert capsys.readouterr().err.endswith(f"--output-dir; the newest of outputs/ goes on: {command}")
+    for arguments in ([], ["@", str(CONFIG), "--max-stepz", "3"]):
+        assert main(["rl", *arguments, "--resume", "--output-dir", "outputs/one"]) == 2
+        assert capsys.readouterr().err.endswith(
+            f"\n--resume wants the keys that the run began with: {command}"
+        )
+
+
+def test_the_seconds_of_a_run_are_those_of_all_its_parts(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def drive(*_: object) -> Outcome:
+        return Outcome(pb.Run(phase=pb.RUN_PHASE_STOPPED), {}, interrupted=True)
+
+    monkeypatch.setattr(rl, "drive", drive)
+    told = []
+    for part in range(3):
+        job = planned(config, tmp_path / "run", resume=part > 0)
+        told.append(rl.launch(job, Plain, time.monotonic() - 10).summary["wall_seconds"])
+    assert told == pytest.approx([10, 20, 30], abs=5)
 
 
 def test_overwrite_deletes_only_what_a_run_wrote(tmp_path: Path, config: RunConfig) -> None:

@@ -70,6 +70,7 @@ def test_where_nobody_says_anything_nothing_is_set(tmp_path: Path) -> None:
     [
         ({"gpus": 1}, {}, None, "set trainer.gpus, too"),
         ({}, {"gpus": 2}, None, "trainer.gpus = 2 leaves open which devices inference computes on"),
+        ({}, {"gpus": "abc"}, None, "trainer.gpus = 'abc' is refused: give how many, such as 2, or which"),
         ({"gpus": -1}, {"gpus": 1}, None, "inference.gpus = -1 is refused"),
         ({"gpus": True}, {"gpus": 1}, None, "inference.gpus = True is refused"),
         ({"gpus": "0,1"}, {"gpus": 1}, None, "give how many, such as 2, or which, such as"),

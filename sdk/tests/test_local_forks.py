@@ -17,13 +17,13 @@ import pytest
 from processes import SECONDS, alive, until
 from quartet.local import fork_client
 from quartet.local.child import Child, ChildSpec, child_environment
-from quartet.local.fork_client import ForkServer
+from quartet.local.fork_client import LOG_BYTES, ForkServer
 from quartet.local.forkserver import POOLS
 from quartet.local.supervisor import State, Supervisor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a launcher are for Linux")
 
-#: What services share: it says so when it is imported, in the log of whoever asked first.
+#: What services share: it says so when it is imported.
 SHARED = """
 import os
 print("imported by", os.getpid(), flush=True)
@@ -105,6 +105,24 @@ async def test_what_they_share_is_imported_once(forks: ForkServer, tmp_path: Pat
     server = said(first)["importer"]
     assert {said(one)[key] for one in (first, second) for key in ("importer", "parent")} == {server}
     assert [one.log_file.read_text() for one in (first, second)] == ["served\n"] * 2, "by none of them"
+    assert (tmp_path / "forkserver.log").read_text() == f"imported by {server}\n"
+
+
+@pytest.mark.parametrize(("printed", "kept"), [(0, None), (3 << 20, LOG_BYTES)])
+async def test_what_imports_print_is_bounded(
+    modules: Path, tmp_path: Path, printed: int, kept: int | None
+) -> None:
+    """fork_client.py 4: also over several servers."""
+    for _ in range(2):
+        (modules / "shared.py").write_text(
+            f"import os\nimporter = os.getpid()\nos.write(2, bytes({printed}))"
+        )
+        forks = ForkServer(["shared"], child_environment())
+        child = await Child.start(spec(tmp_path), forks)
+        assert await child.wait_bound(SECONDS)
+        await forks.close()
+    log = tmp_path / "forkserver.log"
+    assert (log.stat().st_size if log.exists() else None) == kept
 
 
 @pytest.mark.parametrize(

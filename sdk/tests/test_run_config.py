@@ -10,7 +10,7 @@ from quartet.config import ConfigError
 from quartet.config.keys import known_keys
 from quartet.local.toml_text import dumps
 from quartet.run.config import RunConfig, parse_run
-from quartet.run.other_names import OTHERWISE, REMEDIES, SAME
+from quartet.run.other_names import AS_TABLES, OTHERWISE, REMEDIES, SAME
 from quartet.run.presets import PRESETS
 from quartet.run.service_tables import IN_TABLES
 
@@ -109,9 +109,10 @@ def test_names_of_other_trainers_are_no_keys_and_stand_for_keys() -> None:
     quoted |= {
         key for told in IN_TABLES.values() for one in told.values() for key in re.findall(r"'([\w.]+)'", one)
     }
-    elsewhere = {"algorithm.epsilon", "max_model_len", "gradient_checkpointing", "log_level"}
+    elsewhere = {"algorithm.epsilon", "max_model_len", "gradient_checkpointing", "log_level", "gpus"}
     assert quoted - elsewhere <= known.keys() | {key.rpartition(".")[2] for key in known}
     assert not SAME.keys() & OTHERWISE.keys() and not REMEDIES.keys() & known.keys()
+    assert AS_TABLES.keys() <= known.keys()
 
 
 def test_defaults_are_not_shared_between_runs() -> None:
@@ -144,7 +145,17 @@ def test_defaults_are_not_shared_between_runs() -> None:
         ("", "[lora]\nr = 0", "lora.r = 0 is refused"),
         ("", "[lora]\nrank = 8", "unknown key 'lora.rank'; it is called 'lora.r' here"),
         ("num-generations = 8", "", "'num_generations'; it is called 'rollouts_per_example' here"),
-        ("", "[optim]\nlr = 1e-5", "unknown key 'optim'; 'learning_rate', 'optimizer' and"),
+        ("", "[optim]\nlr = 1e-5", "unknown key 'optim'; 'optimizer' (its type), 'learning_rate',"),
+        ("", "[optimizer]\nlr = 1e-5", "optimizer = {'lr': 1e-05} is refused: it is no table here; "),
+        ("", '[optimizer]\ntype = "adamw"', "here; 'optimizer' (its type), 'learning_rate', 'weight_decay',"),
+        ("", '[lr_scheduler]\ntype = "cosine"', "is no table here; 'lr_scheduler' (its type), 'warmup_"),
+        ("", "[learning_rate]\nvalue = 1e-5", "is refused: should be a number, not a table"),
+        ("", "[sampling]\ntemp = 1", "unknown key 'sampling.temp'; did you mean 'sampling.temperature'?"),
+        ("", "[sampling]\nnothing_like_it = 1", "unknown key 'sampling.nothing_like_it'; known keys here: "),
+        ("mini_batch_size = 8", "", "unknown key 'mini_batch_size'; set 'algorithm.num_minibatches', into"),
+        ("", '[algorithm]\nadv_estimator = "grpo"', "'algorithm.adv_estimator'; set 'algorithm.preset'"),
+        ("", "[critic]\nlr = 1e-5", "unknown key 'critic'; there is no critic: rollouts of one task are"),
+        ("", "[trainer]\ntotal_epochs = 3", "'total_epochs' is no key of [trainer]; set 'max_steps', of"),
         ("", "[lora]\ndropout = 1.0", "lora.dropout = 1.0 is refused"),
         ("", '[lora]\nmodules_to_save = ["norm"]', "modules_to_save are no part of a served adapter"),
         ('lr_scheduler = "step"', "", "lr_scheduler = 'step' is refused: should be 'constant'"),
@@ -211,7 +222,8 @@ def test_defaults_are_not_shared_between_runs() -> None:
         ("", "[checks]\nverify_logprobs = true\n[sampling]\nrepetition_penalty = 1.1",
          "sampling.repetition_penalty = 1.1 makes log-probabilities that the trainer cannot verify"),
         ("trainer = 3", "", "trainer = 3 is refused: should be a table"),
-        ("", "[trainer.optim]\nlr = 1e-5", "'optim' is no key of [trainer]; 'learning_rate', 'optimizer'"),
+        ("", "[trainer.optim]\nlr = 1e-5", "'optim' is no key of [trainer]; 'optimizer' (its type), "),
+        ("", "[trainer.optimizer]\nlr = 1", "'optimizer' is no key of [trainer]; 'optimizer' (its type), "),
         ("", "[trainer]\nlr = 1e-5", "'lr' is no key of [trainer]; set 'learning_rate' at the top"),
         ("", "[orchestrator]\nbatch-size = 8", "'batch_size' is no key of [orchestrator]; it stands at the"),
         ("", '[orchestrator.model]\nname = "x"', "'model' is no key of [orchestrator]; set 'model' at the"),

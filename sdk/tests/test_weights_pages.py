@@ -11,7 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import quartet.weights.pages
+from quartet.weights.delta import apply_delta, make_delta
+from quartet.weights.fetched import Fetched
+from quartet.weights.manifest import build_manifest, of_full_payload
 from quartet.weights.pages import ALIGNMENT, KEPT_FROM_BYTES, Pages
+from quartet.weights.store import WeightStore
+from quartet.weights.tensor import Tensor
 
 SIZE = 2 * KEPT_FROM_BYTES
 
@@ -102,6 +108,63 @@ def test_what_nobody_uses_goes_back_to_the_system_block_by_block() -> None:
     del block, blocks
     assert pages.kept_bytes == sum(map(len, stays))
     assert full - resident_bytes() > (32 - 2 * len(stays) - 4) * (4 << 20)
+
+
+def test_keeping_costs_nothing_beyond_the_most_that_was_lent() -> None:
+    """pages.py 4."""
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    chance, pages, most = random.Random(seed), Pages(), 0
+    held: list[memoryview] = []
+    for _ in range(500):
+        if held and chance.random() < 0.5:
+            del held[chance.randrange(len(held))]
+        else:
+            held.append(pages.take(KEPT_FROM_BYTES * chance.randint(1, 5)))
+        lent = sum(map(len, held))
+        most = max(most, lent)
+        assert pages.kept_bytes <= lent and lent + pages.kept_bytes <= most
+
+
+@pytest.mark.parametrize(("links", "beside"), [(1, 2), (3, 3)])
+def test_a_reader_of_deltas_needs_so_many_copies_beside_those_it_holds(
+    links: int, beside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound of docs/weights.md: what is on its way, the full payload, and of a chain the link before."""
+    count, keep = 16, 2
+    most, model, memory = 0, count * KEPT_FROM_BYTES, Pages()
+
+    def take(size: int) -> memoryview:
+        nonlocal most
+        taken = memory.take(size)
+        most = max(most, memory.kept_bytes + memory._lent_bytes)
+        return taken
+
+    def version(number: int, tensors: dict[str, Tensor]) -> Fetched:
+        return Fetched(build_manifest("r", number, tensors), tensors)
+
+    monkeypatch.setattr(quartet.weights.pages, "take", take)
+    whole = take(model)
+    cut = range(0, model, KEPT_FROM_BYTES)
+    published = held = version(
+        0, {str(at): Tensor("U8", (KEPT_FROM_BYTES,), whole[at : at + KEPT_FROM_BYTES]) for at in cut}
+    )
+    del whole
+    store = WeightStore(keep)
+    store.hold(held)
+    for number in range(1, 5 * links + 1):
+        changed = {
+            name: Tensor("U8", one.shape, memoryview(np.full(KEPT_FROM_BYTES, number, np.uint8)))
+            for name, one in published.tensors.items()
+            if name != "0"  # which keeps the payload that it came in
+        }
+        before, published = published, version(number, published.tensors | changed)
+        delta = make_delta(before, published)
+        payload = memoryview(b"".join(delta.payload.parts))
+        held = Fetched(of_full_payload(delta.manifest), apply_delta(payload, delta.manifest, held))
+        if number % links == 0:
+            store.hold(held)
+    assert keep + beside - 1 < most / model <= keep + beside
 
 
 def test_threads_that_take_and_drop_never_see_the_bytes_of_another() -> None:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from quartet.errors import QuartetError
+from quartet.kit import context
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
@@ -25,12 +26,15 @@ class Host(EnvHostServiceServicer):
         self.asked = 0
         self.described = 0
         self.away = False
+        self.loads = False
         self.left = asyncio.Event()
 
     async def DescribeEnvironment(self, request, context):
         self.described += 1
         if self.away:
             raise QuartetError("NOT_READY", "the host drains")
+        if self.loads:
+            await asyncio.Event().wait()
         return epb.DescribeEnvironmentResponse(environment=epb.EnvironmentInfo(id=request.environment.id))
 
     async def RunRollouts(self, request, context):
@@ -104,6 +108,17 @@ async def test_what_an_environment_is_the_next_host_is_asked_where_one_is_away()
         with pytest.raises(QuartetError, match="the host drains") as caught:
             await client.describe(reference)
         assert caught.value.reason == "NOT_READY"
+
+
+async def test_a_host_that_loads_for_too_long_is_told_with_the_time_it_had():
+    """Invariant 7: which is the caller's, where that is less than the orchestrator's own."""
+    host = Host()
+    host.loads = True
+    async with hosting(host) as client:
+        context.enter(None, 0.5)
+        with pytest.raises(QuartetError, match=r"not loaded environment 'toy' after 0\.[345] s") as caught:
+            await client.describe(epb.EnvironmentRef(id="toy"))
+        assert caught.value.reason == "ENVIRONMENT_UNAVAILABLE"
 
 
 async def test_the_host_with_the_least_under_way_is_asked_and_one_that_failed_last():

@@ -6,6 +6,7 @@ import math
 
 import pytest
 from orch_world import RUN, assert_complete
+from quartet.errors import QuartetError
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
@@ -46,6 +47,8 @@ async def test_a_broken_environment_ends_the_run(world):
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(), dry_run=False)
         run = await world.rest(runs)
+        with pytest.raises(QuartetError, match="is FAILED and cannot be resumed"):
+            await runs.resume(RUN)
     assert run.phase == pb.RUN_PHASE_FAILED
     assert "10 groups in a row of environment 'toy' failed" in run.error and "broken" in run.error
     assert run.ledger.in_flight == 0

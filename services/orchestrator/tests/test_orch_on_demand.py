@@ -255,7 +255,15 @@ async def test_what_is_asked_for_is_bounded(world, monkeypatch):
     async with serving(world) as stub:
         await submit(stub, world.toml(evals=0))
         large = await refused(stub, "num_examples = 6\nrollouts_per_example = 2")
-        assert large.reason == "INVALID_CONFIG" and "12 rollouts" in large.message
+        said = (
+            "num_examples = 6 is refused: 6 examples of 'toy' with 2 rollouts each are 12 rollouts; ask for"
+        )
+        assert large.reason == "INVALID_CONFIG" and said in large.message
+        several = await refused(stub, ASKED.replace("rollouts_per_example = 2", "rollouts_per_example = 3"))
+        said = (
+            "num_examples = 3 is refused: 3 examples of 'easy' with 3 rollouts each, and those of 1 more, are"
+        )
+        assert said in several.message
         with monkeypatch.context() as patched:
             patched.setattr(on_demand, "UNREAD_BYTES", 60)
             unread = await refused(stub)

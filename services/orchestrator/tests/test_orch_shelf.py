@@ -266,6 +266,21 @@ async def test_a_submission_that_finds_no_room_leaves_nothing_and_may_come_again
         assert (await world.rest(runs, "run")).phase == pb.RUN_PHASE_COMPLETED
 
 
+async def test_a_submission_that_may_not_survive_a_power_cut_is_told_and_goes_on(world, monkeypatch):
+    """It is in the journal, so it exists; once the disk is well again nothing is lacking."""
+    async with world.orchestrator() as runs:
+
+        async def broken(_book):
+            monkeypatch.undo()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(Book, "settled", broken)
+        with pytest.raises(QuartetError, match="accepted, but its journal is not safe on the disk") as caught:
+            await runs.submit("run", world.toml(), dry_run=False)
+        assert caught.value.reason == "INTERNAL"
+        assert (await world.rest(runs)).phase == pb.RUN_PHASE_COMPLETED
+
+
 async def test_a_stop_that_cannot_be_written_changes_nothing_and_says_why(world, monkeypatch):
     world.trainer.delay_s = 0.2
     async with world.orchestrator() as runs:

@@ -111,6 +111,28 @@ async def test_a_missing_model_fails_the_run_before_anything_is_sampled(world):
     assert not world.host.requests
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_a_run_that_failed_before_it_sampled_begins_again(world, restarted):
+    """runs.py 5: once the cause is mended; as often as that is asked, it is one run."""
+    world.trainer.model_missing = True
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        assert (await world.rest(runs)).phase == pb.RUN_PHASE_FAILED
+        assert (await runs.resume(RUN)).phase == pb.RUN_PHASE_PENDING
+        assert (await world.rest(runs)).phase == pb.RUN_PHASE_FAILED, "it is not mended yet"
+        if not restarted:
+            world.trainer.model_missing = False
+            again = await asyncio.gather(runs.resume(RUN), runs.resume(RUN))
+            assert [(run.phase, run.error) for run in again] == [(pb.RUN_PHASE_PENDING, "")] * 2
+            assert_complete(world, await world.rest(runs))
+            return
+    world.trainer.model_missing = False
+    async with world.orchestrator() as runs:
+        assert runs.status(RUN).phase == pb.RUN_PHASE_FAILED, "until somebody asks"
+        await runs.resume(RUN)
+        assert_complete(world, await world.rest(runs))
+
+
 async def test_a_version_published_again_with_other_contents_is_noted_and_counted(world, monkeypatch):
     """Invariant 9: the trainer comes back bit-equal; where it does not, somebody is told.
 

@@ -15,6 +15,7 @@ from quartet.cli.env.installed import REFUSALS
 from quartet.cli.extras import need
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
+from quartet.kit.standard_streams import has_no_reader, hold_closed, unread
 from quartet.local.supervisor import ServiceFailed
 
 #: Commands that read `@ file.toml --key value` beside what argparse knows.
@@ -98,7 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("evaluate", "measure a run's policy now (@ evaluation.toml --key value)", True),
         ("runs", "list the runs of an orchestrator", False),
         ("stop", "stop a run after the step under way", True),
-        ("resume", "go on with a stopped run", True),
+        ("resume", "go on with a run that was stopped, or failed before it sampled", True),
     ):
         client = add(name, text)
         clients.add_arguments(client, takes_run=takes_run)
@@ -163,9 +164,12 @@ def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit code."""
+    hold_closed()
     options, rest = build_parser().parse_known_args(argv)
     try:
-        return dispatch(options, rest)
+        code = dispatch(options, rest)
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return exits.REFUSED
@@ -174,6 +178,9 @@ def main(argv: list[str] | None = None) -> int:
         refused = isinstance(error, QuartetError) and error.reason in REFUSALS
         return exits.REFUSED if refused else exits.FAILED
     except OSError as error:  # a full disk, a folder that may not be written
+        if isinstance(error, BrokenPipeError) and has_no_reader(sys.stdout):  # `| head`
+            unread(sys.stdout)
+            return exits.FAILED
         where = f"{error.filename}: " if error.filename else ""
         print(f"error: {where}{error.strerror or error}", file=sys.stderr)
         return exits.FAILED

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol, TextIO
 
 from quartet.cli.progress import Progress, phase_name
+from quartet.kit.standard_streams import unread
 from quartet.local.supervisor import Status
 from quartet.v1.orchestrator_service_pb2 import EvalEvent, WatchRunResponse
 
@@ -95,8 +96,10 @@ class Plain:
     """One line for each event and each change of a service, with the seconds since the beginning: that of
     this display, or, where a run is followed that others began, its own."""
 
-    def __init__(self, out: TextIO = sys.stdout, *, submitted_at_ms: int | None = None) -> None:
-        self._out = out
+    def __init__(self, out: TextIO | None = None, *, submitted_at_ms: int | None = None) -> None:
+        self._out = out or sys.stdout
+        #: Until a line finds no reader (`| head`). What is shown goes on without.
+        self.is_read = True
         self._began = time.monotonic()
         self._submitted_at_ms = submitted_at_ms
         self._restarts: dict[str, int] = {}
@@ -128,7 +131,11 @@ class Plain:
     def _print(self, at_ms: float, line: str) -> None:
         submitted = self._submitted_at_ms
         seconds = time.monotonic() - self._began if submitted is None else (at_ms - submitted) / 1000
-        print(f"{seconds:6.1f} s  {line}", file=self._out, flush=True)
+        try:
+            print(f"{seconds:6.1f} s  {line}", file=self._out, flush=True)
+        except BrokenPipeError:
+            self.is_read = False
+            unread(self._out)
 
     def close(self) -> None:
         """Nothing to put away."""

@@ -4,7 +4,8 @@ services down.
 1. The services live exactly as long as `drive`: whatever ends it ends them.
 2. The first Ctrl-C (or SIGTERM) stops the run after the step under way and then drains the services; the
    second kills them.
-3. A run that was stopped, or whose launcher was killed, goes on when it is driven again with the same folder.
+3. A run that was stopped, that failed before it sampled, or whose launcher was killed goes on when it is
+   driven again with the same folder.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from quartet.kit.channel import connect
 from quartet.local.child import ChildSpec
 from quartet.local.supervisor import Supervisor
 from quartet.v1.orchestrator_service_pb2 import (
+    RUN_PHASE_FAILED,
     RUN_PHASE_STOPPED,
     GetRunStatusRequest,
     ResumeRunRequest,
@@ -150,7 +152,8 @@ async def _work(
         begun = await unary(
             stub.SubmitRun, request, timeout_s=SUBMIT_SECONDS, budget=RetryBudget(), wait_for_ready=True
         )
-        if begun.run.phase == RUN_PHASE_STOPPED:
+        failed_early = begun.run.phase == RUN_PHASE_FAILED and not begun.run.ledger.dispatched
+        if begun.run.phase == RUN_PHASE_STOPPED or failed_early:
             begun = await unary(stub.ResumeRun, ResumeRunRequest(run_id=run_id), timeout_s=CALL_SECONDS)
         outputs.progress.begin(begun.run)
         reporter.begin(begun.run)

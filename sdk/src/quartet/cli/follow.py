@@ -99,6 +99,8 @@ async def _shown(stub: OrchestratorServiceStub, run: Run, after_event: int) -> i
     async for event in _all_events(stub, run, after_event, include_rollouts=False):
         if progress.apply(event) and event_line(event, progress):
             display.event(event, progress)
+        if not display.is_read:
+            return exits.FAILED
     return exits.code_of(progress.run.phase)
 
 

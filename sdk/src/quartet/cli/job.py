@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
-from quartet.cli.outputs import write_json
+from quartet.cli.outputs import write_json, write_text
 from quartet.config import ConfigError
 from quartet.kit.folder import lock_file
 from quartet.local.deployment import SERVICES
@@ -30,6 +30,8 @@ from quartet.run.config import RunConfig, parse_run
 from quartet.run.name import RULE, is_run_id
 
 RECORD = "run.json"
+#: The run with its services, as it was begun: whoever names it goes on with the same.
+RUN_FILE = "run.toml"
 # Of a configuration, that are told.
 MAX_DIFFERENCES = 4
 # Any of these is a tokenizer that transformers can load.
@@ -76,6 +78,22 @@ class Job:
         """The run as the orchestrator gets it: without the deployment and without where it is shown, so other
         ports are the same run, and so is another project of Weights & Biases."""
         return dumps(self.config.model_dump(mode="json", exclude={*SERVICES, "wandb"}, exclude_none=True))
+
+
+def how_to_resume(folder: Path | None) -> str:
+    """What somebody is told who says --resume without the folder, or without what the run is."""
+    if folder is not None:
+        return f"--resume wants the keys that the run began with{_as_it_was(folder)}"
+    newest = max(Path("outputs").glob(f"*/{RUN_FILE}"), key=lambda file: file.stat().st_mtime, default=None)
+    such_as = f"; the newest of outputs/ goes on{_as_it_was(newest.parent)}" if newest else ""
+    return f"--resume: name the folder of the run with --output-dir{such_as}"
+
+
+def _as_it_was(folder: Path) -> str:
+    """The command that goes on with the run of a folder; nothing where an earlier release began it."""
+    file = folder / RUN_FILE
+    command = ("quartet", "rl", "@", str(file), "--output-dir", str(folder), "--resume")
+    return f": {shlex.join(command)}" if file.is_file() else ""
 
 
 def model_path(model: str) -> str:
@@ -179,7 +197,8 @@ def _resumed(config: RunConfig, folder: Path, words: Words) -> Job:
         more = f" and {rest} more" if rest > 0 else ""
         raise ConfigError(
             f"{words.resume}: {folder} holds the run {job.run_id!r} with another configuration: "
-            f"{', '.join(told)}{more}; say it as it was, or start a new run in {words.elsewhere}"
+            f"{', '.join(told)}{more}; start a new run in {words.elsewhere}, or say it as it was"
+            f"{_as_it_was(folder)}"
         )
     return job
 
@@ -234,6 +253,8 @@ def _lock(job: Job) -> IO[bytes]:
             ) from None
         if not job.resumed:
             _empty(job.folder)
+            begun = job.config.model_dump(mode="json", exclude_none=True)
+            write_text(job.folder / RUN_FILE, dumps(begun))
             write_json(job.folder / RECORD, {"run_id": job.run_id, "config_toml": job.config_toml})
         opened.pop_all()
     return lock

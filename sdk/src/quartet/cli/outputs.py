@@ -5,6 +5,7 @@
     after NNNN steps checkpoint/              the trained model, a Hugging Face folder
     reward.png summary.json  written at the end
     run.json                 which run this folder belongs to
+    run.toml                 the run and its services, as a file for `quartet rl`
     config/ logs/ data/      configs, logs and state of the services
 
 1. Every line carries the number of its event, and is written whole before the next event is taken. Opened
@@ -163,16 +164,17 @@ def recover_lines(file: Path) -> list[Row]:
 
 
 def write_json(file: Path, content: Row) -> None:
-    """Write a file atomically."""
-    _write_whole(file, json.dumps(content, indent=2) + "\n")
+    """Write a file atomically, of one JSON object."""
+    write_text(file, json.dumps(content, indent=2) + "\n")
 
 
 def write_lines(file: Path, rows: Sequence[Row]) -> None:
     """Write a file of lines atomically, in place of the one that is there."""
-    _write_whole(file, "".join(json.dumps(row) + "\n" for row in rows))
+    write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _write_whole(file: Path, text: str) -> None:
+def write_text(file: Path, text: str) -> None:
+    """Write a file atomically."""
     staged = file.with_name(f"{file.name}.{os.getpid()}.partial")
     try:
         staged.write_text(text, encoding="utf-8")

@@ -28,7 +28,7 @@ from quartet.cli import exits
 from quartet.cli.display import Display, Plain
 from quartet.cli.drive import Listen, Outcome, by_signals, drive
 from quartet.cli.env.installed import REFUSALS, with_interpreters
-from quartet.cli.job import FLAGS, Job, Words, default_folder, model_path, plan, taken
+from quartet.cli.job import FLAGS, Job, Words, default_folder, how_to_resume, model_path, plan, taken
 from quartet.cli.outputs import Outputs, write_json
 from quartet.cli.progress import ledger_dict, phase_name
 from quartet.cli.run_file import load_run
@@ -92,8 +92,16 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     for service in ON_DEVICES:
         if (gpus := getattr(options, f"{service}_gpus")) is not None:
             rest = [*rest, f"--{service}.gpus={gpus}"]
-    found = load_run(rest)
-    folder = options.output_dir or found.output_dir or default_folder(rest, found.name)
+    try:
+        found = load_run(rest)
+    except ConfigError as error:
+        if options.resume:
+            raise ConfigError(f"{error}\n{how_to_resume(options.output_dir)}") from error
+        raise
+    folder = options.output_dir or found.output_dir
+    if folder is None and options.resume:
+        raise ConfigError(how_to_resume(None))
+    folder = folder or default_folder(rest, found.name)
     job = prepared(
         found.config,
         folder,
@@ -175,7 +183,8 @@ def _in_folder(job: Job, open_display: Callable[[], Display], started: float, li
                 raise ConfigError(error.message) from error
             except ServiceFailed as error:
                 raise RunFailed(str(error)) from error
-        summary = _summary(job, outcome, outputs, time.monotonic() - started)
+        seconds = _summary_before(job).get("wall_seconds", 0.0) + time.monotonic() - started
+        summary = _summary(job, outcome, outputs, seconds)
         write_json(job.folder / SUMMARY, summary)
         shown = reporter.finish(_ending(summary))
     return _ended(outcome, summary, shown)
@@ -222,6 +231,7 @@ def _summary(job: Job, outcome: Outcome, outputs: Outputs, wall_seconds: float) 
         "reward_after": run.reward_after if run.HasField("reward_after") else None,
         # Of a run that could not be stopped in order, its events know more.
         "steps": max(run.step, outputs.progress.step),
+        # With the parts before a --resume, but for one that left no summary: its launcher was killed.
         "wall_seconds": round(wall_seconds, 3),
         "rollouts": run.ledger.dispatched,
         "max_off_policy_steps_seen": run.max_off_policy_steps_seen,
@@ -262,11 +272,17 @@ def _say_ended(job: Job, ended: Ended) -> int:
 
 def completed_before(job: Job) -> dict[str, Any] | None:
     """The summary of the run that is to be gone on with, where it has reached its end."""
+    summary = _summary_before(job)
+    return summary if summary.get("phase") == phase_name(RUN_PHASE_COMPLETED) else None
+
+
+def _summary_before(job: Job) -> dict[str, Any]:
+    """What the last part said of the run that is gone on with; empty where it came to no end."""
     try:
         summary: dict[str, Any] = json.loads((job.folder / SUMMARY).read_text()) if job.resumed else {}
     except (OSError, ValueError):
-        return None
-    return summary if summary.get("phase") == phase_name(RUN_PHASE_COMPLETED) else None
+        return {}
+    return summary
 
 
 def _completed_again(job: Job, summary: dict[str, Any]) -> int:

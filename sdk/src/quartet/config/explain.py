@@ -7,11 +7,13 @@ from typing import Any
 
 import pydantic
 
-from quartet.config.keys import known_keys, model_at
+from quartet.config.keys import annotation_at, is_table, known_keys, model_at
 from quartet.config.model import Config, ConfigError
 
 #: Of a known key to an unknown one, from which on it is taken for what was meant (difflib's ratio).
 LIKENESS = 0.7
+#: Letters of a key's beginning that may stand for it.
+MIN_BEGUN = 3
 #: Of the things that are wrong.
 MAX_TOLD = 8
 
@@ -68,6 +70,9 @@ def _refusal(
     table = model_at(model, loc)
     if problem["type"] in ("model_type", "model_attributes_type") and table is not None:
         remedy = f"write a table [{key}], or '--{key}.KEY VALUE', of {', '.join(table.model_fields)}"
+    if isinstance(problem["input"], dict) and _is_value(model, loc):
+        theirs = model.AS_TABLES.get(key) if issubclass(model, Config) else None
+        remedy = f"it is no table here; {theirs}" if theirs else f"{remedy}, not a table"
     if not key:
         return ConfigError(remedy + where, remedy=remedy)
     return ConfigError(f"{key} = {value}{where} is refused: {remedy}", key=key, value=value, remedy=remedy)
@@ -79,6 +84,13 @@ def _remedy(problem: dict[str, Any]) -> str:
         return f"should be {expected}"
     text = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Input ")
     return text[:1].lower() + text[1:]
+
+
+def _is_value(model: type[pydantic.BaseModel], loc: tuple[Any, ...]) -> bool:
+    """Whether the key at a location is known to have no keys of its own."""
+    path = tuple(part for part in loc if isinstance(part, str))
+    annotation = annotation_at(model, path)
+    return annotation is not None and model_at(model, path) is None and not is_table(annotation)
 
 
 def _without_union_tags(model: type[pydantic.BaseModel], loc: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -116,18 +128,26 @@ def _nearest(model: type[pydantic.BaseModel], loc: tuple[Any, ...]) -> str:
     prefix = "".join(f"{part}." for part in loc[:-1])
     everywhere = known_keys(model)
     elsewhere = [key for key in everywhere if key.rpartition(".")[2] == wanted]
-    close = difflib.get_close_matches(wanted, siblings, n=1, cutoff=LIKENESS)
+    close = difflib.get_close_matches(wanted, siblings, n=1, cutoff=LIKENESS) or _begun(wanted, siblings)
     if close and not elsewhere:
         return f"did you mean {prefix + close[0]!r}?"
     if owner is not None and issubclass(owner, Config) and owner.OF_UNKNOWN_KEYS:
         if wanted in model.model_fields:
             return f"{wanted!r} belongs above the first table of the file; {owner.OF_UNKNOWN_KEYS}"
         return f"{owner.OF_UNKNOWN_KEYS}; known keys here: {', '.join(siblings)}"
+    # Those beside it were compared by their names alone; with the table's, all of them look alike.
+    far = [key for key in everywhere if owner is None or key.rpartition(".")[0] + "." != prefix]
     dotted = ".".join(str(part) for part in loc)
-    elsewhere = elsewhere or difflib.get_close_matches(dotted, list(everywhere), n=1, cutoff=LIKENESS)
+    elsewhere = elsewhere or difflib.get_close_matches(dotted, far, n=1, cutoff=LIKENESS)
     if elsewhere:
         return f"did you mean {elsewhere[0]!r}?"
     return f"known keys here: {', '.join(siblings)}"
+
+
+def _begun(wanted: str, siblings: list[str]) -> list[str]:
+    """The one key that begins so: "temp" for temperature."""
+    longer = [one for one in siblings if one.startswith(wanted) and len(wanted) >= MIN_BEGUN]
+    return longer if len(longer) == 1 else []
 
 
 def _shown(value: Any) -> str:

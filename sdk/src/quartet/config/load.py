@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import pydantic
 
 from quartet.config.explain import explain
-from quartet.config.keys import accepts_text, annotation_at, is_flag, is_table, known_keys
+from quartet.config.keys import accepts_text, annotation_at, is_flag, is_table, known_keys, model_at
 from quartet.config.model import Config, ConfigError
 
 C = TypeVar("C", bound=Config)
@@ -72,7 +73,9 @@ def merged(model: type[Config], argv: list[str], start: Draft | None = None) -> 
         elif token.startswith("--") and len(token) > 2:
             _merge_option(draft, model, token, rest)
         else:
-            raise ConfigError(f"argument {token!r} is not understood; write '@ file.toml' or '--key value'")
+            # Hydra's way to say it.
+            meant = f"'--{token}'" if re.match(r"[\w.]+=", token) else "'@ file.toml' or '--key value'"
+            raise ConfigError(f"argument {token!r} is not understood; write {meant}")
     return draft
 
 
@@ -168,6 +171,8 @@ def _merge_option(draft: Draft, model: type[Config], token: str, rest: list[str]
         value = True
     elif rest and not _is_argument(rest[0]):
         value = _parse(model, path, rest.pop(0))
+    elif is_table(annotation_at(model, path)) and (table := model_at(model, path)) is not None:
+        raise ConfigError(f"'--{name}' is a table; write '--{name}.KEY', of {', '.join(table.model_fields)}")
     else:
         raise ConfigError(f"option '--{name}' has no value; write '--{name} VALUE' or '--{name}=VALUE'")
     _assign(draft, path, value, f"--{name}")

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from quartet.config.load import load, usage
 from quartet.config.model import Config, ConfigError
+from quartet.kit.standard_streams import hold_closed, unread
 
 C = TypeVar("C", bound=Config)
 
@@ -32,16 +33,15 @@ def main(
     `preflight` raises ConfigError where this machine cannot do what the configuration asks of it.
     """
     arguments = sys.argv[1:] if argv is None else argv
+    hold_closed()
     try:
         if "--help" in arguments or "-h" in arguments:
-            print(usage(model))
-            return 0
+            return _say(usage(model))
         loaded = load(model, arguments)
         if loaded.preflight and preflight is not None:
             preflight(loaded.config)
         if loaded.dry_run or loaded.preflight:
-            print(loaded.config.model_dump_json(indent=2))
-            return 0
+            return _say(loaded.config.model_dump_json(indent=2))
         run(loaded.config)
     except ConfigError as error:
         return _refuse(error)
@@ -51,6 +51,15 @@ def main(
         if refused is None or rest is not None:
             raise
         return _refuse(_first(refused))
+    return 0
+
+
+def _say(text: str) -> int:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `| head`
+        unread(sys.stdout)
+        return 1
     return 0
 
 

@@ -36,6 +36,11 @@ def shared_out(tables: Mapping[str, Table], visible: str | None) -> dict[str, Ta
     asked = {name: tables[name]["gpus"] for name in here if "gpus" in tables[name]}
     if not asked:
         return dict(tables)
+    for name, gpus in asked.items():
+        if not _is_number(gpus) and not (isinstance(gpus, list) and all(map(_is_number, gpus))):
+            raise ConfigError(
+                f"{name}.gpus = {gpus!r} is refused: give how many, such as 2, or which, such as [0, 1]"
+            )
     for name in here:
         if name not in asked:
             other = next(iter(asked))
@@ -76,13 +81,9 @@ def _chosen(name: str, gpus: Any, rest: Iterator[int], known: Sequence[str] | No
     if _is_number(gpus):
         numbers = list(islice(rest, gpus))
         lacks = len(numbers) < gpus
-    elif isinstance(gpus, list) and all(map(_is_number, gpus)):
+    else:
         numbers = gpus
         lacks = known is not None and max(gpus, default=-1) >= len(known)
-    else:
-        raise ConfigError(
-            f"{name}.gpus = {gpus!r} is refused: give how many, such as 2, or which, such as [0, 1]"
-        )
     if lacks:
         raise ConfigError(
             f"{name}.gpus = {gpus!r} is more than there is: CUDA_VISIBLE_DEVICES leaves {len(known or ())} "

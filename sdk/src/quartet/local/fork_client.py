@@ -5,6 +5,8 @@
    for the server to say, within CODE_SECONDS. Of a server that has ended, children were killed with it.
 3. A service that the server cannot fork, or not within ANSWER_SECONDS (FORK_SECONDS once it has answered), is
    not started here. One that it forks later than that, or that nobody waits for any more, is killed.
+4. What the imports print is in LOG, beside the log of the service that wanted the server. Where they print
+   nothing there is none; it ends at LOG_BYTES.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from signal import pidfd_send_signal
 from typing import Protocol
 
@@ -30,6 +33,9 @@ ANSWER_SECONDS = 120.0
 FORK_SECONDS = 5.0
 #: It is told at once, by a server that is not stopped.
 CODE_SECONDS = 1.0
+LOG = "forkserver.log"
+#: Some warnings and tracebacks. It says the same at every start.
+LOG_BYTES = 1 << 16
 
 
 def possible() -> bool:
@@ -125,7 +131,7 @@ class ForkServer:
     async def start(self, request: Request) -> Process | None:
         """The service, once it is forked; None where it is not."""
         async with self._starting:
-            process = await self._running()
+            process = await self._running(Path(request.log).with_name(LOG))
         answer: asyncio.Future[Forked | None] = asyncio.get_running_loop().create_future()
         self._awaited.append(answer)
         assert process.stdin is not None
@@ -148,24 +154,24 @@ class ForkServer:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
-    async def _running(self) -> asyncio.subprocess.Process:
+    async def _running(self, log: Path) -> asyncio.subprocess.Process:
         if self._listener is not None and self._process is not None:
             if self._process.returncode is None:
                 return self._process
             await asyncio.wait({self._listener})
         self._answered = False
-        # What its imports have to say, the services say that could not make them.
         self._process = process = await asyncio.create_subprocess_exec(
             *tethered([*COMMAND, *self._modules]),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
             env=self._environment, process_group=0,
         )  # fmt: skip
-        self._listener = asyncio.create_task(self._listen(process), name="fork-server")
+        self._listener = asyncio.create_task(self._listen(process, log), name="fork-server")
         return process
 
-    async def _listen(self, process: asyncio.subprocess.Process) -> None:
-        """Take the answers of one server until it ends."""
-        assert process.stdout is not None
+    async def _listen(self, process: asyncio.subprocess.Process, log: Path) -> None:
+        """Take the answers of one server until it ends, and what it prints."""
+        assert process.stdout is not None and process.stderr is not None
+        printed = asyncio.create_task(_write_down(process.stderr, log))
         try:
             async for line in process.stdout:
                 said = json.loads(line)
@@ -181,6 +187,9 @@ class ForkServer:
             self._living.clear()
             while self._awaited:
                 self._answer(None)
+            # A process that an import left behind may hold the other end for ever.
+            await asyncio.wait({printed}, timeout=CODE_SECONDS)
+            printed.cancel()
 
     def _forked(self, pid: int) -> None:
         if pid == 0:
@@ -198,3 +207,10 @@ class ForkServer:
             return False
         awaited.set_result(child)
         return True
+
+
+async def _write_down(printed: asyncio.StreamReader, log: Path) -> None:
+    """All of it is read, so that nobody waits for room; LOG_BYTES of it are kept."""
+    while said := await printed.read(LOG_BYTES):
+        with contextlib.suppress(OSError), log.open("ab") as file:  # a full disk
+            file.write(said[: max(0, LOG_BYTES - file.tell())])

@@ -15,7 +15,7 @@ takes milliseconds, at a start and at a restart alike, and shares their memory.
 5. A child ends with its main thread. What is registered for the interpreter's exit does not run, and threads
    that are left do not delay it.
 
-What cannot be imported is left to the services, whose logs will say why.
+What cannot be imported is left to the services, whose logs will say why; what imports print goes to stderr.
 """
 
 from __future__ import annotations

@@ -20,18 +20,10 @@ from quartet.run.difficulty import DifficultyFilterConfig
 from quartet.run.evaluation import EvalConfig, EvalTrial
 from quartet.run.hosted import MAX_ENVIRONMENTS, MAX_GROUP, GroupSize, NamedConfig, as_array, distinct
 from quartet.run.lora import LoraConfig
-from quartet.run.other_names import REMEDIES
+from quartet.run.other_names import AS_TABLES, REMEDIES
 from quartet.run.sampling import SamplingConfig
 from quartet.run.service_tables import ServiceTable
-from quartet.run.values import (
-    Count,
-    Decay,
-    NonNegative,
-    Positive,
-    PositiveCount,
-    Seed,
-    Text,
-)
+from quartet.run.values import Count, Decay, NonNegative, Positive, PositiveCount, Seed, Text
 from quartet.run.wandb import WandbConfig
 
 #: More staleness than this means that the trainer keeps more than two dozen copies of the model.
@@ -83,6 +75,7 @@ class RunConfig(Config):
     """A run."""
 
     OTHER_NAMES: ClassVar = REMEDIES
+    AS_TABLES: ClassVar = AS_TABLES
 
     model: Text
     max_steps: Count = 100

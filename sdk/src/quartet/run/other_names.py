@@ -3,6 +3,7 @@
 1. None of these is a key here: a file of theirs means other things by other keys, too, so each is refused.
 2. What is only called otherwise is told by its name here; where a value would mean something else here, or
    goes elsewhere, the sentence says what to write.
+3. So it does where a key of the same name is a table there (AS_TABLES).
 """
 
 from __future__ import annotations
@@ -63,13 +64,38 @@ SAME: Mapping[str, str] = {
     "algorithm.name": "algorithm.preset",
     "importance_sampling_level": "algorithm.ratio_level",
     "mask_truncated_completions": "algorithm.overlong_filtering",
+    "beta": "algorithm.kl_coef",
+    "ppo_epochs": "algorithm.num_iterations",
+    "clip_ratio_low": "algorithm.clip_low",
+    "clip_ratio_high": "algorithm.clip_high",
+    "eps_clip_low": "algorithm.clip_low",
+    "eps_clip_high": "algorithm.clip_high",
+    "ckpt.every": "ckpt.interval",
+    "ckpt.steps": "ckpt.interval",
+    "save_freq": "ckpt.interval",
+    "test_freq": "eval.interval",
+    "project_name": "wandb.project",
+    "experiment_name": "wandb.name",
 }
 
 _BATCH = "set 'batch_size', which counts the rollouts (not prompts) of a whole optimizer step"
 _CLIP = "set 'algorithm.epsilon' beside an 'algorithm.preset' that clips, such as \"grpo\""
 _REFERENCE = "set 'algorithm.reference.sync_steps' and 'mixup_alpha' beside an 'algorithm.kl_coef' above 0"
 _ENV = 'write a table [[env]] with id = "..." for each environment'
+_MINIBATCHES = "set 'algorithm.num_minibatches', into how many a batch is divided"
+_MICROBATCH = "set 'microbatch_tokens', which counts tokens, or leave it to the trainer"
+_STEPS = "set 'max_steps', of batch_size rollouts each"
+_REWARD = "rewards are the environment's (docs/environments.md); remove it"
+_CRITIC = "there is no critic: rollouts of one task are compared ('algorithm.advantage'); remove it"
+_DEVICES = "set 'gpus' in the tables [trainer] and [inference]"
+_SAMPLED = "how many are sampled is 'rollouts_per_example', how, the table [sampling]"
 _PRESET = "set 'algorithm.preset'; docs/algorithms.md lists the presets and what each is made of"
+
+_OPTIMIZER = (
+    "'optimizer' (its type), 'learning_rate', 'weight_decay', 'adam_beta1' and 'adam_beta2' (betas) and "
+    "'max_grad_norm' stand at the top of the file, above every table"
+)
+_SCHEDULER = "'lr_scheduler' (its type), 'warmup_steps' and 'decay_steps' stand at the top of the file"
 
 _VLLM = 'write it as an argument of vLLM: a table [inference.vllm.args], and engine = "vllm" in [inference]'
 _LENGTH = "set 'max_model_len' in the table [inference], or 'sampling.max_tokens'"
@@ -86,18 +112,51 @@ OTHERWISE: Mapping[str, str] = {
     "scale_rewards": "set 'algorithm.advantage': dr_grpo does not divide by the group's deviation, grpo does",
     "epsilon": _CLIP,
     "epsilon_high": _CLIP,
-    "optim": "'learning_rate', 'optimizer' and 'weight_decay' stand at the top of the file",
-    "scheduler": "'lr_scheduler' and 'warmup_steps' stand at the top of the file",
+    "optim": _OPTIMIZER,
+    "scheduler": _SCHEDULER,
     "warmup_ratio": "set 'warmup_steps', a number of steps",
     "rollout_batch_size": _BATCH,
     "train_batch_size": _BATCH,
     "per_device_train_batch_size": _BATCH,
-    "micro_batch_size": "set 'microbatch_tokens', which counts tokens, or leave it to the trainer",
+    "micro_batch_size": _MICROBATCH,
+    "micro_train_batch_size": _MICROBATCH,
+    "per_device_batch_size": _MICROBATCH,
+    "mini_batch_size": _MINIBATCHES,
+    "ppo_mini_batch_size": _MINIBATCHES,
     "loss_type": _PRESET,
     "algorithm.loss_type": _PRESET,
-    "num_train_epochs": "set 'max_steps', of batch_size rollouts each",
-    "num_epochs": "set 'max_steps', of batch_size rollouts each",
+    "num_train_epochs": _STEPS,
+    "num_epochs": _STEPS,
+    "epochs": _STEPS,
+    "total_epochs": _STEPS,
     "advantage_estimator": _PRESET,
+    "adv_estimator": _PRESET,
+    "algorithm.advantage_estimator": _PRESET,
+    "algorithm.adv_estimator": _PRESET,
+    "gamma": _CRITIC,
+    "lam": _CRITIC,
+    "critic": _CRITIC,
+    "reward": _REWARD,
+    "reward_model": _REWARD,
+    "reward_funcs": _REWARD,
+    "reward_weights": _REWARD,
+    "dataset": _ENV,
+    "train_files": _ENV,
+    "buffer": "write a table [difficulty_filter]",
+    "generator": _SAMPLED,
+    "rollout": _SAMPLED,
+    "actor_rollout_ref": f"{_OPTIMIZER}; {_SAMPLED}",
+    "deployment": _DEVICES,
+    "n_gpus_per_node": _DEVICES,
+    "num_gpus": _DEVICES,
+    "gpus": _DEVICES,
+    "config": "write '@ FILE.toml'",
+    "config_file": "write '@ FILE.toml'",
+    "output_dir": "name the folder on the command line: --output-dir FOLDER",
+    "logging_steps": "every step is logged; remove it",
+    "use_vllm": 'choose engine = "vllm" in the table [inference]',
+    "vllm_mode": "inference is a service of its own ([inference]); remove it",
+    "max_prompt_length": "prompts are not cut: one that leaves no room in the context fails alone; remove it",
     "clip_range": _CLIP,
     "clip_ratio": _CLIP,
     "eps_clip": _CLIP,
@@ -111,6 +170,13 @@ OTHERWISE: Mapping[str, str] = {
     "gpu_memory_utilization": _VLLM,
     "tensor_parallel_size": _VLLM,
     "parallel": _VLLM,
+}
+
+#: Keys that have one value here, and are tables elsewhere.
+AS_TABLES: Mapping[str, str] = {
+    "model": "set 'model' to the folder or the hub id alone, at the top of the file",
+    "optimizer": _OPTIMIZER,
+    "lr_scheduler": _SCHEDULER,
 }
 
 #: What a refusal of each name says.

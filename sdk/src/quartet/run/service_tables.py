@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import pydantic
 
-from quartet.run.other_names import REMEDIES, SAME
+from quartet.run.other_names import AS_TABLES, REMEDIES, SAME
 from quartet.run.values import Table
 
 _MODEL = "set 'model' at the top of the file to the model's folder"
@@ -21,13 +21,15 @@ _LOG = "set 'log_level' in this table"
 #: otherwise there.
 MISPLACED: Mapping[str, Sequence[str]] = {
     "trainer": (
-        *("ckpt", "learning_rate", "lora", "lr", "lr_scheduler", "max_grad_norm", "max_steps", "optim"),
-        *("optimizer", "scheduler", "seq_len", "wandb", "warmup_steps", "weight_broadcast", "weight_decay"),
+        *("algorithm", "batch_size", "ckpt", "epochs", "experiment_name", "learning_rate", "lora", "lr"),
+        *("lr_scheduler", "max_grad_norm", "max_steps", "optim", "optimizer", "project_name", "save_freq"),
+        *("scheduler", "seed", "seq_len", "test_freq", "total_epochs", "total_training_steps"),
+        *("train_batch_size", "wandb", "warmup_steps", "weight_broadcast", "weight_decay"),
     ),
     "orchestrator": (
-        *("async_level", "batch_size", "ckpt", "env", "eval", "group_size", "lr", "max_async_level"),
-        *("max_off_policy_steps", "max_steps", "optim", "rollouts_per_example", "rollouts_per_prompt"),
-        *("sampling", "seed", "seq_len", "wandb", "weight_broadcast"),
+        *("async_level", "batch_size", "buffer", "ckpt", "env", "eval", "group_size", "lr"),
+        *("max_async_level", "max_off_policy_steps", "max_steps", "optim", "rollouts_per_example"),
+        *("rollouts_per_prompt", "sampling", "seed", "seq_len", "wandb", "weight_broadcast"),
     ),
     "inference": (
         *("gpu_memory_utilization", "parallel", "sampling", "seq_len", "tensor_parallel_size"),
@@ -40,6 +42,7 @@ MISPLACED: Mapping[str, Sequence[str]] = {
 IN_TABLES: Mapping[str, Mapping[str, str]] = {
     "trainer": {
         "model": _MODEL,
+        "n_gpus_per_node": "set 'gpus' in this table",
         "loss": REMEDIES["loss_type"],
         "log": "its log tells everything at level info; remove it",
     },
@@ -71,7 +74,7 @@ def _without_keys_of_a_run(table: dict[str, Any], info: pydantic.ValidationInfo)
 def _at_the_top(name: str) -> str:
     if name in SAME:
         return f"set {SAME[name]!r} at the top of the file"
-    return REMEDIES.get(name, "it stands at the top of the file")
+    return REMEDIES.get(name) or AS_TABLES.get(name, "it stands at the top of the file")
 
 
 def _holds(table: Any, path: Sequence[str]) -> bool:

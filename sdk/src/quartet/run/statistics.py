@@ -28,6 +28,8 @@ class Summary:
     within: float | None
     #: Share of the examples with something to compare where all of it is alike.
     alike: float | None
+    #: The reward from which on a result passes.
+    threshold: float
     pass_at_k: Mapping[str, float]
     pass_all_k: Mapping[str, float]
 
@@ -72,6 +74,7 @@ def summarise(
         error=stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
         within=fmean(pstdev(one) for one in several) if several else None,
         alike=fmean(alike) if alike else None,
+        threshold=threshold,
         pass_at_k={str(k): fmean(pass_at(n, c, k) for n, c in counts if n >= k) for k in ks},
         pass_all_k={str(k): fmean(pass_all(n, c, k) for n, c in counts if n >= k) for k in ks},
     )

@@ -84,7 +84,7 @@ class OrchestratorServiceServicer:
     def SubmitRun(self, request, context):
         """SubmitRun checks a configuration against the other services and starts the run. Idempotent by run_id and contents.
         Errors: INVALID_CONFIG (key, value, remedy), RUN_CONFLICT, ENVIRONMENT_UNKNOWN, CHECKSUM_MISMATCH (the journal of the run that has this
-        id is damaged).
+        id is damaged), INTERNAL (its journal cannot be written: there is no run; or not be synced: there is one).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,8 +114,9 @@ class OrchestratorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ResumeRun(self, request, context):
-        """ResumeRun goes on with a stopped run. Idempotent. Errors: RUN_UNKNOWN, INVALID_REQUEST (completed or failed), INVALID_CONFIG (this version
-        refuses its configuration), CHECKSUM_MISMATCH (its journal is damaged), NOT_READY (as StopRun).
+        """ResumeRun goes on with a stopped run, or begins one again that failed before anything was dispatched (its model was missing). Idempotent.
+        Errors: RUN_UNKNOWN, INVALID_REQUEST (completed, or failed later), INVALID_CONFIG (this version refuses its configuration),
+        CHECKSUM_MISMATCH (its journal is damaged), NOT_READY (as StopRun).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

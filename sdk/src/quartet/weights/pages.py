@@ -7,6 +7,8 @@ hypervisor that takes free memory back a multiple of that. A version needs what 
 2. No more is kept than is lent: who holds one version keeps room for one more, who holds none keeps nothing.
 3. Only blocks of the very size are used again. Who finds none lets go of as much as it takes, the oldest
    first, before it touches fresh memory.
+4. So what is lent and what is kept are together never more than was lent at once before: keeping adds nothing
+   to the most that is needed (docs/weights.md).
 """
 
 from __future__ import annotations

@@ -138,9 +138,14 @@ class EvaluationOnDemand:
 def _check_size(outcomes: list[Outcome]) -> None:
     asked = sum(outcome.asked for outcome in outcomes)
     if asked > MAX_ROLLOUTS:
-        raise admission.refusal(
-            "num_examples", asked, f"that are {asked} rollouts; ask for at most {MAX_ROLLOUTS} at once"
+        largest = max(outcomes, key=lambda outcome: outcome.asked)
+        trial, others = largest.trial, len(outcomes) - 1
+        each = (
+            f"{largest.examples} examples of {trial.name!r} with {trial.rollouts_per_example} rollouts each"
         )
+        every = f"{each}, and those of {others} more," if others else each
+        remedy = f"ask for at most {MAX_ROLLOUTS} at once"
+        raise admission.refusal("num_examples", trial.num_examples, f"{every} are {asked} rollouts; {remedy}")
 
 
 def _typed(cause: BaseException) -> BaseException:

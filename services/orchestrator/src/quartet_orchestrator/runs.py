@@ -8,6 +8,8 @@
    nobody for the submission of another run.
 4. A run works in one task. How the task ends decides the phase: COMPLETED, STOPPED (asked to, or a service
    stayed away), FAILED. A process that ends leaves the phase as it is.
+5. What is STOPPED can be resumed, and what FAILED before a group was dispatched: a model that was missing may
+   be there now, and with nothing sampled there is nothing to sample or to train twice.
 """
 
 from __future__ import annotations
@@ -134,6 +136,13 @@ class Runs:
         held = _Held(self._create(run_id, config_toml, config, environments), config)
         try:
             await held.book.settled()
+        except OSError as error:
+            raise QuartetError(
+                "INTERNAL",
+                f"run {run_id!r} was accepted, but its journal is not safe on the disk: {error}; mend that, "
+                "and ask for the run's status",
+                run_id=run_id,
+            ) from error
         finally:
             # Also when the caller has left meanwhile: the run exists.
             self._held[run_id] = held
@@ -224,12 +233,12 @@ class Runs:
 
     async def resume(self, run_id: str) -> pb.Run:
         """Goes on with a stopped run, after waiting for a stop under way; one that works stays as it is.
-        Raises QuartetError: INVALID_REQUEST where the run is COMPLETED or FAILED."""
+        Raises QuartetError: INVALID_REQUEST where the run is COMPLETED, or FAILED with rollouts."""
         held = self._find(run_id)
         while held.book.state.phase == state.STOPPING:
             await held.book.changed()
         phase = held.book.state.phase
-        if phase in (state.COMPLETED, state.FAILED):
+        if phase == state.COMPLETED or (phase == state.FAILED and held.book.state.next_group):
             name = pb.RunPhase.Name(phase).removeprefix("RUN_PHASE_")
             raise QuartetError(
                 "INVALID_REQUEST",
@@ -238,11 +247,11 @@ class Runs:
                 value=run_id,
                 remedy="submit a new run",
             )
-        if phase == state.STOPPED:
+        if phase in state.RESTING:
             held.config = held.config or self._parse(held.book.state.config_toml)
             with _written(run_id):
                 await held.book.opened()
-                if held.book.state.phase != state.STOPPED:
+                if held.book.state.phase != phase:
                     return held.book.run()  # somebody else resumed it meanwhile
                 held.book.enter(state.PENDING)
             self._launch(held)

@@ -37,7 +37,8 @@ TRANSITIONS: dict[pb.RunPhase, frozenset[pb.RunPhase]] = {
     STOPPING: frozenset({STOPPED, COMPLETED, FAILED}),
     STOPPED: frozenset({PENDING}),
     COMPLETED: frozenset(),
-    FAILED: frozenset(),
+    # Of a run that sampled nothing.
+    FAILED: frozenset({PENDING}),
 }
 # And one of which a kill left a part, where rewards compare all of it.
 TORN = "torn"

@@ -135,18 +135,18 @@ def result_table(rows: Sequence[tuple[str, Summary | None, Counter[str]]]) -> Ta
     """The figures of each evaluation."""
     table = Table("environment", "results", "reward", "± std. error", "std. dev.", box=None, padding=(0, 2))
     ks = sorted({int(k) for _, figures, _ in rows if figures for k in figures.pass_at_k})
-    for k in ks:
-        table.add_column(f"pass@{k}")
-    table.add_column("failed")
+    for column in ("passes from", *(f"pass@{k}" for k in ks), "failed"):
+        table.add_column(column)
     for name, figures, failures in rows:
         if figures is None:
-            cells = ["0", *["-"] * (3 + len(ks))]
+            cells = ["0", *["-"] * (4 + len(ks))]
         else:
             cells = [
                 str(figures.results),
                 f"{figures.mean:.3f}",
                 "-" if figures.error is None else f"{figures.error:.3f}",
                 f"{figures.deviation:.3f}",
+                f"{figures.threshold:g}",
                 *(_shown(figures.pass_at_k.get(str(k))) for k in ks),
             ]
         table.add_row(name, *cells, failures_text(failures) or "0")

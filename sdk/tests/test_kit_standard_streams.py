@@ -1,0 +1,102 @@
+"""Standard streams that were closed for a process (`>&-`), or whose reader has left (`| head`)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from quartet.cli import __main__ as command
+from quartet.cli.display import Plain
+
+#: What a process does that asks what its output is, opens a file, and prints.
+COMMAND = """
+import sys
+from quartet.cli import __main__ as command
+
+def work(options, rest):
+    terminal = sys.stdout.isatty()
+    with open(__file__) as file:
+        assert file.fileno() > 2, "a number that libraries write to"
+    print("a line", terminal, flush=%s)
+    return 0
+
+command.dispatch = work
+sys.exit(command.main(["init"]))
+"""
+
+
+@pytest.fixture
+def unread() -> Iterator[int]:
+    """Where one may write to, and nobody reads."""
+    read, write = os.pipe()
+    os.close(read)
+    yield write
+    os.close(write)
+
+
+def _run_unread(unread: int, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, stdout=unread, stderr=subprocess.PIPE, check=False)
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&-", "2>&-", "<&- >&- 2>&-"])
+def test_what_is_closed_leads_nowhere(closed: str, tmp_path: Path) -> None:
+    """standard_streams.py 1."""
+    script = tmp_path / "command.py"
+    script.write_text(COMMAND % False)
+    command = ["sh", "-c", f'exec "$0" "$1" {closed}', sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_a_command_that_nobody_reads_ends_without_a_word(flush: bool, unread: int, tmp_path: Path) -> None:
+    """standard_streams.py 2."""
+    script = tmp_path / "command.py"
+    script.write_text(COMMAND % flush)
+    done = _run_unread(unread, str(script))
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_a_service_that_prints_to_nobody_ends_without_a_word(unread: int) -> None:
+    code = "import sys; from quartet.config import Config, main; sys.exit(main(Config, print, ['--dry-run']))"
+    done = _run_unread(unread, "-c", code)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_what_is_shown_of_a_run_goes_on_without_a_reader(unread: int) -> None:
+    """standard_streams.py 2: what leads elsewhere is left alone."""
+    with open(unread, "w", closefd=False) as out:
+        plain = Plain(out)
+        assert plain.is_read
+        plain.say("one")
+        plain.say("two")
+        assert not plain.is_read
+        assert os.path.samestat(os.fstat(unread), os.stat(os.devnull))
+    assert not os.path.samestat(os.fstat(2), os.stat(os.devnull))
+
+
+def test_what_leads_to_the_same_place_is_unread_too(unread: int) -> None:
+    """standard_streams.py 2."""
+    code = (
+        "import sys; from quartet.cli.display import Plain; Plain().say('one'); print('two', flush=True); "
+        "print('three', file=sys.stderr, flush=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=unread, stderr=unread, check=False)
+    assert done.returncode == 0
+
+
+def test_another_pipe_that_breaks_is_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def work(*_: object) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(command, "dispatch", work)
+    assert command.main(["init"]) == 1
+    assert capfd.readouterr().err == "error: Broken pipe\n"
