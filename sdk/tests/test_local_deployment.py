@@ -75,6 +75,7 @@ def test_the_services_point_at_each_other(tmp_path: Path) -> None:
     assert wired["orchestrator"]["trainer_address"] == address["trainer"]
     assert wired["orchestrator"]["envhost_addresses"] == [address["envhost"]]
     for spec in write(wired, tmp_path):
+        assert Path(spec.command[-1]).stat().st_mode & 0o077 == 0, "it may have keys of judges"
         written = tomllib.loads((tmp_path / "config" / f"{spec.name}.toml").read_text())
         assert written == wired[spec.name]
         assert spec.address == written["server"]["address"]

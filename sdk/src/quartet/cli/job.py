@@ -254,7 +254,7 @@ def _lock(job: Job) -> IO[bytes]:
         if not job.resumed:
             _empty(job.folder)
             begun = job.config.model_dump(mode="json", exclude_none=True)
-            write_text(job.folder / RUN_FILE, dumps(begun))
+            write_text(job.folder / RUN_FILE, dumps(begun), 0o600)  # a judge's key may be in it
             write_json(job.folder / RECORD, {"run_id": job.run_id, "config_toml": job.config_toml})
         opened.pop_all()
     return lock

@@ -173,10 +173,11 @@ def write_lines(file: Path, rows: Sequence[Row]) -> None:
     write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_text(file: Path, text: str) -> None:
-    """Write a file atomically."""
+def write_text(file: Path, text: str, mode: int = 0o666) -> None:
+    """Write a file atomically; with the rights of `mode`, less the umask."""
     staged = file.with_name(f"{file.name}.{os.getpid()}.partial")
     try:
+        staged.touch(mode)
         staged.write_text(text, encoding="utf-8")
         staged.replace(file)
     except OSError as error:

@@ -112,6 +112,7 @@ def write(wired: Mapping[str, Table], root: Path) -> list[ChildSpec]:
     for name, table in wired.items():
         config_file = folder / f"{name}.toml"
         own = {key: value for key, value in table.items() if key not in _of_the_launcher(name)}
+        config_file.touch(0o600)  # a judge's key may be in it
         config_file.write_text(dumps(own), encoding="utf-8")
         port_file = Path(table["server"]["port_file"])
         port_file.parent.mkdir(parents=True, exist_ok=True)
