@@ -210,6 +210,23 @@ def test_deltas_are_bounded_in_bytes_the_last_one_excepted() -> None:
     assert tiny.payload("r", 1, held(tiny, 0)) is made
 
 
+def test_deltas_that_no_shorter_road_leads_over_are_forgotten() -> None:
+    """deltas.py 4: each is half of a full payload, and two versions are held."""
+    store = WeightStore(keep=2)
+    store.publish("r", 0, changing(0))
+    full, bases = store.get("r", 0).payload.size, {0: held(store, 0)}
+    for version in range(1, 8):
+        store.publish("r", version, changing(version))
+        bases[version] = held(store, version)
+        made = store.payload("r", version, bases[version - 1])
+        assert full / 3 < made.size < full
+        # To the newest, to the one before it, and from there on.
+        assert store._deltas.nbytes <= 3 * made.size
+    assert store.road("r", None, bases[6]).payload.size < full
+    assert store.road("r", 7, bases[5]).payload.size in (made.size, full)
+    assert store.road("r", 7, bases[2]).payload.size == full
+
+
 def test_deltas_go_with_their_run() -> None:
     for forget in (WeightStore.close_run, WeightStore.reopen_run):
         store = WeightStore(keep=9)

@@ -4,13 +4,15 @@
 2. A delta leads from one version of a run's generation to another; within a generation a version is
    immutable, so the same key always means the same bytes.
 3. `reachable` finds the roads of the fewest bytes over the deltas at hand. It makes none.
-4. Not thread-safe: whoever owns it holds a lock. Making a delta needs no lock (quartet.weights.delta).
+4. What no road of fewer bytes than a full payload leads over is of no use (`forget_detours`): a chain only
+   grows, and from where it leads to there is no shorter way later.
+5. Not thread-safe: whoever owns it holds a lock. Making a delta needs no lock (quartet.weights.delta).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import count
 
@@ -49,6 +51,28 @@ class Deltas:
         """Drop every delta that is unwanted."""
         for key in [key for key in self._held if unwanted(key)]:
             del self._held[key]
+
+    def forget_detours(self, generation: int, held: Collection[int], full_bytes: int) -> None:
+        """Drop deltas of a generation that only lead on to a version in `held`, from which new deltas can be
+        made, by a road that is not shorter than a full payload."""
+        into: dict[int, list[tuple[DeltaKey, int]]] = {}
+        for key, delta in self._held.items():
+            if key.generation == generation:
+                into.setdefault(key.version, []).append((key, delta.payload.size))
+        near = {number: 0 for number in held}
+        queue = [(0, number) for number in held]
+        while queue:
+            spent, version = heapq.heappop(queue)
+            for key, size in into.get(version, ()):
+                if spent + size < near.get(key.base, full_bytes):
+                    near[key.base] = spent + size
+                    heapq.heappush(queue, (spent + size, key.base))
+        self.forget(
+            lambda key: (
+                key.generation == generation
+                and near.get(key.version, full_bytes) + self._held[key].payload.size >= full_bytes
+            )
+        )
 
     @property
     def nbytes(self) -> int:

@@ -1,8 +1,9 @@
 """The versions that a publisher or a relay can hand out, and the payloads that lead to them.
 
 1. Bounded: of each run the `keep` versions published last; never more than MAX_RUNS runs; deltas as
-   quartet.weights.deltas says, and none whose base was published more than ANCHOR_EVERY versions ago. Where
-   `unopened_runs` is given, of runs that nobody opened the one longest without a version makes room.
+   quartet.weights.deltas says, none whose base was published more than ANCHOR_EVERY versions ago, and none
+   that only leads on by a road as long as a full payload. Where `unopened_runs` is given, of runs that nobody
+   opened the one longest without a version makes room.
 2. A version is immutable: publishing it again with equal weights changes nothing, with others is refused.
    A relay (`hold`) follows its publisher instead: where that one went back, what came after is forgotten.
 3. A reader that took a version from `get` keeps it alive; eviction only stops it from being found.
@@ -275,6 +276,7 @@ class WeightStore:
         for delta in made.deltas:
             self._keep_delta(run, delta)
         self._deltas.forget(lambda key: key.generation == run.generation and key.base not in run.history)
+        self._deltas.forget_detours(run.generation, run.versions, version.payload.size)
         self._wake()
         return version
 

@@ -32,7 +32,7 @@ class TrainerConfig(Config):
     #: Compute activations anew in the backward pass of every run instead of keeping them; a run may ask, too.
     gradient_checkpointing: bool = False
     #: Published versions of a run that stay fetchable.
-    published_versions: int = Field(default=4, ge=1, le=64)
+    published_versions: int = Field(default=2, ge=1, le=64)
     #: Runs held in memory at once.
     max_runs: int = Field(default=4, ge=1, le=64)
     #: Equal calls give equal bits. On CUDA this chooses slower kernels.
