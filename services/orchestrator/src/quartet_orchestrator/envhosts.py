@@ -2,8 +2,8 @@
 
 1. A group goes to the host with the least under way for its size; one that failed rests for a moment and is
    asked last. What an environment is, the next host is asked where one is away.
-2. `run` yields each wanted member exactly once or raises; a stream that ends early, repeats or invents a
-   member is an error.
+2. `run` yields each wanted member exactly once or raises, and None for other signs of life; a stream that
+   ends early, repeats or invents a member is an error.
 3. Nothing waits for ever: a stream without any frame for IDLE_TIMEOUT_SECONDS is given up, and so is one that
    beats on beyond its time.
 """
@@ -73,8 +73,8 @@ class EnvHosts:
                 return response.environment
         raise AssertionError("one host at least")
 
-    async def run(self, request: epb.RunRolloutsRequest) -> AsyncGenerator[Rollout, None]:
-        """Each member as it ends, well or not."""
+    async def run(self, request: epb.RunRolloutsRequest) -> AsyncGenerator[Rollout | None, None]:
+        """Each member as it ends, well or not; None while nothing ends."""
         wanted = set(request.members)
         host = self._choose()
         host.under_way += len(wanted)
@@ -84,6 +84,7 @@ class EnvHosts:
         try:
             async for frame in stream(call, idle_timeout_s=IDLE_TIMEOUT_SECONDS):
                 if frame.WhichOneof("frame") != "rollout":
+                    yield None
                     continue
                 member = frame.rollout.member
                 if member not in wanted:

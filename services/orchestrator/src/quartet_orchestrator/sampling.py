@@ -141,13 +141,18 @@ class Sampling:
         pinned = request.exact_policy_version if request.HasField("exact_policy_version") else None
         held = len(group.missing)
         await self._permits.take(held, batch)
+        began = self._model_outage.now()
         try:
             async with aclosing(self._hosts.run(asked)) as rollouts:
                 async for rollout in rollouts:
                     self._host_outage.answered()
+                    if rollout is None:
+                        continue
                     self._permits.give_back(1)
                     held -= 1
                     checked(rollout, pinned)
+                    if covered_tokens([rollout]):
+                        self._model_outage.answered_since(began)
                     if not rollout.HasField("failure"):
                         if self._judge is not None:
                             await self._judge(rollout)

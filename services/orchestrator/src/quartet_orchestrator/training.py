@@ -149,7 +149,7 @@ class Training:
         # Before it answers: whoever stops waiting leaves a trainer that finishes what it began.
         self._asked, self._opened = True, False
         try:
-            there = await self._outage.through(lambda: self._client.create(run_id, spec))
+            there = await self._outage.through(partial(self._create, run_id, spec))
         except QuartetError:
             self._asked = False
             raise
@@ -168,6 +168,10 @@ class Training:
             )
         self._opened = True
         self._next = min(there.applied_seq_id, written) + 1
+
+    async def _create(self, run_id: str, spec: tpb.RunSpec) -> tpb.RunState:
+        with self._outage.calling():
+            return await self._client.create(run_id, spec)
 
     async def _through(self, last: int) -> None:
         while self._next <= last:
@@ -190,16 +194,18 @@ class Training:
     async def _send(self, call: Call) -> Answer:
         run_id = self._book.state.run_id
         await self._book.settled()
-        match call.kind:
-            case CallKind.FORWARD_BACKWARD:
-                frames = await asyncio.to_thread(self._frames, call)
-                return await self._client.forward_backward(frames)
-            case CallKind.OPTIM_STEP:
-                return await self._client.optim_step(run_id, call.seq_id)
-            case CallKind.PUBLISH:
-                return await self._client.publish(run_id, call.seq_id)
-            case CallKind.SAVE:
-                return await self._save(run_id, call)
+        has_batch = call.kind == CallKind.FORWARD_BACKWARD
+        frames = await asyncio.to_thread(self._frames, call) if has_batch else iter(())
+        with self._outage.calling():
+            match call.kind:
+                case CallKind.FORWARD_BACKWARD:
+                    return await self._client.forward_backward(frames)
+                case CallKind.OPTIM_STEP:
+                    return await self._client.optim_step(run_id, call.seq_id)
+                case CallKind.PUBLISH:
+                    return await self._client.publish(run_id, call.seq_id)
+                case CallKind.SAVE:
+                    return await self._save(run_id, call)
 
     async def _save(self, run_id: str, call: Call) -> tpb.SaveStateResponse:
         try:
