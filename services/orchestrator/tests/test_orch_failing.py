@@ -80,6 +80,21 @@ def test_a_reward_that_is_no_number_is_a_failure(reward):
     assert rollout.failure.kind == rpb.FAILURE_KIND_SCORER and rollout.reward == 0
 
 
+@pytest.mark.parametrize("by_host", [True, False])
+def test_a_failure_never_has_a_reward(by_host):
+    """sampling.py 5 and invariant 5: also one that comes from the host with some of them."""
+    rollout = rpb.Rollout(reward=0.5, rewards={"match": 1.0}, metrics={"length": 2.0})
+    rollout.samples.add(token_ids=[1], logprobs=[-1.0]).spans.add(length=1)
+    rollout.parts.add(agent="a", reward=1.0, samples=1)
+    rollout.parts.add(agent="b", reward=0.0, samples=0 if by_host else 1)
+    if by_host:
+        rollout.failure.kind = rpb.FAILURE_KIND_SCORER
+    checked(rollout)
+    assert rollout.HasField("failure") and not rollout.reward and not rollout.rewards
+    assert [(part.agent, part.reward) for part in rollout.parts] == [("a", 0.0), ("b", 0.0)]
+    assert rollout.samples and rollout.metrics, "what happened stays for whoever looks into it"
+
+
 async def test_after_a_restart_a_group_misses_only_its_missing_members(world):
     """rollouts.py 1 and 2: nothing that was written down is sampled again."""
     world.host.max_delay_s = 0.2

@@ -191,9 +191,9 @@ class Sampling:
 
 
 def checked(rollout: rpb.Rollout, exact_version: int | None = None) -> None:
-    """Turns a success that cannot be one into the failure that it is."""
+    """Turns a success that cannot be one into the failure that it is; no failure keeps a reward."""
     if rollout.HasField("failure"):
-        return
+        return _unrewarded(rollout)
     versions = {span.policy_version for sample in rollout.samples for span in sample.spans}
     rewards = [rollout.reward, *(part.reward for part in rollout.parts)]
     if not all(map(math.isfinite, rewards)):
@@ -224,4 +224,11 @@ def bounded(rollout: rpb.Rollout) -> None:
 
 def _fail(rollout: rpb.Rollout, kind: rpb.FailureKind, message: str, *, retryable: bool = True) -> None:
     rollout.failure.CopyFrom(rpb.RolloutFailure(kind=kind, message=message, retryable=retryable))
-    rollout.reward = 0.0
+    _unrewarded(rollout)
+
+
+def _unrewarded(failed: rpb.Rollout) -> None:
+    failed.ClearField("reward")
+    failed.ClearField("rewards")
+    for part in failed.parts:
+        part.ClearField("reward")
