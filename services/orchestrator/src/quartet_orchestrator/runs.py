@@ -245,10 +245,13 @@ class Runs:
         if phase == state.STOPPED:
             held.config = held.config or self._parse(held.book.state.config_toml)
             with _written(run_id):
-                await held.book.opened()
-                if held.book.state.phase != state.STOPPED:
-                    return held.book.run()  # somebody else resumed it meanwhile
-                held.book.enter(state.PENDING)
+                try:
+                    await held.book.opened()
+                    if held.book.state.phase != state.STOPPED:
+                        return held.book.run()  # somebody else resumed it meanwhile
+                    held.book.enter(state.PENDING)
+                finally:
+                    held.book.rest_if_idle()
             self._launch(held)
         return held.book.run()
 
