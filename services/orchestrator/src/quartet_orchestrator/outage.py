@@ -1,8 +1,8 @@
 """Outages: a service that is away is waited for, and somebody is told.
 
 1. Errors that mean "not now" (AWAY) are tried again with jittered backoff for as long as the service is
-   away, but at most for `patience_s`: then `RunInterrupted`. An outage begins with a failure, so only what
-   fails while nobody gets a sign of life counts.
+   away, but at most for `patience_s`: then `RunInterrupted`. An outage begins with a failure and ends with
+   the next sign of life (4).
 2. A fault of the service (INTERNAL) may be a passing one and is tried again, too, MAX_FAULTS times in a row.
    Everything else is the caller's.
 3. A person reads one note when a service has been away for NOTE_AFTER_S, and one when it is back.
@@ -30,7 +30,7 @@ MAX_FAULTS = 4
 FAULT_PAUSE_S = 2.0
 # A restart on the same machine takes about this long: not worth a note.
 NOTE_AFTER_S = 2.0
-# A connection that is made, or to a service that is frozen, fails earlier (quartet.kit.options).
+# One that cannot be made fails earlier, and so does one to a service that is frozen (quartet.kit.options).
 STANDS_S = 60.0
 FIRST_BACKOFF_S = 0.1
 # A service that comes back is used again within this time.

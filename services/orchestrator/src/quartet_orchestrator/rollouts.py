@@ -222,4 +222,4 @@ class Rollouts:
             text = f"{len(failed)} groups in a row of environment {env_id!r} failed, the last with {why}"
             if OF_THE_MACHINE.isdisjoint(failed):
                 raise RunFailed(text)
-            raise RunInterrupted(f"{text}; see to the environment host, then resume the run")
+            raise RunInterrupted(f"{text}; see to its host and to the model, then resume the run")
