@@ -13,13 +13,16 @@ from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import rollout_pb2 as rpb
+from quartet.v1.common_pb2 import Heartbeat
 from quartet.v1.envhost_service_pb2_grpc import EnvHostServiceServicer, add_EnvHostServiceServicer_to_server
-from quartet_orchestrator import envhosts
+from quartet_orchestrator import envhosts, outage
 from quartet_orchestrator.envhosts import EnvHosts
+from quartet_orchestrator.permits import Permits
+from quartet_orchestrator.sampling import MEMBER_ATTEMPTS, Sampling
 
 
 class Host(EnvHostServiceServicer):
-    """Sends what it is told to send; None: nothing more, ever."""
+    """Sends what it is told to send; None: nothing more, ever; "beats": nothing but heartbeats."""
 
     def __init__(self, *members):
         self.members = members
@@ -43,6 +46,9 @@ class Host(EnvHostServiceServicer):
             for member in self.members or request.members:
                 if member is None:
                     await asyncio.Event().wait()
+                while member == "beats":
+                    yield epb.RunRolloutsResponse(heartbeat=Heartbeat())
+                    await asyncio.sleep(0.02)
                 yield epb.RunRolloutsResponse(rollout=rpb.Rollout(member=member))
         finally:
             self.left.set()
@@ -93,6 +99,28 @@ async def test_a_host_that_falls_silent_is_given_up(monkeypatch):
             await run(client, 0, 1)
         assert caught.value.reason == "DEADLINE"
         await asyncio.wait_for(host.left.wait(), 5)
+
+
+async def test_what_a_host_has_not_ended_when_its_time_is_over_is_a_failure_and_no_absence(monkeypatch):
+    """envhosts.py 2 and 3, sampling.py 2: a member is charged, so its group does not start again for ever."""
+    monkeypatch.setattr(envhosts, "QUEUE_S", 0.3)
+    monkeypatch.setattr(outage, "MAX_BACKOFF_S", 0.02)
+    host = Host(0, "beats")
+    request = epb.RunRolloutsRequest(request_id="r", timeout_ms=1, members=[0, 1])
+    async with hosting(host) as client:
+        seen = [rollout async for rollout in client.run(request)]
+        ended = [rollout for rollout in seen if rollout is not None]
+        assert None in seen and [rollout.member for rollout in ended] == [0, 1]
+        assert not ended[0].HasField("failure")
+        assert ended[1].failure.kind == rpb.FAILURE_KIND_TIMEOUT and ended[1].failure.retryable
+        assert "had not ended it after 0.302 s" in ended[1].failure.message
+        host.members, host.asked = ("beats",), 0
+        away = [outage.Outage(name, 60.0, lambda note, warning=False: None) for name in ("a host", "a model")]
+        async with asyncio.timeout(20):
+            failed = await Sampling(client, Permits(1), *away).complete(
+                epb.RunRolloutsRequest(timeout_ms=1), [1], lambda _: True, all_or_nothing=True
+            )
+        assert failed[1].kind == rpb.FAILURE_KIND_TIMEOUT and host.asked == MEMBER_ATTEMPTS
 
 
 async def test_what_an_environment_is_the_next_host_is_asked_where_one_is_away():

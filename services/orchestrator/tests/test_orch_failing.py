@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 import pytest
@@ -43,6 +44,7 @@ async def test_a_group_that_fails_for_good_is_replaced_and_counted(world):
 
 
 async def test_a_broken_environment_ends_the_run(world):
+    """rollouts.py 6"""
     world.host.failing_tasks = set(range(50))
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(), dry_run=False)
@@ -53,6 +55,35 @@ async def test_a_broken_environment_ends_the_run(world):
     assert "10 groups in a row of environment 'toy' failed" in run.error and "broken" in run.error
     assert run.ledger.in_flight == 0
     assert run.ledger.dispatched == sum(run.ledger.discarded.values())
+
+
+@pytest.mark.parametrize("kind", [rpb.FAILURE_KIND_HOST, rpb.FAILURE_KIND_TIMEOUT])
+async def test_groups_that_fail_by_the_machine_stop_the_run_resumable(world, kind):
+    """rollouts.py 6"""
+    world.host.failing_tasks, world.host.kind = set(range(50)), kind
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        run = await world.rest(runs)
+        assert run.phase == pb.RUN_PHASE_STOPPED
+        assert "10 groups in a row of environment 'toy' failed" in run.error and "resume" in run.error
+        world.host.failing_tasks = set()
+        await runs.resume(RUN)
+        assert_complete(world, await world.rest(runs))
+
+
+async def test_groups_that_are_cancelled_are_sampled_afresh_and_count_as_nothing(world):
+    """rollouts.py 6: an operator's Cancel of all that is under way."""
+    world.host.failing_tasks, world.host.kind = set(range(50)), rpb.FAILURE_KIND_CANCELLED
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(evals=0), dry_run=False)
+        book = runs.get(RUN)
+        async with asyncio.timeout(20):
+            while book.state.ledger.discarded["failed:CANCELLED"] < 4 * 15:
+                await book.changed()
+        world.host.failing_tasks = set()
+        run = await world.rest(runs)
+    assert_complete(world, run)
+    assert set(run.ledger.discarded) == {"failed:CANCELLED"}
 
 
 async def test_streams_that_break_are_finished_elsewhere(world):
@@ -81,6 +112,21 @@ def test_a_reward_that_is_no_number_is_a_failure(reward):
     rollout.samples.add(token_ids=[1], logprobs=[-1.0]).spans.add(length=1)
     checked(rollout)
     assert rollout.failure.kind == rpb.FAILURE_KIND_SCORER and rollout.reward == 0
+
+
+@pytest.mark.parametrize("by_host", [True, False])
+def test_a_failure_never_has_a_reward(by_host):
+    """sampling.py 5 and invariant 5: also one that comes from the host with some of them."""
+    rollout = rpb.Rollout(reward=0.5, rewards={"match": 1.0}, metrics={"length": 2.0})
+    rollout.samples.add(token_ids=[1], logprobs=[-1.0]).spans.add(length=1)
+    rollout.parts.add(agent="a", reward=1.0, samples=1)
+    rollout.parts.add(agent="b", reward=0.0, samples=0 if by_host else 1)
+    if by_host:
+        rollout.failure.kind = rpb.FAILURE_KIND_SCORER
+    checked(rollout)
+    assert rollout.HasField("failure") and not rollout.reward and not rollout.rewards
+    assert [(part.agent, part.reward) for part in rollout.parts] == [("a", 0.0), ("b", 0.0)]
+    assert rollout.samples and rollout.metrics, "what happened stays for whoever looks into it"
 
 
 async def test_after_a_restart_a_group_misses_only_its_missing_members(world):

@@ -7,6 +7,8 @@ import os
 import random
 import shutil
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -282,3 +284,27 @@ async def test_a_book_says_that_its_tail_was_torn(tmp_path):
 async def _until_now(book):
     for record in book.journal.events(0, 100, rollouts=True):
         yield record
+
+
+def descriptors(folder: Path) -> int:
+    links = (os.path.realpath(f"/proc/self/fd/{one}") for one in os.listdir("/proc/self/fd"))
+    return sum(link.startswith(f"{folder}/") for link in links)
+
+
+async def test_who_stops_waiting_for_the_disk_leaves_no_descriptor(tmp_path):
+    """book.py 4: cancelled before a thread had time for it."""
+    book, free = Book(tmp_path / "run"), threading.Event()
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    busy = asyncio.create_task(asyncio.to_thread(free.wait))
+    await asyncio.sleep(0)
+    before = descriptors(tmp_path)
+    for _ in range(5):
+        settling = asyncio.create_task(book.settled())
+        await asyncio.sleep(0.01)
+        settling.cancel()
+        await asyncio.gather(settling, return_exceptions=True)
+    free.set()
+    await busy
+    await asyncio.to_thread(lambda: None)  # behind them
+    assert descriptors(tmp_path) == before
+    book.close()

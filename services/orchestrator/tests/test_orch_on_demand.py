@@ -13,7 +13,7 @@ from quartet.kit.call import stream, unary
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
-from quartet_orchestrator import on_demand
+from quartet_orchestrator import on_demand, outage
 from quartet_orchestrator.hold import Hold
 
 ASKED = """
@@ -291,3 +291,26 @@ async def test_a_service_that_stays_away_ends_it(world):
         told = await measuring
         assert told.reason in ("NOT_READY", "RUN_NOT_SERVED"), told
         assert (await over(stub)).phase == pb.RUN_PHASE_STOPPED
+
+
+async def test_an_environment_that_is_broken_for_who_asks_is_no_outage_of_the_run(world, monkeypatch):
+    """on_demand.py 2: the run has no note of it, and its patience is not spent."""
+    monkeypatch.setattr(outage, "NOTE_AFTER_S", 0.05)
+    world.patience_s = 0.5
+    rollouts = world.host._rollouts
+
+    async def or_broken(request, members):
+        if request.environment.id == "broken":
+            raise QuartetError("ENVIRONMENT_UNAVAILABLE", "its data is away", env_id="broken")
+        async for rollout in rollouts(request, members):
+            yield rollout
+
+    monkeypatch.setattr(world.host, "_rollouts", or_broken)
+    async with serving(world) as stub:
+        await submit(stub, world.toml(evals=0, steps=20))
+        told = await refused(stub, 'num_examples = 1\n[[env]]\nid = "broken"')
+        assert told.reason == "NOT_READY" and "its data is away" in told.message
+        run = await over(stub)
+        seen = stream(stub.WatchRun(pb.WatchRunRequest(run_id=RUN)), idle_timeout_s=20)
+        assert "note" not in [event.WhichOneof("kind") async for event in seen]
+    assert_complete(world, run, steps=20)

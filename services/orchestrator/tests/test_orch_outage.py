@@ -194,3 +194,135 @@ async def test_a_host_that_delivers_to_one_group_is_not_away_for_another(monkeyp
     async with asyncio.timeout(20):
         assert await asyncio.gather(sampled("slow", 12), sampled("other", 4)) == [{}, {}]
     assert len(delivered) == 16
+
+
+def by_hand(patience_s=10.0):
+    """An outage, its clock, and what a person read of it."""
+    now, said = [0.0], []
+    note = lambda message, *, warning=False: said.append(message)  # noqa: E731
+    return outage.Outage("the service", patience_s, note, lambda: now[0]), now, said
+
+
+async def test_a_stream_that_beats_is_a_sign_of_life_however_long_its_rollouts_take():
+    """outage.py 1 and 4, envhosts.py 2."""
+    host, now, _ = by_hand()
+    beat, beaten = asyncio.Event(), asyncio.Event()
+
+    class Hosts:
+        asked = 0
+
+        async def run(self, _):
+            self.asked += 1
+            if self.asked in (1, 3):
+                raise QuartetError("NOT_READY", "connection reset")
+            await beat.wait()
+            yield None
+            beaten.set()
+            await asyncio.Event().wait()
+
+    hosts = Hosts()
+    sampling = Sampling(hosts, Permits(8), host, by_hand()[0])
+
+    def sampled():
+        return asyncio.create_task(
+            sampling.complete(epb.RunRolloutsRequest(), [0], lambda _: True, all_or_nothing=True)
+        )
+
+    first = sampled()
+    async with asyncio.timeout(10):
+        while hosts.asked < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        now[0] = 5.0
+        beat.set()
+        await beaten.wait()
+        now[0] = 900.0
+        second = sampled()
+        while hosts.asked < 4:
+            assert not second.done(), "one failure is no outage"
+            await asyncio.sleep(0.01)
+    for task in (first, second):
+        task.cancel()
+    await asyncio.gather(first, second, return_exceptions=True)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+async def test_a_model_that_gave_tokens_before_it_failed_was_there_meanwhile(tokens):
+    """outage.py 4."""
+    model, now, _ = by_hand()
+
+    class Hosts:
+        async def run(self, _):
+            now[0] += 900.0
+            failure = rpb.RolloutFailure(kind=rpb.FAILURE_KIND_MODEL, reason="ERROR_REASON_NOT_READY")
+            rollout = rpb.Rollout(member=0, failure=failure)
+            if tokens:
+                rollout.samples.add(token_ids=[5, 6], logprobs=[-1.0]).spans.add(start=1, length=1)
+            yield rollout
+
+    model.failed("refused")
+    now[0] += 1.0
+    sampled = Sampling(Hosts(), Permits(1), by_hand()[0], model).complete(
+        epb.RunRolloutsRequest(), [0], lambda _: True, all_or_nothing=True
+    )
+    if tokens:
+        assert set(await sampled) == {0}, "after its second failure: the member's own time is over"
+    else:
+        with pytest.raises(outage.RunInterrupted, match="has been away for 901 s"):
+            await sampled
+
+
+@pytest.mark.parametrize("reason", ["INTERNAL", "INVALID_REQUEST"])
+async def test_an_error_that_is_no_absence_is_an_answer(monkeypatch, reason):
+    """outage.py 4."""
+    monkeypatch.setattr(outage, "FAULT_PAUSE_S", 0.0)
+    service, now, _ = by_hand()
+
+    async def attempt():
+        raise QuartetError(reason, "no")
+
+    service.failed("refused")
+    now[0] = 9.0
+    with pytest.raises(QuartetError, match="no"):
+        await service.through(attempt)
+    now[0] = 900.0
+    service.failed("refused")
+
+
+@pytest.mark.parametrize(
+    ("took_s", "error", "there"),
+    [
+        (900.0, QuartetError("NOT_READY", "reset", grpc_code="UNAVAILABLE"), True),
+        (30.0, QuartetError("NOT_READY", "frozen", grpc_code="UNAVAILABLE"), False),
+        (900.0, QuartetError("NOT_READY", "no memory for this batch"), False),
+        (900.0, QuartetError("DEADLINE", "no answer", grpc_code="DEADLINE_EXCEEDED"), False),
+    ],
+)
+async def test_a_long_call_whose_connection_broke_was_with_a_service_that_was_there(took_s, error, there):
+    """outage.py 4."""
+    service, now, _ = by_hand()
+    service.failed("refused")
+    now[0] = 1.0
+    with pytest.raises(QuartetError), service.calling():
+        now[0] += took_s
+        raise error
+    if there:
+        service.failed("refused")
+    else:
+        with pytest.raises(outage.RunInterrupted, match=f"has been away for {took_s + 1:.0f} s"):
+            service.failed("refused")
+
+
+async def test_how_long_a_service_was_away_does_not_count_the_call_that_it_answered():
+    """outage.py 3 and 4."""
+    service, now, said = by_hand()
+    for at in (0.0, 3.0):
+        now[0] = at
+        service.failed("refused")
+
+    async def attempt():
+        with service.calling():
+            now[0] += 3600.0
+
+    now[0] = 4.0
+    await service.through(attempt)
+    assert said[1] == "the service is back after 4 s"

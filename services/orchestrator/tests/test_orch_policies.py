@@ -20,8 +20,12 @@ class Replica(InferenceServiceServicer):
         self.model = ipb.GetModelResponse()
         self.reason = "INVALID_REQUEST"
         self.refusal = "adapters are served upon the model of this replica's folder"
+        # What GetModel answers instead.
+        self.fault = ""
 
     async def GetModel(self, request, context):
+        if self.fault:
+            raise QuartetError(self.fault, "CUDA error")
         return self.model
 
     async def LoadAdapter(self, request, context):
@@ -69,6 +73,21 @@ async def test_what_is_served_instead_is_said(replicas):
     assert caught.value.reason == "NOT_READY", "one of them may"
     found[0].model.adapters.add(run_id="run", policy_version=2)
     await policies.serving("run", 2, adapter=True)
+
+
+@pytest.mark.parametrize("fault", ["INTERNAL", "UNAUTHENTICATED"])
+async def test_a_broken_replica_matters_where_no_other_may_serve_the_run(replicas, fault):
+    found, policies = replicas
+    found[0].fault = fault
+    with pytest.raises(QuartetError, match=r"CUDA error; .*serves its own model") as caught:
+        await policies.serving("run", 3)
+    assert caught.value.reason == "NOT_READY", "the other one may come to serve it"
+    found[1].model.run_id, found[1].model.policy_version = "run", 3
+    await policies.serving("run", 3)
+    found[1].fault = "INTERNAL"
+    with pytest.raises(QuartetError, match=r"can serve run 'run' .*CUDA error; .*CUDA error") as caught:
+        await policies.serving("run", 3)
+    assert caught.value.reason == "INTERNAL", "tried again, for it may pass"
 
 
 async def test_no_replica_known_means_nobody_to_ask():

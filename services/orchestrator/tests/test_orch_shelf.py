@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import shutil
+import threading
 import traceback
 from contextlib import suppress
 
@@ -16,6 +17,7 @@ from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.journal_pb2 import JournalRecord
 from quartet_orchestrator import admission, ending
 from quartet_orchestrator.book import Book
+from quartet_orchestrator.journal import Journal
 
 write = os.write
 
@@ -208,6 +210,42 @@ async def test_runs_that_rest_hold_no_descriptors(world):
         assert (await world.rest(runs, "stopped")).phase == pb.RUN_PHASE_COMPLETED
         await asyncio.sleep(0)
         assert not open_in(folder)
+
+
+async def test_a_resume_that_came_to_nothing_leaves_nothing_open(world, monkeypatch):
+    """book.py 4"""
+    await stopped_runs(world, "run")
+    folder, free, begun = world.folder / "runs", threading.Event(), threading.Event()
+    wake = Journal.wake
+
+    def full(_fd, _data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def slow(journal):
+        begun.set()
+        free.wait()
+        wake(journal)
+        begun.clear()
+
+    async with world.orchestrator() as runs:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "write", full)
+            with pytest.raises(QuartetError, match="nothing was changed"):
+                await runs.resume("run")
+            assert not open_in(folder)
+        with monkeypatch.context() as patched:
+            patched.setattr(Journal, "wake", slow)
+            resuming = asyncio.create_task(runs.resume("run"))
+            await asyncio.to_thread(begun.wait)
+            resuming.cancel()
+            await asyncio.gather(resuming, return_exceptions=True)
+            free.set()
+            async with asyncio.timeout(10):
+                while begun.is_set() or open_in(folder):  # noqa: ASYNC110 - a thread has no event for it
+                    await asyncio.sleep(0.005)
+        assert runs.status("run").phase == pb.RUN_PHASE_STOPPED
+        await runs.resume("run")
+        assert (await world.rest(runs, "run")).phase == pb.RUN_PHASE_COMPLETED
 
 
 async def test_a_closed_journal_is_opened_by_nobody(world):

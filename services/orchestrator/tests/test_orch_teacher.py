@@ -9,15 +9,22 @@ import pytest
 from quartet.errors import QuartetError
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.health import Health
+from quartet.kit.options import MAX_MESSAGE_BYTES
 from quartet.kit.server import ServerConfig, Service, start
+from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import inference_service_pb2 as ipb
+from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.inference_service_pb2_grpc import (
     InferenceServiceServicer,
     add_InferenceServiceServicer_to_server,
 )
-from quartet.v1.rollout_pb2 import Rollout
+from quartet.v1.journal_pb2 import JournalRecord
+from quartet.v1.rollout_pb2 import FAILURE_KIND_HOST, Rollout
 from quartet_orchestrator import teacher as module
 from quartet_orchestrator.outage import Outage, RunFailed, RunInterrupted
+from quartet_orchestrator.permits import Permits
+from quartet_orchestrator.sampling import ROLLOUT_BYTES, Sampling
+from quartet_orchestrator.service import to_response
 from quartet_orchestrator.teacher import Teacher, Teachers
 
 
@@ -104,3 +111,37 @@ async def test_answers_that_fit_no_token_end_the_run() -> None:
     async with teaching(scorer) as teacher:
         with pytest.raises(RunFailed, match="scored 1 samples of 2"):
             await teacher.judge(rollout(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message", "fits"), [(80_000, 0, True), (80_000, 1 << 20, True), (110_000, 0, False)]
+)
+async def test_what_a_teacher_adds_never_makes_a_rollout_too_large_to_be_told(
+    tokens: int, message: int, fits: bool
+) -> None:
+    """sampling.py 6 and invariant 8: the host lets it pass, its event fits into a message all the same."""
+    from_host = Rollout(member=1, reward=1.0)
+    for _ in range(4):
+        sample = from_host.samples.add(token_ids=[70_000] * tokens, logprobs=[-1.0] * tokens)
+        sample.spans.add(start=0, length=tokens)
+    if message:
+        from_host.messages.add(role="user", content="x" * message)
+    assert from_host.ByteSize() <= ROLLOUT_BYTES
+
+    class Hosts:
+        async def run(self, _):
+            yield from_host
+
+    told: list[Rollout] = []
+    outages = [Outage(name, 20.0, lambda note, warning=False: None) for name in ("the host", "the model")]
+    async with teaching(Scorer()) as teacher:
+        failed = await Sampling(Hosts(), Permits(1), *outages, teacher.judge).complete(
+            epb.RunRolloutsRequest(), [1], lambda one: told.append(one) or True, all_or_nothing=True
+        )
+    (one,) = told
+    event = to_response(JournalRecord(event=1, rollout=pb.RolloutEvent(group=1, rollout=one)))
+    assert event.ByteSize() <= MAX_MESSAGE_BYTES and one.member == 1
+    if fits:
+        assert not failed and len(one.samples[3].reference_logprobs) == tokens and not one.messages
+    else:
+        assert failed[1].kind == FAILURE_KIND_HOST and not failed[1].retryable and not one.samples

@@ -8,8 +8,9 @@ import math
 import pytest
 from orch_fakes import TrainerRun
 from orch_world import RUN, assert_complete, events
+from quartet.errors import QuartetError
 from quartet.v1 import orchestrator_service_pb2 as pb
-from quartet_orchestrator import training
+from quartet_orchestrator import admission, training
 
 # Calls 2..4 and 5..7 are two steps, 8 is the SaveState after them, 9..11 and 12..14 the next two steps.
 SECOND_SKIPPED = 13
@@ -63,7 +64,10 @@ async def test_a_skipped_step_that_is_replayed_is_not_counted_again(world, monke
 
 @pytest.mark.parametrize("trainer_away", [False, True])
 async def test_every_end_of_a_run_closes_it_on_the_trainer(world, trainer_away):
-    """A deployment outlives its runs: one after the other, each gets the place of the one before."""
+    """A deployment outlives its runs: one after the other, each gets the place of the one before.
+
+    closing.py 3
+    """
     async with world.orchestrator() as runs:
         for run_id in ("a", "b"):
             await runs.submit(run_id, world.toml(), dry_run=False)
@@ -85,8 +89,52 @@ async def test_every_end_of_a_run_closes_it_on_the_trainer(world, trainer_away):
         assert world.trainer.closed == (["a", "b", RUN] if trainer_away else ["a", "b", RUN, RUN])
 
 
+@pytest.mark.parametrize("stopping", [True, False])
+@pytest.mark.parametrize("refused", [True, False])
+async def test_a_run_that_is_stopped_over_a_restart_is_closed_on_the_trainer(
+    world, monkeypatch, stopping, refused
+):
+    """runs.py 2, closing.py 1: killed after the stop or before it, and with a configuration that the new
+    process refuses, too."""
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=6, evals=0), dry_run=False)
+        book = runs.get(RUN)
+        while book.state.step < 1:
+            await book.changed()
+        world.trainer.delay_s = 2.0
+        while "training" not in runs._held[RUN].run.doing:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        if stopping:
+            assert runs.stop(RUN).phase == pb.RUN_PHASE_STOPPING
+        applied = book.state.applied_seq_id
+    assert not world.trainer.closed and world.trainer.runs[RUN].applied == applied
+    world.trainer.delay_s = 0.0
+    plain = admission.parse
+
+    def parse(config_toml):
+        if refused:
+            raise QuartetError("INVALID_CONFIG", "max_steps is not a key", key="max_steps")
+        return plain(config_toml)
+
+    monkeypatch.setattr(admission, "parse", parse)
+    async with world.orchestrator() as runs:
+        if not stopping and not refused:
+            runs.stop(RUN)
+        run = await world.rest(runs)
+        assert run.phase == pb.RUN_PHASE_STOPPED
+        assert ("refused by this version" in run.error) == (refused and not stopping)
+        assert world.trainer.closed == [RUN] and not world.trainer.runs
+        assert world.trainer.disk[RUN, "closed"].applied == applied
+        assert not runs.get(RUN).journal.is_open
+        refused = False
+        await runs.resume(RUN)
+        assert_complete(world, await world.rest(runs), steps=6)
+    # Nothing had to be replayed.
+    assert set(world.trainer.applied_calls.values()) == {1}
+
+
 async def test_a_trainer_driven_by_somebody_else_is_refused(world):
-    """training.py 5"""
+    """training.py 5, closing.py 2"""
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(), dry_run=False)
         await world.rest(runs)

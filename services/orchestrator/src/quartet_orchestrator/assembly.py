@@ -95,9 +95,11 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
     rollouts = Rollouts(book, config, pace, mixture, Prompts(sources, config.seed), sampling)
 
     def measuring(permits: Permits) -> Sampling:
-        return Sampling(services.hosts, permits, host, model)
+        # Outages of its own, told to nobody: an environment that only the caller asked for is not the run's.
+        away = [Outage(shared.service, services.patience_s, _untold) for shared in (host, model)]
+        return Sampling(services.hosts, permits, away[0], away[1])
 
-    evaluation = Evaluation(book, config, measuring(permits))
+    evaluation = Evaluation(book, config, Sampling(services.hosts, permits, host, model))
     measurable = Measurable(book, config, services.hosts, Hold(), measuring)
 
     run_id, publishes_adapters = book.state.run_id, config.lora.enabled and config.lora.publish == "adapter"
@@ -123,6 +125,10 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
     return TrainingRun(
         book, config, training, rollouts, evaluation, measurable, turn, policy_ready, compaction.run
     )
+
+
+def _untold(message: str, *, warning: bool = False) -> None:
+    """A note that is written nowhere."""
 
 
 def _training(

@@ -4,7 +4,8 @@
    written down.
 2. `settled` returns once everything written so far survives a power cut, too.
 3. Whoever follows `events` gets every event exactly once, in order, without gaps, also over a restart.
-4. The book of a run that rests holds nothing open but for as long as somebody reads it.
+4. The book of a run that rests holds nothing open but for as long as somebody reads it; nor does one leave
+   anything open who stops waiting.
 
 Appending hands a few KiB to the page cache and one row to SQLite (tens of microseconds), on the event loop,
 because that is what makes 1 simple; syncing to the disk happens in a thread, but for what a full segment has
@@ -15,9 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import structlog
 from quartet.errors import QuartetError
@@ -31,6 +32,9 @@ from quartet_orchestrator.segments import JournalCorrupt
 from quartet_orchestrator.state import RESTING, RunState
 
 log = structlog.get_logger()
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
 
 # Events read from the journal at once: bounds the memory of a follower that starts from the beginning.
 PAGE = 64
@@ -129,7 +133,7 @@ class Book:
 
     async def settled(self) -> None:
         """Returns once everything written so far survives a power cut. Raises OSError."""
-        await asyncio.to_thread(self.journal.syncer())
+        await self._in_thread(self.journal.syncer())
 
     async def changed(self) -> None:
         """Returns after the next write."""
@@ -143,7 +147,7 @@ class Book:
                 news, resting, last = self._news.next, self.state.phase in RESTING, self.journal.last_event
                 page: list[jpb.JournalRecord] = []
                 if after < last:
-                    page = await asyncio.to_thread(self.journal.events, after, PAGE, rollouts=rollouts)
+                    page = await self._in_thread(self.journal.events, after, PAGE, rollouts=rollouts)
                 for record in page:
                     after = record.event
                     yield record
@@ -162,7 +166,19 @@ class Book:
     async def opened(self) -> None:
         """Returns with the book open, to be written. Raises JournalCorrupt or OSError."""
         while not self.journal.is_open:  # somebody may close it again before this goes on
-            await asyncio.to_thread(self.journal.wake)
+            await self._in_thread(self.journal.wake)
+
+    async def _in_thread(
+        self, work: Callable[Params, Result], *args: Params.args, **named: Params.kwargs
+    ) -> Result:
+        """What comes of work that holds a descriptor, or opens the journal: done to its end, also where
+        nobody waits for it any longer."""
+        working = asyncio.create_task(asyncio.to_thread(work, *args, **named))
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            working.add_done_callback(lambda _: self.rest_if_idle())
+            raise
 
     def rest_if_idle(self) -> None:
         """Called by whoever has done with it; others who still read it open it again."""

@@ -7,11 +7,12 @@ import asyncio
 import structlog
 from quartet.errors import QuartetError
 
-from quartet_orchestrator import state
+from quartet_orchestrator import closing, state
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.outage import RunFailed, RunInterrupted
 from quartet_orchestrator.run import StopAsked
 from quartet_orchestrator.segments import JournalCorrupt
+from quartet_orchestrator.trainer_client import TrainerClient
 
 log = structlog.get_logger()
 
@@ -19,6 +20,15 @@ log = structlog.get_logger()
 RESUMABLE = (StopAsked, RunInterrupted, OSError, JournalCorrupt)
 # How often a full disk is tried again.
 FULL_DISK_S = 5.0
+
+
+async def without_config(book: Book, trainer: TrainerClient | None, cause: Exception) -> None:
+    """The end of a run that an earlier process worked at and this one cannot: all that is known of it here is
+    in its book."""
+    if trainer is not None:
+        await closing.close(book, trainer, goes_on=True, opened=False)
+    await write_down(book, cause)
+    book.rest_if_idle()
 
 
 async def write_down(book: Book, cause: BaseException) -> None:

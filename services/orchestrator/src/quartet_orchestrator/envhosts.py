@@ -2,10 +2,11 @@
 
 1. A group goes to the host with the least under way for its size; one that failed rests for a moment and is
    asked last. What an environment is, the next host is asked where one is away.
-2. `run` yields each wanted member exactly once or raises; a stream that ends early, repeats or invents a
-   member is an error.
-3. Nothing waits for ever: a stream without any frame for IDLE_TIMEOUT_SECONDS is given up, and so is one that
-   beats on beyond its time.
+2. `run` yields each wanted member exactly once or raises, and None for other signs of life; a stream that
+   ends early, repeats or invents a member is an error.
+3. Nothing waits for ever: a stream without any frame for IDLE_TIMEOUT_SECONDS is given up, its host being
+   away, and so is one that beats on beyond its time: what that host has not ended are TIMEOUT failures, which
+   may be tried again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from quartet.kit.channel import ClientSecurity, connect
 from quartet.kit.stream import IDLE_TIMEOUT_SECONDS
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1.envhost_service_pb2_grpc import EnvHostServiceStub
-from quartet.v1.rollout_pb2 import Rollout
+from quartet.v1.rollout_pb2 import FAILURE_KIND_TIMEOUT, Rollout, RolloutFailure
 
 # Loading an environment may start a worker and its interpreter, fetch data, and be tried again: the host says
 # how long that may take (load_timeout_seconds), and this bounds a host that does not.
@@ -75,8 +76,8 @@ class EnvHosts:
                 return response.environment
         raise AssertionError("one host at least")
 
-    async def run(self, request: epb.RunRolloutsRequest) -> AsyncGenerator[Rollout, None]:
-        """Each member as it ends, well or not."""
+    async def run(self, request: epb.RunRolloutsRequest) -> AsyncGenerator[Rollout | None, None]:
+        """Each member as it ends, well or not; None while nothing ends."""
         wanted = set(request.members)
         host = self._choose()
         host.under_way += len(wanted)
@@ -86,6 +87,7 @@ class EnvHosts:
         try:
             async for frame in stream(call, idle_timeout_s=IDLE_TIMEOUT_SECONDS):
                 if frame.WhichOneof("frame") != "rollout":
+                    yield None
                     continue
                 member = frame.rollout.member
                 if member not in wanted:
@@ -99,9 +101,15 @@ class EnvHosts:
                 raise QuartetError(
                     "NOT_READY", f"{host.address} ended a stream with {len(wanted)} rollouts missing"
                 )
-        except QuartetError:
+        except QuartetError as error:
             host.rests_until = time.monotonic() + REST_S
-            raise
+            # gRPC's own: the call's time is over. A stream that fell silent says so itself.
+            if error.reason != "DEADLINE" or "grpc_code" not in error.metadata:
+                raise
+            text = f"host {host.address} had not ended it after {limit_s:g} s"
+            timeout = RolloutFailure(kind=FAILURE_KIND_TIMEOUT, message=text, retryable=True)
+            for member in sorted(wanted):
+                yield Rollout(member=member, failure=timeout)
         finally:
             host.under_way -= len(wanted)
             call.cancel()

@@ -1,11 +1,14 @@
 """Outages: a service that is away is waited for, and somebody is told.
 
 1. Errors that mean "not now" (AWAY) are tried again with jittered backoff for as long as the service is
-   away, but at most `patience_s` after it last answered anybody: then `RunInterrupted`.
+   away, but at most for `patience_s`: then `RunInterrupted`. An outage begins with a failure and ends with
+   the next sign of life (4).
 2. A fault of the service (INTERNAL) may be a passing one and is tried again, too, MAX_FAULTS times in a row.
    Everything else is the caller's.
 3. A person reads one note when a service has been away for NOTE_AFTER_S, and one when it is back.
-4. The answer to anybody ends the outage for everybody.
+4. A sign of life to anybody ends the outage for everybody: an answer, an error that is none of AWAY, a frame
+   of a stream that goes on. A call that was answered, or stood for longer than STANDS_S before its connection
+   broke, was with a service that was there since the call began.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from quartet.errors import QuartetError
@@ -26,6 +30,8 @@ MAX_FAULTS = 4
 FAULT_PAUSE_S = 2.0
 # A restart on the same machine takes about this long: not worth a note.
 NOTE_AFTER_S = 2.0
+# One that cannot be made fails earlier, and so does one to a service that is frozen (quartet.kit.options).
+STANDS_S = 60.0
 FIRST_BACKOFF_S = 0.1
 # A service that comes back is used again within this time.
 MAX_BACKOFF_S = 5.0
@@ -64,10 +70,32 @@ class Outage:
         self._noted = False
 
     def answered(self) -> None:
-        """Somebody got an answer: an outage is over."""
+        """Somebody got a sign of life: an outage is over."""
+        self._over(self._clock())
+
+    def answered_since(self, began: float) -> None:
+        """Somebody who asked then got something of the service: an outage that began earlier is over."""
+        if self._away_since is not None and began >= self._away_since:
+            self._over(began)
+
+    def _over(self, at: float) -> None:
         if self._away_since is not None and self._noted:
-            self._note(f"{self.service} is back after {self._clock() - self._away_since:.0f} s")
+            self._note(f"{self.service} is back after {at - self._away_since:.0f} s")
         self._away_since, self._noted = None, False
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Around one call that may take long, and nothing else that does."""
+        began = self._clock()
+        try:
+            yield
+        except QuartetError as error:
+            # One that the service sent says what it was doing all that time; gRPC's own, that it was there.
+            broke = error.reason == "NOT_READY" and "grpc_code" in error.metadata
+            if broke and self._clock() - began > STANDS_S:
+                self.answered_since(began)
+            raise
+        self.answered_since(began)
 
     def failed(self, message: str) -> None:
         """Somebody got no answer. Raises RunInterrupted when that has lasted too long."""
@@ -104,11 +132,12 @@ class Outage:
                     # An overloaded service says when it wants to be asked again.
                     await asyncio.sleep(max(backoff_s(tries), (error.retry_after_ms or 0) / 1000))
                     tries += 1
-                elif error.reason == "INTERNAL" and faults < MAX_FAULTS:
-                    await asyncio.sleep(FAULT_PAUSE_S)
-                    faults += 1
-                else:
+                    continue
+                self.answered()
+                if error.reason != "INTERNAL" or faults >= MAX_FAULTS:
                     raise
+                await asyncio.sleep(FAULT_PAUSE_S)
+                faults += 1
             else:
                 self.answered()
                 return result

@@ -32,33 +32,33 @@ class Policies:
 
     async def serving(self, run_id: str, version: int, *, adapter: bool = False) -> None:
         """Returns where a replica serves the run at the version or a later one (or none is known); else
-        NOT_READY. A run whose versions are an adapter's is loaded by every replica that does not serve it;
-        where all of them refuse it as it is, that is raised: no waiting mends it."""
+        NOT_READY. A run whose versions are an adapter's is loaded by every replica that does not serve it.
+        Where no replica will serve it as it is, each having failed or refused, that is raised: no waiting
+        mends it."""
         if not self._stubs:
             return
         seen = await asyncio.gather(*(self._held(stub, run_id, adapter) for stub in self._stubs))
-        if not any(isinstance(held, int) and held >= version for held in seen):
-            found = "; ".join(
-                f"{address}: {f'version {held}' if isinstance(held, int) else held.message}"
-                for address, held in zip(self._addresses, seen, strict=True)
-            )
-            if all(isinstance(held, QuartetError) and held.reason == "INVALID_REQUEST" for held in seen):
-                raise QuartetError(
-                    "INVALID_REQUEST",
-                    f"no inference replica can serve the adapter of run {run_id!r} ({found})",
-                )
-            raise QuartetError(
-                "NOT_READY",
-                f"no inference replica serves run {run_id!r} at version {version} yet ({found})",
-            )
+        if any(isinstance(held, int) and held >= version for held in seen):
+            return
+        found = "; ".join(
+            f"{address}: {f'version {held}' if isinstance(held, int) else held.message}"
+            for address, held in zip(self._addresses, seen, strict=True)
+        )
+        if all(isinstance(held, QuartetError) and held.reason not in AWAY for held in seen):
+            reasons = {held.reason for held in seen if isinstance(held, QuartetError)}
+            # A fault of one of them may pass, so that is what is told.
+            reason = "INTERNAL" if "INTERNAL" in reasons else min(reasons)
+            raise QuartetError(reason, f"no inference replica can serve run {run_id!r} ({found})")
+        raise QuartetError(
+            "NOT_READY",
+            f"no inference replica serves run {run_id!r} at version {version} yet ({found})",
+        )
 
     async def _held(self, stub: InferenceServiceStub, run_id: str, adapter: bool) -> int | QuartetError:
         """The version of the run that a replica serves, or why it serves none."""
         try:
             model: ipb.GetModelResponse = await unary(stub.GetModel, ipb.GetModelRequest(), timeout_s=ASK_S)
         except QuartetError as error:
-            if error.reason not in AWAY:
-                raise
             return error
         if model.run_id == run_id and model.HasField("policy_version"):
             return int(model.policy_version)
@@ -73,7 +73,8 @@ class Policies:
             request = ipb.LoadAdapterRequest(run_id=run_id)
             loaded: ipb.LoadAdapterResponse = await unary(stub.LoadAdapter, request, timeout_s=LOAD_S)
         except QuartetError as error:
-            return error
+            # What is not the run's own fault may pass: its trainer may be on its way back.
+            return error if error.reason == "INVALID_REQUEST" else QuartetError("NOT_READY", error.message)
         return int(loaded.version)
 
     async def close(self) -> None:

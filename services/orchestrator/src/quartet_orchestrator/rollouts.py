@@ -11,13 +11,15 @@
    too, and a fresh one takes its place; `max_resample` times for one place, after which such a group is kept:
    a batch always gets full.
 6. MAX_FAILED_GROUPS groups of one environment in a row that failed or broke the bound, with no complete one
-   between them, end the run: the environment is broken.
+   between them, end the run. The environment is broken, so it is FAILED; where a worker died or the time was
+   over (OF_THE_MACHINE) in one of them it may be the machine, so it is STOPPED, resumable. A group that
+   somebody cancelled says nothing of the environment, and is not counted.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import defaultdict
 
 from quartet.run.config import RunConfig
 from quartet.v1 import envhost_service_pb2 as epb
@@ -27,7 +29,7 @@ from quartet.v1 import rollout_pb2 as rpb
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.difficulty import REPLACED, verdict
 from quartet_orchestrator.mixture import Mixture
-from quartet_orchestrator.outage import RunFailed
+from quartet_orchestrator.outage import RunFailed, RunInterrupted
 from quartet_orchestrator.pace import Pace, Place
 from quartet_orchestrator.prompts import Prompts
 from quartet_orchestrator.requests import rollouts_request
@@ -36,6 +38,9 @@ from quartet_orchestrator.state import TORN, Group
 
 # Ten tasks in a row that fail for good are not bad luck.
 MAX_FAILED_GROUPS = 10
+# What fails where memory is short, inference slow, a disk full.
+OF_THE_MACHINE = frozenset({"failed:HOST", "failed:TIMEOUT"})
+CANCELLED = "failed:CANCELLED"
 
 
 class Rollouts:
@@ -59,8 +64,8 @@ class Rollouts:
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._taken_up = asyncio.Event()
-        # Of each environment.
-        self._failed_in_a_row: Counter[int] = Counter()
+        # Of each environment: why.
+        self._failed_in_a_row: defaultdict[int, list[str]] = defaultdict(list)
 
     async def flow(self) -> None:
         """Sends groups out wherever the pace admits one, until it is cancelled."""
@@ -160,7 +165,7 @@ class Rollouts:
             kind = rpb.FailureKind.Name(failure.kind).removeprefix("FAILURE_KIND_")
             self._discard(group, f"failed:{kind}", failure.message)
         else:
-            self._failed_in_a_row[group.environment] = 0
+            self._failed_in_a_row[group.environment].clear()
 
     def _ended(self, group: Group, rollout: rpb.Rollout) -> bool:
         env_id = self._config.env[group.environment].label
@@ -204,15 +209,17 @@ class Rollouts:
         self._book.write(discarded={"group": group.number, "reason": reason})
         self._pace.give_back(group.place)
         self._wake.set()
-        if reason == TORN:
-            return  # by a kill: that says nothing of the environment
+        if reason in (TORN, CANCELLED):
+            return  # by a kill, or by a person: that says nothing of the environment
+        failed = self._failed_in_a_row[group.environment]
         if reason in REPLACED:
-            self._failed_in_a_row[group.environment] = 0
+            failed.clear()
             return
-        self._failed_in_a_row[group.environment] += 1
-        if self._failed_in_a_row[group.environment] >= MAX_FAILED_GROUPS:
+        failed.append(reason)
+        if len(failed) >= MAX_FAILED_GROUPS:
             env_id = self._config.env[group.environment].label
             why = f"{reason}: {message}" if message else reason
-            raise RunFailed(
-                f"{MAX_FAILED_GROUPS} groups in a row of environment {env_id!r} failed, the last with {why}"
-            )
+            text = f"{len(failed)} groups in a row of environment {env_id!r} failed, the last with {why}"
+            if OF_THE_MACHINE.isdisjoint(failed):
+                raise RunFailed(text)
+            raise RunInterrupted(f"{text}; see to its host and to the model, then resume the run")

@@ -3,7 +3,7 @@
 1. A run exists from the moment its first records are on disk.
 2. On `start` every unfinished run goes on by itself. One that cannot keeps no other from it: with a book
    that cannot be read it is listed as FAILED (shelf.py), with a configuration that this version refuses it is
-   STOPPED.
+   STOPPED. One that was STOPPING is stopped: in either case the trainer closes it first.
 3. A run is submitted once however often it is asked for: who asks meanwhile waits for that submission, and
    nobody for the submission of another run.
 4. A run works in one task. How the task ends decides the phase: COMPLETED, STOPPED (asked to, or a service
@@ -32,13 +32,12 @@ from quartet_orchestrator.assembly import Services, assemble
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.foreign import RolloutStream
 from quartet_orchestrator.on_demand import EvaluationOnDemand
-from quartet_orchestrator.run import TrainingRun
+from quartet_orchestrator.outage import RunInterrupted
+from quartet_orchestrator.run import StopAsked, TrainingRun
 from quartet_orchestrator.segments import JournalCorrupt
 from quartet_orchestrator.state import RunState
 from quartet_orchestrator.together import first_cause
 from quartet_orchestrator.watchdog import Moving
-
-log = structlog.get_logger()
 
 
 @dataclass
@@ -86,16 +85,21 @@ class Runs:
         except QuartetError as error:
             refusal = f"its configuration is refused by this version of Quartet: {error.message}"
         held = _Held(book, config)
-        if book.state.phase == state.STOPPING:
-            book.enter(state.STOPPED)
-        elif book.state.phase not in state.RESTING and config is None:
+        if book.state.phase in state.RESTING:
+            return held
+        stopping = book.state.phase == state.STOPPING
+        if config is None:
             remedy = "resume it with the version that it was submitted to, or submit a new run"
-            log.error("run stopped", run_id=book.state.run_id, why=refusal)
             book.enter(state.STOPPING)
-            book.enter(state.STOPPED, error=f"{refusal}; {remedy}")
-        elif book.state.phase not in state.RESTING:
+            cause = StopAsked() if stopping else RunInterrupted(f"{refusal}; {remedy}")
+            held.task = asyncio.create_task(ending.without_config(book, self._services.trainer, cause))
+            return held
+        if not stopping:
             book.note(f"the orchestrator started again; going on at step {book.state.step}")
-            self._launch(held)
+        self._launch(held)
+        if stopping:
+            assert held.run is not None
+            held.run.stop()
         return held
 
     async def submit(self, run_id: str, config_toml: str, *, dry_run: bool) -> pb.Run:
@@ -250,10 +254,13 @@ class Runs:
         if phase in state.RESTING:
             held.config = held.config or self._parse(held.book.state.config_toml)
             with _written(run_id):
-                await held.book.opened()
-                if held.book.state.phase != phase:
-                    return held.book.run()  # somebody else resumed it meanwhile
-                held.book.enter(state.PENDING)
+                try:
+                    await held.book.opened()
+                    if held.book.state.phase != phase:
+                        return held.book.run()  # somebody else resumed it meanwhile
+                    held.book.enter(state.PENDING)
+                finally:
+                    held.book.rest_if_idle()
             self._launch(held)
         return held.book.run()
 

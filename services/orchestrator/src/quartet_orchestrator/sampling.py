@@ -11,6 +11,8 @@
 5. What comes back is checked before anybody sees it: a reward that is no number, a success without a sampled
    token, or one that another version sampled than the request pins, is a failure. A failure never has a
    reward.
+6. A rollout that a teacher has judged fits into a message of its own with all that is told beside it
+   (ROLLOUT_BYTES), as one from a host does: else without its conversation, else it is a failure.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from quartet.errors import QuartetError
+from quartet.kit.options import MAX_MESSAGE_BYTES
 from quartet.v1 import common_pb2 as cpb
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import rollout_pb2 as rpb
@@ -36,6 +39,9 @@ from quartet_orchestrator.permits import Permits
 
 # Each attempt already contains max_retries of the host; a member that fails this often fails.
 MEMBER_ATTEMPTS = 3
+# What a host sends at most, too. The rest of a message is for what is told beside a rollout: its group, its
+# environment, its advantages.
+ROLLOUT_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
 # What the policy says of itself when it cannot answer anybody, whatever the rollout is.
 MODEL_AWAY = frozenset(
     {cpb.ERROR_REASON_NOT_READY, cpb.ERROR_REASON_OVERLOADED, cpb.ERROR_REASON_RUN_NOT_SERVED}
@@ -141,16 +147,22 @@ class Sampling:
         pinned = request.exact_policy_version if request.HasField("exact_policy_version") else None
         held = len(group.missing)
         await self._permits.take(held, batch)
+        began = self._model_outage.now()
         try:
             async with aclosing(self._hosts.run(asked)) as rollouts:
                 async for rollout in rollouts:
                     self._host_outage.answered()
+                    if rollout is None:
+                        continue
                     self._permits.give_back(1)
                     held -= 1
                     checked(rollout, pinned)
+                    if covered_tokens([rollout]):
+                        self._model_outage.answered_since(began)
+                    if self._judge is not None and not rollout.HasField("failure"):
+                        await self._judge(rollout)
+                        bounded(rollout)
                     if not rollout.HasField("failure"):
-                        if self._judge is not None:
-                            await self._judge(rollout)
                         self._model_outage.answered()
                         group.missing.discard(rollout.member)
                         if group.whole:
@@ -179,9 +191,9 @@ class Sampling:
 
 
 def checked(rollout: rpb.Rollout, exact_version: int | None = None) -> None:
-    """Turns a success that cannot be one into the failure that it is."""
+    """Turns a success that cannot be one into the failure that it is; no failure keeps a reward."""
     if rollout.HasField("failure"):
-        return
+        return _unrewarded(rollout)
     versions = {span.policy_version for sample in rollout.samples for span in sample.spans}
     rewards = [rollout.reward, *(part.reward for part in rollout.parts)]
     if not all(map(math.isfinite, rewards)):
@@ -197,6 +209,26 @@ def checked(rollout: rpb.Rollout, exact_version: int | None = None) -> None:
         rollout.failure.reason = cpb.ERROR_REASON_VERSION_UNAVAILABLE
 
 
-def _fail(rollout: rpb.Rollout, kind: rpb.FailureKind, message: str) -> None:
-    rollout.failure.CopyFrom(rpb.RolloutFailure(kind=kind, message=message, retryable=True))
-    rollout.reward = 0.0
+def bounded(rollout: rpb.Rollout) -> None:
+    """Takes from a success what does not fit into a message: its conversation, or all but the failure that it
+    is then."""
+    if rollout.ByteSize() <= ROLLOUT_BYTES:
+        return
+    del rollout.messages[:]
+    size = rollout.ByteSize()
+    if size > ROLLOUT_BYTES:
+        rollout.CopyFrom(rpb.Rollout(member=rollout.member))
+        text = f"with what the teacher said the rollout has {size} bytes, of at most {ROLLOUT_BYTES}"
+        _fail(rollout, rpb.FAILURE_KIND_HOST, text, retryable=False)
+
+
+def _fail(rollout: rpb.Rollout, kind: rpb.FailureKind, message: str, *, retryable: bool = True) -> None:
+    rollout.failure.CopyFrom(rpb.RolloutFailure(kind=kind, message=message, retryable=retryable))
+    _unrewarded(rollout)
+
+
+def _unrewarded(failed: rpb.Rollout) -> None:
+    failed.ClearField("reward")
+    failed.ClearField("rewards")
+    for part in failed.parts:
+        part.ClearField("reward")

@@ -77,7 +77,8 @@ class Teacher:
 
     async def _score(self, samples: Sequence[rpb.Sample]) -> ipb.ScoreResponse:
         request = ipb.ScoreRequest(samples=[_question(sample) for sample in samples])
-        response: ipb.ScoreResponse = await unary(self._stub.Score, request, timeout_s=SCORE_S)
+        with self._outage.calling():
+            response: ipb.ScoreResponse = await unary(self._stub.Score, request, timeout_s=SCORE_S)
         return response
 
     def _check(self, sample: rpb.Sample, scored: ipb.ScoredSample) -> None:

@@ -26,20 +26,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-import structlog
 from quartet.errors import QuartetError
 from quartet.run.config import RunConfig
 from quartet.v1 import trainer_service_pb2 as tpb
 
-from quartet_orchestrator import batches
+from quartet_orchestrator import batches, closing
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.calls import Call, CallKind, CallPlan
 from quartet_orchestrator.outage import Outage, RunFailed, RunInterrupted
 from quartet_orchestrator.specs import loss_spec, run_spec
+from quartet_orchestrator.state import PENDING
 from quartet_orchestrator.steps import Trained, of_calls
-from quartet_orchestrator.trainer_client import GLANCE_S, TrainerClient
-
-log = structlog.get_logger()
+from quartet_orchestrator.trainer_client import TrainerClient
 
 # How often an idle trainer is asked whether it still has the run.
 GUARD_S = 2.0
@@ -72,9 +70,10 @@ class Training:
         self._versions_changed = 0
         # The batches in a row that were skipped; a set, because a replay meets them again.
         self._skipped: set[int] = set()
-        # Whether the trainer may have this run, and whether it said so; not where it has somebody else's of
-        # that name.
-        self._asked, self._opened = False, False
+        # Whether the trainer may have this run, because this process or one before it asked for it, and
+        # whether it said so; not where it has somebody else's of that name.
+        self._asked = book.state.phase != PENDING or book.state.applied_seq_id > 0
+        self._opened = False
 
     async def open(self) -> None:
         """Creates or finds the run on the trainer and brings it to where the book stands; version 0 is
@@ -85,36 +84,8 @@ class Training:
 
     async def close(self, *, goes_on: bool) -> None:
         """Frees what the trainer holds in memory for the run; one that is away has to forget it by itself."""
-        if not self._asked or await self._is_somebodys():
-            return
-        save_at = 0
-        try:
-            # Saved only where every answer is on disk here: a trainer that comes back has none of them.
-            await self._book.settled()
-            save_at = self._book.state.applied_seq_id if goes_on else 0
-        except OSError as error:
-            log.warning("run closed without its state", why=str(error))
-        try:
-            await self._client.close_run(self._book.state.run_id, save_at)
-        except QuartetError as error:
-            log.warning("run not closed on the trainer", why=error.message)
-
-    async def _is_somebodys(self) -> bool:
-        """Whether a trainer that was asked for this run and has not answered has another of that name.
-
-        One that is no further than ours is taken for ours: a run does not say what it was made of.
-        """
-        if self._opened:
-            return False
-        try:
-            there = await self._client.get(self._book.state.run_id, GLANCE_S)
-        except QuartetError:
-            return False  # it is being created, or nobody is there
-        return self._is_ahead(there)
-
-    def _is_ahead(self, there: tpb.RunState) -> bool:
-        """Whether the trainer's run was driven further than this journal ever asked."""
-        return there.applied_seq_id > self._book.state.applied_seq_id + 1
+        if self._asked:
+            await closing.close(self._book, self._client, goes_on=goes_on, opened=self._opened)
 
     async def train(self, batch: int) -> None:
         """Trains a closed batch and publishes the version that comes out of it."""
@@ -149,12 +120,12 @@ class Training:
         # Before it answers: whoever stops waiting leaves a trainer that finishes what it began.
         self._asked, self._opened = True, False
         try:
-            there = await self._outage.through(lambda: self._client.create(run_id, spec))
+            there = await self._outage.through(partial(self._create, run_id, spec))
         except QuartetError:
             self._asked = False
             raise
         written = self._book.state.applied_seq_id
-        if self._is_ahead(there):
+        if closing.is_ahead(there, self._book):
             self._asked = False
             raise RunFailed(
                 f"the trainer's run {run_id!r} stands at call {there.applied_seq_id}, but this "
@@ -168,6 +139,10 @@ class Training:
             )
         self._opened = True
         self._next = min(there.applied_seq_id, written) + 1
+
+    async def _create(self, run_id: str, spec: tpb.RunSpec) -> tpb.RunState:
+        with self._outage.calling():
+            return await self._client.create(run_id, spec)
 
     async def _through(self, last: int) -> None:
         while self._next <= last:
@@ -190,16 +165,18 @@ class Training:
     async def _send(self, call: Call) -> Answer:
         run_id = self._book.state.run_id
         await self._book.settled()
-        match call.kind:
-            case CallKind.FORWARD_BACKWARD:
-                frames = await asyncio.to_thread(self._frames, call)
-                return await self._client.forward_backward(frames)
-            case CallKind.OPTIM_STEP:
-                return await self._client.optim_step(run_id, call.seq_id)
-            case CallKind.PUBLISH:
-                return await self._client.publish(run_id, call.seq_id)
-            case CallKind.SAVE:
-                return await self._save(run_id, call)
+        has_batch = call.kind == CallKind.FORWARD_BACKWARD
+        frames = await asyncio.to_thread(self._frames, call) if has_batch else iter(())
+        with self._outage.calling():
+            match call.kind:
+                case CallKind.FORWARD_BACKWARD:
+                    return await self._client.forward_backward(frames)
+                case CallKind.OPTIM_STEP:
+                    return await self._client.optim_step(run_id, call.seq_id)
+                case CallKind.PUBLISH:
+                    return await self._client.publish(run_id, call.seq_id)
+                case CallKind.SAVE:
+                    return await self._save(run_id, call)
 
     async def _save(self, run_id: str, call: Call) -> tpb.SaveStateResponse:
         try:

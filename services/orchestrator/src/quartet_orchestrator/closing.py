@@ -1,0 +1,48 @@
+"""Closing: frees what the trainer holds in memory for a run that ends here, for now or for good.
+
+1. A run that goes on later is saved first, where every answer so far is on disk here.
+2. A run of that name which was driven by somebody else stays as it is.
+3. A trainer that is away is not waited for: it has to forget the run by itself.
+"""
+
+from __future__ import annotations
+
+import structlog
+from quartet.errors import QuartetError
+from quartet.v1 import trainer_service_pb2 as tpb
+
+from quartet_orchestrator.book import Book
+from quartet_orchestrator.trainer_client import GLANCE_S, TrainerClient
+
+log = structlog.get_logger()
+
+
+async def close(book: Book, client: TrainerClient, *, goes_on: bool, opened: bool) -> None:
+    """Asks the trainer to close the run; `opened` where it said to this process that it has ours."""
+    if not opened and await _is_somebodys(book, client):
+        return
+    save_at = 0
+    try:
+        # A trainer that comes back from a saved state has none of the answers before it.
+        await book.settled()
+        save_at = book.state.applied_seq_id if goes_on else 0
+    except OSError as error:
+        log.warning("run closed without its state", why=str(error))
+    try:
+        await client.close_run(book.state.run_id, save_at)
+    except QuartetError as error:
+        log.warning("run not closed on the trainer", why=error.message)
+
+
+async def _is_somebodys(book: Book, client: TrainerClient) -> bool:
+    """One that is no further than ours is taken for ours: a run does not say what it was made of."""
+    try:
+        there = await client.get(book.state.run_id, GLANCE_S)
+    except QuartetError:
+        return False  # it is being created, or nobody is there
+    return is_ahead(there, book)
+
+
+def is_ahead(there: tpb.RunState, book: Book) -> bool:
+    """Whether the trainer's run was driven further than this journal ever asked."""
+    return there.applied_seq_id > book.state.applied_seq_id + 1
