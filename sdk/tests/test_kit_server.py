@@ -38,6 +38,7 @@ PROGRAM = textwrap.dedent(
 
     class Settings(Config):
         server: ServerConfig = ServerConfig()
+        flush_s: float = 0.0
 
     class Slow(rpc.WeightServiceServicer):
         async def GetManifest(self, request, context):
@@ -51,6 +52,7 @@ PROGRAM = textwrap.dedent(
 
         async def flush():
             print("draining" if health.draining.is_set() else "not draining", flush=True)
+            await asyncio.sleep(settings.flush_s)
 
         name = "quartet.v1.WeightService"
         health.set_ready(name)
@@ -114,8 +116,11 @@ async def test_sigterm_drains_in_order_and_exits_zero(tmp_path: Path, children: 
     assert "Traceback" not in err
 
 
-async def test_grace_ends_and_a_second_signal_ends_it_sooner(tmp_path: Path, children: list[Child]) -> None:
-    child = Child(tmp_path, "--server.drain-seconds=60")
+@pytest.mark.parametrize("slow", ["--server.drain-seconds=60", "--flush-s=60"])
+async def test_grace_ends_and_a_second_signal_ends_it_sooner(
+    tmp_path: Path, children: list[Child], slow: str
+) -> None:
+    child = Child(tmp_path, slow, "--server.flush-seconds=60")
     children.append(child)
     async with connect(child.address()) as channel:
         stub = rpc.WeightServiceStub(channel)

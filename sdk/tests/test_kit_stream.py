@@ -82,3 +82,27 @@ async def test_heartbeats_end_when_told() -> None:
     assert [await anext(got), await anext(got)] == ["0", "beat"]
     told.set()
     assert (await failure(anext(got))).reason == "NOT_READY"
+
+
+async def test_a_source_is_closed_also_where_its_reader_is_cancelled_twice() -> None:
+    closed = asyncio.Event()
+
+    async def source() -> AsyncIterator[str]:
+        try:
+            yield "0"
+            await asyncio.sleep(600)
+        finally:
+            await asyncio.sleep(0.05)  # such as telling a peer
+            closed.set()
+
+    async def read() -> None:
+        async for _ in with_heartbeats(source(), lambda: "beat", 60):
+            pass
+
+    reading = asyncio.create_task(read())
+    await asyncio.sleep(0.01)
+    reading.cancel()
+    await asyncio.sleep(0.01)
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    await asyncio.wait_for(closed.wait(), 5)

@@ -140,6 +140,7 @@ def test_defaults_are_not_shared_between_runs() -> None:
         ("momentum = 0.5", "", 'momentum belongs to optimizer = "sgd" or "muon"'),
         ("adamw_learning_rate = 0.5", "", 'adamw_learning_rate belongs to optimizer = "muon"'),
         ("decay_steps = 5", "", "decay_steps = 5 belongs to lr_scheduler"),
+        ('lr_scheduler = "linear"\nwarmup_steps = 100', "", "leaves none after warmup_steps = 100"),
         ('lr_scheduler = "warmup_stable_decay"', "", "needs decay_steps from 1 to 100"),
         ('lr_scheduler = "warmup_stable_decay"\nwarmup_steps = 60\ndecay_steps = 41', "", "from 1 to 40"),
         ("", "[lora]\nr = 0", "lora.r = 0 is refused"),

@@ -7,9 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from quartet.errors import QuartetError
+from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer.optimizer import Optimizer
 from quartet_trainer.schedule import scheduled_rate
 from quartet_trainer.spec.optimizer import OptimizerKind, OptimizerSpec, Schedule
+from quartet_trainer.wire import run_spec
 
 
 def test_schedules() -> None:
@@ -158,3 +161,11 @@ def test_restored_state_continues_bit_equal(kind: OptimizerKind) -> None:
         set_gradients(of, 9)
         one.step(0.1, one.gradient_norm())
     assert all(torch.equal(held[name], copies[name]) for name in held)
+
+
+def test_what_no_single_key_is_at_fault_for_is_refused_by_its_table() -> None:
+    spec = pb.RunSpec(
+        base_model="m", optimizer={"learning_rate": 1.0, "schedule": "SCHEDULE_LINEAR", "warmup_steps": 5}
+    )
+    with pytest.raises(QuartetError, match="optimizer is refused: a linear schedule needs"):
+        run_spec(spec)

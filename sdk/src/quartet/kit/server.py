@@ -179,7 +179,7 @@ async def serve(
             health.drain()
             await _unless(hurry, asyncio.sleep(config.drain_delay_seconds))
             if on_drain is not None:
-                await _flush(on_drain, config.flush_seconds)
+                await _unless(hurry, _flush(on_drain, config.flush_seconds))
             await _unless(hurry, running.stop(config.drain_seconds))
         finally:  # also when serve() itself is cancelled
             await running.stop(0)

@@ -3,14 +3,15 @@
 1. While the source has nothing to say, a heartbeat is sent every `interval_s`; its items pass unchanged and
    in order.
 2. The source is never run ahead: the next item is asked for only when the one before was taken.
-3. When the stream is left, by whatever way, the source is cancelled and closed before the generator ends.
+3. When the stream is left, by whatever way, the source is cancelled and closed: before the generator ends,
+   unless that is cancelled in its turn.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final, TypeVar
 
 from quartet.errors import QuartetError
@@ -55,12 +56,17 @@ async def with_heartbeats(
             yield item
     finally:
         left: list[asyncio.Task[Any]] = [task for task in (pending, ended) if task is not None]
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-        close = getattr(source, "aclose", None)
-        if close is not None:
-            await close()
+        # Shielded: who is cancelled once more while it leaves does not wait, but the source is closed.
+        await asyncio.shield(loop.create_task(_close(source, left), context=context))
+
+
+async def _close(source: AsyncIterator[T], left: Sequence[asyncio.Task[Any]]) -> None:
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    close = getattr(source, "aclose", None)
+    if close is not None:
+        await close()
 
 
 class _Exhausted(Exception):

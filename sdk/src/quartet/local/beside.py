@@ -42,5 +42,7 @@ async def beside(
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await supervisor.stop(drain_s)
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        finally:  # also where the work is cancelled once more while it ends
+            await supervisor.stop(drain_s)

@@ -195,6 +195,12 @@ class RunConfig(Config):
 
     @pydantic.model_validator(mode="after")
     def _decay_has_room(self) -> Self:
+        if self.lr_scheduler in ("linear", "cosine") and self.warmup_steps >= self.max_steps:
+            raise ValueError(
+                f'lr_scheduler = "{self.lr_scheduler}" needs steps after the warm-up, and max_steps = '
+                f"{self.max_steps} leaves none after warmup_steps = {self.warmup_steps}; raise max_steps, or "
+                'set lr_scheduler = "constant"'
+            )
         if self.lr_scheduler != "warmup_stable_decay":
             if self.decay_steps:
                 raise ValueError(

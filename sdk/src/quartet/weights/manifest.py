@@ -16,9 +16,13 @@ import numpy as np
 import xxhash
 
 from quartet.errors import QuartetError
+from quartet.kit.options import MAX_MESSAGE_BYTES
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights.layout import MAX_HEADER_BYTES, PREFIX_BYTES, header_of
 from quartet.weights.tensor import Tensor, tensor_bytes
+
+#: A manifest goes in one message, with a little beside it: some 50,000 tensors.
+MAX_MANIFEST_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
 
 
 def tensor_digest(data: memoryview | bytes) -> int:
@@ -56,7 +60,16 @@ def build_manifest(
         canary=canary,
         adapter_config=adapter_config,
     )
-    return sealed(manifest)
+    sealed(manifest)
+    if manifest.ByteSize() > MAX_MANIFEST_BYTES:
+        raise QuartetError(
+            "INVALID_REQUEST",
+            f"the manifest of {len(infos)} tensors has {manifest.ByteSize()} bytes, and a message has room "
+            f"for {MAX_MANIFEST_BYTES}; publish fewer tensors, such as the experts of a layer as one",
+            field="tensors",
+            value=len(infos),
+        )
+    return manifest
 
 
 def sealed(manifest: pb.WeightManifest) -> pb.WeightManifest:

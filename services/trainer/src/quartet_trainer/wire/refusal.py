@@ -14,23 +14,27 @@ def given(message: Any, *fields: str) -> dict[str, Any]:
 
 
 def first(error: pydantic.ValidationError, whole: str) -> tuple[str, Any, str]:
-    """The first problem as (key, value, why); `whole` names what has no single key at fault."""
+    """The first problem as (key, value, why); `whole` names what has no single key at fault, nor a value."""
     problem = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in problem["loc"]) or whole
     value = problem["input"]
-    shown = value if isinstance(value, (int, float, str)) else ""
+    shown = value if isinstance(value, (int, float, str)) else None
     return key, shown, problem["msg"].removeprefix("Value error, ")
 
 
 def config(key: str, value: Any, why: str) -> QuartetError:
     """What defines a run is refused."""
     return QuartetError(
-        "INVALID_CONFIG", f"{key} = {value!r} is refused: {why}", key=key, value=value, remedy=why
+        "INVALID_CONFIG", f"{_named(key, value)} is refused: {why}", key=key, value=value, remedy=why
     )
 
 
 def request(field: str, value: Any, why: str) -> QuartetError:
     """What a call carries is refused."""
     return QuartetError(
-        "INVALID_REQUEST", f"{field} = {value!r} is refused: {why}", field=field, value=value, remedy=why
+        "INVALID_REQUEST", f"{_named(field, value)} is refused: {why}", field=field, value=value, remedy=why
     )
+
+
+def _named(key: str, value: Any) -> str:
+    return key if value is None else f"{key} = {value!r}"
