@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quartet.inference import INFERENCE
 from quartet.v1 import inference_service_pb2 as pb
 from quartet.weights.store import WeightStore
 from quartet_inference.embedded.engine import EmbeddedEngine
@@ -18,7 +19,6 @@ from .adapters import random_adapter
 from .engine_calls import until
 from .inference_replica import Make, Replica, publish, serving
 
-INFERENCE = "quartet.v1.InferenceService"
 LOAD = pb.LoadAdapterRequest(run_id="b")
 
 
