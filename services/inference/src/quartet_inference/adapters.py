@@ -283,6 +283,8 @@ class Adapters:
     async def _without_followed(self, error: QuartetError) -> None:
         """What the replica follows has published nothing: what it has may stay."""
         served = self._engine.info().served
+        if self._own.serves():
+            return  # since another adapter asked for it
         if served is None:
             await self._serve_own()
         elif error.reason == "RUN_UNKNOWN":  # it has ended, and the replica is for it alone
