@@ -143,3 +143,24 @@ async def test_addresses_replaced_twice_at_once_are_those_of_the_last_call(
         await asyncio.gather(*calls)
         await until(lambda: replicas.in_service == [one.address])
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "follow replicas"]
+
+
+async def test_the_old_names_are_followed_on_where_whoever_replaces_them_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+
+    async def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
+        asked.append(port)
+        if port == 2:
+            await asyncio.Event().wait()
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    async with Replicas(["dns:///localhost:1"], settings=QUICK) as replicas:
+        call = asyncio.create_task(replicas.follow(["dns:///localhost:2"]))
+        await until(lambda: 2 in asked)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        looked = asked.count(1)
+        await until(lambda: asked.count(1) > looked)

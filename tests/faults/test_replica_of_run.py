@@ -15,8 +15,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from quartet.inference import INFERENCE
 from quartet.kit import probe
-from quartet.replicas.replica import INFERENCE
 
 from tests.conftest import QUARTET, REPOSITORY, summary_of
 from tests.faults.test_kill_each_service import children, steps_done, wait_for_steps

@@ -24,7 +24,7 @@ async def test_group_and_later_calls_share_a_prompt(make_model: Make) -> None:
     model = make_model(0)
     prompt = list(range(50))
     async with running(make_model(0)) as engine:
-        group = await complete(engine, prompt, n=8, keep_prefix=True)
+        group = await complete(engine, prompt, n=8, keep_prefix=True, ignore_eos=True)
         assert sorted(r.finish.cached_tokens for r in group if r.finish) == [0] + [50] * 7
         later = (await complete(engine, prompt))[0]
         assert later.finish is not None and later.finish.cached_tokens == 50

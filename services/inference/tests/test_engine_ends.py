@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from quartet.inference import INFERENCE
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
 from quartet.v1 import common_pb2
@@ -15,7 +16,6 @@ from quartet_inference import app, ending
 from quartet_inference.config import InferenceConfig
 from quartet_inference.embedded.decoder import Decoder
 from quartet_inference.ending import EngineEnded
-from quartet_inference.replication import INFERENCE
 
 from .inference_replica import Replica, serving
 

@@ -10,6 +10,7 @@ import grpc
 import pytest
 import torch
 from quartet.errors import QuartetError, from_rpc
+from quartet.inference import INFERENCE
 from quartet.v1 import common_pb2, rollout_pb2, weights_pb2
 from quartet.v1 import inference_service_pb2 as pb
 from quartet.weights.store import WeightStore
@@ -308,3 +309,33 @@ async def test_unknown_runs_are_looked_for_seldom_and_few_at_once(monkeypatch: p
     await until(lambda: not known._tasks)
     assert asked[adapters.MAX_LOOKS :] == ["another"]
     await known.close()
+
+
+async def test_two_first_adapters_are_loaded_at_once(
+    model_folder: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them makes the replica serve its own model; the other finds it served when it has looked."""
+    base, store = make_model(0), WeightStore(4)
+    for run_id in "bc":
+        put(store, run_id, 0, random_adapter(base, 1))
+    store.open_run("a")
+    server = await publish(store)
+    get_manifest = adapters.get_manifest
+    looks: list[str] = []
+
+    async def looked(channel: Any, run_id: str) -> Any:
+        late = run_id in looks
+        looks.append(run_id)
+        try:
+            return await get_manifest(channel, run_id)
+        finally:
+            if run_id == "a" and late:
+                await until(lambda: replica.health.why_not(INFERENCE) == "")
+
+    monkeypatch.setattr(adapters, "get_manifest", looked)
+    settings = {"shared_memory": False, "run_id": "a", "adapters": {"on_demand": False}}
+    async with serving(model_folder, weights_address=server.address, **settings) as replica:
+        loads = [replica.stub.LoadAdapter(pb.LoadAdapterRequest(run_id=run_id)) for run_id in "bc"]
+        assert [answer.version for answer in await asyncio.gather(*loads)] == [0, 0]
+        assert served(await replica.model()) == {"b": 0, "c": 0} and looks.count("a") == 2
+    await server.stop(0)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from quartet.errors import QuartetError
+from quartet.inference import INFERENCE
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
 from quartet.kit.server import RunningServer, ServerConfig, Service, start
@@ -29,7 +30,6 @@ from quartet_inference.engine import EngineInfo, Scored, ScoreRequest, ServedWei
 
 from .engine_calls import until
 
-INFERENCE = "quartet.v1.InferenceService"
 TOKENS = [7 * place % 250 + 1 for place in range(48)]
 Make = Callable[..., Any]
 DTYPES = {"float32": (torch.float32, "F32"), "bfloat16": (torch.bfloat16, "BF16")}

@@ -194,3 +194,16 @@ async def test_tools_thinking_and_calls_come_in_their_fields(
     assert [m.role for m in sent] == ["system", "user", "assistant", "tool"]
     assert sent[1].content == "1+1?" and sent[2].tool_calls[0].arguments_json == '{"a":  1}'
     assert sent[3].tool_call_id == call.id
+
+
+async def test_offsets_of_a_streamed_completion_go_on_from_chunk_to_chunk(door: Door) -> None:
+    """As in the answer that is not streamed."""
+    asked: Any = {"max_tokens": 150, "logprobs": 0, "seed": 3, "n": 2, "extra_body": {"ignore_eos": True}}
+    whole = await door.complete(**asked)
+    offsets: dict[int, list[int]] = {0: [], 1: []}
+    async for chunk in await door.complete(stream=True, **asked):
+        for choice in chunk.choices:
+            offsets[choice.index] += choice.logprobs.text_offset if choice.logprobs else []
+    assert [offsets[choice.index] for choice in whole.choices] == [
+        choice.logprobs.text_offset for choice in whole.choices
+    ]

@@ -11,6 +11,7 @@ from typing import Any
 import pydantic
 import pytest
 from quartet.errors import QuartetError
+from quartet.inference import INFERENCE
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
@@ -26,7 +27,6 @@ from quartet_inference.config import InferenceConfig
 from .engine_calls import until
 from .random_models import weights_of
 
-INFERENCE = "quartet.v1.InferenceService"
 Make = Callable[..., Any]
 
 

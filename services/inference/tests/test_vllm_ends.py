@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quartet.errors import QuartetError
+from quartet.inference import INFERENCE
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
-from quartet_inference.replication import INFERENCE
 
 from .inference_replica import Replica
 from .test_engine_ends import LONG

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from quartet.errors import QuartetError
-from quartet_inference.engine import ServedWeights
+from quartet_inference.engine import Request, Sampling, ServedWeights
 from quartet_inference.vllm import environment
 
 from .adapters import random_adapter
@@ -32,6 +33,8 @@ class Core:
         self.failing = failing
         self.asked: list[str] = []
         self.paused = False
+        self.meanwhile: dict[str, Callable[[], Any]] = {}  # what happens while this is asked for
+        self.submitted = 0
         self.model_config = SimpleNamespace(dtype=torch.float32, max_model_len=64, get_vocab_size=lambda: 387)
         scheduler = SimpleNamespace(max_num_seqs=1)
         self.vllm_config = SimpleNamespace(scheduler_config=scheduler, lora_config=None)
@@ -47,12 +50,27 @@ class Core:
 
     async def call_utility_all_async(self, _: str, method: str, *__: Any) -> list[list[dict[str, Any]]]:
         self.asked.append(method)
+        await self._meanwhile(method)
         if self.failing == f"{method} raises":
             raise RuntimeError("no answer")
         ok = method != self.failing
         return [[{"ok": ok, "touched": False, "why": "full"}]]
 
+    async def _meanwhile(self, method: str) -> None:
+        self.meanwhile.get(method, lambda: None)()
+        for _ in range(8):
+            await asyncio.sleep(0)
+
+    async def add_request(self, *_: Any, **__: Any) -> Any:
+        self.submitted += 1
+        await asyncio.Event().wait()  # nothing is ever sampled
+
+    async def abort(self, *_: Any, **__: Any) -> None: ...
+
+    async def remove_lora(self, _: int) -> None: ...
+
     async def update_weight_version(self, _: str) -> None:
+        await self._meanwhile("label")
         if self.failing == "label":
             raise RuntimeError("no answer")
 
@@ -66,13 +84,62 @@ def engine_of(core: Any, folder: Path, served: ServedWeights | None = None) -> A
     return VllmEngine(core, Held({}, b"", END, lambda _: "", served), Staging(folder), 8, False)
 
 
+def pinned(run_id: str = "") -> Request:
+    return Request((1, 2), Sampling(8), run_id=run_id, exact_version=0)
+
+
+@pytest.mark.parametrize("failing", ["", "quartet_load"])
+async def test_who_is_answered_by_the_old_weights_ends_only_with_them(failing: str, tmp_path: Path) -> None:
+    """engine.py 2 and 5: adapters and pinned requests, those included that came during the change."""
+    from quartet_inference.vllm.flight import ServedAdapter
+
+    core: Any = Core(failing)
+    engine = engine_of(core, tmp_path, ServedWeights("", 0, b""))
+    lora: Any = SimpleNamespace(lora_int_id=1)
+    adapter = ServedAdapter(ServedWeights("a", 0, b"a"), lora, staged=lora)
+    engine._adapters._served["a"] = adapter
+    engine._adapters._tell()
+    calls = [asyncio.ensure_future(anext(engine.generate(request))) for request in (pinned(), pinned("a"))]
+    await until(lambda: core.submitted == 2)
+    for moment in ("quartet_load", "label"):
+        core.meanwhile[moment] = lambda: calls.append(asyncio.ensure_future(anext(engine.generate(pinned()))))
+    swap = engine.swap(await engine.stage({}), ServedWeights("", 1, b"1"))
+    if failing:
+        with pytest.raises(QuartetError, match="could not be loaded"):
+            await swap
+        assert not any(call.done() for call in calls) and len(calls) == 3
+        assert [one.run_id for one in engine.info().adapters] == ["a"]
+    else:
+        await swap
+        await asyncio.wait(calls, timeout=5)
+        reasons = [call.exception().reason for call in calls]
+        assert reasons == ["VERSION_UNAVAILABLE", "RUN_NOT_SERVED", *["VERSION_UNAVAILABLE"] * 2]
+        assert not engine.info().adapters
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    await engine.close()
+
+
+async def test_who_comes_while_weights_are_renamed_is_held_to_the_new_name(tmp_path: Path) -> None:
+    core: Any = Core("")
+    engine = engine_of(core, tmp_path, ServedWeights("", 0, b""))
+    calls: list[asyncio.Future[Any]] = []
+    core.meanwhile["label"] = lambda: calls.append(asyncio.ensure_future(anext(engine.generate(pinned()))))
+    await engine.swap(None, ServedWeights("", 1, b""))
+    with pytest.raises(QuartetError) as refused:
+        await asyncio.wait_for(calls[0], 5)
+    assert refused.value.reason == "VERSION_UNAVAILABLE"
+    await engine.close()
+
+
 @pytest.mark.parametrize("failing", ["quartet_wipe", "label", "quartet_load raises", "quartet_load"])
 async def test_loaded_weights_never_answer_under_the_old_version(failing: str, tmp_path: Path) -> None:
     """Invariant 3: what fails between load and label ends the engine; what fails before changes nothing."""
     core: Any = Core(failing)
     served = ServedWeights("", 0, b"")
     engine = engine_of(core, tmp_path, served)
-    engine._workers.unsound = True
+    engine._workers._unsound = True
     staged = await engine.stage({})
     with pytest.raises(QuartetError, match="INTERNAL"):
         await engine.swap(staged, ServedWeights("r", 1, b""))
@@ -97,8 +164,8 @@ async def test_the_memory_of_a_load_is_touched_once_and_before_a_pause(tmp_path:
 async def test_keys_that_cannot_be_wiped_end_the_engine(tmp_path: Path) -> None:
     core: Any = Core("quartet_wipe")
     engine = engine_of(core, tmp_path)
-    engine._workers.unsound = True
-    await engine._heal()
+    engine._workers._unsound = True
+    await engine._workers.heal()
     assert engine.info().closed and core.paused
     await engine.close()
 

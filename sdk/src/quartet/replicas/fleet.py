@@ -66,10 +66,9 @@ class Fleet:
     async def follow(self, addresses: Addresses) -> None:
         """From now on these addresses; the last call counts. Raises ConfigError."""
         async with self._turn:
-            self._addresses = addresses
+            self._take(await addresses.now())
             if self._following is not None:
                 self._following.cancel()
-            self._take(await addresses.now())
             self._following = asyncio.create_task(self._look_again(addresses), name="follow replicas")
 
     def in_service(self, but: Collection[str] = ()) -> list[Replica]:

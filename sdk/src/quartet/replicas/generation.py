@@ -12,15 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from quartet.errors import QuartetError
+from quartet.inference import MAX_COMPLETIONS
 from quartet.seeds import requested_seeds
 from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
-
-# GenerateRequest.n says so.
-MAX_COMPLETIONS: Final = 256
 
 
 @dataclass(eq=False)

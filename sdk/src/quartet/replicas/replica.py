@@ -23,10 +23,10 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quartet.errors import QuartetError, from_rpc
+from quartet.inference import INFERENCE
 from quartet.kit.channel import ClientSecurity, connect
 from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
 
-INFERENCE: Final = "quartet.v1.InferenceService"
 # A replica that is well answers its health within milliseconds; a frozen one never does.
 ANSWER_SECONDS: Final = 5.0
 # Between two health streams; the channel itself paces reconnecting.

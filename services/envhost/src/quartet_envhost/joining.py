@@ -21,8 +21,8 @@ from contextlib import aclosing, contextmanager
 from typing import Final
 
 from quartet.errors import QuartetError
+from quartet.inference import MAX_COMPLETIONS
 from quartet.replicas import Generated, Replicas
-from quartet.replicas.generation import MAX_COMPLETIONS
 from quartet.v1.inference_service_pb2 import GenerateRequest
 
 # Verifiers takes some milliseconds to begin each rollout; members that begin together ask within this time.

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from quartet.errors import QuartetError
+from quartet.inference import NO_EXTENSION
 from quartet.replicas import Completion, Generated, Replicas
 from quartet.v1 import common_pb2, envhost_service_pb2, inference_service_pb2
 
@@ -26,7 +27,6 @@ from quartet_envhost.joining import FirstTurn
 
 # The whole conversation of a turn, rendered only where it is needed.
 Conversation = Callable[[], Sequence[common_pb2.Message]]
-NO_EXTENSION: Final = "tokens.tail_messages"
 # What the model is called inside Verifiers; which weights answer is the request's matter.
 MODEL_NAME: Final = "policy"
 FINISH: Final = {

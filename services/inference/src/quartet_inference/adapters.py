@@ -8,14 +8,16 @@
    adapters are refused, and those that are served go with the folder's model.
 3. An adapter whose canary dies is unloaded: its requests fail with NOT_READY. Other runs are not touched.
 4. Whatever fails leaves the version that is served; fetching is tried again as for a whole model.
+5. What is taken is followed and what is unloaded has left, although the caller is gone meanwhile: neither is
+   ever done by half.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import structlog
 from quartet.errors import QuartetError
@@ -43,6 +45,7 @@ MAX_LOOKS = 16
 LOAD_SECONDS = 60.0
 
 OnBase = Callable[[ServedWeights], None]
+T = TypeVar("T")
 
 log = structlog.get_logger()
 
@@ -111,8 +114,10 @@ class Adapters:
         self._publisher: Publisher | None = None
         self._on_base: OnBase = lambda weights: None
         self._followed: dict[str, _Followed] = {}
+        self._changing = asyncio.Lock()  # of those who begin to serve and follow an adapter, or end it
         self._looked_for: dict[str, float] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._looks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()  # the looks among them
 
     def start(self, publisher: Publisher | None, on_base: OnBase) -> None:
         """Follow runs at this publisher; `on_base` is told when the folder's own model begins to serve."""
@@ -142,7 +147,9 @@ class Adapters:
             raise _no_adapter(newest.run_id)
         await self._await_base(publisher)
         if not self.follows(newest.run_id):
-            return await self._take(await fetch_version(publisher.channel, newest.run_id, None, None))
+            taken = await self._take(await fetch_version(publisher.channel, newest.run_id, None, None))
+            if taken.version >= newest.version:
+                return taken
 
         def arrived(_: ServedWeights | None) -> bool:
             served = _of_run(self._engine.info(), newest.run_id)
@@ -160,32 +167,46 @@ class Adapters:
         Errors: those of `load`.
         """
         if not self._own.serves():
-            self._on_base(await self._own.serve())
+            await self._serve_own()
         return await self._take(version)
 
+    async def _serve_own(self) -> None:
+        async def serve() -> None:
+            self._on_base(await self._own.serve())
+
+        await self._whole(serve())
+
     async def _take(self, version: Version | Fetched) -> ServedWeights:
-        run_id = str(version.manifest.run_id)
-        followed = self._followed.get(run_id) or self._make(run_id)
         while True:
             try:
-                weights = await followed.adopter.adopt(version)
-                break
+                return await self._whole(self._begin(version))
             except QuartetError as error:
-                if error.reason != "OVERLOADED" or not await self._unload_ended(but=run_id):
+                if error.reason != "OVERLOADED" or not await self._unload_ended(but=version.manifest.run_id):
                     raise
-        # Of two that take a run's first version at once, one follows it.
-        followed = self._followed.setdefault(run_id, followed)
-        if followed.task is None and self._publisher is not None:
-            # Adapters are small: they are fetched from the publisher and not handed on.
-            publisher = replace(self._publisher, run_id=run_id, relay_address="")
-            view = cast(Engine, AdapterView(self._engine, run_id))
-            holdings = Holdings(KEPT_VERSIONS, DELTA_BYTES)
-            follower = Follower(
-                view, publisher, holdings, followed.adopter, lambda why: self._refused(run_id)
-            )
-            followed.task = asyncio.create_task(follower.run(), name=f"follow-adapter-{run_id}")
-            followed.task.add_done_callback(lambda task: self._ended(run_id, task))
-        return weights
+
+    async def _begin(self, version: Version | Fetched) -> ServedWeights:
+        """Serve a version, and follow its run."""
+        run_id = str(version.manifest.run_id)
+        async with self._changing:
+            served = _of_run(self._engine.info(), run_id)
+            if served is not None and self.follows(run_id):
+                return served  # of two that take a run's first version at once, one follows it
+            followed = self._followed.get(run_id) or self._make(run_id)
+            weights = await followed.adopter.adopt(version)
+            self._followed[run_id] = followed
+            if followed.task is None and self._publisher is not None:
+                followed.task = self._follow(run_id, self._publisher, followed.adopter)
+            return weights
+
+    def _follow(self, run_id: str, publisher: Publisher, adopter: AdapterAdopter) -> asyncio.Task[None]:
+        # Adapters are small: they are fetched from the publisher and not handed on.
+        publisher = replace(publisher, run_id=run_id, relay_address="")
+        view = cast(Engine, AdapterView(self._engine, run_id))
+        holdings = Holdings(KEPT_VERSIONS, DELTA_BYTES)
+        follower = Follower(view, publisher, holdings, adopter, lambda why: self._refused(run_id))
+        task = asyncio.create_task(follower.run(), name=f"follow-adapter-{run_id}")
+        task.add_done_callback(lambda task: self._ended(run_id, task))
+        return task
 
     async def _unload_ended(self, but: str) -> bool:
         """Unload the oldest adapter whose run the trainer has not open, if there is another than this."""
@@ -207,7 +228,7 @@ class Adapters:
 
     async def unload(self, run_id: str) -> None:
         """Serve and follow a run's adapter no more. Idempotent."""
-        await self._end(run_id, adapter_gone(run_id))
+        await self._whole(self._end(run_id, adapter_gone(run_id)))
 
     def want(self, run_id: str) -> None:
         """A request names a run that is not served: look for its adapter in the background."""
@@ -216,13 +237,15 @@ class Adapters:
         too_soon = looked is not None and now < looked + LOOK_SECONDS
         if not self._on_demand or self._publisher is None or self.follows(run_id) or too_soon:
             return
-        if len(self._tasks) >= MAX_LOOKS:
+        if len(self._looks) >= MAX_LOOKS:
             return
         self._looked_for.pop(run_id, None)
         while len(self._looked_for) >= MAX_LOOKED_FOR:
             del self._looked_for[next(iter(self._looked_for))]
         self._looked_for[run_id] = now
-        self._spawn(self._look(run_id))
+        look = self._spawn(self._look(run_id))
+        self._looks.add(look)
+        look.add_done_callback(self._looks.discard)
 
     async def close(self) -> None:
         """Follow nothing any more."""
@@ -260,8 +283,10 @@ class Adapters:
     async def _without_followed(self, error: QuartetError) -> None:
         """What the replica follows has published nothing: what it has may stay."""
         served = self._engine.info().served
+        if self._own.serves():
+            return  # since another adapter asked for it
         if served is None:
-            self._on_base(await self._own.serve())
+            await self._serve_own()
         elif error.reason == "RUN_UNKNOWN":  # it has ended, and the replica is for it alone
             raise no_base(served) from error
         else:
@@ -287,19 +312,25 @@ class Adapters:
             self._spawn(self._end(run_id, QuartetError("NOT_READY", "the adapter is followed no more")))
 
     async def _end(self, run_id: str, why: QuartetError) -> None:
-        followed = self._followed.pop(run_id, None)
-        if followed is not None:
-            followed.canaries.close()
-            if followed.task is not None:
-                followed.task.cancel()
-                await asyncio.gather(followed.task, return_exceptions=True)
-        await self._engine.drop_adapter(run_id, why)
+        async with self._changing:
+            followed = self._followed.pop(run_id, None)
+            if followed is not None:
+                followed.canaries.close()
+                if followed.task is not None:
+                    followed.task.cancel()
+                    await asyncio.gather(followed.task, return_exceptions=True)
+            await self._engine.drop_adapter(run_id, why)
         self._news.tell()
 
-    def _spawn(self, work: Any) -> None:
+    async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of work that goes on to its end when its caller is cancelled."""
+        return await asyncio.shield(self._spawn(work))
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def _of_run(info: EngineInfo, run_id: str) -> ServedWeights | None:

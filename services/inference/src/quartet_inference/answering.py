@@ -18,6 +18,7 @@ from typing import Any
 
 import prometheus_client
 from quartet.errors import QuartetError, refused
+from quartet.inference import MAX_COMPLETIONS, NO_EXTENSION
 from quartet.seeds import requested_seeds
 from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
@@ -30,8 +31,6 @@ from quartet_inference.messages import from_turn, to_template, tool_to_template
 from quartet_inference.sampling import resolve
 from quartet_inference.updates import ServedNews
 
-#: GenerateRequest.n says so.
-MAX_COMPLETIONS = 256
 #: What takes less than 0.2 ms to render or to parse; the hop to a thread and back costs that much.
 INLINE_BYTES = 2048
 INLINE_TOKENS = 512
@@ -180,7 +179,7 @@ class Answerer:
             if messages is None:
                 self._count_break()
                 remedy = "send the whole conversation as messages"
-                raise refused("tokens.tail_messages", f"{len(tail)} messages", f"{remedy}: {why}") from why
+                raise refused(NO_EXTENSION, f"{len(tail)} messages", f"{remedy}: {why}") from why
             extended = tuple(self._chat.render(messages, tools, self._room()))
         kept = extended[: len(token_ids)] == token_ids
         if not kept:

@@ -10,6 +10,7 @@ from typing import cast
 import torch
 import transformers
 from quartet.config import ConfigError
+from quartet.inference import INFERENCE
 from quartet.kit.health import Health
 from quartet.kit.server import Service, serve
 from quartet.v1 import inference_service_pb2_grpc
@@ -26,7 +27,7 @@ from quartet_inference.ending import end_with
 from quartet_inference.engine import Engine, ServedWeights
 from quartet_inference.openai.start import front
 from quartet_inference.own_model import OwnModel
-from quartet_inference.replication import INFERENCE, replicating
+from quartet_inference.replication import replicating
 from quartet_inference.service import InferenceServicer
 from quartet_inference.updates import ServedNews
 from quartet_inference.vllm import environment

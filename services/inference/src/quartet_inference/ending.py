@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 
+from quartet.inference import INFERENCE
 from quartet.kit.health import Health
 
 from quartet_inference.engine import Engine
-from quartet_inference.replication import INFERENCE
 
 LOOK_SECONDS = 0.25
 #: Whoever watches the health service is told within half of it, and those whose requests failed are answered.

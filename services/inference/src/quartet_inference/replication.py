@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import cast
 
+from quartet.inference import INFERENCE
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
 from quartet.kit.security import is_loopback
@@ -28,8 +29,6 @@ from quartet_inference.config import InferenceConfig
 from quartet_inference.engine import Engine, ServedWeights
 from quartet_inference.relay import Holdings, RelayServicer, relay_address
 from quartet_inference.updates import Adopter, Follower, Publisher, ServedNews, adopt_pushed
-
-INFERENCE = "quartet.v1.InferenceService"
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ class _Target:
     def __init__(self) -> None:
         self.weights: ServedWeights | None = None
         self.sources: list[str] = []
-        self.error: QuartetError | None = None
+        self.error: Exception | None = None
         self.changed = asyncio.Event()
 
 
@@ -193,8 +193,7 @@ class Follower:
                     target.sources = list(news.sources)
                     self._holdings.expect(news.run_id, int(news.version))
                     target.changed.set()
-        except QuartetError as error:
-            # What no waiting mends at this publisher, the one that is started after it may mend.
+        except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for announcements
             target.error = error
             target.changed.set()
 
@@ -203,8 +202,11 @@ class Follower:
         while True:
             await target.changed.wait()
             target.changed.clear()
-            if target.error is not None:
+            if isinstance(target.error, QuartetError):
+                # What no waiting mends at this publisher, the one that is started after it may mend.
                 raise QuartetError(target.error.reason, f"versions are not announced: {target.error.message}")
+            if target.error is not None:
+                raise target.error
             wanted = target.weights
             assert wanted is not None
             taken = wanted in (self._engine.info().served, self._refused)

@@ -261,7 +261,7 @@ class Journal:
             frame = Frame(*row[1:])
             if self._agrees(row[0], frame) and self._ends_agree():
                 number = row[0]
-                segment, offset = self._segments.after(frame)
+                segment, offset = frame.segment, end_of(frame)
                 event = self._index.execute("SELECT coalesce(max(event), 0) FROM records").fetchone()[0]
             else:
                 self._index.execute("DELETE FROM records")

@@ -174,10 +174,6 @@ class Segments:
         end = self._end if frame.segment == self._last else self._path(frame.segment).stat().st_size
         return end_of(frame) <= end
 
-    def after(self, frame: Frame) -> tuple[int, int]:
-        """Where `scan` goes on behind a frame: segment and byte."""
-        return frame.segment, end_of(frame)
-
     def syncer(self) -> Callable[[], None]:
         """What makes everything appended so far survive a power cut; meant for a thread, called exactly once.
 

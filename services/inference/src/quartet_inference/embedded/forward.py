@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -130,6 +131,19 @@ class _RowsCache(Cache):
         return 0
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """What all layers of a pass have in common."""
+
+    rows: slice  # of the cache
+    context: int
+    places: Tensor  # in the cache, of the keys and values that are computed
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor
+    plan: Plan
+
+
 class LeanForward:
     """Llama, Qwen2 and Qwen3 in float32 with few, large operations."""
 
@@ -166,8 +180,9 @@ class LeanForward:
         mask.masked_fill_(~causal_mask(positions_BT, context), float("-inf"))
         places = self._cache.places(first_row, positions_BT)
         plan = self._bank.plan(first_row, rows)
+        common = _Pass(slice(first_row, first_row + rows), context, places, cos, sin, mask, plan)
         for number, layer in enumerate(self._layers):
-            x = self._layer(number, layer, plan, x, cos, sin, mask, places, first_row, context)
+            x = self._layer(number, layer, x, common)
         if tokens > 1:
             last = torch.full((rows,), tokens - 1) if last_B is None else last_B
             x = x[torch.arange(rows) * tokens + last]
@@ -176,21 +191,9 @@ class LeanForward:
         plan.add(logits, normed, "lm_head")
         return logits
 
-    def _layer(
-        self,
-        number: int,
-        layer: _LeanLayer,
-        plan: Plan,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor,
-        places: Tensor,
-        first_row: int,
-        context: int,
-    ) -> Tensor:
+    def _layer(self, number: int, layer: _LeanLayer, x: Tensor, common: _Pass) -> Tensor:
         heads, kv_heads, dim = self._heads, self._kv_heads, self._head_dim
-        rows, _, tokens, _ = mask.shape
+        plan, (rows, _, tokens, _) = common.plan, common.mask.shape
         normed = F.rms_norm(x, x.shape[-1:], layer.norm_1, self._eps)
         fused = layer.project("qkv", plan, normed)
         qk = turned = fused[:, : (heads + kv_heads) * dim].view(-1, heads + kv_heads, dim)
@@ -199,10 +202,10 @@ class LeanForward:
             for part, weight in zip((turned[:, :heads], turned[:, heads:]), layer.qk_norms, strict=True):
                 part.mul_(weight)
         # Two roundings as in transformers: a fused product would differ in bits.
-        torch.add(turned * cos, turned.roll(dim // 2, -1).mul_(sin), out=qk)
-        held = self._cache.write(number, places, fused[:, heads * dim :])
+        torch.add(turned * common.cos, turned.roll(dim // 2, -1).mul_(common.sin), out=qk)
+        held = self._cache.write(number, common.places, fused[:, heads * dim :])
         q = qk[:, :heads].view(rows, tokens, kv_heads, heads // kv_heads, dim)
-        out = attend(q, held[first_row : first_row + rows, :context], mask)
+        out = attend(q, held[common.rows, : common.context], common.mask)
         x = x + layer.project("out", plan, out)
         normed = F.rms_norm(x, x.shape[-1:], layer.norm_2, self._eps)
         gate, up = layer.project("gate_up", plan, normed).chunk(2, -1)

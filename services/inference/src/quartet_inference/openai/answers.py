@@ -118,12 +118,12 @@ async def stream(
 async def _last_words(
     http: web.Request, response: web.StreamResponse, chunks: list[dict[str, Any]], close: bytes = b""
 ) -> None:
-    """End a stream; whoever does not read its end loses the connection."""
+    """End a stream. Whoever does not read its end loses the connection; who has left misses nothing."""
     try:
         async with asyncio.timeout(LAST_WORDS_SECONDS):
             await response.write(b"".join(map(_event, chunks)) + close)
             await response.write_eof()
-    except TimeoutError:
+    except (TimeoutError, ConnectionResetError):
         if http.transport is not None:
             http.transport.abort()
 

@@ -18,6 +18,7 @@ from typing import Any
 import structlog
 from aiohttp import web
 from quartet.errors import QuartetError
+from quartet.inference import INFERENCE
 from quartet.kit import metrics
 from quartet.kit.door import api_key
 from quartet.kit.health import Health
@@ -37,7 +38,6 @@ from quartet_inference.openai.replies import ChatReply, CompletionReply, Reply
 MAX_BODY_BYTES = 4 << 20
 # What a wrong URL is told, such as a client's base_url without /v1.
 SERVED_HERE = "/v1/chat/completions, /v1/completions, /v1/models and /health are"
-INFERENCE = "quartet.v1.InferenceService"
 
 log = structlog.get_logger()
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -188,6 +188,10 @@ class CompletionReply(Reply):
     prefix = "cmpl"
     _body: CompletionBody
 
+    def __init__(self, chat: Chat, body: CompletionBody, fingerprint: str) -> None:
+        super().__init__(chat, body, fingerprint)
+        self._offsets: dict[int, int] = {}  # of each choice: where the text of its next token begins
+
     def speaker(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]]) -> Speaker:
         """One that tells the text as it was sampled."""
         reader = FormatReader(None, False, None, {})
@@ -206,7 +210,7 @@ class CompletionReply(Reply):
 
     def delta(self, index: int, said: Said, delta: Delta) -> dict[str, Any] | None:
         """Text; None where there is none, nor log-probabilities or tokens to tell."""
-        logprobs = self._logprobs([delta])
+        logprobs = self._logprobs(index, [delta])
         if not said.content and logprobs is None and not self._body.return_token_ids:
             return None
         piece = {"index": index, "text": said.content, "logprobs": logprobs, "finish_reason": None}
@@ -224,20 +228,21 @@ class CompletionReply(Reply):
         return {
             "index": index,
             "text": choice.ended.text,
-            "logprobs": self._logprobs(choice.deltas),
+            "logprobs": self._logprobs(index, choice.deltas),
             **self._end(choice.ended),
             **ids,
         }
 
-    def _logprobs(self, deltas: Sequence[Delta]) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, deltas: Sequence[Delta]) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
-        tokens, values, offsets, at = [], [], [], 0
+        tokens, values, offsets, at = [], [], [], self._offsets.get(index, 0)
         for token, logprob in _pairs(deltas):
             tokens.append(self._name(token))
             values.append(logprob)
             offsets.append(at)
             at += len(tokens[-1])
+        self._offsets[index] = at
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
 
 

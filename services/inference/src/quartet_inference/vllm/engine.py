@@ -2,13 +2,14 @@
 
 1. Everything here happens in one event loop; what is not awaited is atomic.
 2. A swap is: pause, load in every worker, label, resume. It is not interrupted: between load and label
-   nothing is sampled. A load that fails before it touches the model leaves the old weights serving; one that
-   fails later ends the engine, which says so.
+   nothing is sampled. A load that fails before it touches the model leaves the old weights serving, their
+   adapters and whoever is pinned to them included; one that fails later ends the engine, which says so.
 3. In `recompute` vLLM drops the keys of running requests and all prefixes; in `keep` running requests keep
    theirs. In both, new requests carry another cache salt, so that no prefix of older weights serves them.
 4. Keys that broken weights have left non-finite would spoil whoever gets their place in the cache, masked or
    not: they are wiped, and running requests recomputed, before anything goes on.
-5. A request that is pinned to a run or version ends in the pause in which the weights leave it.
+5. A request that is pinned to a run or version ends in the pause in which the weights leave it, also where
+   it came in that pause.
 6. Adapters go with the weights that they were made for (`adapters`).
 """
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -155,8 +156,7 @@ class VllmEngine:
                 log.debug("submitted again under new weights")
         except NonFiniteLogits as error:
             flight.events.put_nowait(error)
-            self._workers.unsound = True
-            self._running.spawn(self._heal(), "vllm-heal")
+            self._workers.spoiled()
         except QuartetError as error:
             flight.events.put_nowait(error)
         except EngineDeadError:
@@ -221,8 +221,7 @@ class VllmEngine:
                 assert now is not None, "it is not refused"
                 served = now
         except NonFiniteLogits:
-            self._workers.unsound = True
-            self._running.spawn(self._heal(), "vllm-heal")
+            self._workers.spoiled()
             raise
         except EngineDeadError:
             self._running.die("vLLM's core has ended")
@@ -278,42 +277,30 @@ class VllmEngine:
             self._running.check_open()
             if staged is None:
                 check_name(weights, self._running.info.served, self._held.digest)
-                self._running.end_pinned(weights)
-                await self._running.llm.update_weight_version(str(weights.version))
-                self._running.info = replace(self._running.info, served=weights)
+                await self._name(weights, self._running.llm.update_weight_version(str(weights.version)))
                 return
             core = self._running.llm.engine_core
             # Of the core, not of AsyncLLM: that one sleeps for 20 ms after every pause.
             await core.pause_scheduler_async(mode="keep", clear_cache=self._recompute)
             began = time.perf_counter()  # before that, the step that was under way went on sampling
             try:
-                self._adapters.retire_all()
-                self._running.end_pinned(weights)
                 await self._workers.load(staged)
-                await self._workers.label(weights)
+                self._adapters.retire_all()
+                await self._name(weights, self._workers.label(weights))
                 self._epoch += 1
                 if not self._recompute:
                     for flight in self._running.flights:
                         flight.again = not flight.started
-                self._running.info = replace(self._running.info, served=weights)
             finally:
                 if not self._running.info.paused and not self._running.info.closed:
                     await core.resume_scheduler_async()
             self._running.updated(began)
 
-    async def _heal(self) -> None:
-        """Wipe what non-finite logits have left behind; one for all that saw them."""
-        async with self._running.changing:
-            if self._running.info.closed or not self._workers.unsound:
-                return
-            core = self._running.llm.engine_core
-            try:
-                await core.pause_scheduler_async(mode="keep", clear_cache=True)
-                await self._workers.wipe()
-                if not self._running.info.paused:
-                    await core.resume_scheduler_async()
-            except Exception as error:  # noqa: BLE001 - nobody awaits this task
-                self._running.die(f"keys could not be wiped: {error!r}")
+    async def _name(self, weights: ServedWeights, label: Awaitable[None]) -> None:
+        self._running.end_pinned(weights)  # they have left vLLM before anything is sampled under the new name
+        await label
+        self._running.end_pinned(weights)  # who came meanwhile was judged by the old one
+        self._running.info = replace(self._running.info, served=weights)
 
     # ---- adapters
 

@@ -3,7 +3,7 @@
 1. A load that fails before it touches a model leaves the old weights serving; one that fails later, or whose
    end is unknown, ends the engine.
 2. Loaded weights are labelled, or the engine ends: nothing is stamped with a version that did not sample it.
-3. Keys are wiped only where `unsound` says that non-finite ones may lie in the cache.
+3. Keys are wiped only where non-finite logits were seen (`spoiled`): non-finite keys may lie in the cache.
 4. An adapter that one worker refuses is in none.
 """
 
@@ -21,12 +21,12 @@ from quartet_inference.vllm.staging import StagedFile
 
 
 class Workers:
-    """Call it while decoding is paused, but for `warm` and `add_adapter`."""
+    """`label` and `load` are called while decoding is paused."""
 
     def __init__(self, running: Running) -> None:
         """The workers of a started engine."""
         self._running = running
-        self.unsound = False  # the cache holds non-finite keys
+        self._unsound = False  # the cache holds non-finite keys
         self._warm = False
 
     async def warm(self, nbytes: int) -> None:
@@ -46,20 +46,39 @@ class Workers:
         Going on would stamp tokens with a version that did not sample them.
         """
         try:
-            await self.wipe()
+            await self._wipe()
             await self._running.llm.update_weight_version(str(weights.version))
         except Exception as error:
             self._running.die(f"weights were loaded, and nothing after that: {error!r}")
             raise QuartetError("INTERNAL", "the weights could not be labelled") from error
 
-    async def wipe(self) -> None:
+    def spoiled(self) -> None:
+        """Non-finite logits were seen: have the keys behind them wiped, once for all that saw them."""
+        self._unsound = True
+        self._running.spawn(self.heal(), "vllm-heal")
+
+    async def heal(self) -> None:
+        """Pause decoding, wipe what non-finite logits have left behind, and have what runs recomputed."""
+        async with self._running.changing:
+            if self._running.info.closed or not self._unsound:
+                return
+            core = self._running.llm.engine_core
+            try:
+                await core.pause_scheduler_async(mode="keep", clear_cache=True)
+                await self._wipe()
+                if not self._running.info.paused:
+                    await core.resume_scheduler_async()
+            except Exception as error:  # noqa: BLE001 - nobody awaits this task
+                self._running.die(f"keys could not be wiped: {error!r}")
+
+    async def _wipe(self) -> None:
         """Make non-finite keys finite, where there may be any. Errors: INTERNAL."""
-        if not self.unsound:
+        if not self._unsound:
             return
         failed = [one for core in await self._in_workers("quartet_wipe") for one in core if not one["ok"]]
         if failed:
             raise QuartetError("INTERNAL", f"a worker could not wipe its keys: {failed[0]['why']}")
-        self.unsound = False
+        self._unsound = False
 
     async def add_adapter(self, lora: LoRARequest) -> None:
         """Take an adapter into every worker of every core. Errors: INVALID_REQUEST, NOT_READY, INTERNAL.
