@@ -6,7 +6,8 @@ worker.
 2. Readers see the run as it stood after its last finished call; they never wait for the worker.
 3. Closing a run frees what it holds in memory, after the call under way; its saved states stay, the
    one among them where it was closed, if that was asked for.
-4. A run of which a step failed half way is closed: who calls it next restores it from its newest state.
+4. A run of which a call failed half way is closed and never saved: who calls it next restores it from its
+   newest state.
 5. A run whose state was saved under another spec is not opened: RUN_CONFLICT, naming the field.
 """
 
@@ -99,7 +100,9 @@ class Roster:
                 return
             # No call finds the run from here on; those that found it come before on the worker.
             await entry.sequence.settle()
-            await self._end(entry, save=bool(save_at) and save_at == entry.sequence.applied)
+            # A step that tore it meanwhile closed it, and what is left of it is nothing to save.
+            if not entry.run.is_torn:
+                await self._end(entry, save=bool(save_at) and save_at == entry.sequence.applied)
             del entry
             await self._worker.run(release_memory)
             log.info("run_closed", run_id=run_id)
