@@ -4,8 +4,8 @@
 2. A job that began is finished, whoever stopped waiting for it.
 3. At most MAX_PENDING jobs wait.
 4. A job for which the memory does not reach is OVERLOADED, with what to change; what it held is given back.
-   (A step that it ends half way closes its run: roster.py 4. Of several ranks it ends the process:
-   ranks/lead.py 2.)
+   (A call that changes a run and that it ends half way closes the run: roster.py 4. Of several ranks it ends
+   the process: ranks/lead.py 2.)
 """
 
 from __future__ import annotations
