@@ -196,6 +196,30 @@ async def test_invariant_3_a_run_that_was_loaded_half_publishes_nothing(
         assert await trainer.publish(8) == straight
 
 
+async def test_a_run_whose_return_to_a_state_is_not_noted_stands_where_it_was_saved_last(
+    folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights have moved back by then, and its sequence has not: it would train on as neither."""
+    spec = {"base_model": str(folder)}
+
+    def full(*_: Any) -> None:
+        raise QuartetError("NOT_READY", "no space left on device")
+
+    async with serve_trainer() as trainer:
+        await trainer.create(**spec)
+        await trainer.save(1, "first")
+        await trainer.one_step(2, make_samples(seed=1))
+        await trainer.save(5, "second")
+        with monkeypatch.context() as patched:
+            patched.setattr("quartet_trainer.states.StateStore.touch", full)
+            back = pb.LoadStateRequest(run_id="r", seq_id=6, name="first")
+            await trainer.refused(trainer.stub.LoadState(back), "NOT_READY")
+        await trainer.refused(trainer.forward_backward(6, make_samples(seed=2)), "RUN_UNKNOWN")
+        run = await trainer.create(**spec)
+        assert (run.applied_seq_id, run.policy_version) == (5, 1)
+        await trainer.stub.LoadState(pb.LoadStateRequest(run_id="r", seq_id=6, name="first"))
+
+
 async def test_who_watches_learns_of_the_older_version_that_a_run_returned_to(
     folder: Path, serve_trainer: Any, make_samples: Any
 ) -> None:

@@ -174,14 +174,16 @@ class Roster:
     def load(self, entry: Entry, name: str) -> int:
         """Return a run to a state; returns where in its sequence it stands then.
 
-        Errors: RESOURCE_UNKNOWN, CHECKSUM_MISMATCH.
+        Errors: RESOURCE_UNKNOWN, CHECKSUM_MISMATCH, NOT_READY.
         """
         info = self._states.find(entry.run.run_id, name)
         content = self._states.read(info)
         entry.run.restore(content)
-        # Only now: what cannot be restored must not be what the next process begins with.
-        self._states.touch(entry.run.run_id, info)
-        entry.states = self._states.list(entry.run.run_id)
+        # The run stands there, and its sequence does not yet: without the rest of this call it has no place.
+        with entry.run.changing():
+            # Only now: what cannot be restored must not be what the next process begins with.
+            self._states.touch(entry.run.run_id, info)
+            entry.states = self._states.list(entry.run.run_id)
         return int(content.meta["applied_seq_id"])
 
     def _open(self, run_id: str, spec: RunSpec) -> Entry:

@@ -135,8 +135,8 @@ class Run:
         return self._torn
 
     @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Parameters, moments and reference change in place: what fails in here leaves a mixture."""
+    def changing(self) -> Iterator[None]:
+        """What fails in here tears the run: its parameters, moments and reference change in place."""
         self._torn = True
         yield
         self._torn = False
@@ -209,7 +209,7 @@ class Run:
         scheduled = scheduled_rate(self.spec.optimizer, self._policy_version)
         rate = scheduled if learning_rate is None else learning_rate
         skipped = self._loss_broken or not math.isfinite(norm)
-        with self._changing():
+        with self.changing():
             if skipped:
                 self._optimizer.clear()
                 self._skipped_steps += 1
@@ -291,7 +291,7 @@ class Run:
         self._trained.check(meta["trained"])
         live = self._trained.published(weights, served_dtype)
         kept = self._versions.read(meta, content.tensors, policy_version, live)
-        with self._changing():
+        with self.changing():
             self._versions.restore(meta, kept)
             with torch.no_grad():
                 for name, parameter in self._trained.parameters.items():
