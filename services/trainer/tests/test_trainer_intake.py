@@ -71,3 +71,29 @@ async def test_a_refused_call_gives_back_what_it_held(
             torn = trainer.frames(pb.ForwardRequest, pb.ForwardStart(run_id="r"), samples, commit=False)
             await trainer.refused(anext(aiter(trainer.stub.Forward(torn))), "STREAM_TORN")
         assert not await overloaded(trainer, samples)
+
+
+@pytest.mark.parametrize("bound", ["IDLE_SECONDS", "UPLOAD_SECONDS"])
+async def test_invariant_7_an_upload_that_stops_or_trickles_gives_its_bytes_back(
+    folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    samples = make_samples(groups=1)
+    monkeypatch.setattr(intake, "MAX_BUFFERED_BYTES", sum(one.ByteSize() for one in samples))
+    monkeypatch.setattr(intake, bound, 0.5)
+    over = asyncio.Event()
+
+    async def endless() -> Any:
+        start = pb.ForwardBackwardStart(run_id="r", seq_id=1, normalizer=1.0)
+        yield pb.ForwardBackwardRequest(start=start)
+        yield pb.ForwardBackwardRequest(batch=pb.SampleBatch(samples=samples))
+        while bound == "UPLOAD_SECONDS" and not over.is_set():
+            yield pb.ForwardBackwardRequest(batch=pb.SampleBatch())
+            await asyncio.sleep(0.05)
+        await over.wait()
+
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        async with asyncio.timeout(WAIT_SECONDS):
+            await trainer.refused(trainer.stub.ForwardBackward(endless()), "DEADLINE")
+        over.set()
+        assert not await overloaded(trainer, samples)

@@ -121,7 +121,7 @@ class TrainerServiceServicer:
 
     def ForwardBackward(self, request_iterator, context):
         """ForwardBackward adds the gradients of a batch to those accumulated since the last OptimStep. Applied whole, after the commit, or not at
-        all. Errors: RUN_UNKNOWN, SEQUENCE_GAP, SEQUENCE_CONFLICT, STREAM_TORN, INVALID_REQUEST.
+        all. Errors: RUN_UNKNOWN, SEQUENCE_GAP, SEQUENCE_CONFLICT, STREAM_TORN, INVALID_REQUEST, DEADLINE (no frame for 30 s, or no commit for 300 s).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -137,7 +137,7 @@ class TrainerServiceServicer:
 
     def Forward(self, request_iterator, context):
         """Forward returns log-probabilities; it changes nothing and has no seq_id. Responses come in the order of the samples, after the commit.
-        Errors: RUN_UNKNOWN, VERSION_UNKNOWN, STREAM_TORN, INVALID_REQUEST.
+        Errors: RUN_UNKNOWN, VERSION_UNKNOWN, STREAM_TORN, INVALID_REQUEST, DEADLINE (as of ForwardBackward).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
