@@ -97,3 +97,30 @@ async def test_invariant_7_an_upload_that_stops_or_trickles_gives_its_bytes_back
             await trainer.refused(trainer.stub.ForwardBackward(endless()), "DEADLINE")
         over.set()
         assert not await overloaded(trainer, samples)
+
+
+async def test_the_digest_of_two_samples_is_not_that_of_their_merge(
+    make_samples: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (whole, *_) = make_samples()
+    parts = [pb.TrainingSample(sample=whole.sample), pb.TrainingSample(advantages=whole.advantages)]
+    # As if a sample without tokens were one: the digest must not lean on what else refuses it.
+    plain = intake.training_sample
+    monkeypatch.setattr(intake, "training_sample", lambda index, _: plain(index, whole))
+
+    async def digest(samples: list[pb.TrainingSample]) -> bytes:
+        async def frames() -> Any:
+            yield pb.ForwardBackwardRequest(start=pb.ForwardBackwardStart(run_id="r", seq_id=1))
+            yield pb.ForwardBackwardRequest(batch=pb.SampleBatch(samples=samples))
+            tokens = len(samples) * len(whole.sample.token_ids)
+            yield pb.ForwardBackwardRequest(
+                commit=pb.StreamCommit(sample_count=len(samples), token_count=tokens)
+            )
+
+        async def digest_of(batch: intake.Batch[Any]) -> bytes:
+            return batch.digest
+
+        return await intake.Intake().use(frames(), digest_of)
+
+    assert await digest(parts) != await digest([whole])
+    assert await digest(parts) == await digest(parts)

@@ -6,7 +6,7 @@
 3. What is held is bounded, per call and over all calls, from the first frame until the work on the batch has
    ended: samples that wait for the worker count, even those of a caller that left.
    In time, too: IDLE_SECONDS between two frames, UPLOAD_SECONDS in all; what stops or trickles is DEADLINE.
-4. The digest covers the start and every sample, not how they were cut into messages.
+4. The digest covers the start and every sample with its length, not how they were cut into messages.
 """
 
 from __future__ import annotations
@@ -99,6 +99,8 @@ class Intake:
             for sample in frame.batch.samples:
                 serialised = sample.SerializeToString(deterministic=True)
                 self._admit(len(serialised), held)
+                # Of messages in a row only their lengths tell where one ends: two are not the merge of both.
+                digest.update(len(serialised).to_bytes(8, "big"))
                 digest.update(serialised)
                 samples.append(training_sample(len(samples), sample))
         if commit is None:
