@@ -60,6 +60,48 @@ async def test_invariant_8_samples_that_wait_for_the_worker_count_until_their_jo
                 await asyncio.sleep(0.01)
 
 
+async def test_scores_that_nobody_waits_for_any_more_are_not_computed(
+    folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples, begun, go_on = make_samples(), threading.Event(), threading.Event()
+    scored: list[Any] = []
+    stepped: list[Any] = []
+    plain_forward, plain_step = Run.forward, Run.forward_backward
+
+    def noted(*args: Any) -> Any:
+        scored.append(args)
+        return plain_forward(*args)
+
+    def held_up(*args: Any) -> Any:
+        stepped.append(args)
+        begun.set()
+        assert go_on.wait(WAIT_SECONDS)
+        return plain_step(*args)
+
+    monkeypatch.setattr(Run, "forward", noted)
+    monkeypatch.setattr(Run, "forward_backward", held_up)
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        await trainer.create("other", base_model=str(folder))
+        first = asyncio.create_task(trainer.forward_backward(1, samples))
+        try:
+            assert await asyncio.to_thread(begun.wait, WAIT_SECONDS)
+            scores = [asyncio.create_task(trainer.forward(samples)) for _ in range(3)]
+            step = asyncio.create_task(trainer.forward_backward(1, samples, run_id="other"))
+            await asyncio.sleep(0.2)
+            for one in (*scores[:2], step):
+                one.cancel()
+            await asyncio.wait([*scores[:2], step])
+            await asyncio.sleep(0.2)
+        finally:
+            go_on.set()
+        await first
+        assert len(await scores[2]) == len(samples) and len(scored) == 1
+        # A call that changes its run is applied all the same, once: its caller may ask again.
+        assert (await trainer.forward_backward(1, samples, run_id="other")).loss_tokens > 0
+        assert len(stepped) == 2
+
+
 async def test_a_refused_call_gives_back_what_it_held(
     folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

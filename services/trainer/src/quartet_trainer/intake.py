@@ -35,13 +35,15 @@ IDLE_SECONDS = 30.0
 UPLOAD_SECONDS = 300.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Batch(Generic[StartT]):
     """A committed stream."""
 
     start: StartT
     samples: Sequence[Sample]
     digest: bytes
+    #: Whether its caller has left: nobody hears what comes of it.
+    left: bool = False
 
 
 @dataclass(slots=True)
@@ -62,7 +64,7 @@ class Intake:
     async def use(
         self, frames: AsyncIterator[Any], work: Callable[[Batch[Any]], Coroutine[Any, Any, T]]
     ) -> T:
-        """Read one stream to its end and work on it; the work goes on when its caller leaves.
+        """Read one stream to its end and work on it; when its caller leaves, the work goes on and can tell.
 
         Errors: STREAM_TORN, INVALID_REQUEST, OVERLOADED, DEADLINE, and those of the work.
         """
@@ -75,7 +77,11 @@ class Intake:
         task = asyncio.create_task(self._work(work(batch), held))
         self._working.add(task)
         task.add_done_callback(self._working.discard)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            batch.left = True
+            raise
 
     async def _work(self, work: Coroutine[Any, Any, T], held: _Held) -> T:
         # Not when the task is seen to be done: nobody must know the result while its samples still count.

@@ -114,7 +114,12 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         if not (math.isfinite(temperature) and temperature > 0):
             raise refused("temperature", temperature, "give a number above 0")
         entry = self._roster.get(start.run_id)
-        return await self._worker.run(lambda: entry.run.forward(batch.samples, version, temperature))
+
+        def job() -> list[Floats]:
+            # It changes nothing: where nobody hears it, there is nothing to do.
+            return [] if batch.left else entry.run.forward(batch.samples, version, temperature)
+
+        return await self._worker.run(job)
 
     async def SaveState(
         self, request: pb.SaveStateRequest, context: grpc.aio.ServicerContext
