@@ -104,8 +104,18 @@ async def test_a_state_between_step_and_publication_restores_what_was_published(
         assert await trainer.publish(5) == straight
 
 
-def test_versions_keep_the_dtype_they_were_published_in(folder: Path) -> None:
+def test_versions_keep_the_dtype_they_were_published_in(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The default of served_dtype is the device's, and a run may be restored on another device."""
+    # An accelerator computes the canary as the served type says; a CPU does not let it be seen.
+    canaries_of, plain = [], Run._canary
+
+    def noted(run: Run, weights: Any) -> Any:
+        canaries_of.append(run._served_dtype)
+        return plain(run, weights)
+
+    monkeypatch.setattr(Run, "_canary", noted)
     store = WeightStore(4)
     machine = Machine(torch.device("cpu"), microbatch_tokens=4096, row_tokens=256, hub=False)
     spec = {"base_model": str(folder), "optimizer": OptimizerSpec(learning_rate=1e-2)}
@@ -115,6 +125,7 @@ def test_versions_keep_the_dtype_they_were_published_in(folder: Path) -> None:
     here.restore(there.content(1))
     assert here.status.published_version == 0
     assert store.get("r").manifest.digest == published.digest == here.publish().digest
+    assert canaries_of == ["bfloat16"] * 3
 
 
 def test_saved_weights_that_give_another_digest_are_refused_and_change_nothing() -> None:

@@ -292,6 +292,8 @@ class Run:
         live = self._trained.published(weights, served_dtype)
         kept = self._versions.read(meta, content.tensors, policy_version, live)
         with self.changing():
+            # Before anything is published: its canary is computed as this type is.
+            self._served_dtype = served_dtype
             self._versions.restore(meta, kept)
             with torch.no_grad():
                 for name, parameter in self._trained.parameters.items():
@@ -303,7 +305,7 @@ class Run:
                 self._reference.restore(content.tensors.get(REFERENCE, {}))
             self._kl_control.restore(meta["kl_control"])
             self._policy_version, self._skipped_steps = policy_version, skipped
-            self._loss_broken, self._served_dtype = bool(meta["loss_broken"]), served_dtype
+            self._loss_broken = bool(meta["loss_broken"])
 
     def export(self, target: Path) -> None:
         """Write the live model as a Hugging Face folder; the first rank does, all give their parts."""
