@@ -165,6 +165,8 @@ async def test_a_run_that_tears_while_its_closing_waits_is_not_saved(
             stepping = asyncio.create_task(trainer.optim_step(3))
             try:
                 assert await asyncio.to_thread(begun.wait, WAIT_SECONDS)
+                scores = asyncio.create_task(trainer.forward(make_samples()))
+                await asyncio.sleep(0.2)
                 closing = trainer.stub.CloseRun(pb.CloseRunRequest(run_id="r", save_at_seq_id=2))
                 async with asyncio.timeout(WAIT_SECONDS):
                     while await known(trainer.stub.GetRun(pb.GetRunRequest(run_id="r"))):  # noqa: ASYNC110
@@ -172,6 +174,8 @@ async def test_a_run_that_tears_while_its_closing_waits_is_not_saved(
             finally:
                 go_on.set()
             await trainer.refused(stepping, "OVERLOADED")
+            # They waited behind the step, and would have been those of a mixture.
+            await trainer.refused(scores, "RUN_UNKNOWN")
             await closing
         await trainer.forward_backward(1, make_samples(), run_id="beside")
         assert (await trainer.create(**spec)).applied_seq_id == 1

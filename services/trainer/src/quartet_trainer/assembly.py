@@ -95,7 +95,7 @@ def assemble(
     roster = Roster(make_run, states, worker, config.max_runs)
     health.watch_progress(STUCK_SECONDS, lambda: worker.busy)
     services = (
-        Service(TRAINER, add_TrainerServiceServicer_to_server, TrainerServicer(roster, worker)),
+        Service(TRAINER, add_TrainerServiceServicer_to_server, TrainerServicer(roster)),
         Service(WEIGHTS, add_weight_service, WeightServicer(store, health.draining)),
     )
     for service in services:

@@ -64,11 +64,7 @@ class Roster:
         """A run that exists here. Errors: RUN_UNKNOWN."""
         entry = self._entries.get(run_id)
         if entry is None:
-            raise QuartetError(
-                "RUN_UNKNOWN",
-                f"run {run_id!r} is not open here; call CreateRun, which also restores it",
-                run_id=run_id,
-            )
+            raise _unknown(run_id)
         return entry
 
     async def create(self, run_id: str, spec: RunSpec) -> Entry:
@@ -132,6 +128,20 @@ class Roster:
                 raise
 
         return await entry.sequence.apply(seq_id, digest, work, moves_to)
+
+    async def query(self, run_id: str, job: Callable[[Run], T]) -> T:
+        """Run a job that changes nothing, once the calls before it have ended.
+
+        Errors: RUN_UNKNOWN, also where one of these tore the run; and those of the job.
+        """
+        run = self.get(run_id).run
+
+        def job_if_whole() -> T:
+            if run.is_torn:
+                raise _unknown(run_id)
+            return job(run)
+
+        return await self._worker.run(job_if_whole)
 
     async def _drop(self, run_id: str, entry: Entry) -> None:
         """Nobody finds the run any more; its states stay."""
@@ -207,6 +217,14 @@ class Roster:
         applied = int(content.meta["applied_seq_id"])
         log.info("run_restored", run_id=run.run_id, state=info.name, applied_seq_id=applied)
         return applied
+
+
+def _unknown(run_id: str) -> QuartetError:
+    return QuartetError(
+        "RUN_UNKNOWN",
+        f"run {run_id!r} is not open here; call CreateRun, which also restores it",
+        run_id=run_id,
+    )
 
 
 def _same_spec(run_id: str, held: RunSpec, wanted: RunSpec, where: str) -> None:
