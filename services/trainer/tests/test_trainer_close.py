@@ -16,6 +16,7 @@ from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1 import weights_pb2
 from quartet.v1.weights_pb2_grpc import WeightServiceStub
 from quartet.weights.fetch import fetch_version
+from quartet_trainer.optimizer import Optimizer
 from quartet_trainer.run import Run
 
 WAIT_SECONDS = 20.0
@@ -83,7 +84,7 @@ async def test_a_run_that_is_closed_with_its_state_is_opened_where_it_was(
         await trainer.forward_backward(5, make_samples(seed=1))
         # Where it cannot be saved it stays open.
         with monkeypatch.context() as patch:
-            patch.setattr("quartet_trainer.states.save_file", full_disk)
+            patch.setattr("quartet_trainer.content.save_file", full_disk)
             await trainer.refused(trainer.stub.CloseRun(closing), "NOT_READY")
         await trainer.stub.CloseRun(closing)
         run = await trainer.create(**spec)
@@ -134,6 +135,52 @@ async def test_a_run_is_closed_after_the_call_under_way(
             await closing
         # The place is free, also where nobody waited for it.
         assert (await trainer.create("next", base_model=str(folder))).applied_seq_id == 0
+
+
+@pytest.mark.parametrize("lora", [None, pb.LoraSpec(rank=2, alpha=4.0)])
+async def test_a_run_that_tears_while_its_closing_waits_is_not_saved(
+    folder: Path,
+    serve_trainer: Any,
+    make_samples: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    lora: pb.LoraSpec | None,
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def half(self: Optimizer, *_: Any) -> None:
+        next(iter(self._parameters.values())).data.add_(1000.0)
+        begun.set()
+        assert go_on.wait(WAIT_SECONDS)
+        raise MemoryError("no room for the rest")
+
+    spec = {"base_model": str(folder), "lora": lora}
+    async with serve_trainer() as trainer:
+        await trainer.create(**spec)
+        # Another run on the same base: an adapter that leaves it twice would be in its way.
+        await trainer.create("beside", **spec)
+        await trainer.save(1, "a")
+        await trainer.forward_backward(2, make_samples())
+        with monkeypatch.context() as patched:
+            patched.setattr(Optimizer, "step", half)
+            stepping = asyncio.create_task(trainer.optim_step(3))
+            try:
+                assert await asyncio.to_thread(begun.wait, WAIT_SECONDS)
+                scores = asyncio.create_task(trainer.forward(make_samples()))
+                await asyncio.sleep(0.2)
+                closing = trainer.stub.CloseRun(pb.CloseRunRequest(run_id="r", save_at_seq_id=2))
+                async with asyncio.timeout(WAIT_SECONDS):
+                    while await known(trainer.stub.GetRun(pb.GetRunRequest(run_id="r"))):  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+            finally:
+                go_on.set()
+            await trainer.refused(stepping, "OVERLOADED")
+            # They waited behind the step, and would have been those of a mixture.
+            await trainer.refused(scores, "RUN_UNKNOWN")
+            await closing
+        await trainer.forward_backward(1, make_samples(), run_id="beside")
+        assert (await trainer.create(**spec)).applied_seq_id == 1
+        states = (await trainer.stub.ListStates(pb.ListStatesRequest(run_id="r"))).states
+        assert [state.name for state in states] == ["a"]
 
 
 async def test_a_run_that_nobody_waits_for_any_more_is_opened_once(

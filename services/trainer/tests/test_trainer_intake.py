@@ -60,6 +60,48 @@ async def test_invariant_8_samples_that_wait_for_the_worker_count_until_their_jo
                 await asyncio.sleep(0.01)
 
 
+async def test_scores_that_nobody_waits_for_any_more_are_not_computed(
+    folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples, begun, go_on = make_samples(), threading.Event(), threading.Event()
+    scored: list[Any] = []
+    stepped: list[Any] = []
+    plain_forward, plain_step = Run.forward, Run.forward_backward
+
+    def noted(*args: Any) -> Any:
+        scored.append(args)
+        return plain_forward(*args)
+
+    def held_up(*args: Any) -> Any:
+        stepped.append(args)
+        begun.set()
+        assert go_on.wait(WAIT_SECONDS)
+        return plain_step(*args)
+
+    monkeypatch.setattr(Run, "forward", noted)
+    monkeypatch.setattr(Run, "forward_backward", held_up)
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        await trainer.create("other", base_model=str(folder))
+        first = asyncio.create_task(trainer.forward_backward(1, samples))
+        try:
+            assert await asyncio.to_thread(begun.wait, WAIT_SECONDS)
+            scores = [asyncio.create_task(trainer.forward(samples)) for _ in range(3)]
+            step = asyncio.create_task(trainer.forward_backward(1, samples, run_id="other"))
+            await asyncio.sleep(0.2)
+            for one in (*scores[:2], step):
+                one.cancel()
+            await asyncio.wait([*scores[:2], step])
+            await asyncio.sleep(0.2)
+        finally:
+            go_on.set()
+        await first
+        assert len(await scores[2]) == len(samples) and len(scored) == 1
+        # A call that changes its run is applied all the same, once: its caller may ask again.
+        assert (await trainer.forward_backward(1, samples, run_id="other")).loss_tokens > 0
+        assert len(stepped) == 2
+
+
 async def test_a_refused_call_gives_back_what_it_held(
     folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,3 +113,56 @@ async def test_a_refused_call_gives_back_what_it_held(
             torn = trainer.frames(pb.ForwardRequest, pb.ForwardStart(run_id="r"), samples, commit=False)
             await trainer.refused(anext(aiter(trainer.stub.Forward(torn))), "STREAM_TORN")
         assert not await overloaded(trainer, samples)
+
+
+@pytest.mark.parametrize("bound", ["IDLE_SECONDS", "UPLOAD_SECONDS"])
+async def test_invariant_7_an_upload_that_stops_or_trickles_gives_its_bytes_back(
+    folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    samples = make_samples(groups=1)
+    monkeypatch.setattr(intake, "MAX_BUFFERED_BYTES", sum(one.ByteSize() for one in samples))
+    monkeypatch.setattr(intake, bound, 0.5)
+    over = asyncio.Event()
+
+    async def endless() -> Any:
+        start = pb.ForwardBackwardStart(run_id="r", seq_id=1, normalizer=1.0)
+        yield pb.ForwardBackwardRequest(start=start)
+        yield pb.ForwardBackwardRequest(batch=pb.SampleBatch(samples=samples))
+        while bound == "UPLOAD_SECONDS" and not over.is_set():
+            yield pb.ForwardBackwardRequest(batch=pb.SampleBatch())
+            await asyncio.sleep(0.05)
+        await over.wait()
+
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        async with asyncio.timeout(WAIT_SECONDS):
+            await trainer.refused(trainer.stub.ForwardBackward(endless()), "DEADLINE")
+        over.set()
+        assert not await overloaded(trainer, samples)
+
+
+async def test_the_digest_of_two_samples_is_not_that_of_their_merge(
+    make_samples: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (whole, *_) = make_samples()
+    parts = [pb.TrainingSample(sample=whole.sample), pb.TrainingSample(advantages=whole.advantages)]
+    # As if a sample without tokens were one: the digest must not lean on what else refuses it.
+    plain = intake.training_sample
+    monkeypatch.setattr(intake, "training_sample", lambda index, _: plain(index, whole))
+
+    async def digest(samples: list[pb.TrainingSample]) -> bytes:
+        async def frames() -> Any:
+            yield pb.ForwardBackwardRequest(start=pb.ForwardBackwardStart(run_id="r", seq_id=1))
+            yield pb.ForwardBackwardRequest(batch=pb.SampleBatch(samples=samples))
+            tokens = len(samples) * len(whole.sample.token_ids)
+            yield pb.ForwardBackwardRequest(
+                commit=pb.StreamCommit(sample_count=len(samples), token_count=tokens)
+            )
+
+        async def digest_of(batch: intake.Batch[Any]) -> bytes:
+            return batch.digest
+
+        return await intake.Intake().use(frames(), digest_of)
+
+    assert await digest(parts) != await digest([whole])
+    assert await digest(parts) == await digest(parts)

@@ -297,6 +297,23 @@ async def test_dropout_disturbs_training_and_no_scoring(
         assert one.loss != two.loss
 
 
+async def test_promise_4_a_restored_adapter_drops_nothing_before_it_learns_again(
+    serve_trainer: Make, make_samples: Make, folder: Path
+) -> None:
+    samples, spec = make_samples(), {"lora": pb.LoraSpec(rank=4, alpha=8.0, dropout=0.5)}
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder), **spec)
+        seq = await train(trainer, samples, 2)
+        await digest_of(trainer, seq)
+        await trainer.save(seq + 1, "s")
+        canary = (await fetch_version(trainer.channel, "r", 2)).manifest.canary
+        scores = await trainer.forward(samples)
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder), **spec)
+        assert (await fetch_version(trainer.channel, "r", 2)).manifest.canary == canary
+        assert await trainer.forward(samples) == scores
+
+
 async def test_a_state_does_not_go_on_upon_another_base(
     serve_trainer: Make, make_samples: Make, folder: Path, tmp_path: Path
 ) -> None:

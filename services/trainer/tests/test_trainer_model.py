@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from quartet.errors import QuartetError
+from quartet.kit.health import Health
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.model import load_model, probe
 from quartet_trainer.publish import cast
@@ -37,6 +38,17 @@ def test_promise_1_a_missing_weight_is_refused_by_name(folder: Path, tmp_path: P
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(QuartetError, match=r"lack 1 tensors.*layers\.1\.mlp\.up_proj"):
         load(tmp_path)
+
+
+async def test_a_large_model_is_no_silence(
+    folder: Path, serve_trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[float] = []
+    monkeypatch.setattr(Health, "progress", lambda health: heard.append(0.0))
+    monkeypatch.setattr(Health, "watch_progress", lambda *_: None)
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+    assert len(heard) >= len(load_file(folder / "model.safetensors"))
 
 
 def test_promise_2_a_model_that_scales_its_logits_is_refused_by_the_probe() -> None:

@@ -104,8 +104,18 @@ async def test_a_state_between_step_and_publication_restores_what_was_published(
         assert await trainer.publish(5) == straight
 
 
-def test_versions_keep_the_dtype_they_were_published_in(folder: Path) -> None:
+def test_versions_keep_the_dtype_they_were_published_in(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The default of served_dtype is the device's, and a run may be restored on another device."""
+    # An accelerator computes the canary as the served type says; a CPU does not let it be seen.
+    canaries_of, plain = [], Run._canary
+
+    def noted(run: Run, weights: Any) -> Any:
+        canaries_of.append(run._served_dtype)
+        return plain(run, weights)
+
+    monkeypatch.setattr(Run, "_canary", noted)
     store = WeightStore(4)
     machine = Machine(torch.device("cpu"), microbatch_tokens=4096, row_tokens=256, hub=False)
     spec = {"base_model": str(folder), "optimizer": OptimizerSpec(learning_rate=1e-2)}
@@ -115,6 +125,7 @@ def test_versions_keep_the_dtype_they_were_published_in(folder: Path) -> None:
     here.restore(there.content(1))
     assert here.status.published_version == 0
     assert store.get("r").manifest.digest == published.digest == here.publish().digest
+    assert canaries_of == ["bfloat16"] * 3
 
 
 def test_saved_weights_that_give_another_digest_are_refused_and_change_nothing() -> None:
@@ -125,9 +136,9 @@ def test_saved_weights_that_give_another_digest_are_refused_and_change_nothing()
     meta = versions.meta()
     versions.publish(6, cast([("w", torch.zeros(3))], "float32"))
     with pytest.raises(QuartetError, match="CHECKSUM_MISMATCH"):
-        versions.restore(meta, {}, 5, cast([("w", torch.full((3,), 2.0))], "float32"))
+        versions.read(meta, {}, 5, cast([("w", torch.full((3,), 2.0))], "float32"))
     assert versions.newest == 6 and store.get("r").number == 6
-    versions.restore(meta, {}, 5, weights)
+    versions.restore(meta, versions.read(meta, {}, 5, weights))
     assert versions.newest == 5 and store.get("r").manifest.digest.hex() == meta["published_digest"]
 
 
@@ -168,6 +179,56 @@ async def test_a_state_that_cannot_be_loaded_does_not_become_the_newest(
             await trainer.refused(trainer.stub.LoadState(back), "CHECKSUM_MISMATCH")
     async with serve_trainer() as trainer:
         assert (await trainer.create(base_model=str(folder))).applied_seq_id == 4
+
+
+async def test_invariant_3_a_run_that_was_loaded_half_publishes_nothing(
+    folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = {"base_model": str(folder)}
+
+    def no_room(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    async with serve_trainer() as trainer:
+        await trainer.create(**spec)
+        await trainer.one_step(1, make_samples(seed=1))
+        await trainer.save(4, "first")
+        await trainer.forward_backward(5, make_samples(seed=2))
+        await trainer.optim_step(6)
+        await trainer.save(7, "second")
+        straight = await trainer.publish(8)
+        with monkeypatch.context() as patched:
+            patched.setattr("quartet_trainer.optimizer.Optimizer.restore", no_room)
+            back = pb.LoadStateRequest(run_id="r", seq_id=9, name="first")
+            await trainer.refused(trainer.stub.LoadState(back), "OVERLOADED")
+        await trainer.refused(trainer.publish(9), "RUN_UNKNOWN")
+        # The memory may be there now; it stands where it was saved last.
+        assert (await trainer.create(**spec)).applied_seq_id == 7
+        assert await trainer.publish(8) == straight
+
+
+async def test_a_run_whose_return_to_a_state_is_not_noted_stands_where_it_was_saved_last(
+    folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights have moved back by then, and its sequence has not: it would train on as neither."""
+    spec = {"base_model": str(folder)}
+
+    def full(*_: Any) -> None:
+        raise QuartetError("NOT_READY", "no space left on device")
+
+    async with serve_trainer() as trainer:
+        await trainer.create(**spec)
+        await trainer.save(1, "first")
+        await trainer.one_step(2, make_samples(seed=1))
+        await trainer.save(5, "second")
+        with monkeypatch.context() as patched:
+            patched.setattr("quartet_trainer.states.StateStore.touch", full)
+            back = pb.LoadStateRequest(run_id="r", seq_id=6, name="first")
+            await trainer.refused(trainer.stub.LoadState(back), "NOT_READY")
+        await trainer.refused(trainer.forward_backward(6, make_samples(seed=2)), "RUN_UNKNOWN")
+        run = await trainer.create(**spec)
+        assert (run.applied_seq_id, run.policy_version) == (5, 1)
+        await trainer.stub.LoadState(pb.LoadStateRequest(run_id="r", seq_id=6, name="first"))
 
 
 async def test_who_watches_learns_of_the_older_version_that_a_run_returned_to(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,46 @@ def test_a_full_disk_is_waited_for(tmp_path: Path, error: Exception) -> None:
     assert [info.name for info in store.list("r")] == ["a"]
     save(store, "b", 2)
     assert [info.name for info in store.list("r")] == ["a", "b"]
+
+
+@pytest.mark.parametrize("unread", ["COMPLETE.json", "ORDER", "weights.safetensors", "run.json"])
+def test_invariant_9_a_state_that_cannot_be_read_now_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unread: str
+) -> None:
+    """As harm it would be: the run would go on from an older one, and what is saved next would replace it."""
+    store = StateStore(tmp_path, 3)
+    save(store, "a", 1)
+    save(store, "b", 2)
+    opened = io.open
+
+    def away(file: object, *args: object, **kwargs: object) -> object:
+        if str(file).endswith(f"b@2/{unread}"):
+            raise OSError(errno.EIO, "Input/output error")
+        return opened(file, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(io, "open", away)
+        with pytest.raises(QuartetError, match=r"NOT_READY.*Input/output error"):
+            store.newest_sound("r")
+    found = store.newest_sound("r")
+    assert found is not None and found[0].name == "b"
+
+
+def test_a_state_is_not_made_the_newest_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = StateStore(tmp_path, 3)
+    save(store, "a", 1)
+    save(store, "b", 2)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        with pytest.raises(QuartetError, match=r"NOT_READY.*No space left on device"):
+            store.touch("r", store.find("r", "a"))
+    assert store.list("r")[-1].name == "b"
 
 
 def test_states_of_another_release_are_neither_passed_over_nor_replaced(

@@ -57,6 +57,24 @@ async def test_promise_2_a_job_is_finished_though_its_caller_leaves(worker: Work
     assert finished.is_set() and not worker.busy
 
 
+async def test_promise_2_closing_finishes_the_job_under_way_and_no_other() -> None:
+    worker, go_on, ran = Worker(threads=1, deterministic=True), threading.Event(), []
+
+    def job(number: int) -> None:
+        assert go_on.wait(WAIT_SECONDS)
+        ran.append(number)
+
+    jobs = [asyncio.create_task(worker.run(partial(job, number))) for number in range(3)]
+    await asyncio.sleep(0.1)
+    closing = asyncio.create_task(worker.close())
+    await asyncio.sleep(0.1)
+    go_on.set()
+    await closing
+    assert ran == [0] and not worker.busy
+    done = await asyncio.gather(*jobs, return_exceptions=True)
+    assert [type(one) for one in done] == [type(None), asyncio.CancelledError, asyncio.CancelledError]
+
+
 async def test_promise_3_more_jobs_than_the_bound_are_refused(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

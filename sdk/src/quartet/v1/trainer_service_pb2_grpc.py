@@ -94,7 +94,8 @@ class TrainerServiceServicer:
     def CreateRun(self, request, context):
         """CreateRun loads the base model, or restores the newest saved state of this run_id. Idempotent: an equal spec returns the run as it is,
         another spec is RUN_CONFLICT. Errors: INVALID_CONFIG (model path, dtype), RUN_CONFLICT, OVERLOADED (too many open runs; see CloseRun),
-        CHECKSUM_MISMATCH (the published version of the saved state comes out otherwise here).
+        CHECKSUM_MISMATCH (the published version of the saved state comes out otherwise here), NOT_READY (the disk of the states is away: nothing is
+        opened, the same call succeeds once it is there).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,7 +121,7 @@ class TrainerServiceServicer:
 
     def ForwardBackward(self, request_iterator, context):
         """ForwardBackward adds the gradients of a batch to those accumulated since the last OptimStep. Applied whole, after the commit, or not at
-        all. Errors: RUN_UNKNOWN, SEQUENCE_GAP, SEQUENCE_CONFLICT, STREAM_TORN, INVALID_REQUEST.
+        all. Errors: RUN_UNKNOWN, SEQUENCE_GAP, SEQUENCE_CONFLICT, STREAM_TORN, INVALID_REQUEST, DEADLINE (no frame for 30 s, or no commit for 300 s).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -136,7 +137,7 @@ class TrainerServiceServicer:
 
     def Forward(self, request_iterator, context):
         """Forward returns log-probabilities; it changes nothing and has no seq_id. Responses come in the order of the samples, after the commit.
-        Errors: RUN_UNKNOWN, VERSION_UNKNOWN, STREAM_TORN, INVALID_REQUEST.
+        Errors: RUN_UNKNOWN, VERSION_UNKNOWN, STREAM_TORN, INVALID_REQUEST, DEADLINE (as of ForwardBackward).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -154,7 +155,8 @@ class TrainerServiceServicer:
     def LoadState(self, request, context):
         """LoadState returns to a state: with its accumulated gradients, the version published last and the versions retained before it. All others are
         forgotten, and WeightService.Watch announces the restored one, however small its number. Errors: RUN_UNKNOWN, RESOURCE_UNKNOWN, SEQUENCE_GAP,
-        CHECKSUM_MISMATCH, INVALID_CONFIG (written by another release).
+        CHECKSUM_MISMATCH, INVALID_CONFIG (written by another release), NOT_READY (the disk is full or away). One that fails half way, for want of
+        memory or of room on the disk, ends the run as a half step does: RUN_UNKNOWN from then on, and CreateRun opens it at its newest state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

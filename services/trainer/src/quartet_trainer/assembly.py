@@ -21,6 +21,7 @@ from quartet_trainer.config import TrainerConfig
 from quartet_trainer.content import TensorFiles
 from quartet_trainer.kernels import chosen
 from quartet_trainer.loss.custom import load_losses
+from quartet_trainer.model import tell_loading
 from quartet_trainer.passes import Machine
 from quartet_trainer.ranks.alone import Alone, Ranks
 from quartet_trainer.roster import Roster
@@ -76,9 +77,10 @@ def assemble(
     files: TensorFiles | None = None,
 ) -> Trainer:
     """Build the trainer; needs a running event loop. Errors: ConfigError."""
-    # Loading is quick and logged by us; progress bars have no place in a service's log.
+    # Loading is logged by us; progress bars have no place in a service's log.
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     health = Health()
+    tell_loading(health.progress)
     worker = Worker(config.threads, config.deterministic)
     store = WeightStore(config.published_versions)
     bases = Bases()
@@ -95,7 +97,7 @@ def assemble(
     roster = Roster(make_run, states, worker, config.max_runs)
     health.watch_progress(STUCK_SECONDS, lambda: worker.busy)
     services = (
-        Service(TRAINER, add_TrainerServiceServicer_to_server, TrainerServicer(roster, worker)),
+        Service(TRAINER, add_TrainerServiceServicer_to_server, TrainerServicer(roster)),
         Service(WEIGHTS, add_weight_service, WeightServicer(store, health.draining)),
     )
     for service in services:

@@ -43,7 +43,8 @@ def export(states: Path, target: Path, name: str | None = None) -> StateInfo:
     """Write the model of a state; returns which one it was.
 
     Errors: RESOURCE_UNKNOWN, CHECKSUM_MISMATCH, INVALID_CONFIG (the base model is gone or another one, or
-    another release wrote the state), INVALID_REQUEST (target, name), OSError and SafetensorError (the disk).
+    another release wrote the state), INVALID_REQUEST (target, name), NOT_READY (the states cannot be read),
+    OSError and SafetensorError (the disk of the target).
     """
     states, target = states.absolute(), target.absolute()
     if os.path.lexists(target):
@@ -103,6 +104,8 @@ def _newest(store: StateStore, run_id: str, folder: Path) -> tuple[StateInfo, Co
                 why = f": {error.message}"
                 if not info.path.exists():
                     break  # there are newer ones
+                if error.reason == "NOT_READY":
+                    raise
                 log.warning("state_passed_over", state=info.name, why=error.message)
         else:
             break
@@ -112,8 +115,8 @@ def _newest(store: StateStore, run_id: str, folder: Path) -> tuple[StateInfo, Co
 def _read(store: StateStore, info: StateInfo) -> Content:
     try:
         return store.read(info)
-    except (FileNotFoundError, QuartetError) as error:
-        if info.path.exists() and isinstance(error, QuartetError):
+    except QuartetError as error:
+        if info.path.exists():
             raise
         raise QuartetError(
             "RESOURCE_UNKNOWN", f"state {info.name} was pruned while it was read; ask again", name=info.name

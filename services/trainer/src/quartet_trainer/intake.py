@@ -5,7 +5,8 @@
 2. A commit whose counts disagree with what arrived is STREAM_TORN.
 3. What is held is bounded, per call and over all calls, from the first frame until the work on the batch has
    ended: samples that wait for the worker count, even those of a caller that left.
-4. The digest covers the start and every sample, not how they were cut into messages.
+   In time, too: IDLE_SECONDS between two frames, UPLOAD_SECONDS in all; what stops or trickles is DEADLINE.
+4. The digest covers the start and every sample with its length, not how they were cut into messages.
 """
 
 from __future__ import annotations
@@ -28,15 +29,21 @@ T = TypeVar("T")
 MAX_CALL_BYTES = 256 * 2**20
 #: The same over all calls under way; arrays in memory are about four times the serialised size.
 MAX_BUFFERED_BYTES = 512 * 2**20
+#: Between two frames; a client that sends none for so long is frozen or gone.
+IDLE_SECONDS = 30.0
+#: From the first frame to the end: MAX_CALL_BYTES take no longer at 1 MB/s.
+UPLOAD_SECONDS = 300.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Batch(Generic[StartT]):
     """A committed stream."""
 
     start: StartT
     samples: Sequence[Sample]
     digest: bytes
+    #: Whether its caller has left: nobody hears what comes of it.
+    left: bool = False
 
 
 @dataclass(slots=True)
@@ -57,20 +64,24 @@ class Intake:
     async def use(
         self, frames: AsyncIterator[Any], work: Callable[[Batch[Any]], Coroutine[Any, Any, T]]
     ) -> T:
-        """Read one stream to its end and work on it; the work goes on when its caller leaves.
+        """Read one stream to its end and work on it; when its caller leaves, the work goes on and can tell.
 
-        Errors: STREAM_TORN, INVALID_REQUEST, OVERLOADED, and those of the work.
+        Errors: STREAM_TORN, INVALID_REQUEST, OVERLOADED, DEADLINE, and those of the work.
         """
         held = _Held()
         try:
-            batch = await self._collect(frames, held)
+            batch = await _in_time(self._collect(frames, held))
         except BaseException:
             self._buffered -= held.size
             raise
         task = asyncio.create_task(self._work(work(batch), held))
         self._working.add(task)
         task.add_done_callback(self._working.discard)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            batch.left = True
+            raise
 
     async def _work(self, work: Coroutine[Any, Any, T], held: _Held) -> T:
         # Not when the task is seen to be done: nobody must know the result while its samples still count.
@@ -84,7 +95,7 @@ class Intake:
         digest = xxhash.xxh3_128(start.SerializeToString(deterministic=True))
         samples: list[Sample] = []
         commit = None
-        async for frame in frames:
+        while (frame := await _next(frames)) is not None:
             kind = frame.WhichOneof("frame")
             if commit is not None or kind not in ("batch", "commit"):
                 raise _order(f"a frame {kind!r} after {'the commit' if commit else 'the start'}")
@@ -94,6 +105,8 @@ class Intake:
             for sample in frame.batch.samples:
                 serialised = sample.SerializeToString(deterministic=True)
                 self._admit(len(serialised), held)
+                # Of messages in a row only their lengths tell where one ends: two are not the merge of both.
+                digest.update(len(serialised).to_bytes(8, "big"))
                 digest.update(serialised)
                 samples.append(training_sample(len(samples), sample))
         if commit is None:
@@ -119,12 +132,30 @@ class Intake:
             )
 
 
+async def _in_time(upload: Coroutine[Any, Any, T]) -> T:
+    try:
+        async with asyncio.timeout(UPLOAD_SECONDS):
+            return await upload
+    except TimeoutError:
+        raise _late(f"the upload took longer than {UPLOAD_SECONDS:g} s", "commit") from None
+
+
 async def _start(frames: AsyncIterator[Any]) -> Any:
-    async for frame in frames:
-        if frame.WhichOneof("frame") != "start":
-            raise _order(f"the first frame is {frame.WhichOneof('frame')!r}, not the start")
-        return frame.start
-    raise _torn("the stream ended before its start")
+    frame = await _next(frames)
+    if frame is None:
+        raise _torn("the stream ended before its start")
+    if frame.WhichOneof("frame") != "start":
+        raise _order(f"the first frame is {frame.WhichOneof('frame')!r}, not the start")
+    return frame.start
+
+
+async def _next(frames: AsyncIterator[Any]) -> Any | None:
+    """The next frame; None at the end. Errors: DEADLINE."""
+    try:
+        async with asyncio.timeout(IDLE_SECONDS):
+            return await anext(frames, None)
+    except TimeoutError:
+        raise _late(f"no frame came for {IDLE_SECONDS:g} s", "frame") from None
 
 
 def _agree(what: str, committed: int, arrived: int) -> None:
@@ -134,6 +165,10 @@ def _agree(what: str, committed: int, arrived: int) -> None:
 
 def _torn(what: str) -> QuartetError:
     return QuartetError("STREAM_TORN", f"{what}; nothing was applied, send it again")
+
+
+def _late(what: str, waited_for: str) -> QuartetError:
+    return QuartetError("DEADLINE", f"{what}; nothing was applied, send it again", waited_for=waited_for)
 
 
 def _order(what: str) -> QuartetError:

@@ -203,6 +203,9 @@ class Adapter:
             for layer in shared.model.modules()
             if isinstance(layer, LoraLayer) and name in layer.lora_dropout
         ]
+        # peft makes them in training mode.
+        for dropout in self._dropouts:
+            dropout.eval()
 
     def counts(self) -> tuple[int, int]:
         """The adapter, and with the base."""

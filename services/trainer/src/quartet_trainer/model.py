@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,21 @@ def resolve_folder(base_model: str, allow_hub: bool) -> Path:
             f"{base_model} is neither a folder here nor a model that the hub gave ({type(error).__name__})",
             "name a local folder, or check the id, the network and the hub's access rules",
         ) from error
+
+
+def tell_loading(progress: Callable[[], None]) -> None:
+    """Call `progress` for each tensor loaded from now on: from a slow disk a model takes many minutes."""
+
+    def each(values: Iterable[Any]) -> Iterator[Any]:
+        for value in values:
+            yield value
+            progress()
+
+    def bar(make: Callable[..., Any], values: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+        # The first is what it goes over; a bar that is moved by hand has none.
+        return make(*map(each, values[:1]), *values[1:], **settings)
+
+    transformers.utils.logging.set_tqdm_hook(bar)
 
 
 def load_model(folder: Path, base_model: str, *, device: torch.device, seed: int | None = None) -> Any:

@@ -6,7 +6,8 @@ worker.
 2. Readers see the run as it stood after its last finished call; they never wait for the worker.
 3. Closing a run frees what it holds in memory, after the call under way; its saved states stay, the
    one among them where it was closed, if that was asked for.
-4. A run of which a step failed half way is closed: who calls it next restores it from its newest state.
+4. A run of which a call failed half way is closed and never saved: who calls it next restores it from its
+   newest state.
 5. A run whose state was saved under another spec is not opened: RUN_CONFLICT, naming the field.
 """
 
@@ -63,11 +64,7 @@ class Roster:
         """A run that exists here. Errors: RUN_UNKNOWN."""
         entry = self._entries.get(run_id)
         if entry is None:
-            raise QuartetError(
-                "RUN_UNKNOWN",
-                f"run {run_id!r} is not open here; call CreateRun, which also restores it",
-                run_id=run_id,
-            )
+            raise _unknown(run_id)
         return entry
 
     async def create(self, run_id: str, spec: RunSpec) -> Entry:
@@ -99,7 +96,9 @@ class Roster:
                 return
             # No call finds the run from here on; those that found it come before on the worker.
             await entry.sequence.settle()
-            await self._end(entry, save=bool(save_at) and save_at == entry.sequence.applied)
+            # A step that tore it meanwhile closed it, and what is left of it is nothing to save.
+            if not entry.run.is_torn:
+                await self._end(entry, save=bool(save_at) and save_at == entry.sequence.applied)
             del entry
             await self._worker.run(release_memory)
             log.info("run_closed", run_id=run_id)
@@ -129,6 +128,20 @@ class Roster:
                 raise
 
         return await entry.sequence.apply(seq_id, digest, work, moves_to)
+
+    async def query(self, run_id: str, job: Callable[[Run], T]) -> T:
+        """Run a job that changes nothing, once the calls before it have ended.
+
+        Errors: RUN_UNKNOWN, also where one of these tore the run; and those of the job.
+        """
+        run = self.get(run_id).run
+
+        def job_if_whole() -> T:
+            if run.is_torn:
+                raise _unknown(run_id)
+            return job(run)
+
+        return await self._worker.run(job_if_whole)
 
     async def _drop(self, run_id: str, entry: Entry) -> None:
         """Nobody finds the run any more; its states stay."""
@@ -171,14 +184,16 @@ class Roster:
     def load(self, entry: Entry, name: str) -> int:
         """Return a run to a state; returns where in its sequence it stands then.
 
-        Errors: RESOURCE_UNKNOWN, CHECKSUM_MISMATCH.
+        Errors: RESOURCE_UNKNOWN, CHECKSUM_MISMATCH, NOT_READY.
         """
         info = self._states.find(entry.run.run_id, name)
         content = self._states.read(info)
         entry.run.restore(content)
-        # Only now: what cannot be restored must not be what the next process begins with.
-        self._states.touch(entry.run.run_id, info)
-        entry.states = self._states.list(entry.run.run_id)
+        # The run stands there, and its sequence does not yet: without the rest of this call it has no place.
+        with entry.run.changing():
+            # Only now: what cannot be restored must not be what the next process begins with.
+            self._states.touch(entry.run.run_id, info)
+            entry.states = self._states.list(entry.run.run_id)
         return int(content.meta["applied_seq_id"])
 
     def _open(self, run_id: str, spec: RunSpec) -> Entry:
@@ -202,6 +217,14 @@ class Roster:
         applied = int(content.meta["applied_seq_id"])
         log.info("run_restored", run_id=run.run_id, state=info.name, applied_seq_id=applied)
         return applied
+
+
+def _unknown(run_id: str) -> QuartetError:
+    return QuartetError(
+        "RUN_UNKNOWN",
+        f"run {run_id!r} is not open here; call CreateRun, which also restores it",
+        run_id=run_id,
+    )
 
 
 def _same_spec(run_id: str, held: RunSpec, wanted: RunSpec, where: str) -> None:

@@ -14,7 +14,8 @@ worker's thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -130,8 +131,15 @@ class Run:
 
     @property
     def is_torn(self) -> bool:
-        """Whether a step failed half way: what is in memory is no state of the run any more."""
+        """Whether a call failed half way: what is in memory is no state of the run any more."""
         return self._torn
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """What fails in here tears the run: its parameters, moments and reference change in place."""
+        self._torn = True
+        yield
+        self._torn = False
 
     # -- training
 
@@ -201,19 +209,17 @@ class Run:
         scheduled = scheduled_rate(self.spec.optimizer, self._policy_version)
         rate = scheduled if learning_rate is None else learning_rate
         skipped = self._loss_broken or not math.isfinite(norm)
-        # Parameters, moments and reference change in place: what fails from here on leaves a mixture.
-        self._torn = True
-        if skipped:
-            self._optimizer.clear()
-            self._skipped_steps += 1
-        else:
-            self._optimizer.step(rate, norm)
-        self._loss_broken = False
-        self._policy_version += 1
-        self._kl_control.step(not skipped)
-        if self._reference is not None:
-            self._reference.stepped(self._policy_version, self._trained.parameters)
-        self._torn = False
+        with self.changing():
+            if skipped:
+                self._optimizer.clear()
+                self._skipped_steps += 1
+            else:
+                self._optimizer.step(rate, norm)
+            self._loss_broken = False
+            self._policy_version += 1
+            self._kl_control.step(not skipped)
+            if self._reference is not None:
+                self._reference.stepped(self._policy_version, self._trained.parameters)
         return StepResult(norm, rate, self._policy_version, skipped)
 
     # -- scoring
@@ -276,7 +282,7 @@ class Run:
     def restore(self, content: Content) -> None:
         """Stand where the content was taken, with the version published last and those retained before it.
 
-        Every other version is forgotten. Errors: CHECKSUM_MISMATCH.
+        Every other version is forgotten. Errors: CHECKSUM_MISMATCH, which changes nothing.
         """
         weights, meta = content.tensors[WEIGHTS], content.meta
         policy_version, skipped = int(meta["policy_version"]), int(meta["skipped_steps"])
@@ -284,18 +290,22 @@ class Run:
         served_dtype = str(meta["served_dtype"])
         self._trained.check(meta["trained"])
         live = self._trained.published(weights, served_dtype)
-        self._versions.restore(meta, content.tensors, policy_version, live)
-        with torch.no_grad():
-            for name, parameter in self._trained.parameters.items():
-                part(parameter).copy_(part(weights[name]))
-        self._trained.restore(meta["trained"])
-        self._gradients.restore(content.tensors.get(GRADIENTS, {}))
-        self._optimizer.restore(content.tensors.get(MOMENTS, {}), policy_version - skipped)
-        if self._reference is not None:
-            self._reference.restore(content.tensors.get(REFERENCE, {}))
-        self._kl_control.restore(meta["kl_control"])
-        self._policy_version, self._skipped_steps = policy_version, skipped
-        self._loss_broken, self._served_dtype = bool(meta["loss_broken"]), served_dtype
+        kept = self._versions.read(meta, content.tensors, policy_version, live)
+        with self.changing():
+            # Before anything is published: its canary is computed as this type is.
+            self._served_dtype = served_dtype
+            self._versions.restore(meta, kept)
+            with torch.no_grad():
+                for name, parameter in self._trained.parameters.items():
+                    part(parameter).copy_(part(weights[name]))
+            self._trained.restore(meta["trained"])
+            self._gradients.restore(content.tensors.get(GRADIENTS, {}))
+            self._optimizer.restore(content.tensors.get(MOMENTS, {}), policy_version - skipped)
+            if self._reference is not None:
+                self._reference.restore(content.tensors.get(REFERENCE, {}))
+            self._kl_control.restore(meta["kl_control"])
+            self._policy_version, self._skipped_steps = policy_version, skipped
+            self._loss_broken = bool(meta["loss_broken"])
 
     def export(self, target: Path) -> None:
         """Write the live model as a Hugging Face folder; the first rank does, all give their parts."""

@@ -10,8 +10,8 @@
    returned to is the one it restarts from.
 5. A state that another release wrote in another form is refused like a harmed one.
 6. An equal name is replaced: the older state of that name goes after the newer one is in place.
-7. A disk that is full or away is NOT_READY: nothing is lost by it, and the same call succeeds once it is
-   there or has room.
+7. A disk that is full or away is NOT_READY, whether it is written or read: no state is lost or passed over by
+   it, and the same call succeeds once it is there or has room.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,9 @@ MODEL_FOLDER = "model"
 _TEMPORARY = "@writing-"
 _DISCARDED = "@discarded-"
 _READ_BYTES = 1 << 20
+#: Of a folder that is no state, or of a file in its place. Any other error is the disk's.
+_ABSENT = (FileNotFoundError, NotADirectoryError)
+_AWAY = "mend the disk and call again"
 
 log = structlog.get_logger()
 
@@ -85,15 +89,8 @@ class StateStore:
         export: Callable[[Path], None] | None = None,
     ) -> StateInfo:
         """Write a state; `export` fills its model folder, which must not exist yet. Errors: NOT_READY."""
-        try:
+        with _disk(f"state {name} of run {run_id} cannot be written to {self._root}", "make room there"):
             return self._save(run_id, name, seq_id, policy_version, content, export)
-        except (OSError, SafetensorError) as error:
-            why = getattr(error, "strerror", None) or str(error)
-            log.error("state_not_written", run_id=run_id, state=name, folder=str(self._root), why=why)
-            raise QuartetError(
-                "NOT_READY",
-                f"state {name} of run {run_id} cannot be written to {self._root}: {why}; make room there",
-            ) from error
 
     def _save(
         self,
@@ -127,15 +124,16 @@ class StateStore:
         return found
 
     def list(self, run_id: str) -> list[StateInfo]:
-        """Complete states, oldest first."""
+        """Complete states, oldest first. Errors: NOT_READY."""
         folder = self._root / run_id
-        if not folder.is_dir():
-            return []
-        found = [state_at(path) for path in folder.iterdir() if not path.name.startswith("@")]
+        with _disk(f"the states in {folder} cannot be read", _AWAY):
+            if not folder.is_dir():
+                return []
+            found = [state_at(path) for path in folder.iterdir() if not path.name.startswith("@")]
         return sorted((info for info in found if info is not None), key=lambda info: info.order)
 
     def find(self, run_id: str, name: str) -> StateInfo:
-        """The state of a name. Errors: RESOURCE_UNKNOWN."""
+        """The state of a name. Errors: RESOURCE_UNKNOWN, NOT_READY."""
         states = self.list(run_id)
         match = next((info for info in reversed(states) if info.name == name), None)
         if match is None:
@@ -146,7 +144,11 @@ class StateStore:
         return match
 
     def read(self, info: StateInfo) -> Content:
-        """The content, after every digest agreed. Errors: CHECKSUM_MISMATCH, INVALID_CONFIG."""
+        """The content, after every digest agreed. Errors: CHECKSUM_MISMATCH, INVALID_CONFIG, NOT_READY."""
+        with _disk(f"state {info.name} in {info.path} cannot be read", _AWAY):
+            return self._read(info)
+
+    def _read(self, info: StateInfo) -> Content:
         mark = _read_mark(info.path)
         if mark is None:
             raise _harmed(info, MARK)
@@ -174,14 +176,14 @@ class StateStore:
     def newest_sound(self, run_id: str) -> tuple[StateInfo, Content] | None:
         """The newest state that is unharmed; harmed ones are logged and passed over.
 
-        Errors: INVALID_CONFIG for one that another release wrote. That is no harm, and what is saved next
-        must not take its place.
+        Errors: INVALID_CONFIG for one that another release wrote, NOT_READY for one that cannot be read now.
+        That is no harm, and what is saved next must not take its place.
         """
         for info in reversed(self.list(run_id)):
             try:
                 return info, self.read(info)
             except QuartetError as error:
-                if error.reason == "INVALID_CONFIG":
+                if error.reason != "CHECKSUM_MISMATCH":
                     raise
                 log.error(
                     "state_harmed", run_id=run_id, state=info.name, path=str(info.path), error=str(error)
@@ -189,12 +191,14 @@ class StateStore:
         return None
 
     def touch(self, run_id: str, info: StateInfo) -> None:
-        """Make a state the newest: the run returned to it."""
+        """Make a state the newest: the run returned to it. Errors: NOT_READY."""
         staged = info.path / f"{ORDER}.new"
-        staged.write_text(str(self._next_order(run_id)), encoding="ascii")
-        _flush(staged)
-        staged.replace(info.path / ORDER)
-        _flush(info.path)
+        order = str(self._next_order(run_id))
+        with _disk(f"state {info.name} in {info.path} cannot be made the newest", "make room there"):
+            staged.write_text(order, encoding="ascii")
+            _flush(staged)
+            staged.replace(info.path / ORDER)
+            _flush(info.path)
 
     def _next_order(self, run_id: str) -> int:
         return max((info.order for info in self.list(run_id)), default=0) + 1
@@ -256,11 +260,22 @@ class StateStore:
                 shutil.rmtree(path)
 
 
+@contextmanager
+def _disk(what: str, remedy: str) -> Iterator[None]:
+    """Errors: NOT_READY."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        log.error("disk_failed", what=what, why=why)
+        raise QuartetError("NOT_READY", f"{what}: {why}; {remedy}") from error
+
+
 def _read_mark(path: Path) -> dict[str, Any] | None:
     try:
         mark = json.loads((path / MARK).read_text(encoding="utf-8"))
         digest = mark.pop("digest")
-    except (OSError, ValueError, KeyError, AttributeError):
+    except (*_ABSENT, ValueError, KeyError, AttributeError):
         return None
     return mark if digest == _digest_of(mark) else None
 
@@ -273,7 +288,7 @@ def state_at(path: Path) -> StateInfo | None:
         return None
     try:
         order = int((path / ORDER).read_text(encoding="ascii"))
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         order = 0
     model = path / MODEL_FOLDER
     size = sum(entry["bytes"] for entry in mark["files"].values())

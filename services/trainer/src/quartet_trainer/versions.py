@@ -97,23 +97,29 @@ class Versions:
         """What a state keeps of them, by file stem."""
         return {f"{STEM}{number}": cast for number, cast in self._kept.items() if number != live_version}
 
-    def restore(
+    def read(
         self,
         meta: Mapping[str, Any],
         tensors: Mapping[str, Mapping[str, Tensor]],
         live_version: int,
         live: Snapshot,
-    ) -> None:
-        """Stand where a state was taken, or change nothing. Errors: CHECKSUM_MISMATCH."""
+    ) -> dict[int, Snapshot]:
+        """The versions of a state, whose live weights are given. Errors: CHECKSUM_MISMATCH."""
         kept = {int(stem.removeprefix(STEM)): cast for stem, cast in tensors.items() if stem.startswith(STEM)}
         published = meta["published_version"]
+        if published == live_version:
+            kept[published] = live
         if published is not None:
-            newest = live if published == live_version else kept[published]
-            self._check(published, newest, meta["published_digest"])
-        self._kept, self._newest = kept, None
+            self._check(published, kept[published], meta["published_digest"])
+        return kept
+
+    def restore(self, meta: Mapping[str, Any], kept: Mapping[int, Snapshot]) -> None:
+        """Stand where a state was taken, with the versions that `read` found in it."""
+        published = meta["published_version"]
+        self._kept, self._newest = dict(kept), None
         self._store.reopen_run(self._run_id)
         if published is not None:
-            self.publish(published, newest)
+            self.publish(published, kept[published])
 
     def _check(self, version: int, weights: Snapshot, saved: str) -> None:
         tensors, config = wire_tensors(weights, self._ranks.first), self._adapter_config

@@ -1,11 +1,12 @@
 """The one thread on which torch runs, so that the event loop never waits for a matrix.
 
 1. Jobs run one after the other, in the order of their submission.
-2. A job that began is finished, whoever stopped waiting for it.
+2. A job that began is finished, whoever stopped waiting for it. One that waits is run, too, unless the worker
+   is closed before its turn: then nobody was told that it was done.
 3. At most MAX_PENDING jobs wait.
 4. A job for which the memory does not reach is OVERLOADED, with what to change; what it held is given back.
-   (A step that it ends half way closes its run: roster.py 4. Of several ranks it ends the process:
-   ranks/lead.py 2.)
+   (A call that changes a run and that it ends half way closes the run: roster.py 4. Of several ranks it ends
+   the process: ranks/lead.py 2.)
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ T = TypeVar("T")
 
 #: Callers wait for each other's jobs; more than this means that they do not.
 MAX_PENDING = 64
-#: A worker that has a job and finishes no micro-batch for this long is stuck; loading a large model from a
-#: slow disk is not.
+#: A worker that has a job and for this long finishes no micro-batch, loads no tensor, and reads and writes no
+#: piece of a state is stuck.
 STUCK_SECONDS = 900.0
 
 
@@ -53,8 +54,8 @@ class Worker:
         return await asyncio.shield(future)
 
     async def close(self) -> None:
-        """Finish what was submitted and end the thread."""
-        await asyncio.to_thread(self._executor.shutdown)
+        """Finish the job under way and end the thread; those that wait are cancelled."""
+        await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
 
     def _done(self, _future: object) -> None:
         self._pending -= 1
