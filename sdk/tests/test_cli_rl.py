@@ -135,6 +135,40 @@ def test_a_used_output_folder_is_refused_with_the_remedy(tmp_path: Path, config:
     assert planned(changed, folder, resume=True).config.max_steps == 7
 
 
+def test_what_another_launcher_wrote_since_the_look_is_kept(tmp_path: Path, config: RunConfig) -> None:
+    first, second = planned(config, tmp_path / "run"), planned(config, tmp_path / "run")
+    with taken(first):
+        (tmp_path / "run" / "metrics.jsonl").write_text("hours of work")
+    with pytest.raises(ConfigError, match="is not empty; add --resume"), taken(second):
+        pass
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "hours of work"
+
+
+def test_what_is_gone_on_with_is_what_the_folder_holds_once_it_is_locked(
+    tmp_path: Path, config: RunConfig
+) -> None:
+    folder = tmp_path / "run"
+    with taken(planned(config, folder)):
+        pass
+    resumed = planned(config, folder, resume=True)
+    with taken(planned(config, folder, "other", overwrite=True)):
+        pass
+    with pytest.raises(ConfigError, match="was given to another run, 'other'"), taken(resumed):
+        pass
+    with taken(planned(config.model_copy(update={"max_steps": 7}), folder, "run", overwrite=True)):
+        pass
+    with pytest.raises(ConfigError, match="max_steps was 7"), taken(resumed):
+        pass
+
+
+def test_a_launcher_that_was_killed_before_it_began_is_not_in_the_way(
+    tmp_path: Path, config: RunConfig
+) -> None:
+    (tmp_path / ".lock").touch()
+    with taken(planned(config, tmp_path, "r")):
+        assert (tmp_path / RECORD).exists()
+
+
 def test_who_resumes_without_the_run_is_told_how(
     tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -168,15 +168,8 @@ def ending_of(run: Run) -> Ending:
 @contextmanager
 def taken(folder: Path, run: Run) -> Iterator[None]:
     """The folder, locked, if it is new or has the same run. Raises ConfigError."""
-    record: dict[str, object] = {"run_id": run.run_id, "submitted_at_ms": run.submitted_at_ms}
-    known = folder / RECORD
     folder.mkdir(parents=True, exist_ok=True)
-    held = known.read_text() if known.is_file() else ""
-    if any(one.name != ".lock" for one in folder.iterdir()) and held != _text(record):
-        raise ConfigError(
-            f"output folder {folder} holds something else than the run {run.run_id!r}; name another "
-            "--output-dir"
-        )
+    _check(folder, run)  # before a lock is left in what is somebody else's
     try:
         lock = lock_file(folder / ".lock")
     except BlockingIOError:
@@ -184,10 +177,22 @@ def taken(folder: Path, run: Run) -> Iterator[None]:
             f"output folder {folder} is being written by another 'quartet watch'; name another --output-dir"
         ) from None
     with lock:
-        write_json(known, record)
+        _check(folder, run)  # another may have taken it since
+        write_json(folder / RECORD, _record(run))
         yield
 
 
-def _text(record: dict[str, object]) -> str:
-    """As write_json writes it."""
-    return json.dumps(record, indent=2) + "\n"
+def _check(folder: Path, run: Run) -> None:
+    """Whether the folder is new or has the same run. Raises ConfigError."""
+    known = folder / RECORD
+    held = known.read_text() if known.is_file() else ""
+    as_written = json.dumps(_record(run), indent=2) + "\n"
+    if any(one.name != ".lock" for one in folder.iterdir()) and held != as_written:
+        raise ConfigError(
+            f"output folder {folder} holds something else than the run {run.run_id!r}; name another "
+            "--output-dir"
+        )
+
+
+def _record(run: Run) -> dict[str, object]:
+    return {"run_id": run.run_id, "submitted_at_ms": run.submitted_at_ms}

@@ -2,7 +2,8 @@
 
 1. `plan` only looks: it refuses a folder that holds something else, with the remedy, and changes nothing.
 2. `taken` makes the folder the job's own for as long as the block lasts: another launcher is refused, because
-   two orchestrators on one journal would lose rollouts.
+   two orchestrators on one journal would lose rollouts. What `plan` looked at may have changed since, while
+   the services were checked: once nobody else can change it, it is looked at again.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from quartet.run.name import RULE, is_run_id
 RECORD = "run.json"
 #: The run with its services, as it was begun: whoever names it goes on with the same.
 RUN_FILE = "run.toml"
+LOCK = ".lock"
 # Of a configuration, that are told.
 MAX_DIFFERENCES = 4
 # Any of these is a tokenizer that transformers can load.
@@ -71,6 +73,7 @@ class Job:
     run_id: str
     folder: Path
     resumed: bool = False
+    overwrite: bool = False
     words: Words = FLAGS
 
     @property
@@ -154,7 +157,6 @@ def plan(
     words: Words = FLAGS,
 ) -> Job:
     """The job, if its folder can be taken. Raises ConfigError."""
-    record = folder / RECORD
     if resume:
         return _resumed(config, folder, words)
     above = next((part for part in (folder, *folder.absolute().parents) if part.exists()), folder)
@@ -162,20 +164,24 @@ def plan(
         raise ConfigError(f"output folder {folder}: {above} is a file; name {words.elsewhere}")
     if above.exists() and not os.access(above, os.W_OK | os.X_OK):
         raise ConfigError(f"output folder {folder}: {above} may not be written; name {words.elsewhere}")
-    if folder.exists() and any(folder.iterdir()):
-        if not overwrite:
-            raise ConfigError(
-                f"output folder {folder} is not empty; add {words.resume} to go on with its run, "
-                f"{words.overwrite} to delete it, or name {words.elsewhere}"
-            )
-        if not record.exists():
-            raise ConfigError(
-                f"{words.overwrite}: {folder} was not written by quartet rl; delete it yourself"
-            )
+    _check_free(folder, words, overwrite=overwrite)
     run_id = run_id or re.sub(r"[^A-Za-z0-9_.-]", "-", folder.name)[:64]
     if not is_run_id(run_id):
         raise ConfigError(f"{words.run_id} {run_id!r} is refused: {RULE}")
-    return Job(config, run_id, folder, words=words)
+    return Job(config, run_id, folder, overwrite=overwrite, words=words)
+
+
+def _check_free(folder: Path, words: Words, *, overwrite: bool) -> None:
+    """Whether a new run may have the folder. Raises ConfigError."""
+    if not folder.exists() or all(entry.name == LOCK for entry in folder.iterdir()):
+        return
+    if not overwrite:
+        raise ConfigError(
+            f"output folder {folder} is not empty; add {words.resume} to go on with its run, "
+            f"{words.overwrite} to delete it, or name {words.elsewhere}"
+        )
+    if not (folder / RECORD).exists():
+        raise ConfigError(f"{words.overwrite}: {folder} was not written by quartet rl; delete it yourself")
 
 
 def _resumed(config: RunConfig, folder: Path, words: Words) -> Job:
@@ -245,13 +251,18 @@ def _lock(job: Job) -> IO[bytes]:
     job.folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as opened:
         try:
-            lock = opened.enter_context(lock_file(job.folder / ".lock"))
+            lock = opened.enter_context(lock_file(job.folder / LOCK))
         except BlockingIOError:
             raise ConfigError(
                 f"output folder {job.folder} belongs to a run that is going on; wait for its end, "
                 "or name another"
             ) from None
-        if not job.resumed:
+        if job.resumed:
+            held = _resumed(job.config, job.folder, job.words).run_id
+            if held != job.run_id:
+                raise ConfigError(f"output folder {job.folder} was given to another run, {held!r}, just now")
+        else:
+            _check_free(job.folder, job.words, overwrite=job.overwrite)
             _empty(job.folder)
             begun = job.config.model_dump(mode="json", exclude_none=True)
             write_text(job.folder / RUN_FILE, dumps(begun), 0o600)  # a judge's key may be in it
@@ -263,7 +274,7 @@ def _lock(job: Job) -> IO[bytes]:
 def _empty(folder: Path) -> None:
     """Delete everything in the folder but its lock."""
     for entry in folder.iterdir():
-        if entry.name == ".lock":
+        if entry.name == LOCK:
             continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
