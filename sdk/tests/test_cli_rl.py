@@ -9,17 +9,24 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
-from quartet.cli import rl
+from quartet.cli import drive, rl
 from quartet.cli.__main__ import build_parser, main
 from quartet.cli.display import Plain
 from quartet.cli.drive import Outcome
 from quartet.cli.job import RECORD, Job, default_folder, model_path, plan, taken
 from quartet.cli.run_file import load_run
 from quartet.config import ConfigError, load
+from quartet.errors import QuartetError
+from quartet.kit.health import Health
+from quartet.kit.server import ServerConfig, Service, start
+from quartet.local.supervisor import Status
 from quartet.run.config import RunConfig, parse_run
 from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet.v1 import orchestrator_service_pb2_grpc as rpc
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "reverse-text.toml"
 
@@ -199,6 +206,41 @@ def test_the_seconds_of_a_run_are_those_of_all_its_parts(
         job = planned(config, tmp_path / "run", resume=part > 0)
         told.append(rl.launch(job, Plain, time.monotonic() - 10).summary["wall_seconds"])
     assert told == pytest.approx([10, 20, 30], abs=5)
+
+
+class Refusing(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
+    """Refuses the run, or takes it and refuses to go on with it."""
+
+    def __init__(self, *, takes: bool) -> None:
+        self.takes = takes
+
+    async def SubmitRun(self, request: pb.SubmitRunRequest, context: object) -> pb.SubmitRunResponse:
+        if not self.takes:
+            raise QuartetError("INVALID_CONFIG", "max_steps = 0 is refused")
+        return pb.SubmitRunResponse(run=pb.Run(run_id=request.run_id, phase=pb.RUN_PHASE_STOPPED))
+
+    async def ResumeRun(self, request: pb.ResumeRunRequest, context: object) -> pb.ResumeRunResponse:
+        raise QuartetError("ENVIRONMENT_UNKNOWN", "reverse-text is gone")
+
+
+@pytest.mark.parametrize(("takes", "why"), [(False, "max_steps = 0 is refused"), (True, "reverse-text is")])
+def test_the_folder_of_a_run_is_deleted_only_where_the_run_was_not_taken(
+    takes: bool, why: str, tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def against_it(_: object, *given: Any) -> object:
+        add = rpc.add_OrchestratorServiceServicer_to_server
+        service = Service("quartet.v1.OrchestratorService", add, Refusing(takes=takes))
+        server = await start([service], ServerConfig(), Health())
+        services = Mock(wait_bound=AsyncMock(), statuses=[Status("orchestrator", server.address)])
+        try:
+            return await drive._work(services, *given[:-1])
+        finally:
+            await server.stop(0)
+
+    monkeypatch.setattr(rl, "drive", against_it)
+    with pytest.raises(ConfigError, match=why):
+        rl.launch(planned(config, tmp_path / "run"), Plain, time.monotonic())
+    assert (tmp_path / "run" / RECORD).exists() == takes
 
 
 def test_overwrite_deletes_only_what_a_run_wrote(tmp_path: Path, config: RunConfig) -> None:
