@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import shutil
 import sys
 import tempfile
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.cli.job import model_path
-from quartet.cli.outputs import append_line, link_or_copy
+from quartet.cli.outputs import append_line, take_model
 from quartet.cli.sft.chats import Chats, batches, read_chats
 from quartet.cli.sft.place import CHECKPOINT, METRICS, Calls, cut_metrics, taken
 from quartet.config.load import load
@@ -80,11 +79,7 @@ async def _train(config: SftConfig, chats: Chats, output: Path) -> None:
             return await _steps(stub, config, chats.samples, output)
 
     exported = await beside(_deploy(config, output), work, drain_s=DRAIN_SECONDS)
-    staged = output / f"{CHECKPOINT}.partial"
-    if staged.exists():
-        shutil.rmtree(staged)
-    shutil.copytree(exported, staged, copy_function=link_or_copy)
-    staged.rename(output / CHECKPOINT)
+    take_model(exported, output / CHECKPOINT)
 
 
 async def _steps(stub: Any, config: SftConfig, samples: Sequence[Sample], output: Path) -> Path:
