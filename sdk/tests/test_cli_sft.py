@@ -13,8 +13,9 @@ from unittest.mock import Mock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from quartet.cli import held
 from quartet.cli.__main__ import main
-from quartet.cli.sft import command, place
+from quartet.cli.sft import command
 from quartet.cli.sft.chats import batches, read_chats, sample_of, template_of
 from quartet.cli.sft.command import frames, run_spec
 from quartet.cli.sft.place import Calls, cut_metrics, taken
@@ -235,7 +236,7 @@ def test_promise_2_what_another_began_since_the_look_is_kept(
         theirs.write_text("their lines")
         return lock_file(file)
 
-    monkeypatch.setattr(place, "lock_file", another_was_quicker)
+    monkeypatch.setattr(held, "lock_file", another_was_quicker)
     config = SftConfig(model=str(folder), data=written(tmp_path, {"messages": CHAT}))
     with pytest.raises(ConfigError, match="is not empty"), taken(tmp_path / "out", config, resume=False):
         pass

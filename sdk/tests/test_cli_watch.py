@@ -8,7 +8,7 @@ from typing import IO, Any
 
 import pytest
 from quartet.cli import follow as following
-from quartet.cli import watch
+from quartet.cli import held, watch
 from quartet.cli.outputs import write_json
 from quartet.cli.watch import history_of, watch_run
 from quartet.config import ConfigError
@@ -104,7 +104,7 @@ def test_a_folder_that_another_took_since_the_look_is_refused(
         write_json(tmp_path / following.RECORD, {"run_id": "theirs", "submitted_at_ms": 1})
         return lock_file(file)
 
-    monkeypatch.setattr(following, "lock_file", another_was_quicker)
+    monkeypatch.setattr(held, "lock_file", another_was_quicker)
     run = pb.Run(run_id="mine", submitted_at_ms=2)
     with pytest.raises(ConfigError, match="something else than the run 'mine'"):
         following.taken(tmp_path, run).__enter__()

@@ -22,6 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
+from quartet.cli.held import LOCK
 from quartet.cli.outputs import write_json, write_text
 from quartet.config import ConfigError
 from quartet.kit.folder import lock_file
@@ -33,7 +34,6 @@ from quartet.run.name import RULE, is_run_id
 RECORD = "run.json"
 #: The run with its services, as it was begun: whoever names it goes on with the same.
 RUN_FILE = "run.toml"
-LOCK = ".lock"
 # Of a configuration, that are told.
 MAX_DIFFERENCES = 4
 # Any of these is a tokenizer that transformers can load.

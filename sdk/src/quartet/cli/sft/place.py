@@ -18,12 +18,12 @@ from pathlib import Path
 
 import xxhash
 
+from quartet.cli.held import LOCK, held
 from quartet.cli.outputs import recover_lines, write_json, write_lines
 from quartet.config import ConfigError
-from quartet.kit.folder import lock_file
 from quartet.run.sft import SftConfig
 
-RECORD, METRICS, CHECKPOINT, LOCK = "run.json", "metrics.jsonl", "checkpoint", ".lock"
+RECORD, METRICS, CHECKPOINT = "run.json", "metrics.jsonl", "checkpoint"
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,8 @@ def taken(folder: Path, config: SftConfig, *, resume: bool) -> Iterator[None]:
     """The folder, new or gone on with, and locked. Raises ConfigError."""
     look = _check_begun if resume else _check_new
     look(folder, config)  # before a lock is left in what is somebody else's
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        lock = lock_file(folder / LOCK)
-    except BlockingIOError:
-        raise ConfigError(
-            f"--output-dir {folder} belongs to a fine-tuning that is going on; wait for its end, "
-            "or name another"
-        ) from None
-    with lock:
+    refusal = f"--output-dir {folder} belongs to a fine-tuning that is going on; wait for its end"
+    with held(folder, f"{refusal}, or name another"):
         look(folder, config)  # another may have taken it since
         if not resume:
             write_json(folder / RECORD, _record(config))

@@ -1,0 +1,24 @@
+"""A folder that one process at a time may fill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from quartet.config import ConfigError
+from quartet.kit.folder import lock_file
+
+LOCK = ".lock"
+
+
+@contextmanager
+def held(folder: Path, refusal: str) -> Iterator[None]:
+    """The folder, made and locked. Raises ConfigError with the refusal where another process has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = lock_file(folder / LOCK)
+    except BlockingIOError:
+        raise ConfigError(refusal) from None
+    with lock:
+        yield
