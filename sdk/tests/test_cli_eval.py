@@ -300,6 +300,18 @@ def test_two_evaluations_of_one_name_do_not_share_services(
     assert deployed == [["e"]], "the second would have written over the configuration of the first"
 
 
+def test_the_time_of_an_evaluation_is_that_of_its_own_rollouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    record = Record(tmp_path / "r", trial(), SOURCE)
+    now += 60.0  # the services load, and an evaluation before it in the file is played
+    with record.held(EnvironmentInfo(), TASKS):
+        now += 5.0
+    assert json.loads((tmp_path / "r" / "metadata.json").read_text())["time"] == 5.0
+
+
 def test_names_that_make_one_folder_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "two.toml"
     file.write_text('model = "m"\n[[eval]]\nid = "owner/e"\n[[eval]]\nid = "owner--e"\n')

@@ -88,6 +88,8 @@ class Record:
         """The folder, made, locked and read; metadata.json says at the end how it went, whatever ended it."""
         with held(self.folder, f"{self.folder} is being filled by another evaluation; wait for it"):
             self._info, self._tasks = info, tasks
+            # Not before: services load first, and other evaluations of the same file are played.
+            self._began = time.monotonic()
             self.results = self._read()
             try:
                 self.save()
