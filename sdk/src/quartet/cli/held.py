@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,3 +23,14 @@ def held(folder: Path, refusal: str) -> Iterator[None]:
         raise ConfigError(refusal) from None
     with lock:
         yield
+
+
+def empty(folder: Path) -> None:
+    """Delete everything in a folder that is held, but its lock."""
+    for entry in folder.iterdir():
+        if entry.name == LOCK:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
-from quartet.cli.held import LOCK
+from quartet.cli.held import LOCK, empty
 from quartet.cli.outputs import write_json, write_text
 from quartet.config import ConfigError
 from quartet.kit.folder import lock_file
@@ -263,20 +262,9 @@ def _lock(job: Job) -> IO[bytes]:
                 raise ConfigError(f"output folder {job.folder} was given to another run, {held!r}, just now")
         else:
             _check_free(job.folder, job.words, overwrite=job.overwrite)
-            _empty(job.folder)
+            empty(job.folder)
             begun = job.config.model_dump(mode="json", exclude_none=True)
             write_text(job.folder / RUN_FILE, dumps(begun), 0o600)  # a judge's key may be in it
             write_json(job.folder / RECORD, {"run_id": job.run_id, "config_toml": job.config_toml})
         opened.pop_all()
     return lock
-
-
-def _empty(folder: Path) -> None:
-    """Delete everything in the folder but its lock."""
-    for entry in folder.iterdir():
-        if entry.name == LOCK:
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
