@@ -296,7 +296,7 @@ def test_two_evaluations_of_one_name_do_not_share_services(
     monkeypatch.setattr(command, "deploy", deploy)
     monkeypatch.setattr(command, "with_host", during)
     main(["eval", "e", *arguments])
-    assert "belongs to an evaluation that is going on; choose another --run-id" in capsys.readouterr().err
+    assert "belongs to an evaluation that is going on; wait for it, or choose" in capsys.readouterr().err
     assert deployed == [["e"]], "the second would have written over the configuration of the first"
 
 

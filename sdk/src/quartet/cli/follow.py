@@ -180,9 +180,9 @@ def taken(folder: Path, run: Run) -> Iterator[None]:
 def _check(folder: Path, run: Run) -> None:
     """Whether the folder is new or has the same run. Raises ConfigError."""
     known = folder / RECORD
-    held = known.read_text() if known.is_file() else ""
+    found = known.read_text() if known.is_file() else ""
     as_written = json.dumps(_record(run), indent=2) + "\n"
-    if any(one.name != LOCK for one in folder.iterdir()) and held != as_written:
+    if any(one.name != LOCK for one in folder.iterdir()) and found != as_written:
         raise ConfigError(
             f"output folder {folder} holds something else than the run {run.run_id!r}; name another "
             "--output-dir"

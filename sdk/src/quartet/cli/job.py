@@ -19,12 +19,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from quartet.cli.held import LOCK, empty
+from quartet.cli.held import LOCK, empty, held
 from quartet.cli.outputs import write_json, write_text
 from quartet.config import ConfigError
-from quartet.kit.folder import lock_file
 from quartet.local.deployment import SERVICES
 from quartet.local.toml_text import dumps
 from quartet.run.config import RunConfig, parse_run
@@ -234,37 +233,28 @@ def _differences(known: dict[str, Any], asked: dict[str, Any]) -> Iterator[str]:
 @contextmanager
 def taken(job: Job) -> Iterator[None]:
     """The folder, emptied unless the job goes on with it, and locked. Raises ConfigError."""
-    try:
-        lock = _lock(job)
-    except OSError as error:
-        # A read-only file system, a full disk: os.access knows neither, least of all for root.
-        raise ConfigError(
-            f"output folder {job.folder} cannot be written: {error.strerror}; name {job.words.elsewhere}"
-        ) from error
-    with lock:
+    refusal = f"output folder {job.folder} belongs to a run that is going on; wait for its end"
+    with ExitStack() as opened:
+        try:
+            opened.enter_context(held(job.folder, f"{refusal}, or name another"))
+            _begin(job)
+        except OSError as error:
+            # A read-only file system, a full disk: os.access knows neither, least of all for root.
+            raise ConfigError(
+                f"output folder {job.folder} cannot be written: {error.strerror}; name {job.words.elsewhere}"
+            ) from error
         yield
 
 
-def _lock(job: Job) -> IO[bytes]:
-    """Make the folder, lock it, begin it. Closing what is returned unlocks it."""
-    job.folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as opened:
-        try:
-            lock = opened.enter_context(lock_file(job.folder / LOCK))
-        except BlockingIOError:
-            raise ConfigError(
-                f"output folder {job.folder} belongs to a run that is going on; wait for its end, "
-                "or name another"
-            ) from None
-        if job.resumed:
-            held = _resumed(job.config, job.folder, job.words).run_id
-            if held != job.run_id:
-                raise ConfigError(f"output folder {job.folder} was given to another run, {held!r}, just now")
-        else:
-            _check_free(job.folder, job.words, overwrite=job.overwrite)
-            empty(job.folder)
-            begun = job.config.model_dump(mode="json", exclude_none=True)
-            write_text(job.folder / RUN_FILE, dumps(begun), 0o600)  # a judge's key may be in it
-            write_json(job.folder / RECORD, {"run_id": job.run_id, "config_toml": job.config_toml})
-        opened.pop_all()
-    return lock
+def _begin(job: Job) -> None:
+    """Look at the folder again, which is held now; empty it for a new run, and say whose it is."""
+    if job.resumed:
+        known = _resumed(job.config, job.folder, job.words).run_id
+        if known != job.run_id:
+            raise ConfigError(f"output folder {job.folder} was given to another run, {known!r}, just now")
+        return
+    _check_free(job.folder, job.words, overwrite=job.overwrite)
+    empty(job.folder)
+    begun = job.config.model_dump(mode="json", exclude_none=True)
+    write_text(job.folder / RUN_FILE, dumps(begun), 0o600)  # a judge's key may be in it
+    write_json(job.folder / RECORD, {"run_id": job.run_id, "config_toml": job.config_toml})

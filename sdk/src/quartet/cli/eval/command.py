@@ -64,8 +64,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         print(config.model_dump_json(indent=2, exclude_none=True))
         return 0
     # Two evaluations that begin in the same second have the same name.
-    refusal = f"{plan.services} belongs to an evaluation that is going on; choose another --run-id"
-    with held(plan.services, refusal):
+    refusal = f"{plan.services} belongs to an evaluation that is going on; wait for it"
+    with held(plan.services, f"{refusal}, or choose another --run-id"):
         specs = deploy(plan.source, plan.services, env_ids, config.envhost, config.inference)
         _play(plan, specs, plain=options.plain)
     return report(plan)

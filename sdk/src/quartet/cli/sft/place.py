@@ -75,11 +75,11 @@ def _check_new(folder: Path, config: SftConfig) -> None:
 def _check_begun(folder: Path, config: SftConfig) -> None:
     """Whether what the folder holds is this fine-tuning, and unfinished. Raises ConfigError."""
     try:
-        held = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        found = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--resume: {folder} holds no fine-tuning that was begun; leave it out") from error
     wanted = _record(config)
-    differs = [key for key in sorted(held.keys() | wanted.keys()) if held.get(key) != wanted.get(key)]
+    differs = [key for key in sorted(found.keys() | wanted.keys()) if found.get(key) != wanted.get(key)]
     if differs:
         raise ConfigError(
             f"--resume: {folder} was begun with another {differs[0]}; give what it was begun with "
