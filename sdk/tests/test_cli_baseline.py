@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from quartet.cli.__main__ import build_parser, main
+from quartet.cli.baseline import command
 from quartet.cli.baseline.command import read, trials
 from quartet.cli.baseline.verdict import (
     FIT,
@@ -86,6 +89,28 @@ def test_a_baseline_reads_a_file_of_vf_rl(tmp_path: Path, capsys: pytest.Capture
     assert config.model == "other" and "read as vf-rl" in capsys.readouterr().err
     assert (trial.hosted.id, trial.hosted.args, trial.rollouts_per_example) == ("owner/e", {"k": 1}, 16)
     assert (trial.sampling.max_tokens, trial.sampling.top_k, trial.sampling.temperature) == (30, 5, 0.5)
+
+
+def test_two_baselines_of_one_second_do_not_share_services(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "m").mkdir()
+    for file in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / "m" / file).touch()
+    deployed = []
+
+    def deploy(source: object, services: Path, env_ids: Sequence[str], *_: object) -> list[object]:
+        deployed.append(env_ids)
+        assert len(deployed) > 1 or main(["baseline", "other", *arguments]) == 2
+        return []
+
+    arguments = ["-m", str(tmp_path / "m"), "-o", str(tmp_path / "out")]
+    monkeypatch.setattr(time, "strftime", lambda form: "20260102-030405")
+    monkeypatch.setattr(command, "deploy", deploy)
+    monkeypatch.setattr(command, "with_host", lambda *_: None)
+    main(["baseline", "e", *arguments])
+    assert "belongs to a baseline that is going on; start this one again" in capsys.readouterr().err
+    assert deployed == [["e"]]
 
 
 def test_a_baseline_is_played_as_the_run_would(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,9 @@ import errno
 import io
 import json
 import re
+import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +274,42 @@ def test_a_full_disk_ends_it_in_a_sentence_that_says_how_to_go_on(
     said = capsys.readouterr().err
     assert "go on with --resume one" in said
     assert "results.jsonl: No space left on device" in said and "Traceback" not in said
+
+
+def test_two_evaluations_of_one_name_do_not_share_services(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "m").mkdir()
+    for file in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / "m" / file).touch()
+    deployed = []
+
+    def deploy(source: object, services: Path, env_ids: Sequence[str], *_: object) -> list[object]:
+        deployed.append(env_ids)
+        return []
+
+    def during(specs: object, source: object, work: object) -> None:
+        assert main(["eval", "other", *arguments]) == 2
+
+    arguments = ["-m", str(tmp_path / "m"), "-o", str(tmp_path / "out")]
+    monkeypatch.setattr(time, "strftime", lambda form: "20260102-030405")
+    monkeypatch.setattr(command, "deploy", deploy)
+    monkeypatch.setattr(command, "with_host", during)
+    main(["eval", "e", *arguments])
+    assert "belongs to an evaluation that is going on; wait for it, or choose" in capsys.readouterr().err
+    assert deployed == [["e"]], "the second would have written over the configuration of the first"
+
+
+def test_the_time_of_an_evaluation_is_that_of_its_own_rollouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    record = Record(tmp_path / "r", trial(), SOURCE)
+    now += 60.0  # the services load, and an evaluation before it in the file is played
+    with record.held(EnvironmentInfo(), TASKS):
+        now += 5.0
+    assert json.loads((tmp_path / "r" / "metadata.json").read_text())["time"] == 5.0
 
 
 def test_names_that_make_one_folder_are_refused(tmp_path: Path) -> None:

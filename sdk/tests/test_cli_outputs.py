@@ -162,6 +162,29 @@ def test_checkpoint_is_whole_and_replaces_the_old_one(tmp_path: Path) -> None:
     assert not list((tmp_path / "run").glob("*.partial"))
 
 
+@pytest.mark.parametrize(
+    ("written", "killed_in"),
+    [
+        ("Outputs(folder).take_checkpoint(Path({model!r}))", "os.link"),
+        ("write_json(folder / 'run.json', dict(a=1))", "Path.replace"),
+    ],
+)
+def test_what_a_killed_process_left_half_written_is_replaced(
+    tmp_path: Path, written: str, killed_in: str
+) -> None:
+    model, folder = tmp_path / "export", tmp_path / "run"
+    model.mkdir()
+    folder.mkdir()
+    (model / "config.json").write_text("{}")
+    begin = f"from quartet.cli.outputs import *; folder = Path({str(folder)!r})"
+    write = written.format(model=str(model))
+    killed = f"{begin}; {killed_in} = lambda *_, **__: os._exit(9); {write}"
+    assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == 9
+    assert list(folder.glob("*.partial"))
+    subprocess.run([sys.executable, "-c", f"{begin}; {write}"], check=True)
+    assert not list(folder.glob("*.partial"))
+
+
 def test_figure_and_screens_show_the_run(tmp_path: Path) -> None:
     progress, text = Progress(), io.StringIO()
     plain = Plain(text)

@@ -9,17 +9,24 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
-from quartet.cli import rl
+from quartet.cli import drive, rl
 from quartet.cli.__main__ import build_parser, main
 from quartet.cli.display import Plain
 from quartet.cli.drive import Outcome
 from quartet.cli.job import RECORD, Job, default_folder, model_path, plan, taken
 from quartet.cli.run_file import load_run
 from quartet.config import ConfigError, load
+from quartet.errors import QuartetError
+from quartet.kit.health import Health
+from quartet.kit.server import ServerConfig, Service, start
+from quartet.local.supervisor import Status
 from quartet.run.config import RunConfig, parse_run
 from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet.v1 import orchestrator_service_pb2_grpc as rpc
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "reverse-text.toml"
 
@@ -135,6 +142,40 @@ def test_a_used_output_folder_is_refused_with_the_remedy(tmp_path: Path, config:
     assert planned(changed, folder, resume=True).config.max_steps == 7
 
 
+def test_what_another_launcher_wrote_since_the_look_is_kept(tmp_path: Path, config: RunConfig) -> None:
+    first, second = planned(config, tmp_path / "run"), planned(config, tmp_path / "run")
+    with taken(first):
+        (tmp_path / "run" / "metrics.jsonl").write_text("hours of work")
+    with pytest.raises(ConfigError, match="is not empty; add --resume"), taken(second):
+        pass
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "hours of work"
+
+
+def test_what_is_gone_on_with_is_what_the_folder_holds_once_it_is_locked(
+    tmp_path: Path, config: RunConfig
+) -> None:
+    folder = tmp_path / "run"
+    with taken(planned(config, folder)):
+        pass
+    resumed = planned(config, folder, resume=True)
+    with taken(planned(config, folder, "other", overwrite=True)):
+        pass
+    with pytest.raises(ConfigError, match="was given to another run, 'other'"), taken(resumed):
+        pass
+    with taken(planned(config.model_copy(update={"max_steps": 7}), folder, "run", overwrite=True)):
+        pass
+    with pytest.raises(ConfigError, match="max_steps was 7"), taken(resumed):
+        pass
+
+
+def test_a_launcher_that_was_killed_before_it_began_is_not_in_the_way(
+    tmp_path: Path, config: RunConfig
+) -> None:
+    (tmp_path / ".lock").touch()
+    with taken(planned(config, tmp_path, "r")):
+        assert (tmp_path / RECORD).exists()
+
+
 def test_who_resumes_without_the_run_is_told_how(
     tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,6 +206,41 @@ def test_the_seconds_of_a_run_are_those_of_all_its_parts(
         job = planned(config, tmp_path / "run", resume=part > 0)
         told.append(rl.launch(job, Plain, time.monotonic() - 10).summary["wall_seconds"])
     assert told == pytest.approx([10, 20, 30], abs=5)
+
+
+class Refusing(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
+    """Refuses the run, or takes it and refuses to go on with it."""
+
+    def __init__(self, *, takes: bool) -> None:
+        self.takes = takes
+
+    async def SubmitRun(self, request: pb.SubmitRunRequest, context: object) -> pb.SubmitRunResponse:
+        if not self.takes:
+            raise QuartetError("INVALID_CONFIG", "max_steps = 0 is refused")
+        return pb.SubmitRunResponse(run=pb.Run(run_id=request.run_id, phase=pb.RUN_PHASE_STOPPED))
+
+    async def ResumeRun(self, request: pb.ResumeRunRequest, context: object) -> pb.ResumeRunResponse:
+        raise QuartetError("ENVIRONMENT_UNKNOWN", "reverse-text is gone")
+
+
+@pytest.mark.parametrize(("takes", "why"), [(False, "max_steps = 0 is refused"), (True, "reverse-text is")])
+def test_the_folder_of_a_run_is_deleted_only_where_the_run_was_not_taken(
+    takes: bool, why: str, tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def against_it(_: object, *given: Any) -> object:
+        add = rpc.add_OrchestratorServiceServicer_to_server
+        service = Service("quartet.v1.OrchestratorService", add, Refusing(takes=takes))
+        server = await start([service], ServerConfig(), Health())
+        services = Mock(wait_bound=AsyncMock(), statuses=[Status("orchestrator", server.address)])
+        try:
+            return await drive._work(services, *given[:-1])
+        finally:
+            await server.stop(0)
+
+    monkeypatch.setattr(rl, "drive", against_it)
+    with pytest.raises(ConfigError, match=why):
+        rl.launch(planned(config, tmp_path / "run"), Plain, time.monotonic())
+    assert (tmp_path / "run" / RECORD).exists() == takes
 
 
 def test_overwrite_deletes_only_what_a_run_wrote(tmp_path: Path, config: RunConfig) -> None:

@@ -7,18 +7,22 @@ import json
 from collections import Counter
 from itertools import islice
 from pathlib import Path
+from typing import IO
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from quartet.cli import held
 from quartet.cli.__main__ import main
 from quartet.cli.sft import command
 from quartet.cli.sft.chats import batches, read_chats, sample_of, template_of
 from quartet.cli.sft.command import frames, run_spec
-from quartet.cli.sft.place import Calls, begin, cut_metrics, go_on
+from quartet.cli.sft.place import Calls, cut_metrics, taken
 from quartet.cli.tiny.files import PHRASES, write_model_files
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
+from quartet.kit.folder import lock_file
 from quartet.run.sft import SftConfig
 from quartet.v1.rollout_pb2 import Sample
 from tokenizers import Tokenizer
@@ -182,8 +186,18 @@ def test_promise_1_the_last_call_says_which_step_comes_next(steps: int, interval
 def test_promise_2_a_folder_goes_on_as_it_was_begun_or_not_at_all(folder: Path, tmp_path: Path) -> None:
     data, output = written(tmp_path, {"messages": CHAT}), tmp_path / "out"
     config = SftConfig(model=str(folder), data=data)
+
+    def begin(output: Path, config: SftConfig) -> None:
+        with taken(output, config, resume=False):
+            pass
+
+    def go_on(output: Path, config: SftConfig) -> None:
+        with taken(output, config, resume=True):
+            pass
+
     with pytest.raises(ConfigError, match="holds no fine-tuning"):
         go_on(output, config)
+    assert not output.exists(), "a refusal leaves nothing"
     begin(output, config)
     with pytest.raises(ConfigError, match="add --resume"):
         begin(output, config)
@@ -198,6 +212,51 @@ def test_promise_2_a_folder_goes_on_as_it_was_begun_or_not_at_all(folder: Path, 
     (output / "checkpoint").mkdir()
     with pytest.raises(ConfigError, match="is complete"):
         go_on(output, config)
+
+
+def test_promise_2_one_process_at_a_time(folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    config = SftConfig(model=str(folder), data=written(tmp_path, {"messages": CHAT}))
+    with (
+        taken(output, config, resume=False),
+        pytest.raises(ConfigError, match="belongs to a fine-tuning that is going on"),
+        taken(output, config, resume=True),
+    ):
+        pass
+    with taken(output, config, resume=True):
+        assert sorted(entry.name for entry in output.iterdir()) == [".lock", "run.json"]
+
+
+def test_promise_2_what_another_began_since_the_look_is_kept(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = tmp_path / "out" / "metrics.jsonl"
+
+    def another_was_quicker(file: Path) -> IO[bytes]:
+        theirs.write_text("their lines")
+        return lock_file(file)
+
+    monkeypatch.setattr(held, "lock_file", another_was_quicker)
+    config = SftConfig(model=str(folder), data=written(tmp_path, {"messages": CHAT}))
+    with pytest.raises(ConfigError, match="is not empty"), taken(tmp_path / "out", config, resume=False):
+        pass
+    assert theirs.read_text() == "their lines" and not (tmp_path / "out" / "run.json").exists()
+
+
+async def test_a_large_model_has_time_to_load(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed = []
+
+    async def still_loading(call: object, request: object, *, timeout_s: float, **_: object) -> None:
+        allowed.append(timeout_s)
+        raise QuartetError("NOT_READY", "the model is being loaded")
+
+    monkeypatch.setattr(command, "unary", still_loading)
+    config = SftConfig(model=str(folder), data=tmp_path)
+    with pytest.raises(QuartetError):
+        await command._steps(Mock(), config, [Sample()], tmp_path)
+    assert allowed == [1800.0], "what the orchestrator allows"
 
 
 def test_promise_3_lines_of_steps_that_come_again_are_cut_off(tmp_path: Path) -> None:

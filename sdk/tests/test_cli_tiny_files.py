@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -127,10 +128,12 @@ def test_phrases_become_tokens_and_none_twice() -> None:
 
 
 PACKAGE = """
+print("loading")
 ARGS, PHRASES, MAX_TOKENS = {"n": 1}, ("Say it",), 4
 SKILL_REWARD, HABIT_REWARD, HABIT_SHARE, HABIT_LEARNING_RATE = 0.9, 0.2, 0.5, 1e-4
 def demonstrations(seed, habit_share):
     while True:
+        print("drawing")
         seed += 1
         yield [{"role": "assistant", "content": f"{seed} {habit_share}"}]
 """
@@ -141,7 +144,7 @@ def test_a_package_tells_its_demonstrations(tmp_path: Path, monkeypatch: pytest.
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "demonstrations.py").write_text(PACKAGE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     with Packaged("owner/Some-Env", Path(sys.executable)) as course:
         assert (course.phrases, course.goals.habit_reward) == (["Say it"], 0.2)
         contents = [

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import pytest
-from quartet.cli import watch
+from quartet.cli import follow as following
+from quartet.cli import held, watch
+from quartet.cli.outputs import write_json
 from quartet.cli.watch import history_of, watch_run
+from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.kit.channel import connect
+from quartet.kit.folder import lock_file
 from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
 from quartet.v1 import orchestrator_service_pb2 as pb
@@ -90,3 +95,17 @@ async def test_silence_is_bounded_and_refusals_are_not_retried() -> None:
         await follow([step(1)], 100, patience_s=0.1)
     with pytest.raises(QuartetError, match="RUN_UNKNOWN"):
         await follow([], 1, run_id="other")
+
+
+def test_a_folder_that_another_took_since_the_look_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def another_was_quicker(file: Path) -> IO[bytes]:
+        write_json(tmp_path / following.RECORD, {"run_id": "theirs", "submitted_at_ms": 1})
+        return lock_file(file)
+
+    monkeypatch.setattr(held, "lock_file", another_was_quicker)
+    run = pb.Run(run_id="mine", submitted_at_ms=2)
+    with pytest.raises(ConfigError, match="something else than the run 'mine'"):
+        following.taken(tmp_path, run).__enter__()
+    assert "theirs" in (tmp_path / following.RECORD).read_text()

@@ -17,7 +17,8 @@ from quartet.local import supervisor as supervision
 from quartet.local.child import ChildSpec
 from quartet.local.supervisor import ServiceFailed, State, Supervisor, next_delay
 
-# Writes its port file, then sleeps. "stubborn" ignores SIGTERM, "worker" leaves a child in its group.
+# Writes its port file, then sleeps. "stubborn" ignores SIGTERM, "worker" leaves a child in its group, "slow"
+# listens in its first life and in the others dies after loading.
 SERVER = """
 import os, signal, subprocess, sys, time
 port_file, mode = sys.argv[1], sys.argv[2]
@@ -25,6 +26,12 @@ if mode == "stubborn": signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if mode == "worker":
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     open(port_file + ".worker", "w").write(str(child.pid))
+if mode == "slow" and os.path.exists(port_file + ".before"):
+    time.sleep(0.3)
+    sys.exit("the port is in use")
+if mode == "slow":
+    for file in (port_file + ".before", port_file): open(file, "w").close()
+    sys.exit(1)
 if mode == "broken": sys.exit("no model there")
 if mode == "refusing":
     print("error: ranks = 3 is refused", flush=True)
@@ -100,6 +107,20 @@ async def test_dying_in_a_row_is_bounded(tmp_path: Path, monkeypatch: pytest.Mon
         failed.cancel()
         await supervisor.stop(1.0)
     assert status.state is State.FAILED
+
+
+async def test_what_dies_at_every_restart_is_given_up_however_long_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "MAX_RESTARTS_IN_A_ROW", 2)
+    monkeypatch.setattr(supervision, "STABLE_SECONDS", 0.2)
+    supervisor = Supervisor([spec(tmp_path, "slow")])
+    supervisor.start()
+    try:
+        with pytest.raises(ServiceFailed, match=r"(?s)died 2 times in a row.*the port is in use"):
+            await asyncio.wait_for(supervisor.wait_failed(), SECONDS)
+    finally:
+        await supervisor.kill()
 
 
 async def test_stop_is_bounded_and_ends_what_a_service_started(tmp_path: Path) -> None:

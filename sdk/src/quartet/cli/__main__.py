@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 from quartet.cli import exits
 from quartet.cli.env.installed import REFUSALS
@@ -50,49 +51,78 @@ reward.png, summary.json, logs/ to the output folder.
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command."""
-    raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="quartet", description=DESCRIPTION, formatter_class=raw, allow_abbrev=False
+        prog="quartet",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_training(commands)
+    _add_environments(commands)
+    _add_models(commands)
+    _add_clients(commands)
+    return parser
 
-    def add(name: str, help_text: str, description: str | None = None) -> argparse.ArgumentParser:
-        return commands.add_parser(
-            name,
-            help=help_text,
-            description=description or help_text,
-            formatter_class=raw,
-            allow_abbrev=False,
-        )
 
-    from quartet.cli import clients, export, follow, panes, rl
+def _add(commands: Any, name: str, help_text: str, description: str | None = None) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=help_text,
+        description=description or help_text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    return parser
+
+
+def _add_training(commands: Any) -> None:
+    """What trains on this machine, with what is read off a run's folder."""
+    from quartet.cli import export, panes, rl
+    from quartet.cli.init import command as init
+    from quartet.cli.sft import arguments as sft
+
+    init.add_arguments(_add(commands, "init", "a workspace with configurations", init.DESCRIPTION))
+    rl.add_arguments(_add(commands, "rl", "reinforcement learning on this machine", RL_DESCRIPTION))
+    panes.add_arguments(
+        _add(commands, "panes", "the logs of a run's services side by side", panes.DESCRIPTION)
+    )
+    export.add_arguments(_add(commands, "export", "the model of a saved state", export.DESCRIPTION))
+    sft.add_arguments(_add(commands, "sft", "supervised fine-tuning on this machine", sft.DESCRIPTION))
+
+
+def _add_environments(commands: Any) -> None:
+    """What plays environments without training."""
     from quartet.cli.baseline import arguments as baseline
     from quartet.cli.env import arguments as environments
     from quartet.cli.eval import arguments as evaluation
     from quartet.cli.gepa import arguments as gepa
-    from quartet.cli.init import command as init
-    from quartet.cli.sft import arguments as sft
+
+    evaluation.add_arguments(
+        _add(commands, "eval", "measure a model on environments", evaluation.DESCRIPTION)
+    )
+    environments.add_arguments(
+        _add(commands, "env", "make, install, describe, check environments", environments.DESCRIPTION)
+    )
+    baseline.add_arguments(
+        _add(commands, "baseline", "too hard, too easy, or fit to train on", baseline.DESCRIPTION)
+    )
+    gepa.add_arguments(_add(commands, "gepa", "improve an environment's system prompt", gepa.DESCRIPTION))
+
+
+def _add_models(commands: Any) -> None:
+    """What makes a model of nothing."""
     from quartet.cli.tiny import command as tiny
 
-    init.add_arguments(add("init", "a workspace with configurations", init.DESCRIPTION))
-    rl.add_arguments(add("rl", "reinforcement learning on this machine", RL_DESCRIPTION))
-    panes.add_arguments(add("panes", "the logs of a run's services side by side", panes.DESCRIPTION))
-    export.add_arguments(add("export", "the model of a saved state", export.DESCRIPTION))
-    sft.add_arguments(add("sft", "supervised fine-tuning on this machine", sft.DESCRIPTION))
-    evaluation.add_arguments(add("eval", "measure a model on environments", evaluation.DESCRIPTION))
-    environments.add_arguments(
-        add("env", "make, install, describe, check environments", environments.DESCRIPTION)
-    )
-    baseline.add_arguments(add("baseline", "too hard, too easy, or fit to train on", baseline.DESCRIPTION))
-    gepa.add_arguments(add("gepa", "improve an environment's system prompt", gepa.DESCRIPTION))
-    model = add("model", "make a model")
-    models = model.add_subparsers(dest="model_command", required=True, metavar="KIND")
-    tiny.add_arguments(
-        models.add_parser(
-            "tiny", help="a small Qwen3 with its tokenizer, trained here", description=tiny.__doc__,
-            formatter_class=raw, allow_abbrev=False,
-        )
-    )  # fmt: skip
+    kinds = _add(commands, "model", "make a model")
+    models = kinds.add_subparsers(dest="model_command", required=True, metavar="KIND")
+    tiny.add_arguments(_add(models, "tiny", "a small Qwen3 with its tokenizer, trained here", tiny.__doc__))
+
+
+def _add_clients(commands: Any) -> None:
+    """What asks an orchestrator that is elsewhere."""
+    from quartet.cli import clients, follow
+
     for name, text, takes_run in (
         ("submit", "hand a run (@ run.toml --key value) to an orchestrator", False),
         ("watch", "follow a run", True),
@@ -101,14 +131,13 @@ def build_parser() -> argparse.ArgumentParser:
         ("stop", "stop a run after the step under way", True),
         ("resume", "go on with a run that was stopped, or failed before it sampled", True),
     ):
-        client = add(name, text)
+        client = _add(commands, name, text)
         clients.add_arguments(client, takes_run=takes_run)
         if name == "submit":
             client.add_argument("--run-id", help="name of the run (default: run-<time>)")
             client.add_argument("--dry-run", action="store_true", help="only check")
         if name == "watch":
             follow.add_arguments(client)
-    return parser
 
 
 def dispatch(options: argparse.Namespace, rest: list[str]) -> int:

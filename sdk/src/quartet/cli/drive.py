@@ -21,11 +21,13 @@ from pathlib import Path
 
 from quartet.cli import exits
 from quartet.cli.display import Display
+from quartet.cli.env.installed import REFUSALS
 from quartet.cli.figure import import_drawing
 from quartet.cli.outputs import Outputs
 from quartet.cli.silence import name_the_silent
 from quartet.cli.wandb.reporter import Reporter
 from quartet.cli.watch import history_of, watch_run
+from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, unary
 from quartet.kit.channel import connect
@@ -39,6 +41,7 @@ from quartet.v1.orchestrator_service_pb2 import (
     Run,
     StopRunRequest,
     SubmitRunRequest,
+    SubmitRunResponse,
 )
 from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 
@@ -49,6 +52,10 @@ CALL_SECONDS = 30.0
 STOP_SECONDS = 120.0  # the step under way may have to sample a whole batch
 DRAIN_SECONDS = 10.0
 PATIENCE_SECONDS = 120.0  # the supervisor restarts an orchestrator much sooner, or fails the run
+
+
+class RunRefused(ConfigError):
+    """The orchestrator did not take the run: nothing of it was run."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,7 @@ async def drive(
     reporter: Reporter,
     listen: Listen = by_signals,
 ) -> Outcome:
-    """Run it to its end. Raises ServiceFailed, QuartetError."""
+    """Run it to its end. Raises RunRefused, ServiceFailed, QuartetError."""
     supervisor = Supervisor(specs)
     interrupts = Interrupts(supervisor, display)
     with listen(interrupts):
@@ -148,10 +155,7 @@ async def _work(
     await supervisor.wait_bound()
     async with connect(_orchestrator(supervisor)) as channel:
         stub = OrchestratorServiceStub(channel)  # type: ignore[no-untyped-call]
-        request = SubmitRunRequest(run_id=run_id, config_toml=config_toml)
-        begun = await unary(
-            stub.SubmitRun, request, timeout_s=SUBMIT_SECONDS, budget=RetryBudget(), wait_for_ready=True
-        )
+        begun = await _submitted(stub, SubmitRunRequest(run_id=run_id, config_toml=config_toml))
         failed_early = begun.run.phase == RUN_PHASE_FAILED and not begun.run.ledger.dispatched
         if begun.run.phase == RUN_PHASE_STOPPED or failed_early:
             begun = await unary(stub.ResumeRun, ResumeRunRequest(run_id=run_id), timeout_s=CALL_SECONDS)
@@ -183,6 +187,18 @@ async def _work(
         if run.model_path:
             outputs.take_checkpoint(Path(run.model_path))
         return run
+
+
+async def _submitted(stub: OrchestratorServiceStub, request: SubmitRunRequest) -> SubmitRunResponse:
+    try:
+        response: SubmitRunResponse = await unary(
+            stub.SubmitRun, request, timeout_s=SUBMIT_SECONDS, budget=RetryBudget(), wait_for_ready=True
+        )
+    except QuartetError as error:
+        if error.reason in REFUSALS:
+            raise RunRefused(error.message) from error
+        raise
+    return response
 
 
 async def _tick(supervisor: Supervisor, outputs: Outputs, display: Display, reporter: Reporter) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from quartet.cli import exits
 from quartet.cli.display import Plain, event_line
+from quartet.cli.held import LOCK, held
 from quartet.cli.outputs import Outputs, write_json
 from quartet.cli.progress import ENDED, Progress, ledger_dict, phase_name
 from quartet.cli.wandb import reporter as wandb
@@ -25,7 +26,6 @@ from quartet.cli.wandb.child import STOPPED_CODE, Ending
 from quartet.cli.watch import watch_run
 from quartet.config import Config, ConfigError, load
 from quartet.kit.call import RetryBudget, unary
-from quartet.kit.folder import lock_file
 from quartet.local.toml_text import inline
 from quartet.run.wandb import WandbConfig
 from quartet.v1.orchestrator_service_pb2 import (
@@ -168,26 +168,26 @@ def ending_of(run: Run) -> Ending:
 @contextmanager
 def taken(folder: Path, run: Run) -> Iterator[None]:
     """The folder, locked, if it is new or has the same run. Raises ConfigError."""
-    record: dict[str, object] = {"run_id": run.run_id, "submitted_at_ms": run.submitted_at_ms}
-    known = folder / RECORD
     folder.mkdir(parents=True, exist_ok=True)
-    held = known.read_text() if known.is_file() else ""
-    if any(one.name != ".lock" for one in folder.iterdir()) and held != _text(record):
+    _check(folder, run)  # before a lock is left in what is somebody else's
+    refusal = f"output folder {folder} is being written by another 'quartet watch'; name another --output-dir"
+    with held(folder, refusal):
+        _check(folder, run)  # another may have taken it since
+        write_json(folder / RECORD, _record(run))
+        yield
+
+
+def _check(folder: Path, run: Run) -> None:
+    """Whether the folder is new or has the same run. Raises ConfigError."""
+    known = folder / RECORD
+    found = known.read_text() if known.is_file() else ""
+    as_written = json.dumps(_record(run), indent=2) + "\n"
+    if any(one.name != LOCK for one in folder.iterdir()) and found != as_written:
         raise ConfigError(
             f"output folder {folder} holds something else than the run {run.run_id!r}; name another "
             "--output-dir"
         )
-    try:
-        lock = lock_file(folder / ".lock")
-    except BlockingIOError:
-        raise ConfigError(
-            f"output folder {folder} is being written by another 'quartet watch'; name another --output-dir"
-        ) from None
-    with lock:
-        write_json(known, record)
-        yield
 
 
-def _text(record: dict[str, object]) -> str:
-    """As write_json writes it."""
-    return json.dumps(record, indent=2) + "\n"
+def _record(run: Run) -> dict[str, object]:
+    return {"run_id": run.run_id, "submitted_at_ms": run.submitted_at_ms}

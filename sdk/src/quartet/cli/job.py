@@ -2,7 +2,8 @@
 
 1. `plan` only looks: it refuses a folder that holds something else, with the remedy, and changes nothing.
 2. `taken` makes the folder the job's own for as long as the block lasts: another launcher is refused, because
-   two orchestrators on one journal would lose rollouts.
+   two orchestrators on one journal would lose rollouts. What `plan` looked at may have changed since, while
+   the services were checked: once nobody else can change it, it is looked at again.
 """
 
 from __future__ import annotations
@@ -12,18 +13,17 @@ import json
 import os
 import re
 import shlex
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from quartet.cli.held import LOCK, empty, held
 from quartet.cli.outputs import write_json, write_text
 from quartet.config import ConfigError
-from quartet.kit.folder import lock_file
 from quartet.local.deployment import SERVICES
 from quartet.local.toml_text import dumps
 from quartet.run.config import RunConfig, parse_run
@@ -71,6 +71,7 @@ class Job:
     run_id: str
     folder: Path
     resumed: bool = False
+    overwrite: bool = False
     words: Words = FLAGS
 
     @property
@@ -154,7 +155,6 @@ def plan(
     words: Words = FLAGS,
 ) -> Job:
     """The job, if its folder can be taken. Raises ConfigError."""
-    record = folder / RECORD
     if resume:
         return _resumed(config, folder, words)
     above = next((part for part in (folder, *folder.absolute().parents) if part.exists()), folder)
@@ -162,20 +162,24 @@ def plan(
         raise ConfigError(f"output folder {folder}: {above} is a file; name {words.elsewhere}")
     if above.exists() and not os.access(above, os.W_OK | os.X_OK):
         raise ConfigError(f"output folder {folder}: {above} may not be written; name {words.elsewhere}")
-    if folder.exists() and any(folder.iterdir()):
-        if not overwrite:
-            raise ConfigError(
-                f"output folder {folder} is not empty; add {words.resume} to go on with its run, "
-                f"{words.overwrite} to delete it, or name {words.elsewhere}"
-            )
-        if not record.exists():
-            raise ConfigError(
-                f"{words.overwrite}: {folder} was not written by quartet rl; delete it yourself"
-            )
+    _check_free(folder, words, overwrite=overwrite)
     run_id = run_id or re.sub(r"[^A-Za-z0-9_.-]", "-", folder.name)[:64]
     if not is_run_id(run_id):
         raise ConfigError(f"{words.run_id} {run_id!r} is refused: {RULE}")
-    return Job(config, run_id, folder, words=words)
+    return Job(config, run_id, folder, overwrite=overwrite, words=words)
+
+
+def _check_free(folder: Path, words: Words, *, overwrite: bool) -> None:
+    """Whether a new run may have the folder. Raises ConfigError."""
+    if not folder.exists() or all(entry.name == LOCK for entry in folder.iterdir()):
+        return
+    if not overwrite:
+        raise ConfigError(
+            f"output folder {folder} is not empty; add {words.resume} to go on with its run, "
+            f"{words.overwrite} to delete it, or name {words.elsewhere}"
+        )
+    if not (folder / RECORD).exists():
+        raise ConfigError(f"{words.overwrite}: {folder} was not written by quartet rl; delete it yourself")
 
 
 def _resumed(config: RunConfig, folder: Path, words: Words) -> Job:
@@ -229,43 +233,28 @@ def _differences(known: dict[str, Any], asked: dict[str, Any]) -> Iterator[str]:
 @contextmanager
 def taken(job: Job) -> Iterator[None]:
     """The folder, emptied unless the job goes on with it, and locked. Raises ConfigError."""
-    try:
-        lock = _lock(job)
-    except OSError as error:
-        # A read-only file system, a full disk: os.access knows neither, least of all for root.
-        raise ConfigError(
-            f"output folder {job.folder} cannot be written: {error.strerror}; name {job.words.elsewhere}"
-        ) from error
-    with lock:
+    refusal = f"output folder {job.folder} belongs to a run that is going on; wait for its end"
+    with ExitStack() as opened:
+        try:
+            opened.enter_context(held(job.folder, f"{refusal}, or name another"))
+            _begin(job)
+        except OSError as error:
+            # A read-only file system, a full disk: os.access knows neither, least of all for root.
+            raise ConfigError(
+                f"output folder {job.folder} cannot be written: {error.strerror}; name {job.words.elsewhere}"
+            ) from error
         yield
 
 
-def _lock(job: Job) -> IO[bytes]:
-    """Make the folder, lock it, begin it. Closing what is returned unlocks it."""
-    job.folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as opened:
-        try:
-            lock = opened.enter_context(lock_file(job.folder / ".lock"))
-        except BlockingIOError:
-            raise ConfigError(
-                f"output folder {job.folder} belongs to a run that is going on; wait for its end, "
-                "or name another"
-            ) from None
-        if not job.resumed:
-            _empty(job.folder)
-            begun = job.config.model_dump(mode="json", exclude_none=True)
-            write_text(job.folder / RUN_FILE, dumps(begun), 0o600)  # a judge's key may be in it
-            write_json(job.folder / RECORD, {"run_id": job.run_id, "config_toml": job.config_toml})
-        opened.pop_all()
-    return lock
-
-
-def _empty(folder: Path) -> None:
-    """Delete everything in the folder but its lock."""
-    for entry in folder.iterdir():
-        if entry.name == ".lock":
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
+def _begin(job: Job) -> None:
+    """Look at the folder again, which is held now; empty it for a new run, and say whose it is."""
+    if job.resumed:
+        known = _resumed(job.config, job.folder, job.words).run_id
+        if known != job.run_id:
+            raise ConfigError(f"output folder {job.folder} was given to another run, {known!r}, just now")
+        return
+    _check_free(job.folder, job.words, overwrite=job.overwrite)
+    empty(job.folder)
+    begun = job.config.model_dump(mode="json", exclude_none=True)
+    write_text(job.folder / RUN_FILE, dumps(begun), 0o600)  # a judge's key may be in it
+    write_json(job.folder / RECORD, {"run_id": job.run_id, "config_toml": job.config_toml})

@@ -11,6 +11,8 @@
 1. Every line carries the number of its event, and is written whole before the next event is taken. Opened
    again, the folder cuts off a torn last line and says after which event to go on: no line is lost and none
    is written twice.
+2. What is written to be moved to its place has one name in every process, so what a killed one left of it is
+   replaced by the next. Whoever writes has the folder locked.
 """
 
 from __future__ import annotations
@@ -87,18 +89,28 @@ class Outputs:
         write_reward_png(self.progress, title, self.folder / "reward.png")
 
     def take_checkpoint(self, model_path: Path) -> Path:
-        """Put the exported model into the folder, whole. Linked where possible: models are large."""
-        target = self.folder / "checkpoint"
-        staged = self.folder / f"checkpoint.{os.getpid()}.partial"
-        shutil.rmtree(staged, ignore_errors=True)
-        shutil.copytree(model_path, staged, copy_function=link_or_copy)
-        if target.exists():
-            shutil.rmtree(target)
-        staged.rename(target)
-        return target
+        """Put the exported model into the folder."""
+        return take_model(model_path, self.folder / "checkpoint")
 
 
-def link_or_copy(source: str, target: str) -> None:
+def take_model(model_path: Path, target: Path) -> Path:
+    """Put an exported model at the target, whole. Linked where possible: models are large."""
+    staged = _staged(target)
+    if staged.exists():
+        shutil.rmtree(staged)
+    shutil.copytree(model_path, staged, copy_function=_link_or_copy)
+    if target.exists():
+        shutil.rmtree(target)
+    staged.rename(target)
+    return target
+
+
+def _staged(target: Path) -> Path:
+    """Where a file or folder is made before it is moved to its place."""
+    return target.with_name(f"{target.name}.partial")
+
+
+def _link_or_copy(source: str, target: str) -> None:
     """A hard link (an exported model is never changed in place), or a copy across file systems."""
     try:
         os.link(source, target)
@@ -175,8 +187,9 @@ def write_lines(file: Path, rows: Sequence[Row]) -> None:
 
 def write_text(file: Path, text: str, mode: int = 0o666) -> None:
     """Write a file atomically; with the rights of `mode`, less the umask."""
-    staged = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    staged = _staged(file)
     try:
+        staged.unlink(missing_ok=True)  # with its rights
         staged.touch(mode)
         staged.write_text(text, encoding="utf-8")
         staged.replace(file)

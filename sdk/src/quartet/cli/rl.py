@@ -26,7 +26,7 @@ from typing import Any
 
 from quartet.cli import exits
 from quartet.cli.display import Display, Plain
-from quartet.cli.drive import Listen, Outcome, by_signals, drive
+from quartet.cli.drive import Listen, Outcome, RunRefused, by_signals, drive
 from quartet.cli.env.installed import REFUSALS, with_interpreters
 from quartet.cli.job import FLAGS, Job, Words, default_folder, how_to_resume, model_path, plan, taken
 from quartet.cli.outputs import Outputs, write_json
@@ -175,12 +175,14 @@ def _in_folder(job: Job, open_display: Callable[[], Display], started: float, li
                 outcome = asyncio.run(
                     drive(specs, job.run_id, job.config_toml, outputs, display, reporter, listen)
                 )
-            except QuartetError as error:
-                if error.reason not in REFUSALS:
-                    raise RunFailed(str(error)) from error
+            except RunRefused:
                 if not job.resumed:
                     shutil.rmtree(job.folder)  # nothing was run: the next attempt finds no used folder
-                raise ConfigError(error.message) from error
+                raise
+            except QuartetError as error:
+                if error.reason in REFUSALS:
+                    raise ConfigError(error.message) from error
+                raise RunFailed(str(error)) from error
             except ServiceFailed as error:
                 raise RunFailed(str(error)) from error
         seconds = _summary_before(job).get("wall_seconds", 0.0) + time.monotonic() - started

@@ -1,10 +1,10 @@
 """The supervisor: keeps the services of one run alive until the run ends.
 
 1. A service that dies is started again with the same command on the same address, after a delay that
-   doubles from FIRST_DELAY_SECONDS to MAX_DELAY_SECONDS and starts over once the service has lived
+   doubles from FIRST_DELAY_SECONDS to MAX_DELAY_SECONDS and starts over once the service has listened for
    STABLE_SECONDS.
-2. A service that never bound, or that died MAX_RESTARTS_IN_A_ROW times without living that long, is FAILED:
-   `wait_failed` raises with the end of its log, and it is not started again.
+2. A service that never bound, or that was started again MAX_RESTARTS_IN_A_ROW times without listening for
+   that long, is FAILED: `wait_failed` raises with the end of its log, and it is not started again.
 3. `stop` ends all services at once, in bounded time, and their process groups with them.
 
 States: STARTING -> UP -> BACKOFF -> STARTING; STARTING | BACKOFF -> FAILED; any -> STOPPED.
@@ -74,28 +74,27 @@ class Keeper:
         """Start and restart until the service is given up, which raises ServiceFailed."""
         deaths = 0
         while True:
-            started = asyncio.get_running_loop().time()
-            code = await self._live()
-            lived = asyncio.get_running_loop().time() - started
-            deaths = 1 if lived >= STABLE_SECONDS else deaths + 1
+            code, listened_seconds = await self._live()
+            deaths = 1 if listened_seconds >= STABLE_SECONDS else deaths + 1
             if not self.bound_once.is_set() or deaths > MAX_RESTARTS_IN_A_ROW:
                 raise self._given_up(code)
             self.status.state = State.BACKOFF
             self.status.restarts += 1
             await asyncio.sleep(next_delay(deaths))
 
-    async def _live(self) -> int:
-        """One life: start, bind, die."""
+    async def _live(self) -> tuple[int, float]:
+        """One life: start, bind, die. Its exit code, and for how long it listened: loading proves nothing."""
         self.status.state = State.STARTING
         self.child = await Child.start(self.spec, self._forks)
         self.status.pid = self.child.pid
         if not await self.child.wait_bound(self._bind_seconds):
-            return await self.child.kill()
+            return await self.child.kill(), 0.0
+        bound = asyncio.get_running_loop().time()
         self.status.state = State.UP
         self.bound_once.set()
         code = await self.child.wait()
         self.child.kill_group()  # workers that it left behind
-        return code
+        return code, asyncio.get_running_loop().time() - bound
 
     def _given_up(self, code: int) -> ServiceFailed:
         assert self.child is not None

@@ -20,6 +20,7 @@ from quartet.cli.eval.player import Player
 from quartet.cli.eval.record import Record
 from quartet.cli.eval.services import deploy, with_host
 from quartet.cli.eval.source import Source, source_of
+from quartet.cli.held import held
 from quartet.cli.outputs import write_json
 from quartet.cli.run_file import load_run
 from quartet.config import ConfigError
@@ -45,9 +46,11 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     services = base / SERVICES / stamp
     ids = [env.id for env in config.env]
     inference = dict(config.inference) if source.folder else {}
-    specs = deploy(source, services, ids, config.envhost, inference)
-    _play(records, options, specs, source)
-    return report(records, options.full_reward)
+    # Two baselines that begin in the same second have the same name.
+    with held(services, f"{services} belongs to a baseline that is going on; start this one again"):
+        specs = deploy(source, services, ids, config.envhost, inference)
+        _play(records, options, specs, source)
+        return report(records, options.full_reward)
 
 
 def _play(records: Sequence[Record], options: argparse.Namespace, specs: Any, source: Source) -> None:

@@ -29,10 +29,12 @@ from quartet.cli.eval.rollouts import describe, play, reference, tasks_of
 from quartet.cli.eval.rows import failure_kind
 from quartet.cli.eval.services import deploy, with_host
 from quartet.cli.eval.source import Source, choose
+from quartet.cli.held import held
 from quartet.config import ConfigError, load, validate
 from quartet.errors import QuartetError
 from quartet.kit.folder import check_folder
 from quartet.local.beside import AddressBook
+from quartet.local.child import ChildSpec
 from quartet.local.supervisor import ServiceFailed
 from quartet.run.name import RULE, is_run_id
 from quartet.v1.rollout_pb2 import Rollout, Task
@@ -61,9 +63,17 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
             deploy(plan.source, Path(scratch), env_ids, config.envhost, config.inference)
         print(config.model_dump_json(indent=2, exclude_none=True))
         return 0
-    specs = deploy(plan.source, plan.services, env_ids, config.envhost, config.inference)
+    # Two evaluations that begin in the same second have the same name.
+    refusal = f"{plan.services} belongs to an evaluation that is going on; wait for it"
+    with held(plan.services, f"{refusal}, or choose another --run-id"):
+        specs = deploy(plan.source, plan.services, env_ids, config.envhost, config.inference)
+        _play(plan, specs, plain=options.plain)
+    return report(plan)
+
+
+def _play(plan: Plan, specs: Sequence[ChildSpec], *, plain: bool) -> None:
     tallies = [Tally(record.trial.name) for record in plan.records]
-    with contextlib.closing(board(tallies, plain=options.plain)) as shown:
+    with contextlib.closing(board(tallies, plain=plain)) as shown:
         shown.say(f"run {plan.run_id}; logs are in {plan.services / 'logs'}")
 
         async def work(host: Any, policy: Player | None, book: AddressBook) -> None:
@@ -76,7 +86,6 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
             if any((one.folder / METADATA).exists() for one in plan.records):
                 print(f"what was done is kept; go on with --resume {plan.run_id}", file=sys.stderr)
             raise
-    return report(plan)
 
 
 def read(options: argparse.Namespace, rest: list[str]) -> EvalFileConfig:

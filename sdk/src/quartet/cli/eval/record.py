@@ -25,9 +25,9 @@ from typing import Any
 from quartet.cli.eval.config import ALL, Trial
 from quartet.cli.eval.rows import failure_kind, failure_row, result_row
 from quartet.cli.eval.source import Source
+from quartet.cli.held import held
 from quartet.cli.outputs import Row, append_line, recover_lines, write_json, write_lines
 from quartet.config import ConfigError
-from quartet.kit.folder import lock_file
 from quartet.run.statistics import Summary, means_by_name, summarise
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 from quartet.v1.rollout_pb2 import Rollout, Task
@@ -86,13 +86,10 @@ class Record:
     @contextmanager
     def held(self, info: EnvironmentInfo, tasks: Sequence[Task]) -> Iterator[None]:
         """The folder, made, locked and read; metadata.json says at the end how it went, whatever ended it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock = lock_file(self.folder / ".lock")
-        except BlockingIOError:
-            raise ConfigError(f"{self.folder} is being filled by another evaluation; wait for it") from None
-        self._info, self._tasks = info, tasks
-        with lock:
+        with held(self.folder, f"{self.folder} is being filled by another evaluation; wait for it"):
+            self._info, self._tasks = info, tasks
+            # Not before: services load first, and other evaluations of the same file are played.
+            self._began = time.monotonic()
             self.results = self._read()
             try:
                 self.save()

@@ -37,11 +37,12 @@ from quartet.cli.gepa.arguments import GEPA_KEYS, SAMPLING_KEYS
 from quartet.cli.gepa.artefacts import BEST_ENV, METADATA, head, write_artefacts
 from quartet.cli.gepa.config import GepaConfig
 from quartet.cli.gepa.policies import Prompted, ReplicaPolicy
+from quartet.cli.held import held
 from quartet.cli.outputs import Row, write_json
 from quartet.config import ConfigError, load
 from quartet.errors import QuartetError
 from quartet.kit.channel import ClientSecurity
-from quartet.kit.folder import check_folder, lock_file
+from quartet.kit.folder import check_folder
 from quartet.local.beside import AddressBook
 from quartet.local.supervisor import ServiceFailed
 from quartet.local.toml_text import inline
@@ -103,12 +104,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
             deploy(plan.source, Path(scratch), ids, config.envhost, config.inference)
         print(config.model_dump_json(indent=2, exclude_none=True))
         return 0
-    plan.folder.mkdir(parents=True, exist_ok=True)
-    try:
-        lock = lock_file(plan.folder / ".lock")
-    except BlockingIOError:
-        raise ConfigError(f"{plan.folder} belongs to an optimisation that is going on; wait for it") from None
-    with lock, contextlib.closing(PlainBoard()) as board:
+    refusal = f"{plan.folder} belongs to an optimisation that is going on; wait for it"
+    with held(plan.folder, refusal), contextlib.closing(PlainBoard()) as board:
         specs = deploy(plan.source, plan.folder / "services", ids, config.envhost, config.inference)
         board.say(f"run {plan.run_id} in {plan.folder}")
         try:
@@ -121,7 +118,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
             if (plan.folder / METADATA).exists():
                 print(f"what was done is kept; go on with --resume {plan.run_id}", file=sys.stderr)
             raise
-    return _report(plan, result, api)
+        return _report(plan, result, api)
 
 
 def _report(plan: Plan, result: Any, api: str) -> int:

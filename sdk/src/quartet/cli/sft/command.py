@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import shutil
 import sys
 import tempfile
 import time
@@ -14,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from quartet.cli.job import model_path
-from quartet.cli.outputs import append_line, link_or_copy
+from quartet.cli.outputs import append_line, take_model
 from quartet.cli.sft.chats import Chats, batches, read_chats
-from quartet.cli.sft.place import CHECKPOINT, METRICS, Calls, begin, cut_metrics, go_on
+from quartet.cli.sft.place import CHECKPOINT, METRICS, Calls, cut_metrics, taken
 from quartet.config.load import load
 from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, unary
@@ -32,7 +31,9 @@ from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
 RUN_ID = "sft"
 FINAL = "final"
-START_SECONDS = 180.0  # the first call waits for the service to import torch
+# The first call waits for the service to import torch and to load the model; with --resume also until it has
+# read the saved state and checked it. As long as the orchestrator allows the same call.
+CREATE_SECONDS = 1800.0
 CALL_SECONDS = 3600.0  # the largest batch on the slowest machine
 DRAIN_SECONDS = 2.0
 # Well below the limit of a message, 4 MiB.
@@ -55,12 +56,12 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         asyncio.run(check(_deploy(config, Path(scratch))))
     if options.dry_run:
         return 0
-    (go_on if options.resume else begin)(output, config)
-    try:
-        asyncio.run(_train(config, chats, output))
-    except (KeyboardInterrupt, OSError, QuartetError, ServiceFailed):
-        print(f"what was done is kept; go on with --resume --output-dir {output}", file=sys.stderr)
-        raise
+    with taken(output, config, resume=options.resume):
+        try:
+            asyncio.run(_train(config, chats, output))
+        except (KeyboardInterrupt, OSError, QuartetError, ServiceFailed):
+            print(f"what was done is kept; go on with --resume --output-dir {output}", file=sys.stderr)
+            raise
     print(f"model and metrics: {output}")
     return 0
 
@@ -78,11 +79,7 @@ async def _train(config: SftConfig, chats: Chats, output: Path) -> None:
             return await _steps(stub, config, chats.samples, output)
 
     exported = await beside(_deploy(config, output), work, drain_s=DRAIN_SECONDS)
-    staged = output / f"{CHECKPOINT}.partial"
-    if staged.exists():
-        shutil.rmtree(staged)
-    shutil.copytree(exported, staged, copy_function=link_or_copy)
-    staged.rename(output / CHECKPOINT)
+    take_model(exported, output / CHECKPOINT)
 
 
 async def _steps(stub: Any, config: SftConfig, samples: Sequence[Sample], output: Path) -> Path:
@@ -90,7 +87,7 @@ async def _steps(stub: Any, config: SftConfig, samples: Sequence[Sample], output
     calls = Calls(config.steps(len(samples)), config.ckpt.interval)
     create = pb.CreateRunRequest(run_id=RUN_ID, spec=run_spec(config, len(samples)))
     created = await unary(
-        stub.CreateRun, create, timeout_s=START_SECONDS, budget=RetryBudget(), wait_for_ready=True
+        stub.CreateRun, create, timeout_s=CREATE_SECONDS, budget=RetryBudget(), wait_for_ready=True
     )
     done = calls.step_after(created.run.applied_seq_id)
     cut_metrics(output, done)
@@ -112,7 +109,7 @@ async def _step(
 ) -> None:
     seq_id = calls.first_of(step)
     done = await unary(stub.ForwardBackward, list(frames(batch, seq_id)), timeout_s=CALL_SECONDS)
-    taken = await unary(
+    stepped = await unary(
         stub.OptimStep, pb.OptimStepRequest(run_id=RUN_ID, seq_id=seq_id + 1), timeout_s=CALL_SECONDS
     )
     row = {
@@ -120,13 +117,13 @@ async def _step(
         "loss": done.loss,
         "tokens": done.tokens,
         "loss_tokens": done.loss_tokens,
-        "learning_rate": taken.learning_rate,
-        "grad_norm": taken.grad_norm,
+        "learning_rate": stepped.learning_rate,
+        "grad_norm": stepped.grad_norm,
         "seconds": time.monotonic() - began,
     }
     append_line(output / METRICS, row)
     print(
-        f"step {step + 1}/{calls.steps}  loss {done.loss:.4f}  learning rate {taken.learning_rate:.3g}",
+        f"step {step + 1}/{calls.steps}  loss {done.loss:.4f}  learning rate {stepped.learning_rate:.3g}",
         flush=True,
     )
 

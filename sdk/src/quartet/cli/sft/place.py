@@ -3,18 +3,22 @@
 1. The calls of a run follow from its steps and the interval of its states alone: ForwardBackward and
    OptimStep for each step, SaveState after every `interval` steps but the last, and one at the end that also
    exports. So the number of the call that was applied last says which step comes next.
-2. A folder is gone on with under the configuration and the data that it was begun with, or not at all.
+2. A folder is gone on with under the configuration and the data that it was begun with, or not at all; and by
+   one process at a time, because two would write over each other's trainer.
 3. Lines of steps that will be done again are cut off metrics.jsonl: every step has one line in the end.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
+from quartet.cli.held import LOCK, held
 from quartet.cli.outputs import recover_lines, write_json, write_lines
 from quartet.config import ConfigError
 from quartet.run.sft import SftConfig
@@ -47,24 +51,35 @@ class Calls:
         return self.steps if applied >= self.last else applied // (2 * self.interval + 1) * self.interval
 
 
-def begin(folder: Path, config: SftConfig) -> None:
-    """Take a new folder. Raises ConfigError."""
-    if folder.exists() and any(folder.iterdir()):
+@contextmanager
+def taken(folder: Path, config: SftConfig, *, resume: bool) -> Iterator[None]:
+    """The folder, new or gone on with, and locked. Raises ConfigError."""
+    look = _check_begun if resume else _check_new
+    look(folder, config)  # before a lock is left in what is somebody else's
+    refusal = f"--output-dir {folder} belongs to a fine-tuning that is going on; wait for its end"
+    with held(folder, f"{refusal}, or name another"):
+        look(folder, config)  # another may have taken it since
+        if not resume:
+            write_json(folder / RECORD, _record(config))
+        yield
+
+
+def _check_new(folder: Path, config: SftConfig) -> None:
+    """Whether a new fine-tuning may have the folder. Raises ConfigError."""
+    if folder.exists() and any(entry.name != LOCK for entry in folder.iterdir()):
         raise ConfigError(
             f"--output-dir {folder} is not empty; add --resume to go on with what it holds, or name another"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / RECORD, _record(config))
 
 
-def go_on(folder: Path, config: SftConfig) -> None:
-    """Take a folder that was begun. Raises ConfigError."""
+def _check_begun(folder: Path, config: SftConfig) -> None:
+    """Whether what the folder holds is this fine-tuning, and unfinished. Raises ConfigError."""
     try:
-        held = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        found = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--resume: {folder} holds no fine-tuning that was begun; leave it out") from error
     wanted = _record(config)
-    differs = [key for key in sorted(held.keys() | wanted.keys()) if held.get(key) != wanted.get(key)]
+    differs = [key for key in sorted(found.keys() | wanted.keys()) if found.get(key) != wanted.get(key)]
     if differs:
         raise ConfigError(
             f"--resume: {folder} was begun with another {differs[0]}; give what it was begun with "

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import shutil
 import sys
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.cli import exits
+from quartet.cli.held import empty, held
 from quartet.cli.outputs import write_json
 from quartet.cli.tiny.courses import REVERSE_TEXT, SEEDS_APART, Course, Packaged, ReverseText, default_python
 from quartet.cli.tiny.files import build_tokenizer, write_model_files
@@ -91,16 +91,13 @@ def run(options: argparse.Namespace) -> int:
         return 0
     _check_replaceable(out, options.force)
     started = time.monotonic()
-    work = out.parent / f".{out.name}.{os.getpid()}.partial"
     try:
-        with _course(options) as course:
+        with _course(options) as course, _work(out) as work:
             made = asyncio.run(_make(work, course, options))
-        _publish(made, work, out, options)
+            _publish(made, work, out, options)
     except ServiceFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return exits.FAILED
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     print(f"{out}: reward {made.habit_reward:.3f}, made in {time.monotonic() - started:.0f} s")
     return 0
 
@@ -113,6 +110,18 @@ def _check_replaceable(out: Path, force: bool) -> None:
         raise ConfigError(f"OUT = {out} exists and is not a model folder; name another one")
     if any(out.iterdir()) and not force:
         raise ConfigError(f"OUT = {out} holds an incomplete model; --force replaces it")
+
+
+@contextmanager
+def _work(out: Path) -> Iterator[Path]:
+    """A folder beside OUT, which is no more when it ends. Raises ConfigError."""
+    work = out.with_name(f".{out.name}.partial")
+    with held(work, f"OUT = {out} is being made by another 'quartet model tiny'; wait for its end"):
+        empty(work)  # of one that was killed
+        try:
+            yield work
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
 
 
 @contextmanager

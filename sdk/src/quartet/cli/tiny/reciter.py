@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from itertools import islice
@@ -26,6 +27,8 @@ from typing import Any
 
 def main() -> None:
     """Answer until the input ends."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the package prints is no answer
     package = sys.argv[1].rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
     told = importlib.import_module(f"{package}.demonstrations")
     about = {
@@ -37,14 +40,14 @@ def main() -> None:
         "habit_share": told.HABIT_SHARE,
         "habit_learning_rate": told.HABIT_LEARNING_RATE,
     }
-    print(json.dumps(about), flush=True)
+    print(json.dumps(about), file=out, flush=True)
     streams: dict[tuple[int, float], Iterator[Any]] = {}
     for line in sys.stdin:
         seed, habit_share, count = json.loads(line)
         stream = streams.get((seed, habit_share))
         if stream is None:
             stream = streams[seed, habit_share] = told.demonstrations(seed, habit_share)
-        print(json.dumps(list(islice(stream, count))), flush=True)
+        print(json.dumps(list(islice(stream, count))), file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quartet.cli.tiny.courses import CALL_SECONDS, Conversation, Course, Policy
 from quartet.cli.tiny.files import IM_END, content_of, render
+from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, unary
 from quartet.v1.envhost_service_pb2_grpc import EnvHostServiceStub
 from quartet.v1.inference_service_pb2 import GetModelRequest
@@ -139,18 +141,18 @@ class Lesson:
         return await self._course.measure(policy, count, seed)
 
     async def _served(self, version: int) -> None:
-        """Until the replica serves this run's version."""
-        async with asyncio.timeout(SERVE_SECONDS):
-            while True:
-                model = await unary(
-                    self._services.inference.GetModel,
-                    GetModelRequest(),
-                    timeout_s=SERVE_SECONDS,
-                    wait_for_ready=True,
-                )
-                if model.run_id == self._run_id and model.policy_version >= version:
-                    return
-                await asyncio.sleep(POLL_SECONDS)
+        """Until the replica serves this run's version. Raises QuartetError."""
+        deadline = time.monotonic() + SERVE_SECONDS
+        while (left := deadline - time.monotonic()) > 0:
+            model = await unary(
+                self._services.inference.GetModel, GetModelRequest(), timeout_s=left, wait_for_ready=True
+            )
+            if model.run_id == self._run_id and model.policy_version >= version:
+                return
+            await asyncio.sleep(POLL_SECONDS)
+        raise QuartetError(
+            "DEADLINE", f"inference does not serve version {version} after {SERVE_SECONDS:.0f} s"
+        )
 
     async def export(self, name: str) -> Path:
         """Save the model. Its Hugging Face folder on the trainer."""

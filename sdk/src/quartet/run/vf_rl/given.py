@@ -92,6 +92,13 @@ class Given:
             refuse(f"trainer.args.{key}", value, 'should be text in quotes, such as "name"')
         return value or None
 
+    def part(self, key: str) -> int:
+        """A part of max_steps, in steps; 1 is all of them. Raises ConfigError."""
+        value = self.value(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            refuse(f"trainer.args.{key}", value, "should be a part of max_steps, from 0 to 1")
+        return math.ceil(value * self.count("max_steps"))
+
     def interval(self, key: str) -> int:
         """Steps; below 1 it is a part of max_steps, as transformers reads it."""
         value = self.value(key)

@@ -142,7 +142,7 @@ def _optimizer(given: Given, run: _Run) -> None:
         run.put("warmup_steps", given.value("warmup_steps"), given.source("warmup_steps"))
         run.leave(given, "warmup_ratio", "warmup_steps decides")
     elif given.value("warmup_ratio"):
-        run.put("warmup_steps", given.interval("warmup_ratio"), given.source("warmup_ratio"))
+        run.put("warmup_steps", given.part("warmup_ratio"), given.source("warmup_ratio"))
     optim = given.value("optim")
     if optim == "sgd":
         run.put("optimizer", "sgd", given.source("optim"))

@@ -1,0 +1,47 @@
+"""`quartet model tiny` where its services do not do their part, and what it leaves behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from quartet.cli.__main__ import main
+from quartet.cli.tiny import command, teach
+from quartet.errors import QuartetError
+from quartet.local.supervisor import ServiceFailed
+from quartet.v1.inference_service_pb2 import GetModelResponse
+
+
+async def test_a_replica_that_serves_no_new_version_ends_it_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def older(*_: object, **__: object) -> GetModelResponse:
+        return GetModelResponse(run_id="r", policy_version=1)
+
+    monkeypatch.setattr(teach, "unary", older)
+    monkeypatch.setattr(teach, "SERVE_SECONDS", 0.1)
+    lesson = teach.Lesson(Mock(), Mock(), "r", Mock())
+    with pytest.raises(QuartetError, match="inference does not serve version 2 after"):
+        await lesson._served(2)
+
+
+def names(folder: Path) -> list[str]:
+    return [entry.name for entry in folder.iterdir()]
+
+
+def test_what_a_killed_one_left_is_deleted_and_two_do_not_make_one_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["model", "tiny", str(tmp_path / "tiny")]
+
+    async def make(work: Path, *_: object) -> None:
+        assert names(work) == [".lock"]
+        assert main(arguments) == 2
+        raise ServiceFailed("trainer did not start")
+
+    monkeypatch.setattr(command, "_make", make)
+    (tmp_path / ".tiny.partial" / "base").mkdir(parents=True)
+    assert main(arguments) == 1
+    assert "is being made by another 'quartet model tiny'" in capsys.readouterr().err
+    assert names(tmp_path) == []
