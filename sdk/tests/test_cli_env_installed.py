@@ -49,7 +49,7 @@ def test_where_nothing_is_said_the_first_interpreter_that_has_it_is_taken(
     own.parent.mkdir(parents=True)
     own.symlink_to(sys.executable)
     entries = with_interpreters({"environments": {"json": {"workers": 2}}}, ["json"])["environments"]
-    assert entries == {"json": {"workers": 2, "python": str(own)}}
+    assert entries == {"json": {"workers": 2, "python": str(own.absolute())}}
     with pytest.raises(ConfigError, match=r"'no_such_env' in bin/empty, .*python; give it an interpreter"):
         with_interpreters({}, ["no-such-env"])
 

@@ -37,6 +37,11 @@ def test_the_states_of_an_output_folder_are_where_its_trainer_kept_them(
     with pytest.raises(Became):
         main(["export", str(tmp_path), "model", "--state", "state-1"])
     assert asked == [["--state", "state-1", "--", "/disk/states/first", "model"]]
+    own = tmp_path / "data" / "trainer"
+    own.mkdir(parents=True)
+    with pytest.raises(Became):
+        main(["export", str(tmp_path), "model"])
+    assert asked[1] == ["--", str(own / "first"), "model"], "of a folder that was moved or copied, its own"
 
 
 def test_any_other_folder_is_one_of_states(tmp_path: Path, asked: list[list[str]]) -> None:

@@ -23,6 +23,7 @@ from quartet.cli import exits
 from quartet.cli.display import Display
 from quartet.cli.env.installed import REFUSALS
 from quartet.cli.figure import import_drawing
+from quartet.cli.job import as_it_was
 from quartet.cli.outputs import Outputs
 from quartet.cli.silence import name_the_silent
 from quartet.cli.wandb.reporter import Reporter
@@ -70,8 +71,9 @@ class Outcome:
 class Interrupts:
     """Counts how often somebody asked for the end: the first sets `asked`, the second kills everything."""
 
-    def __init__(self, supervisor: Supervisor, display: Display) -> None:
+    def __init__(self, supervisor: Supervisor, display: Display, how_to_resume: str = "") -> None:
         self.asked = asyncio.Event()
+        self._how_to_resume = how_to_resume
         self._supervisor = supervisor
         self._display = display
 
@@ -87,7 +89,7 @@ class Interrupts:
         """Ctrl-C of a command, which the second ends with everything else."""
         if self.asked_again():
             self._display.close()  # gives the terminal back
-            print("killed; what was done is kept: go on with --resume", file=sys.stderr, flush=True)
+            print(f"killed; what was done is kept{self._how_to_resume}", file=sys.stderr, flush=True)
             os._exit(exits.INTERRUPTED)
 
 
@@ -119,7 +121,7 @@ async def drive(
 ) -> Outcome:
     """Run it to its end. Raises RunRefused, ServiceFailed, QuartetError."""
     supervisor = Supervisor(specs)
-    interrupts = Interrupts(supervisor, display)
+    interrupts = Interrupts(supervisor, display, as_it_was(outputs.folder))
     with listen(interrupts):
         supervisor.start()
         failed = asyncio.create_task(supervisor.wait_failed())

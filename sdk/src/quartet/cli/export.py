@@ -58,6 +58,9 @@ def _states(folder: Path) -> Path:
         return folder
     try:
         run_id = str(json.loads(record.read_text())["run_id"])
+        own = folder / "data" / "trainer"
+        if own.is_dir():  # the folder may have been moved, or be a copy, since its configuration was written
+            return own / run_id
         return Path(tomllib.loads(trainer.read_text())["state_dir"]) / run_id
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

@@ -84,13 +84,13 @@ class Job:
 def how_to_resume(folder: Path | None) -> str:
     """What somebody is told who says --resume without the folder, or without what the run is."""
     if folder is not None:
-        return f"--resume wants the keys that the run began with{_as_it_was(folder)}"
+        return f"--resume wants the keys that the run began with{as_it_was(folder)}"
     newest = max(Path("outputs").glob(f"*/{RUN_FILE}"), key=lambda file: file.stat().st_mtime, default=None)
-    such_as = f"; the newest of outputs/ goes on{_as_it_was(newest.parent)}" if newest else ""
+    such_as = f"; the newest of outputs/ goes on{as_it_was(newest.parent)}" if newest else ""
     return f"--resume: name the folder of the run with --output-dir{such_as}"
 
 
-def _as_it_was(folder: Path) -> str:
+def as_it_was(folder: Path) -> str:
     """The command that goes on with the run of a folder; nothing where an earlier release began it."""
     file = folder / RUN_FILE
     command = ("quartet", "rl", "@", str(file), "--output-dir", str(folder), "--resume")
@@ -202,7 +202,7 @@ def _resumed(config: RunConfig, folder: Path, words: Words) -> Job:
         raise ConfigError(
             f"{words.resume}: {folder} holds the run {job.run_id!r} with another configuration: "
             f"{', '.join(told)}{more}; start a new run in {words.elsewhere}, or say it as it was"
-            f"{_as_it_was(folder)}"
+            f"{as_it_was(folder)}"
         )
     return job
 

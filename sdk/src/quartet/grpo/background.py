@@ -42,7 +42,7 @@ class Background(Generic[T]):
             threading.Thread(target=self._body, args=(work,), name="quartet", daemon=True).start()
             self._ended.wait()
         if self._asked:
-            raise KeyboardInterrupt from self._error
+            raise KeyboardInterrupt from None
         if self._error is not None:
             raise self._error
         return self._result[0]

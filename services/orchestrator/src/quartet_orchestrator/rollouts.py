@@ -11,9 +11,8 @@
    too, and a fresh one takes its place; `max_resample` times for one place, after which such a group is kept:
    a batch always gets full.
 6. MAX_FAILED_GROUPS groups of one environment in a row that failed or broke the bound, with no complete one
-   between them, end the run. The environment is broken, so it is FAILED; where a worker died or the time was
-   over (OF_THE_MACHINE) in one of them it may be the machine, so it is STOPPED, resumable. A group that
-   somebody cancelled says nothing of the environment, and is not counted.
+   between them, stop the run, resumable: the environment is broken, its judge away, or the machine too slow,
+   and whoever has mended that goes on. A group that somebody cancelled is not counted.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from quartet.v1 import rollout_pb2 as rpb
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.difficulty import REPLACED, verdict
 from quartet_orchestrator.mixture import Mixture
-from quartet_orchestrator.outage import RunFailed, RunInterrupted
+from quartet_orchestrator.outage import RunInterrupted
 from quartet_orchestrator.pace import Pace, Place
 from quartet_orchestrator.prompts import Prompts
 from quartet_orchestrator.requests import rollouts_request
@@ -38,8 +37,6 @@ from quartet_orchestrator.state import TORN, Group
 
 # Ten tasks in a row that fail for good are not bad luck.
 MAX_FAILED_GROUPS = 10
-# What fails where memory is short, inference slow, a disk full.
-OF_THE_MACHINE = frozenset({"failed:HOST", "failed:TIMEOUT"})
 CANCELLED = "failed:CANCELLED"
 
 
@@ -219,7 +216,7 @@ class Rollouts:
         if len(failed) >= MAX_FAILED_GROUPS:
             env_id = self._config.env[group.environment].label
             why = f"{reason}: {message}" if message else reason
-            text = f"{len(failed)} groups in a row of environment {env_id!r} failed, the last with {why}"
-            if OF_THE_MACHINE.isdisjoint(failed):
-                raise RunFailed(text)
-            raise RunInterrupted(f"{text}; see to its host and to the model, then resume the run")
+            raise RunInterrupted(
+                f"{len(failed)} groups in a row of environment {env_id!r} ended with nothing to train on, "
+                f"the last as {why}; see to the environment, its host and the model, then resume the run"
+            )

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -59,7 +60,7 @@ def with_interpreters(envhost: dict[str, Any], env_ids: Sequence[str]) -> dict[s
         if said:
             _check(env_id, module, said)
         else:
-            entries[name] = {**entries.get(name, {}), "python": interpreter_of(env_id)}
+            entries[name] = {**entries.get(name, {}), "python": os.path.abspath(interpreter_of(env_id))}
     if not entries:
         del table["environments"]
     return table
