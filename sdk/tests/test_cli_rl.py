@@ -208,6 +208,19 @@ def test_the_seconds_of_a_run_are_those_of_all_its_parts(
     assert told == pytest.approx([10, 20, 30], abs=5)
 
 
+def test_a_run_that_stopped_by_itself_failed_and_says_how_it_goes_on(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def drive(*_: object) -> Outcome:
+        stopped = pb.Run(phase=pb.RUN_PHASE_STOPPED, error="10 groups in a row ended with nothing")
+        return Outcome(stopped, {}, interrupted=False)
+
+    monkeypatch.setattr(rl, "drive", drive)
+    job = planned(config, tmp_path / "run")
+    with pytest.raises(rl.RunFailed, match="is stopped: 10 groups in a row ended with nothing; go on with: "):
+        rl.launch(job, Plain, time.monotonic())
+
+
 class Refusing(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
     """Refuses the run, or takes it and refuses to go on with it."""
 

@@ -89,7 +89,8 @@ class Interrupts:
         """Ctrl-C of a command, which the second ends with everything else."""
         if self.asked_again():
             self._display.close()  # gives the terminal back
-            print(f"killed; what was done is kept{self._how_to_resume}", file=sys.stderr, flush=True)
+            how = self._how_to_resume or " --resume"
+            print(f"killed; what was done is kept; go on with{how}", file=sys.stderr, flush=True)
             os._exit(exits.INTERRUPTED)
 
 

@@ -189,7 +189,7 @@ def _in_folder(job: Job, open_display: Callable[[], Display], started: float, li
         summary = _summary(job, outcome, outputs, seconds)
         write_json(job.folder / SUMMARY, summary)
         shown = reporter.finish(_ending(summary))
-    return _ended(outcome, summary, shown)
+    return _ended(job, outcome, summary, shown)
 
 
 def _display(plain: bool) -> Display:
@@ -254,12 +254,14 @@ def _ending(summary: dict[str, Any]) -> Ending:
     return Ending(codes.get(summary["phase"], STOPPED_CODE), summary)
 
 
-def _ended(outcome: Outcome, summary: dict[str, Any], shown: str) -> Ended:
-    """How it ended. Raises RunFailed."""
+def _ended(job: Job, outcome: Outcome, summary: dict[str, Any], shown: str) -> Ended:
+    """How it ended. Raises RunFailed, also where it stopped by itself: somebody has to mend something."""
     run = outcome.run
-    if run.phase in (RUN_PHASE_COMPLETED, RUN_PHASE_STOPPED) or outcome.interrupted:
+    stopped = run.phase == RUN_PHASE_STOPPED
+    if outcome.interrupted or run.phase == RUN_PHASE_COMPLETED or (stopped and not run.error):
         return Ended(summary, run.phase == RUN_PHASE_COMPLETED, shown)
-    raise RunFailed(f"the run is {phase_name(run.phase)}: {run.error or 'see the logs'}", shown)
+    then = f"; go on with: {job.words.going_on(job.folder)}" if stopped else ""
+    raise RunFailed(f"the run is {phase_name(run.phase)}: {run.error or 'see the logs'}{then}", shown)
 
 
 def _say_ended(job: Job, ended: Ended) -> int:
