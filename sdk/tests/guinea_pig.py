@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import weakref
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -33,12 +34,15 @@ class GuineaPig(rpc.WeightServiceServicer):
         self.left = asyncio.Event()
         self.release = asyncio.Event()
         self.next_hop: Callable[[], Any] | None = None
+        self.in_memory: weakref.ref[Any] | None = None
 
     async def GetManifest(self, request: Any, context: Any) -> Any:
         self.calls += 1
         self.entered.set()
         self.seen = dict(structlog.contextvars.get_contextvars())
         self.seen["remaining_s"] = request_context.remaining_s()
+        samples = {1}  # of a type that can be referred to weakly
+        self.in_memory = weakref.ref(samples)
         match request.run_id:
             case "typed":
                 raise QuartetError("RUN_UNKNOWN", "no such run", run_id="typed")
@@ -60,6 +64,8 @@ class GuineaPig(rpc.WeightServiceServicer):
         return pb.GetManifestResponse()
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        samples = {1}
+        self.in_memory = weakref.ref(samples)
         try:
             yield pb.WatchResponse(announced=pb.VersionAnnounced(version=1))
             if request.run_id == "typed":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -50,6 +51,20 @@ async def test_a_crash_tells_the_caller_only_its_request_id() -> None:
         responses = stream(stub.Watch(pb.WatchRequest(run_id="crash")), idle_timeout_s=5)
         error = await failure(drained(responses))
         assert error.reason == "INTERNAL" and "secret" not in str(error)
+
+
+@pytest.mark.parametrize("told", ["typed", "crash"])
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_refused_call_holds_on_to_nothing(told: str, streams: bool) -> None:
+    """gRPC's server keeps its last refusal until the next call: a trainer without calls kept a torn run."""
+    async with served() as (pig, stub, _running):
+        if streams:
+            await failure(drained(stream(stub.Watch(pb.WatchRequest(run_id=told)), idle_timeout_s=5)))
+        else:
+            await failure(unary(stub.GetManifest, ask(told), timeout_s=5))
+        assert pig.in_memory is not None
+        gc.collect()
+        assert pig.in_memory() is None
 
 
 @pytest.mark.parametrize("method", ["GetManifest", "Watch", "Push"])

@@ -22,7 +22,7 @@ from quartet.v1 import weights_pb2 as pb
 from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
 from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
-from quartet_inference import app, canary
+from quartet_inference import app
 from quartet_inference.canary import CanaryWatch, Gate, check_canary
 from quartet_inference.config import InferenceConfig
 from quartet_inference.embedded.model import ModelWeights, StagedWeights
@@ -63,9 +63,12 @@ class Serving:
         self.stub, self.health, self.store = stub, health, store
         self._make_model, self._dtype = make_model, dtype
 
-    async def publish(self, version: int) -> None:
-        model = self._make_model(version + 1)
-        weights, canary = cast(model, self._dtype), canary_of(model, self._dtype)
+    def model(self, version: int) -> Any:
+        return self._make_model(version + 1)
+
+    async def publish(self, version: int, canary: pb.Canary | None = None) -> None:
+        model = self.model(version)
+        weights, canary = cast(model, self._dtype), canary or canary_of(model, self._dtype)
         await asyncio.to_thread(self.store.publish, "r", version, weights, canary=canary)
 
     async def until(self, true: Callable[[Any], bool]) -> Any:
@@ -213,7 +216,7 @@ async def verdicts(*answers: list[float] | QuartetError) -> list[str]:
     watch.swapped(ServedWeights("r", 3, b""), pb.Canary(token_ids=[5, 6, 7], logprobs=[-1.0, -2.0]))
     assert watch._task is not None
     await asyncio.wait_for(watch._task, 5)
-    assert engine.scored[-1] == ScoreRequest((5, 6, 7), ((1, 2),), "r", 3)
+    assert engine.scored == [ScoreRequest((5, 6, 7), ((1, 2),), "r", 3, ahead=True)]
     return told
 
 
@@ -222,7 +225,6 @@ async def test_verdicts() -> None:
     assert "0.05 off" in (await verdicts([-1.1, -2.0]))[0]
     assert "nan off" in (await verdicts([float("nan"), -2.0]))[0]
     assert "inf off" in (await verdicts(QuartetError("INTERNAL", "non-finite logits")))[0]
-    assert await verdicts(QuartetError("OVERLOADED", "full"), [-1.0, -2.0]) == [""]
     assert await verdicts(QuartetError("VERSION_UNAVAILABLE", "swapped again")) == [], "nothing was found out"
 
 
@@ -240,41 +242,8 @@ async def test_another_name_does_not_make_weights_right() -> None:
     assert len(engine.scored) == 3, "what is right is not asked again"
 
 
-FULL = QuartetError("OVERLOADED", "9 completions wait already")
-
-
-def impatient(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(canary, "PATIENCE_SECONDS", 0.2)
-    patch.setattr(canary, "EMPTYING_SECONDS", 0.1)
-    patch.setattr(canary, "RETRY_SECONDS", 0.05)
-
-
-async def test_a_canary_that_finds_no_room_closes_the_gate_and_is_tried_once_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What Gate and CanaryWatch promise under 4."""
-    impatient(monkeypatch)
-    closed = "the weights of version 3 could not be checked: 9 completions wait already"
-    for last, told in (([-1.0, -2.0], [closed, ""]), (FULL, [closed])):
-        engine: Any = Scripted(*[FULL] * 100)
-        said: list[str] = []
-
-        def verdict(why: str, engine: Any = engine, said: list[str] = said, last: Any = last) -> None:
-            if not said:
-                engine.answers[:] = [last]
-            said.append(why)
-
-        watch = CanaryWatch(engine, None, verdict)
-        watch.swapped(ServedWeights("r", 3, b""), pb.Canary(token_ids=[5, 6, 7], logprobs=[-1.0, -2.0]))
-        assert watch._task is not None
-        await asyncio.wait_for(watch._task, 5)
-        assert said == told and not engine.answers
-
-
-async def test_weights_that_a_full_queue_keeps_from_being_checked_are_not_served(
-    model_folder: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    impatient(monkeypatch)
+async def test_a_full_queue_keeps_no_weights_from_being_checked(model_folder: Path, make_model: Make) -> None:
+    """canary.py 4."""
     async with serving(model_folder, make_model, max_waiting=2) as replica:
         await replica.publish(0)
         await replica.ready(0)
@@ -283,16 +252,13 @@ async def test_weights_that_a_full_queue_keeps_from_being_checked_are_not_served
         waiting = [replica.stub.Score(ipb.ScoreRequest(samples=[sample]), timeout=60) for _ in range(2)]
         with pytest.raises(Exception, match="wait already"):
             await replica.stub.Score(ipb.ScoreRequest(samples=[sample]), timeout=5)
-        await replica.publish(1)
-        model = await replica.until(lambda model: bool(model.out_of_service))
-        assert "version 1 could not be checked" in model.out_of_service
-        assert "could not be checked" in replica.health.why_not(INFERENCE)
-        await until(lambda: not [task for task in asyncio.all_tasks() if task.get_name() == "canary"])
+        wrong = canary_of(replica.model(2), "float32")
+        await replica.publish(1, wrong)
+        await replica.until(lambda model: model.policy_version == 1)
         await replica.stub.Resume(ipb.ResumeRequest(), timeout=5)
-        for call in waiting:
-            with pytest.raises(Exception, match="out of service"):
-                await call
-        assert (await replica.stub.GetModel(ipb.GetModelRequest(), timeout=5)).out_of_service
+        model = await replica.until(lambda model: bool(model.out_of_service))
+        assert "not those of version 1" in model.out_of_service
+        await asyncio.gather(*waiting, return_exceptions=True)  # they came before the verdict or behind it
         await replica.publish(2)
         await replica.ready(2)
         assert await replica.generate() == {2}

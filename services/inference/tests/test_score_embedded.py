@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -145,6 +146,31 @@ async def test_bounds_cancellation_and_closing(make_model: Make) -> None:
     with pytest.raises(QuartetError) as caught:
         await last
     assert caught.value.reason == "NOT_READY"
+
+
+async def test_what_goes_ahead_waits_for_no_full_queue(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """score.py 4: between two pieces of what was begun, which then goes on."""
+    monkeypatch.setattr(score, "PIECE_TOKENS", 16)
+    long = ScoreRequest(tuple(range(250)), ((1, 249),))
+    async with running(make_model(0), max_waiting=2) as engine:
+        ended: list[str] = []
+
+        async def scored(name: str, request: ScoreRequest) -> Scored:
+            answer = await engine.score(request)
+            ended.append(name)
+            return answer
+
+        waiting = [asyncio.create_task(scored("long", long)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(QuartetError, match="wait already"):
+            await engine.score(replace(long, ahead=False))
+        short = ScoreRequest((7, 8, 9), ((1, 2),), ahead=True)
+        first, *others = await asyncio.gather(scored("ahead", short), *waiting)
+        assert ended == ["ahead", "long", "long"]
+        assert near(first.logprobs, expected(make_model(0), short))
+        assert all(near(one.logprobs, expected(make_model(0), long)) for one in others)
 
 
 async def test_broken_weights_are_an_error_not_a_score(make_model: Make) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from quartet_inference.engine import Request, Sampling, ScoreRequest, ServedWeig
 
 from .engine_calls import complete, running, until
 from .random_models import weights_of
-from .told import TOLERANCE, Told
+from .told import TOLERANCE, Told, scores
 from .vllm_driver import PROMPT, Driver, Make, launch, tear
 
 pytest.importorskip("vllm", reason="vLLM is not installed in this interpreter (make install-vllm)")
@@ -223,6 +224,32 @@ async def test_a_score_that_is_abandoned_leaves_vllm(keeping: Driver) -> None:
         await score
     assert unfinished() == 0
     await keeping.engine.resume()
+
+
+async def test_a_score_that_goes_ahead_waits_for_the_first_place_alone(
+    keeping: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A canary is neither refused for a full queue nor stands in it."""
+    waiting = 20
+    monkeypatch.setattr(keeping.engine, "_max_waiting", waiting)
+
+    def begin(*lengths: int) -> list[asyncio.Task[Told]]:
+        return [asyncio.create_task(keeping.ask(PROMPT[:9], max_tokens=length)) for length in lengths]
+
+    calls = begin(60, *[200] * 15)
+    await until(lambda: keeping.engine.info().running == 16)
+    calls += begin(*[200] * waiting)
+    await until(lambda: keeping.engine.info().waiting == waiting)
+    tokens = tuple(PROMPT[:64])
+    canary = ScoreRequest(tokens, ((1, 63),), ahead=True)
+    with pytest.raises(QuartetError, match="wait already"):
+        await keeping.engine.score(replace(canary, ahead=False))
+    scored = await keeping.engine.score(canary)
+    assert sum(call.done() for call in calls) <= 2, "behind the queue it would have waited for most of them"
+    assert keeping.engine.info().waiting >= waiting - 2
+    wanted = scores(keeping.models[scored.version], tokens)[:63]
+    assert scored.logprobs == pytest.approx(wanted, abs=TOLERANCE["vllm"], rel=0)
+    await asyncio.gather(*calls)
 
 
 async def test_both_engines_draw_the_same_tokens_for_a_seed(keeping: Driver) -> None:

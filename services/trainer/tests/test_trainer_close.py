@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 import weakref
@@ -16,6 +17,7 @@ from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1 import weights_pb2
 from quartet.v1.weights_pb2_grpc import WeightServiceStub
 from quartet.weights.fetch import fetch_version
+from quartet_trainer import worker
 from quartet_trainer.optimizer import Optimizer
 from quartet_trainer.run import Run
 
@@ -181,6 +183,42 @@ async def test_a_run_that_tears_while_its_closing_waits_is_not_saved(
         assert (await trainer.create(**spec)).applied_seq_id == 1
         states = (await trainer.stub.ListStates(pb.ListStatesRequest(run_id="r"))).states
         assert [state.name for state in states] == ["a"]
+
+
+async def test_a_torn_run_is_closed_although_the_worker_is_full(
+    folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """worker.py 3."""
+    begun, go_on, alive = threading.Event(), threading.Event(), list[weakref.ref[Any]]()
+
+    def half(self: Optimizer, *_: Any) -> None:
+        alive.append(weakref.ref(next(iter(self._parameters.values()))))
+        begun.set()
+        assert go_on.wait(WAIT_SECONDS)
+        raise MemoryError("no room for the rest")
+
+    spec = {"base_model": str(folder), "lora": pb.LoraSpec(rank=2, alpha=4.0)}
+    async with serve_trainer() as trainer:
+        await trainer.create(**spec)
+        # It keeps the base, which an adapter that stays in it keeps in turn.
+        await trainer.create("beside", **spec)
+        await trainer.forward_backward(1, make_samples())
+        with monkeypatch.context() as patched:
+            patched.setattr(Optimizer, "step", half)
+            stepping = asyncio.create_task(trainer.optim_step(2))
+            try:
+                assert await asyncio.to_thread(begun.wait, WAIT_SECONDS)
+                scores = asyncio.create_task(trainer.forward(make_samples()))
+                await asyncio.sleep(0.2)
+                patched.setattr(worker, "MAX_PENDING", 1)
+            finally:
+                go_on.set()
+            with pytest.raises(grpc.RpcError, match="no room for the rest"):
+                await stepping
+            await trainer.refused(scores, "RUN_UNKNOWN")
+        await trainer.forward_backward(1, make_samples(), run_id="beside")
+        gc.collect()
+        assert alive[0]() is None
 
 
 async def test_a_run_that_nobody_waits_for_any_more_is_opened_once(

@@ -170,6 +170,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             except Exception as error:  # noqa: BLE001  The boundary of the process: all of it is mapped.
                 typed = self._typed(error, rpc, request_id)
                 seen.code = typed.code.name
+                _let_go(error)
                 await context.abort_with_status(rpc_status.to_status(to_status(typed)))
             except BaseException:  # cancelled by the caller, or the stream was closed early
                 seen.code = "CANCELLED"
@@ -208,6 +209,19 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if held_back:
             more["held_back"] = held_back
         log.info("rpc refused", rpc=rpc.path, reason=reason, message=message, **more)
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Free what the frames of a refused call hold: samples, weights, a run.
+
+    gRPC's server keeps the exception by which it refused last until the next call comes, and with it all that
+    led to it.
+    """
+    while error is not None:
+        at, error.__traceback__ = error.__traceback__, None
+        while at is not None:
+            at.tb_next, at = None, at.tb_next
+        error = error.__context__
 
 
 def _note(rpc: _Rpc, seen: Observation) -> None:

@@ -5,16 +5,14 @@
    nothing new begins.
 2. A closed gate opens only for a version whose canary agrees, or that has none.
 3. Only the newest swap counts: the check of an older one is dropped.
-4. Weights answer unchecked for no longer than PATIENCE_SECONDS: where a full queue leaves the canary no room
-   for so long, the gate closes, which makes room, the canary is tried once more, and where there is still
-   none the gate stays closed.
+4. The canary goes before all that waits, and no full queue keeps it out: weights answer unchecked for a few
+   steps, or where vLLM runs all that it may until the first of these ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import aclosing
 from dataclasses import replace
@@ -36,11 +34,6 @@ TOLERANCES = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
 NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 #: Canary.token_ids says so.
 MAX_TOKENS = 64
-#: A queue of scores that is full empties within some steps.
-RETRY_SECONDS = 0.5
-PATIENCE_SECONDS = 60.0
-#: What runs fails at its next piece of tokens, what waits at its first.
-EMPTYING_SECONDS = 10.0
 
 log = structlog.get_logger()
 
@@ -130,16 +123,7 @@ class CanaryWatch:
         self._on_verdict(why)
 
     async def _judge(self, weights: ServedWeights, canary: pb.Canary) -> None:
-        try:
-            difference = await self._patiently(weights, canary)
-        except QuartetError as full:
-            log.error("canary found no room", run_id=weights.run_id, version=weights.version)
-            self._tell(f"the weights of version {weights.version} could not be checked: {full.message}")
-            await asyncio.sleep(EMPTYING_SECONDS)
-            try:
-                difference = await self._difference(weights, canary)
-            except QuartetError:
-                return
+        difference = await self._difference(weights, canary)
         if difference is None:
             return
         why = ""
@@ -153,30 +137,15 @@ class CanaryWatch:
             log.debug("canary lives", run_id=weights.run_id, version=weights.version, difference=difference)
         self._tell(why)
 
-    async def _patiently(self, weights: ServedWeights, canary: pb.Canary) -> float | None:
-        """The difference, once there is room for it. Errors: OVERLOADED."""
-        impatient = time.monotonic() + PATIENCE_SECONDS
-        while True:
-            try:
-                return await self._difference(weights, canary)
-            except QuartetError:
-                if time.monotonic() >= impatient:
-                    raise
-            await asyncio.sleep(RETRY_SECONDS)
-
     async def _difference(self, weights: ServedWeights, canary: pb.Canary) -> float | None:
-        """In the mean; None where the weights were changed meanwhile, or the engine ended.
-
-        Errors: OVERLOADED.
-        """
+        """In the mean; None where the weights were changed meanwhile, or the engine ended."""
         # Less than a whole canary fits into a very short context.
         tokens = tuple(canary.token_ids)[: self._engine.info().max_model_len]
-        request = ScoreRequest(tokens, ((1, len(tokens) - 1),), weights.run_id, weights.version)
+        covered = ((1, len(tokens) - 1),)
+        request = ScoreRequest(tokens, covered, weights.run_id, weights.version, ahead=True)
         try:
             scored = await self._engine.score(request)
         except QuartetError as error:
-            if error.reason == "OVERLOADED":
-                raise
             log.warning("canary could not be scored", version=weights.version, why=str(error))
             return math.inf if error.reason == "INTERNAL" else None
         pairs = zip(scored.logprobs, canary.logprobs, strict=False)

@@ -126,6 +126,8 @@ class ScoreRequest:
     covered: tuple[tuple[int, int], ...]
     run_id: str = ""  # empty: any run
     exact_version: int | None = None
+    # It goes before all that waits, and is not refused for what waits.
+    ahead: bool = False
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ class Roster:
             if not entry.run.is_torn:
                 await self._end(entry, save=bool(save_at) and save_at == entry.sequence.applied)
             del entry
-            await self._worker.run(release_memory)
+            await self._worker.run(release_memory, cleans_up=True)
             log.info("run_closed", run_id=run_id)
 
     async def apply(
@@ -148,8 +148,8 @@ class Roster:
         log.error("run_torn", run_id=run_id, applied_seq_id=entry.sequence.applied)
         if self._entries.get(run_id) is entry:
             del self._entries[run_id]
-        await self._worker.run(entry.run.close)
-        await self._worker.run(release_memory)
+        await self._worker.run(entry.run.close, cleans_up=True)
+        await self._worker.run(release_memory, cleans_up=True)
 
     async def _end(self, entry: Entry, save: bool) -> None:
         def job() -> None:

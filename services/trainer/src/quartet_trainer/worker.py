@@ -3,7 +3,7 @@
 1. Jobs run one after the other, in the order of their submission.
 2. A job that began is finished, whoever stopped waiting for it. One that waits is run, too, unless the worker
    is closed before its turn: then nobody was told that it was done.
-3. At most MAX_PENDING jobs wait.
+3. At most MAX_PENDING jobs wait, and what cleans up behind one of them.
 4. A job for which the memory does not reach is OVERLOADED, with what to change; what it held is given back.
    (A call that changes a run and that it ends half way closes the run: roster.py 4. Of several ranks it ends
    the process: ranks/lead.py 2.)
@@ -41,9 +41,9 @@ class Worker:
         """Whether a job runs or waits."""
         return self._pending > 0
 
-    async def run(self, job: Callable[[], T]) -> T:
-        """Run a job on the thread. Errors: OVERLOADED."""
-        if self._pending >= MAX_PENDING:
+    async def run(self, job: Callable[[], T], *, cleans_up: bool = False) -> T:
+        """Run a job on the thread. Errors: OVERLOADED, unless it cleans up."""
+        if self._pending >= MAX_PENDING and not cleans_up:
             raise QuartetError("OVERLOADED", f"{MAX_PENDING} jobs wait for the trainer already")
         loop = asyncio.get_running_loop()
         context = contextvars.copy_context()

@@ -4,7 +4,8 @@
 2. Short sequences share a pass; a longer one goes through its own key-value cache, piece by piece.
 3. A sequence is scored by one version of the base model or of one adapter: when these weights change, what
    was begun starts anew, and what is pinned to others fails.
-4. At most `max_waiting` sequences wait; more are refused with OVERLOADED.
+4. At most `max_waiting` sequences wait; more are refused with OVERLOADED. One that is `ahead` is not counted
+   on, and is the next whose piece is computed.
 5. Runs in the decoding thread, which is the only one that touches the weights.
 """
 
@@ -79,7 +80,8 @@ class Scorer:
     def add(self, job: ScoreJob, served: ServedWeights | None) -> None:
         """Queue a sequence, or refuse it."""
         refused = refusal(job.request, served)
-        if refused is None and len(self._jobs) >= self._max_waiting:
+        ahead = job.request.ahead
+        if refused is None and not ahead and len(self._jobs) >= self._max_waiting:
             refused = QuartetError(
                 "OVERLOADED", f"{len(self._jobs)} sequences wait already to be scored", retry_after_ms=500
             )
@@ -87,6 +89,7 @@ class Scorer:
             job.settle(refused)
         else:
             self._jobs[job] = None
+            self._jobs.move_to_end(job, last=not ahead)
 
     def drop(self, job: ScoreJob) -> None:
         """Nobody waits for this one any more."""

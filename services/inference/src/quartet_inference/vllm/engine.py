@@ -132,7 +132,7 @@ class VllmEngine:
         if refused is not None:
             raise refused
         waiting = len(self._running.flights) - self._running.started + self._scores
-        if waiting + count > self._max_waiting:
+        if count and waiting + count > self._max_waiting:
             raise QuartetError("OVERLOADED", f"{waiting} completions wait already", retry_after_ms=500)
 
     def _start(
@@ -195,7 +195,7 @@ class VllmEngine:
 
     async def score(self, request: ScoreRequest) -> Scored:
         """Score a sequence; a swap starts it anew."""
-        self._admit(request, 1)
+        self._admit(request, 0 if request.ahead else 1)
         served = self._running.info.serving(request.run_id)
         assert served is not None
         if not request.covered:
@@ -230,7 +230,7 @@ class VllmEngine:
     async def _logprobs(self, request: ScoreRequest, lora: LoRARequest | None) -> list[float]:
         tokens = request.tokens
         async with Submission(self._running.llm, uuid.uuid4().hex, self._on_step) as submission:
-            await submission.submit(tokens[:-1], self._salt(), score_params(request), lora)
+            await submission.submit(tokens[:-1], self._salt(), score_params(request), lora, request.ahead)
             output = await submission.next()
         known = [float("nan")]
         known += [output.prompt_logprobs[at][tokens[at]].logprob for at in range(1, len(tokens) - 1)]

@@ -133,12 +133,19 @@ class Submission:
         self._ended = False
 
     async def submit(
-        self, tokens: Sequence[int], salt: str, params: SamplingParams, lora: LoRARequest | None = None
+        self,
+        tokens: Sequence[int],
+        salt: str,
+        params: SamplingParams,
+        lora: LoRARequest | None = None,
+        ahead: bool = False,
     ) -> None:
-        """Hand it over. The salt keeps prefixes of other weights away."""
+        """Hand it over, before all that waits or behind it. The salt keeps prefixes of other weights away."""
         prompt = tokens_input(list(tokens), cache_salt=salt)
         try:
-            self._queue = await self._llm.add_request(self._request_id, prompt, params, lora_request=lora)
+            self._queue = await self._llm.add_request(
+                self._request_id, prompt, params, lora_request=lora, priority=-1 if ahead else 0
+            )
         except asyncio.CancelledError:
             # It may be there already, and vLLM itself takes it out only once it has told us its own id.
             await self._llm.abort(self._request_id)

@@ -87,6 +87,7 @@ def engine_args(config: InferenceConfig) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # not the folder's idea of sampling
         "logprobs_mode": "processed_logits",
+        "scheduling_policy": "priority",  # what has none keeps its order; a canary goes first
         "logits_processors": ["quartet_inference.vllm.drawing:DrawTokens"],
         "worker_extension_cls": "quartet_inference.vllm.worker.WeightWorker",
     }
