@@ -21,6 +21,7 @@ from quartet.kit.channel import ClientSecurity
 from quartet.replicas import Replicas
 from quartet.v1.envhost_service_pb2 import SPLIT_EVAL, EnvironmentRef, GetTasksRequest, RunRolloutsRequest
 from quartet_envhost.joining import FirstTurns
+from quartet_envhost.own_code import OwnCode
 from quartet_envhost.sampler import ReplicaSampler
 from quartet_envhost.v1.environment import HostedEnvironment
 
@@ -60,7 +61,7 @@ def test_every_environment_has_a_case() -> None:
 async def test_the_oracle_earns_everything_and_a_wrong_answer_does_not(env_id: str) -> None:
     args, turns = CASES[env_id]
     oracle = importlib.import_module(f"{env_id.replace('-', '_')}.oracle")
-    environment = HostedEnvironment(env_id, args)
+    environment = HostedEnvironment(env_id, args, OwnCode(env_id))
     wanted = GetTasksRequest(start=0, count=TASKS, include_data=True)
     data = [json.loads(task.data_json) for task in environment.tasks(wanted).tasks]
     assert len(data) == TASKS

@@ -35,6 +35,7 @@ from quartet_envhost import failures
 from quartet_envhost.config import check_version
 from quartet_envhost.frames import MAX_MESSAGE_BYTES, Kind, encode, read_frame
 from quartet_envhost.joining import FirstTurns
+from quartet_envhost.own_code import OwnCode
 from quartet_envhost.sampler import ClientSampler, ReplicaSampler, Sampler
 from quartet_envhost.together import time_limit_s
 
@@ -98,17 +99,17 @@ class Worker:
         with uncollected():
             hosted = importlib.import_module(f"quartet_envhost.{_generation()}.environment")
         env_id = self._env_id = settings["id"]
+        own = self._own = OwnCode(env_id)
         check_version(env_id)
         try:
-            self._environment = hosted.HostedEnvironment(env_id, settings["args"])
+            self._environment = hosted.HostedEnvironment(env_id, settings["args"], own)
             # Reads the data too, so that what is wrong with it shows now.
             self._info = self._environment.describe().SerializeToString()
         except QuartetError:
             raise
         # The environment's own code: whatever it raises is a refusal to load, reported as such.
         except Exception as error:
-            logging.getLogger(__name__).exception("environment %s does not load", env_id)
-            text = f"environment {env_id!r} does not load: {type(error).__name__}: {error}"
+            text = f"environment {env_id!r} does not load: {own.text_of(error)}"
             raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=env_id) from error
         # The garbage collector need not walk the hundred thousands of objects that Verifiers and its imports
         # leave.
@@ -148,10 +149,7 @@ class Worker:
             raise
         # The environment's own code, as in _load: an infinite taskset is read only now.
         except Exception as error:
-            logging.getLogger(__name__).exception(
-                "tasks %d to %d", request.start, request.start + request.count
-            )
-            text = f"tasks of {self._env_id!r} cannot be read: {type(error).__name__}: {error}"
+            text = f"tasks of {self._env_id!r} cannot be read: {self._own.text_of(error)}"
             raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=self._env_id) from error
         if response.ByteSize() > MAX_MESSAGE_BYTES:
             raise QuartetError(
@@ -190,7 +188,7 @@ class Worker:
             raise
         # Verifiers records what environments raise; what still escapes broke around them. Also what would
         # end the process: one environment's sys.exit() is no reason to lose the rollouts beside it.
-        except (Exception, asyncio.CancelledError, SystemExit) as error:
+        except (Exception, asyncio.CancelledError, SystemExit) as error:  # noqa: BLE001
             if clock.expired():
                 text = f"not done with its scoring after {limit_s:g} s"
                 return failures.failed(member, failures.TIMEOUT, text, retryable=False)
@@ -198,9 +196,7 @@ class Worker:
             if task is not None and task.cancelling():
                 # Cancelled by the front, which no longer waits; answered so that every call ends.
                 return failures.failed(member, failures.CANCELLED, "cancelled", retryable=False)
-            logging.getLogger(__name__).exception("rollout of task %d broke", request.task_index)
-            text = f"{type(error).__name__}: {error}"
-            return failures.failed(member, failures.ENVIRONMENT, text, retryable=False)
+            return failures.failed(member, failures.ENVIRONMENT, self._own.text_of(error), retryable=False)
         return bounded(rollout)
 
     def _send(self, kind: Kind, call_id: int, payload: bytes = b"") -> None:

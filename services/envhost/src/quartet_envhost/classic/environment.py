@@ -39,6 +39,7 @@ from quartet_envhost.classic.policy import RolloutPolicy
 from quartet_envhost.classic.scoring import faults_of, noted, rubrics_of, watch
 from quartet_envhost.classic.tuning import remember_signatures, sort_tokens_at_once
 from quartet_envhost.config import canonical_id, distribution_version
+from quartet_envhost.own_code import OwnCode
 from quartet_envhost.sampler import MODEL_NAME, Sampler, sampling_values
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
@@ -47,9 +48,10 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 class HostedEnvironment:
     """An environment with its examples, ready to run."""
 
-    def __init__(self, env_id: str, args: dict[str, Any]) -> None:
+    def __init__(self, env_id: str, args: dict[str, Any], own: OwnCode) -> None:
         """Import and load, on the main thread. Raises QuartetError(INVALID_CONFIG, ENVIRONMENT_UNKNOWN)."""
         self._id = env_id
+        self._own = own
         # Rubrics fork pools of processes; this one has threads by now, and forking it could lock them.
         multiprocessing.set_start_method("forkserver", force=True)
         remember_signatures()
@@ -64,7 +66,7 @@ class HostedEnvironment:
         # Also where only a part of a mixture asks for it, which Verifiers itself does not see.
         self._scores_groups = any(rubric.has_group_rewards for rubric in rubrics_of(self._env))
         self._groups = Groups(self._score)
-        self._weights = watch(self._env)
+        self._weights = watch(self._env, own)
         self._rows = {
             envhost_service_pb2.SPLIT_TRAIN: _rows(self._env, "build_dataset", "dataset"),
             envhost_service_pb2.SPLIT_EVAL: _rows(self._env, "build_eval_dataset", "eval_dataset"),
@@ -135,6 +137,7 @@ class HostedEnvironment:
             raised,
             faults,
             self._weights,
+            self._own,
             member,
             with_messages=member < request.messages_of_members,
         )

@@ -18,6 +18,7 @@ from quartet_envhost import failures
 from quartet_envhost.classic.policy import RETRYABLE, PolicyError, RolloutPolicy, wire_message
 from quartet_envhost.classic.scoring import absent_of
 from quartet_envhost.conversation import without_images
+from quartet_envhost.own_code import OwnCode
 from quartet_envhost.samples import merge_turns
 
 
@@ -26,6 +27,7 @@ def rollout_of(
     raised: Exception | None,
     faults: list[str],
     weights: Mapping[str, float],
+    own: OwnCode,
     member: int,
     *,
     with_messages: bool,
@@ -49,7 +51,7 @@ def rollout_of(
         if with_messages and state["trajectory"]:
             rollout.messages.extend(without_images(wire_message(m)) for m in _conversation(state))
     rollout.timing.model_ms = round(policy.model_seconds * 1000)
-    found = _failure(rollout, state, raised, faults)
+    found = _failure(rollout, state, raised, faults, own)
     if found is not None:
         rollout.failure.CopyFrom(found)
     return rollout
@@ -72,15 +74,15 @@ def _record_scores(rollout: rollout_pb2.Rollout, state: Any, weights: Mapping[st
 
 
 def _failure(
-    rollout: rollout_pb2.Rollout, state: Any, raised: Exception | None, faults: list[str]
+    rollout: rollout_pb2.Rollout, state: Any, raised: Exception | None, faults: list[str], own: OwnCode
 ) -> rollout_pb2.RolloutFailure | None:
     if raised is not None:
-        return _of_error(raised, scoring=state is not None and state["timing"].scoring.start > 0)
+        return _of_error(raised, own, scoring=state is not None and state["timing"].scoring.start > 0)
     if state is None:
         text = "the episode ended without a turn of the model"
         return failures.failure(failures.ENVIRONMENT, text, retryable=False)
     if state.get("error") is not None:
-        return _of_error(state["error"], scoring=False)
+        return _of_error(state["error"], own, scoring=False)
     if state.get("timed_out"):
         return failures.failure(failures.TIMEOUT, "the environment's own time limit", retryable=False)
     if faults:
@@ -93,10 +95,11 @@ def _failure(
     return None
 
 
-def _of_error(error: Any, *, scoring: bool) -> rollout_pb2.RolloutFailure:
-    text = f"{type(error).__name__}: {error}"
+def _of_error(error: Any, own: OwnCode, *, scoring: bool) -> rollout_pb2.RolloutFailure:
     if isinstance(error, PolicyError):
+        text = f"{type(error).__name__}: {error}"
         return failures.of_policy(error.refusal, text, retryable=error.refusal.reason in RETRYABLE)
+    text = own.text_of(error)
     if isinstance(error, vf.ModelError):
         return failures.failure(failures.MODEL, text, retryable=True)
     if isinstance(error, (vf.ToolError, vf.SandboxError)):

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, Final
 
+from quartet_envhost.own_code import OwnCode
+
 # What went wrong while the current rollout, or group, was scored, one line each.
 _faults: ContextVar[list[str]] = ContextVar("scoring_faults")
 # The names of the functions that said no number for the current rollout.
@@ -65,8 +67,8 @@ def _with_parts(rubric: Any) -> Iterator[Any]:
         yield from _with_parts(part)
 
 
-def watch(env: Any) -> dict[str, float]:
-    """Wrap the reward functions of an environment; the weight of each by name."""
+def watch(env: Any, own: OwnCode) -> dict[str, float]:
+    """Wrap the reward functions of an environment, told with where they raise; the weight of each by name."""
     weights: dict[str, float] = {}
     seen: set[int] = set()
     for rubric in rubrics_of(env):
@@ -77,7 +79,7 @@ def watch(env: Any) -> dict[str, float]:
             weights[_name(function)] = weight
             of_groups = rubric._is_group_func(function)
             measured = function if weight or of_groups else _metric(function)
-            rubric.funcs[at] = _watched(measured, of_groups=of_groups)
+            rubric.funcs[at] = _watched(measured, own, of_groups=of_groups)
         rubric._call_individual_reward_func = _charged(rubric._call_individual_reward_func)
     return weights
 
@@ -115,7 +117,7 @@ async def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return await value if inspect.isawaitable(value) else value
 
 
-def _watched(function: Callable[..., Any], *, of_groups: bool) -> Callable[..., Any]:
+def _watched(function: Callable[..., Any], own: OwnCode, *, of_groups: bool) -> Callable[..., Any]:
     if getattr(function, "_quartet_watched", False):  # a list of functions that two rubrics share
         return function
 
@@ -126,7 +128,7 @@ def _watched(function: Callable[..., Any], *, of_groups: bool) -> Callable[..., 
             value = await _called(function, *args, **kwargs)
             finite = of_groups or math.isfinite(float(value))
         except (Exception, SystemExit) as error:
-            fault = f"{_name(function)}: {type(error).__name__}: {error}"
+            fault = f"{_name(function)}: {own.text_of(error)}"
             faults.append(fault)
             # Of what it calls in tasks of their own only an exception leaves the other rollouts alive.
             raise RuntimeError(fault) from error

@@ -40,6 +40,7 @@ from verifiers.v1.utils.loaders import (
 )
 
 from quartet_envhost.config import distribution_version
+from quartet_envhost.own_code import OwnCode
 from quartet_envhost.sampler import MODEL_NAME, Sampler
 from quartet_envhost.v1.arguments import tolerate_deep_arguments
 from quartet_envhost.v1.folders import make_folders_when_used
@@ -48,6 +49,7 @@ from quartet_envhost.v1.interception import POLICY_CONFIG, HostInterception, cur
 from quartet_envhost.v1.judgement import watch
 from quartet_envhost.v1.outcome import rollout_of
 from quartet_envhost.v1.policy import RolloutPolicy, sampling_config
+from quartet_envhost.v1.raised import tell_where
 from quartet_envhost.v1.tuning import remember_certificates, remember_default_factories
 
 _EVAL_SPLITS: Final = ("eval", "test", "validation")
@@ -61,13 +63,14 @@ MAX_READ: Final = 500_000
 class HostedEnvironment:
     """An environment with its tasks, ready to run."""
 
-    def __init__(self, env_id: str, args: dict[str, Any]) -> None:
+    def __init__(self, env_id: str, args: dict[str, Any], own: OwnCode) -> None:
         """Import, configure and load. Raises QuartetError(INVALID_CONFIG, ENVIRONMENT_UNKNOWN)."""
         self._id = env_id
         remember_default_factories()
         remember_certificates()
         make_folders_when_used()
         tolerate_deep_arguments()
+        tell_where(own)
         self._env = load_environment(environment_config(env_id, args))
         watch(self._env)
         self._tasks = {

@@ -123,9 +123,9 @@ def _failure(
     episode: Any, traces: Sequence[Any], policy: RolloutPolicy, *, accepted: bool
 ) -> rollout_pb2.RolloutFailure | None:
     if episode.is_timeout:
-        return failures.failure(failures.TIMEOUT, _text(episode.errors[-1]), retryable=False)
+        return failures.failure(failures.TIMEOUT, _text(episode.errors[-1], policy), retryable=False)
     if _judgement(episode, policy) is Judgement.UNDER_WAY:
-        return failures.failure(failures.SCORER, _text(episode.errors[-1]), retryable=False)
+        return failures.failure(failures.SCORER, _text(episode.errors[-1], policy), retryable=False)
     if not accepted:
         return _of_errors(episode, policy)
     if not traces:
@@ -159,16 +159,16 @@ def _of_errors(episode: Any, policy: RolloutPolicy) -> rollout_pb2.RolloutFailur
         retryable = status >= 500 or status == 429
         refusal = policy.refusals.get(error.message)  # no judge's, which another endpoint refused
         if refusal is not None:
-            return failures.of_policy(refusal, _text(error), retryable=retryable)
-        return failures.failure(failures.MODEL, _text(error), retryable=retryable)
+            return failures.of_policy(refusal, _text(error, policy), retryable=retryable)
+        return failures.failure(failures.MODEL, _text(error, policy), retryable=retryable)
     if error.type in _TOOL_ERRORS:
-        return failures.failure(failures.TOOL, _text(error), retryable=True)
+        return failures.failure(failures.TOOL, _text(error, policy), retryable=True)
     if error.type in _HOST_ERRORS:
-        return failures.failure(failures.HOST, _text(error), retryable=True)
+        return failures.failure(failures.HOST, _text(error, policy), retryable=True)
     scoring = broken is not None and broken.timing.scoring.start > 0
     kind = failures.SCORER if scoring else failures.ENVIRONMENT
-    return failures.failure(kind, _text(error), retryable=False)
+    return failures.failure(kind, _text(error, policy), retryable=False)
 
 
-def _text(error: Any) -> str:
-    return f"{error.type}: {error.message}"
+def _text(error: Any, policy: RolloutPolicy) -> str:
+    return policy.told.get(error.message, f"{error.type}: {error.message}")

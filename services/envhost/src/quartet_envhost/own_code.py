@@ -1,0 +1,106 @@
+"""Where an environment's own code raised: told in front of a failure's message, and once in the worker's log.
+
+1. Its own code is its package, and whatever else is not installed in the interpreter; never the standard
+   library, Verifiers or this project.
+2. The place is the innermost frame there of what was raised, or else of what that was raised from.
+3. A kind of failure, its type and its place, is logged once with its traceback; MAX_KINDS of them at most.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType
+from typing import Final
+
+from quartet_envhost.config import canonical_id
+
+# A failure's message has room for the place and what happened.
+MAX_PLACE_CHARS: Final = 160
+# A thousand rollouts fail in few ways; an environment that finds new ones for ever writes no more than these.
+MAX_KINDS: Final = 100
+# Longer ones, such as of a message that holds a whole page, lose their middle.
+MAX_TRACEBACK_CHARS: Final = 16_000
+# Of errors raised from errors; a chain may be a ring.
+MAX_CHAIN: Final = 20
+_INSTALLED: Final = {"site-packages", "dist-packages"}
+# Not always installed: a developer's are where they are written.
+_LIBRARIES: Final = ("verifiers", "quartet", "quartet_envhost")
+
+log = logging.getLogger(__name__)
+
+
+class OwnCode:
+    """The code of one environment, as far as it raises."""
+
+    def __init__(self, env_id: str) -> None:
+        """Import nothing: the environment's package may be what raises."""
+        self._package = canonical_id(env_id)
+        self._foreign = [sysconfig.get_path("stdlib")]
+        for library in _LIBRARIES:
+            spec = importlib.util.find_spec(library)
+            assert spec is not None, library
+            self._foreign += spec.submodule_search_locations or []
+        self._logged: set[tuple[type[BaseException], str]] = set()
+
+    def text_of(self, error: BaseException) -> str:
+        """ "my_env/rewards.py:12 in exact: KeyError: 'answer'", without a place where no own code raised."""
+        place = self._place(error)
+        text = f"{place}: {type(error).__name__}: {error}" if place else f"{type(error).__name__}: {error}"
+        kind = (type(error), place)
+        if kind not in self._logged and len(self._logged) < MAX_KINDS:
+            self._logged.add(kind)
+            log.error(
+                "the first failure of its kind, and the only one that this log has:\n%s",
+                _shortened(traceback.format_exception(error)),
+            )
+        return text
+
+    def _place(self, error: BaseException) -> str:
+        for one in _chain(error):
+            for code, line in reversed(_frames(one)):
+                if self._has(code.co_filename):
+                    file = "/".join(Path(code.co_filename).parts[-2:])
+                    place = f"{file}:{line} in {code.co_name}"
+                    return place if len(place) <= MAX_PLACE_CHARS else f"…{place[1 - MAX_PLACE_CHARS :]}"
+        return ""
+
+    def _has(self, file: str) -> bool:
+        path = Path(file)
+        if not path.is_absolute():  # "<string>" and the like
+            return False
+        for at, folder in enumerate(path.parts):
+            if folder in _INSTALLED:
+                return Path(path.parts[at + 1]).stem == self._package
+        return not any(path.is_relative_to(one) for one in self._foreign)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """What was raised and what it was raised from, in this order; of a group of errors the first."""
+    one: BaseException | None = error
+    for _ in range(MAX_CHAIN):
+        if one is None:
+            return
+        yield one
+        if isinstance(one, BaseExceptionGroup):
+            one = one.exceptions[0]
+        elif one.__cause__ is not None or one.__suppress_context__:
+            one = one.__cause__
+        else:
+            one = one.__context__
+
+
+def _frames(error: BaseException) -> list[tuple[CodeType, int]]:
+    return [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+
+
+def _shortened(lines: list[str]) -> str:
+    text = "".join(lines)
+    if len(text) <= MAX_TRACEBACK_CHARS:
+        return text
+    half = MAX_TRACEBACK_CHARS // 2
+    return f"{text[:half]}\n…\n{text[-half:]}"

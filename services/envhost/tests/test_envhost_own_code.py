@@ -1,0 +1,186 @@
+"""Where an environment's own code raised: real workers of both generations; own_code.py 1-3."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosting import ENVIRONMENTS, modes, serving
+from quartet.v1 import envhost_service_pb2
+from quartet_envhost.failures import MAX_MESSAGE_CHARS
+from rollout_outcomes import kind, refusal
+
+
+def place(package: str, code: str, function: str) -> str:
+    """Of a line of an environment under envs/, as it is told."""
+    lines = (ENVIRONMENTS / package / "__init__.py").read_text().splitlines()
+    (line,) = [number for number, text in enumerate(lines, 1) if text.strip() == code]
+    return f"{package}/__init__.py:{line} in {function}: "
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(
+    ("mode", "code", "function"),
+    [
+        ("setup_raises", 'raise KeyError("no such row")', "setup"),
+        ("run_raises", 'raise RuntimeError("the environment\'s bug")', "run"),
+        ("reward_raises", 'raise ZeroDivisionError("a scorer\'s bug")', "length"),
+        ("metric_raises", 'raise LookupError("a metric\'s bug")', "turns"),
+        ("quits", 'sys.exit("the environment thinks that it is a program")', "run"),
+    ],
+)
+async def test_a_failure_names_the_line_of_the_environment(
+    hosted: Any, mode: str, code: str, function: str
+) -> None:
+    (rollout,) = await hosted.run(mode)
+    assert rollout.failure.message.startswith(place("trial_env", code, function)), rollout.failure
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_compares_attempts_is_named_too(hosted: Any) -> None:
+    hosted.policy.answer = lambda request, last: "break"
+    stream = hosted.stub.RunRollouts(hosted.request("compare-env", task_index=0), timeout=60)
+    (rollout,) = [frame.rollout async for frame in stream if frame.HasField("rollout")]
+    named = place("compare_env", 'raise LookupError("no scale")', "finalize")
+    assert rollout.failure.message.startswith(named), rollout.failure
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_the_model_did_has_no_line(hosted: Any) -> None:
+    hosted.policy.answer = lambda request, last: "seven"
+    (rollout,) = await hosted.run("reward_nan")
+    assert rollout.failure.message == "not a finite number: length"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(
+    ("mode", "code", "function"),
+    [
+        ("setup_raises", 'raise KeyError("no such row")', "setup_state"),
+        ("response_raises", 'raise RuntimeError("the environment\'s bug")', "env_response"),
+        ("sandbox_gone", 'raise vf.SandboxError("lost the sandbox")', "env_response"),
+    ],
+)
+async def test_a_classic_failure_names_the_line(classic: Any, mode: str, code: str, function: str) -> None:
+    (rollout,) = await classic.run(mode)
+    assert rollout.failure.message.startswith(place("classic_env", code, function)), rollout.failure
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_classic_reward_function_is_named_with_the_line(classic: Any) -> None:
+    """Also where a function of the whole group raises."""
+    (rollout,) = await classic.run("reward_raises")
+    named = place("classic_env", 'case "reward_raises":', "length")
+    line = int(re.findall(r":(\d+) in", named)[0]) + 1
+    wanted = f"length: classic_env/__init__.py:{line} in length: ZeroDivisionError: a scorer's bug"
+    assert rollout.failure.message == wanted
+    classic.policy.answer = lambda request, last: "break the group"
+    rollouts = await classic.run(args={"kind": "groups"}, members=range(2))
+    named = place("classic_env", 'raise LookupError("a group scorer\'s bug")', "rank")
+    assert all(named in one.failure.message for one in rollouts), [one.failure for one in rollouts]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_does_not_load_names_the_line(classic: Any) -> None:
+    error = await refusal(classic.stub.RunRollouts(classic.request(args={"kind": "broken"}), timeout=90))
+    named = place("classic_env", 'raise FileNotFoundError("no data here")', "load_environment")
+    assert f"does not load: {named}FileNotFoundError: no data here" in error.message
+
+
+#: An installed environment whose rewards raise in what it calls, and from what that raised.
+INSTALLED = """
+import installed_library
+import verifiers.v1 as vf
+
+def told(said):
+    try:
+        return installed_library.parsed(said)
+    except ValueError as error:
+        raise KeyError(said) from error
+
+class Word(vf.Task[vf.TaskData]):
+    @vf.reward
+    async def right(self, trace: vf.Trace) -> float:
+        if trace.last_reply == "plain":
+            return installed_library.parsed(trace.last_reply)
+        return told(trace.last_reply)
+
+class Words(vf.Taskset[Word, vf.TasksetConfig]):
+    def load(self):
+        yield Word(vf.TaskData(prompt="Say a word."), self.config.task)
+
+__all__ = ["Words"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("plain", "rewards.py:15 in right: TaskError: task Word scoring: ValueError: could not convert"),
+        ("y" * 5000, "rewards.py:9 in told: TaskError: task Word scoring: KeyError: 'yyyy"),
+    ],
+)
+async def test_the_place_is_in_the_environment_and_not_in_what_it_calls(
+    envs_python: str, tmp_path: Path, said: str, told: str
+) -> None:
+    """own_code.py 1 and 2."""
+    import scripted_inference
+
+    installed = tmp_path / "site-packages"
+    (installed / "installed_env").mkdir(parents=True)
+    (installed / "installed_library.py").write_text("def parsed(text):\n    return float(text)\n")
+    (installed / "installed_env/rewards.py").write_text(INSTALLED)
+    (installed / "installed_env/__init__.py").write_text(
+        "from installed_env.rewards import Words\n__all__ = ['Words']\n"
+    )
+    policy = scripted_inference.ScriptedInference()
+    policy.answer = lambda request, last: said
+    inference = await scripted_inference.serve_scripted(policy)
+    settings = {
+        "inference_addresses": [inference.address],
+        "python": envs_python,
+        "environments": {"installed-env": {"env": {"PYTHONPATH": str(installed)}}},
+    }
+    async with serving(settings) as (_, stub):
+        request = envhost_service_pb2.RunRolloutsRequest(
+            request_id="one", environment={"id": "installed-env"}, members=[0], timeout_ms=60_000
+        )
+        (rollout,) = [f.rollout async for f in stub.RunRollouts(request) if f.HasField("rollout")]
+    await inference.stop(0)
+    assert kind(rollout) == "SCORER" and rollout.failure.message.startswith(f"installed_env/{told}")
+    assert len(rollout.failure.message) <= MAX_MESSAGE_CHARS
+
+
+@pytest.mark.parametrize("package", ["trial_env", "classic_env"])
+async def test_the_log_has_each_kind_of_failure_once_with_its_traceback(
+    request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str], package: str
+) -> None:
+    """own_code.py 3."""
+    import scripted_inference
+
+    python = request.getfixturevalue("envs_python" if package == "trial_env" else "classic_python")
+    env_id = package.replace("_", "-")
+    inference = await scripted_inference.serve_scripted(scripted_inference.ScriptedInference())
+    settings = {
+        "inference_addresses": [inference.address],
+        "python": python,
+        "environments": {env_id: {"env": {"PYTHONPATH": str(ENVIRONMENTS)}}},
+    }
+    async with serving(settings) as (_, stub):
+        for mode in ("reward_raises", "setup_raises", "reward_raises"):
+            asked = envhost_service_pb2.RunRolloutsRequest(
+                request_id=mode,
+                environment={"id": env_id},
+                members=range(5),
+                timeout_ms=60_000,
+                task_index=modes(package).index(mode),
+            )
+            rollouts = [f.rollout async for f in stub.RunRollouts(asked) if f.HasField("rollout")]
+            assert len(rollouts) == 5 and all(one.HasField("failure") for one in rollouts)
+    await inference.stop(0)
+    log = capfd.readouterr().err
+    assert log.count("the first failure of its kind") == 2
+    for code in ('raise ZeroDivisionError("a scorer\'s bug")', 'raise KeyError("no such row")'):
+        assert log.count(code) == 1, log
