@@ -85,6 +85,62 @@ def test_promise_2_an_interpreter_that_is_stopped_half_way_is_removed(
     assert list((tmp_path / ".quartet" / "envs").iterdir()) == []
 
 
+#: A package that builds nothing.
+BROKEN = """
+[project]
+name = "some-env"
+version = "2.0"
+[build-system]
+requires = []
+build-backend = "broken"
+backend-path = ["."]
+"""
+
+
+def test_promise_3_an_install_that_fails_leaves_the_environment_that_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does one lose it that was killed before."""
+    monkeypatch.chdir(tmp_path)
+    package, works = tmp_path / "some_env", tmp_path / ".quartet/envs/some_env/works"
+    package.mkdir()
+    (package / "pyproject.toml").write_text(BROKEN)
+    (package / "broken.py").write_text("raise RuntimeError('no wheel of this')")
+    works.mkdir(parents=True)
+    with pytest.raises(ConfigError, match="cannot be installed"):
+        installing.install("some_env", None, None)
+    assert works.is_dir() and [one.name for one in works.parent.iterdir()] == ["works"]
+    assert [one.name for one in works.parent.parent.iterdir()] == ["some_env"]
+
+    monkeypatch.setattr(installing.shutil, "rmtree", lambda *given, **known: None)  # as a kill has it
+    with pytest.raises(OSError):
+        installing.install("some_env", None, None)
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert not works.exists()
+    with pytest.raises(ConfigError, match="cannot be installed"):
+        installing.install("some_env", None, None)
+    assert works.is_dir() and [one.name for one in works.parent.iterdir()] == ["works"]
+
+
+def test_an_install_that_succeeds_replaces_what_was_there_and_is_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(installing.venv, "create", lambda folder, **_: (folder / "new").mkdir(parents=True))
+
+    def filled(*given: object) -> None:
+        with pytest.raises(ConfigError, match="another quartet env install of some-env is under way"):
+            installing.install("some-env", None, None)
+
+    monkeypatch.setattr(installing, "_fill", filled)
+    folder = tmp_path / ".quartet/envs/some_env"
+    (folder / "old").mkdir(parents=True)
+    installing.install("some-env", None, None)
+    assert [one.name for one in folder.iterdir()] == ["new"]
+    assert [one.name for one in (tmp_path / ".quartet/replaced/some_env").iterdir()] == [".lock"]
+
+
 def test_quartet_itself_comes_from_the_tree_that_runs() -> None:
     (flag, where) = _ours("quartet", "[cli]")
     assert flag == "-e" and (Path(where.removesuffix("[cli]")) / "pyproject.toml").is_file()

@@ -2,8 +2,10 @@
 
 1. The package is put in first without what it needs, and read: what imports `verifiers.v1` or asks for
    Verifiers 0.4 is a v1 package, any other a classic one.
-2. An interpreter that could not be finished, whatever ended it, is removed again: half of one would be taken
-   for the environment's own.
+2. An interpreter that could not be finished is removed again: half of one would be taken for the
+   environment's own.
+3. The one that it was to replace is put back then, or by the next install where this one was killed. It is
+   kept beside, and the new one made in its place: a virtual environment cannot be moved elsewhere.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ import subprocess
 import sys
 import tomllib
 import venv
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 from quartet.cli.env.installed import find, module_of, own_python, run_in
+from quartet.cli.held import held
 from quartet.config import ConfigError
 
 #: The extra of quartet-envhost that brings each generation's Verifiers.
@@ -29,6 +33,8 @@ EXTRAS: Final = {"v1": "verifiers", "classic": "verifiers-classic"}
 NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 #: Verifiers brings half a gigabyte; a slow line takes a while.
 INSTALL_SECONDS = 1800.0
+# What is being replaced, a folder for each environment; not among those where interpreters are looked for.
+REPLACED = Path(".quartet/replaced")
 # "v1" or "classic", for the package of argv[1] whose distribution is argv[2].
 READ = """
 import importlib.metadata, importlib.util, pathlib, re, sys
@@ -57,15 +63,36 @@ def install(target: str, generation: str | None, into: Path | None) -> tuple[str
         return name, python
     python = own_python(name).absolute()
     folder = python.parent.parent
-    if folder.exists():
-        shutil.rmtree(folder)
-    try:
+    refusal = f"another quartet env install of {name} is under way; wait for its end"
+    with held(beside := (REPLACED / folder.name).absolute(), refusal), _replacing(folder, beside):
         venv.create(folder, with_pip=True)
         _fill(python, name, what, generation)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
     return name, python
+
+
+@contextmanager
+def _replacing(folder: Path, beside: Path) -> Iterator[None]:
+    """Inside, the folder is made; what it was is gone where that succeeds, else it is there again."""
+    before, outdated = beside / "before", beside / "outdated"
+    shutil.rmtree(outdated, ignore_errors=True)
+
+    def put_back() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        if before.exists():
+            before.rename(folder)
+
+    if before.exists():  # of an install that was killed
+        put_back()
+    if folder.exists():
+        folder.rename(before)
+    try:
+        yield
+    except BaseException:
+        put_back()
+        raise
+    if before.exists():
+        before.rename(outdated)  # at once, so that no half of it is ever put back
+        shutil.rmtree(outdated)
 
 
 def _fill(python: Path, name: str, what: Sequence[str], generation: str | None) -> None:
