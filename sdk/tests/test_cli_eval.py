@@ -103,14 +103,17 @@ def test_what_agents_earned_apart_is_told_apart(tmp_path: Path) -> None:
 
 def test_what_has_a_result_is_not_wanted_again_and_what_failed_is(tmp_path: Path) -> None:
     fill(Record(tmp_path / "r", trial(), SOURCE), (0, rollout(0, 1.0)), (0, failure(1)), (1, rollout(2, 0.5)))
-    with (tmp_path / "r" / "results.jsonl").open("a") as file:
-        file.write('{"example_id": 1, "rol')  # torn by a kill
+    for name in ("results.jsonl", "failures.jsonl"):
+        with (tmp_path / "r" / name).open("a") as file:
+            file.write('{"example_id": 1, "rol')  # torn by a kill
     again = Record(tmp_path / "r", trial(num_examples=3), SOURCE)
     with again.held(EnvironmentInfo(), [*TASKS, Task(index=2)]):
         assert again.wanted() == {0: [1, 2], 1: [0, 1], 2: [0, 1, 2]}
     assert again.failed == {}, "failures are of this attempt"
-    fill(again, (0, rollout(1, 0.0)))
+    fill(again, (0, rollout(1, 0.0)), (0, failure(2)))
     assert len((tmp_path / "r" / "results.jsonl").read_text().splitlines()) == 3
+    failed = (tmp_path / "r" / "failures.jsonl").read_text().splitlines()
+    assert [json.loads(line)["rollout"] for line in failed] == [1, 2]
 
 
 def test_where_members_are_compared_an_example_with_one_missing_is_played_again_whole(

@@ -78,8 +78,17 @@ def test_a_model_folder_is_taken_by_its_absolute_path(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     (tmp_path / "m").mkdir()
-    with pytest.raises(ConfigError, match=r"has no config\.json"):
+    with pytest.raises(ConfigError, match=r"has no config\.json; name a Hugging Face model folder"):
         model_path("m")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / RECORD).touch()
+    with pytest.raises(ConfigError, match=r"wrote no model: 'quartet export run MODEL_FOLDER'"):
+        model_path("run")
+    for name in ("checkpoint", "checkpoint.partial"):
+        (tmp_path / "run" / name).mkdir()
+        (tmp_path / "run" / name / "config.json").touch()
+    with pytest.raises(ConfigError, match=r"has no config\.json; did you mean 'run/checkpoint'\?"):
+        model_path("run")
     (tmp_path / "m" / "config.json").touch()
     with pytest.raises(ConfigError, match=r"no weights \(\*\.safetensors\) and no tokenizer"):
         model_path("m")

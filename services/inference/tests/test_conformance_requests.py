@@ -78,6 +78,9 @@ async def test_prompts_that_cannot_be_completed_are_refused(replica: Replica) ->
         with pytest.raises(QuartetError) as caught:
             await replica.ask(prompt)
         assert caught.value.reason == reason, prompt
+        if reason == "PROMPT_TOO_LONG":
+            told = f"has {CONTEXT} tokens, at most {CONTEXT - 1} leave room for one: the engine's context is "
+            assert f"{told}max_model_len = {CONTEXT} of [inference]" in caught.value.message
     for field_, value in (("temperature", -1.0), ("top_p", 0.0), ("min_p", 2.0), ("max_tokens", 0)):
         with pytest.raises(QuartetError) as caught:
             await replica.ask([1], **{field_: value})

@@ -103,7 +103,7 @@ def model_path(model: str) -> str:
     if (folder / "config.json").is_file():
         return _whole(model, folder)
     if folder.exists():
-        raise ConfigError(f"model = {model!r} has no config.json; name a Hugging Face model folder")
+        raise ConfigError(f"model = {model!r} has no config.json; {_inside(folder)}")
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
     cached = hub / f"models--{model.replace('/', '--')}"
@@ -113,6 +113,16 @@ def model_path(model: str) -> str:
             return _whole(model, snapshot)
     neither = "neither a folder here nor a model in the Hugging Face cache"
     raise ConfigError(f"model = {model!r} is {neither}; {_instead(folder)}")
+
+
+def _inside(folder: Path) -> str:
+    """What to name in the place of a folder that is there: a model in it, such as the checkpoint of a run."""
+    models = sorted(str(config.parent) for config in folder.glob("*/config.json"))
+    if models:
+        return f"did you mean {models[0]!r}?"
+    if (folder / RECORD).is_file():
+        return f"it is of a run that wrote no model: 'quartet export {folder} MODEL_FOLDER' writes its newest"
+    return "name a Hugging Face model folder"
 
 
 def _instead(folder: Path) -> str:

@@ -91,6 +91,7 @@ class Record:
             # Not before: services load first, and other evaluations of the same file are played.
             self._began = time.monotonic()
             self.results = self._read()
+            recover_lines(self.folder / FAILURES)
             try:
                 self.save()
                 yield

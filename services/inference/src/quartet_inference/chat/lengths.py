@@ -50,7 +50,9 @@ def too_long(how_many: str, tokens: int, room: int) -> QuartetError:
     """A prompt that does not fit."""
     return QuartetError(
         "PROMPT_TOO_LONG",
-        f"the prompt has {how_many} tokens, at most {room - 1} leave room for one",
+        f"the prompt has {how_many} tokens, at most {room - 1} leave room for one: the engine's context is "
+        f"max_model_len = {room} of [inference]; raise it, as far as the model was made for, or shorten the "
+        "prompts",
         tokens=tokens,
         limit=room - 1,
     )
