@@ -139,7 +139,7 @@ async def test_tool_answers_are_carried_and_not_trained_on(classic: Any) -> None
     def script(request: Any, last: str) -> str:
         match last:
             case "what is 40 plus 2?":
-                assert [tool.name for tool in request.tools] == ["add"]
+                assert [tool.name for tool in request.tools] == ["add", "divide"]
                 return 'call add {"a": 40, "b": 2}'
             case "42":
                 return f'call add {{"a": {"9" * 5000}, "b": 2}}'

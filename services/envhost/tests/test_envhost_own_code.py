@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,15 @@ async def test_a_classic_reward_function_is_named_with_the_line(classic: Any) ->
     rollouts = await classic.run(args={"kind": "groups"}, members=range(2))
     named = place("classic_env", 'raise LookupError("a group scorer\'s bug")', "rank")
     assert all(named in one.failure.message for one in rollouts), [one.failure for one in rollouts]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_classic_tool_that_ends_its_rollout_is_named_with_what_it_raised(classic: Any) -> None:
+    classic.policy.answer = lambda request, last: 'call divide {"a": 1, "b": 0}'
+    (rollout,) = await classic.run(args={"kind": "tools"})
+    named = place("classic_env", "return a / b", "divide")
+    assert kind(rollout) == "TOOL", rollout.failure
+    assert rollout.failure.message == f"{named}ToolCallError: ZeroDivisionError: division by zero"
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -184,3 +194,51 @@ async def test_the_log_has_each_kind_of_failure_once_with_its_traceback(
     assert log.count("the first failure of its kind") == 2
     for code in ('raise ZeroDivisionError("a scorer\'s bug")', 'raise KeyError("no such row")'):
         assert log.count(code) == 1, log
+
+
+#: Prints how errors are told, and whether what is logged of them is bounded.
+BOUNDS = """
+import logging, sys
+from quartet_envhost.own_code import MAX_KINDS, MAX_PLACE_CHARS, MAX_TRACEBACK_CHARS, OwnCode
+
+logged = []
+logging.getLogger("quartet_envhost.own_code").addFilter(lambda record: logged.append(record.getMessage()))
+own = OwnCode("my-env")
+
+def told(error):
+    try:
+        raise error
+    except BaseException as raised:
+        return own.text_of(raised)
+
+first, second = KeyError(1), KeyError(2)
+first.__cause__, second.__cause__ = second, first
+print(own.text_of(first))
+group = ExceptionGroup("several", [LookupError("one of them")])
+print(told(group))
+told(ValueError("y" * 10**6))
+for number in range(200):
+    told(type(f"Error{number}", (Exception,), {})())
+namespace = {}
+exec(compile("def f(): 1 / 0", "/" + 200 * "x" + "/rewards.py", "exec"), namespace)
+try:
+    namespace["f"]()
+except ZeroDivisionError as raised:
+    text = own.text_of(raised)
+print(text[0], text.endswith("/rewards.py:1 in f: ZeroDivisionError: division by zero"))
+assert len(text.partition(": ")[0]) == MAX_PLACE_CHARS
+assert len(logged) == MAX_KINDS and max(map(len, logged)) < MAX_TRACEBACK_CHARS + 100
+"""
+
+
+def test_what_is_told_and_logged_is_bounded(envs_python: str, tmp_path: Path) -> None:
+    """own_code.py 3: kinds, tracebacks, places, and errors that are each other's cause."""
+    program = tmp_path / "program.py"
+    program.write_text(BOUNDS)
+    line = BOUNDS.splitlines().index("        raise error") + 1
+    at = f"{tmp_path.name}/program.py:{line} in told"
+    assert subprocess.check_output([envs_python, program], text=True).splitlines() == [
+        "KeyError: 1",
+        f"{at}: ExceptionGroup: several (1 sub-exception)",
+        "… True",
+    ]

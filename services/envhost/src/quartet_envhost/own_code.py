@@ -50,7 +50,6 @@ class OwnCode:
     def text_of(self, error: BaseException) -> str:
         """ "my_env/rewards.py:12 in exact: KeyError: 'answer'", without a place where no own code raised."""
         place = self._place(error)
-        text = f"{place}: {type(error).__name__}: {error}" if place else f"{type(error).__name__}: {error}"
         kind = (type(error), place)
         if kind not in self._logged and len(self._logged) < MAX_KINDS:
             self._logged.add(kind)
@@ -58,7 +57,7 @@ class OwnCode:
                 "the first failure of its kind, and the only one that this log has:\n%s",
                 _shortened(traceback.format_exception(error)),
             )
-        return text
+        return f"{place}: {_said(error)}" if place else _said(error)
 
     def _place(self, error: BaseException) -> str:
         for one in _chain(error):
@@ -77,6 +76,13 @@ class OwnCode:
             if folder in _INSTALLED:
                 return Path(path.parts[at + 1]).stem == self._package
         return not any(path.is_relative_to(one) for one in self._foreign)
+
+
+def _said(error: BaseException) -> str:
+    """Its type and text; one without text, as Verifiers wraps errors of tools in, is told with its cause."""
+    text = f"{type(error).__name__}: {error}"
+    cause = error.__cause__
+    return text if str(error) or cause is None else f"{text}{type(cause).__name__}: {cause}"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -98,13 +98,25 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+def divide(a: int, b: int) -> float:
+    """Divide two integers.
+
+    Args:
+        a: One.
+        b: The other.
+    """
+    return a / b
+
+
 def load_environment(kind: str = "trial", greeting: str = "hello", seconds: float | None = None):
     if kind == "broken":
         raise FileNotFoundError("no data here")
     if kind == "tools":
         data = Dataset.from_dict({"question": ["what is 40 plus 2?"], "answer": ["42"]})
         rubric = vf.Rubric(funcs=[right])
-        return vf.ToolEnv(dataset=data, tools=[add], rubric=rubric, max_turns=5)
+        return vf.ToolEnv(
+            dataset=data, tools=[add, divide], rubric=rubric, max_turns=5, stop_errors=[ZeroDivisionError]
+        )
     if kind in ("groups", "mixture"):
         env = TrialEnv(dataset=rows(greeting), rubric=vf.Rubric(funcs=[rank, own], weights=[2.0, 1.0]))
         return env if kind == "groups" else vf.EnvGroup([env], env_names=["only"])
