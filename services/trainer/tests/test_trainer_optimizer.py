@@ -32,6 +32,27 @@ def test_warmup_stable_decay() -> None:
     assert [scheduled_rate(spec, s) for s in range(10)] == [1, 2, 2, 2, 2, 1.5, 1, 0.5, 0, 0]
 
 
+@pytest.mark.parametrize("schedule", Schedule)
+def test_an_extended_run_keeps_the_rates_of_its_earlier_steps(schedule: Schedule) -> None:
+    decay = 2 if schedule is Schedule.WARMUP_STABLE_DECAY else 0
+
+    def rates(total: int, *earlier: int) -> list[float]:
+        spec = OptimizerSpec(
+            learning_rate=2.0,
+            warmup_steps=1,
+            schedule=schedule,
+            total_steps=total,
+            decay_steps=decay,
+            earlier_total_steps=earlier,
+        )
+        return [scheduled_rate(spec, step) for step in range(total)]
+
+    short, middle, long = rates(4), rates(6), rates(9)
+    assert rates(9, 4, 6) == [*short, *middle[4:], *long[6:]]
+    with pytest.raises(ValueError, match="earlier_total_steps ascend"):
+        rates(6, 6)
+
+
 @pytest.mark.parametrize(
     ("fields", "why"),
     [

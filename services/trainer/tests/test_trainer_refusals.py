@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,51 @@ async def test_another_spec_is_refused_after_a_restart_too(folder: Path, serve_t
     async with serve_trainer() as trainer:
         conflict = await trainer.refused(trainer.create(base_model=str(folder), seed=3), "RUN_CONFLICT")
         assert conflict.metadata["field"] == "seed"
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+async def test_a_run_is_extended_by_larger_total_steps_and_by_nothing_else(
+    folder: Path, serve_trainer: Any, make_samples: Any, tmp_path: Path, restarted: bool
+) -> None:
+    """roster.py 1"""
+    spec = {"base_model": str(folder), "schedule": pb.SCHEDULE_LINEAR, "learning_rate": 0.5}
+    longer = {**spec, "total_steps": 4, "earlier_total_steps": [2]}
+
+    async def steps(trainer: Any, *numbers: int) -> list[float]:
+        rates = []
+        for number in numbers:
+            await trainer.forward_backward(2 * number, make_samples(seed=number))
+            rates.append((await trainer.optim_step(2 * number + 1)).learning_rate)
+        return rates
+
+    async def extended(trainer: Any) -> tuple[list[float], bytes]:
+        for other in ({"total_steps": 4}, {"total_steps": 4, "earlier_total_steps": [1]}):
+            await trainer.refused(trainer.create(**spec, **other), "RUN_CONFLICT")
+        await trainer.refused(trainer.create(**{**longer, "seed": 3}), "RUN_CONFLICT")
+        for _ in range(2):
+            assert (await trainer.create(**longer)).applied_seq_id == 5
+        await trainer.refused(trainer.create(**spec, total_steps=2), "RUN_CONFLICT")
+        return await steps(trainer, 3, 4), (await trainer.publish(10)).digest
+
+    async with serve_trainer() as trainer:
+        await trainer.create(**spec, total_steps=2)
+        await trainer.publish(1)
+        assert await steps(trainer, 1, 2) == [0.5, 0.25]
+        if restarted:
+            await trainer.stub.CloseRun(pb.CloseRunRequest(run_id="r", save_at_seq_id=5))
+        else:
+            rates, digest = await extended(trainer)
+    if restarted:
+        async with serve_trainer() as trainer:
+            rates, digest = await extended(trainer)
+    assert rates == [0.25, 0.125]
+    # One that has lost every state comes to the same weights by the same calls.
+    shutil.rmtree(tmp_path / "states" / "r")
+    async with serve_trainer() as trainer:
+        assert (await trainer.create(**longer)).applied_seq_id == 0
+        await trainer.publish(1)
+        assert await steps(trainer, 1, 2, 3, 4) == [0.5, 0.25, 0.25, 0.125]
+        assert (await trainer.publish(10)).digest == digest
 
 
 def broken(change: str, one: pb.TrainingSample) -> None:

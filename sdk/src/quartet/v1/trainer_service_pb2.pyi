@@ -302,7 +302,7 @@ class ReferenceSpec(_message.Message):
     def __init__(self, sync_steps: _Optional[int] = ..., mixup_alpha: _Optional[float] = ..., model: _Optional[str] = ...) -> None: ...
 
 class OptimizerSpec(_message.Message):
-    __slots__ = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm", "schedule", "warmup_steps", "total_steps", "kind", "momentum", "decay_steps", "adamw_learning_rate")
+    __slots__ = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm", "schedule", "warmup_steps", "total_steps", "kind", "momentum", "decay_steps", "adamw_learning_rate", "earlier_total_steps")
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     BETA1_FIELD_NUMBER: _ClassVar[int]
     BETA2_FIELD_NUMBER: _ClassVar[int]
@@ -316,6 +316,7 @@ class OptimizerSpec(_message.Message):
     MOMENTUM_FIELD_NUMBER: _ClassVar[int]
     DECAY_STEPS_FIELD_NUMBER: _ClassVar[int]
     ADAMW_LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    EARLIER_TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
     learning_rate: float
     beta1: float
     beta2: float
@@ -329,7 +330,8 @@ class OptimizerSpec(_message.Message):
     momentum: float
     decay_steps: int
     adamw_learning_rate: float
-    def __init__(self, learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., max_grad_norm: _Optional[float] = ..., schedule: _Optional[_Union[Schedule, str]] = ..., warmup_steps: _Optional[int] = ..., total_steps: _Optional[int] = ..., kind: _Optional[_Union[OptimizerKind, str]] = ..., momentum: _Optional[float] = ..., decay_steps: _Optional[int] = ..., adamw_learning_rate: _Optional[float] = ...) -> None: ...
+    earlier_total_steps: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., max_grad_norm: _Optional[float] = ..., schedule: _Optional[_Union[Schedule, str]] = ..., warmup_steps: _Optional[int] = ..., total_steps: _Optional[int] = ..., kind: _Optional[_Union[OptimizerKind, str]] = ..., momentum: _Optional[float] = ..., decay_steps: _Optional[int] = ..., adamw_learning_rate: _Optional[float] = ..., earlier_total_steps: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RunSpec(_message.Message):
     __slots__ = ("base_model", "lora", "optimizer", "seed", "compute_dtype", "served_dtype", "from_scratch", "retain_versions", "microbatch_tokens", "reference", "gradient_checkpointing")

@@ -2,7 +2,8 @@
 worker.
 
 1. A run exists here after CreateRun, with its newest sound state restored where one was saved; creating it
-   again with an equal spec changes nothing.
+   again with an equal spec changes nothing. With one that extends it (more steps after its own) it is that
+   longer run from there on.
 2. Readers see the run as it stood after its last finished call; they never wait for the worker.
 3. Closing a run frees what it holds in memory, after the call under way; its saved states stay, the
    one among them where it was closed, if that was asked for.
@@ -23,7 +24,7 @@ from quartet.errors import QuartetError
 
 from quartet_trainer.content import Content
 from quartet_trainer.sequence import Sequence
-from quartet_trainer.spec import RunSpec, check_name, difference
+from quartet_trainer.spec import RunSpec, check_name, difference, extends
 from quartet_trainer.states import StateInfo, StateStore
 from quartet_trainer.worker import Worker, release_memory
 
@@ -72,7 +73,12 @@ class Roster:
         check_name("run_id", run_id)
         async with self._opening:
             entry = self._entries.get(run_id)
-            if entry is not None:
+            if entry is not None and extends(entry.run.spec, spec):
+                await entry.sequence.settle()
+                # Opened again as the longer one; it is not held here meanwhile, beside that.
+                applied, entry = entry.sequence.applied, None
+                await self._close(run_id, applied)
+            elif entry is not None:
                 _same_spec(run_id, entry.run.spec, spec, "this trainer")
                 return entry
             if len(self._entries) >= self._max_runs:
@@ -91,17 +97,20 @@ class Roster:
         Idempotent: one that is not open is closed already. Errors: OVERLOADED.
         """
         async with self._opening:
-            entry = self._entries.pop(run_id, None)
-            if entry is None:
-                return
-            # No call finds the run from here on; those that found it come before on the worker.
-            await entry.sequence.settle()
-            # A step that tore it meanwhile closed it, and what is left of it is nothing to save.
-            if not entry.run.is_torn:
-                await self._end(entry, save=bool(save_at) and save_at == entry.sequence.applied)
-            del entry
-            await self._worker.run(release_memory, cleans_up=True)
-            log.info("run_closed", run_id=run_id)
+            await self._close(run_id, save_at)
+
+    async def _close(self, run_id: str, save_at: int) -> None:
+        entry = self._entries.pop(run_id, None)
+        if entry is None:
+            return
+        # No call finds the run from here on; those that found it come before on the worker.
+        await entry.sequence.settle()
+        # A step that tore it meanwhile closed it, and what is left of it is nothing to save.
+        if not entry.run.is_torn:
+            await self._end(entry, save=bool(save_at) and save_at == entry.sequence.applied)
+        del entry
+        await self._worker.run(release_memory, cleans_up=True)
+        log.info("run_closed", run_id=run_id)
 
     async def apply(
         self,
@@ -200,7 +209,8 @@ class Roster:
         found = self._states.newest_sound(run_id)
         if found is not None:
             held = RunSpec.model_validate(found[1].meta["spec"])
-            _same_spec(run_id, held, spec, str(found[0].path))
+            if not extends(held, spec):
+                _same_spec(run_id, held, spec, str(found[0].path))
         run = self._make_run(run_id, spec)
         applied = 0
         if found is not None:

@@ -9,7 +9,8 @@ With peak p, w = warmup_steps, n = total_steps, d = decay_steps; steps s count f
   cosine               p * (1 + cos(pi * (s - w) / (n - w))) / 2
   warmup_stable_decay  p while s < n - d, then p * (n - s) / d
 
-From s = n on a schedule that ends stays at zero.
+From s = n on a schedule that ends stays at zero. Of a run that was extended, n is for each step what total_steps
+was when the step was to be taken: the steps before the extension keep their rates, also where they are replayed.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ def scheduled_rate(spec: OptimizerSpec, step: int) -> float:
     """Learning rate of a step. Warm-up reaches the peak in its last step."""
     if step < spec.warmup_steps:
         return spec.learning_rate * (step + 1) / spec.warmup_steps
-    return spec.learning_rate * _share_of_peak(spec, step)
+    total_steps = next((total for total in spec.earlier_total_steps if step < total), spec.total_steps)
+    return spec.learning_rate * _share_of_peak(spec, step, total_steps)
 
 
-def _share_of_peak(spec: OptimizerSpec, step: int) -> float:
+def _share_of_peak(spec: OptimizerSpec, step: int, total_steps: int) -> float:
     if spec.schedule is Schedule.CONSTANT:
         return 1.0
     if spec.schedule is Schedule.WARMUP_STABLE_DECAY:
-        return max(0.0, min(1.0, (spec.total_steps - step) / spec.decay_steps))
-    progress = min(1.0, (step - spec.warmup_steps) / (spec.total_steps - spec.warmup_steps))
+        return max(0.0, min(1.0, (total_steps - step) / spec.decay_steps))
+    progress = min(1.0, (step - spec.warmup_steps) / (total_steps - spec.warmup_steps))
     if spec.schedule is Schedule.LINEAR:
         return 1.0 - progress
     return 0.5 * (1.0 + math.cos(math.pi * progress))

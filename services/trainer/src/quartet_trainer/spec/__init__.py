@@ -2,7 +2,7 @@
 
 1. Every default of the contract is filled in here, once, so that equal meanings are equal values.
 2. Combinations that mean nothing are refused here, by name: what exists here can be computed.
-3. `difference` names the first field in which two specs disagree.
+3. `difference` names the first field in which two specs disagree, and `extends` knows a run that was made longer.
 """
 
 from quartet_trainer.spec.lora import LoraSpec
@@ -18,7 +18,7 @@ from quartet_trainer.spec.loss import (
 )
 from quartet_trainer.spec.optimizer import OptimizerKind, OptimizerSpec, Schedule
 from quartet_trainer.spec.reference import ReferenceSpec
-from quartet_trainer.spec.run import DType, RunSpec, difference
+from quartet_trainer.spec.run import DType, RunSpec, difference, extends
 from quartet_trainer.spec.value import NAME_PATTERN, check_name
 
 __all__ = [
@@ -40,4 +40,5 @@ __all__ = [
     "Schedule",
     "check_name",
     "difference",
+    "extends",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from itertools import pairwise
 
 import pydantic
 
@@ -42,6 +43,7 @@ class OptimizerSpec(Value):
     momentum: float | None = pydantic.Field(default=None, ge=0, lt=1)
     decay_steps: int = pydantic.Field(default=0, ge=0)
     adamw_learning_rate: float | None = pydantic.Field(default=None, ge=0)
+    earlier_total_steps: tuple[int, ...] = ()
 
     @pydantic.model_validator(mode="after")
     def _has_an_end(self) -> OptimizerSpec:
@@ -59,6 +61,13 @@ class OptimizerSpec(Value):
             )
         if self.decay_steps and not stable:
             raise ValueError("decay_steps belongs to the schedule warmup_stable_decay; leave it out")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _was_extended(self) -> OptimizerSpec:
+        totals = (*self.earlier_total_steps, self.total_steps)
+        if any(before >= after for before, after in pairwise(totals)):
+            raise ValueError(f"earlier_total_steps ascend, and total_steps is above them, not {totals}")
         return self
 
     @pydantic.model_validator(mode="after")

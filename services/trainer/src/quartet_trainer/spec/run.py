@@ -44,6 +44,16 @@ def difference(held: RunSpec, wanted: RunSpec) -> tuple[str, object, object] | N
     )
 
 
+def extends(held: RunSpec, wanted: RunSpec) -> bool:
+    """Whether they differ in the steps alone: `wanted` goes on where the steps of `held` end."""
+    ours, theirs = held.optimizer, wanted.optimizer
+    totals = (*ours.earlier_total_steps, ours.total_steps)
+    begins_alike = theirs.earlier_total_steps[: len(totals)] == totals
+    steps = {name: getattr(theirs, name) for name in ("earlier_total_steps", "total_steps")}
+    longer = held.model_copy(update={"optimizer": ours.model_copy(update=steps)})
+    return begins_alike and longer == wanted
+
+
 def _flat(values: dict[str, object], prefix: str = "") -> dict[str, object]:
     flat: dict[str, object] = {}
     for key, value in values.items():

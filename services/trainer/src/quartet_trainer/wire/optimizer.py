@@ -41,6 +41,7 @@ def optimizer_spec(spec: pb.OptimizerSpec) -> OptimizerSpec:
             warmup_steps=spec.warmup_steps,
             total_steps=spec.total_steps,
             decay_steps=spec.decay_steps,
+            earlier_total_steps=tuple(spec.earlier_total_steps),
         )
     except pydantic.ValidationError as error:
         raise config(*first(error, "optimizer")) from None
