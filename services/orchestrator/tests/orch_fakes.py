@@ -31,7 +31,7 @@ from quartet.v1.trainer_service_pb2_grpc import TrainerServiceServicer
 
 @dataclass
 class TrainerRun:
-    spec: bytes
+    spec: tpb.RunSpec
     applied: int = 0
     version: int = 0
     published: int | None = None
@@ -81,16 +81,27 @@ class FakeTrainer(TrainerServiceServicer):
             # As quartet_trainer.model has it.
             said = "base_model: there is no folder /m; create it, or name another"
             raise QuartetError("INVALID_CONFIG", said, key="base_model", value="m")
-        spec = request.spec.SerializeToString(deterministic=True)
         run = self.runs.get(request.run_id)
         if run is None:
             saved = [state for (run_id, _), state in self.disk.items() if run_id == request.run_id]
-            run = copy.deepcopy(max(saved, key=lambda s: s.applied)) if saved else TrainerRun(spec)
+            run = copy.deepcopy(max(saved, key=lambda s: s.applied)) if saved else TrainerRun(request.spec)
             run.kept.clear()
             self.runs[request.run_id] = run
-        if run.spec != spec:
+        if not self._extends(run.spec, request.spec):
             raise QuartetError("RUN_CONFLICT", "another spec", run_id=request.run_id)
+        run.spec = request.spec
         return tpb.CreateRunResponse(run=self._state(request.run_id))
+
+    @staticmethod
+    def _extends(held: tpb.RunSpec, wanted: tpb.RunSpec) -> bool:
+        """Whether they are equal, or more steps follow those before."""
+        totals = [*held.optimizer.earlier_total_steps, held.optimizer.total_steps]
+        longer = tpb.RunSpec()
+        longer.CopyFrom(held)
+        longer.optimizer.total_steps = wanted.optimizer.total_steps
+        longer.optimizer.earlier_total_steps[:] = wanted.optimizer.earlier_total_steps
+        begins_alike = wanted.optimizer.earlier_total_steps[: len(totals)] == totals
+        return held == wanted or (begins_alike and longer == wanted)
 
     async def GetRun(self, request, context):
         self._find(request.run_id)

@@ -20,7 +20,7 @@ from quartet_orchestrator.calls import CallKind, CallPlan
 from quartet_orchestrator.ledger import Ledger
 from quartet_orchestrator.permits import Permits
 from quartet_orchestrator.prompts import Prompts, Source
-from quartet_orchestrator.state import TRANSITIONS, RunState
+from quartet_orchestrator.state import COMPLETED, PENDING, TRANSITIONS, RunState
 
 
 def test_ledger_balances_and_refuses_what_was_not_dispatched():
@@ -42,7 +42,7 @@ def test_phases_change_along_their_transitions_and_no_other_way():
     for before, allowed in TRANSITIONS.items():
         for after in TRANSITIONS:
             run = RunState(phase=before)
-            record = JournalRecord(phase=PhaseEvent(run=Run(phase=after)))
+            record = JournalRecord(phase=PhaseEvent(run=Run(phase=after, max_steps=1)))
             if after in allowed:
                 run.apply(record)
                 assert run.phase == after
@@ -51,22 +51,48 @@ def test_phases_change_along_their_transitions_and_no_other_way():
                     run.apply(record)
 
 
-@given(st.integers(0, 40), st.integers(1, 12), st.integers(1, 3))
-def test_call_plan_is_one_contiguous_list(max_steps, interval, keep_last):
+def test_a_completed_run_goes_on_to_more_steps_with_what_its_phase_tells():
+    """state.py 4."""
+    run = RunState(phase=COMPLETED, max_steps=4, config_toml="a", model_path="/model", applied_seq_id=9)
+    for steps in (3, 4):
+        record = JournalRecord(phase=PhaseEvent(run=Run(phase=PENDING, max_steps=steps, config_toml="b")))
+        with pytest.raises(AssertionError):
+            run.apply(record)
+    record.phase.run.max_steps = 6
+    run.apply(record)
+    extended = RunState(
+        phase=PENDING, max_steps=6, config_toml="b", earlier_ends=[4], model_path="", applied_seq_id=9
+    )
+    assert run == extended
+
+
+@given(st.integers(0, 40), st.sets(st.integers(0, 40), max_size=3), st.integers(1, 12), st.integers(1, 3))
+def test_call_plan_is_one_contiguous_list(max_steps, ends, interval, keep_last):
     """calls.py 1-3"""
-    plan = CallPlan(max_steps=max_steps, save_interval=interval, keep_last=keep_last)
+    earlier = sorted(end for end in ends if end < max_steps)
+    plan = CallPlan(max_steps=max_steps, earlier_ends=earlier, save_interval=interval, keep_last=keep_last)
+    ends = [*earlier, max_steps]
     expected = [(CallKind.PUBLISH, -1)]
+    if 0 in ends:
+        expected.append((CallKind.SAVE, -1))
     for step in range(max_steps):
         expected += [(CallKind.FORWARD_BACKWARD, step), (CallKind.OPTIM_STEP, step), (CallKind.PUBLISH, step)]
-        if (step + 1) % interval == 0 and step + 1 < max_steps:
+        if (step + 1) % interval == 0 or step + 1 in ends:
             expected.append((CallKind.SAVE, step))
-    expected.append((CallKind.SAVE, max_steps - 1))
     calls = [plan.call(seq_id) for seq_id in range(1, len(expected) + 1)]
     assert [(call.kind, call.batch) for call in calls] == expected
     assert plan.last_of(max_steps - 1) == len(expected)
-    assert [call.export_model for call in calls] == [False] * (len(expected) - 1) + [True]
-    names = [call.state_name for call in calls if call.kind is CallKind.SAVE]
-    assert len(set(names)) <= keep_last + 1 and names[-1] == "final"
+    assert [call.batch + 1 for call in calls if call.export_model] == ends
+    saved = [call for call in calls if call.kind is CallKind.SAVE]
+    assert len({call.state_name for call in saved}) <= keep_last + 1
+    assert all((call.state_name == "final") == call.export_model for call in saved)
+    if earlier:
+        # The shorter run's list is the beginning.
+        shorter = CallPlan(
+            max_steps=earlier[-1], earlier_ends=earlier[:-1], save_interval=interval, keep_last=keep_last
+        )
+        last = shorter.last_of(earlier[-1] - 1)
+        assert [shorter.call(seq_id) for seq_id in range(1, last + 1)] == calls[:last]
     for step in range(max_steps):
         assert plan.call(plan.first_of(step)).kind is CallKind.FORWARD_BACKWARD
         assert plan.call(plan.published_by(step)).kind is CallKind.PUBLISH

@@ -161,7 +161,7 @@ async def test_a_missing_model_fails_the_run_before_anything_is_sampled(world):
 
 @pytest.mark.parametrize("restarted", [False, True])
 async def test_a_run_that_failed_before_it_sampled_begins_again(world, restarted):
-    """runs.py 5: once the cause is mended; as often as that is asked, it is one run."""
+    """going_on.py 2: once the cause is mended; as often as that is asked, it is one run."""
     world.trainer.model_missing = True
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(), dry_run=False)

@@ -82,7 +82,8 @@ class OrchestratorServiceServicer:
     """
 
     def SubmitRun(self, request, context):
-        """SubmitRun checks a configuration against the other services and starts the run. Idempotent by run_id and contents.
+        """SubmitRun checks a configuration against the other services and starts the run. Idempotent by run_id and contents. A run that is COMPLETED
+        is extended by its own configuration with a larger max_steps: it goes on from its last state, its events after those that there are.
         Errors: INVALID_CONFIG (key, value, remedy), RUN_CONFLICT, ENVIRONMENT_UNKNOWN, CHECKSUM_MISMATCH (the journal of the run that has this
         id is damaged), INTERNAL (its journal cannot be written: there is no run; or not be synced: there is one).
         """
@@ -123,7 +124,7 @@ class OrchestratorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchRun(self, request, context):
-        """WatchRun streams events from after_event on, then new ones until the run is COMPLETED, FAILED or STOPPED. Called again with the last
+        """WatchRun streams events from after_event on, then new ones until the run rests: COMPLETED, FAILED or STOPPED. Called again with the last
         number seen it goes on without gaps, also after the orchestrator's restart. Old rollouts may have lost their samples and messages
         (docs/journal.md). Errors: RUN_UNKNOWN, INVALID_REQUEST (after_event is beyond the last), CHECKSUM_MISMATCH (its journal is damaged),
         NOT_READY (the orchestrator drains, or its disk is full).

@@ -143,5 +143,5 @@ def _training(
         return ForeignTraining(book, config, serving, services.patience_s), covered_by_acks(book)
     assert services.trainer is not None, "checked when the run was taken"
     outage = Outage("the trainer", services.patience_s, book.note)
-    plan = CallPlan.of(config)
+    plan = CallPlan.of(config, book.state.earlier_ends)
     return Training(book, config, services.trainer, outage), covered_by_states(book, plan)

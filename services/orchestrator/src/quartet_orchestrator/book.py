@@ -29,7 +29,7 @@ from quartet.v1 import rollout_pb2
 
 from quartet_orchestrator.journal import Journal
 from quartet_orchestrator.segments import JournalCorrupt
-from quartet_orchestrator.state import RESTING, RunState
+from quartet_orchestrator.state import PENDING, RESTING, RunState
 
 log = structlog.get_logger()
 
@@ -51,6 +51,8 @@ class Book:
         self._blocked = ""
         # On the monotonic clock: the last record that was more than a remark, or what somebody measured.
         self.moved_at = time.monotonic()
+        # When this part of the run began, Unix time: what this process wrote first, or went on with later.
+        self.part_began_at_ms = 0
         try:
             self._fold()
         except BaseException:
@@ -92,6 +94,8 @@ class Book:
         if "note" not in kind:
             self.moved()
         self.state.apply(record)
+        if not self.part_began_at_ms or record.phase.run.phase == PENDING:
+            self.part_began_at_ms = record.at_ms
         self._news.tell()
         return record
 
@@ -111,6 +115,15 @@ class Book:
             return
         run = self.run()
         run.phase, run.error, run.last_event = phase, error, self.journal.last_event + 1
+        self.write(phase=pb.PhaseEvent(run=run))
+
+    def extend(self, config_toml: str, max_steps: int) -> None:
+        """Begins another part of a COMPLETED run, which has more steps."""
+        run = self.run()
+        run.phase, run.config_toml, run.max_steps = PENDING, config_toml, max_steps
+        run.ClearField("reward_after")
+        run.ClearField("model_path")
+        run.last_event = self.journal.last_event + 1
         self.write(phase=pb.PhaseEvent(run=run))
 
     def run(self) -> pb.Run:

@@ -5,10 +5,12 @@
                                OptimStep                            } and that num_iterations times
                                PublishWeights           the version of s + 1 steps
                                SaveState                where (s + 1) is a multiple of the interval
-  after the last step          SaveState(export)        always, instead of the plain one
+  after the last step          SaveState(export)        always, instead of the plain one; of a run that was
+                                                        extended also after each step that was the last before
 
-1. The list follows from max_steps, num_iterations, num_minibatches, interval and keep_last alone, so both
-   sides agree on every number after any restart.
+1. The list follows from max_steps, those before it, num_iterations, num_minibatches, interval and keep_last
+   alone, so both sides agree on every number after any restart. A longer run's list begins with the shorter
+   one's.
 2. Numbers are contiguous from 1. With max_steps 0 the list is PublishWeights, SaveState(export).
 3. Saved states take `keep_last` names in turn: a state replaces the oldest one, atomically, on the trainer's
    side.
@@ -19,6 +21,7 @@ Pure.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -57,6 +60,7 @@ class CallPlan:
         self,
         *,
         max_steps: int,
+        earlier_ends: Sequence[int] = (),
         save_interval: int,
         keep_last: int,
         num_iterations: int = 1,
@@ -68,14 +72,19 @@ class CallPlan:
         # Two calls for each mini-batch of each pass, and the publication.
         self._calls_per_step = 2 * num_iterations * num_minibatches + 1
         self._max_steps = max_steps
+        # The steps after which the model is exported, ascending; and those earlier ones that the interval
+        # leaves out.
+        self._ends = (*earlier_ends, max_steps)
+        self._between = [end for end in earlier_ends if end == 0 or end % save_interval]
         self._interval = save_interval
         self._keep_last = keep_last
 
     @classmethod
-    def of(cls, config: RunConfig) -> CallPlan:
-        """The list that follows from a run's configuration."""
+    def of(cls, config: RunConfig, earlier_ends: Sequence[int]) -> CallPlan:
+        """The list that follows from a run's configuration, and from the max_steps that it had before."""
         return cls(
             max_steps=config.max_steps,
+            earlier_ends=earlier_ends,
             save_interval=config.ckpt.interval,
             keep_last=config.ckpt.keep_last,
             num_iterations=config.algorithm.num_iterations,
@@ -85,13 +94,22 @@ class CallPlan:
     def covered_steps(self, applied_seq_id: int) -> int:
         """The steps that every state which the trainer keeps contains, once so many calls are answered; 0
         while it keeps fewer states than it may."""
-        saving = range(self._interval, self._max_steps, self._interval)
+        saving = sorted({*range(self._interval, self._max_steps, self._interval), *self._ends[:-1]})
         saved = bisect_right(saving, applied_seq_id, key=lambda steps: self.last_of(steps - 1))
-        return max(0, saved - self._keep_last + 1) * self._interval
+        if saved < self._keep_last:
+            return 0
+        # As the trainer does: an equal name is replaced, and the newest are kept.
+        kept: dict[str, int] = {}
+        for steps in saving[:saved]:
+            kept.pop(self._state_name(steps - 1), None)
+            kept[self._state_name(steps - 1)] = steps
+            kept = dict(list(kept.items())[-self._keep_last :])
+        return min(kept.values())
 
     def first_of(self, batch: int) -> int:
         """seq_id of the batch's first ForwardBackward."""
-        return 2 + self._calls_per_step * batch + batch // self._interval
+        saved = batch // self._interval + bisect_right(self._between, batch)
+        return 2 + self._calls_per_step * batch + saved
 
     def published_by(self, batch: int) -> int:
         """seq_id of the PublishWeights after the batch; batch -1 is the start."""
@@ -113,14 +131,14 @@ class CallPlan:
             return Call(seq_id, kind, batch, *divmod(offset // 2, self._num_minibatches))
         if offset == self._calls_per_step - 1:
             return Call(seq_id, CallKind.PUBLISH, batch)
-        export = batch + 1 == self._max_steps
+        export = batch + 1 in self._ends
         return Call(seq_id, CallKind.SAVE, batch, state_name=self._state_name(batch), export_model=export)
 
     def _saves(self, batch: int) -> bool:
         due = batch >= 0 and (batch + 1) % self._interval == 0
-        return due or batch + 1 == self._max_steps
+        return due or batch + 1 in self._ends
 
     def _state_name(self, batch: int) -> str:
-        if batch + 1 == self._max_steps:
+        if batch + 1 in self._ends:
             return "final"
         return f"state-{(batch + 1) // self._interval % self._keep_last}"

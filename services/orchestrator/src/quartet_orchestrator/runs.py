@@ -8,16 +8,14 @@
    nobody for the submission of another run.
 4. A run works in one task. How the task ends decides the phase: COMPLETED, STOPPED (asked to, or a service
    stayed away), FAILED. A process that ends leaves the phase as it is.
-5. What is STOPPED can be resumed, and what FAILED before a group was dispatched: a model that was missing may
-   be there now, and with nothing sampled there is nothing to sample or to train twice.
+5. What rests is resumed, or submitted again with more steps (going_on.py), and is the same run then: the same
+   book, and the same run of the trainer, which stands where it ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +25,13 @@ from quartet.errors import QuartetError
 from quartet.run.config import RunConfig
 from quartet.v1 import orchestrator_service_pb2 as pb
 
-from quartet_orchestrator import admission, ending, shelf, state
+from quartet_orchestrator import admission, ending, going_on, shelf, state
 from quartet_orchestrator.assembly import Services, assemble
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.foreign import RolloutStream
 from quartet_orchestrator.on_demand import EvaluationOnDemand
 from quartet_orchestrator.outage import RunInterrupted
 from quartet_orchestrator.run import StopAsked, TrainingRun
-from quartet_orchestrator.segments import JournalCorrupt
 from quartet_orchestrator.state import RunState
 from quartet_orchestrator.together import first_cause
 from quartet_orchestrator.watchdog import Moving
@@ -110,27 +107,25 @@ class Runs:
             await self._submitting[run_id].wait()
         over = self._submitting[run_id] = asyncio.Event()
         try:
-            found = self._submitted(run_id, config)
-            return found or await self._submit(run_id, config_toml, config, dry_run=dry_run)
+            if run_id in self._held or run_id in self._set_aside:
+                return await self._submit_again(self._find(run_id), config_toml, config, dry_run=dry_run)
+            return await self._submit(run_id, config_toml, config, dry_run=dry_run)
         finally:
             del self._submitting[run_id]
             over.set()
 
-    def _submitted(self, run_id: str, config: RunConfig) -> pb.Run | None:
-        """The run, where an equal one was submitted before."""
-        if run_id in self._set_aside:
-            raise copy(self._set_aside[run_id])  # one that is raised again collects tracebacks
-        held = self._held.get(run_id)
-        if held is None:
-            return None
-        if held.config is None or not held.config.is_same_run(config):
-            raise QuartetError(
-                "RUN_CONFLICT",
-                f"run {run_id!r} exists with another configuration; choose another run_id",
-                run_id=run_id,
-                field="config_toml",
-            )
-        return held.book.run()
+    async def _submit_again(
+        self, held: _Held, config_toml: str, config: RunConfig, *, dry_run: bool
+    ) -> pb.Run:
+        """The run that is here, made longer where that is what is asked for."""
+        book = held.book
+        if held.config is not None and held.config.is_same_run(config):
+            return book.run()
+        going_on.check_extends(book.state, held.config, config)
+        if not dry_run and await going_on.begin(book, lambda: book.extend(config_toml, config.max_steps)):
+            held.config = config
+            self._launch(held)
+        return book.run()
 
     async def _submit(self, run_id: str, config_toml: str, config: RunConfig, *, dry_run: bool) -> pb.Run:
         # A host may have to start workers for it: minutes.
@@ -229,7 +224,7 @@ class Runs:
             return self.status(run_id)
         held = self._find(run_id)
         if held.book.state.phase not in state.RESTING and held.book.state.phase != state.STOPPING:
-            with _written(run_id):
+            with going_on.written(run_id):
                 held.book.enter(state.STOPPING)
             assert held.run is not None
             held.run.stop()
@@ -241,27 +236,11 @@ class Runs:
         held = self._find(run_id)
         while held.book.state.phase == state.STOPPING:
             await held.book.changed()
-        phase = held.book.state.phase
-        if phase == state.COMPLETED or (phase == state.FAILED and held.book.state.next_group):
-            name = pb.RunPhase.Name(phase).removeprefix("RUN_PHASE_")
-            raise QuartetError(
-                "INVALID_REQUEST",
-                f"run {run_id!r} is {name} and cannot be resumed; submit a new run",
-                field="run_id",
-                value=run_id,
-                remedy="submit a new run",
-            )
-        if phase in state.RESTING:
+        going_on.check_resumable(held.book.state)
+        if held.book.state.phase in state.RESTING:
             held.config = held.config or self._parse(held.book.state.config_toml)
-            with _written(run_id):
-                try:
-                    await held.book.opened()
-                    if held.book.state.phase != phase:
-                        return held.book.run()  # somebody else resumed it meanwhile
-                    held.book.enter(state.PENDING)
-                finally:
-                    held.book.rest_if_idle()
-            self._launch(held)
+            if await going_on.begin(held.book, lambda: held.book.enter(state.PENDING)):
+                self._launch(held)
         return held.book.run()
 
     async def close(self) -> None:
@@ -334,19 +313,3 @@ class Runs:
         finally:
             self._services.turns.leave(book.state.run_id)
         book.rest_if_idle()
-
-
-@contextmanager
-def _written(run_id: str) -> Iterator[None]:
-    """What a caller asks for takes place when it is written down, or not at all."""
-    try:
-        yield
-    except JournalCorrupt as error:
-        raise QuartetError("CHECKSUM_MISMATCH", str(error), run_id=run_id) from error
-    except OSError as error:
-        raise QuartetError(
-            "NOT_READY",
-            f"the journal of run {run_id!r} cannot be written, so nothing was changed: {error}; make "
-            "room and ask again",
-            run_id=run_id,
-        ) from error

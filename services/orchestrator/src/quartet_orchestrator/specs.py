@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quartet.run.algorithm import AlgorithmConfig, CorrectionConfig
 from quartet.run.config import RunConfig
 from quartet.run.lora import LoraConfig
@@ -35,8 +37,9 @@ ESTIMATORS = {"k1": tpb.KL_ESTIMATOR_K1, "k2": tpb.KL_ESTIMATOR_K2, "k3": tpb.KL
 MODES = {"truncate": tpb.CORRECTION_MODE_TRUNCATE, "mask": tpb.CORRECTION_MODE_MASK}
 
 
-def run_spec(config: RunConfig) -> tpb.RunSpec:
-    """What CreateRun asks for. Its steps are optimizer steps, of which a step of the run may be several."""
+def run_spec(config: RunConfig, earlier_ends: Sequence[int] = ()) -> tpb.RunSpec:
+    """What CreateRun asks for, of a run whose max_steps were these before it was extended. Its steps are
+    optimizer steps, of which a step of the run may be several."""
     steps = config.versions_per_step
     return tpb.RunSpec(
         base_model=config.model,
@@ -53,6 +56,7 @@ def run_spec(config: RunConfig) -> tpb.RunSpec:
             momentum=config.momentum,
             decay_steps=config.decay_steps * steps,
             adamw_learning_rate=config.adamw_learning_rate,
+            earlier_total_steps=[end * steps for end in earlier_ends],
         ),
         lora=_lora(config.lora) if config.lora.enabled else None,
         seed=config.seed,

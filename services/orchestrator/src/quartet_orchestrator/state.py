@@ -5,6 +5,8 @@
    and they may come last.)
 2. Rollouts themselves stay in the journal; the state knows only which members of an open group are done.
 3. Phases change along TRANSITIONS; another change is our bug and fails loudly.
+4. A run that was COMPLETED goes on with the configuration that its next phase tells, whose max_steps is
+   larger; nothing else of it changes.
 
 Pure.
 """
@@ -36,7 +38,8 @@ TRANSITIONS: dict[pb.RunPhase, frozenset[pb.RunPhase]] = {
     TRAINING: frozenset({EVALUATING, COMPLETED, STOPPING, FAILED}),
     STOPPING: frozenset({STOPPED, COMPLETED, FAILED}),
     STOPPED: frozenset({PENDING}),
-    COMPLETED: frozenset(),
+    # Of a run that is extended.
+    COMPLETED: frozenset({PENDING}),
     # Of a run that sampled nothing.
     FAILED: frozenset({PENDING}),
 }
@@ -84,6 +87,8 @@ class RunState:
     # Steps applied, which is also the batch to train next.
     step: int = 0
     max_steps: int = 0
+    # What max_steps was before each extension.
+    earlier_ends: list[int] = field(default_factory=list)
     next_group: int = 0
     # How many groups each environment was given.
     groups_of: Counter[int] = field(default_factory=Counter)
@@ -141,6 +146,11 @@ class RunState:
             case "phase":
                 run = record.phase.run
                 assert run.phase in TRANSITIONS[self.phase], f"{self.phase} -> {run.phase}"
+                if self.phase == COMPLETED:
+                    assert run.max_steps > self.max_steps, f"{self.max_steps} -> {run.max_steps}"
+                    self.earlier_ends.append(self.max_steps)
+                    # Its trainer keeps the newest states, and the models beside them.
+                    self.config_toml, self.model_path = run.config_toml, ""
                 self.phase, self.error, self.max_steps = run.phase, run.error, run.max_steps
 
     def batch_groups(self, batch: int) -> list[Group]:

@@ -1,6 +1,7 @@
 """What is written down when a step has been applied: its metrics, from the journal alone, and advice.
 
-Times are differences of the journal's own stamps, so they are the same whether or not a restart lies between.
+Times are differences of the journal's own stamps. Of the first step after a resume, or after a restart, they
+count from there: what lies before is time in which nothing ran.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ async def record_step(book: Book, config: RunConfig, batch: int, trained: Traine
 
 def of_calls(book: Book, config: RunConfig, batch: int) -> Trained:
     """As Quartet's trainer answered the calls of the batch."""
-    plan = CallPlan.of(config)
+    plan = CallPlan.of(config, book.state.earlier_ends)
     first, last = plan.first_of(batch), plan.published_by(batch)
     calls = [_answer(book, seq_id).call.forward_backward for seq_id in range(first, last, 2)]
     steps = [_answer(book, seq_id).call.optim_step for seq_id in range(first + 1, last, 2)]
@@ -76,10 +77,13 @@ def _measure(book: Book, config: RunConfig, batch: int, trained: Trained) -> tup
         if number in groups:
             scored += [metrics.Scored(env_id, number, rollout) for rollout in good]
     before_ms = book.state.last_step_at_ms or trained.first_at_ms
+    if book.part_began_at_ms <= trained.at_ms:  # else all of the step lies before
+        before_ms = max(before_ms, book.part_began_at_ms)
+    closed_ms = max(before_ms, closed.at_ms)
     times = metrics.StepTimes(
         step_s=_seconds(trained.at_ms - before_ms),
-        wait_rollouts_s=_seconds(closed.at_ms - before_ms),
-        train_s=_seconds(trained.at_ms - closed.at_ms),
+        wait_rollouts_s=_seconds(closed_ms - before_ms),
+        train_s=_seconds(trained.at_ms - closed_ms),
     )
     values = metrics.of_step(batch, scored, trained.metrics, times, losses, config.versions_per_step)
     return values, len(scored)

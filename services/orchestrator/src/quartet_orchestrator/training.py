@@ -62,7 +62,7 @@ class Training:
         self._config = config
         self._client = client
         self._outage = outage
-        self._plan = CallPlan.of(config)
+        self._plan = CallPlan.of(config, book.state.earlier_ends)
         self._one_at_a_time = asyncio.Lock()
         # The next call to send; behind the book's applied_seq_id while a trainer is brought up again.
         self._next = 0
@@ -111,7 +111,8 @@ class Training:
                     await self._through(self._book.state.applied_seq_id)
 
     async def _restore(self) -> None:
-        run_id, spec = self._book.state.run_id, run_spec(self._config)
+        run_id = self._book.state.run_id
+        spec = run_spec(self._config, self._book.state.earlier_ends)
         self._restores += 1
         if self._restores > MAX_RESTORES:
             raise RunFailed(

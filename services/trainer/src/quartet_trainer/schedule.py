@@ -9,8 +9,8 @@ With peak p, w = warmup_steps, n = total_steps, d = decay_steps; steps s count f
   cosine               p * (1 + cos(pi * (s - w) / (n - w))) / 2
   warmup_stable_decay  p while s < n - d, then p * (n - s) / d
 
-From s = n on a schedule that ends stays at zero. Of a run that was extended, n is for each step what total_steps
-was when the step was to be taken: the steps before the extension keep their rates, also where they are replayed.
+From s = n on a schedule that ends stays at zero. Of a run that was extended, n is for each step the
+total_steps that the run had then: steps before an extension keep their rates, also where they are replayed.
 """
 
 from __future__ import annotations

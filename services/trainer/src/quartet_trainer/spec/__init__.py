@@ -2,7 +2,7 @@
 
 1. Every default of the contract is filled in here, once, so that equal meanings are equal values.
 2. Combinations that mean nothing are refused here, by name: what exists here can be computed.
-3. `difference` names the first field in which two specs disagree, and `extends` knows a run that was made longer.
+3. `difference` names the first field in which two specs disagree; `extends` knows a run made longer.
 """
 
 from quartet_trainer.spec.lora import LoraSpec

@@ -1,0 +1,173 @@
+"""A run that rests goes on: a completed one with more steps, and what is said of everything else."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+
+import pytest
+from orch_world import RUN, assert_complete, events
+from quartet.errors import QuartetError
+from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet_orchestrator.calls import CallPlan
+from quartet_orchestrator.run import TrainingRun
+
+
+async def completed(world, runs, steps, run_id=RUN, **more):
+    """A run, submitted with so many steps, at its end."""
+    await runs.submit(run_id, world.toml(steps=steps, off_policy=0, **more), dry_run=False)
+    return await world.rest(runs, run_id)
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+@pytest.mark.parametrize("ends", [(4, 8), (3, 6), (0, 3, 5)])
+async def test_an_extended_run_is_one_that_had_more_steps_from_the_start(world, ends, restarted):
+    """runs.py 5, going_on.py 3: nothing twice, nothing lost, nor for its followers (invariants 1 and 2)."""
+    async with world.orchestrator() as runs:
+        run = await completed(world, runs, ends[0])
+        seen = await events(runs)
+        if not restarted:
+            for steps in ends[1:]:
+                run = await completed(world, runs, steps)
+                seen += await events(runs, after=seen[-1].event)
+    for steps in ends[1:] if restarted else ():
+        async with world.orchestrator() as runs:
+            run = await completed(world, runs, steps)
+            seen += await events(runs, after=seen[-1].event)
+    assert_complete(world, run, steps=ends[-1])
+    assert run.max_steps == ends[-1] and f"max_steps = {ends[-1]}" in run.config_toml
+    assert run.HasField("reward_before") and run.HasField("reward_after")
+    # One after the other.
+    assert set(world.trainer.applied_calls.values()) == {1}
+    async with world.orchestrator() as runs:
+        state = runs.get(RUN).state
+        assert state.earlier_ends == list(ends[:-1]) and state.phase == pb.RUN_PHASE_COMPLETED
+        assert await events(runs) == seen
+        await completed(world, runs, ends[-1], "straight")
+    steps = [record.step.step for record in seen if record.WhichOneof("kind") == "step"]
+    assert steps == list(range(1, ends[-1] + 1))
+    assert sum(r.phase.run.phase == pb.RUN_PHASE_COMPLETED for r in seen) == len(ends)
+    one, other = (world.trainer.disk[run_id, "final"] for run_id in (RUN, "straight"))
+    assert one.trained == other.trained and one.weights == other.weights
+    assert one.spec.optimizer.earlier_total_steps == list(ends[:-1])
+
+
+async def test_an_extended_run_tells_what_it_has_and_not_what_it_had(world):
+    async with world.orchestrator() as runs:
+        await completed(world, runs, 3)
+        world.trainer.delay_s = 0.05
+        run = await runs.submit(RUN, world.toml(steps=6, off_policy=0), dry_run=False)
+        assert (run.phase, run.step, run.max_steps) == (pb.RUN_PHASE_PENDING, 3, 6)
+        assert not run.model_path and not run.HasField("reward_after") and run.HasField("reward_before")
+        assert run.last_event == runs.get(RUN).journal.last_event
+        assert runs.get(RUN).run() == run
+        runs.stop(RUN)
+        stopped = await world.rest(runs)
+        assert stopped.phase == pb.RUN_PHASE_STOPPED and not stopped.model_path
+        await runs.resume(RUN)
+        assert_complete(world, await world.rest(runs), steps=6)
+
+
+async def test_invariant_9_a_trainer_that_lost_every_state_replays_an_extended_run(world):
+    async with world.orchestrator() as runs:
+        await completed(world, runs, 3)
+        world.trainer.delay_s = 0.02
+        await runs.submit(RUN, world.toml(steps=6, off_policy=0), dry_run=False)
+        while runs.get(RUN).state.step < 5:
+            await runs.get(RUN).changed()
+        await world.kill("trainer")
+        world.trainer.disk.clear()
+        await world.serve("trainer")
+        assert_complete(world, await world.rest(runs), steps=6)
+        plan = CallPlan(max_steps=6, earlier_ends=[3], save_interval=2, keep_last=2)
+        again = [seq_id for seq_id, times in world.trainer.applied_calls.items() if times == 2]
+        assert set(range(1, plan.published_by(3))) <= set(again)
+        seen = await events(runs)
+    assert not any(record.step.metrics.get("train/versions_changed") for record in seen)
+
+
+async def test_a_run_is_made_longer_once_it_is_completed_and_in_nothing_else(world):
+    """going_on.py 3: who asks for something else is told what works, and nothing changes."""
+    world.trainer.delay_s = 0.02
+    async with world.orchestrator() as runs:
+
+        async def refused(match, reason="RUN_CONFLICT", **more):
+            with pytest.raises(QuartetError, match=match) as caught:
+                await runs.submit(RUN, world.toml(**more), dry_run=False)
+            assert caught.value.reason == reason
+
+        await runs.submit(RUN, world.toml(steps=6), dry_run=False)
+        while runs.get(RUN).state.step < 1:
+            await runs.get(RUN).changed()
+        too_early = (
+            r"max_steps is 6 there, not 9; it is {} at step .*go on to its 6 steps, then submit it with 9"
+        )
+        await refused(too_early.format("TRAINING"), steps=9)
+        runs.stop(RUN)
+        await world.rest(runs)
+        await refused(too_early.format("STOPPED"), steps=9)
+        await runs.resume(RUN)
+        await world.rest(runs)
+        with pytest.raises(QuartetError, match=r"COMPLETED and cannot be resumed; .*max_steps above 6"):
+            await runs.resume(RUN)
+        await refused("a run is not made shorter", steps=5)
+        await refused("another configuration; choose another run_id", steps=9, seed=3)
+        before = runs.status(RUN)
+        assert await runs.submit(RUN, world.toml(steps=9), dry_run=True) == before
+        assert await runs.submit(RUN, world.toml(steps=6), dry_run=False) == before
+        assert runs.status(RUN) == before and before.phase == pb.RUN_PHASE_COMPLETED
+
+
+async def test_what_cannot_be_written_is_not_gone_on_with(world, monkeypatch):
+    """going_on.py 1"""
+    async with world.orchestrator() as runs:
+        before = await completed(world, runs, 2)
+
+        def full(_fd, _data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(QuartetError, match=r"nothing was changed: .*No space left.*make room") as caught:
+            await completed(world, runs, 4)
+        assert caught.value.reason == "NOT_READY"
+        monkeypatch.undo()
+        assert runs.status(RUN) == before
+        # Asked for twice at once.
+        longer = world.toml(steps=4, off_policy=0)
+        both = await asyncio.gather(*(runs.submit(RUN, longer, dry_run=False) for _ in range(2)))
+        assert both[0] == both[1]
+        assert len([task for task in asyncio.all_tasks() if task.get_name() == f"run-{RUN}"]) == 1
+        assert_complete(world, await world.rest(runs), steps=4)
+
+
+@pytest.mark.parametrize("killed", [True, False])
+async def test_the_first_step_after_a_rest_counts_from_where_the_run_went_on(world, monkeypatch, killed):
+    """The time in which nothing ran is no step's, whether the run was stopped or its process killed."""
+    at = asyncio.Event()
+    plain = TrainingRun._still_held
+
+    async def waits(self):
+        if self._book.state.step == 2 and not at.is_set():
+            # A batch is closed: training it is what is left of the step.
+            at.set()
+            await self._unless_stopped(asyncio.Event().wait())
+        await plain(self)
+
+    monkeypatch.setattr(TrainingRun, "_still_held", waits)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        await at.wait()
+        if not killed:
+            runs.stop(RUN)
+            await world.rest(runs)
+    await asyncio.sleep(2.0)
+    async with world.orchestrator() as runs:
+        if not killed:
+            await runs.resume(RUN)
+        await world.rest(runs)
+        steps = [r.step.metrics for r in await events(runs) if r.WhichOneof("kind") == "step"]
+    assert len(steps) == 4
+    third = steps[2]
+    assert 0 < third["time/step_s"] < 1.5 and 0 < third["time/train_s"] <= third["time/step_s"]
+    assert third["time/wait_rollouts_s"] == 0
