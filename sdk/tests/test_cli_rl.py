@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import resource
 import shlex
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -17,7 +19,8 @@ from quartet.cli import drive, rl
 from quartet.cli.__main__ import build_parser, main
 from quartet.cli.display import Plain
 from quartet.cli.drive import Outcome
-from quartet.cli.job import RECORD, Job, default_folder, model_path, plan, taken
+from quartet.cli.job import RECORD, Job, default_folder, model_path, plan, taken, write_down
+from quartet.cli.outputs import Outputs
 from quartet.cli.run_file import load_run
 from quartet.config import ConfigError, load
 from quartet.errors import QuartetError
@@ -128,9 +131,8 @@ def test_a_used_output_folder_is_refused_with_the_remedy(tmp_path: Path, config:
     resumed = planned(config, folder, resume=True)
     assert resumed.resumed and resumed.config_toml == job.config_toml
     changed = config.model_copy(update={"max_steps": 7})
-    with pytest.raises(
-        ConfigError, match=f"max_steps was {config.max_steps} and is 7; start a new"
-    ) as caught:
+    shorter = f"max_steps was {config.max_steps} and is 7, which would make the run shorter; start a new"
+    with pytest.raises(ConfigError, match=shorter) as caught:
         planned(changed, folder, resume=True)
     _, at, file, *where = shlex.split(str(caught.value).rpartition("say it as it was: quartet ")[2])
     assert (at, where) == ("@", ["--output-dir", str(folder), "--resume"])
@@ -149,6 +151,64 @@ def test_a_used_output_folder_is_refused_with_the_remedy(tmp_path: Path, config:
         assert sorted(entry.name for entry in folder.iterdir()) == [".lock", "run.json", "run.toml"]
         assert (folder / "run.toml").stat().st_mode & 0o077 == 0, "it may have keys of judges"
     assert planned(changed, folder, resume=True).config.max_steps == 7
+
+
+def with_steps(config: RunConfig, max_steps: int) -> RunConfig:
+    return config.model_copy(update={"max_steps": max_steps})
+
+
+def ended(folder: Path, phase: str, steps: int) -> None:
+    (folder / "summary.json").write_text(json.dumps({"phase": phase, "steps": steps, "wall_seconds": 1.0}))
+
+
+def steps_of(folder: Path) -> tuple[int, int]:
+    """As the folder's two records have it."""
+    record = json.loads((folder / RECORD).read_text())["config_toml"]
+    return parse_run(record).max_steps, load_run(["@", str(folder / "run.toml")]).config.max_steps
+
+
+def test_a_completed_run_is_planned_with_more_steps_and_no_other(tmp_path: Path, config: RunConfig) -> None:
+    folder = tmp_path / "run"
+    short, longer = with_steps(config, 30), with_steps(config, 60)
+    with taken(planned(short, folder)):
+        pass
+    for phase, steps in ((None, 0), ("stopped", 12), ("failed", 30), ("completed", 20)):
+        if phase is not None:
+            ended(folder, phase, steps)
+        early = "max_steps was 30 and is 60, and a run is made longer once it is completed; let the run 'run'"
+        with pytest.raises(ConfigError, match=rf"{early} go on as it was: quartet rl @ .*run.toml"):
+            planned(longer, folder, resume=True)
+    ended(folder, "completed", 30)
+    assert rl.completed_before(planned(short, folder, resume=True))
+    with pytest.raises(ConfigError, match="another configuration: seed was 0 and is 3; start a new run"):
+        planned(longer.model_copy(update={"seed": 3}), folder, resume=True)
+    job = planned(longer, folder, resume=True)
+    assert job.extended and rl.completed_before(job) is None
+    # Until the orchestrator has it the folder is the shorter run's.
+    with taken(job):
+        assert steps_of(folder) == (30, 30)
+        write_down(job)
+    assert steps_of(folder) == (60, 60)
+    # The summary is that of the shorter one until the longer one ends, for now or for good.
+    again = planned(longer, folder, resume=True)
+    assert not again.extended and rl.completed_before(again) is None
+    ended(folder, "completed", 60)
+    assert rl.completed_before(planned(longer, folder, resume=True))
+    with pytest.raises(ConfigError, match="max_steps was 60 and is 30, which would make the run shorter"):
+        planned(short, folder, resume=True)
+
+
+def test_who_goes_on_with_a_completed_run_is_told_how(
+    tmp_path: Path, config: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with taken(planned(config, tmp_path / "run")):
+        pass
+    summary = {"phase": "completed", "steps": 50, "wall_seconds": 1.0, "reward_before": 0.1}
+    assert (
+        rl._completed_again(planned(config, tmp_path / "run", resume=True), summary | {"reward_after": 0.2})
+        == 0
+    )
+    assert "nothing is left to do; with max_steps above 50 it goes on from here\n" in capsys.readouterr().out
 
 
 def test_what_another_launcher_wrote_since_the_look_is_kept(tmp_path: Path, config: RunConfig) -> None:
@@ -245,24 +305,95 @@ class Refusing(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
         raise QuartetError("ENVIRONMENT_UNKNOWN", "reverse-text is gone")
 
 
+async def worked(orchestrator: rpc.OrchestratorServiceServicer, *given: Any) -> Any:
+    """What `drive` does once its services are up, against this orchestrator."""
+    add = rpc.add_OrchestratorServiceServicer_to_server
+    server = await start(
+        [Service("quartet.v1.OrchestratorService", add, orchestrator)], ServerConfig(), Health()
+    )
+    services = Mock(wait_bound=AsyncMock(), statuses=[Status("orchestrator", server.address)])
+    try:
+        return await drive._work(services, *given)
+    finally:
+        await server.stop(0)
+
+
+class Extended(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
+    """Has a run whose second part is begun by SubmitRun and does one step."""
+
+    def __init__(self) -> None:
+        self.events: list[pb.WatchRunResponse] = []
+        self.run = pb.Run(run_id="run", submitted_at_ms=1, max_steps=1)
+        self._tell(1000, phase=pb.RUN_PHASE_TRAINING)
+        self._tell(2000, step=1)
+        self._tell(3000, phase=pb.RUN_PHASE_COMPLETED)
+
+    def _tell(self, at_ms: int, phase: pb.RunPhase | None = None, step: int = 0) -> None:
+        event = pb.WatchRunResponse(event=len(self.events) + 1, at_ms=at_ms)
+        self.run.last_event = event.event
+        if phase is not None:
+            self.run.phase = phase
+            event.phase.run.CopyFrom(self.run)
+        else:
+            self.run.step = step
+            event.step.CopyFrom(pb.StepEvent(step=step, metrics={"train/reward": step / 10}))
+        self.events.append(event)
+
+    async def SubmitRun(self, request: pb.SubmitRunRequest, context: object) -> pb.SubmitRunResponse:
+        now = int(time.time() * 1000)
+        self.run.max_steps = 2
+        self._tell(now, phase=pb.RUN_PHASE_PENDING)
+        submitted = pb.SubmitRunResponse(run=self.run)
+        self._tell(now, phase=pb.RUN_PHASE_TRAINING)
+        self._tell(now, step=2)
+        self._tell(now, phase=pb.RUN_PHASE_COMPLETED)
+        return submitted
+
+    async def WatchRun(
+        self, request: pb.WatchRunRequest, context: object
+    ) -> AsyncIterator[pb.WatchRunResponse]:
+        for event in self.events[request.after_event :]:
+            yield event
+
+    async def GetRunStatus(self, request: pb.GetRunStatusRequest, context: object) -> pb.GetRunStatusResponse:
+        return pb.GetRunStatusResponse(run=self.run)
+
+
+async def test_only_what_happens_now_is_shown_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    """Also where the folder lacks what came before."""
+    shown, outputs, accepted = io.StringIO(), Outputs(tmp_path), Mock()
+    run = await worked(Extended(), "run", "", outputs, Plain(shown), Mock(), accepted)
+    assert run.step == 2 and accepted.call_count == 1
+    told = [line.split("s  ", 1)[1].split("  ")[0] for line in shown.getvalue().splitlines()]
+    assert told == [
+        "goes on after step 1 of 2",
+        "run run: pending",
+        "run run: training",
+        "step 2/2",
+        "run run: completed",
+    ]
+    rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1, 2]
+
+
 @pytest.mark.parametrize(("takes", "why"), [(False, "max_steps = 0 is refused"), (True, "reverse-text is")])
 def test_the_folder_of_a_run_is_deleted_only_where_the_run_was_not_taken(
     takes: bool, why: str, tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def against_it(_: object, *given: Any) -> object:
-        add = rpc.add_OrchestratorServiceServicer_to_server
-        service = Service("quartet.v1.OrchestratorService", add, Refusing(takes=takes))
-        server = await start([service], ServerConfig(), Health())
-        services = Mock(wait_bound=AsyncMock(), statuses=[Status("orchestrator", server.address)])
-        try:
-            return await drive._work(services, *given[:-1])
-        finally:
-            await server.stop(0)
+        return await worked(Refusing(takes=takes), *given[:-1])
 
     monkeypatch.setattr(rl, "drive", against_it)
     with pytest.raises(ConfigError, match=why):
         rl.launch(planned(config, tmp_path / "run"), Plain, time.monotonic())
     assert (tmp_path / "run" / RECORD).exists() == takes
+    # One that was there before stays, as it was.
+    with taken(planned(config, tmp_path / "old")):
+        ended(tmp_path / "old", "completed", 50)
+    with pytest.raises(ConfigError, match=why):
+        rl.launch(planned(with_steps(config, 60), tmp_path / "old", resume=True), Plain, time.monotonic())
+    steps = 60 if takes else 50
+    assert steps_of(tmp_path / "old") == (steps, steps)
 
 
 def test_overwrite_deletes_only_what_a_run_wrote(tmp_path: Path, config: RunConfig) -> None:

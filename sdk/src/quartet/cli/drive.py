@@ -5,7 +5,8 @@ services down.
 2. The first Ctrl-C (or SIGTERM) stops the run after the step under way and then drains the services; the
    second kills them.
 3. A run that was stopped, that failed before it sampled, or whose launcher was killed goes on when it is
-   driven again with the same folder.
+   driven again with the same folder, and one that is completed with more steps.
+4. Shown is what happens now; of what came before, from where it goes on.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -118,15 +120,19 @@ async def drive(
     outputs: Outputs,
     display: Display,
     reporter: Reporter,
+    accepted: Callable[[], None],
     listen: Listen = by_signals,
 ) -> Outcome:
-    """Run it to its end. Raises RunRefused, ServiceFailed, QuartetError."""
+    """Run it to its end; `accepted` is called once the orchestrator has it. Raises RunRefused, ServiceFailed,
+    QuartetError."""
     supervisor = Supervisor(specs)
     interrupts = Interrupts(supervisor, display, as_it_was(outputs.folder))
     with listen(interrupts):
         supervisor.start()
         failed = asyncio.create_task(supervisor.wait_failed())
-        work = asyncio.create_task(_work(supervisor, run_id, config_toml, outputs, display, reporter))
+        work = asyncio.create_task(
+            _work(supervisor, run_id, config_toml, outputs, display, reporter, accepted)
+        )
         ticks = asyncio.create_task(_tick(supervisor, outputs, display, reporter))
         stop = asyncio.create_task(_stop_when_asked(interrupts, supervisor, run_id, work, display))
         silence = asyncio.create_task(name_the_silent(supervisor, outputs.progress, display))
@@ -153,15 +159,20 @@ async def _work(
     outputs: Outputs,
     display: Display,
     reporter: Reporter,
+    accepted: Callable[[], None],
 ) -> Run:
     """Submit, follow, take the result."""
+    began_ms = time.time() * 1000
     await supervisor.wait_bound()
     async with connect(_orchestrator(supervisor)) as channel:
         stub = OrchestratorServiceStub(channel)  # type: ignore[no-untyped-call]
         begun = await _submitted(stub, SubmitRunRequest(run_id=run_id, config_toml=config_toml))
+        accepted()
         failed_early = begun.run.phase == RUN_PHASE_FAILED and not begun.run.ledger.dispatched
         if begun.run.phase == RUN_PHASE_STOPPED or failed_early:
             begun = await unary(stub.ResumeRun, ResumeRunRequest(run_id=run_id), timeout_s=CALL_SECONDS)
+        if begun.run.submitted_at_ms < began_ms:
+            display.say(f"goes on after step {begun.run.step} of {begun.run.max_steps}")
         outputs.progress.begin(begun.run)
         reporter.begin(begun.run)
         events = watch_run(
@@ -174,7 +185,9 @@ async def _work(
         )
         async for event in events:
             if outputs.record(event):
-                display.event(event, outputs.progress)
+                # What an earlier part came to does not happen now.
+                if event.event > begun.run.last_event or event.at_ms >= began_ms:
+                    display.event(event, outputs.progress)
                 if event.WhichOneof("kind") == "step" and event.step.step == begun.run.max_steps - 1:
                     # Nothing is sampled for later steps now, so a core is free; at the end all would wait.
                     asyncio.get_running_loop().run_in_executor(None, import_drawing)

@@ -4,6 +4,8 @@
 2. `taken` makes the folder the job's own for as long as the block lasts: another launcher is refused, because
    two orchestrators on one journal would lose rollouts. What `plan` looked at may have changed since, while
    the services were checked: once nobody else can change it, it is looked at again.
+3. A run that is completed goes on with a larger max_steps. The folder has that of what the orchestrator has
+   accepted: `write_down` comes after it, so that a refusal changes nothing.
 """
 
 from __future__ import annotations
@@ -16,21 +18,24 @@ import shlex
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from quartet.cli.held import LOCK, empty, held
 from quartet.cli.outputs import write_json, write_text
+from quartet.cli.progress import phase_name
 from quartet.config import ConfigError
 from quartet.local.deployment import SERVICES
 from quartet.local.toml_text import dumps
 from quartet.run.config import RunConfig, parse_run
 from quartet.run.name import RULE, is_run_id
+from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_COMPLETED
 
 RECORD = "run.json"
-#: The run with its services, as it was begun: whoever names it goes on with the same.
+SUMMARY = "summary.json"
+#: The run with its services, as it was begun or extended: whoever names it goes on with the same.
 RUN_FILE = "run.toml"
 # Of a configuration, that are told.
 MAX_DIFFERENCES = 4
@@ -71,6 +76,8 @@ class Job:
     run_id: str
     folder: Path
     resumed: bool = False
+    #: Whether it was completed, and goes on with more steps.
+    extended: bool = False
     overwrite: bool = False
     words: Words = FLAGS
 
@@ -205,7 +212,12 @@ def _resumed(config: RunConfig, folder: Path, words: Words) -> Job:
         ) from error
     job = Job(config, run_id, folder, resumed=True, words=words)
     # Parsed: a newer release may write more defaults down.
-    differences = list(_differences(_flat(parse_run(config_toml)), _flat(parse_run(job.config_toml))))
+    before, after = parse_run(config_toml), parse_run(job.config_toml)
+    if after.max_steps > before.max_steps:
+        _check_completed(job, before.max_steps)
+        job = replace(job, extended=True)
+        before = before.model_copy(update={"max_steps": after.max_steps})
+    differences = list(_differences(_flat(before), _flat(after)))
     if differences:
         told, rest = differences[:MAX_DIFFERENCES], len(differences) - MAX_DIFFERENCES
         more = f" and {rest} more" if rest > 0 else ""
@@ -215,6 +227,29 @@ def _resumed(config: RunConfig, folder: Path, words: Words) -> Job:
             f"{as_it_was(folder)}"
         )
     return job
+
+
+def _check_completed(job: Job, max_steps: int) -> None:
+    """Whether a run of so many steps may be made longer. Raises ConfigError."""
+    if not is_completed(summary_of(job.folder), max_steps):
+        raise ConfigError(
+            f"{job.words.resume}: max_steps was {max_steps} and is {job.config.max_steps}, and a run is made "
+            f"longer once it is completed; let the run {job.run_id!r} go on as it was{as_it_was(job.folder)}"
+        )
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    """What the last part of a run said at its end; empty where it came to none."""
+    try:
+        summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text())
+    except (OSError, ValueError):
+        return {}
+    return summary
+
+
+def is_completed(summary: dict[str, Any], max_steps: int) -> bool:
+    """Whether a summary is that of a run which has come to the end of so many steps."""
+    return (summary.get("phase"), summary.get("steps")) == (phase_name(RUN_PHASE_COMPLETED), max_steps)
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:
@@ -237,7 +272,8 @@ def _differences(known: dict[str, Any], asked: dict[str, Any]) -> Iterator[str]:
     for key in sorted(known.keys() | asked.keys()):
         was, now = (json.dumps(one[key]) if key in one else "nothing" for one in (known, asked))
         if was != now:
-            yield f"{key} was {was} and is {now}"
+            shorter = ", which would make the run shorter" if key == "max_steps" else ""
+            yield f"{key} was {was} and is {now}{shorter}"
 
 
 @contextmanager
@@ -265,6 +301,11 @@ def _begin(job: Job) -> None:
         return
     _check_free(job.folder, job.words, overwrite=job.overwrite)
     empty(job.folder)
+    write_down(job)
+
+
+def write_down(job: Job) -> None:
+    """Say whose the folder is."""
     begun = job.config.model_dump(mode="json", exclude_none=True)
     write_text(job.folder / RUN_FILE, dumps(begun), 0o600)  # a judge's key may be in it
     write_json(job.folder / RECORD, {"run_id": job.run_id, "config_toml": job.config_toml})

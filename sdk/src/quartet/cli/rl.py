@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import shlex
 import shutil
 import sys
@@ -28,7 +27,20 @@ from quartet.cli import exits
 from quartet.cli.display import Display, Plain
 from quartet.cli.drive import Listen, Outcome, RunRefused, by_signals, drive
 from quartet.cli.env.installed import REFUSALS, with_interpreters
-from quartet.cli.job import FLAGS, Job, Words, default_folder, how_to_resume, model_path, plan, taken
+from quartet.cli.job import (
+    FLAGS,
+    SUMMARY,
+    Job,
+    Words,
+    default_folder,
+    how_to_resume,
+    is_completed,
+    model_path,
+    plan,
+    summary_of,
+    taken,
+    write_down,
+)
 from quartet.cli.outputs import Outputs, write_json
 from quartet.cli.progress import ledger_dict, phase_name
 from quartet.cli.run_file import load_run
@@ -44,7 +56,6 @@ from quartet.local.supervisor import ServiceFailed
 from quartet.run.config import RunConfig
 from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_COMPLETED, RUN_PHASE_FAILED, RUN_PHASE_STOPPED
 
-SUMMARY = "summary.json"
 PACKAGES = ("quartet", *(f"quartet-{name}" for name in SERVICES), "torch", "transformers", "grpcio")
 
 
@@ -167,13 +178,18 @@ def launch(
 def _in_folder(job: Job, open_display: Callable[[], Display], started: float, listen: Listen) -> Ended:
     specs = _deploy(job, job.folder)
     outputs = Outputs(job.folder)
+
+    def accepted() -> None:
+        if job.extended:
+            write_down(job)
+
     display = open_display()
     with reporting(job.config.wandb, job.folder, display.say) as reporter:
         with contextlib.closing(display):
             display.say(f"run {job.run_id} in {job.folder}")
             try:
                 outcome = asyncio.run(
-                    drive(specs, job.run_id, job.config_toml, outputs, display, reporter, listen)
+                    drive(specs, job.run_id, job.config_toml, outputs, display, reporter, accepted, listen)
                 )
             except RunRefused:
                 if not job.resumed:
@@ -277,21 +293,18 @@ def _say_ended(job: Job, ended: Ended) -> int:
 def completed_before(job: Job) -> dict[str, Any] | None:
     """The summary of the run that is to be gone on with, where it has reached its end."""
     summary = _summary_before(job)
-    return summary if summary.get("phase") == phase_name(RUN_PHASE_COMPLETED) else None
+    return summary if is_completed(summary, job.config.max_steps) else None
 
 
 def _summary_before(job: Job) -> dict[str, Any]:
     """What the last part said of the run that is gone on with; empty where it came to no end."""
-    try:
-        summary: dict[str, Any] = json.loads((job.folder / SUMMARY).read_text()) if job.resumed else {}
-    except (OSError, ValueError):
-        return {}
-    return summary
+    return summary_of(job.folder) if job.resumed else {}
 
 
 def _completed_again(job: Job, summary: dict[str, Any]) -> int:
     """Nothing is left to do, but for what Weights & Biases may lack."""
     _say_completed(job, summary)
+    print(f"nothing is left to do; with max_steps above {summary['steps']} it goes on from here")
     if shown := report_again(job, summary):
         print(shown)
     return 0

@@ -30,6 +30,8 @@ logger = logging.getLogger("quartet.grpo")
 
 #: Of an id of a run, as far as it is made of a name.
 NAME_LENGTH = 64
+#: What a run's folder has (quartet.cli.outputs).
+METRICS, CHECKPOINT = "metrics.jsonl", "checkpoint"
 
 
 class TrainOutput(NamedTuple):
@@ -135,7 +137,10 @@ class GRPOTrainer:
             run.config, self._folder, self._run_id(), resume=resume, overwrite=overwrite, words=words
         )
         if (done := completed_before(job)) is not None:
-            logger.warning("the run in %s is completed; nothing is left to do", job.folder)
+            logger.warning(
+                "the run in %s is completed; nothing is left to do; with a larger args.max_steps it goes on",
+                job.folder,
+            )
             if shown := report_again(job, done):
                 logger.warning("%s", shown)
             return self._output(done, run)
@@ -161,8 +166,8 @@ class GRPOTrainer:
     def state(self) -> TrainerState:
         """Where the run stands, also while another thread trains."""
         run = self.translated()
-        rows = metrics_rows(self._folder / "metrics.jsonl")
-        steps = max((row["step"] for row in rows if "train/reward" in row), default=0)
+        rows = metrics_rows(self._folder / METRICS)
+        steps = _steps_of(rows)
         per_batch = run.steps_per_batch
         history = log_history(rows, per_batch, run.logging)
         return TrainerState(steps * per_batch, run.config.max_steps * per_batch, history)
@@ -174,25 +179,32 @@ class GRPOTrainer:
         from quartet.grpo.measuring import measured
 
         need("rich")
-        checkpoint = self._folder / "checkpoint"
-        if not checkpoint.is_dir() and self.state.global_step:
+        checkpoint = self._model_of_end()
+        if checkpoint is None and self.state.global_step:
             raise ConfigError(
                 f"evaluate: the run in {self._folder} is not completed; write its model with "
                 "trainer.save_model(FOLDER), and measure that with 'quartet eval'"
             )
-        model = str(checkpoint) if checkpoint.is_dir() else self.model.folder
+        model = self.model.folder if checkpoint is None else str(checkpoint)
         return measured(self.translated().config, model, self._folder.parent)
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the trained model as a Hugging Face folder: of a completed run its model, of one that was
         stopped that of its newest state. Raises ConfigError, RunFailed."""
-        checkpoint = self._folder / "checkpoint"
         if output_dir is None:
-            logger.warning("the model of a completed run is in %s", checkpoint)
-        elif checkpoint.is_dir():
+            logger.warning("the model of a completed run is in %s", self._folder / CHECKPOINT)
+        elif (checkpoint := self._model_of_end()) is not None:
             shutil.copytree(checkpoint, output_dir, dirs_exist_ok=True)
         else:
             self._export(Path(output_dir))
+
+    def _model_of_end(self) -> Path | None:
+        """The model of a completed run; None where it has come to no end, or has gone on since."""
+        from quartet.cli.job import is_completed, summary_of
+
+        checkpoint = self._folder / CHECKPOINT
+        at_end = is_completed(summary_of(self._folder), _steps_of(metrics_rows(self._folder / METRICS)))
+        return checkpoint if at_end and checkpoint.is_dir() else None
 
     def _export(self, target: Path) -> None:
         from quartet.cli.export import export_command
@@ -244,7 +256,7 @@ class GRPOTrainer:
         return bool(asked)
 
     def _output(self, summary: Mapping[str, Any], run: Translation) -> TrainOutput:
-        rows = [row for row in metrics_rows(self._folder / "metrics.jsonl") if "train/loss" in row]
+        rows = [row for row in metrics_rows(self._folder / METRICS) if "train/loss" in row]
         losses = [row["train/loss"] for row in rows]
         loss = sum(losses) / len(losses) if losses else float("nan")
         seconds, steps = float(summary["wall_seconds"]), int(summary["steps"])
@@ -256,6 +268,11 @@ class GRPOTrainer:
             "train_steps_per_second": steps * run.steps_per_batch / seconds,
         }
         return TrainOutput(steps * run.steps_per_batch, loss, metrics)
+
+
+def _steps_of(rows: Sequence[Mapping[str, Any]]) -> int:
+    """Batches that were trained."""
+    return max((int(row["step"]) for row in rows if "train/reward" in row), default=0)
 
 
 def _model(model: Any) -> Model:
