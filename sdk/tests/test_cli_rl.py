@@ -131,7 +131,9 @@ def test_a_used_output_folder_is_refused_with_the_remedy(tmp_path: Path, config:
     resumed = planned(config, folder, resume=True)
     assert resumed.resumed and resumed.config_toml == job.config_toml
     changed = config.model_copy(update={"max_steps": 7})
-    shorter = f"max_steps was {config.max_steps} and is 7, which would make the run shorter; start a new"
+    shorter = (
+        f"max_steps was {config.max_steps} and is 7, and a run is made longer, never shorter; start a new"
+    )
     with pytest.raises(ConfigError, match=shorter) as caught:
         planned(changed, folder, resume=True)
     _, at, file, *where = shlex.split(str(caught.value).rpartition("say it as it was: quartet ")[2])
@@ -194,7 +196,9 @@ def test_a_completed_run_is_planned_with_more_steps_and_no_other(tmp_path: Path,
     assert not again.extended and rl.completed_before(again) is None
     ended(folder, "completed", 60)
     assert rl.completed_before(planned(longer, folder, resume=True))
-    with pytest.raises(ConfigError, match="max_steps was 60 and is 30, which would make the run shorter"):
+    with pytest.raises(
+        ConfigError, match="max_steps was 60 and is 30, and a run is made longer, never shorter"
+    ):
         planned(short, folder, resume=True)
 
 

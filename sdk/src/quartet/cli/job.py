@@ -272,7 +272,7 @@ def _differences(known: dict[str, Any], asked: dict[str, Any]) -> Iterator[str]:
     for key in sorted(known.keys() | asked.keys()):
         was, now = (json.dumps(one[key]) if key in one else "nothing" for one in (known, asked))
         if was != now:
-            shorter = ", which would make the run shorter" if key == "max_steps" else ""
+            shorter = ", and a run is made longer, never shorter" if key == "max_steps" else ""
             yield f"{key} was {was} and is {now}{shorter}"
 
 
