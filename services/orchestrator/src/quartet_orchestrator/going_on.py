@@ -77,7 +77,11 @@ def check_extends(run: RunState, known: RunConfig | None, asked: RunConfig) -> N
         raise _conflict(run, "config_toml", f"{exists}; choose another run_id")
     steps = f"{exists}: max_steps is {known.max_steps} there, not {asked.max_steps}"
     if asked.max_steps < known.max_steps:
-        raise _conflict(run, "max_steps", f"{steps}; a run is not made shorter: choose another run_id")
+        raise _conflict(
+            run,
+            "max_steps",
+            f"{steps}; a run is made longer, once it is COMPLETED, and never shorter: choose another run_id",
+        )
     if run.phase != state.COMPLETED:
         raise _conflict(
             run,
