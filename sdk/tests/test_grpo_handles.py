@@ -122,6 +122,32 @@ def test_one_rank_of_a_launcher_is_a_script(folder: Path, monkeypatch: pytest.Mo
     assert trainer(folder).translated().config.batch_size == 32
 
 
+def test_the_model_of_a_completed_run_is_saved_until_it_goes_on(folder: Path, tmp_path: Path) -> None:
+    args = vf.grpo_defaults("r")
+    args.output_dir = str(tmp_path / "run")
+    made = trainer(folder, args=args)
+    (tmp_path / "run" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoint" / "weights").touch()
+
+    def stands_at(phase: str, ended_at: int, steps: int) -> None:
+        (tmp_path / "run" / "summary.json").write_text(json.dumps({"phase": phase, "steps": ended_at}))
+        row = {"train/reward": 0.5, "train/learning_rate": 1e-4}
+        rows = [json.dumps({"step": step, **row}) for step in range(1, steps + 1)]
+        (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+
+    stands_at("completed", 3, 3)
+    made.save_model(tmp_path / "model")
+    assert (tmp_path / "model" / "weights").exists()
+    # Gone on with more steps, and then killed, or stopped.
+    for phase, ended_at in (("completed", 3), ("stopped", 5)):
+        stands_at(phase, ended_at, 5)
+        with pytest.raises(vf.ConfigError, match="save_model: there is no run in"):
+            made.save_model(tmp_path / "newest")
+        with pytest.raises(vf.ConfigError, match="is not completed; write its model"):
+            made.evaluate()
+    assert not (tmp_path / "newest").exists()
+
+
 def test_folders_are_refused_in_the_words_of_a_script(folder: Path, tmp_path: Path) -> None:
     args = vf.grpo_defaults("r")
     args.output_dir = str(tmp_path / "run")
