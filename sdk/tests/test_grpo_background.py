@@ -156,7 +156,8 @@ def test_ctrl_c_before_anything_is_driven_starts_nothing() -> None:
 
     def work() -> None:
         begun.set()
-        time.sleep(0.5)
+        while not background._asked:  # else the test's own limit ends it
+            time.sleep(0.01)
         asyncio.run(drive())
 
     press_ctrl_c(begun)
