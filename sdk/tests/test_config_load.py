@@ -11,7 +11,9 @@ from typing import Any, Literal
 import pydantic
 import pytest
 from quartet.config import Config, ConfigError, load, main
-from quartet.config.explain import MAX_TOLD
+from quartet.config.load import Draft
+from quartet.config.model import rule
+from quartet.config.refusals import MAX_TOLD
 
 Toml = Callable[[str, str], str]
 
@@ -107,7 +109,7 @@ def test_a_file_after_the_name_of_a_table_is_what_stands_in_it(toml: Toml) -> No
     assert f"unknown key 'server.drain' (in {wrong})" in _refusal("@", run, "--server", "@", wrong)
     assert "'@' is followed by nothing" in _refusal("@", run, "--server", "@")
     assert "'--max-steps' has no value" in _refusal("--max-steps", "@", run)
-    assert "'--env' has no value" in _refusal("@", run, "--env", "@", trainer), "a list is no table"
+    assert "'--env' has no value" in _refusal("--env", "@", run), "a list is no table"
 
 
 def test_values_are_toml_or_text() -> None:
@@ -158,7 +160,7 @@ def test_an_element_of_a_list_can_be_overridden(toml: Toml) -> None:
         (["--max-steps"], ["'--max-steps' has no value"]),
         (["--max-steps=1", "--server"], ["'--server' is a table", "of drain_seconds, reflection, port_file"]),
         (["--max-steps=1", "--env"], ["'--env' has no value"]),
-        (["--max-steps", "--name"], ["'--max-steps' has no value"]),
+        (["--max-steps", "--name", "x"], ["'--max-steps' has no value"]),
         (["@"], ["'@' is followed by nothing"]),
         (["@", "/nowhere/x.toml"], ["'/nowhere/x.toml' does not exist"]),
         (["@", "/"], ["is a directory"]),
@@ -172,6 +174,7 @@ def test_an_element_of_a_list_can_be_overridden(toml: Toml) -> None:
         ),
         (["--max-steps=1", "--env", '[{id = "x"}]', "--env.id=y"], ["for the first write --env.0.id"]),
         (["--max-steps=1", "--env", '[{id = "x"}]', "--env.1.id=y"], ["for the first write --env.0.id"]),
+        (["--max-steps=1", "--env.0.id=y"], ["no file before it has a list env; write [[env]] in a file"]),
         (["--max-steps=1", "--env", '[{id = "x", wait = 1}]'], ["'env.0.wait'"]),
         (["--max-steps=1", "--max-steps.x=3"], ["write '--max_steps VALUE'"]),
         (
@@ -189,11 +192,89 @@ def test_refusals_name_key_value_and_remedy(argv: list[str], parts: list[str]) -
 
 def test_each_thing_that_is_wrong_has_a_line_up_to_a_bound() -> None:
     with pytest.raises(ConfigError) as caught:
-        load(Outer, ["--max-steps=x", "--server=3", *(f"--zz{number}=1" for number in range(9))])
+        load(Outer, ["--max-steps=x", "--server=3", *(f"--zz{n}=1" for n in range(MAX_TOLD + 1))])
     first, *others = str(caught.value).split("\n")
     assert first.startswith("unknown key 'zz0'") and caught.value.key == "zz0"
     assert len(others) == MAX_TOLD and all(line.startswith("  also: unknown") for line in others[:-1])
-    assert others[-1] == "  and 3 more"
+    assert others[-1] == "  and 3 more" and len(caught.value.each) == MAX_TOLD + 3
+
+
+def _lines(*argv: str, flags: tuple[str, ...] = ()) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(Outer, list(argv), Draft(flags=flags))
+    return str(caught.value).split("\n  also: ")
+
+
+def test_what_is_wrong_with_one_argument_does_not_hide_the_others(toml: Toml) -> None:
+    """load.py 5: five mistakes are one refusal, without what only follows from them."""
+    file = toml("a.toml", 'nmae = "x"\nmode = "c"\n[[env]]\nid = "e"\n[server]\ndrain_seconds = "3"')
+    first, *others = _lines("@", file, "--max-steps", "--env.1.id=y", "stray", "--server.x.y=1")
+    assert first.startswith("option '--max-steps' has no value")
+    starts = ("--env.1.id cannot be set", "argument 'stray'", "unknown key 'server.x'", "unknown key 'nmae'")
+    assert [line.startswith(start) for line, start in zip(others, starts, strict=False)] == [True] * 4
+    assert others[4].startswith("mode = 'c'") and others[5].startswith("server.drain_seconds = '3'")
+    assert len(others) == 6, "that max_steps is not set is no news"
+
+
+def test_beside_a_file_that_cannot_be_read_only_what_is_wrong_anyway_is_told(toml: Toml) -> None:
+    """explain.py 2."""
+    lines = _lines("@", "/nowhere/x.toml", "--max-stps=3", "--server.reflection=3")
+    assert [line.split(" ")[0] for line in lines] == ["config", "unknown", "server.reflection"]
+
+
+def test_two_spellings_of_one_key_in_one_file_are_refused(toml: Toml) -> None:
+    file = toml("a.toml", "max_steps = 1\n[server]\ndrain-seconds = 1\ndrain_seconds = 2")
+    assert f"'drain-seconds' and 'drain_seconds' are one key in {file}; remove one" in _refusal("@", file)
+
+
+FLAGS = ("--resume", "--output-dir", "--overwrite", "--max-time", "--name")
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        (["--overwrit"], "did you mean '--overwrite'?"),
+        (["--overwrit", "--name", "x"], "did you mean '--overwrite'?"),
+        (["--output-dri", "x"], "unknown key 'output_dri'; did you mean '--output-dir'?"),
+        (["--output_dri=x"], "unknown key 'output_dri'; did you mean '--output-dir'?"),
+        (["--max-stps=3"], "unknown key 'max_stps'; did you mean 'max_steps'?"),
+        (["--max-tme=3"], "unknown key 'max_tme'; did you mean '--max-time'?"),
+        (["--nmae=x"], "unknown key 'nmae'; did you mean 'name'?"),
+        (["--server.resum=1"], "known keys here: drain_seconds"),
+    ],
+)
+def test_a_misspelt_flag_of_the_command_is_recognised(option: list[str], meant: str) -> None:
+    (line,) = _lines("--max-steps=1", *option, flags=FLAGS)
+    assert meant in line
+
+
+def test_a_key_of_a_file_is_no_misspelt_flag(toml: Toml) -> None:
+    (line,) = _lines("--max-steps=1", "@", toml("a.toml", "resum = true"), flags=FLAGS)
+    assert "known keys here" in line
+
+
+class Agreeing(Config):
+    low: int = 0
+    high: int = 1
+    odd: int = 1
+
+    @rule
+    def _in_order(self) -> None:
+        if self.low > self.high:
+            raise ValueError("low is above high")
+
+    @rule
+    def _is_odd(self) -> None:
+        if not self.odd % 2:
+            raise ValueError(f"odd = {self.odd} is even")
+
+
+def test_all_rules_that_are_broken_are_told() -> None:
+    """model.py 4."""
+    assert load(Agreeing, ["--low=1"]).config.low == 1
+    with pytest.raises(ConfigError) as caught:
+        load(Agreeing, ["--low=3", "--odd=2"])
+    assert str(caught.value) == "low is above high\n  also: odd = 2 is even"
 
 
 def test_bad_toml_names_file_and_line(toml: Toml) -> None:

@@ -242,6 +242,47 @@ def test_what_cannot_run_is_refused_in_one_sentence(lines: str, table: str, sent
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_with_many_mistakes_is_refused_once() -> None:
+    """Keys of others, of no one, and of another type, wherever they stand; not that [[env]] is missing."""
+    text = """
+    model = "m"
+    policy_lr = 1e-5
+    [[orchestrator.env]]
+    id = "reverse-text"
+    [algorithm]
+    presett = "grpo"
+    [sampling]
+    max_tokens = "3"
+    [trainer]
+    lr = 1
+    seq-len = 4
+    """
+    with pytest.raises(ConfigError) as caught:
+        parse_run(text)
+    assert [str(one) for one in caught.value.each] == [
+        "unknown key 'algorithm.presett'; did you mean 'algorithm.preset'?",
+        "'lr' is no key of [trainer]; set 'learning_rate' at the top of the file",
+        "'seq_len' is no key of [trainer]; set 'max_model_len' in the table [inference], or "
+        "'sampling.max_tokens'",
+        "'env' is no key of [orchestrator]; write [[env]] alone, for each environment",
+        "unknown key 'policy_lr'; it is called 'learning_rate' here",
+        "sampling.max_tokens = '3' is refused: should be a whole number",
+    ]
+    assert [one.key for one in caught.value.each][1:3] == ["trainer.lr", "trainer.seq_len"]
+
+
+def test_keys_that_do_not_agree_are_told_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_run(
+            f'model = "m"\nmomentum = 0.5\ndecay_steps = 3\n{ENV}[eval]\nnum_examples = 0\ninterval = 5'
+        )
+    assert [str(one).split(" ")[0] for one in caught.value.each] == [
+        "decay_steps",
+        "momentum",
+        "eval.interval",
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [

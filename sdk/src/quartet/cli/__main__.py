@@ -49,9 +49,24 @@ reward.png, summary.json, logs/ to the output folder.
 """
 
 
+class Parser(argparse.ArgumentParser):
+    """Of the command, or of one of its commands. What it parses knows the `flags`: a key of the configuration
+    may be a misspelt one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._flags: list[str] = []
+        super().__init__(*args, **kwargs)
+        self.set_defaults(flags=self._flags)
+
+    def add_argument(self, *names: Any, **kwargs: Any) -> argparse.Action:
+        """Also note the long options."""
+        self._flags += [name for name in names if name.startswith("--")]
+        return super().add_argument(*names, **kwargs)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="quartet",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -13,7 +13,7 @@ from quartet.cli.follow import watch
 from quartet.cli.progress import phase_name
 from quartet.cli.run_file import load_run
 from quartet.config import ConfigError, load
-from quartet.config.load import validate
+from quartet.config.load import Draft, validate
 from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, stream, unary
 from quartet.kit.channel import ClientSecurity, connect
@@ -83,7 +83,7 @@ def _security(options: argparse.Namespace) -> ClientSecurity:
 
 async def submit(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:
     """Check the run here, then hand it over."""
-    found = load_run(rest, starts_services=False)
+    found = load_run(rest, starts_services=False, flags=options.flags)
     _leave_services_alone(found.config, found.options)
     toml = dumps(found.config.model_dump(mode="json", exclude=_not_sent(found.config), exclude_none=True))
     run_id = options.run_id or time.strftime("run-%Y%m%d-%H%M%S")
@@ -138,7 +138,7 @@ async def resume(stub: OrchestratorServiceStub, options: argparse.Namespace, res
 
 async def evaluate(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:
     """Measure what the run's policy earns now; 0 where every rollout has a result."""
-    asked = load(EvaluateConfig, rest).config
+    asked = load(EvaluateConfig, rest, Draft(flags=options.flags)).config
     # What was not said is the run's to say.
     toml = dumps(asked.model_dump(mode="json", exclude_unset=True, exclude_none=True))
     request = EvaluateRequest(run_id=options.run, config_toml=toml)

@@ -12,7 +12,7 @@ import argparse
 import asyncio
 import json
 import tomllib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from quartet.cli.wandb import reporter as wandb
 from quartet.cli.wandb.child import STOPPED_CODE, Ending
 from quartet.cli.watch import watch_run
 from quartet.config import Config, ConfigError, load
+from quartet.config.load import Draft
 from quartet.kit.call import RetryBudget, unary
 from quartet.local.toml_text import inline
 from quartet.run.wandb import WandbConfig
@@ -68,7 +69,7 @@ async def watch(stub: OrchestratorServiceStub, options: argparse.Namespace, rest
         budget=RetryBudget(),
     )
     run: Run = status.run
-    config = wandb_of(run, rest, asked=options.wandb)
+    config = wandb_of(run, rest, asked=options.wandb, flags=options.flags)
     folder: Path | None = options.output_dir
     if config.project is not None:
         folder = folder or Path("outputs/watched") / run.run_id
@@ -81,13 +82,13 @@ async def watch(stub: OrchestratorServiceStub, options: argparse.Namespace, rest
         return await _recorded(stub, run, folder.absolute(), config)
 
 
-def wandb_of(run: Run, arguments: Sequence[str], *, asked: bool) -> WandbConfig:
+def wandb_of(run: Run, arguments: Sequence[str], *, asked: bool, flags: Collection[str] = ()) -> WandbConfig:
     """The run's own [wandb], with what is said here laid over it; none where nobody asks for it."""
     if not asked and not arguments:
         return WandbConfig()
     own = tomllib.loads(run.config_toml).get("wandb", {})
     before = [f"--wandb.{key}={inline(value)}" for key, value in own.items()]
-    config = load(WatchConfig, [*before, *arguments]).config.wandb
+    config = load(WatchConfig, [*before, *arguments], Draft(flags=flags)).config.wandb
     if config.project is None:
         raise ConfigError("--wandb: the run names no project of Weights & Biases; add --wandb.project NAME")
     return config

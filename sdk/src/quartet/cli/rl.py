@@ -104,7 +104,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         if (gpus := getattr(options, f"{service}_gpus")) is not None:
             rest = [*rest, f"--{service}.gpus={gpus}"]
     try:
-        found = load_run(rest)
+        found = load_run(rest, flags=options.flags)
     except ConfigError as error:
         if options.resume:
             raise ConfigError(f"{error}\n{how_to_resume(options.output_dir)}") from error

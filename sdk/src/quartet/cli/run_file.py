@@ -10,14 +10,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from quartet.config import Config, load
+from quartet.config import Config, ConfigError, load
 from quartet.config.keys import annotation_at, is_table
 from quartet.config.load import Draft, merged, read_toml
 from quartet.run.config import RunConfig
@@ -45,30 +45,55 @@ class _VfRlTables(Config):
     trainer: Table
 
 
-def load_run(argv: list[str], *, starts_services: bool = True) -> RunFile:
-    """Parse and validate. Raises ConfigError."""
+def load_run(argv: list[str], *, starts_services: bool = True, flags: Collection[str] = ()) -> RunFile:
+    """Parse and validate. `flags` are the command's options that are no keys. Raises ConfigError."""
     # Once each: what a shell's <(...) names can be read no second time.
     once = cache(read_toml)
 
     def read(path: str) -> dict[str, Any]:
         return deepcopy(once(path))  # a file may stand for two tables, which go their own ways
 
-    files = [path for path in _files(argv) if is_vf_rl(read(path))]
+    files = [path for path in _files(argv) if _is_vf_rl(path, read)]
     if not files:
-        return RunFile(load(RunConfig, argv, Draft(read=read)).config, argv)
+        return RunFile(load(RunConfig, argv, Draft(read=read, flags=flags)).config, argv)
     theirs, ours = _parted(argv, files)
     said = merged(_VfRlTables, theirs, Draft(read=read))
     if starts_services:
         engine = _engine(said.values, merged(RunConfig, ours, Draft(read=read)).values)
     else:
         engine = "vllm"  # nobody here knows what there is elsewhere, and nothing of it is read
-    run = translate(said.values, engine, wandb_project=_wandb_project())
+    try:
+        run = translate(said.values, engine, wandb_project=_wandb_project())
+    except ConfigError as error:
+        # What is said in Quartet's keys can be looked at all the same.
+        own = {key: value for key, value in said.values.items() if key not in _VfRlTables.model_fields}
+        refused = [*said.refused, error]
+        rest = Draft(own, said.origins, read=read, flags=flags, refused=refused, lacks_a_file=True)
+        raise _refusal_of(ours, rest) from None
     origins = {**said.origins, **{path: _place(source, said) for path, source in run.origins.items()}}
-    config = load(RunConfig, ours, Draft(run.tables, origins, read=read)).config
+    draft = Draft(run.tables, origins, read=read, flags=flags, refused=said.refused)
+    config = load(RunConfig, ours, draft).config
     print(f"{', '.join(files)}: read as vf-rl; --dry-run shows the run that it is here", file=sys.stderr)
     if run.without_effect:
         print(f"without effect here: {'; '.join(run.without_effect)}", file=sys.stderr)
     return RunFile(config, ours, run.run_name, Path(run.output_dir) if run.output_dir else None)
+
+
+def _refusal_of(argv: list[str], draft: Draft) -> ConfigError:
+    """What is refused already, with what `load` refuses, too."""
+    try:
+        load(RunConfig, argv, draft)
+    except ConfigError as error:
+        return error
+    raise AssertionError("something was refused")
+
+
+def _is_vf_rl(path: str, read: Callable[[str], dict[str, Any]]) -> bool:
+    """Not where the file cannot be read, which `load` refuses with all the rest."""
+    try:
+        return is_vf_rl(read(path))
+    except ConfigError:
+        return False
 
 
 def _files(argv: list[str]) -> Iterator[str]:
@@ -109,11 +134,12 @@ def _parted(argv: list[str], files: list[str]) -> tuple[list[str], list[str]]:
             continue
         name, equals, value = token.removeprefix("--").partition("=")
         place = owns(tuple(name.replace("-", "_").split("."))) if token.startswith("--") else None
-        if place is None:
+        has_value = bool(equals or (rest and not rest[0].startswith(("--", "@"))))
+        if place is None or not has_value:  # refused as it was written
             ours.append(token)
             continue
         theirs.append(f"--{'.'.join(place)}{equals}{value}")
-        if not equals and rest and not rest[0].startswith(("--", "@")):
+        if not equals:
             theirs.append(rest.pop(0))
     return theirs, ours
 

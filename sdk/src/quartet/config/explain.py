@@ -1,21 +1,26 @@
-"""Turns a pydantic error into sentences: key, value, where it was set, what would be right."""
+"""Turns a pydantic error into sentences: key, value, where it was set, what would be right.
+
+1. All that is wrong is told, but for what may be right once the rest is: a misspelt key often explains a
+   missing one.
+2. What could not be read at all may have had any key: then only what is wrong beside any other is told.
+"""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import pydantic
 
 from quartet.config.keys import annotation_at, is_table, known_keys, model_at
-from quartet.config.model import Config, ConfigError
+from quartet.config.model import ELSEWHERE, NOT_GIVEN, Config, ConfigError
 
 #: Of a known key to an unknown one, from which on it is taken for what was meant (difflib's ratio).
 LIKENESS = 0.7
 #: Letters of a key's beginning that may stand for it.
 MIN_BEGUN = 3
-#: Of the things that are wrong.
-MAX_TOLD = 8
 
 # What is right, in words, for the error types whose pydantic text speaks of Python.
 _EXPECTED = {
@@ -36,33 +41,50 @@ _EXPECTED = {
 }
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where the values that were refused come from."""
+
+    #: Of a key, the file or the option that set it.
+    origins: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+    #: Options of the command that are no keys, such as "--resume".
+    flags: Collection[str] = ()
+    #: Whether some argument was refused before, and what it said is not among the values.
+    lacks_a_key: bool = False
+    #: Whether that was a file.
+    lacks_a_file: bool = False
+
+
 def explain(
-    model: type[pydantic.BaseModel], error: pydantic.ValidationError, origins: dict[tuple[str, ...], str]
-) -> ConfigError:
-    """A sentence about each thing that is wrong, on a line of its own; with the parts of the first."""
+    model: type[pydantic.BaseModel], error: pydantic.ValidationError, source: Source
+) -> list[ConfigError]:
+    """A sentence about each thing that is wrong, unknown keys first."""
     problems = error.errors(include_url=False)
-    if any(one["type"] == "extra_forbidden" for one in problems):
-        # A misspelt key often explains a missing one.
-        problems = [one for one in problems if one["type"] != "missing"]
-        problems.sort(key=lambda one: one["type"] != "extra_forbidden")
-    first, *others = (_refusal(model, dict(problem), origins) for problem in problems[:MAX_TOLD])
-    lines = [str(first), *(f"  also: {other}" for other in others)]
-    if len(problems) > MAX_TOLD:
-        lines.append(f"  and {len(problems) - MAX_TOLD} more")
-    return ConfigError("\n".join(lines), key=first.key, value=first.value, remedy=first.remedy)
+    misnamed = [one for one in problems if one["type"] in _MISNAMED]
+    others = [one for one in problems if one["type"] not in _MISNAMED]
+    if misnamed or source.lacks_a_key:
+        others = [one for one in others if one["type"] not in ("missing", NOT_GIVEN)]
+    if source.lacks_a_file:
+        others = [one for one in others if one["type"] != "value_error"]
+    return [_refusal(model, dict(problem), source) for problem in (*misnamed, *others)]
 
 
-def _refusal(
-    model: type[pydantic.BaseModel], problem: dict[str, Any], origins: dict[tuple[str, ...], str]
-) -> ConfigError:
+def _refusal(model: type[pydantic.BaseModel], problem: dict[str, Any], source: Source) -> ConfigError:
     loc = _without_union_tags(model, problem["loc"])
     key = ".".join(str(part) for part in loc)
-    where = _origin(loc, origins)
+    where = _origin(loc, source.origins)
     value = _shown(problem["input"])
     match problem["type"]:
         case "extra_forbidden":
-            remedy = _nearest(model, loc)
+            remedy = _flag(model, loc, source) or _nearest(model, loc)
             return ConfigError(f"unknown key {key!r}{where}; {remedy}", key=key, value=value, remedy=remedy)
+        case kind if kind == ELSEWHERE:
+            outer, _, name = key.partition(".")
+            remedy = str(problem["msg"])
+            text = f"{name!r} is no key of [{outer}]{where}; {remedy}"
+            return ConfigError(text, key=key, value=value, remedy=remedy)
+        case kind if kind == NOT_GIVEN:
+            return ConfigError(str(problem["msg"]), key=key, remedy=str(problem["msg"]))
         case "missing":
             remedy = f"set it in a file or with '--{key} VALUE'"
             return ConfigError(f"required key {key!r} is not set; {remedy}", key=key, remedy=remedy)
@@ -106,16 +128,34 @@ def _without_union_tags(model: type[pydantic.BaseModel], loc: tuple[Any, ...]) -
     return tuple(kept)
 
 
+_MISNAMED = ("extra_forbidden", ELSEWHERE)
 _TAGS = {"str", "int", "float", "bool", "none", "path"}
 
 
-def _origin(loc: tuple[Any, ...], origins: dict[tuple[str, ...], str]) -> str:
+def _origin(loc: tuple[Any, ...], origins: Mapping[tuple[str, ...], str]) -> str:
     names = tuple(str(part).replace("-", "_") for part in loc)
     for end in range(len(names), 0, -1):
         origin = origins.get(names[:end])
         if origin is not None:
             return "" if origin.startswith("--") else f" (in {origin})"
     return ""
+
+
+def _flag(model: type[pydantic.BaseModel], loc: tuple[Any, ...], source: Source) -> str:
+    """What an option that is no key was meant as; empty where a key is as near."""
+    name = str(loc[0])
+    if len(loc) > 1 or not source.origins.get((name.replace("-", "_"),), "").startswith("--"):
+        return ""
+    return near_flag(model, name, source.flags)
+
+
+def near_flag(model: type[pydantic.BaseModel], name: str, flags: Collection[str]) -> str:
+    """The flag that an option was meant as, in words; empty where there is none, or a key is nearer."""
+    names = {flag.removeprefix("--").replace("-", "_"): flag for flag in flags}
+    both = [*model.model_fields, *names]
+    close = difflib.get_close_matches(name.replace("-", "_"), both, n=1, cutoff=LIKENESS)
+    is_flag = close and close[0] not in model.model_fields
+    return f"did you mean {names[close[0]]!r}?" if is_flag else ""
 
 
 def _nearest(model: type[pydantic.BaseModel], loc: tuple[Any, ...]) -> str:

@@ -61,6 +61,11 @@ def is_table(annotation: Any) -> bool:
     return any(isinstance(one, type) and issubclass(one, (dict, pydantic.BaseModel)) for one in kinds)
 
 
+def is_array(annotation: Any) -> bool:
+    """Whether the key is a list."""
+    return any(typing.get_origin(one) in (list, tuple) for one in alternatives(annotation))
+
+
 def accepts_text(annotation: Any) -> bool:
     """Whether the key takes text and nothing that TOML would write otherwise."""
     kinds = [one for one in alternatives(annotation) if one is not type(None)]

@@ -7,23 +7,25 @@
    text.
 3. `max-steps` and `max_steps` are the same key.
 4. A file after the name of a table is what stands in that table: one file for each service.
-5. Whatever is wrong becomes a sentence of one ConfigError: where, key, value, what would be right.
+5. Whatever is wrong becomes a sentence of one ConfigError: where, key, value, what would be right. An
+   argument that is refused does not hide what is wrong with the others.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import pydantic
 
-from quartet.config.explain import explain
-from quartet.config.keys import accepts_text, annotation_at, is_flag, is_table, known_keys, model_at
+from quartet.config.explain import Source, explain, near_flag
+from quartet.config.keys import accepts_text, annotation_at, is_array, is_flag, is_table, known_keys, model_at
 from quartet.config.model import Config, ConfigError
+from quartet.config.refusals import together
 
 C = TypeVar("C", bound=Config)
 
@@ -47,44 +49,46 @@ class Draft:
     preflight: bool = False
     #: How a file is read.
     read: Callable[[str], dict[str, Any]] = field(default_factory=lambda: read_toml)
+    #: Options of the command that are no keys, such as "--resume"; they are gone from the arguments.
+    flags: Collection[str] = ()
+    #: What was refused of the arguments so far; of a file, nothing was read.
+    refused: list[ConfigError] = field(default_factory=list)
+    lacks_a_file: bool = False
 
 
 def load(model: type[C], argv: list[str], start: Draft | None = None) -> Loaded[C]:
     """Parse and validate an argument list, laid over `start`. Raises ConfigError."""
     draft = merged(model, argv, start)
-    config = validate(model, draft.values, draft.origins)
+    source = Source(draft.origins, draft.flags, bool(draft.refused), draft.lacks_a_file)
+    config = _validated(model, draft.values, source, draft.refused)
     return Loaded(config, dry_run=draft.dry_run, preflight=draft.preflight)
 
 
 def merged(model: type[Config], argv: list[str], start: Draft | None = None) -> Draft:
-    """The tables that an argument list amounts to, laid over `start`. Raises ConfigError."""
+    """The tables that an argument list amounts to, laid over `start`, and what was refused of it."""
     draft = start or Draft()
     rest = list(argv)
     while rest:
-        token = rest.pop(0)
-        if token == "@":
-            _merge_file(draft, _path_after(rest))
-        elif token.startswith("@"):
-            _merge_file(draft, token[1:])
-        elif token == "--dry-run":
-            draft.dry_run = True
-        elif token == "--preflight":
-            draft.preflight = True
-        elif token.startswith("--") and len(token) > 2:
-            _merge_option(draft, model, token, rest)
-        else:
-            # Hydra's way to say it.
-            meant = f"'--{token}'" if re.match(r"[\w.]+=", token) else "'@ file.toml' or '--key value'"
-            raise ConfigError(f"argument {token!r} is not understood; write {meant}")
+        try:
+            _take(draft, model, rest)
+        except ConfigError as error:
+            draft.refused.append(error)
     return draft
 
 
-def validate(model: type[C], values: dict[str, Any], origins: dict[tuple[str, ...], str] | None = None) -> C:
+def validate(model: type[C], values: dict[str, Any]) -> C:
     """Validate tables that are already merged. Raises ConfigError."""
+    return _validated(model, values, Source(), [])
+
+
+def _validated(model: type[C], values: dict[str, Any], source: Source, refused: list[ConfigError]) -> C:
     try:
-        return model.model_validate(values)
+        config = model.model_validate(values)
     except pydantic.ValidationError as error:
-        raise explain(model, error, origins or {}) from None
+        raise together([*refused, *explain(model, error, source)]) from None
+    if refused:
+        raise together(refused)
+    return config
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -121,13 +125,38 @@ def usage(model: type[Config]) -> str:
     return "\n".join(lines)
 
 
-def _merge_file(draft: Draft, path: str) -> None:
-    _merge(draft, draft.values, draft.read(path), (), path)
+def _take(draft: Draft, model: type[Config], rest: list[str]) -> None:
+    """The first argument, with its value. Raises ConfigError."""
+    token = rest.pop(0)
+    if token.startswith("@"):
+        path = token[1:] or _path_after(draft, rest)
+        _merge(draft, draft.values, _read(draft, path), (), path)
+    elif token == "--dry-run":
+        draft.dry_run = True
+    elif token == "--preflight":
+        draft.preflight = True
+    elif token.startswith("--") and len(token) > 2:
+        _merge_option(draft, model, token, rest)
+    else:
+        # Hydra's way to say it.
+        meant = f"'--{token}'" if re.match(r"[\w.]+=", token) else "'@ file.toml' or '--key value'"
+        raise ConfigError(f"argument {token!r} is not understood; write {meant}")
+
+
+def _read(draft: Draft, path: str) -> dict[str, Any]:
+    try:
+        return draft.read(path)
+    except ConfigError:
+        draft.lacks_a_file = True
+        raise
 
 
 def _merge(
     draft: Draft, into: dict[str, Any], table: dict[str, Any], prefix: tuple[str, ...], origin: str
 ) -> None:
+    if len(set(_snake(tuple(table)))) < len(table):
+        twice = next(key for key in table if key.replace("-", "_") != key and key.replace("-", "_") in table)
+        raise ConfigError(f"{twice!r} and {twice.replace('-', '_')!r} are one key in {origin}; remove one")
     for key, value in table.items():
         name = _existing(into, key)
         path = (*prefix, name)
@@ -158,8 +187,8 @@ def _merge_option(draft: Draft, model: type[Config], token: str, rest: list[str]
         raise ConfigError(f"option {token!r} has an empty key; write '--table.key value'")
     value: Any
     if not equals and rest and rest[0].startswith("@") and is_table(annotation_at(model, path)):
-        file = rest.pop(0)[1:] or _path_after(rest)
-        _assign(draft, path, draft.read(file), file)
+        file = rest.pop(0)[1:] or _path_after(draft, rest)
+        _assign(draft, model, path, _read(draft, file), file)
         return
     if equals:
         value = _parse(model, path, inline)
@@ -167,19 +196,23 @@ def _merge_option(draft: Draft, model: type[Config], token: str, rest: list[str]
         path, value = negated, False
     elif is_flag(annotation_at(model, path)) and (not rest or rest[0] not in ("true", "false")):
         if rest and not _is_argument(rest[0]):
-            raise ConfigError(f"--{name} {rest[0]} is refused: write '--{name}', or '--{name} false'")
+            raise ConfigError(f"--{name} {rest.pop(0)} is refused: write '--{name}', or '--{name} false'")
         value = True
     elif rest and not _is_argument(rest[0]):
         value = _parse(model, path, rest.pop(0))
     elif is_table(annotation_at(model, path)) and (table := model_at(model, path)) is not None:
         raise ConfigError(f"'--{name}' is a table; write '--{name}.KEY', of {', '.join(table.model_fields)}")
     else:
-        raise ConfigError(f"option '--{name}' has no value; write '--{name} VALUE' or '--{name}=VALUE'")
-    _assign(draft, path, value, f"--{name}")
+        unknown = path[0] not in model.model_fields
+        meant = near_flag(model, name, draft.flags) if unknown else ""
+        remedy = meant or f"write '--{name} VALUE' or '--{name}=VALUE'"
+        raise ConfigError(f"option '--{name}' has no value; {remedy}")
+    _assign(draft, model, path, value, f"--{name}")
 
 
-def _path_after(rest: list[str]) -> str:
+def _path_after(draft: Draft, rest: list[str]) -> str:
     if not rest:
+        draft.lacks_a_file = True
         raise ConfigError("'@' is followed by nothing; write the path of a TOML file after it")
     return rest.pop(0)
 
@@ -210,11 +243,21 @@ def _parse(model: type[Config], path: tuple[str, ...], text: str) -> Any:
     return document["value"] if len(document) == 1 else text
 
 
-def _assign(draft: Draft, path: tuple[str, ...], value: Any, origin: str) -> None:
+def _assign(draft: Draft, model: type[Config], path: tuple[str, ...], value: Any, origin: str) -> None:
     node: Any = draft.values
     for depth, part in enumerate(path[:-1]):
         if isinstance(node, list):
             node = node[_index(node, part, origin)]
+        elif (
+            path[depth + 1].isdecimal()
+            and part not in node
+            and is_array(annotation_at(model, path[: depth + 1]))
+        ):
+            outer = ".".join(path[: depth + 1])
+            raise ConfigError(
+                f"{origin} cannot be set: no file before it has a list {outer}; write [[{outer}]] in a file, "
+                f"or --{outer} '[{{...}}]'"
+            )
         else:
             node = node.setdefault(_existing(node, part), {})
         if not isinstance(node, (dict, list)):

@@ -12,13 +12,14 @@ import sys
 from collections.abc import Callable
 from typing import TypeVar
 
-from quartet.config.load import load, usage
+from quartet.config.load import Draft, load, usage
 from quartet.config.model import Config, ConfigError
 from quartet.kit.standard_streams import hold_closed, unread
 
 C = TypeVar("C", bound=Config)
 
 EXIT_CONFIG = 2
+FLAGS = ("--dry-run", "--preflight", "--help")
 
 
 def main(
@@ -37,7 +38,7 @@ def main(
     try:
         if "--help" in arguments or "-h" in arguments:
             return _say(usage(model))
-        loaded = load(model, arguments)
+        loaded = load(model, arguments, Draft(flags=FLAGS))
         if loaded.preflight and preflight is not None:
             preflight(loaded.config)
         if loaded.dry_run or loaded.preflight:

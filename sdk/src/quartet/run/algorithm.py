@@ -14,6 +14,7 @@ import pydantic
 from pydantic import Field
 
 from quartet.config import Config
+from quartet.config.model import rule
 from quartet.run.presets import OF_THE_LOSS, PRESETS
 from quartet.run.values import Count, NonNegative, Number, Positive, PositiveCount, Text
 
@@ -170,8 +171,8 @@ class AlgorithmConfig(Config):
                 raise ValueError("the ratio is clipped to 1 - clip_low at least; set it below 1")
         return value
 
-    @pydantic.model_validator(mode="after")
-    def _ratio_is_read(self) -> Self:
+    @rule
+    def _ratio_is_read(self) -> None:
         if self.loss not in RATIO_LOSSES:
             unread = {
                 "delta": self.delta is not None,
@@ -194,19 +195,17 @@ class AlgorithmConfig(Config):
             raise ValueError(
                 "correction weighs the proximal policy against the sampler; set proximal to true"
             )
-        return self
 
-    @pydantic.model_validator(mode="after")
-    def _constant_is_used(self) -> Self:
+    @rule
+    def _constant_is_used(self) -> None:
         if self.constant_tokens is not None and self.normalised_by != "constant":
             raise ValueError(
                 f'constant_tokens belongs to aggregation = "constant", which here is "{self.normalised_by}"; '
                 "choose it, or remove constant_tokens"
             )
-        return self
 
-    @pydantic.model_validator(mode="after")
-    def _spread_is_wanted(self) -> Self:
+    @rule
+    def _spread_is_wanted(self) -> None:
         if self.dynamic_sampling and not self.compares:
             raise ValueError(
                 f'dynamic_sampling looks for rewards that differ, and advantage = "{self.advantage}" learns '
@@ -216,10 +215,9 @@ class AlgorithmConfig(Config):
             raise ValueError(
                 "max_resample bounds dynamic_sampling, which is off; set that to true, or remove it"
             )
-        return self
 
-    @pydantic.model_validator(mode="after")
-    def _reference_is_read(self) -> Self:
+    @rule
+    def _reference_is_read(self) -> None:
         if self.distill and self.loss in ("cross_entropy", "custom"):
             raise ValueError(
                 f'distill gives advantages to a policy gradient, which loss = "{self.loss}" is not'
@@ -237,7 +235,6 @@ class AlgorithmConfig(Config):
             )
         if (self.loss == "custom") != (self.custom is not None):
             raise ValueError('custom names the function of loss = "custom"; give both or neither')
-        return self
 
 
 class KlPenaltyConfig(Config):

@@ -8,13 +8,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import Field
+from pydantic_core import PydanticCustomError
 
 from quartet.config import Config
 from quartet.config.load import parse_toml, validate
+from quartet.config.model import NOT_GIVEN, rule
 from quartet.run.algorithm import AlgorithmConfig, KlPenaltyConfig, with_kl_penalty
 from quartet.run.difficulty import DifficultyFilterConfig
 from quartet.run.evaluation import EvalConfig, EvalTrial
@@ -193,8 +195,8 @@ class RunConfig(Config):
             raise ValueError(f"the run ends before, at max_steps = {info.data['max_steps']}; set it to less")
         return warmup_steps
 
-    @pydantic.model_validator(mode="after")
-    def _decay_has_room(self) -> Self:
+    @rule
+    def _decay_has_room(self) -> None:
         if self.lr_scheduler in ("linear", "cosine") and self.warmup_steps >= self.max_steps:
             raise ValueError(
                 f'lr_scheduler = "{self.lr_scheduler}" needs steps after the warm-up, and max_steps = '
@@ -212,10 +214,9 @@ class RunConfig(Config):
                 f'lr_scheduler = "warmup_stable_decay" needs decay_steps from 1 to '
                 f"{self.max_steps - self.warmup_steps}, the steps after the warm-up, not {self.decay_steps}"
             )
-        return self
 
-    @pydantic.model_validator(mode="after")
-    def _optimizer_has_it(self) -> Self:
+    @rule
+    def _optimizer_has_it(self) -> None:
         if self.momentum is not None and self.optimizer == "adamw":
             raise ValueError('momentum belongs to optimizer = "sgd" or "muon"; remove it, or set adam_beta1')
         if self.adamw_learning_rate is not None:
@@ -223,7 +224,6 @@ class RunConfig(Config):
                 raise ValueError('adamw_learning_rate belongs to optimizer = "muon"; remove it')
             if self.learning_rate == 0:
                 raise ValueError("adamw_learning_rate keeps its proportion to learning_rate, which is 0")
-        return self
 
     @pydantic.field_validator("max_concurrent")
     @classmethod
@@ -242,11 +242,13 @@ class RunConfig(Config):
     @classmethod
     def _distinct(cls, env: tuple[EnvConfig, ...]) -> tuple[EnvConfig, ...]:
         if not env:
-            raise ValueError('a run needs an environment; add a table [[env]] with id = "..."')
+            raise PydanticCustomError(
+                NOT_GIVEN, 'a run needs an environment; add a table [[env]] with id = "..."'
+            )
         return distinct(env)
 
-    @pydantic.model_validator(mode="after")
-    def _credit_is_defined(self) -> Self:
+    @rule
+    def _credit_is_defined(self) -> None:
         advantage = self.algorithm.advantage
         if self.algorithm.compares and self.rollouts_per_example < 2:
             raise ValueError(
@@ -259,10 +261,9 @@ class RunConfig(Config):
                 f'sampling.max_tokens is not set, and algorithm.{key} = "{getattr(self.algorithm, key)}" '
                 "divides by it; set it, or algorithm.constant_tokens"
             )
-        return self
 
-    @pydantic.model_validator(mode="after")
-    def _resamples_by_one_rule(self) -> Self:
+    @rule
+    def _resamples_by_one_rule(self) -> None:
         if self.difficulty_filter.enabled and self.algorithm.max_resample is not None:
             raise ValueError(
                 f"algorithm.max_resample = {self.algorithm.max_resample} is not read where difficulty_filter "
@@ -274,20 +275,18 @@ class RunConfig(Config):
                 f"difficulty_filter.min_reward_variance = {variance} looks for rewards that differ, and "
                 f'algorithm.advantage = "{self.algorithm.advantage}" learns without; remove it'
             )
-        return self
 
-    @pydantic.model_validator(mode="after")
-    def _minibatches_are_equal(self) -> Self:
+    @rule
+    def _minibatches_are_equal(self) -> None:
         if self.groups_per_batch % self.algorithm.num_minibatches:
             raise ValueError(
                 f"algorithm.num_minibatches = {self.algorithm.num_minibatches} does not divide the "
                 f"{self.groups_per_batch} groups of a batch (batch_size / rollouts_per_example); set it to a "
                 "number that does"
             )
-        return self
 
-    @pydantic.model_validator(mode="after")
-    def _leaves_training_to_its_trainer(self) -> Self:
+    @rule
+    def _leaves_training_to_its_trainer(self) -> None:
         defaults = type(self).model_fields
         for key in OF_THE_TRAINER if self.external_trainer else ():
             if getattr(self, key) != defaults[key].get_default(call_default_factory=True):
@@ -295,32 +294,29 @@ class RunConfig(Config):
                     f"{key} is a setting of Quartet's trainer, and external_trainer = true; remove it here, "
                     "and set it in the program that trains"
                 )
-        return self
 
-    @pydantic.model_validator(mode="after")
-    def _teacher_is_comparable(self) -> Self:
+    @rule
+    def _teacher_is_comparable(self) -> None:
         reference = self.algorithm.reference
         if reference is not None and reference.address and self.sampling.temperature != 1.0:
             raise ValueError(
                 f"sampling.temperature = {self.sampling.temperature} is refused: algorithm.reference.address "
                 "scores at temperature 1; set it to 1, or let the trainer hold the model"
             )
-        return self
 
-    @pydantic.model_validator(mode="after")
-    def _evaluates_something(self) -> Self:
+    @rule
+    def _evaluates_something(self) -> None:
         if self.eval.num_examples:
-            return self
+            return
         for key, given in (("interval", self.eval.interval or ""), ("env", "[...]" if self.eval.env else "")):
             if given:
                 raise ValueError(
                     f"eval.{key} = {given} has nothing to evaluate; set eval.num_examples above 0, or remove "
                     f"eval.{key}"
                 )
-        return self
 
-    @pydantic.model_validator(mode="after")
-    def _evaluation_fits(self) -> Self:
+    @rule
+    def _evaluation_fits(self) -> None:
         for trial in self.trials:
             if self.max_concurrent < trial.rollouts_per_example:
                 raise ValueError(
@@ -328,10 +324,9 @@ class RunConfig(Config):
                     f"{trial.rollouts_per_example}, which run together; set max_concurrent to at least "
                     f"{trial.rollouts_per_example}"
                 )
-        return self
 
-    @pydantic.model_validator(mode="after")
-    def _can_verify(self) -> Self:
+    @rule
+    def _can_verify(self) -> None:
         # The sampler's log-probabilities are those after penalties; the trainer's forward knows no penalties.
         penalties = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         for key, neutral in penalties.items():
@@ -341,7 +336,6 @@ class RunConfig(Config):
                     f"sampling.{key} = {value} makes log-probabilities that the trainer cannot verify; "
                     "remove it, or set checks.verify_logprobs to false"
                 )
-        return self
 
 
 def parse_run(toml_text: str) -> RunConfig:

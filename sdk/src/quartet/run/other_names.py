@@ -16,6 +16,7 @@ SAME: Mapping[str, str] = {
     "model_name_or_path": "model",
     "lr": "learning_rate",
     "actor_learning_rate": "learning_rate",
+    "policy_lr": "learning_rate",
     "lr_scheduler_type": "lr_scheduler",
     "num_warmup_steps": "warmup_steps",
     "lr_warmup_steps": "warmup_steps",

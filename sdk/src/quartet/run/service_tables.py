@@ -1,7 +1,7 @@
 """The deployment tables of a run's file: carried to the services, which alone know their keys.
 
-1. prime-rl has a run's keys in the tables of its programs. Where one stands in a table here, the refusal says
-   where it goes: the service does not know what a run is made of.
+1. prime-rl has a run's keys in the tables of its programs. Where one stands in a table here, a refusal of
+   each says where it goes: the service does not know what a run is made of.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from typing import Annotated, Any
 
 import pydantic
 
+from quartet.config.model import ELSEWHERE, wrong
 from quartet.run.other_names import AS_TABLES, REMEDIES, SAME
 from quartet.run.values import Table
 
 _MODEL = "set 'model' at the top of the file to the model's folder"
+_ENV = "write [[env]] alone, for each environment"
 _LOG = "set 'log_level' in this table"
 
 #: Keys of others' tables that the service of that name has not; each is at the top of the file, or called
@@ -27,7 +29,7 @@ MISPLACED: Mapping[str, Sequence[str]] = {
         *("train_batch_size", "wandb", "warmup_steps", "weight_broadcast", "weight_decay"),
     ),
     "orchestrator": (
-        *("async_level", "batch_size", "buffer", "ckpt", "env", "eval", "group_size", "lr"),
+        *("async_level", "batch_size", "buffer", "ckpt", "eval", "group_size", "lr"),
         *("max_async_level", "max_off_policy_steps", "max_steps", "optim", "rollouts_per_example"),
         *("rollouts_per_prompt", "sampling", "seed", "seq_len", "wandb", "weight_broadcast"),
     ),
@@ -35,7 +37,7 @@ MISPLACED: Mapping[str, Sequence[str]] = {
         *("gpu_memory_utilization", "parallel", "sampling", "seq_len", "tensor_parallel_size"),
         "weight_broadcast",
     ),
-    "envhost": ("env",),
+    "envhost": (),
 }
 
 #: Others, and what to write.
@@ -48,6 +50,7 @@ IN_TABLES: Mapping[str, Mapping[str, str]] = {
     },
     "orchestrator": {
         "model": _MODEL,
+        "env": _ENV,
         "train": "[sampling], [[env]] and [algorithm] stand at the top of the file",
         "advantage": REMEDIES["advantage_estimator"],
         "filters": "write a table [difficulty_filter]",
@@ -58,16 +61,20 @@ IN_TABLES: Mapping[str, Mapping[str, str]] = {
         "enforce_eager": REMEDIES["gpu_memory_utilization"],
         "log": _LOG,
     },
-    "envhost": {},
+    "envhost": {"env": _ENV},
 }
 
 
 def _without_keys_of_a_run(table: dict[str, Any], info: pydantic.ValidationInfo) -> dict[str, Any]:
     service = str(info.field_name)
     remedies = {name: _at_the_top(name) for name in MISPLACED[service]} | dict(IN_TABLES[service])
-    for name, remedy in remedies.items():
-        if _holds(table, name.split(".")):
-            raise ValueError(f"{name!r} is no key of [{service}]; {remedy}")
+    problems = [
+        (ELSEWHERE, tuple(name.split(".")), table, remedy)
+        for name, remedy in remedies.items()
+        if _holds(table, name.split("."))
+    ]
+    if problems:
+        raise wrong(service, *problems)
     return table
 
 

@@ -75,7 +75,7 @@ def read(options: argparse.Namespace, rest: list[str]) -> RunConfig:
         given.append(f"--model={options.key_model}")
     if named:
         given.append(f"--env={inline([{'id': named, 'args': args}])}")
-    return load_run([*rest, *given]).config
+    return load_run([*rest, *given], flags=options.flags).config
 
 
 def trials(options: argparse.Namespace, config: RunConfig) -> list[Trial]:

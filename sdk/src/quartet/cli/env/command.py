@@ -24,6 +24,7 @@ from quartet.cli.eval.rollouts import describe, reference, tasks_of
 from quartet.cli.eval.services import deploy, with_host
 from quartet.cli.eval.source import Source, choose
 from quartet.config import ConfigError, load, validate
+from quartet.config.load import Draft
 from quartet.local.beside import AddressBook
 
 ORACLE = "oracle"
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _config(options: argparse.Namespace, keys: list[str]) -> EvalFileConfig:
-    config = load(EvalFileConfig, keys).config
+    config = load(EvalFileConfig, keys, Draft(flags=options.flags)).config
     one = validate(OneEvalConfig, {"id": options.environment, "args": env_args(options)})
     return config.model_copy(update={"eval": (one,)})
 

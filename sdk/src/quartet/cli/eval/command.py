@@ -31,6 +31,7 @@ from quartet.cli.eval.services import deploy, with_host
 from quartet.cli.eval.source import Source, choose
 from quartet.cli.held import held
 from quartet.config import ConfigError, load, validate
+from quartet.config.load import Draft
 from quartet.errors import QuartetError
 from quartet.kit.folder import check_folder
 from quartet.local.beside import AddressBook
@@ -91,9 +92,8 @@ def _play(plan: Plan, specs: Sequence[ChildSpec], *, plain: bool) -> None:
 def read(options: argparse.Namespace, rest: list[str]) -> EvalFileConfig:
     """The configuration of the file, the flags and the environment named before them. Raises ConfigError."""
     named, rest = environment_first(rest)
-    config = load(
-        EvalFileConfig, [*rest, *given_keys(options, MODEL_KEYS), *given_keys(options, PLAY_KEYS)]
-    ).config
+    keys = [*rest, *given_keys(options, MODEL_KEYS), *given_keys(options, PLAY_KEYS)]
+    config = load(EvalFileConfig, keys, Draft(flags=options.flags)).config
     args = env_args(options)
     if named and config.evals:
         raise ConfigError(f"environment {named!r} is named beside [[eval]] of a file; name it in one place")

@@ -40,6 +40,7 @@ from quartet.cli.gepa.policies import Prompted, ReplicaPolicy
 from quartet.cli.held import held
 from quartet.cli.outputs import Row, write_json
 from quartet.config import ConfigError, load
+from quartet.config.load import Draft
 from quartet.errors import QuartetError
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.folder import check_folder
@@ -144,7 +145,7 @@ def read(options: argparse.Namespace, rest: list[str]) -> GepaConfig:
         given.append(f"--env={inline({'id': named, **({'args': args} if args else {})})}")
     elif args:
         raise ConfigError("--env-args is for an environment named on the command line; write env.args")
-    config = load(GepaConfig, [*rest, *given]).config
+    config = load(GepaConfig, [*rest, *given], Draft(flags=options.flags)).config
     if config.env is None:
         raise ConfigError("no environment is named; write quartet gepa ENVIRONMENT, or [env] in a file")
     return config

@@ -16,7 +16,7 @@ from quartet.cli.job import model_path
 from quartet.cli.outputs import append_line, take_model
 from quartet.cli.sft.chats import Chats, batches, read_chats
 from quartet.cli.sft.place import CHECKPOINT, METRICS, Calls, cut_metrics, taken
-from quartet.config.load import load
+from quartet.config.load import Draft, load
 from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, unary
 from quartet.kit.channel import connect
@@ -43,7 +43,7 @@ SCHEDULES = {"constant": pb.SCHEDULE_CONSTANT, "linear": pb.SCHEDULE_LINEAR, "co
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:
     """The command. `rest` is what argparse left: `@ file.toml --key value`."""
-    config = load(SftConfig, rest).config
+    config = load(SftConfig, rest, Draft(flags=options.flags)).config
     config = config.model_copy(update={"model": model_path(config.model)})
     output: Path = options.output_dir.absolute()
     chats = read_chats(config.data, Path(config.model), config.roles, config.max_tokens)

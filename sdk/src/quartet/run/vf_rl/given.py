@@ -122,7 +122,12 @@ def shown(key: str, value: Any, why: str) -> str:
     return f"{key} = {json.dumps(value, default=str)} ({why})"
 
 
-def refuse(key: str, value: Any, remedy: str) -> NoReturn:
-    """Raises ConfigError, with the value as JSON."""
+def refusal(key: str, value: Any, remedy: str) -> ConfigError:
+    """Of a key, with the value as JSON."""
     text = json.dumps(value, default=str)
-    raise ConfigError(f"{key} = {text} is refused: {remedy}", key=key, value=text, remedy=remedy)
+    return ConfigError(f"{key} = {text} is refused: {remedy}", key=key, value=text, remedy=remedy)
+
+
+def refuse(key: str, value: Any, remedy: str) -> NoReturn:
+    """Raises ConfigError."""
+    raise refusal(key, value, remedy)

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
-from quartet.run.vf_rl.given import Given, Tables, refuse, shown
+from quartet.config import ConfigError
+from quartet.config.refusals import together
+from quartet.run.vf_rl.given import Given, Tables, refusal, refuse, shown
 from quartet.run.vf_rl.keys import (
     ALWAYS,
     DEFAULTS,
@@ -58,22 +61,26 @@ def translate(
 ) -> Translation:
     """The run. `wandb_project`: for the table [wandb]; None where a run has none. Raises ConfigError."""
     given = Given.of(tables)
-    _refusals(given)
     run = _Run()
     for path, fixed in ALWAYS.items():
         run.put(path, fixed, "what vf-rl always does")
-    _environment(given, run)
     for key, path in SAME.items():
         run.copy(given, key, path)
-    _sampling(given, run)
-    _batches(given, run)
-    _optimizer(given, run)
-    _lora(given, run)
-    _checkpoints(given, run)
-    _evaluations(given, run)
-    _trainer(given, run)
-    _inference(given, run, engine)
-    _reports(given, run, wandb_project)
+    parts: tuple[Callable[[], object], ...] = (
+        *(partial(part, given, run) for part in _PARTS),
+        lambda: _inference(given, run, engine),
+        lambda: _reports(given, run, wandb_project),
+        lambda: given.text("run_name"),
+        lambda: given.text("output_dir"),
+    )
+    refused = [*_refusals(given)]
+    for part in parts:
+        try:
+            part()
+        except ConfigError as error:
+            refused.append(error)
+    if refused:
+        raise together(refused)
     told = [key for key in WITHOUT_EFFECT if key in given.args or key in TOLD_ALWAYS]
     run.unread += [shown(f"trainer.args.{key}", given.value(key), WITHOUT_EFFECT[key]) for key in told]
     _merge(run.tables, given.others)
@@ -200,7 +207,7 @@ def _evaluations(given: Given, run: _Run) -> None:
             refuse("trainer.args.eval_strategy", other, 'choose "steps", with eval_steps, or "no"')
 
 
-def _refusals(given: Given) -> None:
+def _refusals(given: Given) -> Iterator[ConfigError]:
     """What would be trained otherwise than the file says."""
     told: tuple[tuple[str, Any, str], ...] = (
         ("mask_env_responses", True, "tokens of environments are never learned here; remove it"),
@@ -218,13 +225,13 @@ def _refusals(given: Given) -> None:
     )
     for key, only, remedy in told:
         if given.value(key) not in (only, None, "", False if only is None else only):
-            refuse(f"trainer.args.{key}", given.value(key), remedy)
+            yield refusal(f"trainer.args.{key}", given.value(key), remedy)
     known = {*DEFAULTS, *INHERITED, *WITHOUT_EFFECT}
     for key, value in given.args.items():
         if key not in known:
             close = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.75)
             remedy = f"did you mean {close[0]!r}?" if close else "Quartet has no such setting; remove it"
-            refuse(f"trainer.args.{key}", value, OF_GRPO.get(key, remedy))
+            yield refusal(f"trainer.args.{key}", value, OF_GRPO.get(key, remedy))
 
 
 def _trainer(given: Given, run: _Run) -> None:
@@ -232,6 +239,9 @@ def _trainer(given: Given, run: _Run) -> None:
     # bf16 = true is what the trainer does by itself wherever RLTrainer runs: on a GPU.
     if not given.flag("bf16"):
         run.put("compute_dtype", "float32", given.source("bf16"))
+
+
+_PARTS = (_environment, _sampling, _batches, _optimizer, _lora, _checkpoints, _evaluations, _trainer)
 
 
 def _inference(given: Given, run: _Run, engine: Engine) -> None:
