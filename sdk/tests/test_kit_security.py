@@ -84,6 +84,12 @@ async def test_plaintext_clients_stay_on_this_machine() -> None:
     check_client("trainer:50051", ClientSecurity(tls=True))
 
 
+def test_a_port_that_is_none_is_no_other_one() -> None:
+    for address, security in (("127.0.0.1:65536", ClientSecurity()), ("t:99999", ClientSecurity(tls=True))):
+        with pytest.raises(ConfigError, match="ports end at 65535"):
+            check_client(address, security)
+
+
 async def test_a_server_refuses_before_it_binds() -> None:
     with pytest.raises(ConfigError, match="plaintext"):
         await start([SERVICE], ServerConfig(address="0.0.0.0:0"), Health())

@@ -58,9 +58,11 @@ def test_ports_are_distinct_and_a_taken_one_is_refused() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(AddressRefused, match=f"127.0.0.1:{port}: Address already in use; choose another"):
             resolve([f"127.0.0.1:{port}"])
-    for address in ("127.0.0.1", "127.0.0.1:", "127.0.0.1:65536", "127.0.0.1:-1"):
+    for address in ("127.0.0.1", "127.0.0.1:", "127.0.0.1:65536", "127.0.0.1:-1", 3, "3"):
         with pytest.raises(AddressRefused, match="is no host:port"):
             resolve([address])
+    with pytest.raises(AddressRefused, match=f"cannot listen on {'ä' * 64}:0: there can be no such host"):
+        resolve([f"{'ä' * 64}:0"])
 
 
 def test_the_services_point_at_each_other(tmp_path: Path) -> None:
@@ -137,8 +139,33 @@ def test_an_interpreter_that_is_not_there_is_refused(tmp_path: Path, python: obj
 def test_a_port_in_use_is_refused_in_a_sentence(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=f"cannot listen on {address}"):
+        with pytest.raises(ConfigError, match=f"^trainer.server.address: cannot listen on {address}"):
             wire("m", tmp_path, {"trainer": {"server": {"address": address}}})
+
+
+def test_a_table_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^inference\.server = 3 is refused: should be a table"):
+        wire("m", tmp_path, {"trainer": {}, "inference": {"server": 3}})
+
+
+async def test_every_service_says_all_that_it_refuses(tmp_path: Path) -> None:
+    def spec(name: str, code: str) -> ChildSpec:
+        return ChildSpec(name, [sys.executable, "-c", code], "", tmp_path / "log", tmp_path / "port")
+
+    many = (
+        "import sys; assert sys.argv[1] == '--dry-run'; sys.exit('error: one\\n  also: two\\n  and 3 more')"
+    )
+    with pytest.raises(ConfigError) as caught:
+        await check(
+            [
+                spec("trainer", many),
+                spec("inference-1", "import sys; sys.exit('error: x')"),
+                spec("inference-2", "import sys; sys.exit('error: x')"),
+            ],
+            of_machine=False,
+        )
+    told = ["[trainer] one", "[trainer] two\n  and 3 more", "[inference] x"]
+    assert [str(one) for one in caught.value.each] == told
 
 
 async def test_a_refusal_names_the_service_and_keeps_its_sentence(tmp_path: Path) -> None:

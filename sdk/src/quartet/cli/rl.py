@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.cli import exits
+from quartet.cli.carried import refused_by_services
 from quartet.cli.display import Display, Plain
 from quartet.cli.drive import Listen, Outcome, RunRefused, by_signals, drive
 from quartet.cli.env.installed import REFUSALS, with_interpreters
@@ -48,6 +49,7 @@ from quartet.cli.wandb.child import STOPPED_CODE, Ending
 from quartet.cli.wandb.reporter import check as check_wandb
 from quartet.cli.wandb.reporter import reporting
 from quartet.config import ConfigError
+from quartet.config.refusals import together
 from quartet.errors import QuartetError
 from quartet.local.child import ChildSpec
 from quartet.local.deployment import SERVICES, check, wire, write
@@ -113,14 +115,17 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     if folder is None and options.resume:
         raise ConfigError(how_to_resume(None))
     folder = folder or default_folder(rest, found.name)
-    job = prepared(
-        found.config,
-        folder,
-        options.run_id,
-        resume=options.resume,
-        overwrite=options.overwrite,
-        words=_words(rest),
-    )
+    try:
+        job = prepared(
+            found.config,
+            folder,
+            options.run_id,
+            resume=options.resume,
+            overwrite=options.overwrite,
+            words=_words(rest),
+        )
+    except ConfigError as error:
+        raise together([error, *refused_by_services(found.config.model_dump())]) from None
     if (done := completed_before(job)) is not None and not options.dry_run:
         return _completed_again(job, done)
     check_services(job)

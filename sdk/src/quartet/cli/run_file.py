@@ -13,10 +13,11 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from quartet.cli.carried import refused_by_services
 from quartet.config import Config, ConfigError, load
 from quartet.config.keys import annotation_at, is_table
 from quartet.config.load import Draft, merged, read_toml
@@ -46,16 +47,21 @@ class _VfRlTables(Config):
 
 
 def load_run(argv: list[str], *, starts_services: bool = True, flags: Collection[str] = ()) -> RunFile:
-    """Parse and validate. `flags` are the command's options that are no keys. Raises ConfigError."""
+    """Parse and validate. `flags` are the command's options that are no keys. `starts_services`: here, so
+    that they look at their tables of a run that is refused. Raises ConfigError.
+    """
     # Once each: what a shell's <(...) names can be read no second time.
     once = cache(read_toml)
 
     def read(path: str) -> dict[str, Any]:
         return deepcopy(once(path))  # a file may stand for two tables, which go their own ways
 
+    begun = partial(Draft, read=read, flags=flags)
+    if starts_services:
+        begun = partial(begun, of_carried=refused_by_services)
     files = [path for path in _files(argv) if _is_vf_rl(path, read)]
     if not files:
-        return RunFile(load(RunConfig, argv, Draft(read=read, flags=flags)).config, argv)
+        return RunFile(load(RunConfig, argv, begun()).config, argv)
     theirs, ours = _parted(argv, files)
     said = merged(_VfRlTables, theirs, Draft(read=read))
     if starts_services:
@@ -68,11 +74,10 @@ def load_run(argv: list[str], *, starts_services: bool = True, flags: Collection
         # What is said in Quartet's keys can be looked at all the same.
         own = {key: value for key, value in said.values.items() if key not in _VfRlTables.model_fields}
         refused = [*said.refused, error]
-        rest = Draft(own, said.origins, read=read, flags=flags, refused=refused, lacks_a_file=True)
+        rest = begun(own, said.origins, refused=refused, lacks_a_file=True)
         raise _refusal_of(ours, rest) from None
     origins = {**said.origins, **{path: _place(source, said) for path, source in run.origins.items()}}
-    draft = Draft(run.tables, origins, read=read, flags=flags, refused=said.refused)
-    config = load(RunConfig, ours, draft).config
+    config = load(RunConfig, ours, begun(run.tables, origins, refused=said.refused)).config
     print(f"{', '.join(files)}: read as vf-rl; --dry-run shows the run that it is here", file=sys.stderr)
     if run.without_effect:
         print(f"without effect here: {'; '.join(run.without_effect)}", file=sys.stderr)

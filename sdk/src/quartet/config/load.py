@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -54,13 +54,18 @@ class Draft:
     #: What was refused of the arguments so far; of a file, nothing was read.
     refused: list[ConfigError] = field(default_factory=list)
     lacks_a_file: bool = False
+    #: What else is wrong with values that are refused: with tables that the model carries and does not read.
+    of_carried: Callable[[dict[str, Any]], Iterable[ConfigError]] = lambda values: []
 
 
 def load(model: type[C], argv: list[str], start: Draft | None = None) -> Loaded[C]:
     """Parse and validate an argument list, laid over `start`. Raises ConfigError."""
     draft = merged(model, argv, start)
     source = Source(draft.origins, draft.flags, bool(draft.refused), draft.lacks_a_file)
-    config = _validated(model, draft.values, source, draft.refused)
+    try:
+        config = _validated(model, draft.values, source, draft.refused)
+    except ConfigError as error:
+        raise together([error, *draft.of_carried(draft.values)]) from None
     return Loaded(config, dry_run=draft.dry_run, preflight=draft.preflight)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from quartet.config.load import validate
 from quartet.config.model import ConfigError
+from quartet.config.refusals import together
 from quartet.grpo.arguments import GRPOConfig
 from quartet.run.config import RunConfig
 
@@ -66,12 +67,16 @@ def checked(draft: Draft) -> RunConfig:
     try:
         return validate(RunConfig, _laid_over(draft.table, overrides))
     except ConfigError as error:
-        sentence = _by_argument(draft, error)
-        raise ConfigError(sentence, key=error.key, value=error.value, remedy=error.remedy) from None
+        raise together(_named(draft, one) for one in error.each) from None
+
+
+def _named(draft: Draft, error: ConfigError) -> ConfigError:
+    """A refusal of a run, by the names that the script knows."""
+    sentence = _by_argument(draft, error)
+    return ConfigError(sentence, key=error.key, value=error.value, remedy=error.remedy)
 
 
 def _by_argument(draft: Draft, error: ConfigError) -> str:
-    """A refusal of a run, by the names that the script knows."""
     name = draft.names.get(error.key)
     if name is None:
         # It is about several keys together, of which the remedy names some.

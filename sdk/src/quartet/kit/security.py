@@ -25,6 +25,7 @@ from quartet.config import Config, ConfigError
 
 # A file that holds more is not a token.
 MAX_TOKEN_BYTES = 4096
+MAX_PORT = 65535
 
 
 class ServerTls(Config):
@@ -147,11 +148,14 @@ def check_server(address: str, tls: ServerTls | None, token: TokenFile | None, *
 
 def check_client(address: str, security: ClientSecurity) -> None:
     """Refuse to send prompts, weights and tokens in plaintext off this machine. Raises ConfigError."""
+    port = address.rpartition(":")[2]
+    if port.isdecimal() and int(port) > MAX_PORT:  # gRPC takes it for another one
+        raise ConfigError(f"address {address!r} is no address: ports end at {MAX_PORT}")
     if security.encrypted or security.insecure_ok_off_loopback or is_loopback(address):
         return
     if "://" in address:
         raise ConfigError(f"address {address!r} is a URL; write host:port")
-    if not address.rpartition(":")[2].isdecimal():
+    if not port.isdecimal():
         raise ConfigError(f"address {address!r} has no port; write host:port")
     raise ConfigError(
         f"address {address!r} is off loopback and the channel is plaintext; set ca_file (or tls = true), "

@@ -35,10 +35,9 @@ from quartet.kit.intercept import ServerInterceptor
 from quartet.kit.memory import tune_allocator
 from quartet.kit.metrics import MetricsServer, start_metrics
 from quartet.kit.options import server_options
-from quartet.kit.security import ServerTls, TokenFile, check_server, server_credentials
+from quartet.kit.security import MAX_PORT, ServerTls, TokenFile, check_server, server_credentials
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
-MAX_PORT = 65535
 
 log = structlog.get_logger()
 

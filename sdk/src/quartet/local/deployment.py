@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config import ConfigError
+from quartet.config.refusals import ALSO, together
 from quartet.local.child import ChildSpec, child_environment
 from quartet.local.devices import shared_out
 from quartet.local.fork_client import possible
@@ -48,12 +49,15 @@ Table = dict[str, Any]
 
 def wire(model: str, data: Path, tables: Mapping[str, Table]) -> dict[str, Table]:
     """The complete config table of each process of the services in `tables`, every address in it final."""
+    for name, table in tables.items():
+        if not isinstance(server := table.get("server", {}), dict):
+            raise ConfigError(f"{name}.server = {server!r} is refused: should be a table")
     processes = _processes(shared_out(tables, os.environ.get(VISIBLE)))
     servers = [dict(table.get("server", {})) for table in processes.values()]
     try:
-        resolved = resolve([str(one.get("address", ANY_PORT)) for one in servers])
+        resolved = resolve([one.get("address", ANY_PORT) for one in servers])
     except AddressRefused as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(f"{service_of(list(processes)[error.at])}.server.address: {error}") from error
     addresses: dict[str, list[str]] = {name: [] for name in SERVICES}
     for name, address in zip(processes, resolved, strict=True):
         addresses[service_of(name)].append(address)
@@ -155,18 +159,26 @@ def _interpreter(process: str, table: Table) -> str:
     return os.path.abspath(found)
 
 
-async def check(specs: Sequence[ChildSpec], *, apart: bool = False) -> None:
-    """Preflight every service, `apart` never in this process. Raises ConfigError with the first refusal."""
-    refusals = await asyncio.gather(*(_refusal(spec, apart) for spec in specs))
-    for spec, refusal in zip(specs, refusals, strict=True):
-        if refusal:
-            raise ConfigError(f"[{service_of(spec.name)}] {refusal}")
+async def check(specs: Sequence[ChildSpec], *, apart: bool = False, of_machine: bool = True) -> None:
+    """Let every service look at its config, and unless told otherwise at the machine; `apart` never in this
+    process. Raises ConfigError with every refusal.
+    """
+    flag = "--preflight" if of_machine else "--dry-run"
+    said = await asyncio.gather(*(_refusal(spec, apart, flag) for spec in specs))
+    refusals = [
+        ConfigError(f"[{service_of(spec.name)}] {one}")
+        for spec, refusal in zip(specs, said, strict=True)
+        for one in refusal.split(ALSO)
+        if one
+    ]
+    if refusals:
+        raise together(refusals)
 
 
-async def _refusal(spec: ChildSpec, apart: bool) -> str:
+async def _refusal(spec: ChildSpec, apart: bool, flag: str) -> str:
     """What the service says against its config; empty where it accepts it."""
     here = not apart and list(spec.command[:2]) == [sys.executable, "-m"]
-    code, said = _preflight_here(spec) if here else await _preflight_apart(spec)
+    code, said = _preflight_here(spec, flag) if here else await _preflight_apart(spec, flag)
     if code == 0:
         return ""
     lines = said.strip().splitlines()
@@ -180,12 +192,12 @@ async def _refusal(spec: ChildSpec, apart: bool) -> str:
     return last.removeprefix("error: ").replace(f" (in {spec.command[-1]})", "")
 
 
-def _preflight_here(spec: ChildSpec) -> tuple[object, str]:
+def _preflight_here(spec: ChildSpec, flag: str) -> tuple[object, str]:
     """Exit code and stderr. What a service imports to look at its config is mostly imported here already: a
     process of its own would take half a second of CPU time more."""
     _, _, module, *arguments = spec.command
     said, own_arguments = io.StringIO(), sys.argv
-    sys.argv = [module, *arguments, "--preflight"]
+    sys.argv = [module, *arguments, flag]
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
             runpy.run_module(module, run_name="__main__")
@@ -198,10 +210,10 @@ def _preflight_here(spec: ChildSpec) -> tuple[object, str]:
     return 0, ""
 
 
-async def _preflight_apart(spec: ChildSpec) -> tuple[object, str]:
+async def _preflight_apart(spec: ChildSpec, flag: str) -> tuple[object, str]:
     """Exit code and stderr, of an interpreter that may have other packages."""
     process = await asyncio.create_subprocess_exec(
-        *spec.command, "--preflight",
+        *spec.command, flag,
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
         env=child_environment(spec.environment),
     )  # fmt: skip

@@ -23,28 +23,37 @@ MAX_TRIES: Final = 64
 
 
 class AddressRefused(ValueError):
-    """An address that the user asked for cannot be listened on."""
+    """An address that the user asked for cannot be listened on. `at`: which of those that were given."""
+
+    def __init__(self, sentence: str, at: int) -> None:
+        super().__init__(sentence)
+        self.at = at
 
 
-def resolve(addresses: Sequence[str]) -> list[str]:
+def resolve(addresses: Sequence[object]) -> list[str]:
     """Each `host:port` with port 0 replaced by a free port."""
     chosen: list[str] = []
     with ExitStack() as stack:
-        for address in addresses:
-            host, _, port = address.rpartition(":")
+        for at, address in enumerate(addresses):
+            host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
             host = host.strip("[]") or "127.0.0.1"
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            if not port.isdecimal() or int(port) > LAST_PORT:
-                raise AddressRefused(f"{address!r} is no host:port with a port from 0 to {LAST_PORT}")
+            if not colon or not port.isdecimal() or int(port) > LAST_PORT:
+                raise AddressRefused(f"{address!r} is no host:port with a port from 0 to {LAST_PORT}", at)
             candidates = [int(port)] if int(port) else random.sample(OWN_PORTS, MAX_TRIES)
-            listener = stack.enter_context(_listening(family, host, candidates))
+            try:
+                listener = stack.enter_context(_listening(family, host, candidates))
+            except (OSError, TypeError) as error:  # the latter of a host that can be no name
+                remedy = "choose another port, or 0 for a free one"
+                why = error.strerror if isinstance(error, OSError) else "there can be no such host"
+                raise AddressRefused(f"cannot listen on {address}: {why}; {remedy}", at) from error
             bound = listener.getsockname()[1]
             chosen.append(f"[{host}]:{bound}" if family == socket.AF_INET6 else f"{host}:{bound}")
     return chosen
 
 
 def _listening(family: socket.AddressFamily, host: str, candidates: Sequence[int]) -> socket.socket:
-    """A listener on the first of these ports that is free."""
+    """A listener on the first of these ports that is free. Errors: OSError, TypeError."""
     for port in candidates:
         listener = socket.socket(family, socket.SOCK_STREAM)
         # Connections of an ended service linger in TIME_WAIT; a restart on the same port must not trip over
@@ -58,6 +67,4 @@ def _listening(family: socket.AddressFamily, host: str, candidates: Sequence[int
             refused = error
         else:
             return listener
-    where = f"{host}:{candidates[-1]}"
-    remedy = "choose another port, or 0 for a free one"
-    raise AddressRefused(f"cannot listen on {where}: {refused.strerror}; {remedy}") from refused
+    raise refused

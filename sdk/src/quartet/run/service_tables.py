@@ -67,7 +67,7 @@ IN_TABLES: Mapping[str, Mapping[str, str]] = {
 
 def _without_keys_of_a_run(table: dict[str, Any], info: pydantic.ValidationInfo) -> dict[str, Any]:
     service = str(info.field_name)
-    remedies = {name: _at_the_top(name) for name in MISPLACED[service]} | dict(IN_TABLES[service])
+    remedies = _remedies(service)
     problems = [
         (ELSEWHERE, tuple(name.split(".")), table, remedy)
         for name, remedy in remedies.items()
@@ -76,6 +76,16 @@ def _without_keys_of_a_run(table: dict[str, Any], info: pydantic.ValidationInfo)
     if problems:
         raise wrong(service, *problems)
     return table
+
+
+def own_keys(service: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands in a service's table and is none of a run's keys."""
+    names = {name.partition(".")[0] for name in _remedies(service)}
+    return {key: value for key, value in table.items() if key.replace("-", "_") not in names}
+
+
+def _remedies(service: str) -> dict[str, str]:
+    return {name: _at_the_top(name) for name in MISPLACED[service]} | dict(IN_TABLES[service])
 
 
 def _at_the_top(name: str) -> str:
