@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from quartet.cli.__main__ import main
+from quartet.cli.job import Job
+from quartet.cli.run_file import load_run
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 FILE = """
 model = "{model}"
@@ -83,3 +88,98 @@ def test_a_misspelt_flag_is_told_from_a_key(
     arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert any(f"did you mean {meant}?" in line for line in _lines(arguments, capsys))
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a model, an environment, and files that are not what they are taken for."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("quartet.cli.env.installed.find", lambda module, python: (True, ""))
+    _make_model(Path("m"))
+    Path("bytes").write_bytes(b"a = \xff")
+    Path("other.toml").write_text("max_steps = 1")
+    for name, text in (("a", "x ="), ("b", "project = 3")):
+        Path(name).mkdir()
+        Path(name, "pyproject.toml").write_text(text)
+    Path("run").mkdir()
+    Path("run", "run.json").write_text('{"run_id": 3, "config_toml": 4}')
+    return tmp_path
+
+
+def _make_model(folder: Path) -> None:
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).touch()
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    Tokenizer(WordLevel({"x": 0}, "x")).save(str(folder / "tokenizer.json"))
+
+
+RUN = ["rl", "--model", "m", "--env", '[{id = "e"}]']
+SFT = ["sft", "--model", "m", "--data"]
+GEPA = ["gepa", "e", "-m", "m"]
+
+
+@pytest.mark.usefixtures("work")
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["rl", "@", "bytes"], "config file 'bytes' is not UTF-8 at byte 4"),
+        (["rl", "other.toml"], "argument 'other.toml' is not understood; write '@ other.toml'"),
+        ([*RUN, "--model="], "model = '' is refused: should not be empty"),
+        ([*RUN, "--env.-1.id=x"],
+         "--env.-1.id cannot be set: '-1' is not an index of a list of 1; for the first write --env.0.id"),
+        ([*RUN, "--resume", "--overwrite"], "--resume goes on with what --overwrite would delete"),
+        ([*RUN, "--envhost.environments", "3"], "[envhost] environments = 3 is refused: should be a table"),
+        ([*RUN, "--envhost.environments.e", "3"], "[envhost] environments.e = 3 is refused: should be"),
+        ([*RUN, "--trainer.server.tls.cert_file=x"], "or with '--trainer.server.tls.key_file VALUE'"),
+        ([*RUN, "--orchestrator.trainer_address=x"], "trainer_address: address 'x' has no port"),
+        ([*SFT, "nofile"], "data = 'nofile' cannot be read: No such file or directory"),
+        ([*SFT, "bytes"], "data = 'bytes' is not UTF-8 at byte 4"),
+        ([*SFT, ""], "data = '' is refused: should name a file or a folder"),
+        ([*SFT, "x", "--roles", '["me"]'], "roles.0 = 'me' is refused: should be 'system'"),
+        ([*SFT, "x", "--roles", "[]"], "roles = [] is refused: should have at least 1 item"),
+        ([*SFT, "x", "--output-dir", "bytes/x"], "bytes/x' cannot be used: "),
+        (["eval", "e", "-m", "x", "-b", "nourl"], "base_url = 'nourl' is refused: should be a URL"),
+        (["eval", "e", "-m", "x", "-e", "other.toml"], "unknown key 'max_steps' (in other.toml)"),
+        (["eval", "e", "-m", "m", "-R", "x", "--run-id", "y"], "--resume x and --run-id y name two runs"),
+        ([*GEPA, "--initial-prompt", "bytes"], "initial_prompt = 'bytes' is not UTF-8 at byte 4"),
+        ([*GEPA, "--initial-prompt", "no"], "initial_prompt = 'no' cannot be read: No such file"),
+        ([*GEPA, "--resume", "x", "--run-id", "y"], "--resume x and --run-id y name two runs"),
+        (["baseline", "e", "-m", "m", "--full-reward", "nan"], "--full-reward nan is refused"),
+        (["env", "check", "e", "--full-reward", "inf"], "--full-reward inf is refused"),
+        (["env", "list", "x"], "argument 'x' is not understood; see 'quartet env list --help'"),
+        (["env", "install", "a"], "config file 'a/pyproject.toml' is not valid TOML"),
+        (["env", "install", "b"], "b/pyproject.toml gives no name of a package"),
+        (["runs", "--orchestrator", "127.0.0.1:99999"], "ports end at 65535"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_by_every_command(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (line,) = _lines(arguments, capsys)
+    assert sentence in line
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_damaged_model_folder_is_refused(name: str, work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("m", name).write_text("{% if")
+    (line,) = _lines([*SFT, "x"], capsys)
+    assert f"of the model in {work / 'm'} cannot be read: " in line
+
+
+@pytest.mark.parametrize("arguments", [["rl", "--output-dir", ""], ["init", ""], ["export", "", "x"]])
+def test_an_empty_path_is_that_of_no_folder(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "it is empty; name a file or a folder" in capsys.readouterr().err
+
+
+def test_a_run_that_is_gone_on_with_has_its_own_name(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    going_on = [*RUN, "--resume", "--output-dir", "run"]
+    (line,) = _lines(going_on, capsys)
+    assert "run.json cannot be read (the run is not valid TOML" in line
+    job = Job(load_run([*RUN[1:], "--model", str(work / "m")]).config, "mine", work / "run")
+    (work / "run" / "run.json").write_text(json.dumps({"run_id": "mine", "config_toml": job.config_toml}))
+    (line,) = _lines([*going_on, "--run-id", "other"], capsys)
+    assert line.startswith("--run-id 'other': ") and "holds the run 'mine'; leave it out" in line

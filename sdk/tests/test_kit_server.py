@@ -17,7 +17,7 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from quartet.config import ConfigError
+from quartet.config import ConfigError, validate
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
 from quartet.kit.server import BindError, ServerConfig, Service, serve, start
@@ -159,6 +159,12 @@ async def test_two_servers_never_share_a_port() -> None:
         await running.stop(0)
     again = await start([SERVICE], ServerConfig(address=running.address), Health())
     await again.stop(0)
+
+
+@pytest.mark.parametrize("address", ["localhost", "a:b:c", ":1", "h:123456", "unix:", ""])
+def test_addresses_that_are_none(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"^address = .* is refused: should be host:port, such as"):
+        validate(ServerConfig, {"address": address})
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from quartet.errors import QuartetError
 from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 from quartet.weights.store import WeightStore
+from quartet_inference.config import InferenceConfig
 from quartet_inference.updates import ServedNews
 
 from .engine_calls import until
@@ -268,3 +269,5 @@ def test_dry_run_loads_no_torch(model_folder: Path, tmp_path: Path) -> None:
         timeout=60,
     )
     assert wrong.returncode == 2 and "kv_on_update" in wrong.stderr
+    with pytest.raises(ValueError, match="weights_address: address 'trainer' has no port; write host:port"):
+        InferenceConfig(model=model_folder, weights_address="trainer")

@@ -20,7 +20,7 @@ class GatewayConfig(HttpDoor):
     inference: list[str] = pydantic.Field(min_length=1)
     inference_security: ClientSecurity = ClientSecurity()
     # Where scripts find the gateway: TINKER_BASE_URL=http://ADDRESS. Port 0 takes any free one.
-    address: str = pydantic.Field(default="127.0.0.1:8010", pattern=r"^.+:\d{1,5}$")
+    address: str = pydantic.Field(default="127.0.0.1:8010", min_length=1)
     # One line that begins with "tml-", as the SDK wants it: what callers must have as TINKER_API_KEY. Re-read
     # when the file changes. Without it every key is accepted.
     api_key_file: Path | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from quartet.cli import exits
@@ -59,9 +60,17 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(flags=self._flags)
 
     def add_argument(self, *names: Any, **kwargs: Any) -> argparse.Action:
-        """Also note the long options."""
+        """Also note the long options; and no path is empty, as a shell's variable is that nobody set."""
         self._flags += [name for name in names if name.startswith("--")]
+        if kwargs.get("type") is Path:
+            kwargs["type"] = _path
         return super().add_argument(*names, **kwargs)
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; name a file or a folder")
+    return Path(text)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -173,7 +173,12 @@ def plan(
 ) -> Job:
     """The job, if its folder can be taken. Raises ConfigError."""
     if resume:
-        return _resumed(config, folder, words)
+        job = _resumed(config, folder, words)
+        if run_id not in (None, job.run_id):
+            raise ConfigError(
+                f"{words.run_id} {run_id!r}: {folder} holds the run {job.run_id!r}; leave it out"
+            )
+        return job
     above = next((part for part in (folder, *folder.absolute().parents) if part.exists()), folder)
     if above.exists() and not above.is_dir():
         raise ConfigError(f"output folder {folder}: {above} is a file; name {words.elsewhere}")
@@ -205,19 +210,20 @@ def _resumed(config: RunConfig, folder: Path, words: Words) -> Job:
         raise ConfigError(f"{words.resume}: {folder} holds no run; name {words.elsewhere}, that of one")
     try:
         known = json.loads(record.read_text())
-        run_id, config_toml = known["run_id"], known["config_toml"]
-    except (ValueError, KeyError, TypeError) as error:
+        run_id, config_toml = str(known["run_id"]), str(known["config_toml"])
+        begun = parse_run(config_toml)
+    except (ValueError, KeyError, TypeError, ConfigError) as error:
         raise ConfigError(
             f"{words.resume}: {record} cannot be read ({error}); start a new run in {words.elsewhere}"
         ) from error
     job = Job(config, run_id, folder, resumed=True, words=words)
     # Parsed: a newer release may write more defaults down.
-    before, after = parse_run(config_toml), parse_run(job.config_toml)
-    if after.max_steps > before.max_steps:
-        _check_completed(job, before.max_steps)
+    after = parse_run(job.config_toml)
+    if after.max_steps > begun.max_steps:
+        _check_completed(job, begun.max_steps)
         job = replace(job, extended=True)
-        before = before.model_copy(update={"max_steps": after.max_steps})
-    differences = list(_differences(_flat(before), _flat(after)))
+        begun = begun.model_copy(update={"max_steps": after.max_steps})
+    differences = list(_differences(_flat(begun), _flat(after)))
     if differences:
         told, rest = differences[:MAX_DIFFERENCES], len(differences) - MAX_DIFFERENCES
         more = f" and {rest} more" if rest > 0 else ""

@@ -111,6 +111,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         if options.resume:
             raise ConfigError(f"{error}\n{how_to_resume(options.output_dir)}") from error
         raise
+    if options.resume and options.overwrite:
+        raise ConfigError("--resume goes on with what --overwrite would delete; give one of the two")
     folder = options.output_dir or found.output_dir
     if folder is None and options.resume:
         raise ConfigError(how_to_resume(None))

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,6 +65,9 @@ def explain(
     others = [one for one in problems if one["type"] not in _MISNAMED]
     if misnamed or source.lacks_a_key:
         others = [one for one in others if one["type"] not in ("missing", NOT_GIVEN)]
+    # What is wrong with an item is not counted as one.
+    places = {tuple(one["loc"][:end]) for one in problems for end in range(len(one["loc"]))}
+    others = [one for one in others if one["type"] != "too_short" or tuple(one["loc"]) not in places]
     if source.lacks_a_file:
         others = [one for one in others if one["type"] != "value_error"]
     return [_refusal(model, dict(problem), source) for problem in (*misnamed, *others)]
@@ -105,6 +109,10 @@ def _remedy(problem: dict[str, Any]) -> str:
     if expected is not None:
         return f"should be {expected}"
     text = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    # pydantic's names of types, and its counts, are no words of a file's.
+    text = re.sub(r"^(String|List|Tuple|Dictionary) should have", "should have", text)
+    text = re.sub(r" after validation, not \d+$", "", text)
+    text = text.replace("should have at least 1 character", "should not be empty")
     return text[:1].lower() + text[1:]
 
 

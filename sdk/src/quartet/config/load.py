@@ -145,6 +145,7 @@ def _take(draft: Draft, model: type[Config], rest: list[str]) -> None:
     else:
         # Hydra's way to say it.
         meant = f"'--{token}'" if re.match(r"[\w.]+=", token) else "'@ file.toml' or '--key value'"
+        meant = f"'@ {token}'" if token.endswith(".toml") else meant
         raise ConfigError(f"argument {token!r} is not understood; write {meant}")
 
 
@@ -284,8 +285,9 @@ def _assign(draft: Draft, model: type[Config], path: tuple[str, ...], value: Any
 def _index(node: list[Any], part: str, origin: str) -> int:
     if not part.isdecimal() or int(part) >= len(node):
         # A list is made by a file; options only change what is in it.
-        put = part if not part.isdecimal() else None
-        first = origin.replace(f".{part}", f".0.{put}" if put else ".0", 1)
+        part = part.replace("_", "-")
+        is_key = not part.removeprefix("-").isdecimal()
+        first = origin.replace(f".{part}", f".0.{part}" if is_key else ".0", 1)
         raise ConfigError(
             f"{origin} cannot be set: {part!r} is not an index of a list of {len(node)}"
             + (f"; for the first write {first}" if node and origin.startswith("--") else "")

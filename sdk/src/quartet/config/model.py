@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 import pydantic
@@ -109,6 +110,8 @@ class Config(pydantic.BaseModel):
         if not isinstance(value, (bool, str)):
             return value
         kinds = set(alternatives(cls.model_fields[str(info.field_name)].annotation))
+        if value == "" and Path in kinds:
+            raise ValueError("should name a file or a folder")
         mistaken = bool(kinds & {int, float}) and type(value) not in kinds
         # Anything besides scalars in the annotation may take text of its own (Literal, Path, enums).
         if mistaken and kinds <= {int, float, bool, type(None)}:

@@ -16,7 +16,7 @@ from typing import Self
 import pydantic
 
 from quartet.config import Config, ConfigError
-from quartet.kit.security import ServerTls, TokenFile, is_loopback
+from quartet.kit.security import ServerTls, TokenFile, host_port, is_loopback
 from quartet.kit.server import check_free, check_port_file
 
 
@@ -24,13 +24,18 @@ class HttpDoor(Config):
     """The keys of a door."""
 
     # "host:port"; port 0 takes any free one. Without it nothing listens.
-    address: str = pydantic.Field(default="", pattern=r"^(.+:\d{1,5})?$")
+    address: str = ""
     # One line: the key that every caller sends. Re-read when the file changes.
     api_key_file: Path | None = None
     tls: ServerTls | None = None
     insecure_ok_off_loopback: bool = False
     # The address, once it is bound.
     port_file: Path | None = None
+
+    @pydantic.field_validator("address")
+    @classmethod
+    def _is_address(cls, address: str) -> str:
+        return host_port(address) if address else ""
 
     @pydantic.model_validator(mode="after")
     def _closed_off_loopback(self) -> Self:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
+import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -144,6 +145,22 @@ def check_server(address: str, tls: ServerTls | None, token: TokenFile | None, *
             "server.tls.client_ca_file or server.token_file, or "
             "server.insecure_ok_off_loopback = true on a private network"
         )
+
+
+def host_port(address: str) -> str:
+    """The address, if it is one. Errors: ValueError, for a validator."""
+    if not re.fullmatch(r".+:\d{1,5}", address):
+        raise ValueError("should be host:port, such as 127.0.0.1:0")
+    return address
+
+
+def check_clients(key: str, addresses: Sequence[str], security: ClientSecurity) -> None:
+    """`check_client` of a key's addresses. Errors: ValueError, for a validator."""
+    for address in addresses:
+        try:
+            check_client(address, security)
+        except ConfigError as error:
+            raise ValueError(f"{key}: {error}") from None
 
 
 def check_client(address: str, security: ClientSecurity) -> None:

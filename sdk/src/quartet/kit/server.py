@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import re
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -35,7 +36,7 @@ from quartet.kit.intercept import ServerInterceptor
 from quartet.kit.memory import tune_allocator
 from quartet.kit.metrics import MetricsServer, start_metrics
 from quartet.kit.options import server_options
-from quartet.kit.security import MAX_PORT, ServerTls, TokenFile, check_server, server_credentials
+from quartet.kit.security import MAX_PORT, ServerTls, TokenFile, check_server, host_port, server_credentials
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 
@@ -45,7 +46,8 @@ log = structlog.get_logger()
 class ServerConfig(Config):
     """Where and how a service listens. The `server` table of every service's configuration."""
 
-    address: str = pydantic.Field(default="127.0.0.1:0", pattern=r"^(.+:\d{1,5}|unix:.+)$")
+    #: "host:port", or "unix:path".
+    address: str = "127.0.0.1:0"
     metrics_address: str = ""
     tls: ServerTls | None = None
     token_file: Path | None = None
@@ -56,6 +58,11 @@ class ServerConfig(Config):
     port_file: Path | None = None
     reflection: bool = True
     max_concurrent_rpcs: int = pydantic.Field(default=4096, ge=1)
+
+    @pydantic.field_validator("address")
+    @classmethod
+    def _is_address(cls, address: str) -> str:
+        return address if re.match("unix:.", address) else host_port(address)
 
 
 class BindError(ConfigError):

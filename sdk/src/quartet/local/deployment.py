@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import io
 import os
+import re
 import runpy
 import shutil
 import sys
@@ -188,8 +189,10 @@ async def _refusal(spec: ChildSpec, apart: bool, flag: str) -> str:
     module = spec.command[2]
     if f"No module named {module}" in last:
         return f"{module} is not installed for {spec.command[0]}; pip install the service {spec.name} there"
-    # Where the key stands in the generated file is no news to whoever wrote another one.
-    return last.removeprefix("error: ").replace(f" (in {spec.command[-1]})", "")
+    # Where the key stands in the generated file is no news to whoever wrote another one, whose options have
+    # the service's name in front.
+    said = last.removeprefix("error: ").replace(f" (in {spec.command[-1]})", "")
+    return re.sub(r"'--(?=[\w.]+ VALUE')", f"'--{service_of(spec.name)}.", said)
 
 
 def _preflight_here(spec: ChildSpec, flag: str) -> tuple[object, str]:

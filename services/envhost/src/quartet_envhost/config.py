@@ -15,7 +15,7 @@ from typing import Final, Self
 
 from packaging.version import InvalidVersion, Version
 from pydantic import Field, JsonValue, field_validator, model_validator
-from quartet.config import Config
+from quartet.config import Config, ConfigError
 from quartet.errors import QuartetError
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.server import ServerConfig
@@ -104,7 +104,10 @@ class EnvHostConfig(Config):
                 "inference_addresses: name where the policy is served, or else set interact_only = true"
             )
         if not self.interact_only:
-            Addresses(self.inference_addresses, self.inference_security)
+            try:
+                Addresses(self.inference_addresses, self.inference_security)
+            except ConfigError as error:
+                raise ValueError(f"inference_addresses: {error}") from None
         return self
 
     def environment(self, env_id: str) -> EnvironmentConfig | None:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pydantic
 from quartet.config import Config
-from quartet.kit.security import ClientSecurity
+from quartet.kit.security import ClientSecurity, check_clients
 from quartet.kit.server import ServerConfig
 
 from quartet_inference.openai.config import OpenAiConfig
@@ -160,6 +160,8 @@ class InferenceConfig(Config):
 
     @pydantic.model_validator(mode="after")
     def _one_publisher(self) -> InferenceConfig:
+        if self.weights_address:
+            check_clients("weights_address", [self.weights_address], self.weights_security)
         if self.accept_push and self.weights_address:
             raise ValueError(
                 f"accept_push = true beside weights_address = {self.weights_address!r}: a replica follows a "

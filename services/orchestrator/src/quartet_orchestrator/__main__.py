@@ -23,6 +23,7 @@ from quartet_orchestrator.watchdog import watch
 
 
 async def _serve(config: OrchestratorConfig) -> None:
+    check_folder("data_dir", config.data_dir)
     health = Health()
     services = Services.connect(config)
     runs = Runs(config.data_dir / "runs", services)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from quartet.config import Config
 from quartet.kit.channel import ClientSecurity
+from quartet.kit.security import check_clients
 from quartet.kit.server import ServerConfig
 
 
@@ -38,3 +39,11 @@ class OrchestratorConfig(Config):
     #: any call of the trainer: neither shows what it does before it ends.
     stalled_after_seconds: float = Field(default=3600.0, gt=0, le=14 * 24 * 3600)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @model_validator(mode="after")
+    def _addresses_are_some(self) -> Self:
+        if self.trainer_address:
+            check_clients("trainer_address", [self.trainer_address], self.security)
+        check_clients("envhost_addresses", self.envhost_addresses, self.security)
+        check_clients("inference_addresses", self.inference_addresses, self.security)
+        return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,7 +89,7 @@ def trials(options: argparse.Namespace, config: RunConfig) -> list[Trial]:
     ):
         if not 1 <= value <= most:
             raise ConfigError(f"{flag} {value} is refused; give 1 to {most}")
-    if options.full_reward <= 0:
+    if not 0 < options.full_reward < math.inf:
         raise ConfigError(f"--full-reward {options.full_reward:g} is refused; give what a right answer earns")
     return [
         Trial(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -34,6 +35,10 @@ CHECK = ["--num-examples=5", "--rollouts-per-example=1"]
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:
     """The command. `rest` is what argparse left: keys of `quartet eval`."""
+    if rest and options.env_command not in ("show", "check"):
+        raise ConfigError(
+            f"argument {rest[0]!r} is not understood; see 'quartet env {options.env_command} --help'"
+        )
     match options.env_command:
         case "init":
             folder = write_package(options.name, options.path, options.kind)
@@ -76,7 +81,7 @@ def _show(options: argparse.Namespace, rest: list[str]) -> int:
 
 def _check(options: argparse.Namespace, rest: list[str]) -> int:
     """Rewards, failures, times, tokens; exit code 1 where it does not pass."""
-    if options.full_reward is not None and not options.full_reward > 0:
+    if options.full_reward is not None and not 0 < options.full_reward < math.inf:
         raise ConfigError(f"--full-reward {options.full_reward:g} is refused; give what a right answer earns")
     given = [*given_keys(options, MODEL_KEYS), *given_keys(options, PLAY_KEYS)]
     config = _config(options, [*CHECK, *rest, *given])

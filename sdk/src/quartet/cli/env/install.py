@@ -16,7 +16,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 import venv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from typing import Final
 from quartet.cli.env.installed import find, module_of, own_python, run_in
 from quartet.cli.held import held
 from quartet.config import ConfigError
+from quartet.config.load import read_toml
 
 #: The extra of quartet-envhost that brings each generation's Verifiers.
 EXTRAS: Final = {"v1": "verifiers", "classic": "verifiers-classic"}
@@ -115,8 +115,8 @@ def _target(target: str) -> tuple[str, list[str]]:
     """Its name, and how pip is asked for it. Raises ConfigError."""
     folder = Path(target)
     if (folder / "pyproject.toml").is_file():
-        project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8")).get("project", {})
-        if not NAME.fullmatch(name := str(project.get("name", ""))):
+        project = read_toml(folder / "pyproject.toml").get("project", {})
+        if not NAME.fullmatch(name := str(project.get("name", "") if isinstance(project, dict) else "")):
             raise ConfigError(
                 f"{folder / 'pyproject.toml'} gives no name of a package under [project]: {name!r}"
             )

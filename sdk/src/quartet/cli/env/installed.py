@@ -51,7 +51,10 @@ def own_python(env_id: str) -> Path:
 
 def with_interpreters(envhost: dict[str, Any], env_ids: Sequence[str]) -> dict[str, Any]:
     """The `[envhost]` table with the interpreter of each environment in it. Raises ConfigError."""
-    table = {**envhost, "environments": {**envhost.get("environments", {})}}
+    own = envhost.get("environments", {})
+    if not isinstance(own, dict) or not all(isinstance(one, dict) for one in own.values()):
+        return dict(envhost)  # which the host refuses
+    table = {**envhost, "environments": {**own}}
     entries = table["environments"]
     for env_id in env_ids:
         module = module_of(env_id)

@@ -87,6 +87,14 @@ def environment_first(rest: list[str]) -> tuple[str, list[str]]:
     return "", rest
 
 
+def one_run_id(options: argparse.Namespace) -> None:
+    """Whether --resume and --run-id name one run, where both name one. Raises ConfigError."""
+    if options.resume and options.run_id and options.resume != options.run_id:
+        raise ConfigError(
+            f"--resume {options.resume} and --run-id {options.run_id} name two runs; give one of the two"
+        )
+
+
 def env_args(options: argparse.Namespace) -> dict[str, object]:
     """-a. Raises ConfigError."""
     try:

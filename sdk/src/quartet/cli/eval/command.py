@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from quartet.cli import exits
-from quartet.cli.eval.arguments import MODEL_KEYS, PLAY_KEYS, env_args, environment_first, given_keys
+from quartet.cli.eval.arguments import (
+    MODEL_KEYS,
+    PLAY_KEYS,
+    env_args,
+    environment_first,
+    given_keys,
+    one_run_id,
+)
 from quartet.cli.eval.board import Board, Tally, board, print_table, result_table
 from quartet.cli.eval.config import EvalFileConfig, OneEvalConfig
 from quartet.cli.eval.player import Player
@@ -119,6 +126,7 @@ def plan_of(config: EvalFileConfig, source: Source, options: argparse.Namespace)
             raise ConfigError(
                 f'two evaluations would fill {folder}; give {trial.name!r} another name = "..."'
             )
+    one_run_id(options)
     run_id = options.run_id or options.resume or ""
     if options.resume == "" and not run_id:
         run_id = _latest(folders)

@@ -20,8 +20,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from quartet.config import Config, ConfigError, validate
-from quartet.config.load import read_toml
+from quartet.config import Config, ConfigError, load, validate
 from quartet.run.values import Text
 
 
@@ -84,7 +83,7 @@ class Endpoint:
 
 def read_endpoints(file: Path) -> dict[str, Endpoint]:
     """The endpoints of a file by id. Raises ConfigError."""
-    entries = validate(EndpointsConfig, read_toml(file)).endpoint
+    entries = load(EndpointsConfig, ["@", str(file)]).config.endpoint
     found: dict[str, list[EndpointConfig]] = {}
     for entry in entries:
         found.setdefault(entry.endpoint_id, []).append(entry)
@@ -96,5 +95,8 @@ def endpoint_at(url: str, model: str, key: str) -> Endpoint:
     # A server on this machine seldom has a key, and then nobody sets the variable.
     local = url.startswith(("http://127.0.0.1", "http://localhost", "http://[::1]"))
     key = "" if local and key not in os.environ else key
-    entry = validate(EndpointConfig, {"endpoint_id": model, "model": model, "url": url, "key": key})
+    try:
+        entry = validate(EndpointConfig, {"endpoint_id": model, "model": model, "url": url, "key": key})
+    except ConfigError as error:
+        raise ConfigError(f"base_{error}" if error.key == "url" else str(error)) from None
     return Endpoint([entry])

@@ -24,7 +24,7 @@ from typing import Any
 
 from gepa.api import optimize
 
-from quartet.cli.eval.arguments import MODEL_KEYS, env_args, environment_first, given_keys
+from quartet.cli.eval.arguments import MODEL_KEYS, env_args, environment_first, given_keys, one_run_id
 from quartet.cli.eval.board import Board, PlainBoard
 from quartet.cli.eval.command import folder_name
 from quartet.cli.eval.config import Trial
@@ -156,8 +156,10 @@ def plan_of(config: GepaConfig, options: argparse.Namespace) -> Plan:
     assert config.env is not None
     source = choose(config)
     teacher = _teacher(config, source)
+    _own_prompt(config)
     base = options.output_dir.absolute() / "gepa"
     check_folder("--output-dir", base)
+    one_run_id(options)
     run_id = options.resume or options.run_id or time.strftime("%Y%m%d-%H%M%S")
     if not is_run_id(run_id):
         raise ConfigError(f"--run-id {run_id!r} is refused: {RULE}")
@@ -266,11 +268,8 @@ class _Log:
 
 def _initial_prompt(config: GepaConfig, data: Row) -> str:
     """The file's, or the environment's own: of its task, or of its first message. Raises ConfigError."""
-    if config.initial_prompt is not None:
-        try:
-            return config.initial_prompt.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"initial_prompt = {str(config.initial_prompt)!r}: {error.strerror}") from None
+    if (own := _own_prompt(config)) is not None:
+        return own
     messages = data.get("prompt")
     first = messages[0] if isinstance(messages, list) and messages else {}
     prompt = data.get(COMPONENT) or (first.get("content") if first.get("role") == "system" else None)
@@ -279,6 +278,19 @@ def _initial_prompt(config: GepaConfig, data: Row) -> str:
             "the environment has no system prompt to begin with; give one with --initial-prompt FILE"
         )
     return str(prompt)
+
+
+def _own_prompt(config: GepaConfig) -> str | None:
+    """What the file of the configuration says. Raises ConfigError."""
+    if config.initial_prompt is None:
+        return None
+    what = f"initial_prompt = {str(config.initial_prompt)!r}"
+    try:
+        return config.initial_prompt.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{what} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{what} is not UTF-8 at byte {error.start}") from None
 
 
 def _check_columns(asked: Sequence[str], known: Sequence[str]) -> None:

@@ -39,7 +39,7 @@ class Chats:
 
 def read_chats(file: Path, folder: Path, roles: Sequence[str], max_tokens: int) -> Chats:
     """Read a file of chats for a model folder. Raises ConfigError with file and line."""
-    render, tokenizer = template_of(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    render, tokenizer = template_of(folder), _tokenizer_of(folder)
     samples: list[Sample] = []
     left_out = 0
     for number, chat in _lines(file):
@@ -102,11 +102,21 @@ def batches(samples: Sequence[Sample], size: int, seed: int) -> Iterator[list[Sa
         yield batch
 
 
+def _tokenizer_of(folder: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(f"tokenizer.json of the model in {folder} cannot be read: {error}") from error
+
+
 def template_of(folder: Path) -> Render:
     """The chat template of a model folder. Raises ConfigError."""
-    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     beside = folder / "chat_template.jinja"
-    source = beside.read_text(encoding="utf-8") if beside.is_file() else config.get("chat_template")
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        source = beside.read_text(encoding="utf-8") if beside.is_file() else config.get("chat_template")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"the chat template of the model in {folder} cannot be read: {error}") from error
     if not isinstance(source, str):
         raise ConfigError(f"the model in {folder} has no chat template; add chat_template.jinja")
 
@@ -120,7 +130,10 @@ def template_of(folder: Path) -> Render:
     engine.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
     engine.globals["raise_exception"] = fail
     tokens = {name: _text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    template = engine.from_string(source)
+    try:
+        template = engine.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"the chat template of the model in {folder} cannot be read: {error}") from error
     return lambda chat, prompt: template.render(messages=chat, add_generation_prompt=prompt, **tokens)
 
 
@@ -131,8 +144,10 @@ def _text(token: Any) -> str:
 def _lines(file: Path) -> Iterator[tuple[int, Chat]]:
     try:
         text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"data = {str(file)!r} cannot be read: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"data = {str(file)!r} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"data = {str(file)!r} is not UTF-8 at byte {error.start}") from error
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
             yield number, _chat(file, number, line)

@@ -20,6 +20,7 @@ from quartet.config.load import Draft, load
 from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, unary
 from quartet.kit.channel import connect
+from quartet.kit.folder import check_folder
 from quartet.local.beside import AddressBook, beside
 from quartet.local.child import ChildSpec
 from quartet.local.deployment import check, wire, write
@@ -46,6 +47,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     config = load(SftConfig, rest, Draft(flags=options.flags)).config
     config = config.model_copy(update={"model": model_path(config.model)})
     output: Path = options.output_dir.absolute()
+    check_folder("--output-dir", output)
     chats = read_chats(config.data, Path(config.model), config.roles, config.max_tokens)
     covered = sum(span.length for sample in chats.samples for span in sample.spans)
     print(
