@@ -116,6 +116,7 @@ def _make_model(folder: Path) -> None:
 
 RUN = ["rl", "--model", "m", "--env", '[{id = "e"}]']
 SFT = ["sft", "--model", "m", "--data"]
+SUBMIT = ["submit", "--orchestrator", "127.0.0.1:1"]
 GEPA = ["gepa", "e", "-m", "m"]
 
 
@@ -151,6 +152,11 @@ GEPA = ["gepa", "e", "-m", "m"]
         (["env", "install", "a"], "config file 'a/pyproject.toml' is not valid TOML"),
         (["env", "install", "b"], "b/pyproject.toml gives no name of a package"),
         (["runs", "--orchestrator", "127.0.0.1:99999"], "ports end at 65535"),
+        (["runs", "--orchestrator", "h:1"], "off loopback and the channel is plaintext; give --ca-file, or"),
+        ([*SUBMIT, "--resume"], "--resume is an option of quartet rl, for a run on this machine;"),
+        ([*SUBMIT, "--output_dir=x"], "--output-dir is an option of quartet rl, for a run on this machine"),
+        ([*SUBMIT, "--run-id", "a/b"], "--run-id 'a/b' is refused: use 1 to 64 of A-Z a-z 0-9"),
+        (["watch", "r", *SUBMIT[1:], "--after-event", "-1"], "--after-event -1 is refused; give the number"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_by_every_command(

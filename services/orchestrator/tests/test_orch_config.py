@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from quartet.config import ConfigError, load, main
-from quartet_orchestrator.__main__ import run
+from quartet.config import ConfigError, load
+from quartet_orchestrator.admission import refusal
 from quartet_orchestrator.config import OrchestratorConfig
 
 HOST = '--envhost-addresses=["127.0.0.1:1"]'
@@ -31,7 +33,13 @@ def test_addresses_are_some(arguments: list[str], sentence: str) -> None:
     assert sentence in str(caught.value)
 
 
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert main(OrchestratorConfig, run, [HOST, f"--data-dir={tmp_path}/file"]) == 2
-    assert f"data_dir = '{tmp_path}/file' cannot be used" in capsys.readouterr().err
+    command = [sys.executable, "-m", "quartet_orchestrator", HOST, f"--data-dir={tmp_path}/file"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: data_dir = '{tmp_path}/file' cannot be used")
+
+
+def test_a_refused_value_is_said_as_toml_has_it() -> None:
+    assert refusal("external_trainer", False, "x").message == "external_trainer = false is refused: x"

@@ -17,11 +17,13 @@ from quartet.config.load import Draft, validate
 from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, stream, unary
 from quartet.kit.channel import ClientSecurity, connect
+from quartet.kit.security import check_client
 from quartet.kit.stream import IDLE_TIMEOUT_SECONDS
 from quartet.local.deployment import SERVICES
 from quartet.local.toml_text import dumps
 from quartet.run.config import RunConfig
 from quartet.run.evaluation import EvaluateConfig
+from quartet.run.name import RULE, is_run_id
 from quartet.v1.orchestrator_service_pb2 import (
     EvalEvent,
     EvaluateRequest,
@@ -36,6 +38,10 @@ from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 __all__ = ["add_arguments", "evaluate", "resume", "run", "runs", "stop", "submit", "watch"]
 
 CALL_SECONDS = 30.0
+#: Options of `quartet rl` that are about its own folder, screen and services.
+OF_RL = ("--output-dir", "--resume", "--overwrite", "--plain", "--trainer-gpus", "--inference-gpus")
+#: What these commands have for an address that is not on this machine.
+TO_ELSEWHERE = "give --ca-file, or reach it by a tunnel that begins on this machine"
 #: The environments are loaded to check the configuration: their hosts say how long that may take.
 SUBMIT_SECONDS = 7200.0
 
@@ -64,7 +70,13 @@ def run(client: Client, options: argparse.Namespace, rest: list[str]) -> int:
 
 
 async def _connected(client: Client, options: argparse.Namespace, rest: list[str]) -> int:
-    async with connect(options.orchestrator, security=_security(options)) as channel:
+    security = _security(options)
+    try:
+        check_client(options.orchestrator, security)
+    except ConfigError as error:
+        told = str(error).replace(error.remedy, TO_ELSEWHERE) if error.remedy else str(error)
+        raise ConfigError(f"--orchestrator: {told}") from None
+    async with connect(options.orchestrator, security=security) as channel:
         stub = OrchestratorServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
             return await client(stub, options, rest)
@@ -83,6 +95,11 @@ def _security(options: argparse.Namespace) -> ClientSecurity:
 
 async def submit(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:
     """Check the run here, then hand it over."""
+    for token in rest:
+        if (option := token.partition("=")[0].replace("_", "-")) in OF_RL:
+            raise ConfigError(f"{option} is an option of quartet rl, for a run on this machine; leave it out")
+    if options.run_id and not is_run_id(options.run_id):
+        raise ConfigError(f"--run-id {options.run_id!r} is refused: {RULE}")
     found = load_run(rest, starts_services=False, flags=options.flags)
     _leave_services_alone(found.config, found.options)
     toml = dumps(found.config.model_dump(mode="json", exclude=_not_sent(found.config), exclude_none=True))

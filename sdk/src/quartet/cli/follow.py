@@ -62,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def watch(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:
     """One line for each event until the run ends."""
+    if not 0 <= options.after_event < 2**63:
+        raise ConfigError(f"--after-event {options.after_event} is refused; give the number of an event")
     status = await unary(
         stub.GetRunStatus,
         GetRunStatusRequest(run_id=options.run),

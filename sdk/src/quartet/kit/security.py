@@ -174,10 +174,9 @@ def check_client(address: str, security: ClientSecurity) -> None:
         raise ConfigError(f"address {address!r} is a URL; write host:port")
     if not port.isdecimal():
         raise ConfigError(f"address {address!r} has no port; write host:port")
-    raise ConfigError(
-        f"address {address!r} is off loopback and the channel is plaintext; set ca_file (or tls = true), "
-        "or insecure_ok_off_loopback = true on a private network"
-    )
+    remedy = "set ca_file (or tls = true), or insecure_ok_off_loopback = true on a private network"
+    sentence = f"address {address!r} is off loopback and the channel is plaintext; {remedy}"
+    raise ConfigError(sentence, remedy=remedy)
 
 
 def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:

@@ -114,6 +114,7 @@ async def _described(environments: Sequence[HostedConfig], hosts: EnvHosts) -> l
 
 def refusal(key: str, value: object, remedy: str) -> QuartetError:
     """The INVALID_CONFIG of one key, for the caller to raise."""
+    said = str(value).lower() if isinstance(value, bool) else value  # as TOML has it
     return QuartetError(
-        "INVALID_CONFIG", f"{key} = {value} is refused: {remedy}", key=key, value=value, remedy=remedy
+        "INVALID_CONFIG", f"{key} = {said} is refused: {remedy}", key=key, value=said, remedy=remedy
     )
