@@ -50,6 +50,13 @@ def test_refusals_name_the_argument(given: dict[str, Any], sentence: str) -> Non
     assert sentence in str(refused.value) and "\n" not in str(refused.value)
 
 
+def test_all_that_is_wrong_is_refused_by_its_own_name() -> None:
+    with pytest.raises(vf.ConfigError) as refused:
+        translated(beta=-1.0, temperature=0.0, overrides={"tranier": {}})
+    assert str(refused.value).split("\n  also: ")[0].startswith("unknown key 'tranier'")
+    assert {str(one).split(" ")[0] for one in refused.value.each[1:]} == {"args.beta", "args.temperature"}
+
+
 def test_an_unknown_argument_is_refused_with_the_nearest() -> None:
     args = vf.grpo_defaults("r")
     with pytest.raises(vf.ConfigError, match=r"args\.num_generation: .* did you mean 'num_generations'"):

@@ -1,8 +1,8 @@
 """The `quartet` command: `quartet init`, `rl`, `sft`, `export`, `model tiny`; `env`, `eval`, `baseline`,
 `gepa`; and clients of a running orchestrator.
 
-Exit codes: 0 done, 1 failed, 2 refused (a wrong argument or configuration, in one sentence), 130 stopped by
-Ctrl-C.
+Exit codes: 0 done, 1 failed, 2 refused (a wrong argument or configuration; a sentence for each thing that is
+wrong), 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`quartet rl @ run.toml`: reinforcement learning on this machine, by four services as four processes.
 
-1. Whatever can be refused is refused before anything starts, in one sentence, with exit code 2.
+1. Whatever can be refused is refused before anything starts, a sentence for each thing, with exit code 2.
 2. The exit code is 0 for a completed run, 1 for a failed one, 130 for one that was stopped by Ctrl-C.
 3. `prepared`, `completed_before`, `report_again`, `check_services` and `launch` are the same without a
    command line (quartet.grpo): they raise ConfigError for what is refused and RunFailed for what failed, and

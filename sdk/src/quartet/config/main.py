@@ -1,7 +1,7 @@
 """The body of every service's `__main__`.
 
-1. Exit code 0 for a finished or a dry run; 2, with one sentence on stderr, for a configuration that is
-   refused.
+1. Exit code 0 for a finished or a dry run; 2, with a sentence on stderr for each thing that is wrong,
+   for a configuration that is refused.
 2. `--dry-run` looks at the configuration alone, so that a deployment's files can be checked anywhere.
    `--preflight` also looks at this machine (ports, folders, secrets), starting and making nothing.
 """

@@ -1,7 +1,7 @@
 """What a run is: the TOML dialect of `quartet rl @ run.toml` and of SubmitRun.
 
 1. A RunConfig that validates can be run: every bound that one service would trip over later is checked here.
-2. Every refusal is one sentence: key, value, what would be right.
+2. All that is wrong is refused at once, each in one sentence: key, value, what would be right.
 3. The deployment tables ([trainer], [orchestrator], [inference], [envhost]) are carried, not read: the local
    launcher hands them to the services, which know their own keys. [wandb] is for whoever follows the run.
 """
