@@ -274,13 +274,11 @@ def test_a_file_with_many_mistakes_is_refused_once() -> None:
 def test_keys_that_do_not_agree_are_told_together() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_run(
-            f'model = "m"\nmomentum = 0.5\ndecay_steps = 3\n{ENV}[eval]\nnum_examples = 0\ninterval = 5'
+            f'model = "m"\nmomentum = 0.5\ndecay_steps = 3\n{ENV}[eval]\nnum_examples = 0\ninterval = 5\n'
+            '[kl_penalty]\nenabled = true\ntarget_kl = 0.1\n[algorithm]\nkl_coef = 0.7\nloss = "ppo"'
         )
-    assert [str(one).split(" ")[0] for one in caught.value.each] == [
-        "decay_steps",
-        "momentum",
-        "eval.interval",
-    ]
+    told = ["kl_penalty.beta", "decay_steps", "momentum", "eval.interval"]
+    assert [str(one).split(" ")[0] for one in caught.value.each] == told
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,7 @@ class KlPenaltyConfig(Config):
 
 
 def with_kl_penalty(run: dict[str, Any]) -> dict[str, Any]:
-    """A run's tables whose [algorithm] says what its [kl_penalty] says. Errors: ValueError."""
+    """A run's tables whose [algorithm] says what its [kl_penalty] says and it does not."""
     run = _snake(run)
     try:
         penalty = KlPenaltyConfig.model_validate(run.get("kl_penalty", {}))
@@ -255,19 +255,22 @@ def with_kl_penalty(run: dict[str, Any]) -> dict[str, Any]:
     algorithm = run.get("algorithm", {})
     if not penalty.enabled or not isinstance(algorithm, dict):
         return run
-    algorithm = _snake(algorithm)
+    said = {key: value for key, value in _snake(algorithm).items() if value is not None}
+    own = {"target_kl": penalty.target_kl} | ({} if "beta" in said else {"kl_coef": penalty.beta})
+    return {**run, "algorithm": {**own, **said}}
+
+
+def check_kl_penalty(penalty: KlPenaltyConfig, algorithm: AlgorithmConfig) -> None:
+    """Whether the two say the same. Errors: ValueError."""
     for key, other, value in (
         ("kl_coef", "beta", penalty.beta),
         ("target_kl", "target_kl", penalty.target_kl),
     ):
-        given = algorithm.get(key, algorithm.get(other))
-        if given is not None and value is not None and given != value:
+        given = getattr(algorithm, key)
+        if penalty.enabled and value is not None and given != value:
             raise ValueError(
                 f"kl_penalty.{other} = {value} and algorithm.{key} = {given} are one setting; remove one"
             )
-    kept = {key: value for key, value in algorithm.items() if key != "beta"}
-    target = penalty.target_kl if penalty.target_kl is not None else algorithm.get("target_kl")
-    return {**run, "algorithm": {**kept, "kl_coef": penalty.beta, "target_kl": target}}
 
 
 def _snake(table: dict[Any, Any]) -> dict[Any, Any]:

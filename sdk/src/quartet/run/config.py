@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 from quartet.config import Config
 from quartet.config.load import parse_toml, validate
 from quartet.config.model import NOT_GIVEN, rule
-from quartet.run.algorithm import AlgorithmConfig, KlPenaltyConfig, with_kl_penalty
+from quartet.run.algorithm import AlgorithmConfig, KlPenaltyConfig, check_kl_penalty, with_kl_penalty
 from quartet.run.difficulty import DifficultyFilterConfig
 from quartet.run.evaluation import EvalConfig, EvalTrial
 from quartet.run.hosted import MAX_ENVIRONMENTS, MAX_GROUP, GroupSize, NamedConfig, as_array, distinct
@@ -166,6 +166,10 @@ class RunConfig(Config):
     @classmethod
     def _with_kl_penalty(cls, data: Any) -> Any:
         return with_kl_penalty(data) if isinstance(data, dict) else data
+
+    @rule
+    def _has_one_kl_penalty(self) -> None:
+        check_kl_penalty(self.kl_penalty, self.algorithm)
 
     @pydantic.field_validator("gradient_accumulation_steps")
     @classmethod
