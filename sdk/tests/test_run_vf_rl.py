@@ -503,14 +503,14 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_text(
         'model = "m"\n[env]\nid = "e"\n[eval]\nnum_example = 3\n[trainer.args]\nfp16 = true\nmax_stepz = 3\n'
-        'optim = "lion"\nsave_strategy = "epoch"\nrun_name = 3\n'
+        'optim = "lion"\nsave_strategy = "epoch"\nrun_name = 3\nbatch_size = 0\n'
     )
     with pytest.raises(ConfigError) as caught:
-        load_run(["@", str(file), "--max-concurrent", "--trainer.args.optim.kind=3"])
+        load_run(["@", str(file), "--max-concurrent", "--trainer.args.optim.kind=3"], starts_services=False)
     first, *keys = [one.key or str(one) for one in caught.value.each]
     assert first.startswith("--trainer.args.optim.kind cannot be set")
     theirs = [f"trainer.args.{key}" for key in ("fp16", "max_stepz", "optim", "save_strategy", "run_name")]
     unset = (
         "option '--max-concurrent' has no value; write '--max-concurrent VALUE' or '--max-concurrent=VALUE'"
     )
-    assert keys == [*theirs, unset, "eval.num_example"]
+    assert keys == [*theirs, unset, "eval.num_example", "batch_size"]

@@ -23,7 +23,7 @@ from quartet.config.keys import annotation_at, is_table
 from quartet.config.load import Draft, merged, read_toml
 from quartet.run.config import RunConfig
 from quartet.run.values import Table
-from quartet.run.vf_rl import Engine, is_vf_rl, owns, translate
+from quartet.run.vf_rl import Engine, Untranslated, is_vf_rl, owns, translate
 
 
 @dataclass(frozen=True)
@@ -68,29 +68,18 @@ def load_run(argv: list[str], *, starts_services: bool = True, flags: Collection
         engine = _engine(said.values, merged(RunConfig, ours, Draft(read=read)).values)
     else:
         engine = "vllm"  # nobody here knows what there is elsewhere, and nothing of it is read
+    refused = said.refused
     try:
         run = translate(said.values, engine, wandb_project=_wandb_project())
-    except ConfigError as error:
-        # What is said in Quartet's keys can be looked at all the same.
-        own = {key: value for key, value in said.values.items() if key not in _VfRlTables.model_fields}
-        refused = [*said.refused, error]
-        rest = begun(own, said.origins, refused=refused, lacks_a_file=True)
-        raise _refusal_of(ours, rest) from None
+    except Untranslated as error:
+        run, refused = error.run, [*refused, error]
     origins = {**said.origins, **{path: _place(source, said) for path, source in run.origins.items()}}
-    config = load(RunConfig, ours, begun(run.tables, origins, refused=said.refused)).config
+    draft = begun(run.tables, origins, refused=refused, lacks_a_file=bool(refused))
+    config = load(RunConfig, ours, draft).config
     print(f"{', '.join(files)}: read as vf-rl; --dry-run shows the run that it is here", file=sys.stderr)
     if run.without_effect:
         print(f"without effect here: {'; '.join(run.without_effect)}", file=sys.stderr)
     return RunFile(config, ours, run.run_name, Path(run.output_dir) if run.output_dir else None)
-
-
-def _refusal_of(argv: list[str], draft: Draft) -> ConfigError:
-    """What is refused already, with what `load` refuses, too."""
-    try:
-        load(RunConfig, argv, draft)
-    except ConfigError as error:
-        return error
-    raise AssertionError("something was refused")
 
 
 def _is_vf_rl(path: str, read: Callable[[str], dict[str, Any]]) -> bool:

@@ -56,10 +56,22 @@ class Translation:
     output_dir: str | None
 
 
+class Untranslated(ConfigError):
+    """What a file says that is refused. `run`: the rest, whose values may be wrong, too."""
+
+    def __init__(self, error: ConfigError, run: Translation) -> None:
+        each = error.each if len(error.each) > 1 else ()
+        super().__init__(str(error), key=error.key, value=error.value, remedy=error.remedy, each=each)
+        self.run = run
+
+
 def translate(
     tables: Mapping[str, Any], engine: Engine = "embedded", *, wandb_project: str | None = None
 ) -> Translation:
-    """The run. `wandb_project`: for the table [wandb]; None where a run has none. Raises ConfigError."""
+    """The run. `wandb_project`: for the table [wandb]; None where a run has none.
+
+    Raises ConfigError where a table is none, and else Untranslated.
+    """
     given = Given.of(tables)
     run = _Run()
     for path, fixed in ALWAYS.items():
@@ -70,8 +82,8 @@ def translate(
         *(partial(part, given, run) for part in _PARTS),
         lambda: _inference(given, run, engine),
         lambda: _reports(given, run, wandb_project),
-        lambda: given.text("run_name"),
-        lambda: given.text("output_dir"),
+        lambda: run.names.update(run_name=given.text("run_name")),
+        lambda: run.names.update(output_dir=given.text("output_dir")),
     )
     refused = [*_refusals(given)]
     for part in parts:
@@ -79,14 +91,14 @@ def translate(
             part()
         except ConfigError as error:
             refused.append(error)
-    if refused:
-        raise together(refused)
     told = [key for key in WITHOUT_EFFECT if key in given.args or key in TOLD_ALWAYS]
     run.unread += [shown(f"trainer.args.{key}", given.value(key), WITHOUT_EFFECT[key]) for key in told]
     _merge(run.tables, given.others)
-    return Translation(
-        run.tables, run.origins, tuple(run.unread), given.text("run_name"), given.text("output_dir")
-    )
+    names = (run.names.get("run_name"), run.names.get("output_dir"))
+    translation = Translation(run.tables, run.origins, tuple(run.unread), *names)
+    if refused:
+        raise Untranslated(together(refused), translation)
+    return translation
 
 
 @dataclass
@@ -96,6 +108,7 @@ class _Run:
     tables: Tables = field(default_factory=dict)
     origins: dict[tuple[str, ...], str] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
+    names: dict[str, str | None] = field(default_factory=dict)
 
     def put(self, path: str, value: Any, source: str) -> None:
         *tables, key = path.split(".")
