@@ -162,6 +162,7 @@ def test_an_element_of_a_list_can_be_overridden(toml: Toml) -> None:
         (["--max-steps=1", "--env"], ["'--env' has no value"]),
         (["--max-steps", "--name", "x"], ["'--max-steps' has no value"]),
         (["@"], ["'@' is followed by nothing"]),
+        (["@", ""], ["'@' is followed by nothing"]),
         (["@", "/nowhere/x.toml"], ["'/nowhere/x.toml' does not exist"]),
         (["@", "/"], ["is a directory"]),
         (["max_steps=3"], ["argument 'max_steps=3' is not understood", "write '--max_steps=3'"]),

@@ -209,6 +209,8 @@ def test_the_configuration_closes_the_door(tmp_path: Path) -> None:
     assert load(GatewayConfig, services).config.inference == ["127.0.0.1:2"]
     with pytest.raises(ConfigError, match="off loopback and plaintext"):
         load(GatewayConfig, [*services, "--address", "0.0.0.0:8010"])
+    with pytest.raises(ConfigError, match="inference: address 'x' has no port"):
+        load(GatewayConfig, [*services, "--inference", "x"])
     key = tmp_path / "key"
     key.write_text("secret\n")
     command = [sys.executable, "-m", "quartet_tinker", *services, "--address", "127.0.0.1:0"]

@@ -43,6 +43,8 @@ def test_dry_run_prints_the_resolved_configuration() -> None:
         (["--interact-only", "true"], "or else set interact_only"),
         (["--inference-addresses", '["10.1.1.1:5"]'], "off loopback"),
         (["--inference-addresses", '["dns:///localhost"]'], "write dns:///name:port"),
+        (["--inference-addresses", '["x"]'], "inference_addresses: address 'x' has no port"),
+        (["--log-level", "loud"], "log_level = 'loud' is refused: should be 'debug', 'info', 'warning' or"),
         (["--preload", "[{ id = 'b', args = { since = 2026-11-22 } }]"], "preload.0.args.since"),
     ],
 )

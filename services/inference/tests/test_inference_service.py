@@ -269,5 +269,10 @@ def test_dry_run_loads_no_torch(model_folder: Path, tmp_path: Path) -> None:
         timeout=60,
     )
     assert wrong.returncode == 2 and "kv_on_update" in wrong.stderr
+    (tmp_path / "template").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="it is not UTF-8 at byte 0"):
+        InferenceConfig.model_validate(
+            {"model": model_folder, "chat": {"template_file": tmp_path / "template"}}
+        )
     with pytest.raises(ValueError, match="weights_address: address 'trainer' has no port; write host:port"):
         InferenceConfig(model=model_folder, weights_address="trainer")

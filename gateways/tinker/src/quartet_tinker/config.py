@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import pydantic
 from quartet.kit.door import HttpDoor
-from quartet.kit.security import ClientSecurity
+from quartet.kit.security import ClientSecurity, check_clients
 
 
 class GatewayConfig(HttpDoor):
@@ -54,3 +54,9 @@ class GatewayConfig(HttpDoor):
     @classmethod
     def _one_or_several(cls, value: object) -> object:
         return value.split(",") if isinstance(value, str) else value
+
+    @pydantic.model_validator(mode="after")
+    def _addresses_are_some(self) -> Self:
+        check_clients("trainer", [self.trainer], self.trainer_security)
+        check_clients("inference", self.inference, self.inference_security)
+        return self

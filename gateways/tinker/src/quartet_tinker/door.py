@@ -5,7 +5,7 @@ from __future__ import annotations
 from quartet.config import ConfigError
 from quartet.kit import door
 from quartet.kit.door import check_door
-from quartet.kit.security import TokenFile, check_client
+from quartet.kit.security import TokenFile
 
 from quartet_tinker.config import GatewayConfig
 
@@ -17,9 +17,6 @@ def check_here(config: GatewayConfig) -> None:
     """Whether the gateway would begin now; the port is let go at once. Raises ConfigError."""
     check_door(config)
     api_key(config)
-    check_client(config.trainer, config.trainer_security)
-    for address in config.inference:
-        check_client(address, config.inference_security)
 
 
 def api_key(config: GatewayConfig) -> TokenFile | None:

@@ -217,8 +217,9 @@ def _merge_option(draft: Draft, model: type[Config], token: str, rest: list[str]
 
 
 def _path_after(draft: Draft, rest: list[str]) -> str:
-    if not rest:
+    if not rest or not rest[0]:
         draft.lacks_a_file = True
+        del rest[:1]
         raise ConfigError("'@' is followed by nothing; write the path of a TOML file after it")
     return rest.pop(0)
 

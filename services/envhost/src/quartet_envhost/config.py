@@ -11,7 +11,7 @@ import importlib.metadata
 import os
 import shutil
 import sys
-from typing import Final, Self
+from typing import Final, Literal, Self
 
 from packaging.version import InvalidVersion, Version
 from pydantic import Field, JsonValue, field_validator, model_validator
@@ -90,7 +90,7 @@ class EnvHostConfig(Config):
     max_processes: int = Field(default=512, ge=1)
     # The largest file that a worker may write; a write beyond it is an error in the environment.
     max_file_gb: float = Field(default=16.0, gt=0)
-    log_level: str = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @field_validator("python")
     @classmethod

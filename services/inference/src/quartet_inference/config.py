@@ -106,6 +106,13 @@ class ChatConfig(Config):
     def _is_a_file(cls, file: Path | None) -> Path | None:
         if file is not None and not file.is_file():
             raise ValueError("no such file; give a Jinja template")
+        try:
+            if file is not None:
+                file.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"it cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"it is not UTF-8 at byte {error.start}") from None
         return file
 
 
