@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,23 @@ WAIT_SECONDS = 20.0
 
 async def close(trainer: Any, run_id: str = "r") -> None:
     await trainer.stub.CloseRun(pb.CloseRunRequest(run_id=run_id))
+
+
+def half_a_step(
+    begun: threading.Event, go_on: threading.Event, moved: list[weakref.ref[Any]] | None = None
+) -> Callable[..., None]:
+    """In the place of an optimizer's step: moves one parameter, waits, and fails."""
+
+    def half(self: Optimizer, *_: Any) -> None:
+        parameter = next(iter(self._parameters.values()))
+        parameter.data.add_(1000.0)
+        if moved is not None:
+            moved.append(weakref.ref(parameter))
+        begun.set()
+        assert go_on.wait(WAIT_SECONDS)
+        raise MemoryError("no room for the rest")
+
+    return half
 
 
 async def test_many_runs_in_sequence_work_on_one_trainer(folder: Path, serve_trainer: Any) -> None:
@@ -148,13 +166,6 @@ async def test_a_run_that_tears_while_its_closing_waits_is_not_saved(
     lora: pb.LoraSpec | None,
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
-
-    def half(self: Optimizer, *_: Any) -> None:
-        next(iter(self._parameters.values())).data.add_(1000.0)
-        begun.set()
-        assert go_on.wait(WAIT_SECONDS)
-        raise MemoryError("no room for the rest")
-
     spec = {"base_model": str(folder), "lora": lora}
     async with serve_trainer() as trainer:
         await trainer.create(**spec)
@@ -163,7 +174,7 @@ async def test_a_run_that_tears_while_its_closing_waits_is_not_saved(
         await trainer.save(1, "a")
         await trainer.forward_backward(2, make_samples())
         with monkeypatch.context() as patched:
-            patched.setattr(Optimizer, "step", half)
+            patched.setattr(Optimizer, "step", half_a_step(begun, go_on))
             stepping = asyncio.create_task(trainer.optim_step(3))
             try:
                 assert await asyncio.to_thread(begun.wait, WAIT_SECONDS)
@@ -189,14 +200,7 @@ async def test_a_torn_run_is_closed_although_the_worker_is_full(
     folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """worker.py 3."""
-    begun, go_on, alive = threading.Event(), threading.Event(), list[weakref.ref[Any]]()
-
-    def half(self: Optimizer, *_: Any) -> None:
-        alive.append(weakref.ref(next(iter(self._parameters.values()))))
-        begun.set()
-        assert go_on.wait(WAIT_SECONDS)
-        raise MemoryError("no room for the rest")
-
+    begun, go_on, moved = threading.Event(), threading.Event(), list[weakref.ref[Any]]()
     spec = {"base_model": str(folder), "lora": pb.LoraSpec(rank=2, alpha=4.0)}
     async with serve_trainer() as trainer:
         await trainer.create(**spec)
@@ -204,7 +208,7 @@ async def test_a_torn_run_is_closed_although_the_worker_is_full(
         await trainer.create("beside", **spec)
         await trainer.forward_backward(1, make_samples())
         with monkeypatch.context() as patched:
-            patched.setattr(Optimizer, "step", half)
+            patched.setattr(Optimizer, "step", half_a_step(begun, go_on, moved))
             stepping = asyncio.create_task(trainer.optim_step(2))
             try:
                 assert await asyncio.to_thread(begun.wait, WAIT_SECONDS)
@@ -218,7 +222,7 @@ async def test_a_torn_run_is_closed_although_the_worker_is_full(
             await trainer.refused(scores, "RUN_UNKNOWN")
         await trainer.forward_backward(1, make_samples(), run_id="beside")
         gc.collect()
-        assert alive[0]() is None
+        assert moved[0]() is None
 
 
 async def test_a_run_that_nobody_waits_for_any_more_is_opened_once(
