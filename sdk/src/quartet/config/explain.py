@@ -173,6 +173,8 @@ def _nearest(model: type[pydantic.BaseModel], loc: tuple[Any, ...]) -> str:
     owner = model_at(model, loc[:-1])
     wanted = str(loc[-1]).replace("-", "_")
     siblings = list(owner.model_fields) if owner is not None else []
+    if owner is not None and issubclass(owner, Config):
+        siblings += owner.ALSO_KEYS
     prefix = "".join(f"{part}." for part in loc[:-1])
     everywhere = known_keys(model)
     elsewhere = [key for key in everywhere if key.rpartition(".")[2] == wanted]

@@ -70,6 +70,8 @@ class Config(pydantic.BaseModel):
 
     #: Dotted names that others have for keys of this model, and what a refusal of each says.
     OTHER_NAMES: ClassVar[Mapping[str, str]] = {}
+    #: Names of keys besides those of the fields.
+    ALSO_KEYS: ClassVar[tuple[str, ...]] = ()
     #: Keys of values that others write as tables, and what a refusal of such a table says.
     AS_TABLES: ClassVar[Mapping[str, str]] = {}
     #: What a refusal of any other unknown key of this model says; empty: a key of another table is guessed.

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
 from pydantic import Field
@@ -71,6 +71,8 @@ class CorrectionConfig(Config):
 
 class AlgorithmConfig(Config):
     """Credit and loss."""
+
+    ALSO_KEYS: ClassVar = ("epsilon", "epsilon_high", "beta")
 
     preset: (
         Literal[
@@ -166,7 +168,10 @@ class AlgorithmConfig(Config):
             raise ValueError(f'loss = "{loss}" does not clip; remove it, or choose "cispo" or "ppo"')
         if info.field_name == "clip_low":
             if loss == "cispo":
-                raise ValueError('loss = "cispo" has only clip_high, the cap of the ratio; remove clip_low')
+                raise ValueError(
+                    'loss = "cispo" has only clip_high (epsilon_high), the cap of the ratio; remove clip_low '
+                    "(epsilon)"
+                )
             if value >= 1:
                 raise ValueError("the ratio is clipped to 1 - clip_low at least; set it below 1")
         return value
@@ -278,7 +283,7 @@ def _snake(table: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _without_aliases(given: dict[Any, Any]) -> dict[Any, Any]:
-    epsilon, high, beta = (given.pop(name, None) for name in ("epsilon", "epsilon_high", "beta"))
+    epsilon, high, beta = (given.pop(name, None) for name in AlgorithmConfig.ALSO_KEYS)
     for name, value, key in (
         ("epsilon", epsilon, "clip_low"),
         ("epsilon_high", high, "clip_high"),
