@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import subprocess
 import sys
@@ -82,7 +83,7 @@ def test_promise_2_an_interpreter_that_is_stopped_half_way_is_removed(
     monkeypatch.setattr(installing, "_fill", stopped)
     with pytest.raises(KeyboardInterrupt):
         installing.install("some-env", None, None)
-    assert list((tmp_path / ".quartet" / "envs").iterdir()) == []
+    assert [one.name for one in (tmp_path / ".quartet" / "envs").iterdir()] == [".replaced"]
 
 
 #: A package that builds nothing.
@@ -110,7 +111,7 @@ def test_promise_3_an_install_that_fails_leaves_the_environment_that_works(
     with pytest.raises(ConfigError, match="cannot be installed"):
         installing.install("some_env", None, None)
     assert works.is_dir() and [one.name for one in works.parent.iterdir()] == ["works"]
-    assert [one.name for one in works.parent.parent.iterdir()] == ["some_env"]
+    assert {one.name for one in works.parent.parent.iterdir()} == {"some_env", ".replaced"}
 
     monkeypatch.setattr(installing.shutil, "rmtree", lambda *given, **known: None)  # as a kill has it
     with pytest.raises(OSError):
@@ -138,7 +139,32 @@ def test_an_install_that_succeeds_replaces_what_was_there_and_is_alone(
     (folder / "old").mkdir(parents=True)
     installing.install("some-env", None, None)
     assert [one.name for one in folder.iterdir()] == ["new"]
-    assert [one.name for one in (tmp_path / ".quartet/replaced/some_env").iterdir()] == [".lock"]
+    assert [one.name for one in (tmp_path / ".quartet/envs/.replaced/some_env").iterdir()] == [".lock"]
+
+
+def test_what_lies_on_another_file_system_is_replaced_and_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container, whose environment is in a layer of its image."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    (source / "bin").mkdir(parents=True)
+    (source / "bin/python").symlink_to("/usr/bin/python3")
+    plain = Path.rename
+
+    def rename(self: Path, other: Path) -> Path:
+        if self in (source, target):
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        return plain(self, other)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    installing._move(source, target)
+    assert not source.exists() and (target / "bin/python").readlink() == Path("/usr/bin/python3")
+    installing._move(target, source)
+    assert [one.name for one in tmp_path.iterdir()] == ["source"]
+    monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(PermissionError("no")))
+    with pytest.raises(PermissionError):
+        installing._move(source, target)
+    assert (source / "bin/python").is_symlink()
 
 
 def test_quartet_itself_comes_from_the_tree_that_runs() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from quartet.cli.env import installed
@@ -29,6 +30,11 @@ def test_an_interpreter_that_says_nothing_is_refused(tmp_path: Path, monkeypatch
     monkeypatch.setattr(installed, "FIND_SECONDS", 0.1)
     with pytest.raises(ConfigError, match="said nothing for"):
         with_interpreters({"python": str(silent)}, ["json"])
+
+
+@pytest.mark.parametrize("table", [{"python": 3}, {"environments": {"json": {"python": True}}}])
+def test_what_is_no_path_is_left_to_the_host_to_refuse(table: dict[str, Any]) -> None:
+    assert with_interpreters(table, ["json"]) == table
 
 
 def test_an_entry_of_another_spelling_is_the_environments_own() -> None:

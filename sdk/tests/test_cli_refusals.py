@@ -58,6 +58,13 @@ def test_services_look_at_their_tables_of_a_run_that_is_refused(
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
 
 
+def test_a_model_of_another_type_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('model = 3\n[[env]]\nid = "reverse-text"\n[trainer]\nthreads = 2\n')
+    lines = _lines(["rl", "@", str(path), "--dry-run"], capsys)
+    assert [line for line in lines if "model" in line] == lines[:1]
+
+
 def test_of_what_only_services_refuse_each_says_its_own(
     file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

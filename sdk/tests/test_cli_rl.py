@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import resource
@@ -271,7 +272,7 @@ def test_the_seconds_of_a_run_are_those_of_all_its_parts(
     tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def drive(*_: object) -> Outcome:
-        return Outcome(pb.Run(phase=pb.RUN_PHASE_STOPPED), {}, interrupted=True)
+        return Outcome(pb.Run(run_id="run", phase=pb.RUN_PHASE_STOPPED), {}, interrupted=True)
 
     monkeypatch.setattr(rl, "drive", drive)
     told = []
@@ -279,6 +280,33 @@ def test_the_seconds_of_a_run_are_those_of_all_its_parts(
         job = planned(config, tmp_path / "run", resume=part > 0)
         told.append(rl.launch(job, Plain, time.monotonic() - 10).summary["wall_seconds"])
     assert told == pytest.approx([10, 20, 30], abs=5)
+
+
+def test_a_part_that_began_nothing_leaves_what_the_last_one_said(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when Ctrl-C comes while the services start: the run goes on as before, and with more steps."""
+
+    async def drive(*_: object) -> Outcome:
+        return Outcome(pb.Run(), {}, interrupted=True)
+
+    monkeypatch.setattr(rl, "drive", drive)
+    with taken(planned(config, tmp_path / "run")):
+        ended(tmp_path / "run", "completed", 50)
+    before = (tmp_path / "run/summary.json").read_text()
+    for _ in range(2):
+        rl.launch(planned(with_steps(config, 60), tmp_path / "run", resume=True), Plain, time.monotonic())
+    assert (tmp_path / "run/summary.json").read_text() == before
+
+
+async def test_a_stop_before_the_run_was_taken_begins_nothing() -> None:
+    display = Plain(io.StringIO())
+    interrupts = drive.Interrupts(Mock(), display)
+    work: asyncio.Task[Any] = asyncio.create_task(asyncio.sleep(60))
+    interrupts.asked.set()
+    await drive._stop_when_asked(interrupts, Mock(statuses=[]), "run", work, display, asyncio.Event())
+    with pytest.raises(asyncio.CancelledError):
+        await work
 
 
 def test_a_run_that_stopped_by_itself_failed_and_says_how_it_goes_on(
@@ -317,7 +345,7 @@ async def worked(orchestrator: rpc.OrchestratorServiceServicer, *given: Any) -> 
     )
     services = Mock(wait_bound=AsyncMock(), statuses=[Status("orchestrator", server.address)])
     try:
-        return await drive._work(services, *given)
+        return await drive._work(services, *given, asyncio.Event())
     finally:
         await server.stop(0)
 
@@ -378,6 +406,14 @@ async def test_only_what_happens_now_is_shown_of_a_run_that_goes_on(tmp_path: Pa
     ]
     rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == [1, 2]
+
+
+async def test_a_folder_whose_journal_is_gone_is_not_gone_on_with(tmp_path: Path) -> None:
+    outputs, accepted, orchestrator = Outputs(tmp_path), Mock(), Extended()
+    outputs.progress.apply(pb.WatchRunResponse(event=9, at_ms=1, note=pb.NoteEvent()))
+    with pytest.raises(drive.RunRefused, match=r"knows 4 events of the run 'run', and .* has 9: its journal"):
+        await worked(orchestrator, "run", "", outputs, Plain(io.StringIO()), Mock(), accepted)
+    assert not accepted.called
 
 
 @pytest.mark.parametrize(("takes", "why"), [(False, "max_steps = 0 is refused"), (True, "reverse-text is")])

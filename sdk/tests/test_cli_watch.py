@@ -10,7 +10,7 @@ import pytest
 from quartet.cli import follow as following
 from quartet.cli import held, watch
 from quartet.cli.outputs import write_json
-from quartet.cli.watch import history_of, watch_run
+from quartet.cli.watch import all_events, watch_run
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.kit.channel import connect
@@ -50,9 +50,13 @@ class Orchestrator(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
 
 
 async def follow(
-    events: list[pb.WatchRunResponse], per_call: int, run_id: str = "r", **changes: Any
+    events: list[pb.WatchRunResponse],
+    per_call: int,
+    run_id: str = "r",
+    run: pb.Run | None = None,
+    **changes: Any,
 ) -> list[int]:
-    """Numbers of the events that arrive."""
+    """Numbers of the events that arrive; of the run, where one is given, all of them."""
     service = Service(
         "quartet.v1.OrchestratorService",
         rpc.add_OrchestratorServiceServicer_to_server,
@@ -63,6 +67,9 @@ async def follow(
     try:
         async with connect(server.address) as channel:
             stub = rpc.OrchestratorServiceStub(channel)  # type: ignore[no-untyped-call]
+            if run is not None:
+                del settings["history"]
+                return [event.event async for event in all_events(stub, run, 0, **settings)]
             return [event.event async for event in watch_run(stub, run_id, 0, **settings)]
     finally:
         await server.stop(0)
@@ -85,9 +92,11 @@ async def test_an_old_stop_does_not_end_a_resumed_run() -> None:
     assert await follow(events, 100, history=3) == [1, 2, 3, 4, 5]
 
 
-def test_what_is_history() -> None:
-    assert history_of(pb.Run(phase=TRAINING, last_event=7)) == 7
-    assert history_of(pb.Run(phase=COMPLETED, last_event=7)) == 0
+async def test_an_end_that_was_gone_on_from_hides_nothing_behind_it() -> None:
+    """Of a run that is extended and has ended again, for who has seen nothing yet; and while it runs."""
+    events = [step(1), phase(2, COMPLETED), phase(3, TRAINING), step(4), phase(5, COMPLETED)]
+    assert await follow(events, 100, run=pb.Run(run_id="r", phase=COMPLETED, last_event=5)) == [1, 2, 3, 4, 5]
+    assert await follow(events, 100, run=pb.Run(run_id="r", phase=TRAINING, last_event=3)) == [1, 2, 3, 4, 5]
 
 
 async def test_silence_is_bounded_and_refusals_are_not_retried() -> None:

@@ -145,7 +145,7 @@ KEYS: list[tuple[str, Any, str, Any]] = [
     ("eval_strategy", "no", "eval.num_examples", 0),
     ("eval_on_start", True, "eval.before", True),
     ("save_steps", 50, "ckpt.interval", 50),
-    ("save_steps", 50, "ckpt.keep_last", 11),
+    ("save_steps", 50, "ckpt.keep_last", 1000),
     ("save_steps", 0.1, "ckpt.interval", 50),
     ("save_total_limit", 3, "ckpt.keep_last", 3),
     ("save_strategy", "no", "ckpt.interval", 10),

@@ -15,7 +15,7 @@ from guinea_pig import NAME, ask, drained, failure, raw, served
 from quartet.errors import from_rpc
 from quartet.kit.call import RetryBudget, stream, unary
 from quartet.kit.channel import connect
-from quartet.kit.intercept import ServerInterceptor
+from quartet.kit.intercept import ServerInterceptor, _let_go
 from quartet.kit.options import MAX_MESSAGE_BYTES
 from quartet.v1 import weights_pb2 as pb
 
@@ -65,6 +65,22 @@ async def test_a_refused_call_holds_on_to_nothing(told: str, streams: bool) -> N
         assert pig.in_memory is not None
         gc.collect()
         assert pig.in_memory() is None
+
+
+def test_however_an_error_led_to_a_refusal_it_holds_on_to_nothing() -> None:
+    """Also where they go round in a ring."""
+
+    def raised(error: Exception) -> Exception:
+        try:
+            raise error
+        except Exception as caught:  # noqa: BLE001
+            return caught
+
+    cause, context, member = raised(KeyError()), raised(ValueError()), raised(LookupError())
+    error = raised(ExceptionGroup("several", [member]))
+    error.__cause__, cause.__context__, context.__context__ = cause, context, error
+    _let_go(error)
+    assert [one.__traceback__ for one in (error, cause, context, member)] == [None] * 4
 
 
 @pytest.mark.parametrize("method", ["GetManifest", "Watch", "Push"])

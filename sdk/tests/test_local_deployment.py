@@ -182,6 +182,16 @@ async def test_a_refusal_names_the_service_and_keeps_its_sentence(tmp_path: Path
         await check([missing])
 
 
+def test_a_key_with_a_dash_is_the_same_key(tmp_path: Path) -> None:
+    tables: dict[str, dict[str, object]] = {name: {} for name in SERVICES}
+    tables["trainer"] = {"state-dir": "mine", "server": {"port-file": "port"}}
+    tables["orchestrator"] = {"data-dir": "also-mine"}
+    wired = wire("m", tmp_path, tables)
+    assert wired["trainer"]["state_dir"] == "mine" and wired["orchestrator"]["data_dir"] == "also-mine"
+    every = [key for table in wired.values() for key in (*table, *table["server"])]
+    assert not [key for key in every if "-" in key]
+
+
 async def test_a_preflight_that_dies_in_this_process_is_a_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

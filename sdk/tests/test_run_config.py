@@ -305,6 +305,19 @@ def test_a_run_is_frozen() -> None:
         run.max_steps = 3  # type: ignore[misc]
 
 
+def test_every_setting_that_is_not_read_is_named() -> None:
+    """And nothing advises to mend what is to be removed."""
+    text = f'model = "m"\nexternal_trainer = true\nlearning_rate = 1e-3\ndecay_steps = 2\n{ENV}'
+    text += "\n[checks]\nverify_logprobs = true"
+    text += "\n[sampling]\npresence_penalty = 1.0\nfrequency_penalty = 1.0\n"
+    with pytest.raises(ConfigError) as refused:
+        parse_run(text)
+    told = str(refused.value)
+    assert len(told.splitlines()) == 2
+    assert "learning_rate, decay_steps are settings of Quartet's trainer" in told
+    assert "sampling.presence_penalty = 1.0 and sampling.frequency_penalty = 1.0 make" in told
+
+
 @pytest.mark.parametrize(
     "said",
     ["learning_rate = 1e-5", "[lora]\nenabled = true", "[ckpt]\ninterval = 3", '[trainer]\nstate_dir = "x"'],

@@ -198,7 +198,7 @@ async def test_the_log_has_each_kind_of_failure_once_with_its_traceback(
 
 #: Prints how errors are told, and whether what is logged of them is bounded.
 BOUNDS = """
-import logging, sys
+import logging, sys, sysconfig
 from quartet_envhost.own_code import MAX_KINDS, MAX_PLACE_CHARS, MAX_TRACEBACK_CHARS, OwnCode
 
 logged = []
@@ -211,6 +211,17 @@ def told(error):
     except BaseException as raised:
         return own.text_of(raised)
 
+LIBRARY = '''
+def call(tool):
+    try:
+        tool()
+    except KeyError as error:
+        raise LookupError("a tool failed") from error
+'''
+
+def told_by_a_tool():
+    {}["x"]
+
 first, second = KeyError(1), KeyError(2)
 first.__cause__, second.__cause__ = second, first
 print(own.text_of(first))
@@ -219,7 +230,17 @@ print(told(group))
 told(ValueError("y" * 10**6))
 for number in range(200):
     told(type(f"Error{number}", (Exception,), {})())
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+print(told(Mute()))
 namespace = {}
+exec(compile(LIBRARY, sysconfig.get_path("stdlib") + "/tools.py", "exec"), namespace)
+try:
+    namespace["call"](told_by_a_tool)
+except LookupError as raised:
+    print(own.text_of(raised))
 exec(compile("def f(): 1 / 0", "/" + 200 * "x" + "/rewards.py", "exec"), namespace)
 try:
     namespace["f"]()
@@ -237,8 +258,45 @@ def test_what_is_told_and_logged_is_bounded(envs_python: str, tmp_path: Path) ->
     program.write_text(BOUNDS)
     line = BOUNDS.splitlines().index("        raise error") + 1
     at = f"{tmp_path.name}/program.py:{line} in told"
+    in_tool = BOUNDS.splitlines().index('    {}["x"]') + 1
     assert subprocess.check_output([envs_python, program], text=True).splitlines() == [
         "KeyError: 1",
         f"{at}: ExceptionGroup: several (1 sub-exception)",
+        f"{at}: Mute: (it has no text: its __str__ raises)",
+        f"{tmp_path.name}/program.py:{in_tool} in told_by_a_tool: LookupError: a tool failed",
         "… True",
+    ]
+
+
+#: Prints how two errors without text are told, as Verifiers records them.
+ALIKE = """
+import types
+from verifiers.v1 import env
+from quartet_envhost.own_code import OwnCode
+from quartet_envhost.v1.interception import current_policy
+from quartet_envhost.v1.raised import key_of, tell_where
+
+tell_where(OwnCode("my-env"))
+current_policy.set(policy := types.SimpleNamespace(told={}))
+recorded = []
+for number in range(2):
+    try:
+        if number == 0:
+            assert number
+        assert not number
+    except AssertionError as error:
+        recorded.append(env._as_error(error))
+for one in recorded:
+    print(policy.told[key_of(one)])
+"""
+
+
+def test_errors_of_one_text_are_told_with_places_of_their_own(envs_python: str, tmp_path: Path) -> None:
+    (program := tmp_path / "program.py").write_text(ALIKE)
+    lines = [
+        ALIKE.splitlines().index(code) + 1
+        for code in ("            assert number", "        assert not number")
+    ]
+    assert subprocess.check_output([envs_python, program], text=True).splitlines() == [
+        f"{tmp_path.name}/program.py:{line} in <module>: AssertionError: " for line in lines
     ]

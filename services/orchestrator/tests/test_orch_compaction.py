@@ -36,16 +36,15 @@ def test_covered_steps_are_in_every_state_that_the_trainer_keeps(max_steps, ends
     earlier = sorted(end for end in ends if end < max_steps)
     plan = CallPlan(max_steps=max_steps, earlier_ends=earlier, save_interval=interval, keep_last=keep_last)
     applied = data.draw(st.integers(0, plan.last_of(max_steps - 1) - 1))
-    states, saved = {}, 0
+    states = {}
     for call in map(plan.call, range(1, applied + 1)):
         if call.kind is CallKind.SAVE:
             # As the trainer's states.py has it: an equal name is replaced, and the newest are kept.
             states.pop(call.state_name, None)
             states[call.state_name] = call.batch + 1
             states = dict(list(states.items())[-keep_last:])
-            saved += 1
     covered = plan.covered_steps(applied)
-    assert covered == (min(states.values()) if saved >= keep_last else 0)
+    assert covered == (min(states.values()) if len(states) >= keep_last else 0)
 
 
 async def test_old_rollouts_are_given_up_and_nothing_else(world, small_segments):

@@ -23,11 +23,12 @@ def refused_by_services(run: Mapping[str, Any]) -> Iterator[ConfigError]:
         return
     with tempfile.TemporaryDirectory(prefix="quartet-check-") as scratch:
         folder = Path(scratch)
-        try:
-            model = model_path(str(run.get("model", "")))
-        except ConfigError as error:
-            yield from [error] if run.get("model") else []
-            model = _no_model(folder)
+        model = _no_model(folder)
+        if isinstance(named := run.get("model"), str) and named:
+            try:
+                model = model_path(named)
+            except ConfigError as error:
+                yield error
         try:
             asyncio.run(check(write(wire(model, folder / "data", tables), folder), of_machine=False))
         except ConfigError as error:

@@ -29,7 +29,7 @@ from quartet.cli.job import as_it_was
 from quartet.cli.outputs import Outputs
 from quartet.cli.silence import name_the_silent
 from quartet.cli.wandb.reporter import Reporter
-from quartet.cli.watch import history_of, watch_run
+from quartet.cli.watch import all_events
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, unary
@@ -41,6 +41,7 @@ from quartet.v1.orchestrator_service_pb2 import (
     RUN_PHASE_STOPPED,
     GetRunStatusRequest,
     ResumeRunRequest,
+    ResumeRunResponse,
     Run,
     StopRunRequest,
     SubmitRunRequest,
@@ -127,14 +128,15 @@ async def drive(
     QuartetError."""
     supervisor = Supervisor(specs)
     interrupts = Interrupts(supervisor, display, as_it_was(outputs.folder))
+    taken = asyncio.Event()
     with listen(interrupts):
         supervisor.start()
         failed = asyncio.create_task(supervisor.wait_failed())
         work = asyncio.create_task(
-            _work(supervisor, run_id, config_toml, outputs, display, reporter, accepted)
+            _work(supervisor, run_id, config_toml, outputs, display, reporter, accepted, taken)
         )
         ticks = asyncio.create_task(_tick(supervisor, outputs, display, reporter))
-        stop = asyncio.create_task(_stop_when_asked(interrupts, supervisor, run_id, work, display))
+        stop = asyncio.create_task(_stop_when_asked(interrupts, supervisor, run_id, work, display, taken))
         silence = asyncio.create_task(name_the_silent(supervisor, outputs.progress, display))
         tasks = (failed, work, ticks, stop, silence)
         try:
@@ -160,35 +162,37 @@ async def _work(
     display: Display,
     reporter: Reporter,
     accepted: Callable[[], None],
+    taken: asyncio.Event,
 ) -> Run:
-    """Submit, follow, take the result."""
+    """Submit, follow, take the result; from `taken` on a stop reaches the run. Raises RunRefused,
+    QuartetError."""
     began_ms = time.time() * 1000
     await supervisor.wait_bound()
     async with connect(_orchestrator(supervisor)) as channel:
         stub = OrchestratorServiceStub(channel)  # type: ignore[no-untyped-call]
         begun = await _submitted(stub, SubmitRunRequest(run_id=run_id, config_toml=config_toml))
+        if begun.run.last_event < outputs.progress.last_event:
+            raise RunRefused(
+                f"the orchestrator knows {begun.run.last_event} events of the run {run_id!r}, and "
+                f"{outputs.folder} has {outputs.progress.last_event}: its journal (data/) is gone; "
+                "start a new run in another folder"
+            )
         accepted()
-        failed_early = begun.run.phase == RUN_PHASE_FAILED and not begun.run.ledger.dispatched
-        if begun.run.phase == RUN_PHASE_STOPPED or failed_early:
-            begun = await unary(stub.ResumeRun, ResumeRunRequest(run_id=run_id), timeout_s=CALL_SECONDS)
-        if begun.run.submitted_at_ms < began_ms:
-            display.say(f"goes on after step {begun.run.step} of {begun.run.max_steps}")
-        outputs.progress.begin(begun.run)
-        reporter.begin(begun.run)
-        events = watch_run(
-            stub,
-            run_id,
-            outputs.progress.last_event,
-            history=history_of(begun.run),
-            include_rollouts=True,
-            patience_s=PATIENCE_SECONDS,
+        run = await _resumed(stub, begun.run)
+        taken.set()
+        if run.submitted_at_ms < began_ms:
+            display.say(f"goes on after step {run.step} of {run.max_steps}")
+        outputs.progress.begin(run)
+        reporter.begin(run)
+        events = all_events(
+            stub, run, outputs.progress.last_event, include_rollouts=True, patience_s=PATIENCE_SECONDS
         )
         async for event in events:
             if outputs.record(event):
                 # What an earlier part came to does not happen now.
-                if event.event > begun.run.last_event or event.at_ms >= began_ms:
+                if event.event > run.last_event or event.at_ms >= began_ms:
                     display.event(event, outputs.progress)
-                if event.WhichOneof("kind") == "step" and event.step.step == begun.run.max_steps - 1:
+                if event.WhichOneof("kind") == "step" and event.step.step == run.max_steps - 1:
                     # Nothing is sampled for later steps now, so a core is free; at the end all would wait.
                     asyncio.get_running_loop().run_in_executor(None, import_drawing)
         status = await unary(
@@ -198,11 +202,11 @@ async def _work(
             budget=RetryBudget(),
             wait_for_ready=True,
         )
-        run: Run = status.run
+        ended: Run = status.run
         # Here and not after the services stopped: the folder is the trainer's, and the run has ended.
-        if run.model_path:
-            outputs.take_checkpoint(Path(run.model_path))
-        return run
+        if ended.model_path:
+            outputs.take_checkpoint(Path(ended.model_path))
+        return ended
 
 
 async def _submitted(stub: OrchestratorServiceStub, request: SubmitRunRequest) -> SubmitRunResponse:
@@ -217,6 +221,20 @@ async def _submitted(stub: OrchestratorServiceStub, request: SubmitRunRequest) -
     return response
 
 
+async def _resumed(stub: OrchestratorServiceStub, run: Run) -> Run:
+    """The run, which goes on where it rests and can; where it has ended for good, as it ended."""
+    if run.phase not in (RUN_PHASE_STOPPED, RUN_PHASE_FAILED):
+        return run
+    try:
+        request = ResumeRunRequest(run_id=run.run_id)
+        response: ResumeRunResponse = await unary(stub.ResumeRun, request, timeout_s=CALL_SECONDS)
+    except QuartetError as error:
+        if run.phase == RUN_PHASE_FAILED and error.reason == "INVALID_REQUEST":
+            return run
+        raise
+    return response.run
+
+
 async def _tick(supervisor: Supervisor, outputs: Outputs, display: Display, reporter: Reporter) -> None:
     while True:
         reporter.tick()
@@ -225,10 +243,19 @@ async def _tick(supervisor: Supervisor, outputs: Outputs, display: Display, repo
 
 
 async def _stop_when_asked(
-    interrupts: Interrupts, supervisor: Supervisor, run_id: str, work: asyncio.Task[Run], display: Display
+    interrupts: Interrupts,
+    supervisor: Supervisor,
+    run_id: str,
+    work: asyncio.Task[Run],
+    display: Display,
+    taken: asyncio.Event,
 ) -> None:
     """On the first Ctrl-C: stop the run; the work then ends by itself, or is cancelled after STOP_SECONDS."""
     await interrupts.asked.wait()
+    if not taken.is_set():
+        # A run that rests has nothing to stop, and would be gone on with behind that.
+        work.cancel()
+        return
     display.say("stopping after the step under way; Ctrl-C again kills everything")
     try:
         async with connect(_orchestrator(supervisor)) as channel:

@@ -12,7 +12,7 @@ import argparse
 import asyncio
 import json
 import tomllib
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,10 +20,10 @@ from quartet.cli import exits
 from quartet.cli.display import Plain, event_line
 from quartet.cli.held import LOCK, held
 from quartet.cli.outputs import Outputs, write_json
-from quartet.cli.progress import ENDED, Progress, ledger_dict, phase_name
+from quartet.cli.progress import Progress, ledger_dict, phase_name
 from quartet.cli.wandb import reporter as wandb
 from quartet.cli.wandb.child import STOPPED_CODE, Ending
-from quartet.cli.watch import watch_run
+from quartet.cli.watch import all_events
 from quartet.config import Config, ConfigError, load
 from quartet.config.load import Draft
 from quartet.kit.call import RetryBudget, unary
@@ -32,7 +32,6 @@ from quartet.run.wandb import WandbConfig
 from quartet.v1.orchestrator_service_pb2 import (
     GetRunStatusRequest,
     Run,
-    WatchRunResponse,
 )
 from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 
@@ -99,7 +98,9 @@ def wandb_of(run: Run, arguments: Sequence[str], *, asked: bool, flags: Collecti
 async def _shown(stub: OrchestratorServiceStub, run: Run, after_event: int) -> int:
     progress, display = Progress(), Plain(submitted_at_ms=run.submitted_at_ms)
     progress.begin(run)
-    async for event in _all_events(stub, run, after_event, include_rollouts=False):
+    async for event in all_events(
+        stub, run, after_event, include_rollouts=False, patience_s=PATIENCE_SECONDS
+    ):
         if progress.apply(event) and event_line(event, progress):
             display.event(event, progress)
         if not display.is_read:
@@ -115,7 +116,9 @@ async def _recorded(stub: OrchestratorServiceStub, run: Run, folder: Path, confi
         reporter.begin(run)
         ticks = asyncio.create_task(_tick(reporter))
         try:
-            async for event in _all_events(stub, run, outputs.progress.last_event, include_rollouts=True):
+            async for event in all_events(
+                stub, run, outputs.progress.last_event, include_rollouts=True, patience_s=PATIENCE_SECONDS
+            ):
                 if outputs.record(event):
                     display.event(event, outputs.progress)
         finally:
@@ -124,27 +127,6 @@ async def _recorded(stub: OrchestratorServiceStub, run: Run, folder: Path, confi
         if shown := await asyncio.to_thread(reporter.finish, ending_of(last)):
             display.say(shown)
     return exits.code_of(last.phase)
-
-
-async def _all_events(
-    stub: OrchestratorServiceStub, run: Run, after_event: int, *, include_rollouts: bool
-) -> AsyncIterator[WatchRunResponse]:
-    """Up to the end of the run; of one that has ended, all that there are."""
-    over = run.phase in ENDED
-    if over and after_event >= run.last_event:
-        return
-    events = watch_run(
-        stub,
-        run.run_id,
-        after_event,
-        history=run.last_event,
-        include_rollouts=include_rollouts,
-        patience_s=PATIENCE_SECONDS,
-    )
-    async for event in events:
-        yield event
-        if over and event.event >= run.last_event:
-            return
 
 
 async def _tick(reporter: wandb.Reporter) -> None:

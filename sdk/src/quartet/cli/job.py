@@ -97,10 +97,12 @@ def how_to_resume(folder: Path | None) -> str:
     return f"--resume: name the folder of the run with --output-dir{such_as}"
 
 
-def as_it_was(folder: Path) -> str:
-    """The command that goes on with the run of a folder; nothing where an earlier release began it."""
+def as_it_was(folder: Path, max_steps: int | None = None) -> str:
+    """The command that goes on with the run of a folder, to more steps where they are given; nothing where an
+    earlier release began it."""
     file = folder / RUN_FILE
-    command = ("quartet", "rl", "@", str(file), "--output-dir", str(folder), "--resume")
+    more = () if max_steps is None else ("--max-steps", str(max_steps))
+    command = ("quartet", "rl", "@", str(file), *more, "--output-dir", str(folder), "--resume")
     return f": {shlex.join(command)}" if file.is_file() else ""
 
 
@@ -230,7 +232,7 @@ def _resumed(config: RunConfig, folder: Path, words: Words) -> Job:
         raise ConfigError(
             f"{words.resume}: {folder} holds the run {job.run_id!r} with another configuration: "
             f"{', '.join(told)}{more}; start a new run in {words.elsewhere}, or say it as it was"
-            f"{as_it_was(folder)}"
+            f"{as_it_was(folder, after.max_steps if job.extended else None)}"
         )
     return job
 

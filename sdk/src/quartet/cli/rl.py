@@ -210,7 +210,9 @@ def _in_folder(job: Job, open_display: Callable[[], Display], started: float, li
                 raise RunFailed(str(error)) from error
         seconds = _summary_before(job).get("wall_seconds", 0.0) + time.monotonic() - started
         summary = _summary(job, outcome, outputs, seconds)
-        write_json(job.folder / SUMMARY, summary)
+        # That of the run as it stood, where nothing of this part was begun.
+        if outcome.run.run_id or not job.resumed:
+            write_json(job.folder / SUMMARY, summary)
         shown = reporter.finish(_ending(summary))
     return _ended(job, outcome, summary, shown)
 

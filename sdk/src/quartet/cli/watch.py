@@ -1,8 +1,8 @@
 """Following a run over the death and restart of its orchestrator.
 
 1. Every event is yielded once, in order: the stream is opened again after the last number seen.
-2. It ends with the event that says that the run ended. A run that was stopped and resumed has such events in
-   its past: `history_of` says up to where they do not count.
+2. It ends with the event that says that the run ended. A run that was stopped and resumed, or extended, has
+   such events in its past, where they do not count.
 3. It never waits for ever: without a sign of life for `patience_s` it raises what the last attempt said.
 """
 
@@ -22,9 +22,25 @@ RETRY_SECONDS = 0.25
 PASSING = frozenset({"NOT_READY", "DEADLINE", "OVERLOADED"})  # what a restart of the other side looks like
 
 
-def history_of(run: Run) -> int:
-    """The number of the last event that is history: none where the run has ended for good or for now."""
-    return 0 if run.phase in ENDED else run.last_event
+async def all_events(
+    stub: OrchestratorServiceStub, run: Run, after_event: int, *, include_rollouts: bool, patience_s: float
+) -> AsyncIterator[WatchRunResponse]:
+    """Those of a run after `after_event`, up to its end; of one that has ended, all that there are."""
+    over = run.phase in ENDED
+    if over and after_event >= run.last_event:
+        return
+    events = watch_run(
+        stub,
+        run.run_id,
+        after_event,
+        history=run.last_event,
+        include_rollouts=include_rollouts,
+        patience_s=patience_s,
+    )
+    async for event in events:
+        yield event
+        if over and event.event >= run.last_event:
+            return
 
 
 async def watch_run(

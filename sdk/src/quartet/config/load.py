@@ -160,10 +160,9 @@ def _read(draft: Draft, path: str) -> dict[str, Any]:
 def _merge(
     draft: Draft, into: dict[str, Any], table: dict[str, Any], prefix: tuple[str, ...], origin: str
 ) -> None:
-    if len(set(_snake(tuple(table)))) < len(table):
-        twice = next(key for key in table if key.replace("-", "_") != key and key.replace("-", "_") in table)
-        raise ConfigError(f"{twice!r} and {twice.replace('-', '_')!r} are one key in {origin}; remove one")
     for key, value in table.items():
+        if (other := key.replace("-", "_")) != key and other in table:
+            draft.refused.append(ConfigError(f"{key!r} and {other!r} are one key in {origin}; remove one"))
         name = _existing(into, key)
         path = (*prefix, name)
         if isinstance(value, dict) and isinstance(into.get(name), dict):

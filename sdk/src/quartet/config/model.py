@@ -104,7 +104,13 @@ class Config(pydantic.BaseModel):
     def _accept_kebab_case(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        return {_field_name(cls, key): value for key, value in data.items()}
+        fields: dict[Any, Any] = {}
+        for key, value in data.items():
+            name = _field_name(cls, key)
+            if name in fields:  # in a list, whose tables are merged with nothing
+                raise ValueError(f"{name!r} is given twice, with '-' and with '_'; remove one")
+            fields[name] = value
+        return fields
 
     @pydantic.field_validator("*", mode="before")
     @classmethod

@@ -273,9 +273,8 @@ def _states(draft: Draft, steps: Steps) -> None:
         return
     interval = steps.every("save_steps")
     draft.put("ckpt.interval", interval, "save_steps")
-    # Without a limit every one is kept, as there.
-    every = min(MAX_KEPT, math.ceil(steps.total / interval) + 1)
-    draft.put("ckpt.keep_last", kept or every, "save_total_limit")
+    # Without a limit every one is kept, as there, also of a run that is made longer.
+    draft.put("ckpt.keep_last", kept or MAX_KEPT, "save_total_limit")
 
 
 def _services(draft: Draft, model: Model, environments: Sequence[Environment]) -> None:

@@ -37,6 +37,8 @@ from quartet.kit.security import TokenFile
 # Probes carry no token, and a full service is not a dead one.
 _OPEN_PREFIX: Final = "/grpc.health.v1.Health/"
 _OWN_PREFIX: Final = "/quartet."
+#: Errors that led to one, of which the frames are freed.
+MAX_LED_TO: Final = 100
 
 log = structlog.get_logger()
 
@@ -211,17 +213,23 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         log.info("rpc refused", rpc=rpc.path, reason=reason, message=message, **more)
 
 
-def _let_go(error: BaseException | None) -> None:
+def _let_go(error: BaseException) -> None:
     """Free what the frames of a refused call hold: samples, weights, a run.
 
     gRPC's server keeps the exception by which it refused last until the next call comes, and with it all that
     led to it.
     """
-    while error is not None:
-        at, error.__traceback__ = error.__traceback__, None
+    left, seen = [error], set[int]()
+    while left and len(seen) < MAX_LED_TO:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        at, one.__traceback__ = one.__traceback__, None
         while at is not None:
             at.tb_next, at = None, at.tb_next
-        error = error.__context__
+        left += [led for led in (one.__cause__, one.__context__) if led is not None]
+        left += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
 
 
 def _note(rpc: _Rpc, seen: Observation) -> None:

@@ -50,9 +50,11 @@ Table = dict[str, Any]
 
 def wire(model: str, data: Path, tables: Mapping[str, Table]) -> dict[str, Table]:
     """The complete config table of each process of the services in `tables`, every address in it final."""
+    tables = {name: _by_field(table) for name, table in tables.items()}
     for name, table in tables.items():
         if not isinstance(server := table.get("server", {}), dict):
             raise ConfigError(f"{name}.server = {server!r} is refused: should be a table")
+        table["server"] = _by_field(server)
     processes = _processes(shared_out(tables, os.environ.get(VISIBLE)))
     servers = [dict(table.get("server", {})) for table in processes.values()]
     try:
@@ -79,6 +81,11 @@ def wire(model: str, data: Path, tables: Mapping[str, Table]) -> dict[str, Table
         server |= {"address": address, "port_file": str(data / f"{name}.port")}
         wired[name] = {**known[service_of(name)], **table, "server": server}
     return wired
+
+
+def _by_field(table: Mapping[str, Any]) -> Table:
+    """With `state_dir` for `state-dir`, which would else stand beside what is said of it here."""
+    return {key.replace("-", "_"): value for key, value in table.items()}
 
 
 def service_of(process: str) -> str:

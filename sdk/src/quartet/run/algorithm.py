@@ -185,11 +185,11 @@ class AlgorithmConfig(Config):
                 "proximal": self.proximal and self.loss != "custom",
                 "correction": self.correction is not None,
             }
-            for key, is_set in unread.items():
-                if is_set:
-                    raise ValueError(
-                        f'{key} belongs to the importance ratio, which loss = "{self.loss}" has not'
-                    )
+            if given := [key for key, is_set in unread.items() if is_set]:
+                belong = "belongs" if len(given) == 1 else "belong"
+                raise ValueError(
+                    f'{", ".join(given)} {belong} to the importance ratio, which loss = "{self.loss}" has not'
+                )
         if self.delta is not None and self.loss != "ppo":
             raise ValueError(f'delta bounds the ratio of loss = "ppo"; loss = "{self.loss}" does not read it')
         if self.delta is not None and self.delta <= 1 + (0.2 if self.clip_high is None else self.clip_high):
@@ -261,7 +261,8 @@ def with_kl_penalty(run: dict[str, Any]) -> dict[str, Any]:
     if not penalty.enabled or not isinstance(algorithm, dict):
         return run
     said = {key: value for key, value in _snake(algorithm).items() if value is not None}
-    own = {"target_kl": penalty.target_kl} | ({} if "beta" in said else {"kl_coef": penalty.beta})
+    own = {} if penalty.target_kl is None else {"target_kl": penalty.target_kl}
+    own |= {} if "beta" in said else {"kl_coef": penalty.beta}
     return {**run, "algorithm": {**own, **said}}
 
 

@@ -201,6 +201,8 @@ class RunConfig(Config):
 
     @rule
     def _decay_has_room(self) -> None:
+        if self.external_trainer:
+            return  # it has a schedule of its own
         if self.lr_scheduler in ("linear", "cosine") and self.warmup_steps >= self.max_steps:
             raise ValueError(
                 f'lr_scheduler = "{self.lr_scheduler}" needs steps after the warm-up, and max_steps = '
@@ -221,6 +223,8 @@ class RunConfig(Config):
 
     @rule
     def _optimizer_has_it(self) -> None:
+        if self.external_trainer:
+            return
         if self.momentum is not None and self.optimizer == "adamw":
             raise ValueError('momentum belongs to optimizer = "sgd" or "muon"; remove it, or set adam_beta1')
         if self.adamw_learning_rate is not None:
@@ -291,13 +295,15 @@ class RunConfig(Config):
 
     @rule
     def _leaves_training_to_its_trainer(self) -> None:
-        defaults = type(self).model_fields
-        for key in OF_THE_TRAINER if self.external_trainer else ():
-            if getattr(self, key) != defaults[key].get_default(call_default_factory=True):
-                raise ValueError(
-                    f"{key} is a setting of Quartet's trainer, and external_trainer = true; remove it here, "
-                    "and set it in the program that trains"
-                )
+        fields = type(self).model_fields
+        defaults = {key: fields[key].get_default(call_default_factory=True) for key in OF_THE_TRAINER}
+        given = [key for key, default in defaults.items() if getattr(self, key) != default]
+        if self.external_trainer and given:
+            are = "is a setting" if len(given) == 1 else "are settings"
+            raise ValueError(
+                f"{', '.join(given)} {are} of Quartet's trainer, and external_trainer = true; remove that "
+                "here, and set it in the program that trains"
+            )
 
     @rule
     def _teacher_is_comparable(self) -> None:
@@ -333,13 +339,18 @@ class RunConfig(Config):
     def _can_verify(self) -> None:
         # The sampler's log-probabilities are those after penalties; the trainer's forward knows no penalties.
         penalties = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-        for key, neutral in penalties.items():
-            value = getattr(self.sampling, key)
-            if self.checks.verify_logprobs and value not in (None, neutral):
-                raise ValueError(
-                    f"sampling.{key} = {value} makes log-probabilities that the trainer cannot verify; "
-                    "remove it, or set checks.verify_logprobs to false"
-                )
+        values = {key: getattr(self.sampling, key) for key in penalties}
+        given = [
+            f"sampling.{key} = {value}"
+            for key, value in values.items()
+            if value is not None and value != penalties[key]
+        ]
+        if self.checks.verify_logprobs and given:
+            make = "makes" if len(given) == 1 else "make"
+            raise ValueError(
+                f"{' and '.join(given)} {make} log-probabilities that the trainer cannot verify; remove "
+                "that, or set checks.verify_logprobs to false"
+            )
 
 
 def parse_run(toml_text: str) -> RunConfig:

@@ -2,7 +2,8 @@
 
 1. Its own code is its package, and whatever else is not installed in the interpreter; never the standard
    library, Verifiers or this project.
-2. The place is the innermost frame there of what was raised, or else of what that was raised from.
+2. The place is the innermost frame there of what was raised, or of what that was raised from where its own
+   code only passed it on.
 3. A kind of failure, its type and its place, is logged once with its traceback; MAX_KINDS of them at most.
 """
 
@@ -21,6 +22,8 @@ from quartet_envhost.config import canonical_id
 
 # A failure's message has room for the place and what happened.
 MAX_PLACE_CHARS: Final = 160
+# A failure's message is cut to less; a text may be a whole page.
+MAX_TEXT_CHARS: Final = 4_000
 # A thousand rollouts fail in few ways; an environment that finds new ones for ever writes no more than these.
 MAX_KINDS: Final = 100
 # Longer ones, such as of a message that holds a whole page, lose their middle.
@@ -60,13 +63,17 @@ class OwnCode:
         return f"{place}: {_said(error)}" if place else _said(error)
 
     def _place(self, error: BaseException) -> str:
+        around = ""
         for one in _chain(error):
-            for code, line in reversed(_frames(one)):
-                if self._has(code.co_filename):
-                    file = "/".join(Path(code.co_filename).parts[-2:])
-                    place = f"{file}:{line} in {code.co_name}"
-                    return place if len(place) <= MAX_PLACE_CHARS else f"…{place[1 - MAX_PLACE_CHARS :]}"
-        return ""
+            frames = _frames(one)
+            own = [frame for frame in frames if self._has(frame[0].co_filename)]
+            if not own:
+                continue
+            if own[-1] == frames[-1] or one.__cause__ is None:
+                return _told(*own[-1])
+            # What it was raised from may be own code, too, such as a tool in an overridden `env_response`.
+            around = around or _told(*own[-1])
+        return around
 
     def _has(self, file: str) -> bool:
         path = Path(file)
@@ -78,11 +85,25 @@ class OwnCode:
         return not any(path.is_relative_to(one) for one in self._foreign)
 
 
+def _told(code: CodeType, line: int) -> str:
+    file = "/".join(Path(code.co_filename).parts[-2:])
+    place = f"{file}:{line} in {code.co_name}"
+    return place if len(place) <= MAX_PLACE_CHARS else f"…{place[1 - MAX_PLACE_CHARS :]}"
+
+
 def _said(error: BaseException) -> str:
     """Its type and text; one without text, as Verifiers wraps errors of tools in, is told with its cause."""
-    text = f"{type(error).__name__}: {error}"
-    cause = error.__cause__
-    return text if str(error) or cause is None else f"{text}{type(cause).__name__}: {cause}"
+    text, cause = _text(error), error.__cause__
+    if not text and cause is not None:
+        text = f"{type(cause).__name__}: {_text(cause)}"
+    return f"{type(error).__name__}: {text}"
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)[:MAX_TEXT_CHARS]
+    except Exception:  # noqa: BLE001 - of an environment's own class
+        return "(it has no text: its __str__ raises)"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

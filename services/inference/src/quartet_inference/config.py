@@ -30,6 +30,7 @@ OWNED_VLLM_ARGS = {
     "max_lora_rank": "give vllm.max_lora_rank",
     "max_loras": "give vllm.max_loras",
     "max_cpu_loras": "give adapters.max_count",
+    "scheduling_policy": "what has no priority keeps its order, and the check of new weights goes first",
     "speculative_config": "drafted tokens are not drawn by Quartet's sampler",
 }
 

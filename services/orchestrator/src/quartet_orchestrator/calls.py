@@ -96,15 +96,13 @@ class CallPlan:
         while it keeps fewer states than it may."""
         saving = sorted({*range(self._interval, self._max_steps, self._interval), *self._ends[:-1]})
         saved = bisect_right(saving, applied_seq_id, key=lambda steps: self.last_of(steps - 1))
-        if saved < self._keep_last:
-            return 0
         # As the trainer does: an equal name is replaced, and the newest are kept.
         kept: dict[str, int] = {}
         for steps in saving[:saved]:
             kept.pop(self._state_name(steps - 1), None)
             kept[self._state_name(steps - 1)] = steps
             kept = dict(list(kept.items())[-self._keep_last :])
-        return min(kept.values())
+        return 0 if len(kept) < self._keep_last else min(kept.values())
 
     def first_of(self, batch: int) -> int:
         """seq_id of the batch's first ForwardBackward."""

@@ -1,8 +1,8 @@
 """Going on with a run that rests: resumed as it was, or extended to more steps.
 
 1. It takes place when it is written down, or not at all; asked for twice at once it takes place once.
-2. Resumed is what is STOPPED, and what FAILED before a group was dispatched: a model that was missing may be
-   there now, and with nothing sampled there is nothing to sample or to train twice.
+2. Resumed is what is STOPPED, and what FAILED before this part of it dispatched a group: a model that was
+   missing may be there now, and with nothing sampled there is nothing to sample or to train twice.
 3. Extended is what is COMPLETED, by a configuration that differs in a larger max_steps alone. Whoever asks
    for anything else is told what works.
 """
@@ -57,7 +57,7 @@ def check_resumable(run: RunState) -> None:
     """Refuses a run whose end is for good. Raises INVALID_REQUEST."""
     if run.phase == state.COMPLETED:
         remedy = f"to go on with it, submit it again with max_steps above {run.max_steps}"
-    elif run.phase == state.FAILED and run.next_group:
+    elif _failed_for_good(run):
         remedy = "submit a new run"
     else:
         return
@@ -82,6 +82,8 @@ def check_extends(run: RunState, known: RunConfig | None, asked: RunConfig) -> N
             "max_steps",
             f"{steps}; a run is made longer, once it is COMPLETED, and never shorter: choose another run_id",
         )
+    if _failed_for_good(run):
+        raise _conflict(run, "max_steps", f"{steps}; it is FAILED at step {run.step}: submit a new run")
     if run.phase != state.COMPLETED:
         raise _conflict(
             run,
@@ -89,6 +91,10 @@ def check_extends(run: RunState, known: RunConfig | None, asked: RunConfig) -> N
             f"{steps}; it is {_name(run.phase)} at step {run.step}, and a run is made longer once it is "
             f"COMPLETED: let it go on to its {known.max_steps} steps, then submit it with {asked.max_steps}",
         )
+
+
+def _failed_for_good(run: RunState) -> bool:
+    return run.phase == state.FAILED and run.next_group > run.first_group
 
 
 def _conflict(run: RunState, field: str, message: str) -> QuartetError:

@@ -40,7 +40,7 @@ TRANSITIONS: dict[pb.RunPhase, frozenset[pb.RunPhase]] = {
     STOPPED: frozenset({PENDING}),
     # Of a run that is extended.
     COMPLETED: frozenset({PENDING}),
-    # Of a run that sampled nothing.
+    # Of a run that sampled nothing since it began or was gone on with.
     FAILED: frozenset({PENDING}),
 }
 # And one of which a kill left a part, where rewards compare all of it.
@@ -90,6 +90,8 @@ class RunState:
     # What max_steps was before each extension.
     earlier_ends: list[int] = field(default_factory=list)
     next_group: int = 0
+    # What it was when this part of the run began.
+    first_group: int = 0
     # How many groups each environment was given.
     groups_of: Counter[int] = field(default_factory=Counter)
     # Of the places that are not trained: how often a group that teaches too little was taken out of
@@ -152,6 +154,8 @@ class RunState:
                     # Its trainer keeps the newest states, and the models beside them.
                     self.config_toml, self.model_path = run.config_toml, ""
                 self.phase, self.error, self.max_steps = run.phase, run.error, run.max_steps
+                if self.phase == PENDING:
+                    self.first_group = self.next_group
 
     def batch_groups(self, batch: int) -> list[Group]:
         """The batch's open groups in order of their places."""

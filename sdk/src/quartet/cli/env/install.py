@@ -10,19 +10,21 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import venv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from quartet.cli.env.installed import find, module_of, own_python, run_in
+from quartet.cli.env.installed import INSTALLED, find, module_of, own_python, run_in
 from quartet.cli.held import held
 from quartet.config import ConfigError
 from quartet.config.load import read_toml
@@ -33,8 +35,8 @@ EXTRAS: Final = {"v1": "verifiers", "classic": "verifiers-classic"}
 NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 #: Verifiers brings half a gigabyte; a slow line takes a while.
 INSTALL_SECONDS = 1800.0
-# What is being replaced, a folder for each environment; not among those where interpreters are looked for.
-REPLACED = Path(".quartet/replaced")
+# What is being replaced, a folder for each environment; no module has this name.
+REPLACED = INSTALLED / ".replaced"
 # "v1" or "classic", for the package of argv[1] whose distribution is argv[2].
 READ = """
 import importlib.metadata, importlib.util, pathlib, re, sys
@@ -73,26 +75,41 @@ def install(target: str, generation: str | None, into: Path | None) -> tuple[str
 @contextmanager
 def _replacing(folder: Path, beside: Path) -> Iterator[None]:
     """Inside, the folder is made; what it was is gone where that succeeds, else it is there again."""
-    before, outdated = beside / "before", beside / "outdated"
-    shutil.rmtree(outdated, ignore_errors=True)
+    before = beside / "before"
 
     def put_back() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         if before.exists():
-            before.rename(folder)
+            _move(before, folder)
 
     if before.exists():  # of an install that was killed
         put_back()
     if folder.exists():
-        folder.rename(before)
+        _move(folder, before)
     try:
         yield
     except BaseException:
         put_back()
         raise
     if before.exists():
-        before.rename(outdated)  # at once, so that no half of it is ever put back
-        shutil.rmtree(outdated)
+        outdated = Path(tempfile.mkdtemp(prefix="outdated-", dir=beside))
+        before.rename(outdated / "before")  # at once, so that no half of it is ever put back
+    for outdated in beside.glob("outdated-*"):
+        shutil.rmtree(outdated, ignore_errors=True)  # what may not be deleted is in nobody's way
+
+
+def _move(source: Path, target: Path) -> None:
+    """Rename it; what is on another file system, or in the layer of an image, is copied whole first."""
+    try:
+        source.rename(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        part = target.with_name(f"{target.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.copytree(source, part, symlinks=True)
+        part.rename(target)
+        shutil.rmtree(source, ignore_errors=True)
 
 
 def _fill(python: Path, name: str, what: Sequence[str], generation: str | None) -> None:

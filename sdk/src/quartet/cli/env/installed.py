@@ -52,7 +52,8 @@ def own_python(env_id: str) -> Path:
 def with_interpreters(envhost: dict[str, Any], env_ids: Sequence[str]) -> dict[str, Any]:
     """The `[envhost]` table with the interpreter of each environment in it. Raises ConfigError."""
     own = envhost.get("environments", {})
-    if not isinstance(own, dict) or not all(isinstance(one, dict) for one in own.values()):
+    tables = [envhost, *own.values()] if isinstance(own, dict) else [own]
+    if not all(isinstance(one, dict) and isinstance(one.get("python", ""), str) for one in tables):
         return dict(envhost)  # which the host refuses
     table = {**envhost, "environments": {**own}}
     entries = table["environments"]

@@ -26,6 +26,7 @@ from quartet_envhost.samples import merge_turns
 from quartet_envhost.v1.harness import CUT_SHORT
 from quartet_envhost.v1.judgement import Judgement
 from quartet_envhost.v1.policy import RolloutPolicy, wire_messages
+from quartet_envhost.v1.raised import key_of
 
 _TOOL_ERRORS = {"ToolsetError", "SandboxError"}
 _HOST_ERRORS = {"InterceptionError", "TunnelError"}
@@ -171,4 +172,4 @@ def _of_errors(episode: Any, policy: RolloutPolicy) -> rollout_pb2.RolloutFailur
 
 
 def _text(error: Any, policy: RolloutPolicy) -> str:
-    return policy.told.get(error.message, f"{error.type}: {error.message}")
+    return policy.told.get(key_of(error), f"{error.type}: {error.message}")

@@ -64,8 +64,8 @@ class RolloutPolicy(Client):  # type: ignore[misc]
         self.turns: dict[str, list[Turn]] = {}
         # Why turns have no answer, by what Verifiers keeps of it; at most one for each model call.
         self.refusals: dict[str, QuartetError] = {}
-        # How other errors are told, by the same (raised.py).
-        self.told: dict[str, str] = {}
+        # How other errors are told (raised.py).
+        self.told: dict[tuple[str, str, str | None], str] = {}
         # How far the environment's judgement came, by episode.
         self.judgements: dict[str, Judgement] = {}
 

@@ -16,15 +16,19 @@ from quartet_envhost.own_code import OwnCode
 from quartet_envhost.v1.interception import current_policy
 
 
+def key_of(recorded: trace.Error) -> tuple[str, str, str | None]:
+    """By which a recorded error is found again: two without text differ in where they were raised."""
+    return recorded.type, recorded.message, recorded.traceback
+
+
 def tell_where(own: OwnCode) -> None:
-    """Note for the current policy how each recorded error is told, by the message that Verifiers keeps."""
+    """Note for the current policy how each recorded error is told, by what Verifiers keeps of it."""
     internals: Any = env
     record, as_error = trace.Trace.record_error, internals._as_error
 
     def note(recorded: trace.Error, error: Exception) -> None:
         if not isinstance(error, ProviderError):  # the model's, which has no place
-            told: dict[str, str] = current_policy.get().told
-            told[recorded.message] = own.text_of(error)
+            current_policy.get().told[key_of(recorded)] = own.text_of(error)
 
     def recording(self: trace.Trace, error: Exception) -> None:
         record(self, error)
