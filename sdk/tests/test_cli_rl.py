@@ -67,8 +67,12 @@ def test_the_submitted_toml_is_the_same_run(config: RunConfig) -> None:
 def test_refusals(
     arguments: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output = tmp_path / "out"
-    code = main(["rl", "@", str(CONFIG), *arguments, "--output-dir", str(output)])
+    output, model = tmp_path / "out", tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (model / name).write_text("{}")
+    command = ["rl", "@", str(CONFIG), "--model", str(model), *arguments, "--output-dir", str(output)]
+    code = main(command)
     shown = capsys.readouterr().err
     assert code == 2
     assert sentence in shown

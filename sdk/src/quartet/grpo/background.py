@@ -22,6 +22,9 @@ from quartet.cli.drive import Interrupts
 
 T = TypeVar("T")
 
+#: A signal is heard after so long at the latest.
+LOOK_SECONDS = 0.2
+
 
 class Background(Generic[T]):
     """Work in a thread of its own, which `listen` lets be interrupted while a run is driven."""
@@ -40,7 +43,9 @@ class Background(Generic[T]):
         """Do it there and wait here."""
         with self._interrupted_by_signal():
             threading.Thread(target=self._body, args=(work,), name="quartet", daemon=True).start()
-            self._ended.wait()
+            # In slices: a signal that comes between Python's last look and the wait interrupts no wait.
+            while not self._ended.wait(LOOK_SECONDS):
+                pass
         if self._asked:
             raise KeyboardInterrupt from None
         if self._error is not None:
