@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from quartet.config import load
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
+from quartet.run.config import RunConfig
 from quartet.v1 import weights_pb2_grpc as rpc
 from quartet.weights import fetch, push
 from quartet.weights.service import SERVICE, WeightServicer
@@ -21,6 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 if TYPE_CHECKING:
     from push_taker import Taker
     from weight_plane import Plane
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    """Of the main job."""
+    from planned_runs import CONFIG
+
+    return load(RunConfig, ["@", str(CONFIG)]).config
 
 
 @pytest.fixture

@@ -1,0 +1,196 @@
+"""A run of `quartet rl` as it is driven: what is shown and left, whoever refuses or stops it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock, Mock
+
+import pytest
+from planned_runs import ended, planned, steps_of, with_steps
+from quartet.cli import drive, rl
+from quartet.cli.display import Plain
+from quartet.cli.drive import Outcome
+from quartet.cli.job import RECORD, taken
+from quartet.cli.outputs import Outputs
+from quartet.config import ConfigError
+from quartet.errors import QuartetError
+from quartet.kit.health import Health
+from quartet.kit.server import ServerConfig, Service, start
+from quartet.local.supervisor import Status
+from quartet.run.config import RunConfig
+from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet.v1 import orchestrator_service_pb2_grpc as rpc
+
+
+def test_the_seconds_of_a_run_are_those_of_all_its_parts(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def drive(*_: object) -> Outcome:
+        return Outcome(pb.Run(run_id="run", phase=pb.RUN_PHASE_STOPPED), {}, interrupted=True)
+
+    monkeypatch.setattr(rl, "drive", drive)
+    told = []
+    for part in range(3):
+        job = planned(config, tmp_path / "run", resume=part > 0)
+        told.append(rl.launch(job, Plain, time.monotonic() - 10).summary["wall_seconds"])
+    assert told == pytest.approx([10, 20, 30], abs=5)
+
+
+def test_a_part_that_began_nothing_leaves_what_the_last_one_said(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when Ctrl-C comes while the services start: the run goes on as before, and with more steps."""
+
+    async def drive(*_: object) -> Outcome:
+        return Outcome(pb.Run(), {}, interrupted=True)
+
+    monkeypatch.setattr(rl, "drive", drive)
+    with taken(planned(config, tmp_path / "run")):
+        ended(tmp_path / "run", "completed", 50)
+    before = (tmp_path / "run/summary.json").read_text()
+    for _ in range(2):
+        rl.launch(planned(with_steps(config, 60), tmp_path / "run", resume=True), Plain, time.monotonic())
+    assert (tmp_path / "run/summary.json").read_text() == before
+
+
+async def test_a_stop_before_the_run_was_taken_begins_nothing() -> None:
+    display = Plain(io.StringIO())
+    interrupts = drive.Interrupts(Mock(), display)
+    work: asyncio.Task[Any] = asyncio.create_task(asyncio.sleep(60))
+    interrupts.asked.set()
+    await drive._stop_when_asked(interrupts, Mock(statuses=[]), "run", work, display, asyncio.Event())
+    with pytest.raises(asyncio.CancelledError):
+        await work
+
+
+def test_a_run_that_stopped_by_itself_failed_and_says_how_it_goes_on(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def drive(*_: object) -> Outcome:
+        stopped = pb.Run(phase=pb.RUN_PHASE_STOPPED, error="10 groups in a row ended with nothing")
+        return Outcome(stopped, {}, interrupted=False)
+
+    monkeypatch.setattr(rl, "drive", drive)
+    job = planned(config, tmp_path / "run")
+    with pytest.raises(rl.RunFailed, match="is stopped: 10 groups in a row ended with nothing; go on with: "):
+        rl.launch(job, Plain, time.monotonic())
+
+
+class Refusing(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
+    """Refuses the run, or takes it and refuses to go on with it."""
+
+    def __init__(self, *, takes: bool) -> None:
+        self.takes = takes
+
+    async def SubmitRun(self, request: pb.SubmitRunRequest, context: object) -> pb.SubmitRunResponse:
+        if not self.takes:
+            raise QuartetError("INVALID_CONFIG", "max_steps = 0 is refused")
+        return pb.SubmitRunResponse(run=pb.Run(run_id=request.run_id, phase=pb.RUN_PHASE_STOPPED))
+
+    async def ResumeRun(self, request: pb.ResumeRunRequest, context: object) -> pb.ResumeRunResponse:
+        raise QuartetError("ENVIRONMENT_UNKNOWN", "reverse-text is gone")
+
+
+async def worked(orchestrator: rpc.OrchestratorServiceServicer, *given: Any) -> Any:
+    """What `drive` does once its services are up, against this orchestrator."""
+    add = rpc.add_OrchestratorServiceServicer_to_server
+    server = await start(
+        [Service("quartet.v1.OrchestratorService", add, orchestrator)], ServerConfig(), Health()
+    )
+    services = Mock(wait_bound=AsyncMock(), statuses=[Status("orchestrator", server.address)])
+    try:
+        return await drive._work(services, *given, asyncio.Event())
+    finally:
+        await server.stop(0)
+
+
+class Extended(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
+    """Has a run whose second part is begun by SubmitRun and does one step."""
+
+    def __init__(self) -> None:
+        self.events: list[pb.WatchRunResponse] = []
+        self.run = pb.Run(run_id="run", submitted_at_ms=1, max_steps=1)
+        self._tell(1000, phase=pb.RUN_PHASE_TRAINING)
+        self._tell(2000, step=1)
+        self._tell(3000, phase=pb.RUN_PHASE_COMPLETED)
+
+    def _tell(self, at_ms: int, phase: pb.RunPhase | None = None, step: int = 0) -> None:
+        event = pb.WatchRunResponse(event=len(self.events) + 1, at_ms=at_ms)
+        self.run.last_event = event.event
+        if phase is not None:
+            self.run.phase = phase
+            event.phase.run.CopyFrom(self.run)
+        else:
+            self.run.step = step
+            event.step.CopyFrom(pb.StepEvent(step=step, metrics={"train/reward": step / 10}))
+        self.events.append(event)
+
+    async def SubmitRun(self, request: pb.SubmitRunRequest, context: object) -> pb.SubmitRunResponse:
+        now = int(time.time() * 1000)
+        self.run.max_steps = 2
+        self._tell(now, phase=pb.RUN_PHASE_PENDING)
+        submitted = pb.SubmitRunResponse(run=self.run)
+        self._tell(now, phase=pb.RUN_PHASE_TRAINING)
+        self._tell(now, step=2)
+        self._tell(now, phase=pb.RUN_PHASE_COMPLETED)
+        return submitted
+
+    async def WatchRun(
+        self, request: pb.WatchRunRequest, context: object
+    ) -> AsyncIterator[pb.WatchRunResponse]:
+        for event in self.events[request.after_event :]:
+            yield event
+
+    async def GetRunStatus(self, request: pb.GetRunStatusRequest, context: object) -> pb.GetRunStatusResponse:
+        return pb.GetRunStatusResponse(run=self.run)
+
+
+async def test_only_what_happens_now_is_shown_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    """Also where the folder lacks what came before."""
+    shown, outputs, accepted = io.StringIO(), Outputs(tmp_path), Mock()
+    run = await worked(Extended(), "run", "", outputs, Plain(shown), Mock(), accepted)
+    assert run.step == 2 and accepted.call_count == 1
+    told = [line.split("s  ", 1)[1].split("  ")[0] for line in shown.getvalue().splitlines()]
+    assert told == [
+        "goes on after step 1 of 2",
+        "run run: pending",
+        "run run: training",
+        "step 2/2",
+        "run run: completed",
+    ]
+    rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1, 2]
+
+
+async def test_a_folder_whose_journal_is_gone_is_not_gone_on_with(tmp_path: Path) -> None:
+    outputs, accepted, orchestrator = Outputs(tmp_path), Mock(), Extended()
+    outputs.progress.apply(pb.WatchRunResponse(event=9, at_ms=1, note=pb.NoteEvent()))
+    with pytest.raises(drive.RunRefused, match=r"knows 4 events of the run 'run', and .* has 9: its journal"):
+        await worked(orchestrator, "run", "", outputs, Plain(io.StringIO()), Mock(), accepted)
+    assert not accepted.called
+
+
+@pytest.mark.parametrize(("takes", "why"), [(False, "max_steps = 0 is refused"), (True, "reverse-text is")])
+def test_the_folder_of_a_run_is_deleted_only_where_the_run_was_not_taken(
+    takes: bool, why: str, tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def against_it(_: object, *given: Any) -> object:
+        return await worked(Refusing(takes=takes), *given[:-1])
+
+    monkeypatch.setattr(rl, "drive", against_it)
+    with pytest.raises(ConfigError, match=why):
+        rl.launch(planned(config, tmp_path / "run"), Plain, time.monotonic())
+    assert (tmp_path / "run" / RECORD).exists() == takes
+    # One that was there before stays, as it was.
+    with taken(planned(config, tmp_path / "old")):
+        ended(tmp_path / "old", "completed", 50)
+    with pytest.raises(ConfigError, match=why):
+        rl.launch(planned(with_steps(config, 60), tmp_path / "old", resume=True), Plain, time.monotonic())
+    steps = 60 if takes else 50
+    assert steps_of(tmp_path / "old") == (steps, steps)

@@ -1,0 +1,198 @@
+"""How `quartet rl` takes its output folder: new, gone on with, made longer, or not at all."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shlex
+from pathlib import Path
+
+import pytest
+from planned_runs import CONFIG, ended, planned, steps_of, with_steps
+from quartet.cli import rl
+from quartet.cli.__main__ import main
+from quartet.cli.job import RECORD, Job, plan, taken, write_down
+from quartet.cli.run_file import load_run
+from quartet.config import ConfigError
+from quartet.run.config import RunConfig
+
+
+def test_a_used_output_folder_is_refused_with_the_remedy(tmp_path: Path, config: RunConfig) -> None:
+    folder = tmp_path / "run one"
+    job = planned(config, folder)
+    assert job.run_id == "run-one"
+    assert not folder.exists(), "planning changes nothing"
+    with taken(job), pytest.raises(ConfigError, match="belongs to a run that is going on"), taken(job):
+        pass
+    with pytest.raises(ConfigError, match="add --resume"):
+        planned(config, folder)
+    resumed = planned(config, folder, resume=True)
+    assert resumed.resumed and resumed.config_toml == job.config_toml
+    changed = config.model_copy(update={"max_steps": 7})
+    shorter = (
+        f"max_steps was {config.max_steps} and is 7, and a run is made longer, never shorter; start a new"
+    )
+    with pytest.raises(ConfigError, match=shorter) as caught:
+        planned(changed, folder, resume=True)
+    _, at, file, *where = shlex.split(str(caught.value).rpartition("say it as it was: quartet ")[2])
+    assert (at, where) == ("@", ["--output-dir", str(folder), "--resume"])
+    again = planned(load_run(["@", file]).config, folder, resume=True)
+    assert again.config == config, "its services, too"
+    record = json.loads((folder / "run.json").read_text())
+    older = "\n".join(line for line in record["config_toml"].splitlines() if "gradient_accum" not in line)
+    assert older != record["config_toml"].rstrip()
+    (folder / "run.json").write_text(json.dumps(record | {"config_toml": older}))
+    assert planned(config, folder, resume=True).resumed, "begun by a release that did not know the key"
+    (folder / "metrics.jsonl").write_text("old")
+    (folder / "logs").mkdir()
+    with taken(resumed):
+        assert (folder / "metrics.jsonl").exists(), "a resumed run keeps what it has"
+    with taken(planned(changed, folder, overwrite=True)):
+        assert sorted(entry.name for entry in folder.iterdir()) == [".lock", "run.json", "run.toml"]
+        assert (folder / "run.toml").stat().st_mode & 0o077 == 0, "it may have keys of judges"
+    assert planned(changed, folder, resume=True).config.max_steps == 7
+
+
+def test_a_completed_run_is_planned_with_more_steps_and_no_other(tmp_path: Path, config: RunConfig) -> None:
+    folder = tmp_path / "run"
+    short, longer = with_steps(config, 30), with_steps(config, 60)
+    with taken(planned(short, folder)):
+        pass
+    for phase, steps in ((None, 0), ("stopped", 12), ("failed", 30), ("completed", 20)):
+        if phase is not None:
+            ended(folder, phase, steps)
+        early = "max_steps was 30 and is 60, and a run is made longer once it is completed; let the run 'run'"
+        with pytest.raises(ConfigError, match=rf"{early} go on as it was: quartet rl @ .*run.toml"):
+            planned(longer, folder, resume=True)
+    ended(folder, "completed", 30)
+    assert rl.completed_before(planned(short, folder, resume=True))
+    with pytest.raises(ConfigError, match="another configuration: seed was 0 and is 3; start a new run"):
+        planned(longer.model_copy(update={"seed": 3}), folder, resume=True)
+    job = planned(longer, folder, resume=True)
+    assert job.extended and rl.completed_before(job) is None
+    # Until the orchestrator has it the folder is the shorter run's.
+    with taken(job):
+        assert steps_of(folder) == (30, 30)
+        write_down(job)
+    assert steps_of(folder) == (60, 60)
+    # The summary is that of the shorter one until the longer one ends, for now or for good.
+    again = planned(longer, folder, resume=True)
+    assert not again.extended and rl.completed_before(again) is None
+    ended(folder, "completed", 60)
+    assert rl.completed_before(planned(longer, folder, resume=True))
+    with pytest.raises(
+        ConfigError, match="max_steps was 60 and is 30, and a run is made longer, never shorter"
+    ):
+        planned(short, folder, resume=True)
+
+
+def test_who_goes_on_with_a_completed_run_is_told_how(
+    tmp_path: Path, config: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with taken(planned(config, tmp_path / "run")):
+        pass
+    summary = {"phase": "completed", "steps": 50, "wall_seconds": 1.0, "reward_before": 0.1}
+    assert (
+        rl._completed_again(planned(config, tmp_path / "run", resume=True), summary | {"reward_after": 0.2})
+        == 0
+    )
+    assert "nothing is left to do; with max_steps above 50 it goes on from here\n" in capsys.readouterr().out
+
+
+def test_what_another_launcher_wrote_since_the_look_is_kept(tmp_path: Path, config: RunConfig) -> None:
+    first, second = planned(config, tmp_path / "run"), planned(config, tmp_path / "run")
+    with taken(first):
+        (tmp_path / "run" / "metrics.jsonl").write_text("hours of work")
+    with pytest.raises(ConfigError, match="is not empty; add --resume"), taken(second):
+        pass
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "hours of work"
+
+
+def test_what_is_gone_on_with_is_what_the_folder_holds_once_it_is_locked(
+    tmp_path: Path, config: RunConfig
+) -> None:
+    folder = tmp_path / "run"
+    with taken(planned(config, folder)):
+        pass
+    resumed = planned(config, folder, resume=True)
+    with taken(planned(config, folder, "other", overwrite=True)):
+        pass
+    with pytest.raises(ConfigError, match="was given to another run, 'other'"), taken(resumed):
+        pass
+    with taken(planned(config.model_copy(update={"max_steps": 7}), folder, "run", overwrite=True)):
+        pass
+    with pytest.raises(ConfigError, match="max_steps was 7"), taken(resumed):
+        pass
+
+
+def test_a_launcher_that_was_killed_before_it_began_is_not_in_the_way(
+    tmp_path: Path, config: RunConfig
+) -> None:
+    (tmp_path / ".lock").touch()
+    with taken(planned(config, tmp_path, "r")):
+        assert (tmp_path / RECORD).exists()
+
+
+def test_who_resumes_without_the_run_is_told_how(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["rl", "--resume"]) == 2
+    assert capsys.readouterr().err.endswith("\n--resume: name the folder of the run with --output-dir\n")
+    with taken(planned(config, Path("outputs/one"))):
+        command = "quartet rl @ outputs/one/run.toml --output-dir outputs/one --resume\n"
+    for arguments in ([], ["@", str(CONFIG)]):
+        assert main(["rl", *arguments, "--resume"]) == 2
+        assert capsys.readouterr().err.endswith(f"--output-dir; the newest of outputs/ goes on: {command}")
+    for arguments in ([], ["@", str(CONFIG), "--max-stepz", "3"]):
+        assert main(["rl", *arguments, "--resume", "--output-dir", "outputs/one"]) == 2
+        assert capsys.readouterr().err.endswith(
+            f"\n--resume wants the keys that the run began with: {command}"
+        )
+
+
+def test_overwrite_deletes_only_what_a_run_wrote(tmp_path: Path, config: RunConfig) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match="was not written by quartet rl"):
+        planned(config, tmp_path, overwrite=True)
+    with pytest.raises(ConfigError, match="holds no run"):
+        planned(config, tmp_path / "nothing", resume=True)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_an_output_folder_that_cannot_be_made_is_refused(tmp_path: Path, config: RunConfig) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (file, file / "below"):
+        with pytest.raises(ConfigError, match="is a file; name another --output-dir"):
+            plan(config, folder, None, resume=False, overwrite=False)
+
+
+def test_an_output_folder_that_takes_no_files_is_refused(tmp_path: Path, config: RunConfig) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(ConfigError, match="cannot be written: File too large; name another --output-dir"):
+            taken(Job(config, "r", tmp_path / "run")).__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with pytest.raises(ConfigError, match="cannot be written"):  # as root, too, whom no permission stops
+        taken(Job(config, "r", Path("/proc/quartet/run"))).__enter__()
+    with taken(Job(config, "r", tmp_path / "run")):
+        assert (tmp_path / "run" / RECORD).exists()
+
+
+def test_a_damaged_record_is_refused_on_resume(tmp_path: Path, config: RunConfig) -> None:
+    for damaged in ('{"run_id": "a"', '{"run_id": "a"}', "[]"):
+        (tmp_path / RECORD).write_text(damaged)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            plan(config, tmp_path, None, resume=True, overwrite=False)
+
+
+def test_how_to_go_on_is_told_with_the_keys_that_were_said(tmp_path: Path) -> None:
+    words = rl._words(["@", "my file.toml", "--env", '[{id = "x"}]'])
+    told = words.going_on(tmp_path / "a b")
+    assert shlex.split(told) == [
+        *("quartet", "rl", "@", "my file.toml", "--env", '[{id = "x"}]'),
+        *("--output-dir", str(tmp_path / "a b"), "--resume"),
+    ]
