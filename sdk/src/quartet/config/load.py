@@ -26,6 +26,7 @@ from quartet.config.explain import Source, explain, near_flag
 from quartet.config.keys import accepts_text, annotation_at, is_array, is_flag, is_table, known_keys, model_at
 from quartet.config.model import Config, ConfigError
 from quartet.config.refusals import together
+from quartet.config.text import read_text
 
 C = TypeVar("C", bound=Config)
 
@@ -100,15 +101,15 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     """Read one TOML file. Raises ConfigError with the path, and the line where the file is malformed."""
     what = f"config file {str(path)!r}"
     try:
-        return parse_toml(Path(path).read_text(encoding="utf-8"), what)
-    except FileNotFoundError:
-        raise ConfigError(f"{what} does not exist; check the path after '@'") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{what} is a directory; name a TOML file in it") from None
-    except OSError as error:
-        raise ConfigError(f"{what} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{what} is not UTF-8 at byte {error.start}") from None
+        text = read_text(Path(path), what)
+    except ConfigError as error:
+        match error.__cause__:
+            case FileNotFoundError():
+                raise ConfigError(f"{what} does not exist; check the path after '@'") from None
+            case IsADirectoryError():
+                raise ConfigError(f"{what} is a directory; name a TOML file in it") from None
+        raise
+    return parse_toml(text, what)
 
 
 def parse_toml(text: str, what: str) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
-from quartet.config import Config
+from quartet.config import Config, ConfigError
+from quartet.config.text import read_text
 from quartet.kit.security import ClientSecurity, check_clients
 from quartet.kit.server import ServerConfig
 
@@ -109,11 +110,9 @@ class ChatConfig(Config):
             raise ValueError("no such file; give a Jinja template")
         try:
             if file is not None:
-                file.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"it cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise ValueError(f"it is not UTF-8 at byte {error.start}") from None
+                read_text(file, "it")
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
         return file
 
 

@@ -41,6 +41,7 @@ from quartet.cli.held import held
 from quartet.cli.outputs import Row, write_json
 from quartet.config import ConfigError, load
 from quartet.config.load import Draft
+from quartet.config.text import read_text
 from quartet.errors import QuartetError
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.folder import check_folder
@@ -284,13 +285,7 @@ def _own_prompt(config: GepaConfig) -> str | None:
     """What the file of the configuration says. Raises ConfigError."""
     if config.initial_prompt is None:
         return None
-    what = f"initial_prompt = {str(config.initial_prompt)!r}"
-    try:
-        return config.initial_prompt.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{what} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{what} is not UTF-8 at byte {error.start}") from None
+    return read_text(config.initial_prompt, f"initial_prompt = {str(config.initial_prompt)!r}")
 
 
 def _check_columns(asked: Sequence[str], known: Sequence[str]) -> None:

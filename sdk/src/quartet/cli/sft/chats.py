@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from quartet.config import ConfigError
+from quartet.config.text import read_text
 from quartet.v1.rollout_pb2 import PolicySpan, Sample
 
 Chat = Sequence[Mapping[str, Any]]
@@ -142,12 +143,7 @@ def _text(token: Any) -> str:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, Chat]]:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"data = {str(file)!r} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"data = {str(file)!r} is not UTF-8 at byte {error.start}") from error
+    text = read_text(file, f"data = {str(file)!r}")
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
             yield number, _chat(file, number, line)
