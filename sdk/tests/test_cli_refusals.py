@@ -76,6 +76,28 @@ def test_of_what_only_services_refuse_each_says_its_own(
     assert [line.split(" ")[0] for line in others] == ["[trainer]", "[inference]", "[inference]"]
 
 
+@pytest.mark.parametrize("of_the_run", ["", "policy_lr = 1\n"])
+def test_what_the_launcher_refuses_of_a_table_hides_no_other(
+    of_the_run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (model / name).write_text("{}")
+    (file := tmp_path / "run.toml").write_text(
+        f'model = "{model}"\n{of_the_run}[[env]]\nid = "reverse-text"\n'
+        '[trainer]\nserver = 0.5\nthreads = "many"\n[inference]\nmax_modle_len = 3\n'
+    )
+    lines = _lines(["rl", "@", str(file), "--dry-run"], capsys)
+    starts = [
+        *(["unknown key 'policy_lr'"] if of_the_run else []),
+        "trainer.server = 0.5 is refused: should be a table",
+        "[trainer] threads = 'many'",
+        "[inference] unknown key 'max_modle_len'",
+    ]
+    assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
+
+
 @pytest.mark.parametrize(
     ("arguments", "meant"),
     [

@@ -1,5 +1,7 @@
 """What the services refuse of their tables in a run's file that is refused itself, so that both are mended
 before the next try. (Of a run that is not, they look at what they would be started with: rl.py.)
+
+What the launcher itself refuses of a table comes first, and the services look at the rest.
 """
 
 from __future__ import annotations
@@ -15,9 +17,13 @@ from quartet.config import ConfigError
 from quartet.local.deployment import SERVICES, check, wire, write
 from quartet.run.service_tables import own_keys
 
+#: Keys of tables that the launcher reads before any service does.
+READ_HERE = ("gpus", "python", "replicas", "server")
 
-def refused_by_services(run: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Of a run's tables as they were written; not what the run refuses of them by itself."""
+
+def refused_by_services(run: Mapping[str, Any], *, apart: bool = False) -> Iterator[ConfigError]:
+    """Of a run's tables as they were written; not what the run refuses of them by itself. `apart` as of
+    `check`."""
     tables = {name: _own(name, run.get(name, {})) for name in SERVICES}
     if not any(tables.values()):
         return
@@ -30,7 +36,13 @@ def refused_by_services(run: Mapping[str, Any]) -> Iterator[ConfigError]:
             except ConfigError as error:
                 yield error
         try:
-            asyncio.run(check(write(wire(model, folder / "data", tables), folder), of_machine=False))
+            specs = write(wire(model, folder / "data", tables), folder)
+        except ConfigError as error:
+            yield from error.each
+            rest = {name: _of_the_service(table) for name, table in tables.items()}
+            specs = write(wire(model, folder / "data", rest), folder)
+        try:
+            asyncio.run(check(specs, apart=apart, of_machine=False))
         except ConfigError as error:
             yield from error.each
 
@@ -43,3 +55,7 @@ def _no_model(folder: Path) -> str:
 
 def _own(service: str, table: Any) -> dict[str, Any]:
     return own_keys(service, table) if isinstance(table, dict) else {}
+
+
+def _of_the_service(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if key not in READ_HERE}

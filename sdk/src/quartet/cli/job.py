@@ -25,16 +25,14 @@ from typing import Any
 
 from quartet.cli.held import LOCK, empty, held
 from quartet.cli.outputs import write_json, write_text
-from quartet.cli.progress import phase_name
+from quartet.cli.summary import is_completed, summary_of
 from quartet.config import ConfigError
 from quartet.local.deployment import SERVICES
 from quartet.local.toml_text import dumps
 from quartet.run.config import RunConfig, parse_run
 from quartet.run.name import RULE, is_run_id
-from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_COMPLETED
 
 RECORD = "run.json"
-SUMMARY = "summary.json"
 #: The run with its services, as it was begun or extended: whoever names it goes on with the same.
 RUN_FILE = "run.toml"
 # Of a configuration, that are told.
@@ -244,20 +242,6 @@ def _check_completed(job: Job, max_steps: int) -> None:
             f"{job.words.resume}: max_steps was {max_steps} and is {job.config.max_steps}, and a run is made "
             f"longer once it is completed; let the run {job.run_id!r} go on as it was{as_it_was(job.folder)}"
         )
-
-
-def summary_of(folder: Path) -> dict[str, Any]:
-    """What the last part of a run said at its end; empty where it came to none."""
-    try:
-        summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text())
-    except (OSError, ValueError):
-        return {}
-    return summary
-
-
-def is_completed(summary: dict[str, Any], max_steps: int) -> bool:
-    """Whether a summary is that of a run which has come to the end of so many steps."""
-    return (summary.get("phase"), summary.get("steps")) == (phase_name(RUN_PHASE_COMPLETED), max_steps)
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:

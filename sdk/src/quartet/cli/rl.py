@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +29,19 @@ from quartet.cli.drive import Listen, Outcome, RunRefused, by_signals, drive
 from quartet.cli.env.installed import REFUSALS, with_interpreters
 from quartet.cli.job import (
     FLAGS,
-    SUMMARY,
     Job,
     Words,
     default_folder,
     how_to_resume,
-    is_completed,
     model_path,
     plan,
-    summary_of,
     taken,
     write_down,
 )
 from quartet.cli.outputs import Outputs, write_json
-from quartet.cli.progress import ledger_dict, phase_name
+from quartet.cli.progress import phase_name
 from quartet.cli.run_file import load_run
+from quartet.cli.summary import SUMMARY, is_completed, summary_of, summed_up
 from quartet.cli.wandb.child import STOPPED_CODE, Ending
 from quartet.cli.wandb.reporter import check as check_wandb
 from quartet.cli.wandb.reporter import reporting
@@ -57,8 +54,6 @@ from quartet.local.devices import ON_DEVICES
 from quartet.local.supervisor import ServiceFailed
 from quartet.run.config import RunConfig
 from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_COMPLETED, RUN_PHASE_FAILED, RUN_PHASE_STOPPED
-
-PACKAGES = ("quartet", *(f"quartet-{name}" for name in SERVICES), "torch", "transformers", "grpcio")
 
 
 class RunFailed(RuntimeError):
@@ -209,7 +204,14 @@ def _in_folder(job: Job, open_display: Callable[[], Display], started: float, li
             except ServiceFailed as error:
                 raise RunFailed(str(error)) from error
         seconds = _summary_before(job).get("wall_seconds", 0.0) + time.monotonic() - started
-        summary = _summary(job, outcome, outputs, seconds)
+        summary = summed_up(
+            job.run_id,
+            job.config,
+            outcome.run,
+            step=outputs.progress.step,
+            wall_seconds=seconds,
+            restarts=outcome.restarts,
+        )
         # That of the run as it stood, where nothing of this part was begun.
         if outcome.run.run_id or not job.resumed:
             write_json(job.folder / SUMMARY, summary)
@@ -245,32 +247,12 @@ def check_services(job: Job, *, apart: bool = False) -> None:
     """
     check_wandb(job.config.wandb)
     with tempfile.TemporaryDirectory(prefix="quartet-check-") as scratch:
-        asyncio.run(check(_deploy(job, Path(scratch)), apart=apart))
-
-
-def _summary(job: Job, outcome: Outcome, outputs: Outputs, wall_seconds: float) -> dict[str, Any]:
-    """What summary.json says."""
-    run = outcome.run
-    return {
-        "run_id": job.run_id,
-        "phase": phase_name(run.phase),
-        "reward_before": run.reward_before if run.HasField("reward_before") else None,
-        "reward_after": run.reward_after if run.HasField("reward_after") else None,
-        # Of a run that could not be stopped in order, its events know more.
-        "steps": max(run.step, outputs.progress.step),
-        # With the parts before a --resume, but for one that left no summary: its launcher was killed.
-        "wall_seconds": round(wall_seconds, 3),
-        "rollouts": run.ledger.dispatched,
-        "max_off_policy_steps_seen": run.max_off_policy_steps_seen,
-        "max_logprob_difference": run.max_logprob_difference
-        if run.HasField("max_logprob_difference")
-        else None,
-        "ledger": ledger_dict(run.ledger),
-        "restarts": outcome.restarts,
-        "seed": job.config.seed,
-        "model": job.config.model,
-        "versions": installed_versions(),
-    }
+        try:
+            specs = _deploy(job, Path(scratch))
+        except ConfigError as error:
+            others = refused_by_services(job.config.model_dump(), apart=apart)
+            raise together([error, *others]) from None
+        asyncio.run(check(specs, apart=apart))
 
 
 def _ending(summary: dict[str, Any]) -> Ending:
@@ -339,14 +321,3 @@ def _say_completed(job: Job, summary: dict[str, Any]) -> None:
 
 def _shown(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, float) else "(not measured)"
-
-
-def installed_versions() -> dict[str, str]:
-    """Versions of what took part, from package metadata."""
-    found = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -200,7 +200,7 @@ class GRPOTrainer:
 
     def _model_of_end(self) -> Path | None:
         """The model of a completed run; None where it has come to no end, or has gone on since."""
-        from quartet.cli.job import is_completed, summary_of
+        from quartet.cli.summary import is_completed, summary_of
 
         checkpoint = self._folder / CHECKPOINT
         at_end = is_completed(summary_of(self._folder), _steps_of(metrics_rows(self._folder / METRICS)))

@@ -65,10 +65,11 @@ def _given(asked: Mapping[str, Any], visible: str | None) -> dict[str, list[str]
     }
     rest = (number for number in (count() if known is None else range(len(known))) if number not in named)
     found = {name: list(_chosen(name, gpus, rest, known)) for name, gpus in asked.items()}
-    every = [device for devices in found.values() for device in devices]
-    for device in every:
-        if every.count(device) > 1:
+    given: set[str] = set()
+    for device in (device for devices in found.values() for device in devices):
+        if device in given:
             raise ConfigError(f"device {device} stands twice in {' and '.join(found)}.gpus; name it once")
+        given.add(device)
     return found
 
 
