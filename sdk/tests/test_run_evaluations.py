@@ -94,6 +94,7 @@ def test_an_evaluation_by_itself_is_said_like_one_of_a_run() -> None:
         ("num_examples = 0", "num_examples = 0 is refused"),
         ("before = false", "unknown key 'before'"),
         ("temperature = 0.0", "unknown key 'temperature'"),
+        ("[sampling]\ntemperature = 0.009", "sampling.temperature = 0.009 is refused: choose 0 for greedy"),
         ('[env]\nid = "c"', "write [[env]] with two brackets"),
         ('[[env]]\nid = "c"\nrollouts_per_example = 64', "set max_concurrent to at least 64"),
         ("num_examples =", "the evaluation is not valid TOML"),

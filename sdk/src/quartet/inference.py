@@ -10,6 +10,16 @@ from quartet.v1 import inference_service_pb2 as pb
 INFERENCE: Final[str] = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 #: GenerateRequest.n says so.
 MAX_COMPLETIONS: Final = 256
+#: SamplingParams.stop says so.
+MAX_STOPS: Final = 16
+#: A longer one would make every token look at too much text.
+MAX_STOP_CHARS: Final = 1024
+#: Of one that is not 0, which is greedy. Below, float32 logits overflow when they are divided by it.
+MIN_TEMPERATURE: Final = 0.01
+MAX_TEMPERATURE: Final = 100.0
+#: Beyond these, so do logits that are divided or multiplied by it.
+MIN_REPETITION_PENALTY: Final = 0.01
+MAX_REPETITION_PENALTY: Final = 100.0
 #: The field that is refused where a chat template leaves no way to append messages to given tokens, and the
 #: conversation is not remembered: sent whole, as messages, it is answered.
 NO_EXTENSION: Final = "tokens.tail_messages"

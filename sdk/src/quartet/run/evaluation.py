@@ -22,8 +22,8 @@ from quartet.run.hosted import (
     as_array,
     distinct,
 )
-from quartet.run.sampling import EvalSamplingConfig
-from quartet.run.values import Count, NonNegative, Number, PositiveCount
+from quartet.run.sampling import EvalSamplingConfig, Temperature
+from quartet.run.values import Count, Number, PositiveCount
 
 
 class EvalEnvConfig(NamedConfig):
@@ -95,7 +95,7 @@ class EvalConfig(MeasuredConfig):
 
     before: bool = True
     after: bool = True
-    temperature: NonNegative | None = None
+    temperature: Temperature | None = None
     interval: Count = 0
 
 

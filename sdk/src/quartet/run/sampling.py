@@ -8,11 +8,26 @@ import pydantic
 from pydantic import Field
 
 from quartet.config import Config
-from quartet.run.values import Count, Fraction, NonNegative, Penalty, Positive, PositiveCount, Seed
+from quartet.inference import (
+    MAX_REPETITION_PENALTY,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
+    MIN_TEMPERATURE,
+)
+from quartet.run.values import Count, Fraction, NonNegative, Penalty, PositiveCount, Seed
 from quartet.v1.common_pb2 import SamplingParams
 
-#: SamplingParams.stop takes no more.
-MAX_STOP_STRINGS = 16
+
+def _in_range(temperature: float) -> float:
+    if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        raise ValueError(f"choose 0 for greedy sampling, or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}")
+    return temperature
+
+
+#: 0 is greedy.
+Temperature = Annotated[NonNegative, pydantic.AfterValidator(_in_range)]
 
 
 class SamplingKeys(Config):
@@ -22,10 +37,14 @@ class SamplingKeys(Config):
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
     top_k: Count | None = None
     min_p: Fraction | None = None
-    repetition_penalty: Positive | None = None
+    repetition_penalty: (
+        Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY, strict=True)] | None
+    ) = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    stop: Annotated[tuple[str, ...], Field(max_length=MAX_STOP_STRINGS)] = ()
+    stop: Annotated[
+        tuple[Annotated[str, Field(max_length=MAX_STOP_CHARS)], ...], Field(max_length=MAX_STOPS)
+    ] = ()
     seed: Seed | None = None
 
     @pydantic.field_validator("stop")
@@ -48,13 +67,15 @@ class SamplingConfig(SamplingKeys):
             raise ValueError(
                 "a greedy group has no spread to learn from; set it above 0 (eval.temperature may be 0)"
             )
+        if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+            raise ValueError(f"choose {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}")
         return temperature
 
 
 class EvalSamplingConfig(SamplingKeys):
     """Of rollouts to measure with: greedy ones too."""
 
-    temperature: NonNegative | None = None
+    temperature: Temperature | None = None
 
 
 def sampling_params(config: SamplingConfig | EvalSamplingConfig, seed: int | None) -> SamplingParams:

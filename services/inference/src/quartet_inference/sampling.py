@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 
 from quartet.errors import refused
+from quartet.inference import (
+    MAX_REPETITION_PENALTY,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
+    MIN_TEMPERATURE,
+)
 from quartet.v1 import common_pb2
 
 from quartet_inference.engine import Sampling
 
-#: SamplingParams.stop says 16; a longer string than this would make every token look at too much text.
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024
+#: SamplingParams.stop_token_ids says so.
 MAX_STOP_TOKENS = 256
-#: Below this, float32 logits overflow when they are divided; 0 is greedy.
-MIN_TEMPERATURE = 0.01
-MAX_TEMPERATURE = 100.0
-#: Beyond these, so do logits that are divided or multiplied by it.
-MIN_REPETITION_PENALTY = 0.01
-MAX_REPETITION_PENALTY = 100.0
 #: What arrives is the nearest float32 to what was written: 0.01 comes as 0.00999999978.
 FLOAT32_ERROR = 2.0**-24
 
