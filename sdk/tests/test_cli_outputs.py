@@ -13,7 +13,7 @@ import pytest
 from quartet.cli.display import Plain
 from quartet.cli.figure import write_reward_png
 from quartet.cli.live import LiveScreen, reward_curve
-from quartet.cli.outputs import Outputs, append_line, recover_lines, write_lines
+from quartet.cli.outputs import Outputs, append_line, recover_lines, rollout_row, write_lines
 from quartet.cli.progress import Progress
 from quartet.local.supervisor import State, Status
 from quartet.v1.common_pb2 import Message, Usage
@@ -94,6 +94,19 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     assert first[0]["policy_versions"] == [0]
     assert first[0]["messages"][-1] == {"role": "assistant", "content": "cba"}
     assert outputs.progress.ended
+
+
+def test_a_conversation_is_told_with_what_its_turns_thought_called_and_were_answered() -> None:
+    event = rollout(1, 0)
+    del event.rollout.messages[1:]
+    calling = event.rollout.messages.add(role="assistant", reasoning_content="a tool knows")
+    calling.tool_calls.add(id="c1", name="search", arguments_json='{"query": "abc"}')
+    event.rollout.messages.add(role="tool", tool_call_id="c1", name="search", content="cba")
+    _, asked, answered = rollout_row(event)["messages"]
+    assert (asked["role"], asked["content"], asked["reasoning_content"]) == ("assistant", "", "a tool knows")
+    call = {"id": "c1", "name": "search", "arguments": '{"query": "abc"}'}
+    assert [json.loads(one) for one in asked["tool_calls"]] == [call]
+    assert answered == {"role": "tool", "content": "cba", "tool_call_id": "c1"}
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"event": 9', b'{"event": 99, "step"'])

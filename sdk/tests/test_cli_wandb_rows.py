@@ -54,14 +54,16 @@ def test_a_table_has_whole_conversations_cut_where_they_are_long(tmp_path: Path)
     head = {"env": "e", "task": 1, "reward": 0.5}
     silent = head | {"messages": [{"role": "user", "content": "q"}]}
     failed = head | {"messages": long, "failure": {"kind": "TIMEOUT"}, "reward": None}
-    rows = [head, silent, failed, head | {"messages": turns}, head | {"messages": long}]
+    calls = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": ["{}"]}]
+    rows = [head, silent, failed, *(head | {"messages": one} for one in (turns, long, calls))]
     lines(tmp_path / "rollouts" / "step_0002.jsonl", *rows)
     point = point_of({"event": 1, "time": 0.0, "step": 2})
-    talk, cut = table_of(point, tmp_path, 5)
+    talk, cut, called = table_of(point, tmp_path, 5)
     assert talk[:4] == [2, "e", 1, 0.5]
     assert talk[4] == "system: systemsystem\n\nuser: useruser"
     assert talk[5] == ("assistant: assistantassistant\n\nuser: useruser\n\nassistant: assistantassistant")
     assert cut[4] == "q" and cut[5].endswith("x… (7 more characters)")
+    assert called[5] == "{}", "a turn that only calls tools is no empty one"
     assert len(table_of(point, tmp_path, 1)) == 1
     assert table_of(point_of({"event": 1, "time": 0.0, "step": 7}), tmp_path, 1) == [], "no file, no table"
 

@@ -176,7 +176,7 @@ def test_defaults_are_not_shared_between_runs() -> None:
         ("", "".join(f'[[env]]\nid = "{n}"\n' for n in range(100)), "at most 100 items"),
         ("", "[sampling]\ntemperature = 0", "sampling.temperature = 0 is refused: a greedy group"),
         ("", "[sampling]\ntemperature = nan", "sampling.temperature = nan is refused: should be a finite"),
-        ("", "[sampling]\ntemperature = 0.009", "sampling.temperature = 0.009 is refused: choose 0.01 to 100"),
+        ("", "[sampling]\ntemperature = 0.009", "temperature = 0.009 is refused: choose 0.01 to 100"),
         ("", "[sampling]\ntemperature = 101", "sampling.temperature = 101 is refused: choose 0.01 to 100"),
         ("", "[sampling]\nrepetition_penalty = 0.001", "sampling.repetition_penalty = 0.001 is refused"),
         ("", "[sampling]\nrepetition_penalty = 101", "sampling.repetition_penalty = 101 is refused"),

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.cli.figure import write_reward_png
+from quartet.cli.messages import message_row
 from quartet.cli.progress import Progress, ledger_dict
 from quartet.v1.orchestrator_service_pb2 import RolloutEvent, WatchRunResponse
 from quartet.v1.rollout_pb2 import FailureKind
@@ -140,7 +141,7 @@ def rollout_row(event: RolloutEvent) -> Row:
         "total_ms": rollout.timing.total_ms,
     }
     if rollout.messages:
-        row["messages"] = [{"role": m.role, "content": m.content} for m in rollout.messages]
+        row["messages"] = [message_row(message) for message in rollout.messages]
     if rollout.HasField("failure"):
         kind = FailureKind.Name(rollout.failure.kind).removeprefix("FAILURE_KIND_")
         row["failure"] = {"kind": kind, "message": rollout.failure.message}

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from typing import Any
 
+from quartet.cli.messages import message_row
 from quartet.cli.outputs import Row
 from quartet.v1.common_pb2 import Message
 from quartet.v1.rollout_pb2 import FailureKind, Rollout, Task
@@ -78,21 +78,6 @@ def conversation(messages: Sequence[Message]) -> tuple[list[Row], list[Row]]:
     rows = [message_row(one) for one in messages]
     first = next((at for at, one in enumerate(rows) if one["role"] == "assistant"), len(rows))
     return rows[:first], rows[first:]
-
-
-def message_row(message: Message) -> Row:
-    """A message; its tool calls as text, as Verifiers saves them."""
-    row: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.reasoning_content:
-        row["reasoning_content"] = message.reasoning_content
-    if message.tool_calls:
-        row["tool_calls"] = [
-            json.dumps({"id": call.id, "name": call.name, "arguments": call.arguments_json})
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id:
-        row["tool_call_id"] = message.tool_call_id
-    return row
 
 
 def timing(rollout: Rollout) -> Row:

@@ -115,8 +115,13 @@ def _table_row(step: int, row: Row) -> list[Any]:
 def _text(messages: list[Row]) -> str:
     """What one message says, or the conversation of several."""
     if len(messages) == 1:
-        text = str(messages[0]["content"])
+        text = _said(messages[0])
     else:
-        text = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        text = "\n\n".join(f"{message['role']}: {_said(message)}" for message in messages)
     rest = len(text) - MAX_TEXT
     return text if rest <= 0 else f"{text[:MAX_TEXT]}… ({rest} more characters)"
+
+
+def _said(message: Row) -> str:
+    """Its text, then the tools that it calls."""
+    return "\n".join(part for part in (message["content"], *message.get("tool_calls", ())) if part)
