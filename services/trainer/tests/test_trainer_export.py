@@ -86,7 +86,7 @@ def test_a_harmed_state_is_passed_over_and_refused_by_name(
     assert main([str(run), str(tmp_path / "model")]) == 0
     assert contents(tmp_path / "model") == contents(run / "old@4" / "model")
     capsys.readouterr()
-    assert main([str(run), str(tmp_path / "other"), "--state", "new"]) == 2
+    assert main([str(run), str(tmp_path / "other"), "--state", "new"]) == 1
     assert "is harmed: weights.safetensors" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
 
@@ -144,7 +144,7 @@ def test_what_ends_in_the_middle_leaves_nothing(
         raise failure
 
     monkeypatch.setattr(WholeModel, "export", fail)
-    assert main([str(run), str(tmp_path / "model")]) == (130 if isinstance(failure, KeyboardInterrupt) else 2)
+    assert main([str(run), str(tmp_path / "model")]) == (130 if isinstance(failure, KeyboardInterrupt) else 1)
     assert [one.name for one in tmp_path.iterdir()] == ["states"]
     if isinstance(failure, SafetensorError):
         assert "cannot be written: No space left; make room there" in capsys.readouterr().err

@@ -35,6 +35,8 @@ from quartet_trainer.trained import Trained, WholeModel
 
 #: Times that the newest state is looked for, while a trainer saves newer ones and prunes what is being read.
 MAX_LOOKS = 5
+#: What is wrong with what was asked for, and not with a disk.
+REFUSALS = frozenset({"INVALID_REQUEST", "INVALID_CONFIG", "RESOURCE_UNKNOWN"})
 
 log = structlog.get_logger()
 
@@ -139,7 +141,8 @@ def _unfit(info: StateInfo, remedy: str) -> QuartetError:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code: 0, 130 for one that was stopped, or 2 with a sentence on stderr."""
+    """The command. Returns the exit code: 0, 130 for one that was stopped; with a sentence on stderr 2 for what
+    is refused, 1 for what failed."""
     parser = argparse.ArgumentParser(prog="python -m quartet_trainer.export", description=__doc__)
     parser.add_argument("states", type=Path)
     parser.add_argument("target", type=Path)
@@ -152,10 +155,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except SafetensorError as error:
         print(f"error: {options.target} cannot be written: {error}; make room there", file=sys.stderr)
-        return 2
+        return 1
     except (OSError, QuartetError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, QuartetError) and error.reason in REFUSALS else 1
     print(f"{options.target}: the model of state {info.name}, policy version {info.policy_version}")
     return 0
 
