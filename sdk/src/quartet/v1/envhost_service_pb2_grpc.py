@@ -72,7 +72,7 @@ class EnvHostServiceServicer:
     """
 
     def ListEnvironments(self, request, context):
-        """ListEnvironments lists what is installed. Read-only.
+        """ListEnvironments lists what is named and what is loaded, with id, api and workers alone. Read-only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -80,14 +80,15 @@ class EnvHostServiceServicer:
 
     def DescribeEnvironment(self, request, context):
         """DescribeEnvironment loads an environment and describes it. Idempotent. Errors: ENVIRONMENT_UNKNOWN, ENVIRONMENT_UNAVAILABLE,
-        INVALID_CONFIG (arguments).
+        INVALID_CONFIG (arguments), INVALID_REQUEST, OVERLOADED (too many environments are loaded, and all in use).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTasks(self, request, context):
-        """GetTasks lists examples in a stable order. Idempotent. Errors: as DescribeEnvironment.
+        """GetTasks lists examples in a stable order. Idempotent. Errors: as DescribeEnvironment; INVALID_REQUEST on `count` where so many do not fit
+        into a message.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -96,7 +97,7 @@ class EnvHostServiceServicer:
     def RunRollouts(self, request, context):
         """RunRollouts runs the members of a group and streams each as it ends, in the order of ending, then closes. Every member ends exactly
         once, as a result or as a typed failure; a broken worker is a failure, never a reward. Ending the call cancels what is left.
-        Errors: ENVIRONMENT_UNKNOWN, ENVIRONMENT_UNAVAILABLE, INVALID_REQUEST, RESOURCE_UNKNOWN (task), OVERLOADED, NOT_READY.
+        Errors: as DescribeEnvironment; RESOURCE_UNKNOWN (task), OVERLOADED (too many rollouts are under way).
         Example: RunRollouts{task 5, members 0..3} -> rollout{member 2} rollout{member 0} heartbeat rollout{member 3} rollout{member 1}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

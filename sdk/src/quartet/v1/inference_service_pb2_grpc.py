@@ -88,7 +88,7 @@ class InferenceServiceServicer:
 
     def Score(self, request, context):
         """Score returns log-probabilities of given tokens: teacher and reference. Read-only. Errors: INVALID_REQUEST, RUN_NOT_SERVED,
-        VERSION_UNAVAILABLE, PROMPT_TOO_LONG.
+        VERSION_UNAVAILABLE, PROMPT_TOO_LONG, OVERLOADED, NOT_READY.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -84,8 +84,9 @@ class OrchestratorServiceServicer:
     def SubmitRun(self, request, context):
         """SubmitRun checks a configuration against the other services and starts the run. Idempotent by run_id and contents. A run that is COMPLETED
         is extended by its own configuration with a larger max_steps: it goes on from its last state, its events after those that there are.
-        Errors: INVALID_CONFIG (key, value, remedy), RUN_CONFLICT, ENVIRONMENT_UNKNOWN, CHECKSUM_MISMATCH (the journal of the run that has this
-        id is damaged), INTERNAL (its journal cannot be written: there is no run; or not be synced: there is one).
+        Errors: INVALID_REQUEST (run_id), INVALID_CONFIG (key, value, remedy), RUN_CONFLICT, ENVIRONMENT_UNKNOWN, ENVIRONMENT_UNAVAILABLE, NOT_READY (no
+        environment host answers), CHECKSUM_MISMATCH (the journal of the run that has this id is damaged), INTERNAL (its journal cannot be written:
+        there is no run; or not be synced: there is one).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -128,7 +129,7 @@ class OrchestratorServiceServicer:
         number seen it goes on without gaps, also after the orchestrator's restart. Old rollouts may have lost their samples and messages
         (docs/journal.md). Errors: RUN_UNKNOWN, INVALID_REQUEST (after_event is beyond the last), CHECKSUM_MISMATCH (its journal is damaged),
         NOT_READY (the orchestrator drains, or its disk is full).
-        Example: WatchRun{after_event 0} -> phase{PENDING} eval{...} phase{TRAINING} step{1} step{2} heartbeat ... phase{COMPLETED}
+        Example: WatchRun{after_event 0} -> phase{PENDING} phase{EVALUATING} eval{...} phase{TRAINING} step{1} step{2} heartbeat ... phase{COMPLETED}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -151,8 +152,9 @@ class OrchestratorServiceServicer:
     def Evaluate(self, request, context):
         """Evaluate measures a run's policy on environments, pinned to the version published last: the run trains no further step meanwhile, and at
         least one between two evaluations. Nothing of it is kept; a caller that leaves ends it. Errors: RUN_UNKNOWN, RUN_NOT_SERVED (the run waits for
-        its turn, is stopped or over, or came to that meanwhile), INVALID_CONFIG (key, value, remedy), ENVIRONMENT_UNKNOWN, OVERLOADED (too many
-        at once of this run, or the caller leaves too much unread), NOT_READY (a service was away for too long, or the orchestrator drains).
+        its turn, is stopped or over, or came to that meanwhile), INVALID_CONFIG (key, value, remedy), ENVIRONMENT_UNKNOWN, ENVIRONMENT_UNAVAILABLE,
+        OVERLOADED (too many at once of this run, or the caller leaves too much unread), NOT_READY (a service was away for too long, or the
+        orchestrator drains).
         Example: Evaluate{config_toml "num_examples = 2"} -> rollout{...} heartbeat rollout{...} result{policy_version 7}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

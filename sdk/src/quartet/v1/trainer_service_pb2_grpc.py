@@ -94,7 +94,8 @@ class TrainerServiceServicer:
     def CreateRun(self, request, context):
         """CreateRun loads the base model, or restores the newest saved state of this run_id. Idempotent: an equal spec returns the run as it is,
         another spec is RUN_CONFLICT, unless it extends the run: it differs in larger total_steps alone, with those before at the end of
-        earlier_total_steps. Then the run is that longer one from where it stands. Errors: INVALID_CONFIG (model path, dtype), RUN_CONFLICT, OVERLOADED (too many open runs; see CloseRun),
+        earlier_total_steps. Then the run is that longer one from where it stands. Errors: INVALID_REQUEST (run_id), INVALID_CONFIG (spec, model),
+        RUN_CONFLICT, OVERLOADED (too many open runs; see CloseRun),
         CHECKSUM_MISMATCH (the published version of the saved state comes out otherwise here), NOT_READY (the disk of the states is away: nothing is
         opened, the same call succeeds once it is there).
         """
@@ -113,7 +114,7 @@ class TrainerServiceServicer:
         """CloseRun ends a run on this trainer once the call under way has ended: its memory is freed, its versions are no longer served (Watch ends with
         RUN_UNKNOWN), and it no longer counts among the open runs. Saved states stay on disk: CreateRun opens the run again at the newest of them; with
         save_at_seq_id that is where it was closed, and a save that fails leaves the run open. Idempotent: a run that is not open is closed.
-        Errors: OVERLOADED.
+        Errors: NOT_READY (the state cannot be saved: the run stays open).
         Example: CloseRun{run "r1"} -> {}; GetRun{run "r1"} -> RUN_UNKNOWN; CreateRun{run "r1", ...} -> applied_seq_id of its newest state
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -122,7 +123,9 @@ class TrainerServiceServicer:
 
     def ForwardBackward(self, request_iterator, context):
         """ForwardBackward adds the gradients of a batch to those accumulated since the last OptimStep. Applied whole, after the commit, or not at
-        all. Errors: RUN_UNKNOWN, SEQUENCE_GAP, SEQUENCE_CONFLICT, STREAM_TORN, INVALID_REQUEST, DEADLINE (no frame for 30 s, or no commit for 300 s).
+        all. Errors: RUN_UNKNOWN, SEQUENCE_GAP, SEQUENCE_CONFLICT, STREAM_TORN, INVALID_REQUEST (also for more than 256 MiB of samples),
+        VERSION_UNKNOWN (proximal_version), DEADLINE (no frame for 30 s, or no commit for 300 s), OVERLOADED (also where uploads under way hold
+        512 MiB).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -156,7 +159,7 @@ class TrainerServiceServicer:
     def LoadState(self, request, context):
         """LoadState returns to a state: with its accumulated gradients, the version published last and the versions retained before it. All others are
         forgotten, and WeightService.Watch announces the restored one, however small its number. Errors: RUN_UNKNOWN, RESOURCE_UNKNOWN, SEQUENCE_GAP,
-        CHECKSUM_MISMATCH, INVALID_CONFIG (written by another release), NOT_READY (the disk is full or away). One that fails half way, for want of
+        SEQUENCE_CONFLICT, CHECKSUM_MISMATCH, INVALID_CONFIG (written by another release), NOT_READY (the disk is full or away). One that fails half way, for want of
         memory or of room on the disk, ends the run as a half step does: RUN_UNKNOWN from then on, and CreateRun opens it at its newest state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -63,7 +63,7 @@ class WeightServiceServicer:
 
     def Watch(self, request, context):
         """Watch tells of versions as they are published, beginning with the newest one if it is newer than held_version.
-        Read-only; survives the publisher's restart by being called again. Errors: RUN_UNKNOWN.
+        Read-only; survives the publisher's restart by being called again. Errors: RUN_UNKNOWN, INVALID_REQUEST (relay_address).
         Example: Watch{} -> announced{run "r1", version 0} ... announced{version 1} ... heartbeat ...
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -71,7 +71,8 @@ class WeightServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetManifest(self, request, context):
-        """GetManifest describes a version and the payload that leads to it. Idempotent. Errors: RUN_UNKNOWN, VERSION_UNKNOWN.
+        """GetManifest describes a version and the payload that leads to it. Idempotent. Errors: RUN_UNKNOWN, VERSION_UNKNOWN, NOT_READY (a relay is
+        about to fetch it).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
