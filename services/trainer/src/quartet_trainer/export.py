@@ -141,8 +141,8 @@ def _unfit(info: StateInfo, remedy: str) -> QuartetError:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code: 0, 130 for one that was stopped; with a sentence on stderr 2 for what
-    is refused, 1 for what failed."""
+    """The command. Returns the exit code: 0, 130 for one that was stopped; with a sentence on stderr 2 for
+    what is refused, 1 for what failed."""
     parser = argparse.ArgumentParser(prog="python -m quartet_trainer.export", description=__doc__)
     parser.add_argument("states", type=Path)
     parser.add_argument("target", type=Path)
