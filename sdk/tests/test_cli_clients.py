@@ -123,6 +123,10 @@ async def test_a_run_through_all_clients(orchestrator: tuple[Orchestrator, str],
     assert await quartet("stop", "r", *at) == (0, "r  stopped  step 0/5\n")
     code, printed = await quartet("watch", "r", *at)
     assert code == 130 and printed.endswith("run r: stopped\n")
+    servicer.runs["r"].error = "the trainer has been away for 600 s"
+    code, printed = await quartet("watch", "r", *at)
+    assert code == 1 and printed.endswith("stopped: the trainer has been away for 600 s\n"), "by itself"
+    servicer.runs["r"].error = ""
     assert await quartet("resume", "r", *at) == (0, "r  completed  step 0/5\n")
     assert (await quartet("watch", "r", *at))[0] == 0
 

@@ -105,7 +105,7 @@ async def _shown(stub: OrchestratorServiceStub, run: Run, after_event: int) -> i
             display.event(event, progress)
         if not display.is_read:
             return exits.FAILED
-    return exits.code_of(progress.run.phase)
+    return exits.of_run(progress.run)
 
 
 async def _recorded(stub: OrchestratorServiceStub, run: Run, folder: Path, config: WandbConfig) -> int:
@@ -126,7 +126,7 @@ async def _recorded(stub: OrchestratorServiceStub, run: Run, folder: Path, confi
         last = outputs.progress.run
         if shown := await asyncio.to_thread(reporter.finish, ending_of(last)):
             display.say(shown)
-    return exits.code_of(last.phase)
+    return exits.of_run(last)
 
 
 async def _tick(reporter: wandb.Reporter) -> None:
