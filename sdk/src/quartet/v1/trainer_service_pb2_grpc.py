@@ -114,7 +114,7 @@ class TrainerServiceServicer:
         """CloseRun ends a run on this trainer once the call under way has ended: its memory is freed, its versions are no longer served (Watch ends with
         RUN_UNKNOWN), and it no longer counts among the open runs. Saved states stay on disk: CreateRun opens the run again at the newest of them; with
         save_at_seq_id that is where it was closed, and a save that fails leaves the run open. Idempotent: a run that is not open is closed.
-        Errors: NOT_READY (the state cannot be saved: the run stays open).
+        Errors: OVERLOADED, NOT_READY (the state cannot be saved: the run stays open).
         Example: CloseRun{run "r1"} -> {}; GetRun{run "r1"} -> RUN_UNKNOWN; CreateRun{run "r1", ...} -> applied_seq_id of its newest state
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -1,0 +1,33 @@
+"""Every key of every configuration is named in README.md or docs/."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from quartet.cli.eval.config import EvalFileConfig
+from quartet.cli.gepa.config import GepaConfig
+from quartet.config import Config
+from quartet.config.keys import known_keys
+from quartet.run.config import RunConfig
+from quartet.run.evaluation import EvaluateConfig
+from quartet.run.sft import SftConfig
+from quartet_envhost.config import EnvHostConfig
+from quartet_inference.config import InferenceConfig
+from quartet_orchestrator.config import OrchestratorConfig
+from quartet_tinker.config import GatewayConfig
+from quartet_trainer.config import TrainerConfig
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CONFIGS = (
+    *(RunConfig, EvaluateConfig, SftConfig, EvalFileConfig, GepaConfig),
+    *(TrainerConfig, OrchestratorConfig, InferenceConfig, EnvHostConfig, GatewayConfig),
+)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_key_is_in_a_document(config: type[Config]) -> None:
+    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
+    words = set(re.findall(r"\w+", "\n".join(page.read_text() for page in pages)))
+    assert [key for key in known_keys(config) if key.rpartition(".")[2] not in words] == []
