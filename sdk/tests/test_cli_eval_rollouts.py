@@ -13,7 +13,7 @@ import pytest
 from quartet.cli.eval import rollouts
 from quartet.cli.eval.config import EvalFileConfig, Trial
 from quartet.cli.eval.openai_policy import parameters, wire_message
-from quartet.cli.eval.rollouts import ATTEMPTS, play
+from quartet.cli.eval.rollouts import ATTEMPTS, play, tasks_of
 from quartet.config import validate
 from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget
@@ -147,3 +147,20 @@ def test_a_question_is_a_chat_completion() -> None:
     )
     image = {"type": "image_url", "image_url": {"url": "data:image/gif;base64,R0"}}
     assert shown == {"role": "user", "content": [{"type": "text", "text": "what?"}, image]}
+
+
+async def test_an_environment_may_load_for_as_long_as_its_host_allows() -> None:
+    """`[envhost] load_timeout_seconds = 1800`, and three starts until it is given up."""
+    left: list[float] = []
+
+    class Slow:
+        async def DescribeEnvironment(self, request: Any, **options: Any) -> Any:
+            left.append(options["timeout"])
+            return pb.DescribeEnvironmentResponse()
+
+        async def GetTasks(self, request: Any, **options: Any) -> Any:
+            left.append(options["timeout"])
+            return pb.GetTasksResponse(tasks=[Task()])
+
+    assert len(await tasks_of(Slow(), trial(1, 1))) == 1
+    assert len(left) == 2 and min(left) > 1800

@@ -27,8 +27,9 @@ from quartet.run.sampling import sampling_params
 from quartet.v1 import envhost_service_pb2 as pb
 from quartet.v1.rollout_pb2 import FAILURE_KIND_HOST, Rollout, RolloutFailure, Task
 
-#: The first call loads the environment, which the host itself gives 300 s.
-LOAD_SECONDS = 330.0
+#: The first call loads the environment: the host says how long that may take (load_timeout_seconds), and this
+#: bounds a host that does not. As long as the orchestrator allows the same call.
+LOAD_SECONDS = 3600.0
 #: With their data these are far below the limit of a message for most environments.
 TASKS_AT_ONCE = 64
 ATTEMPTS = 4
