@@ -52,10 +52,10 @@ async def plane(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Plane]:
 @pytest.fixture
 async def taker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Taker]:
     """A replica that takes pushes, and a channel to it."""
-    from push_taker import Taker, offer
+    from push_taker import Taker, offer, take
 
     monkeypatch.setattr(push, "RETRY_SECONDS", 0.01)
-    servicer = WeightServicer(WeightStore(keep=2), accept_push=True)
+    servicer = WeightServicer(WeightStore(keep=2), accept_push=take)
     server = await offer(servicer)
     channel = connect(server.address, bulk=True)
     yield Taker(servicer, server.address, channel)

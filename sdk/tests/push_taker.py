@@ -36,8 +36,12 @@ def frames(version: int = 1, seed: int = 0) -> list[pb.PushRequest]:
     return [pb.PushRequest(manifest=manifest), *chunks, pb.PushRequest(commit=payload.end())]
 
 
+def take(manifest: pb.WeightManifest) -> None:
+    """Whatever comes."""
+
+
 async def serve(store: WeightStore, accept: bool = True, generated: bool = False) -> RunningServer:
-    return await offer(WeightServicer(store, accept_push=accept), generated)
+    return await offer(WeightServicer(store, accept_push=take if accept else None), generated)
 
 
 async def offer(servicer: WeightServicer, generated: bool = False) -> RunningServer:

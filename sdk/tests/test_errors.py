@@ -9,7 +9,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from quartet import errors
-from quartet.errors import QuartetError, from_rpc, to_status, unimplemented
+from quartet.errors import QuartetError, from_rpc, refused, to_status
 from quartet.v1 import common_pb2
 
 
@@ -115,5 +115,5 @@ def test_errors_survive_pickling() -> None:
     )
 
 
-def test_unimplemented_names_the_rpc() -> None:
-    assert unimplemented("WeightService.Push").metadata == {"rpc": "WeightService.Push"}
+def test_a_field_that_was_left_out_is_said_to_be_empty() -> None:
+    assert refused("frame", "", "send one").message == "frame = empty is refused; send one"

@@ -7,14 +7,15 @@ from collections.abc import Callable
 
 import pytest
 import xxhash
-from push_taker import Taker, frames, model, serve
-from quartet.errors import QuartetError
+from push_taker import Taker, frames, model, offer, serve
+from quartet.errors import QuartetError, refused
 from quartet.kit.channel import connect
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights.fetched import Fetched
 from quartet.weights.manifest import build_manifest, sealed
 from quartet.weights.payload import CHUNK_BYTES, full_payload
 from quartet.weights.push import push_version
+from quartet.weights.service import WeightServicer
 from quartet.weights.store import WeightStore
 
 
@@ -128,6 +129,16 @@ def _no_run(sent: list[pb.PushRequest]) -> None:
     sealed(sent[0].manifest)
 
 
+def _folder_above(sent: list[pb.PushRequest]) -> None:
+    sent[0].manifest.run_id = ".."
+    sealed(sent[0].manifest)
+
+
+def _large_chunk(sent: list[pb.PushRequest]) -> None:
+    both = sent[1].chunk.data + sent[2].chunk.data
+    sent[1:3] = [pb.PushRequest(chunk=pb.WeightChunk(data=both, checksum=xxhash.xxh3_64_intdigest(both)))]
+
+
 def _another_version(sent: list[pb.PushRequest]) -> None:
     sent[0].manifest.version = 2
 
@@ -175,6 +186,8 @@ def _unknown_base(sent: list[pb.PushRequest]) -> None:
         (_no_manifest, "INVALID_REQUEST"),
         (_no_frame, "INVALID_REQUEST"),
         (_no_run, "INVALID_REQUEST"),
+        (_folder_above, "INVALID_REQUEST"),
+        (_large_chunk, "INVALID_REQUEST"),
         (_unknown_base, "RUN_UNKNOWN"),
     ],
 )
@@ -191,6 +204,61 @@ async def test_a_stream_that_is_not_whole_commits_nothing(
     assert taker.versions() == []
     await taker.send(iter(frames()))
     assert taker.store.get("r", 1).tensors == model()
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (_no_run, "manifest.run_id = empty is refused; use 1 to 64 of"),
+        (_large_chunk, r"chunk.data = \d+ bytes is refused; send 1 to 1048576 bytes in a chunk"),
+        (_swapped, r"offset of the chunk .*declared: \d+, by the contents: 0"),
+        (_early_commit, r"size of the payload .*declared: \d+, by the contents: \d+"),
+        (
+            _flipped,
+            "checksum of the chunk at 1048576 .*declared: [0-9a-f]{16}, by the contents: [0-9a-f]",
+        ),
+        (_wrong_commit, "digest of the payload .*declared: 0{32}, by the contents: [0-9a-f]{32}"),
+        (
+            _another_version,
+            "checksum of the manifest .*declared: [0-9a-f]{16}, by the contents: [0-9a-f]",
+        ),
+    ],
+)
+async def test_a_refusal_says_what_came_and_what_was_due(
+    taker: Taker, damage: Callable[[list[pb.PushRequest]], None], said: str
+) -> None:
+    """Who writes a client in another language has nothing else to find the mistake by."""
+    sent = frames()
+    damage(sent)
+    with pytest.raises(QuartetError, match=said):
+        await taker.send(iter(sent))
+
+
+async def test_a_number_below_one_that_is_held_is_refused(taker: Taker) -> None:
+    """What push.py promises under 7: it would be confirmed, and never served."""
+    for version in (1, 5, 6):
+        await push_version(taker.channel, "r", version, model(version))
+    with pytest.raises(QuartetError, match="SEQUENCE_CONFLICT: version 2 of run r comes after 6"):
+        await push_version(taker.channel, "r", 2, model(2))
+    assert taker.versions() == [5, 6]
+    await push_version(taker.channel, "r", 5, model(5))  # held: confirmed
+    await push_version(taker.channel, "other", 2, model(2))
+
+
+async def test_what_does_not_fit_is_refused_before_its_bytes() -> None:
+    """What push.py promises under 7."""
+
+    def none_fits(manifest: pb.WeightManifest) -> None:
+        raise refused("tensors", manifest.tensors[0].name, "send others")
+
+    store = WeightStore(keep=1)
+    server = await offer(WeightServicer(store, accept_push=none_fits))
+    async with connect(server.address) as channel:
+        # Waits for the go-ahead, then would read the payload: there is none to read.
+        with pytest.raises(QuartetError, match="tensors = embed is refused"):
+            await push_version(channel, "r", 1, model())
+    assert store.latest() is None
+    await server.stop(0)
 
 
 def test_a_model_is_several_chunks() -> None:

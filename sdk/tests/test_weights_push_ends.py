@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 import xxhash
-from push_taker import Taker, frames, model, serve, until_under_way
+from push_taker import Taker, frames, model, serve, take, until_under_way
 from quartet.errors import QuartetError, from_rpc
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
@@ -146,7 +146,7 @@ async def test_a_push_goes_on_when_the_server_comes_back(monkeypatch: pytest.Mon
     async with connect(address, bulk=True) as channel:
         pushing = asyncio.create_task(push_version(channel, "r", 1, model()))
         await asyncio.wait_for(torn.wait(), 10)
-        servicer = WeightServicer(store, accept_push=True)
+        servicer = WeightServicer(store, accept_push=take)
         offered = Service(SERVICE, add_weight_service, servicer)
         server = await start([offered], ServerConfig(address=address), Health())
         await asyncio.wait_for(pushing, 20)

@@ -97,13 +97,9 @@ class QuartetError(Exception):
 
 def refused(field: str, value: object, remedy: str) -> QuartetError:
     """INVALID_REQUEST of one field."""
-    text = f"{field} = {value} is refused; {remedy}"
+    shown = "empty" if value == "" else value
+    text = f"{field} = {shown} is refused; {remedy}"
     return QuartetError("INVALID_REQUEST", text, field=field, value=value, remedy=remedy)
-
-
-def unimplemented(rpc: str) -> QuartetError:
-    """The error of an RPC that the contract has and this build does not serve."""
-    return QuartetError("NOT_IMPLEMENTED", f"{rpc} is not served by this build", rpc=rpc)
 
 
 def to_status(error: QuartetError) -> status_pb2.Status:

@@ -24,7 +24,6 @@ from quartet.weights.store import WeightStore
 from quartet_inference import app
 from quartet_inference.config import InferenceConfig
 
-from .engine_calls import until
 from .random_models import weights_of
 
 Make = Callable[..., Any]
@@ -113,15 +112,19 @@ async def test_what_is_pushed_is_served_and_handed_on(
 
 
 async def test_a_pushed_version_that_does_not_fit_leaves_the_old_one(
-    model_folder: Path, make_model: Make, refusals: list[QuartetError]
+    model_folder: Path, make_model: Make
 ) -> None:
+    """And its trainer is told so by the push itself, before it has sent the weights."""
     async with serving(model_folder, accept_push=True, run_id="mine") as replica:
         await push_version(replica.channel, "other", 9, weights_of(make_model(3)))
         sound = await push_version(replica.channel, "mine", 1, weights_of(make_model(1)))
         await replica.serves(sound.manifest.digest)
-        partial = dict(list(weights_of(make_model(2)).items())[:2])
-        await push_version(replica.channel, "mine", 2, partial)
-        await until(lambda: bool(refusals))
+        whole = weights_of(make_model(2))
+        renamed = {f"module.{name}": tensor for name, tensor in whole.items()}
+        for unfit in (dict(list(whole.items())[:2]), renamed):
+            with pytest.raises(QuartetError, match=r"INVALID_REQUEST: the version lacks \d+ tensors"):
+                await push_version(replica.channel, "mine", 2, unfit)
+        await push_version(replica.channel, "other", 10, renamed)  # held for others, not served here
         assert (await replica.serves(sound.manifest.digest)).policy_version == 1
         mended = await push_version(replica.channel, "mine", 3, weights_of(make_model(2)))
         await replica.serves(mended.manifest.digest)

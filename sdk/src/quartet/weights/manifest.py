@@ -127,23 +127,27 @@ def layout_signature(infos: Iterable[pb.TensorInfo]) -> str:
 
 def check_manifest(manifest: pb.WeightManifest) -> None:
     """Refuse a manifest that contradicts itself, with CHECKSUM_MISMATCH."""
-    if manifest.checksum != _checksum(manifest):
-        raise mismatch("manifest")
+    checksum = _checksum(manifest)
+    if manifest.checksum != checksum:
+        raise mismatch("checksum of the manifest", f"{manifest.checksum:016x}", f"{checksum:016x}")
     names = [info.name for info in manifest.tensors]
     if any(a >= b for a, b in pairwise(names)):
         raise mismatch("order of tensors in the manifest")
-    if manifest.digest != weights_digest(manifest.tensors, manifest.adapter_config):
-        raise mismatch("manifest digest")
-    if manifest.layout_signature != layout_signature(manifest.tensors):
-        raise mismatch("layout signature")
+    digest = weights_digest(manifest.tensors, manifest.adapter_config)
+    if manifest.digest != digest:
+        raise mismatch("digest of the manifest", manifest.digest.hex(), digest.hex())
+    signature = layout_signature(manifest.tensors)
+    if manifest.layout_signature != signature:
+        raise mismatch("layout signature of the manifest", manifest.layout_signature, signature)
     try:
         size = sum(tensor_bytes(info.dtype, tuple(info.shape)) for info in manifest.tensors)
     except ValueError as error:
         raise mismatch(f"manifest: {error}") from error
     # A full payload is its tensors and one header, a delta never more; a reader allocates no more than that.
     least = 0 if manifest.HasField("base_version") else size
-    if not least <= manifest.payload_bytes <= size + PREFIX_BYTES + MAX_HEADER_BYTES:
-        raise mismatch("payload size in the manifest")
+    most = size + PREFIX_BYTES + MAX_HEADER_BYTES
+    if not least <= manifest.payload_bytes <= most:
+        raise mismatch("payload size in the manifest", manifest.payload_bytes, f"from {least} to {most}")
     if not manifest.HasField("base_version") and any(
         info.encoding != pb.TENSOR_ENCODING_DENSE for info in manifest.tensors
     ):
@@ -152,12 +156,19 @@ def check_manifest(manifest: pb.WeightManifest) -> None:
 
 def verify_tensor(info: pb.TensorInfo, data: memoryview | bytes) -> None:
     """Refuse a tensor whose bytes are not those of the manifest, with CHECKSUM_MISMATCH."""
-    if len(data) != tensor_bytes(info.dtype, tuple(info.shape)) or tensor_digest(data) != info.digest:
-        raise mismatch(f"tensor {info.name}")
+    size = tensor_bytes(info.dtype, tuple(info.shape))
+    if len(data) != size:
+        raise mismatch(f"tensor {info.name}", f"{info.dtype} {list(info.shape)}: {size}", len(data))
+    digest = tensor_digest(data)
+    if digest != info.digest:
+        raise mismatch(f"tensor {info.name}", f"{info.digest:016x}", f"{digest:016x}")
 
 
-def mismatch(what: str) -> QuartetError:
-    """CHECKSUM_MISMATCH of a named thing."""
+def mismatch(what: str, declared: object = None, found: object = None) -> QuartetError:
+    """CHECKSUM_MISMATCH of a named thing; with what was declared and what the contents give, where known."""
+    differ = "" if declared is None else f" (declared: {declared or 'nothing'}, by the contents: {found})"
     return QuartetError(
-        "CHECKSUM_MISMATCH", f"{what} is not what its publisher declared; fetch it again", what=what
+        "CHECKSUM_MISMATCH",
+        f"{what} is not what its publisher declared{differ}; fetch it again, or push it again",
+        what=what,
     )

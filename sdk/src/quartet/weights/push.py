@@ -9,6 +9,8 @@
 5. The server sends GO_AHEAD as initial metadata once it wants the payload, and `push_version` waits for it: a
    refusal comes before the bytes, and not while they are written, when grpc.aio loses it (grpc/grpc#36066).
 6. Bytes are hashed and copied in threads, at both ends: neither event loop waits for them.
+7. What could never be served is refused before its bytes are sent: weights that do not fit the model, and a
+   number below one that is held.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ import grpc
 import structlog
 import xxhash
 
-from quartet.errors import QuartetError, from_rpc
+from quartet.errors import QuartetError, from_rpc, refused
+from quartet.run.name import RULE, is_run_id
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights import pages
 from quartet.weights.delta import Delta, Held, apply_delta, make_delta
@@ -55,14 +58,18 @@ PUSH_METHOD = f"/{pb.DESCRIPTOR.services_by_name['WeightService'].full_name}/Pus
 #: What grpc.aio says instead of the status of a call that ended while a message was written.
 LOST_STATUS = "Internal error from Core"
 
+#: Refuses, with INVALID_REQUEST, a manifest whose weights could not be served.
+Fits = Callable[[pb.WeightManifest], None]
+
 log = structlog.get_logger(__name__)
 
 
 class Pushes:
     """The uploads under way to one store. For one event loop."""
 
-    def __init__(self, store: WeightStore) -> None:
-        self._store = store
+    def __init__(self, store: WeightStore, fits: Fits) -> None:
+        """`fits` refuses a manifest whose weights could not be served."""
+        self._store, self._fits = store, fits
         self._staged_bytes: list[int] = []
 
     async def receive(
@@ -75,13 +82,15 @@ class Pushes:
         """
         manifest = await _next(messages)
         if not isinstance(manifest, pb.WeightManifest):
-            raise _refused("the first frame is not a manifest", "send the manifest first")
-        if not manifest.run_id:
-            raise _refused("the manifest names no run", "set run_id")
+            raise _misplaced("the first frame is not a manifest", "send the manifest first")
+        if not is_run_id(manifest.run_id):
+            raise refused("manifest.run_id", manifest.run_id, RULE)
         check_manifest(manifest)
+        self._fits(manifest)
         base = self._base(manifest)
         if self._committed(manifest):
             return pb.PushResponse(version=manifest.version)
+        self._check_newer(manifest)
         with self._staging(manifest) as buffer:
             await go_ahead()
             limit_s = _upload_seconds(len(buffer))
@@ -116,6 +125,21 @@ class Pushes:
         except QuartetError:
             return False
         return bool(held.manifest.digest == manifest.digest)
+
+    def _check_newer(self, manifest: pb.WeightManifest) -> None:
+        """Whoever follows a run goes on to larger numbers: what comes below them would never be served."""
+        try:
+            latest = self._store.latest(manifest.run_id)
+        except QuartetError:
+            return
+        if latest is not None and manifest.version < latest.number:
+            raise QuartetError(
+                "SEQUENCE_CONFLICT",
+                f"version {manifest.version} of run {manifest.run_id} comes after {latest.number}, and would "
+                "never be served; push a larger number, or go back under another run_id",
+                have=latest.number,
+                want=manifest.version,
+            )
 
     @contextmanager
     def _staging(self, manifest: pb.WeightManifest) -> Iterator[memoryview]:
@@ -152,20 +176,28 @@ async def _receive(messages: AsyncIterator[bytes], buffer: memoryview) -> None:
             case Chunk():
                 position = await asyncio.to_thread(_accept, frame, position, buffer, state)
             case pb.WeightEnd():
-                if (frame.payload_bytes, position) != (len(buffer), len(buffer)):
-                    raise mismatch("size of the payload in the commit")
+                if frame.payload_bytes != len(buffer):
+                    raise mismatch("size of the payload in the commit", frame.payload_bytes, len(buffer))
+                if position != len(buffer):
+                    raise mismatch("size of the payload", len(buffer), position)
                 if frame.payload_digest != state.digest():
-                    raise mismatch("payload")
+                    raise mismatch("digest of the payload", frame.payload_digest.hex(), state.hexdigest())
                 return
             case _:
-                raise _refused("a second manifest", "send one manifest, then chunks, then the commit")
+                raise _misplaced("a second manifest", "send one manifest, then chunks, then the commit")
 
 
 def _accept(chunk: Chunk, position: int, buffer: memoryview, state: xxhash.xxh3_128) -> int:
-    if chunk.offset != position or not 0 < len(chunk.data) <= min(CHUNK_BYTES, len(buffer) - position):
-        raise mismatch(f"place of the chunk at {chunk.offset}")
-    if xxhash.xxh3_64_intdigest(chunk.data) != chunk.checksum:
-        raise mismatch(f"chunk at {position}")
+    size = len(chunk.data)
+    if not 0 < size <= CHUNK_BYTES:
+        raise refused("chunk.data", f"{size} bytes", f"send 1 to {CHUNK_BYTES} bytes in a chunk")
+    if chunk.offset != position:
+        raise mismatch("offset of the chunk", chunk.offset, position)
+    if size > len(buffer) - position:
+        raise mismatch("size of the payload", len(buffer), f"{position + size} or more")
+    checksum = xxhash.xxh3_64_intdigest(chunk.data)
+    if checksum != chunk.checksum:
+        raise mismatch(f"checksum of the chunk at {position}", f"{chunk.checksum:016x}", f"{checksum:016x}")
     state.update(chunk.data)
     buffer[position : position + len(chunk.data)] = chunk.data
     return position + len(chunk.data)
@@ -181,12 +213,12 @@ async def _next(messages: AsyncIterator[bytes]) -> Chunk | pb.WeightManifest | p
         raise QuartetError("DEADLINE", f"no frame came for {IDLE_SECONDS:g} s", waited_for="frame") from None
     frame = decode_push(message)
     if frame is None:
-        raise _refused("a message without a frame", "send manifest, chunks and commit")
+        raise _misplaced("a message without a frame", "send manifest, chunks and commit")
     return frame
 
 
-def _refused(what: str, remedy: str) -> QuartetError:
-    return QuartetError("INVALID_REQUEST", f"{what}; {remedy}", field="frame", remedy=remedy)
+def _misplaced(what: str, remedy: str) -> QuartetError:
+    return QuartetError("INVALID_REQUEST", f"{what}; {remedy}", field="frame", value=what, remedy=remedy)
 
 
 def _verified(buffer: memoryview, manifest: pb.WeightManifest, base: Held | None) -> Fetched:

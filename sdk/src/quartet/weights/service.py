@@ -17,12 +17,12 @@ from typing import TypeVar
 
 import grpc
 
-from quartet.errors import QuartetError, unimplemented
+from quartet.errors import QuartetError
 from quartet.kit.stream import with_heartbeats
 from quartet.v1 import weights_pb2 as pb
 from quartet.v1 import weights_pb2_grpc as rpc
 from quartet.weights.payload import Payload, chunks
-from quartet.weights.push import GO_AHEAD, Pushes
+from quartet.weights.push import GO_AHEAD, Fits, Pushes
 from quartet.weights.shared import SharedPayloads
 from quartet.weights.store import WeightStore
 from quartet.weights.tree import RelayTree
@@ -37,12 +37,15 @@ class WeightServicer(rpc.WeightServiceServicer):
     """Watch, GetManifest, Fetch and, where it is taken, Push."""
 
     def __init__(
-        self, store: WeightStore, draining: asyncio.Event | None = None, *, accept_push: bool = False
+        self, store: WeightStore, draining: asyncio.Event | None = None, *, accept_push: Fits | None = None
     ) -> None:
-        """`draining` (health.draining) ends every Watch: its caller has nothing to lose."""
+        """`draining` (health.draining) ends every Watch: its caller has nothing to lose.
+
+        `accept_push`: take what it does not refuse; absent: take nothing.
+        """
         self._store, self._draining = store, draining
         self._relays = RelayTree()
-        self._pushes = Pushes(store) if accept_push else None
+        self._pushes = Pushes(store, accept_push) if accept_push else None
         self._shared = SharedPayloads()
         # One thread: whoever waits for a delta or a copy holds none of the threads that others need.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="weight-payloads")
@@ -138,7 +141,11 @@ class WeightServicer(rpc.WeightServiceServicer):
     ) -> pb.PushResponse:
         """Push, still serialized: what `add_weight_service` registers."""
         if self._pushes is None:
-            raise unimplemented("WeightService.Push")
+            raise QuartetError(
+                "NOT_IMPLEMENTED",
+                "this service takes no versions; push to a replica of inference with accept_push = true",
+                rpc="WeightService.Push",
+            )
         return await self._pushes.receive(messages, lambda: context.send_initial_metadata(((GO_AHEAD, "1"),)))
 
 

@@ -24,6 +24,8 @@ from typing import Any, Protocol
 from quartet.errors import QuartetError
 from quartet.weights.tensor import Tensor
 
+from quartet_inference.layout import Layout
+
 
 @dataclass(frozen=True)
 class ServedWeights:
@@ -229,6 +231,10 @@ class Engine(Protocol):
 
     async def resume(self) -> int:
         """Go on; the number of requests that go on. Idempotent."""
+        ...
+
+    def layout(self) -> Layout:
+        """The names, dtypes and shapes that a version of the model consists of."""
         ...
 
     async def stage(self, tensors: Mapping[str, Tensor]) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from quartet.errors import QuartetError
+from quartet.v1 import weights_pb2 as pb
 from quartet.weights.tensor import Tensor
 
 #: How many differences an error names.
@@ -19,14 +20,27 @@ NAMED_DIFFERENCES = 3
 
 FLOATS = frozenset({"F32", "BF16", "F16"})
 
-#: Dtype (as safetensors calls it) and shape of each tensor.
-Layout = Mapping[str, tuple[str, tuple[int, ...]]]
+REMEDY = "serve the folder that the trained model came from, and publish its parameters by their names there"
+
+#: Dtype (as safetensors calls it) and shape of a tensor.
+Kind = tuple[str, tuple[int, ...]]
+Layout = Mapping[str, Kind]
 
 
-def check_layout(tensors: Mapping[str, Tensor], layout: Layout) -> None:
+def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
+    """What these tensors are."""
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+
+def declared_layout(manifest: pb.WeightManifest) -> Layout:
+    """What a manifest says that its tensors are."""
+    return {info.name: (info.dtype, tuple(info.shape)) for info in manifest.tensors}
+
+
+def check_layout(given: Layout, layout: Layout) -> None:
     """Refuse a version that is not of this layout. Errors: INVALID_REQUEST."""
-    missing = sorted(layout.keys() - tensors.keys())
-    unknown = sorted(tensors.keys() - layout.keys())
+    missing = sorted(layout.keys() - given.keys())
+    unknown = sorted(given.keys() - layout.keys())
     if missing or unknown:
         raise _refused(
             f"the version lacks {len(missing)} tensors of the model "
@@ -35,24 +49,20 @@ def check_layout(tensors: Mapping[str, Tensor], layout: Layout) -> None:
             (missing + unknown)[0],
         )
     for name, (dtype, shape) in layout.items():
-        tensor = tensors[name]
-        if not fits(tensor, dtype, shape):
+        if not fits(given[name], (dtype, shape)):
+            given_dtype, given_shape = given[name]
             raise _refused(
-                f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, the model has {dtype} {list(shape)}",
+                f"tensor {name} is {given_dtype} {list(given_shape)}, the model has {dtype} {list(shape)}",
                 name,
             )
 
 
-def fits(tensor: Tensor, dtype: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor can stand where the model has this dtype and shape."""
-    return tensor.shape == shape and (tensor.dtype == dtype or {tensor.dtype, dtype} <= FLOATS)
+def fits(given: Kind, wanted: Kind) -> bool:
+    """Whether a tensor of one kind can stand where the model has the other."""
+    return given[1] == wanted[1] and (given[0] == wanted[0] or {given[0], wanted[0]} <= FLOATS)
 
 
 def _refused(message: str, tensor: str) -> QuartetError:
     return QuartetError(
-        "INVALID_REQUEST",
-        f"{message}; serve the folder that the run was created from",
-        field="tensors",
-        value=tensor,
-        remedy="serve the folder that the run was created from",
+        "INVALID_REQUEST", f"{message}; {REMEDY}", field="tensors", value=tensor, remedy=REMEDY
     )

@@ -108,7 +108,7 @@ def _check(module: str, pair: tuple[Tensor, Tensor], rank: int, layout: Layout) 
         raise _refused(f"the model has no linear module {module} of its own", module)
     dtype, (rows, columns) = held
     for tensor, shape in zip(pair, ((rank, columns), (rows, rank)), strict=True):
-        if not fits(tensor, dtype, shape):
+        if not fits((tensor.dtype, tensor.shape), (dtype, shape)):
             raise _refused(
                 f"a matrix of {module} is {tensor.dtype} {list(tensor.shape)}, the model needs {dtype} "
                 f"{list(shape)}",

@@ -19,6 +19,7 @@ from quartet.errors import QuartetError
 from quartet.kit.news import News
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights.arrival import Arrival
+from quartet.weights.push import Fits
 from quartet.weights.service import WeightServicer
 from quartet.weights.sources import SILENT_SECONDS
 from quartet.weights.store import WeightStore
@@ -105,7 +106,9 @@ class Holdings:
 class RelayServicer(WeightServicer):
     """Watch, GetManifest and Fetch over what is held and what is on its way."""
 
-    def __init__(self, holdings: Holdings, draining: asyncio.Event, *, accept_push: bool = False) -> None:
+    def __init__(
+        self, holdings: Holdings, draining: asyncio.Event, *, accept_push: Fits | None = None
+    ) -> None:
         super().__init__(holdings.store, draining, accept_push=accept_push)
         self._holdings = holdings
 

@@ -17,6 +17,7 @@ from quartet.kit.channel import connect
 from quartet.kit.health import Health
 from quartet.kit.security import is_loopback
 from quartet.kit.server import Service
+from quartet.v1 import weights_pb2 as pb
 from quartet.weights.service import SERVICE as WEIGHTS
 from quartet.weights.service import add_weight_service
 from quartet.weights.shared import SharedMemory
@@ -27,6 +28,7 @@ from quartet_inference.adapters import Adapters
 from quartet_inference.canary import CanaryWatch, Gate
 from quartet_inference.config import InferenceConfig
 from quartet_inference.engine import Engine, ServedWeights
+from quartet_inference.layout import check_layout, declared_layout
 from quartet_inference.relay import Holdings, RelayServicer, relay_address
 from quartet_inference.updates import Adopter, Follower, Publisher, ServedNews, adopt_pushed
 
@@ -80,7 +82,13 @@ async def replicating(
     `gate` stands before the engine; `bound` will be the address that the server listens on.
     """
     holdings = Holdings(config.held_versions, config.held_delta_bytes)
-    servicer = RelayServicer(holdings, health.draining, accept_push=config.accept_push)
+
+    def fits(manifest: pb.WeightManifest) -> None:
+        # An adapter is checked when it is loaded; a run that is not served here is held for others.
+        if not manifest.adapter_config and config.run_id in ("", manifest.run_id):
+            check_layout(declared_layout(manifest), engine.layout())
+
+    servicer = RelayServicer(holdings, health.draining, accept_push=fits if config.accept_push else None)
     services = [Service(WEIGHTS, add_weight_service, servicer)]
 
     said = _Said(engine, gate, news, health)

@@ -26,6 +26,7 @@ from quartet_inference.embedded.lora import Matrices
 from quartet_inference.embedded.score import ScoreJob
 from quartet_inference.embedded.tickets import Ticket
 from quartet_inference.engine import EngineInfo, Event, Finish, Request, Scored, ScoreRequest, ServedWeights
+from quartet_inference.layout import Layout
 from quartet_inference.lora import read_adapter
 from quartet_inference.text_stream import Detokenize
 
@@ -97,6 +98,10 @@ class EmbeddedEngine:
     async def resume(self) -> int:
         """Go on."""
         return await self._call(lambda: self._decoder.set_paused(False))
+
+    def layout(self) -> Layout:
+        """What a version must consist of."""
+        return self._decoder.weights.layout()
 
     async def stage(self, tensors: Mapping[str, Tensor]) -> model.StagedWeights:
         """Check a version against the model."""

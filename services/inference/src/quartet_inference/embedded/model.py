@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from quartet_inference.embedded import attention
 from quartet_inference.embedded.kv_cache import KvShape
-from quartet_inference.layout import Layout, check_layout
+from quartet_inference.layout import Layout, check_layout, layout_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -114,7 +114,7 @@ class ModelWeights:
 
     def stage(self, tensors: Mapping[str, Tensor]) -> StagedWeights:
         """Check a version against the model. Errors: INVALID_REQUEST."""
-        check_layout(tensors, self.layout())
+        check_layout(layout_of(tensors), self.layout())
         staged = {}
         for name, parameter in self._parameters.items():
             staged[name] = as_torch(tensors[name], self._dtype).view(parameter.shape)

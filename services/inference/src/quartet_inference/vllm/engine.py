@@ -42,7 +42,7 @@ from quartet_inference.engine import (
     refusal,
 )
 from quartet_inference.held import check_name
-from quartet_inference.layout import Layout, check_layout
+from quartet_inference.layout import Layout, check_layout, layout_of
 from quartet_inference.sampler import seeds_of
 from quartet_inference.text_stream import Detokenize
 from quartet_inference.vllm.adapters import Adapters
@@ -258,9 +258,13 @@ class VllmEngine:
             self._running.info = replace(self._running.info, paused=False)
         return len(self._running.flights)
 
+    def layout(self) -> Layout:
+        """What a version must consist of."""
+        return self._held.layout
+
     async def stage(self, tensors: Mapping[str, Tensor]) -> StagedFile:
         """Check a version against the model and lay it where the workers find it."""
-        check_layout(tensors, self._held.layout)
+        check_layout(layout_of(tensors), self._held.layout)
         staged = await asyncio.to_thread(self._staging.write, tensors)
         self._running.check_open()
         await self._workers.warm(staged.nbytes)
