@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import structlog
 from certificates import needs_openssl
@@ -115,6 +116,15 @@ async def test_tokens_are_demanded_and_follow_their_file(tmp_path: Path) -> None
         assert await _ask(running.address, good) == "OK"
         assert await _ask(running.address, ClientSecurity()) == "UNAUTHENTICATED"
         assert await _ask(running.address, ClientSecurity(token_file=wrong)) == "UNAUTHENTICATED"
+        async with connect(running.address) as channel:
+            bare = rpc.WeightServiceStub(channel).GetManifest
+            for metadata, says in (
+                ((), "token is missing; send it as metadata 'authorization: Bearer TOKEN'"),
+                ((("authorization", "first"),), "token is missing"),
+                ((("authorization", "Bearer guess"),), "token is none of this service's"),
+            ):
+                with pytest.raises(grpc.RpcError, match=says):
+                    await bare(pb.GetManifestRequest(), metadata=metadata, timeout=3)
         served.write_text("second-token")
         assert await _ask(running.address, good) == "UNAUTHENTICATED"
         async with connect(running.address, security=good) as channel:

@@ -145,6 +145,10 @@ async def test_a_client_that_ends_its_side_answers_nothing_more(hosted: Any) -> 
     [
         ({"call_id": 9, "prompt_token_ids": [1], "token_ids": [1], "logprobs": [0.0]}, "answer.call_id"),
         ({"call_id": 1, "prompt_token_ids": [1], "token_ids": [1, 2], "logprobs": [0.0]}, "answer.logprobs"),
+        (
+            {"call_id": 1, "prompt_token_ids": [1], "token_ids": [1], "logprobs": [float("nan")]},
+            "answer.logprobs",
+        ),
         ({"call_id": 1, "prompt_token_ids": [1]}, "answer.token_ids"),
         ({"call_id": 1, "token_ids": [1], "logprobs": [0.0]}, "answer.token_ids"),
     ],

@@ -9,6 +9,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from quartet.run.hosted import MAX_TIMEOUT_SECONDS
 from quartet.v1 import envhost_service_pb2
 from rollout_outcomes import kind, refusal, until
 
@@ -63,6 +64,9 @@ async def test_refusals_are_typed_and_say_what_to_do(hosted: Any) -> None:
     assert error.reason == "RESOURCE_UNKNOWN" and "task 9999" in error.message
     error = await refusal(stub.RunRollouts(hosted.request("reverse-text", members=[]), timeout=60))
     assert error.reason == "INVALID_REQUEST" and error.metadata["field"] == "members"
+    for endless in (MAX_TIMEOUT_SECONDS * 1000 + 1, 2**64 - 1):
+        error = await refusal(hosted.run("ok", timeout_ms=int(endless)))
+        assert error.reason == "INVALID_REQUEST" and "at most 604800000, a week" in error.message
     error = await refusal(hosted.run("ok", split=7))
     assert error.reason == "INVALID_REQUEST" and error.metadata["field"] == "split"
     request = envhost_service_pb2.GetTasksRequest(environment=hosted.ref("trial-env"), split=7, count=1)

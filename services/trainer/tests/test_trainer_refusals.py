@@ -29,7 +29,11 @@ async def test_create_run_refuses(folder: Path, serve_trainer: Any, tmp_path: Pa
         lora = await trainer.refused(
             trainer.create(base_model=str(folder), lora=pb.LoraSpec(rank=8)), "INVALID_CONFIG"
         )
-        assert lora.metadata["key"] == "alpha"
+        assert lora.metadata["key"] == "lora.alpha"
+        rate = await trainer.refused(
+            trainer.create(base_model=str(folder), learning_rate=-1.0), "INVALID_CONFIG"
+        )
+        assert rate.metadata["key"] == "optimizer.learning_rate"
         await trainer.refused(
             trainer.create(base_model=str(folder), schedule=pb.SCHEDULE_COSINE), "INVALID_CONFIG"
         )
@@ -118,6 +122,8 @@ def broken(change: str, one: pb.TrainingSample) -> None:
             del sample.logprobs[:]
         case "a logprob that is not finite":
             sample.logprobs[0] = float("nan")
+        case "a negative log-probability":
+            sample.logprobs[0] = 2.5
         case "an advantage that is not finite":
             one.advantages[0] = float("inf")
         case "no advantages":
@@ -138,6 +144,7 @@ CHANGES = [
     "too few logprobs",
     "no logprobs",
     "a logprob that is not finite",
+    "a negative log-probability",
     "an advantage that is not finite",
     "no advantages",
     "too many reference logprobs",

@@ -93,7 +93,10 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         scheme, _, offered = str(metadata.get("authorization", "")).partition(" ")
         if scheme.lower() == "bearer" and self._token.accepts(offered):
             return None
-        return QuartetError("UNAUTHENTICATED", "the bearer token is missing or wrong")
+        wrong = "is none of this service's" if scheme.lower() == "bearer" else "is missing"
+        return QuartetError(
+            "UNAUTHENTICATED", f"the token {wrong}; send it as metadata 'authorization: Bearer TOKEN'"
+        )
 
     def _refuse(self, rpc: _Rpc, refusal: QuartetError) -> Any:
         async def refuse(_requests: Any, context: Any) -> None:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 from quartet.errors import QuartetError, refused
@@ -67,6 +68,8 @@ class Dialogue:
                 raise refused("answer.token_ids", tokens, "send the prompt's tokens and the sampled ones")
             if tokens != logprobs:
                 raise refused("answer.logprobs", logprobs, f"send one for each of the {tokens} tokens")
+            if not all(map(math.isfinite, answer.logprobs)):
+                raise refused("answer.logprobs", "NaN or infinity", "send finite numbers")
         waiting = self._open.get(answer.call_id)
         # One that has ended since, by its deadline or its worker, or that was answered already.
         if waiting is not None and not waiting.done():

@@ -10,7 +10,7 @@ from typing import Any, Final
 import grpc
 from quartet.errors import QuartetError, refused
 from quartet.kit.stream import with_heartbeats
-from quartet.run.hosted import MAX_GROUP, MAX_RETRIES, MAX_TASKS
+from quartet.run.hosted import MAX_GROUP, MAX_RETRIES, MAX_TASKS, MAX_TIMEOUT_SECONDS
 from quartet.v1 import common_pb2, envhost_service_pb2, envhost_service_pb2_grpc, rollout_pb2
 
 from quartet_envhost.dialogue import Dialogue
@@ -160,3 +160,6 @@ def _check_run(request: envhost_service_pb2.RunRolloutsRequest) -> None:
         raise refused("members", list(request.members), "name each member once")
     if request.max_retries > MAX_RETRIES:
         raise refused("max_retries", request.max_retries, f"at most {MAX_RETRIES}")
+    if request.timeout_ms > MAX_TIMEOUT_SECONDS * 1000:
+        remedy = f"give at most {MAX_TIMEOUT_SECONDS * 1000:.0f}, a week, or 0 for the host's own limit"
+        raise refused("timeout_ms", request.timeout_ms, remedy)

@@ -1,7 +1,7 @@
 """One sequence to train on or to score, checked, as arrays. No torch, no proto.
 
 1. A Sample that exists is well formed: every covered position has a token before it, all arrays agree, all
-   numbers are finite.
+   numbers are finite, and no probability is above 1.
 2. Whoever sent a malformed one learns which sample, which field, which value.
 
 Shapes: T tokens, K covered positions.
@@ -19,6 +19,9 @@ from quartet.errors import QuartetError
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+
+#: A sampler that rounds to bfloat16 may report a little more than 0; a negative log-probability is more.
+MAX_LOGPROB = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +77,15 @@ def make_sample(
     covered = [np.arange(start, start + length) for start, length, _ in spans]
     versions = [_filled(length, version, np.int64) for _, length, version in spans]
     count = sum(map(len, covered))
+    logprobs_K = _per_position(index, "logprobs", logprobs, (0, count), count)
+    if logprobs_K is not None and (highest := float(logprobs_K.max())) > MAX_LOGPROB:
+        remedy = "send log(p), which is never above 0; not its negative, nor p"
+        raise _refused(index, "logprobs", f"{highest:g}", remedy)
     return Sample(
         tokens_T,
         _joined(covered),
         _joined(versions),
-        _per_position(index, "logprobs", logprobs, (0, count), count),
+        logprobs_K,
         _per_position(index, "advantages", advantages, (0, 1, count), count),
         _per_position(index, "reference_logprobs", reference, (0, count), count),
     )

@@ -73,8 +73,7 @@ def loss_spec(loss: pb.LossSpec) -> LossSpec:
             **values,
         )
     except pydantic.ValidationError as error:
-        key, value, why = first(error, "")
-        raise request(f"loss.{key}".rstrip("."), value, why) from None
+        raise request(*first(error, "loss")) from None
 
 
 def _correction(correction: pb.MismatchCorrection) -> Correction | None:

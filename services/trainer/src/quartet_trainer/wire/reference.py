@@ -14,5 +14,4 @@ def reference_spec(spec: pb.ReferenceSpec) -> ReferenceSpec:
     try:
         return ReferenceSpec(model=spec.model, sync_steps=spec.sync_steps, **given(spec, "mixup_alpha"))
     except pydantic.ValidationError as error:
-        key, value, why = first(error, "")
-        raise config(f"reference.{key}".rstrip("."), value, why) from None
+        raise config(*first(error, "reference")) from None

@@ -13,10 +13,10 @@ def given(message: Any, *fields: str) -> dict[str, Any]:
     return {field: getattr(message, field) for field in fields if message.HasField(field)}
 
 
-def first(error: pydantic.ValidationError, whole: str) -> tuple[str, Any, str]:
-    """The first problem as (key, value, why); `whole` names what has no single key at fault, nor a value."""
+def first(error: pydantic.ValidationError, within: str = "") -> tuple[str, Any, str]:
+    """The first problem as (key, value, why); `within` is the field that holds what was refused."""
     problem = error.errors(include_url=False)[0]
-    key = ".".join(str(part) for part in problem["loc"]) or whole
+    key = ".".join(str(part) for part in (within, *problem["loc"]) if part != "") or "spec"
     value = problem["input"]
     shown = value if isinstance(value, (int, float, str)) else None
     return key, shown, problem["msg"].removeprefix("Value error, ")

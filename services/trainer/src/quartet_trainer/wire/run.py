@@ -28,4 +28,4 @@ def run_spec(spec: pb.RunSpec) -> RunSpec:
             gradient_checkpointing=spec.gradient_checkpointing,
         )
     except pydantic.ValidationError as error:
-        raise config(*first(error, "spec")) from None
+        raise config(*first(error)) from None
