@@ -128,6 +128,8 @@ async def test_cancel_ends_members_as_cancelled(hosted: Any) -> None:
     hosted.policy.delay_s = 20.0
     run = asyncio.create_task(hosted.run("ok", members=range(3), request_id="doomed", max_retries=2))
     await asyncio.wait_for(until(lambda: hosted.policy.running == 3), STARTED_S)
+    again = await refusal(hosted.run("ok", request_id="doomed"))
+    assert again.metadata["field"] == "request_id" and "end that one by Cancel" in again.message
     cancel = envhost_service_pb2.CancelRequest(run_id="run", request_ids=["doomed"])
     assert (await hosted.stub.Cancel(cancel, timeout=5)).cancelled == 3
     rollouts = await asyncio.wait_for(run, 10)

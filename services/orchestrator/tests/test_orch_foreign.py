@@ -302,7 +302,7 @@ async def test_a_silent_stream_beats(world, monkeypatch):
 @pytest.mark.parametrize(
     ("said", "reason", "words"),
     [
-        ([{"credits": 1}], "INVALID_REQUEST", "no start"),
+        ([{"credits": 1}], "INVALID_REQUEST", "frame = credits is refused; begin with start"),
         ([{"start": {"run_id": "nobody"}}], "RUN_UNKNOWN", "no run"),
         ([{"start": {"run_id": RUN}}, {"ack": 3}], "INVALID_REQUEST", "ack = 3"),
         ([{"start": {"run_id": RUN}}, {"credits": 1 << 30}], "INVALID_REQUEST", "at most"),

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Final
 
 import structlog
-from quartet.errors import QuartetError
+from quartet.errors import QuartetError, refused
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
 from quartet_envhost.active_request import ActiveRequest, Frame, Run
@@ -126,12 +126,8 @@ class EnvironmentHost:
         self, request: envhost_service_pb2.RunRolloutsRequest, dialogue: Dialogue | None
     ) -> AsyncGenerator[Frame, None]:
         if request.request_id in self._active:
-            raise QuartetError(
-                "INVALID_REQUEST",
-                "the request is already running",
-                field="request_id",
-                value=request.request_id,
-            )
+            remedy = "it is already running; give every attempt an id of its own, or end that one by Cancel"
+            raise refused("request_id", request.request_id, remedy)
         if self._in_flight + len(request.members) > self._config.max_in_flight:
             raise QuartetError(
                 "OVERLOADED",

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
 from typing import Any
 
-from quartet.errors import QuartetError
+from quartet.errors import QuartetError, refused
 from quartet.kit.health import Health
 from quartet.kit.stream import with_heartbeats
 from quartet.v1 import orchestrator_service_pb2 as pb
@@ -94,7 +94,7 @@ class OrchestratorServicer(OrchestratorServiceServicer):
         except TimeoutError:
             first = pb.StreamRolloutsRequest()
         if first.WhichOneof("frame") != "start":
-            raise QuartetError("INVALID_REQUEST", "the first frame is no start; name the run", field="start")
+            raise refused("frame", first.WhichOneof("frame") or "", "begin with start, which names the run")
         stream = self._runs.rollout_stream(first.start.run_id)
         if stream is None:
             return
