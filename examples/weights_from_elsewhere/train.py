@@ -1,6 +1,6 @@
 """A trainer that knows nothing of Quartet teaches a model one answer, and hands its weights to a replica.
 
-python examples/weights_from_elsewhere/train.py [--model models/tiny] [--steps 20] [--push-every 4]
+python examples/weights_from_elsewhere/train.py [--model models/tiny] [--run elsewhere] [--steps 20]
 
 Its loop is plain PyTorch. What it uses of Quartet are two calls, `connect` and `push_version`; it samples
 from what it pushed with the `openai` client.
@@ -44,6 +44,7 @@ async def main() -> None:
     parser.add_argument("--model", default="models/tiny")
     parser.add_argument("--inference", default="127.0.0.1:50051")
     parser.add_argument("--openai", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("--run", default="elsewhere")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--push-every", type=int, default=4)
     given = parser.parse_args()
@@ -66,14 +67,14 @@ async def main() -> None:
             optimizer.step()
             if step % given.push_every:
                 continue
-            base = await push_version(channel, "elsewhere", step, weights_of(model), base=base)
+            base = await push_version(channel, given.run, step, weights_of(model), base=base)
             # Waits until the replica serves this version.
             completion = await client.chat.completions.create(
                 model="policy",
                 messages=asked,
                 temperature=0,
                 max_tokens=16,
-                extra_body={"min_policy_version": step, "return_token_ids": True},
+                extra_body={"run_id": given.run, "min_policy_version": step, "return_token_ids": True},
             )
             (choice,) = completion.choices
             versions = sorted({span["policy_version"] for span in choice.policy_versions})

@@ -53,12 +53,21 @@ def replica(model: Path, tmp_path: Path) -> Iterator[tuple[str, str]]:
 
 def test_pushed_weights_are_sampled_from(model: Path, replica: tuple[str, str]) -> None:
     """Invariant 3: each answer comes from the version just pushed, and the last version knows its answer."""
-    command = [sys.executable, str(EXAMPLE / "train.py"), "--model", str(model), "--steps", "40"]
-    command += ["--push-every", "20", "--inference", replica[0], "--openai", replica[1]]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS
-    )
+
+    def trained(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(EXAMPLE / "train.py"), "--model", str(model), "--push-every", "20"]
+        command += ["--inference", replica[0], "--openai", replica[1], *options]
+        return subprocess.run(
+            command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS
+        )
+
+    done = trained("--steps", "40")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = re.findall(r"step (\d+)  loss \S+  (.*), sampled by version (.*)", done.stdout)
     assert [(step, version) for step, _, version in lines] == [("20", "[20]"), ("40", "[40]")]
     assert lines[-1][1] == "'good day'", done.stdout
+
+    again = trained("--steps", "10", "--push-every", "10")
+    assert "SEQUENCE_CONFLICT: version 10 of run elsewhere comes after 40" in again.stderr
+    second = trained("--steps", "20", "--run", "second")
+    assert "sampled by version [20]" in second.stdout, second.stdout + second.stderr
