@@ -67,12 +67,13 @@ async def test_kept_keys_survive_an_update_but_never_serve_a_new_request(make_mo
     old, new = make_model(0), make_model(1)
     prompt = list(range(40))
     async with running(make_model(0), recompute_on_update=False) as engine:
+        staged = await engine.stage(weights_of(new))  # before it begins: it would end meanwhile
         await engine.pause()
         task = asyncio.create_task(complete(engine, prompt, max_tokens=40, ignore_eos=True, keep_prefix=True))
         await until(lambda: engine.info().waiting == 1)
         await engine.resume()
         await until(lambda: engine.info().tokens_sampled >= 5)
-        await engine.swap(await engine.stage(weights_of(new)), ServedWeights("run", 1, b""))
+        await engine.swap(staged, ServedWeights("run", 1, b""))
         mixed = (await task)[0]
         assert set(mixed.versions) == {0, 1} and len(mixed.tokens) == 40
         before = mixed.versions.count(0)

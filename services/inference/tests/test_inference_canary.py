@@ -78,8 +78,13 @@ class Serving:
         return model
 
     async def ready(self, version: int) -> Any:
+        # The answer is older than what health says now.
         return await self.until(
-            lambda model: model.policy_version == version and not self.health.why_not(INFERENCE)
+            lambda model: (
+                model.policy_version == version
+                and not model.out_of_service
+                and not self.health.why_not(INFERENCE)
+            )
         )
 
     async def generate(self, max_tokens: int = 4) -> set[int]:
