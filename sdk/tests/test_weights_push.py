@@ -68,6 +68,9 @@ async def test_other_weights_under_a_committed_number_are_refused(taker: Taker) 
     with pytest.raises(QuartetError, match="SEQUENCE_CONFLICT"):
         await push_version(taker.channel, "r", 1, model(1))
     assert taker.store.get("r", 1).tensors == model()
+    # Before its bytes (push.py 7): the manifest alone would be a torn stream.
+    with pytest.raises(QuartetError, match="SEQUENCE_CONFLICT"):
+        await taker.send(iter(frames(seed=1)[:1]))
 
 
 async def test_whoever_takes_no_pushes_says_so() -> None:

@@ -9,8 +9,8 @@
 5. The server sends GO_AHEAD as initial metadata once it wants the payload, and `push_version` waits for it: a
    refusal comes before the bytes, and not while they are written, when grpc.aio loses it (grpc/grpc#36066).
 6. Bytes are hashed and copied in threads, at both ends: neither event loop waits for them.
-7. What could never be served is refused before its bytes are sent: weights that do not fit the model, and a
-   number below one that is held.
+7. What could never be served is refused before its bytes are sent: weights that do not fit the model, a
+   number that is held with others, and one below a number that is held.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from quartet.weights.fetched import Fetched
 from quartet.weights.frames import PUSH_CHUNK, Chunk, decode_push
 from quartet.weights.manifest import build_manifest, check_manifest, mismatch, of_full_payload
 from quartet.weights.payload import CHUNK_BYTES, Payload, decode_payload, full_payload
-from quartet.weights.store import WeightStore
+from quartet.weights.store import WeightStore, check_same
 from quartet.weights.tensor import Tensor
 
 #: What all uploads together may occupy before they are committed: a model of some 30B parameters.
@@ -120,11 +120,13 @@ class Pushes:
         return base
 
     def _committed(self, manifest: pb.WeightManifest) -> bool:
+        """Whether these very weights are held. Errors: SEQUENCE_CONFLICT where others are."""
         try:
             held = self._store.get(manifest.run_id, manifest.version)
         except QuartetError:
             return False
-        return bool(held.manifest.digest == manifest.digest)
+        check_same(held.manifest, manifest)
+        return True
 
     def _check_newer(self, manifest: pb.WeightManifest) -> None:
         """Whoever follows a run goes on to larger numbers: what comes below them would never be served."""
@@ -151,7 +153,8 @@ class Pushes:
         if len(self._staged_bytes) >= MAX_PUSHES or sum(self._staged_bytes) + size > MAX_STAGED_BYTES:
             raise QuartetError(
                 "OVERLOADED",
-                f"{len(self._staged_bytes)} uploads of {sum(self._staged_bytes)} bytes are under way",
+                f"{len(self._staged_bytes)} uploads of {sum(self._staged_bytes)} bytes are under way, and at "
+                f"most {MAX_PUSHES} of {MAX_STAGED_BYTES} may be; push again when one has ended",
                 size=size,
                 bound=MAX_STAGED_BYTES,
             )

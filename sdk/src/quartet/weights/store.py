@@ -45,6 +45,17 @@ class Road:
     payload: Payload
 
 
+def check_same(held: pb.WeightManifest, made: pb.WeightManifest) -> None:
+    """Refuse other weights under a number that is held. Errors: SEQUENCE_CONFLICT."""
+    if held.digest != made.digest:
+        raise QuartetError(
+            "SEQUENCE_CONFLICT",
+            f"version {held.version} of run {held.run_id} is held with other weights; versions are immutable",
+            have=held.digest.hex(),
+            want=made.digest.hex(),
+        )
+
+
 @dataclass(slots=True, eq=False)
 class _Waiter:
     loop: asyncio.AbstractEventLoop
@@ -134,13 +145,8 @@ class WeightStore:
         with self._lock:
             run = self._runs.get(run_id) or self._create(run_id)
             held = run.versions.get(number)
-            if held is not None and held.manifest.digest != manifest.digest:
-                raise QuartetError(
-                    "SEQUENCE_CONFLICT",
-                    f"version {number} of run {run_id} is held with other weights; versions are immutable",
-                    have=held.manifest.digest.hex(),
-                    want=manifest.digest.hex(),
-                )
+            if held is not None:
+                check_same(held.manifest, manifest)
             return self._take(run, held or Version(manifest, made.tensors, payload, run.generation), made)
 
     def hold(self, fetched: Fetched) -> Version:

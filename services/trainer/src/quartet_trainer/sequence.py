@@ -134,7 +134,8 @@ class Sequence:
         if held != wanted:
             raise QuartetError(
                 "SEQUENCE_CONFLICT",
-                f"seq_id {seq_id} was given with other contents; a number names one call for ever",
+                f"seq_id {seq_id} was given with other contents; a number names one call for ever, and one "
+                "program drives a run: GetRun says which call was applied last",
                 have=held.hex(),
                 want=wanted.hex(),
             )
