@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from quartet_inference.embedded import attention, forward
+from quartet_inference.embedded.hub import kv_shape
 from quartet_inference.embedded.kv_cache import KvCache
 from quartet_inference.embedded.lora import Bank
-from quartet_inference.embedded.model import kv_shape
 from quartet_inference.embedded.prefill import prefill
 from torch import Tensor
 

@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from quartet.config import ConfigError
 from quartet.errors import QuartetError
-from quartet_inference.embedded import forward
+from quartet_inference.embedded import model
+from quartet_inference.embedded.commands import Commands
+from quartet_inference.embedded.decoder import Decoder
 from quartet_inference.embedded.engine import EmbeddedEngine
 from quartet_inference.embedded.limits import Limits
 from quartet_inference.embedded.model import ModelWeights
 from quartet_inference.engine import ServedWeights
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from .engine_calls import END, complete, running, text_of
 from .random_models import weights_of
@@ -24,40 +28,110 @@ from .told import TOLERANCE, random_prompt
 Make = Callable[..., Any]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox", "untied"])
-async def test_other_decoders(make_model: Make, family: str) -> None:
-    from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Qwen2Config
+SIZES: dict[str, Any] = {
+    "vocab_size": 260, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 512,
+    "initializer_range": 0.15, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
+LATENT = {
+    "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+}  # fmt: skip
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+LONG = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
+}  # fmt: skip
+LONGROPE = {"rope_parameters": LONG, "original_max_position_embeddings": 256, "sliding_window": None}
+LOCAL = {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
+FULL = {"layer_types": ["full_attention"] * 2}
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+#: What of each kind a plain decoder does not have.
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"num_key_value_heads": 1, "attention_bias": True, "rope_parameters": LINEAR}),
+    "qwen2": ("qwen2", {}),
+    "gpt_neox": ("gpt_neox", {}),
+    "untied": ("qwen3", {"tie_word_embeddings": False, "head_dim": 16}),
+    "learned positions": ("gpt2", GPT2),
+    "one key head that no setting names": ("gpt_bigcode", {**GPT2, "multi_query": True}),
+    "values of another size than keys": ("deepseek_v3", LATENT),
+    "eager attention with caps": ("gemma2", {"head_dim": 16, **FULL}),
+    "eager attention with sinks": ("gpt_oss", {"head_dim": 16, **MOE, **FULL}),
+    "a mask given by name": (
+        "afmoe",
+        {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "num_dense_layers": 1, **FULL},
+    ),
+    "two sets of rotations": ("phi3", LONGROPE),
+}
 
-    sizes = {
-        "vocab_size": 260, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "intermediate_size": 96, "max_position_embeddings": 512, "initializer_range": 0.15,
-    }  # fmt: skip
 
-    def build() -> Any:
-        if family == "untied":
-            return make_model(3, tie_word_embeddings=False)
-        config = {
-            "llama": lambda: LlamaConfig(
-                **sizes, num_key_value_heads=1, attention_bias=True,
-                rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
-            ),
-            "qwen2": lambda: Qwen2Config(**sizes, num_key_value_heads=2),
-            "gpt_neox": lambda: GPTNeoXConfig(**sizes),
-        }[family]()  # fmt: skip
-        torch.manual_seed(4)
-        return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+def made(kind: str, changes: dict[str, Any]) -> Any:
+    torch.manual_seed(4)
+    config = AutoConfig.for_model(kind, **{**SIZES, **changes})
+    return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
 
-    rng = random.Random(5)
-    async with running(build()) as engine:
+
+@pytest.mark.parametrize("name", DECODERS)
+async def test_other_decoders(name: str) -> None:
+    """probe.py 1, on models that pass it; hub.py 1 and 2."""
+    model, rng = made(*DECODERS[name]), random.Random(5)
+    async with running(model) as engine:
         results = await asyncio.gather(*[complete(engine, random_prompt(rng, 40), n=2) for _ in range(6)])
-    assert max(r.difference({0: build()}) for group in results for r in group) <= TOLERANCE["embedded"]
+    assert max(r.difference({0: model}) for group in results for r in group) <= TOLERANCE["embedded"]
 
 
-def test_models_with_another_attention_are_refused(make_model: Make) -> None:
-    windowed = make_model(0, use_sliding_window=True, sliding_window=64, max_window_layers=0)
-    with pytest.raises(ValueError, match="window of 64"):
-        forward.check_supported(windowed.config, 256)
-    forward.check_supported(windowed.config, 64)
+def started(kind: str, changes: dict[str, Any], max_model_len: int) -> Decoder:
+    limits = Limits(max_model_len, kv_cache_bytes=1 << 24)
+    return Decoder(made(kind, changes), limits, END, text_of, None, lambda: None, Commands(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "most"),
+    [
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, 64),
+        ("phi3", {"sliding_window": 64}, 64),
+        ("mixtral", {"sliding_window": 64, **MOE}, 64),
+        ("phi3", LONGROPE, 256),
+    ],
+    ids=["by layers", "of all layers", "of a mixture", "longrope"],
+)
+def test_what_a_row_of_the_cache_does_not_hold_bounds_the_length(
+    kind: str, changes: dict[str, Any], most: int
+) -> None:
+    """probe.py 2: a window, and a rotation that changes with the longest row."""
+    with pytest.raises(ValueError, match=rf"set max_model_len to at most (that|{most}), or use engine vllm"):
+        started(kind, changes, most + 1)
+    started(kind, changes, most)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "why"),
+    [
+        ("bert", {"is_decoder": False}, "BertLMHeadModel decodes log-probabilities that are .* off"),
+        ("roberta", {"is_decoder": True}, "RobertaForCausalLM decodes log-probabilities that are .* off"),
+        ("bloom", {}, "BloomForCausalLM does not decode with positions, a mask"),
+        ("gpt_neo", LOCAL, "layers of type global, local"),
+        ("mamba", {}, "layers of type linear_attention"),
+    ],
+)
+def test_models_with_another_attention_are_refused(kind: str, changes: dict[str, Any], why: str) -> None:
+    """probe.py 1, hub.py 1: what sees later tokens or counts positions otherwise, and what keeps more."""
+    with pytest.raises(ValueError, match=why):
+        started(kind, changes, 64)
+
+
+def test_a_length_is_asked_for_or_known(make_model: Make) -> None:
+    assert model.made_for(make_model(0), None) == 512 and model.made_for(make_model(0), 9) == 9
+    with pytest.raises(ConfigError, match="the model was made for 512"):
+        model.made_for(make_model(0), 513)
+    bloom = made("bloom", {"max_position_embeddings": None})
+    assert model.made_for(bloom, 64) == 64
+    with pytest.raises(ConfigError, match="BloomForCausalLM does not say what it was made for; set it"):
+        model.made_for(bloom, None)
+
+
+def test_a_budget_below_one_sequence_is_refused(make_model: Make) -> None:
     with pytest.raises(ValueError, match="KV budget"):
         EmbeddedEngine(make_model(0), Limits(256, kv_cache_bytes=1000), END, text_of, None)
 

@@ -49,9 +49,8 @@ def _embedded(config: InferenceConfig, chat: Chat, health: Health) -> EmbeddedEn
     # A bar has no place in a service's log, and a thread that watches it for ever none in the process.
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     network = model.load(config.model, settings.dtype, weights_follow=bool(config.weights_address))
-    made_for = int(getattr(network.config, "max_position_embeddings"))  # noqa: B009 - nn.Module types it as a tensor
     limits = Limits(
-        max_model_len=config.max_model_len or made_for,
+        max_model_len=model.made_for(network, config.max_model_len),
         max_num_seqs=settings.max_num_seqs,
         max_waiting=settings.max_waiting,
         kv_cache_bytes=settings.kv_cache_bytes,
@@ -60,11 +59,6 @@ def _embedded(config: InferenceConfig, chat: Chat, health: Health) -> EmbeddedEn
         max_adapters=config.adapters.max_count,
         adapter_bytes=config.adapters.max_bytes,
     )
-    if limits.max_model_len > made_for:
-        raise ConfigError(
-            f"max_model_len = {limits.max_model_len} is refused: "
-            f"the model was made for {made_for}; choose at most that"
-        )
     digest = b"" if config.weights_address else model.ModelWeights(network).digest()
     served = None if config.weights_address else ServedWeights("", 0, digest)
     try:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from quartet_trainer.frozen import as_float32, narrow, plain_name
 from quartet_trainer.publish import TORCH_DTYPES, Snapshot, cast, gathered
 from quartet_trainer.ranks.layout import is_whole, like, whole
 from quartet_trainer.spec import LoraSpec
+from quartet_trainer.targets import Targets
 from quartet_trainer.trained import Masters
 
 #: In an exported folder.
@@ -52,27 +53,20 @@ class Base:
         self.model = model
         self._autocast = autocast
         self.size = base.parameter_counts(model)[1]
-        self._tied = bool(getattr(model.config, "tie_word_embeddings", False))
-        self._embeddings = base.embedding_names(model)
-        self._linear = {
-            name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
-        }
-        self._head = model.get_output_embeddings()
-        self._modules = {name for name, _ in model.named_modules() if name}
         self._peft: Any = None
         self._joined = 0
         self._active = ""
         self._left: list[str] = []
         self._digest = ""
         self._is_spread = not all(is_whole(parameter) for parameter in model.parameters())
+        self._targets = Targets(model, self._is_spread)
         if self._is_spread:
             # While all ranks are here: later the first one alone asks for it.
             self.digest()
 
     def join(self, spec: LoraSpec, base_model: str, seed: int) -> Adapter:
         """Put another adapter into the model. Errors: INVALID_CONFIG."""
-        targets, saved = self._targets(spec), self._saved(spec)
-        self._refuse_if_all_saved(targets, saved)
+        targets, saved = self._targets.of(spec)
         config = peft.LoraConfig(
             r=spec.rank,
             lora_alpha=int(spec.alpha) if spec.alpha == int(spec.alpha) else spec.alpha,  # type: ignore[arg-type]
@@ -91,52 +85,16 @@ class Base:
         with wide, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
             torch.manual_seed(seed)
-            if self._peft is None:
-                self._peft = peft.PeftModel(self.model, config, adapter_name=name)
-            else:
-                self._peft.add_adapter(name, config)
+            try:
+                if self._peft is None:
+                    self._peft = peft.PeftModel(self.model, config, adapter_name=name)
+                else:
+                    self._peft.add_adapter(name, config)
+            except ValueError as error:
+                raise self._targets.refused_by_peft(targets, error) from error
         products.use(self.model)
         narrow(self.model, self._own(), self._autocast)
         return Adapter(self, name, spec, _config_json(config), seed)
-
-    def _targets(self, spec: LoraSpec) -> list[str]:
-        """The last parts of the names of the modules that get low-rank matrices."""
-        if not spec.target_modules:
-            rest = [name for name, module in self._linear.items() if module is not self._head]
-            return sorted({name.rpartition(".")[2] for name in rest})
-        for target in spec.target_modules:
-            found = self._found("target_modules", target)
-            odd = sorted(found - self._linear.keys())
-            if odd:
-                raise _refused("target_modules", target, f"{odd[0]} is no linear module; name linear ones")
-        return sorted(set(spec.target_modules))
-
-    def _saved(self, spec: LoraSpec) -> list[str]:
-        for module in spec.modules_to_save:
-            if self._is_spread:
-                why = "it would be whole in every rank; leave it out, or train in one process (ranks = 1)"
-                raise _refused("modules_to_save", module, why)
-            self._found("modules_to_save", module)
-        return sorted(set(spec.modules_to_save))
-
-    def _refuse_if_all_saved(self, targets: Sequence[str], saved: Sequence[str]) -> None:
-        """What is trained whole gets no low-rank matrices; something has to."""
-        for name in self._linear:
-            is_target = any(f".{name}".endswith(f".{target}") for target in targets)
-            if is_target and not any(f".{module}." in f".{name}." for module in saved):
-                return
-        why = f"nothing is left for low-rank matrices ({', '.join(targets)}); name other targets"
-        raise _refused("modules_to_save", ", ".join(saved), why)
-
-    def _found(self, key: str, wanted: str) -> set[str]:
-        found = {name for name in self._modules if name == wanted or name.endswith(f".{wanted}")}
-        if not found:
-            known = ", ".join(sorted({name.rpartition(".")[2] for name in self._linear}))
-            raise _refused(key, wanted, f"the model has no such module; its linear ones are {known}")
-        ends = {name.rpartition(".")[0] for name in self._embeddings} | {"lm_head"}
-        if self._tied and found & ends:
-            raise _refused(key, wanted, "embedding and head are one matrix in this model; leave it out")
-        return found
 
     def use(self, adapter: str) -> None:
         """Switch on this adapter and no other."""
@@ -331,13 +289,3 @@ def _config_json(config: peft.LoraConfig) -> str:
     # Equal adapters are equal, whichever release wrote them and in whatever order sets came.
     values.pop("peft_version", None)
     return json.dumps(values, indent=2, sort_keys=True, default=sorted)
-
-
-def _refused(key: str, value: str, why: str) -> QuartetError:
-    return QuartetError(
-        "INVALID_CONFIG",
-        f"lora.{key} = {value!r} is refused: {why}",
-        key=f"lora.{key}",
-        value=value,
-        remedy=why,
-    )

@@ -33,8 +33,10 @@ SEGMENTED_ROW_TOKENS = 1024
 def kinds_of_layers(config: Any) -> set[str]:
     """What the layers of a model look at, in transformers' words."""
     text = config.get_text_config()
+    # GPT-Neo has its own words for them, and cuts its windows in the row.
+    named = getattr(text, "layer_types", None) or getattr(text, "attention_layers", None)
     # Where transformers does not name them one by one, a window is one of all layers.
-    return set(getattr(text, "layer_types", None) or [SLIDING if _window(text) else FULL])
+    return set(named or [SLIDING if _window(text) else FULL])
 
 
 def shared_tokens(config: Any, row_tokens: int | None, by_segments: bool = False) -> int:

@@ -45,6 +45,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 PROBE_TOLERANCE = 1e-2
 #: ... and may differ by so much where a model hardly looks back at all.
 PROBE_NOISE = 1e-5
+#: Where transformers has the length from which a longrope takes its other frequencies.
+LONGROPE_FROM = "original_max_position_embeddings"
 #: Less than a sample of the probe, so that a window shows.
 PROBE_WINDOW = 6
 
@@ -166,9 +168,10 @@ def probe(policy: PolicyForward, vocab_size: int, base_model: str, row_tokens: i
         others = torch.cat([_plain_logprobs(model, sample) for sample in _probes(vocab_size, shift=1)])
         try:
             packed = probe_logprobs(policy, vocab_size, row_tokens)
-        except (AttributeError, TypeError, ValueError) as error:
+        except (LookupError, AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
             # Transformers' models differ in which positions and masks they take.
-            why = f"{type(model).__name__} does not take packed rows: {error}"
+            what = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            why = f"{type(model).__name__} does not take packed rows: {what}"
             raise _refused(base_model, why, "set the trainer's row_tokens = 1, or use another") from error
     difference, seen = float((packed - alone).abs().max()), float((others - alone).abs().max())
     if not difference <= tolerated(seen):
@@ -224,8 +227,15 @@ def vocab_size(model: Any) -> int:
 
 
 def max_positions(model: Any) -> int:
-    """Longest sequence that the model's positions allow."""
-    return int(getattr(model.config, "max_position_embeddings", None) or np.iinfo(np.int64).max)
+    """Longest sequence that the model's positions allow, and that turns no other row of its micro-batch."""
+    text = model.config.get_text_config()
+    most = int(getattr(text, "max_position_embeddings", None) or np.iinfo(np.int64).max)
+    given = getattr(text, "rope_parameters", None) or {}
+    # One for all layers, or one for each kind of layer.
+    ropes = [given, *(one for one in given.values() if isinstance(one, dict))]
+    # Beyond it a longrope turns otherwise, and so do the shorter rows beside it.
+    short = [int(one[LONGROPE_FROM]) for one in ropes if one.get("rope_type") == "longrope"]
+    return min([most, *short])
 
 
 def embedding_names(model: Any) -> frozenset[str]:

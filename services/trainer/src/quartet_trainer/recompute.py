@@ -3,7 +3,8 @@
 1. Gradients are those without it, bit for bit on a CPU: a layer computed anew computes the same, dropout
    included.
 2. It holds for the passes inside `recomputing` alone: several runs may share the model, and not the setting.
-3. A model without layers that it could act on is refused.
+3. Of layers within layers the outermost is computed anew, once.
+4. A model without layers that it could act on is refused.
 
 Kept are the input of every layer and the activations of one layer at a time, for about a third more time.
 """
@@ -33,7 +34,9 @@ def recomputable(model: nn.Module, base_model: str) -> Sequence[nn.Module]:
             value=True,
             remedy="leave it out",
         )
-    return layers
+    # Its backward pass would look for what the inner one did not keep.
+    inner = {id(one) for layer in layers for one in layer.modules() if one is not layer}
+    return [layer for layer in layers if id(layer) not in inner]
 
 
 @contextmanager

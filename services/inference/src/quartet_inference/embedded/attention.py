@@ -72,13 +72,22 @@ def use(model: Any) -> None:
 
 
 def hub_attention(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers."""
+    """An attention function of transformers, whose models give the mask by position or by this name."""
     if query.dtype != torch.float32:
-        plain, _ = sdpa_attention_forward(module, query, key, value, mask, **options)
+        plain, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return plain, None
-    wide, _ = sdpa_attention_forward(module, query.double(), key.double(), value.double(), mask, **options)
+    q, k, v = query.double(), key.double(), value.double()
+    # What is added to scores, as a few models make of the mask themselves.
+    if attention_mask is not None and attention_mask.is_floating_point():
+        attention_mask = attention_mask.double()
+    wide, _ = sdpa_attention_forward(module, q, k, v, attention_mask, **options)
     return wide.float(), None
 
 

@@ -26,7 +26,7 @@ from quartet.errors import QuartetError
 from torch import nn
 
 from quartet_inference.completion import FLUSH_TOKENS, StopWatch
-from quartet_inference.embedded import forward, model, products
+from quartet_inference.embedded import forward, hub, model, probe, products
 from quartet_inference.embedded.batch import Batch, Drawn
 from quartet_inference.embedded.commands import Commands
 from quartet_inference.embedded.kv_cache import KvCache
@@ -78,17 +78,19 @@ class Decoder:
         self.weights = model.ModelWeights(network)
         self.base_digest = self.weights.digest()
         cache = KvCache(
-            model.kv_shape(network), limits.max_num_seqs, limits.max_model_len, limits.kv_cache_bytes
+            hub.kv_shape(network), limits.max_num_seqs, limits.max_model_len, limits.kv_cache_bytes
         )
         self._bank = Bank(limits.max_adapters, limits.adapter_bytes)
         prefixes = PrefixCache(limits.prefix_cache_bytes)
-        self._batch = Batch(forward.choose(network, cache, self._bank), cache, prefixes, self._bank)
+        run = forward.choose(network, cache, self._bank)
+        probe.check(network, run, cache)
+        self._batch = Batch(run, cache, prefixes, self._bank)
         self._scorer = Scorer(network, limits.max_waiting, self._bank)
         # In the order in which they join; keys alone, because any of them may leave.
         self._waiting: OrderedDict[RunningSequence, None] = OrderedDict()
         self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, Event | QuartetError]]] = {}
         self._random = np.random.default_rng()
-        vocabulary = int(config.vocab_size)
+        vocabulary = int(config.get_text_config().vocab_size)
         dtype = str(next(network.parameters()).dtype).removeprefix("torch.")
         #: A snapshot, replaced as a whole: the event loop reads it.
         self.info = EngineInfo(

@@ -4,7 +4,7 @@
    positions of a range of neighbouring rows, attends causally over positions below `context`, and returns the
    logits at one chosen token of each row.
 2. `LeanForward` and `HubForward` agree to float32 rounding. Lean runs the decoder family named in LEAN_MODELS
-   with fused projections and grouped attention, HubForward runs any other causal decoder through its own
+   with fused projections and grouped attention, HubForward (hub.py) any other causal decoder through its own
    transformers code.
 3. Fused projections are the storage of the module's own parameters, which become views: copying new weights
    into the parameters is all that a weight update has to do.
@@ -20,18 +20,15 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from quartet_inference.embedded.attention import attend
+from quartet_inference.embedded.hub import HubForward, causal_mask
 from quartet_inference.embedded.kv_cache import KvCache
 from quartet_inference.embedded.lora import Bank, Plan
 from quartet_inference.embedded.products import linear
 
 # Pre-norm decoders with a gated SiLU MLP and rotary positions: what LeanForward computes.
 LEAN_MODELS = frozenset({"llama", "qwen2", "qwen3"})
-# Rotary variants whose table depends on the length of the batch at hand: rows would change each other's
-# logits.
-DYNAMIC_ROPE = frozenset({"dynamic", "longrope"})
 
 
 class Forward(Protocol):
@@ -44,24 +41,32 @@ class Forward(Protocol):
 
 
 def check_supported(config: Any, max_model_len: int) -> None:
-    """Refuse, naming the reason, a model whose attention the engine would get wrong."""
-    rope = config.rope_parameters or {}
-    if rope.get("rope_type", "default") in DYNAMIC_ROPE:
-        raise ValueError(
-            f"rope_type {rope['rope_type']!r} depends on the batch; use engine vllm for this model"
-        )
-    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    window = getattr(config, "sliding_window", None) or max_model_len
-    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+    """Refuse, naming the reason, a model that no row of keys and values serves. Errors: ValueError."""
+    text = config.get_text_config()
+    # GPT-Neo has its own words for windows, which the probe would not see.
+    kinds = getattr(text, "layer_types", None) or getattr(text, "attention_layers", None) or ()
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
         raise ValueError(
             f"layers of type {', '.join(unknown)} have no plain KV cache; use engine vllm for this model"
         )
-    if window < max_model_len and (config.model_type == "mistral" or "sliding_attention" in layer_types):
+    short = short_rope(text)
+    if short is not None and max_model_len > short:
         raise ValueError(
-            f"the model attends over a window of {window}: set max_model_len to at most that, "
-            "or use engine vllm"
+            "rope_type 'longrope' turns all rows otherwise once one of them is longer than "
+            f"{short}: set max_model_len to at most {short}, or use engine vllm"
         )
+
+
+def short_rope(text: Any) -> int | None:
+    """Tokens up to which rows do not change each other's rotation; None: any number of them."""
+    given = getattr(text, "rope_parameters", None) or {}
+    # One for all layers, or one for each kind of layer.
+    ropes = [given, *(one for one in given.values() if isinstance(one, dict))]
+    lengths = [
+        int(one["original_max_position_embeddings"]) for one in ropes if one.get("rope_type") == "longrope"
+    ]
+    return min(lengths, default=None)
 
 
 def choose(model: nn.Module, cache: KvCache, bank: Bank) -> Forward:
@@ -74,61 +79,6 @@ def choose(model: nn.Module, cache: KvCache, bank: Bank) -> Forward:
     ):
         return LeanForward(model, cache, bank)
     return HubForward(model, cache, bank)
-
-
-def causal_mask(positions_BT: Tensor, context: int) -> Tensor:
-    """True where a token may look: [B, 1, T, context]."""
-    return torch.arange(context, device=positions_BT.device) <= positions_BT[:, None, :, None]
-
-
-class HubForward:
-    """Any causal decoder of transformers."""
-
-    def __init__(self, model: nn.Module, cache: KvCache, bank: Bank) -> None:
-        self._model = model
-        self._cache = cache
-        self._bank = bank
-
-    def __call__(
-        self, first_row: int, ids_BT: Tensor, positions_BT: Tensor, context: int, last_B: Tensor | None
-    ) -> Tensor:
-        rows, tokens = ids_BT.shape
-        if last_B is None:
-            last_B = torch.full((rows,), tokens - 1)
-        wanted, where_B = torch.unique(last_B, return_inverse=True)
-        with self._bank.active(self._bank.plan(first_row, rows)):
-            out = self._model(
-                input_ids=ids_BT,
-                attention_mask=causal_mask(positions_BT, context),
-                position_ids=positions_BT,
-                past_key_values=_RowsCache(self._cache, first_row, positions_BT, context),
-                use_cache=True,
-                logits_to_keep=wanted,
-            )
-        logits: Tensor = out.logits[torch.arange(rows), where_B]
-        return logits.float()
-
-
-class _RowsCache(Cache):
-    """A range of cache rows in the shape that transformers' attention expects."""
-
-    def __init__(self, cache: KvCache, first_row: int, positions_BT: Tensor, context: int) -> None:
-        super().__init__(layers=[])
-        self._held = cache.data[:, first_row : first_row + positions_BT.shape[0], :context]
-        self._index = positions_BT[:, None, :, None].expand(
-            -1, cache.shape.kv_heads, -1, cache.shape.head_dim
-        )
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = self._held[layer_idx].permute(2, 0, 3, 1, 4)
-        keys.scatter_(2, self._index, key_states)
-        values.scatter_(2, self._index, value_states)
-        return keys, values
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quartet_inference.embedded import attention
-from quartet_inference.embedded.kv_cache import KvShape
 from quartet_inference.layout import Layout, check_layout, layout_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -37,11 +36,11 @@ def load(folder: Path, dtype: str, *, weights_follow: bool) -> nn.Module:
         if weights_follow and not any(folder.glob("*.safetensors")):
             config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
             model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, dtype=DTYPES[dtype], attn_implementation="sdpa"
+                config, dtype=DTYPES[dtype]
             )
         else:
             model = AutoModelForCausalLM.from_pretrained(
-                str(folder), dtype=DTYPES[dtype], attn_implementation="sdpa", local_files_only=True
+                str(folder), dtype=DTYPES[dtype], local_files_only=True
             )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model = {str(folder)!r} cannot be loaded: {error}") from error
@@ -64,16 +63,18 @@ def as_torch(tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(raw).view(_NAMED[tensor.dtype]).view(tensor.shape).to(dtype)
 
 
-def kv_shape(model: nn.Module) -> KvShape:
-    """What the model keeps per token."""
+def made_for(model: nn.Module, asked: int | None) -> int:
+    """The longest sequence to serve: as asked for, or what the model was made for. Errors: ConfigError."""
     config: Any = model.config
-    heads = config.num_attention_heads
-    return KvShape(
-        layers=config.num_hidden_layers,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        dtype=next(model.parameters()).dtype,
-    )
+    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    most = asked if positions is None else positions
+    if most is None:
+        raise ConfigError(f"max_model_len: {type(model).__name__} does not say what it was made for; set it")
+    if asked is not None and asked > most:
+        raise ConfigError(
+            f"max_model_len = {asked} is refused: the model was made for {most}; choose at most that"
+        )
+    return asked or most
 
 
 @dataclass(frozen=True)

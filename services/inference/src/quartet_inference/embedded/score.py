@@ -65,12 +65,13 @@ class Scorer:
     """The sequences that wait for their log-probabilities."""
 
     def __init__(self, network: nn.Module, max_waiting: int, bank: Bank) -> None:
-        config: Any = network.config
         self._bank = bank
         self._network: Any = network
+        config: Any = network.config
+        vocabulary = int(config.get_text_config().vocab_size)
         self._device = next(network.parameters()).device
         self._max_waiting = max_waiting
-        self._piece_tokens = max(1, min(PIECE_TOKENS, LOGIT_ELEMENTS // int(config.vocab_size)))
+        self._piece_tokens = max(1, min(PIECE_TOKENS, LOGIT_ELEMENTS // vocabulary))
         # In the order of asking; keys alone, because any of them may leave.
         self._jobs: OrderedDict[ScoreJob, None] = OrderedDict()
 

@@ -112,22 +112,19 @@ def _dtype(config: InferenceConfig) -> str:
 
 def _held(config: InferenceConfig, end_tokens: frozenset[int], detokenize: Detokenize) -> Held:
     network = model.load(config.model, _dtype(config), weights_follow=bool(config.weights_address))
-    made_for = int(getattr(network.config, "max_position_embeddings"))  # noqa: B009 - nn.Module types it as a tensor
-    if (config.max_model_len or 0) > made_for:
-        raise ConfigError(
-            f"max_model_len = {config.max_model_len} is refused: "
-            f"the model was made for {made_for}; choose at most that"
-        )
+    if config.max_model_len is not None:
+        model.made_for(network, config.max_model_len)
     if current_platform.is_cpu():
-        _check_heads(model.kv_shape(network).head_dim)
+        _check_heads(network.config)
     weights = model.ModelWeights(network)
     digest = weights.digest()
     served = None if config.weights_address else ServedWeights("", 0, digest)
     return Held(weights.layout(), digest, end_tokens, detokenize, served)
 
 
-def _check_heads(size: int) -> None:
+def _check_heads(config: Any) -> None:
     """Refuse what would end at the first step."""
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     known = CPUAttentionBackend.get_supported_head_sizes()

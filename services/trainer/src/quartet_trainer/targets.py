@@ -1,0 +1,143 @@
+"""Which modules of a model an adapter stands beside, by the names that peft takes.
+
+1. Where nothing is named these are all linear modules but the head. Left out are names that peft takes for
+   the stacked experts of a mixture: low-rank matrices of these would be no part of what is merged.
+2. A name of a spec that means anything else than linear modules is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import peft
+import torch
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from quartet.errors import QuartetError
+from torch import Tensor, nn
+
+from quartet_trainer.model import embedding_names
+from quartet_trainer.spec import LoraSpec
+
+
+class Targets:
+    """The modules of a model without adapters."""
+
+    def __init__(self, model: Any, is_spread: bool) -> None:
+        """`is_spread`: each rank has a part of it."""
+        self._model, self._is_spread = model, is_spread
+        self._tied = bool(getattr(model.config, "tie_word_embeddings", False))
+        self._embeddings = embedding_names(model)
+        self._head = model.get_output_embeddings()
+        self._modules = {name for name, _ in model.named_modules() if name}
+        self._linear = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and _is_linear(module)
+        }
+
+    def of(self, spec: LoraSpec) -> tuple[list[str], list[str]]:
+        """Names of modules with low-rank matrices, and of those trained whole. Errors: INVALID_CONFIG."""
+        targets = self._named(spec) if spec.target_modules else self._every()
+        saved = self._saved(spec)
+        self._refuse_if_all_saved(targets, saved)
+        return targets, saved
+
+    def refused_by_peft(self, targets: Sequence[str], error: ValueError) -> QuartetError:
+        """What peft says of targets, with its own rules for some architectures."""
+        why = f"peft says: {str(error).strip().splitlines()[0]} The linear modules are {self._known()}"
+        return _refused("target_modules", ", ".join(targets), why)
+
+    def _named(self, spec: LoraSpec) -> list[str]:
+        for target in spec.target_modules:
+            found = self._found("target_modules", target)
+            odd = sorted(found - self._linear.keys())
+            if odd:
+                raise _refused("target_modules", target, f"{odd[0]} is no linear module; name linear ones")
+            if not self._names_modules(target):
+                why = "peft takes it for the stacked experts of this mixture, which stay as they are"
+                raise _refused("target_modules", target, f"{why}; leave it out")
+        return sorted(set(spec.target_modules))
+
+    def _every(self) -> list[str]:
+        rest = {name for name, module in self._linear.items() if module is not self._head}
+        short = sorted({name.rpartition(".")[2] for name in rest})
+        targets = []
+        for target in filter(self._names_modules, short):
+            meant = {name for name in rest if name.rpartition(".")[2] == target}
+            # Whole names where other modules end so, too.
+            targets += [target] if self._ending(target) == meant else sorted(meant)
+        if not targets:
+            why = "the model has no linear modules (torch.nn.Linear) besides its head; leave [lora] out"
+            raise _refused("target_modules", "", why)
+        return targets
+
+    def _names_modules(self, target: str) -> bool:
+        """Whether peft takes a name for modules.
+
+        In some mixtures it takes what older checkpoints called a module of each expert for a part of all.
+        """
+        trial = peft.LoraConfig(target_modules=[target])
+        try:
+            convert_peft_config_for_transformers(trial, self._model, None)
+        except ValueError:  # one of two that are stacked together
+            return False
+        return target in (trial.target_modules or ())
+
+    def _saved(self, spec: LoraSpec) -> list[str]:
+        for module in spec.modules_to_save:
+            if self._is_spread:
+                why = "it would be whole in every rank; leave it out, or train in one process (ranks = 1)"
+                raise _refused("modules_to_save", module, why)
+            self._found("modules_to_save", module)
+        return sorted(set(spec.modules_to_save))
+
+    def _refuse_if_all_saved(self, targets: Sequence[str], saved: Sequence[str]) -> None:
+        """What is trained whole gets no low-rank matrices; something has to."""
+        for name in self._linear:
+            is_target = any(f".{name}".endswith(f".{target}") for target in targets)
+            if is_target and not any(f".{module}." in f".{name}." for module in saved):
+                return
+        why = f"nothing is left for low-rank matrices ({', '.join(targets)}); name other targets"
+        raise _refused("modules_to_save", ", ".join(saved), why)
+
+    def _found(self, key: str, wanted: str) -> set[str]:
+        found = self._ending(wanted)
+        if not found:
+            raise _refused(key, wanted, f"the model has no such module; its linear ones are {self._known()}")
+        ends = {name.rpartition(".")[0] for name in self._embeddings} | {"lm_head"}
+        if self._tied and found & ends:
+            raise _refused(key, wanted, "embedding and head are one matrix in this model; leave it out")
+        return found
+
+    def _ending(self, wanted: str) -> set[str]:
+        """The modules that peft finds by a name."""
+        return {name for name in self._modules if name == wanted or name.endswith(f".{wanted}")}
+
+    def _known(self) -> str:
+        return ", ".join(sorted({name.rpartition(".")[2] for name in self._linear}))
+
+
+def _is_linear(module: nn.Linear) -> bool:
+    """Whether it computes what its class says: some subclasses, routers for one, do more than that."""
+    if type(module).forward is nn.Linear.forward:
+        return True
+    x = torch.ones(1, module.in_features, device=module.weight.device, dtype=module.weight.dtype)
+    with torch.no_grad():
+        try:
+            found, plain = module(x), nn.functional.linear(x, module.weight, module.bias)
+        except RuntimeError:  # it takes another shape
+            return False
+    return (
+        isinstance(found, Tensor) and found.shape == plain.shape and torch.allclose(found, plain, atol=1e-4)
+    )
+
+
+def _refused(key: str, value: str, why: str) -> QuartetError:
+    return QuartetError(
+        "INVALID_CONFIG",
+        f"lora.{key} = {value!r} is refused: {why}",
+        key=f"lora.{key}",
+        value=value,
+        remedy=why,
+    )
