@@ -11,7 +11,7 @@ import transformers
 from quartet.errors import QuartetError
 from quartet.kit.health import Health
 from quartet_trainer.logprobs import PolicyForward
-from quartet_trainer.model import load_model, probe
+from quartet_trainer.model import load_model, max_positions, probe
 from quartet_trainer.publish import cast
 from safetensors.torch import load_file, save_file
 
@@ -71,6 +71,7 @@ def test_promise_2_a_model_that_scales_its_logits_is_refused_by_the_probe() -> N
         ("mpt", {"d_model": 32, "n_heads": 2, "n_layers": 2, "max_seq_len": 64}, "log-probabilities of Mpt"),
         ("bloom", {"hidden_size": 32, "n_head": 2}, "BloomForCausalLM does not take packed rows"),
         ("gemma2", {**TINY, "head_dim": 16, "layer_types": ["full_attention"] * 2}, "caps its logits"),
+        ("openai-gpt", {"n_embd": 32, "n_layer": 2, "n_head": 2}, "GPTLMHeadModel does not take packed rows"),
     ],
 )
 def test_promise_2_holds_for_small_random_weights(
@@ -96,6 +97,19 @@ def test_promise_2_a_class_that_hides_its_decoder_is_refused(tmp_path: Path) -> 
     with pytest.raises(QuartetError, match=r"Llama4ForCausalLM .* output layer; use another") as raised:
         load(tmp_path)
     assert raised.value.reason == "INVALID_CONFIG"
+
+
+def test_a_sequence_ends_where_a_longrope_would_turn_the_rows_beside_it(tmp_path: Path) -> None:
+    """Transformers takes one set of frequencies for all rows: the long one where any of them is long."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    for original in (32, 128):
+        folder = tmp_path / str(original)
+        config = transformers.Phi3Config(
+            **TINY, rope_parameters=rope, original_max_position_embeddings=original, sliding_window=None,
+            max_position_embeddings=128, pad_token_id=0,
+        )  # fmt: skip
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        assert max_positions(load(folder)) == original
 
 
 def test_promise_3_initialisation_leaves_the_random_state_alone(folder: Path) -> None:

@@ -77,7 +77,28 @@ def test_promise_2_less_is_kept_and_nothing_stays_on_the_model(write_qwen3: Make
     assert kept_bytes(model, ())[0] == plain
 
 
-def test_promise_3_a_model_without_layers_to_recompute_is_refused() -> None:
+def test_promise_4_a_model_without_layers_to_recompute_is_refused() -> None:
     with pytest.raises(QuartetError, match="no layers") as raised:
         recomputable(torch.nn.Linear(2, 2), "odd")
     assert raised.value.metadata["key"] == "gradient_checkpointing"
+
+
+def test_promise_3_layers_within_layers_are_computed_anew_once() -> None:
+    """A layer of Zamba 2 that has attention, too, has one that is recomputable inside it."""
+    config = transformers.Zamba2Config(
+        vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        layers_block_type=["mamba", "hybrid"], mamba_d_state=8, mamba_ngroups=1, n_mamba_heads=4,
+        mamba_headdim=16, chunk_size=16, num_mem_blocks=1, adapter_rank=8, attention_head_dim=32,
+    )  # fmt: skip
+    torch.manual_seed(2)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    layers = recomputable(model, "m")
+    assert [type(layer).__name__ for layer in layers] == ["Zamba2MambaDecoderLayer", "Zamba2HybridLayer"]
+    gradients = []
+    for recomputed in ((), layers):
+        model.zero_grad()
+        policy = PolicyForward(model, torch.device("cpu"), None, recomputed)
+        (batch,) = pack([make_sample(0, list(range(1, 20)), [(5, 14, 0)], [], [])], [0], 1000, 1)
+        torch.autograd.backward(policy(batch, 1.0)[0].sum())
+        gradients.append([one.grad.clone() for one in model.parameters() if one.grad is not None])
+    assert all(map(torch.equal, *gradients))

@@ -125,9 +125,14 @@ HYBRID = t.Qwen3NextConfig(
     num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16,
     linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
 )  # fmt: skip
+#: Its window is cut in the row, and is wider than a row of the probe.
+LOCAL = t.GPTNeoConfig(
+    vocab_size=VOCAB, hidden_size=32, num_layers=2, num_heads=2, max_position_embeddings=64, window_size=20,
+    attention_types=[[["global", "local"], 1]], initializer_range=0.2,
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("config", [STATES, HYBRID], ids=lambda config: config.model_type)
+@pytest.mark.parametrize("config", [STATES, HYBRID, LOCAL], ids=lambda config: config.model_type)
 def test_where_no_mask_keeps_samples_apart_every_row_is_one(config: Any, tmp_path: Path) -> None:
     model = loaded(config, tmp_path)
     policy = PolicyForward(model, CPU, None)

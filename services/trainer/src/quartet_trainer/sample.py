@@ -102,7 +102,9 @@ def check_against_model(samples: Sequence[Sample], vocab_size: int, max_tokens: 
             raise _refused(index, "token_ids", str(highest), f"the vocabulary has {vocab_size} tokens")
         if len(sample.tokens_T) > max_tokens:
             value = f"{len(sample.tokens_T)} tokens"
-            raise _refused(index, "token_ids", value, f"the model has {max_tokens} positions")
+            raise _refused(
+                index, "token_ids", value, f"the model takes at most {max_tokens}: docs/trainer.md"
+            )
 
 
 def _filled(count: int, value: float, dtype: type[Any]) -> npt.NDArray[Any]:
