@@ -32,10 +32,11 @@ def gradients(
 @pytest.mark.parametrize("chunk", [K, 30, 7])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("of_entropy", [False, True])
-def test_equals_one_piece(chunk: int, temperature: float, of_entropy: bool) -> None:
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_equals_one_piece(chunk: int, temperature: float, of_entropy: bool, cap: float | None) -> None:
     hidden, head, targets = inputs()
-    whole = token_logprobs(head, hidden, targets, temperature, entropy_learns=of_entropy)
-    ours = chunked_logprobs(hidden, head.weight, targets, temperature, chunk)
+    whole = token_logprobs(head, hidden, targets, temperature, of_entropy, cap)
+    ours = chunked_logprobs(hidden, head.weight, targets, temperature, chunk, cap)
     for one, other in zip(ours, whole, strict=True):
         assert torch.equal(one, other)
     expected = gradients(hidden, head.weight, *whole, of_entropy)

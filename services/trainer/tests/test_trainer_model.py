@@ -10,9 +10,13 @@ import torch
 import transformers
 from quartet.errors import QuartetError
 from quartet.kit.health import Health
+from quartet_trainer import logprobs
+from quartet_trainer.logits import LogitRule, logit_rule
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.model import load_model, max_positions, probe
+from quartet_trainer.packing import pack
 from quartet_trainer.publish import cast
+from quartet_trainer.sample import make_sample
 from safetensors.torch import load_file, save_file
 
 CPU = torch.device("cpu")
@@ -51,18 +55,61 @@ async def test_a_large_model_is_no_silence(
     assert len(heard) >= len(load_file(folder / "model.safetensors"))
 
 
-def test_promise_2_a_model_that_scales_its_logits_is_refused_by_the_probe() -> None:
-    """Granite divides them after the output layer, which logprobs.py would not see."""
-    for scaling, refused in ((1.0, False), (4.0, True)):
-        torch.manual_seed(0)
-        config = transformers.GraniteConfig(**TINY, logits_scaling=scaling)
-        model = transformers.GraniteForCausalLM(config).eval()
-        policy = PolicyForward(model, CPU, None)
-        if not refused:
-            probe(policy, 96, "m", 64)
-            continue
-        with pytest.raises(QuartetError, match="unscaled output layer"):
-            probe(policy, 96, "m", 64)
+FULL = {"layer_types": ["full_attention"] * 2, "head_dim": 16, "sliding_window": 64}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "rule"),
+    [
+        ("granite", {"logits_scaling": 6.0}, LogitRule(6.0)),
+        ("hyperclovax", {"logits_scaling": 0.25}, LogitRule(4.0)),
+        ("cohere", {"logit_scale": 0.0625}, LogitRule(16.0)),
+        ("gemma2", {"final_logit_softcapping": 2.0, **FULL}, LogitRule(1.0, 2.0)),
+        ("nanochat", {"final_logit_softcapping": 2.0}, LogitRule(1.0, 2.0)),
+        ("llama", {}, LogitRule()),
+    ],
+)
+@pytest.mark.parametrize("chunk", [1 << 24, 400], ids=["whole", "chunks"])
+def test_promise_2_logits_are_scaled_and_capped_as_the_model_does(
+    kind: str, changes: dict[str, Any], rule: LogitRule, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """logits.py 1 and 2."""
+    monkeypatch.setattr(logprobs, "LOGIT_CHUNK_ELEMENTS", chunk)
+    model = made(kind, **changes)
+    assert logit_rule(model.config) == rule
+    policy = PolicyForward(model, CPU, None)
+    probe(policy, 96, "m", 64)
+    tokens = [(7 * i + 3) % 96 for i in range(20)]
+    (batch,) = pack([make_sample(0, tokens, [(4, 16, 0)], [], [])], [0], 1000, 1)
+    for temperature in (1.0, 0.7):
+        logits = model(input_ids=torch.tensor([tokens[:-1]])).logits[0].float() / temperature
+        plain = torch.log_softmax(logits, -1)[range(3, 19), tokens[4:]]
+        ours = policy(batch, temperature)[0]
+        torch.testing.assert_close(ours, plain, atol=1e-5, rtol=0)
+        found, expected = (
+            torch.autograd.grad(one.sum(), list(model.parameters()), allow_unused=True)
+            for one in (ours, plain)
+        )
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5 * float(other.abs().max()) + 1e-6, rtol=0)
+
+
+def made(kind: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **{**TINY, "pad_token_id": 0, **changes})
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def test_promise_2_what_a_configuration_does_not_say_of_logits_is_refused() -> None:
+    """logits.py 3, with random weights too, whose logits no cap bends: the probe raises them, and back."""
+    model = made("gemma2", final_logit_softcapping=30.0, initializer_range=0.02, **FULL)
+    before = model.lm_head.weight.clone()
+    policy = PolicyForward(model, CPU, None)
+    probe(policy, 96, "m", 64)
+    policy._rule = LogitRule()
+    with pytest.raises(QuartetError, match="Gemma2ForCausalLM bends large logits otherwise"):
+        probe(policy, 96, "m", 64)
+    assert torch.equal(model.lm_head.weight, before)
 
 
 @pytest.mark.parametrize(
@@ -70,14 +117,15 @@ def test_promise_2_a_model_that_scales_its_logits_is_refused_by_the_probe() -> N
     [
         ("mpt", {"d_model": 32, "n_heads": 2, "n_layers": 2, "max_seq_len": 64}, "log-probabilities of Mpt"),
         ("bloom", {"hidden_size": 32, "n_head": 2}, "BloomForCausalLM does not take packed rows"),
-        ("gemma2", {**TINY, "head_dim": 16, "layer_types": ["full_attention"] * 2}, "caps its logits"),
+        ("rwkv", {"hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32}, "of Rwkv"),
+        ("roberta", {**TINY, "is_decoder": True, "pad_token_id": 1}, "of Roberta.* with causal attention"),
         ("openai-gpt", {"n_embd": 32, "n_layer": 2, "n_head": 2}, "GPTLMHeadModel does not take packed rows"),
     ],
 )
 def test_promise_2_holds_for_small_random_weights(
     kind: str, sizes: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
-    """Whose log-probabilities hardly show it: distances in the row instead of positions, a cap on logits."""
+    """Whose log-probabilities hardly show it: distances in the row instead of positions, other positions."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **{**sizes, "vocab_size": 96, "initializer_range": 0.02})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

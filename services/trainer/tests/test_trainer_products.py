@@ -52,6 +52,15 @@ def test_a_bias_with_strides_and_a_row_without_others() -> None:
     torch.testing.assert_close(weight.grad, x.expand(4, 5))
 
 
+def test_what_it_gives_may_be_changed_in_place() -> None:
+    """As Gemma 3n does."""
+    x, weight = seeded(2, 3, 5), seeded(4, 5).requires_grad_()
+    out = linear(x, weight)
+    out[0] += 1.0
+    out.mul_(2.0).sum().backward()
+    torch.testing.assert_close(weight.grad, 2 * x.sum((0, 1)).expand(4, 5))
+
+
 def test_a_gradient_that_is_one_number_everywhere() -> None:
     x, weight = seeded(6, 5), seeded(4, 5).requires_grad_()
     linear(x, weight).sum().backward()

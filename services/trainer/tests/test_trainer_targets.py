@@ -90,7 +90,7 @@ def test_whole_names_where_others_end_so_too() -> None:
             "mamba",
             {"num_heads": 2},
             (),
-            "peft says: .*'out_proj' is incompatible.*The linear modules are dt_",
+            "peft says: .*'out_proj' is incompatible.*linear modules are dt_",
         ),
     ],
 )

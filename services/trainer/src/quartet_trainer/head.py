@@ -9,6 +9,7 @@ tokens x vocabulary.
 4. Both results are differentiable; the entropy costs nothing in the backward pass where nobody asks for its
    gradient.
 
+Where logits are capped, l = cap * tanh(products / cap), and dl / dproducts = 1 - (l / cap)^2.
 With z = logits / temperature, p = softmax(z), H = -sum p log p, y the target:
   d log p_y / dz = 1[y] - p          dH / dz = -p * (log p + H)
 
@@ -27,7 +28,12 @@ from quartet_trainer.products import add_weight_gradient, linear
 
 
 def chunked_logprobs(
-    hidden_KH: Tensor, weight_VH: Tensor, targets_K: Tensor, temperature: float, chunk: int
+    hidden_KH: Tensor,
+    weight_VH: Tensor,
+    targets_K: Tensor,
+    temperature: float,
+    chunk: int,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log p of each target, entropy), `chunk` positions at a time."""
     device = hidden_KH.device.type
@@ -36,23 +42,29 @@ def chunked_logprobs(
         dtype = torch.get_autocast_dtype(device)
         hidden_KH, weight_VH = hidden_KH.to(dtype), weight_VH.to(dtype)
     with torch.autocast(device, enabled=False):
-        return _ChunkedLogprobs.apply(hidden_KH, weight_VH, targets_K, temperature, chunk)  # type: ignore[no-any-return,no-untyped-call]
+        return _ChunkedLogprobs.apply(hidden_KH, weight_VH, targets_K, temperature, chunk, cap)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_KH: Tensor, weight_VH: Tensor, targets_K: Tensor, temperature: float, chunk: int
+        ctx: Any,
+        hidden_KH: Tensor,
+        weight_VH: Tensor,
+        targets_K: Tensor,
+        temperature: float,
+        chunk: int,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         logp_K = torch.empty(len(hidden_KH), device=hidden_KH.device)
         entropy_K = torch.empty_like(logp_K)
         for part in _parts(len(hidden_KH), chunk):
-            logp_kV = _log_softmax(hidden_KH[part], weight_VH, temperature)
+            logp_kV, _ = _log_softmax(hidden_KH[part], weight_VH, temperature, cap)
             logp_K[part] = logp_kV.gather(1, targets_K[part, None]).squeeze(1)
             entropy_K[part] = _entropy(logp_kV)
         ctx.save_for_backward(hidden_KH, weight_VH, targets_K, entropy_K)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.chunk, ctx.cap = temperature, chunk, cap
         return logp_K, entropy_K
 
     @staticmethod
@@ -61,12 +73,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden_KH, weight_VH, targets_K, entropy_K = ctx.saved_tensors
         d_logp_K, d_entropy_K = gradients
         if d_logp_K is None and d_entropy_K is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         d_hidden_KH = torch.empty_like(hidden_KH) if ctx.needs_input_grad[0] else None
         # Summed over chunks in float32 whatever the products are computed in.
         d_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for part in _parts(len(hidden_KH), ctx.chunk):
-            logp_kV = _log_softmax(hidden_KH[part], weight_VH, ctx.temperature)
+            logp_kV, slope_kV = _log_softmax(hidden_KH[part], weight_VH, ctx.temperature, ctx.cap)
             d_logits_kV = _logit_gradients(
                 logp_kV,
                 targets_K[part],
@@ -75,6 +87,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             )
             if ctx.temperature != 1.0:
                 d_logits_kV = d_logits_kV.div_(ctx.temperature)
+            if slope_kV is not None:
+                d_logits_kV = d_logits_kV.mul_(slope_kV)
             d_logits_kV = d_logits_kV.to(weight_VH.dtype)
             if d_hidden_KH is not None:
                 d_hidden_KH[part] = linear(d_logits_kV, weight_VH.t())
@@ -83,6 +97,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return (
             d_hidden_KH,
             None if d_weight_VH is None else d_weight_VH.to(weight_VH.dtype),
+            None,
             None,
             None,
             None,
@@ -96,11 +111,20 @@ def _parts(count: int, chunk: int) -> list[slice]:
     return [slice(start, min(count, start + size)) for start in range(0, count, size)]
 
 
-def _log_softmax(hidden_kH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
-    logits_kV = linear(hidden_kH, weight_VH).float()
+def capped(products: Tensor, cap: float | None) -> Tensor:
+    """Logits of what the output layer gives."""
+    return products if cap is None else torch.tanh(products / cap) * cap
+
+
+def _log_softmax(
+    hidden_kH: Tensor, weight_VH: Tensor, temperature: float, cap: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """(log p, slope of the logits over the products; None: 1 everywhere)."""
+    logits_kV = capped(linear(hidden_kH, weight_VH).float(), cap)
+    slope_kV = None if cap is None else 1.0 - (logits_kV / cap).square_()
     if temperature != 1.0:
         logits_kV = logits_kV / temperature
-    return torch.log_softmax(logits_kV, dim=-1)
+    return torch.log_softmax(logits_kV, dim=-1), slope_kV
 
 
 def _entropy(logp_kV: Tensor) -> Tensor:

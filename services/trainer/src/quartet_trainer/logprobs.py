@@ -3,7 +3,8 @@
 1. Only covered positions go through the output layer, in chunks whose logits are bounded; a pass of more than
    one chunk computes the logits anew in its backward pass instead of keeping them (head.py).
 2. Whatever the compute dtype, logits become float32 before the softmax.
-3. Log-probabilities are taken at the temperature that the samples were drawn at.
+3. Log-probabilities are taken at the temperature that the samples were drawn at, of logits that are scaled
+   and capped as the model's configuration says (logits.py).
 
 Shapes: R rows, L columns, K covered positions, P the same with padding, V vocabulary, H hidden.
 """
@@ -22,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from quartet_trainer import attention
 from quartet_trainer.frozen import linear_weights
-from quartet_trainer.head import chunked_logprobs
+from quartet_trainer.head import capped, chunked_logprobs
+from quartet_trainer.logits import logit_rule
 from quartet_trainer.masks import FULL, attention_masks, kinds_of_layers, shared_tokens
 from quartet_trainer.packing import MicroBatch, padded
 from quartet_trainer.recompute import recomputing
@@ -54,6 +56,7 @@ class PolicyForward(nn.Module):
         self._device = device
         self._autocast_dtype = autocast_dtype
         self._recomputed = tuple(recomputed)
+        self._rule = logit_rule(model.config)
 
     @property
     def width(self) -> int:
@@ -95,8 +98,9 @@ class PolicyForward(nn.Module):
             count = len(batch.targets_K)
             with recomputing(self._recomputed):
                 hidden_PH = self._hidden(batch)
+            divisor = temperature * self._rule.divisor
             logp_P, entropy_P = self._read_out(
-                hidden_PH, self._padded(batch.targets_K), temperature, entropy_learns
+                hidden_PH, self._padded(batch.targets_K), divisor, entropy_learns
             )
             return logp_P[:count], entropy_P[:count]
 
@@ -147,15 +151,15 @@ class PolicyForward(nn.Module):
     def _read_out(
         self, hidden_KH: Tensor, targets_K: Tensor, temperature: float, entropy_learns: bool
     ) -> tuple[Tensor, Tensor]:
-        head = self.model.get_output_embeddings()
+        head, cap = self.model.get_output_embeddings(), self._rule.cap
         chunk = chunk_of(head.out_features, self._device)
         if len(hidden_KH) <= chunk:
-            return token_logprobs(head, hidden_KH, targets_K, temperature, entropy_learns)
+            return token_logprobs(head, hidden_KH, targets_K, temperature, entropy_learns, cap)
         if type(head) is nn.Linear and head.bias is None:
-            return chunked_logprobs(hidden_KH, head.weight, targets_K, temperature, chunk)
+            return chunked_logprobs(hidden_KH, head.weight, targets_K, temperature, chunk, cap)
         parts = [
             checkpoint(
-                token_logprobs, head, hidden, targets, temperature, entropy_learns, use_reentrant=False
+                token_logprobs, head, hidden, targets, temperature, entropy_learns, cap, use_reentrant=False
             )
             for hidden, targets in zip(
                 torch.split(hidden_KH, chunk), torch.split(targets_K, chunk), strict=True
@@ -177,10 +181,15 @@ def chunk_of(vocabulary: int, device: torch.device) -> int:
 
 
 def token_logprobs(
-    head: nn.Module, hidden_KH: Tensor, targets_K: Tensor, temperature: float, entropy_learns: bool = False
+    head: nn.Module,
+    hidden_KH: Tensor,
+    targets_K: Tensor,
+    temperature: float,
+    entropy_learns: bool = False,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log p of each target and the entropy of each distribution, at the temperature."""
-    logits_KV = head(hidden_KH).float()
+    logits_KV = capped(head(hidden_KH).float(), cap)
     if temperature != 1.0:
         logits_KV = logits_KV / temperature
     logp_KV = torch.log_softmax(logits_KV, dim=-1)

@@ -31,7 +31,8 @@ def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
         return F.linear(x_NI, weight_OI, bias_O)
     if not torch.is_grad_enabled():
         return _product(x_NI, weight_OI, bias_O)
-    return _Linear.apply(x_NI, weight_OI, bias_O)  # type: ignore[no-any-return,no-untyped-call]
+    # A view of what the function gives, and not what it gives: models may change it in place.
+    return _Linear.apply(x_NI, weight_OI, bias_O).view(*x_NI.shape[:-1], -1)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def add_weight_gradient(d_weight_OI: Tensor, d_NO: Tensor, x_NI: Tensor) -> None:
@@ -61,22 +62,24 @@ def _forward(module: nn.Linear, x_NI: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
+    """[all rows, O]."""
+
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         # No more than the gradients take: a frozen layer keeps no inputs.
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x_NI if needs_weight else None, weight_OI if needs_x else None)
-        return _product(x_NI, weight_OI, bias_O)
+        ctx.shape = x_NI.shape
+        return _product(x_NI.reshape(-1, x_NI.shape[-1]), weight_OI, bias_O)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, weight_OI = ctx.saved_tensors
-        d_NO = gradients[0].contiguous()  # an expanded one has strides of zero
-        d_nO = d_NO.view(-1, d_NO.shape[-1])
+        d_nO = gradients[0].contiguous()  # an expanded one has strides of zero
         d_x = d_weight = d_bias = None
         if ctx.needs_input_grad[0]:
-            d_x = _product(d_NO, weight_OI.t())
+            d_x = _product(d_nO, weight_OI.t()).view(ctx.shape)
         if ctx.needs_input_grad[1]:
             d_weight = _product(d_nO.t(), x_NI.reshape(-1, x_NI.shape[-1]).t())
         if ctx.needs_input_grad[2]:
