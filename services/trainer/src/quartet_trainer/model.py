@@ -252,7 +252,8 @@ def vocab_size(model: Any) -> int:
 def max_positions(model: Any) -> int:
     """Longest sequence that the model's positions allow, and that turns no other row of its micro-batch."""
     text = model.config.get_text_config()
-    most = int(getattr(text, "max_position_embeddings", None) or np.iinfo(np.int64).max)
+    # Where there is no end XLNet says -1.
+    most = max(0, getattr(text, "max_position_embeddings", None) or 0) or int(np.iinfo(np.int64).max)
     given = getattr(text, "rope_parameters", None) or {}
     # One for all layers, or one for each kind of layer.
     ropes = [given, *(one for one in given.values() if isinstance(one, dict))]

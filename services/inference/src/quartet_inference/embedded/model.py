@@ -66,8 +66,9 @@ def as_torch(tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
 def made_for(model: nn.Module, asked: int | None) -> int:
     """The longest sequence to serve: as asked for, or what the model was made for. Errors: ConfigError."""
     config: Any = model.config
-    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    most = asked if positions is None else positions
+    # Where there is no end XLNet says -1.
+    positions = max(0, getattr(config.get_text_config(), "max_position_embeddings", None) or 0)
+    most = positions or asked
     if most is None:
         raise ConfigError(f"max_model_len: {type(model).__name__} does not say what it was made for; set it")
     if asked is not None and asked > most:
