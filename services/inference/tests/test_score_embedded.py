@@ -13,6 +13,7 @@ import torch
 from quartet.errors import QuartetError
 from quartet_inference.embedded import score
 from quartet_inference.engine import Delta, Request, Sampling, Scored, ScoreRequest, ServedWeights
+from transformers import AutoModelForCausalLM, MoshiConfig
 
 from .engine_calls import running
 from .random_models import weights_of
@@ -57,6 +58,19 @@ async def test_scores_are_a_forward_pass(
     for request, have in zip(requests, scored, strict=True):
         assert near(have.logprobs, expected(plain, request)), request
         assert have.version == 0
+
+
+async def test_a_window_that_a_model_does_not_look_through_cuts_nothing_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(score, "PIECE_TOKENS", 20)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 260, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = MoshiConfig(**sizes, ffn_dim=96, sliding_window=12, num_codebooks=2, max_position_embeddings=256)
+    moshi = AutoModelForCausalLM.from_config(config).eval()
+    request = ScoreRequest(tuple(range(90)), ((1, 89),))
+    async with running(moshi) as engine:
+        assert near((await engine.score(request)).logprobs, expected(moshi, request))
 
 
 async def test_a_small_vocabulary_bound_makes_smaller_pieces(

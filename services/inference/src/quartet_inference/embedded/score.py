@@ -167,7 +167,9 @@ class Scorer:
     def _long(self, job: ScoreJob) -> None:
         """The next piece of one sequence."""
         if job.cache is None:
-            job.cache = DynamicCache(config=self._network.config)
+            # Whole, whatever the configuration says of windows: no sequence is longer than one (probe.py 2),
+            # and Moshi, for one, looks through none.
+            job.cache = DynamicCache()
         start, end = job.done, min(job.needed, job.done + self._piece_tokens)
         ids = torch.tensor([job.request.tokens[start:end]], device=self._device)
         positions = torch.arange(start, end, device=self._device)[None]
