@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,6 +144,19 @@ async def test_bfloat16_runs_through_transformers_own_forward(make_model: Make) 
         await engine.swap(await engine.stage(weights_of(new)), ServedWeights("r", 1, b""))
         result = (await complete(engine, [1, 2, 3], max_tokens=16))[0]
     assert result.difference({1: new}) < 0.2, "bfloat16 differs by batch shape, not by more"
+
+
+async def test_a_model_of_two_float_types_is_served_and_updated(tmp_path: Path) -> None:
+    """Routers of ERNIE's mixture stay in float32."""
+    changes = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "num_hidden_layers": 3}
+    wide = made("ernie4_5_moe", changes)
+    wide.save_pretrained(tmp_path)
+    narrow = model.load(tmp_path, "bfloat16", weights_follow=False)
+    assert {one.dtype for one in narrow.parameters()} == {torch.float32, torch.bfloat16}
+    async with running(narrow) as engine:
+        await engine.swap(await engine.stage(weights_of(wide)), ServedWeights("r", 1, b""))
+        result = (await complete(engine, [1, 2, 3], max_tokens=16))[0]
+    assert result.difference({1: narrow}) < 0.2
 
 
 async def test_floats_of_another_precision_are_cast_as_a_trainer_casts_them(make_model: Make) -> None:

@@ -89,21 +89,21 @@ class ModelWeights:
     """The parameters of a model."""
 
     def __init__(self, model: nn.Module) -> None:
+        # Of some mixtures transformers keeps routers in float32, whatever it is asked for.
         self._parameters = dict(model.named_parameters())
-        dtypes = {parameter.dtype for parameter in self._parameters.values()}
-        assert len(dtypes) == 1, "the engine loads a model in one dtype"
-        self._dtype = dtypes.pop()
 
     def layout(self) -> Layout:
         """What a version must consist of."""
-        name = SAFETENSORS_NAMES[self._dtype]
-        return {key: (name, tuple(parameter.shape)) for key, parameter in self._parameters.items()}
+        return {
+            key: (SAFETENSORS_NAMES[parameter.dtype], tuple(parameter.shape))
+            for key, parameter in self._parameters.items()
+        }
 
     def tensors(self) -> dict[str, Tensor]:
         """What is held now, as a version has it: views."""
         return {
             name: Tensor(
-                SAFETENSORS_NAMES[self._dtype],
+                SAFETENSORS_NAMES[parameter.dtype],
                 tuple(parameter.shape),
                 memoryview(parameter.contiguous().reshape(-1).view(torch.uint8).numpy().data),
             )
@@ -119,7 +119,7 @@ class ModelWeights:
         check_layout(layout_of(tensors), self.layout())
         staged = {}
         for name, parameter in self._parameters.items():
-            staged[name] = as_torch(tensors[name], self._dtype).view(parameter.shape)
+            staged[name] = as_torch(tensors[name], parameter.dtype).view(parameter.shape)
         return StagedWeights(staged)
 
     def apply(self, staged: StagedWeights) -> None:
