@@ -12,7 +12,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -70,7 +71,8 @@ class Intake:
         """
         held = _Held()
         try:
-            batch = await _in_time(self._collect(frames, held))
+            async with aclosing(_in_time(frames)) as timely:
+                batch = await self._collect(timely, held)
         except BaseException:
             self._buffered -= held.size
             raise
@@ -91,11 +93,11 @@ class Intake:
             self._buffered -= held.size
 
     async def _collect(self, frames: AsyncIterator[Any], held: _Held) -> Batch[Any]:
-        start = await _start(frames)
+        start = _start(await anext(frames, None))
         digest = xxhash.xxh3_128(start.SerializeToString(deterministic=True))
         samples: list[Sample] = []
         commit = None
-        while (frame := await _next(frames)) is not None:
+        async for frame in frames:
             kind = frame.WhichOneof("frame")
             if commit is not None or kind not in ("batch", "commit"):
                 raise _order(f"a frame {kind!r} after {'the commit' if commit else 'the start'}")
@@ -132,30 +134,30 @@ class Intake:
             )
 
 
-async def _in_time(upload: Coroutine[Any, Any, T]) -> T:
-    try:
-        async with asyncio.timeout(UPLOAD_SECONDS):
-            return await upload
-    except TimeoutError:
-        raise _late(f"the upload took longer than {UPLOAD_SECONDS:g} s", "commit") from None
+async def _in_time(frames: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
+    """The frames, each within its time. Errors: DEADLINE."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + UPLOAD_SECONDS
+    while True:
+        idle = loop.time() + IDLE_SECONDS
+        try:
+            async with asyncio.timeout_at(min(idle, end)):
+                frame = await anext(frames, None)
+        except TimeoutError:
+            if idle < end:
+                raise _late(f"no frame came for {IDLE_SECONDS:g} s", "frame") from None
+            raise _late(f"the upload took longer than {UPLOAD_SECONDS:g} s", "commit") from None
+        if frame is None:
+            return
+        yield frame
 
 
-async def _start(frames: AsyncIterator[Any]) -> Any:
-    frame = await _next(frames)
+def _start(frame: Any | None) -> Any:
     if frame is None:
         raise _torn("the stream ended before its start")
     if frame.WhichOneof("frame") != "start":
         raise _order(f"the first frame is {frame.WhichOneof('frame')!r}, not the start")
     return frame.start
-
-
-async def _next(frames: AsyncIterator[Any]) -> Any | None:
-    """The next frame; None at the end. Errors: DEADLINE."""
-    try:
-        async with asyncio.timeout(IDLE_SECONDS):
-            return await anext(frames, None)
-    except TimeoutError:
-        raise _late(f"no frame came for {IDLE_SECONDS:g} s", "frame") from None
 
 
 def _agree(what: str, committed: int, arrived: int) -> None:

@@ -130,11 +130,11 @@ def _per_position(
     if not values:
         return None
     if len(values) == 1:
-        array, extremes = _filled(count, values[0], np.float32), (values[0],)
+        array, extremes = _filled(count, values[0], np.float32), [values[0]]
     else:
         array = np.array(values, dtype=np.float32)
         # Not a number is the largest of any: a third of the time of isfinite() and count_nonzero().
-        extremes = (array.item(array.argmax()), array.item(array.argmin()))
+        extremes = [array.item(array.argmax()), array.item(array.argmin())]
     for extreme in extremes:
         if not math.isfinite(extreme):
             raise _refused(index, field, str(extreme), "every value must be finite")
