@@ -257,7 +257,7 @@ async def accepted(kind: str, stream: Stream, serving: WeightStore) -> bool:
         async def go_ahead() -> None:
             """The messages come anyway."""
 
-        await Pushes(serving).receive(messages(), go_ahead)
+        await Pushes(serving, lambda manifest: None).receive(messages(), go_ahead)
         return True
     base = OLD if kind == "delta" else None
     fetched = await fetch_version(GoneAfterOneStream(stream), "r", 2, base)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from quartet.errors import from_rpc
+from quartet.errors import QuartetError, from_rpc
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer import intake
 from quartet_trainer.run import Run
@@ -139,6 +139,34 @@ async def test_invariant_7_an_upload_that_stops_or_trickles_gives_its_bytes_back
             await trainer.refused(trainer.stub.ForwardBackward(endless()), "DEADLINE")
         over.set()
         assert not await overloaded(trainer, samples)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_who_is_refused_is_heard_out(
+    make_samples: Any, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """intake.py 4"""
+    monkeypatch.setattr(intake, "REFUSED_SECONDS", WAIT_SECONDS if ends else 0.2)
+    bad, *rest = make_samples()
+    bad.sample.Clear()
+    heard = 0
+
+    async def frames() -> Any:
+        nonlocal heard
+        yield pb.ForwardRequest(start=pb.ForwardStart(run_id="r"))
+        for one in (bad, *rest):
+            yield pb.ForwardRequest(batch=pb.SampleBatch(samples=[one]))
+            heard += 1
+        if not ends:
+            await asyncio.Event().wait()
+
+    async def work(_: intake.Batch[Any]) -> None:
+        raise AssertionError("nothing of it is applied")
+
+    async with asyncio.timeout(WAIT_SECONDS):
+        with pytest.raises(QuartetError, match="sample 0: token_ids is empty"):
+            await intake.Intake().use(frames(), work)
+    assert heard == 1 + len(rest)
 
 
 async def test_the_digest_of_two_samples_is_not_that_of_their_merge(

@@ -6,14 +6,16 @@
 3. What is held is bounded, per call and over all calls, from the first frame until the work on the batch has
    ended: samples that wait for the worker count, even those of a caller that left.
    In time, too: IDLE_SECONDS between two frames, UPLOAD_SECONDS in all; what stops or trickles is DEADLINE.
-4. The digest covers the start and every sample with its length, not how they were cut into messages.
+4. Who is refused is heard out first, for REFUSED_SECONDS at most: a grpc.aio client that is still writing
+   when the refusal comes is told INTERNAL instead (grpc/grpc#36066).
+5. The digest covers the start and every sample with its length, not how they were cut into messages.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -34,6 +36,8 @@ MAX_BUFFERED_BYTES = 512 * 2**20
 IDLE_SECONDS = 30.0
 #: From the first frame to the end: MAX_CALL_BYTES take no longer at 1 MB/s.
 UPLOAD_SECONDS = 300.0
+#: For the rest of what is refused already, of which nothing is kept.
+REFUSED_SECONDS = 5.0
 
 
 @dataclass(slots=True)
@@ -72,7 +76,11 @@ class Intake:
         held = _Held()
         try:
             async with aclosing(_in_time(frames)) as timely:
-                batch = await self._collect(timely, held)
+                try:
+                    batch = await self._collect(timely, held)
+                except QuartetError:
+                    await _heard_out(timely)
+                    raise
         except BaseException:
             self._buffered -= held.size
             raise
@@ -150,6 +158,13 @@ async def _in_time(frames: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
         if frame is None:
             return
         yield frame
+
+
+async def _heard_out(frames: AsyncIterator[Any]) -> None:
+    with suppress(TimeoutError, QuartetError):
+        async with asyncio.timeout(REFUSED_SECONDS):
+            async for _ in frames:
+                pass
 
 
 def _start(frame: Any | None) -> Any:
