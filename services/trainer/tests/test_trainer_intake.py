@@ -142,31 +142,39 @@ async def test_invariant_7_an_upload_that_stops_or_trickles_gives_its_bytes_back
 
 
 @pytest.mark.parametrize("ends", [True, False])
-async def test_who_is_refused_is_heard_out(
+async def test_who_is_refused_is_heard_out_and_held_no_longer(
     make_samples: Any, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
-    """intake.py 4"""
-    monkeypatch.setattr(intake, "REFUSED_SECONDS", WAIT_SECONDS if ends else 0.2)
-    bad, *rest = make_samples()
-    bad.sample.Clear()
-    heard = 0
+    """intake.py 3 and 4"""
+    samples = make_samples()
+    monkeypatch.setattr(intake, "REFUSED_SECONDS", WAIT_SECONDS if ends else 0.5)
+    monkeypatch.setattr(intake, "MAX_BUFFERED_BYTES", sum(one.ByteSize() for one in samples))
+    heard, taken = asyncio.Event(), intake.Intake()
 
-    async def frames() -> Any:
-        nonlocal heard
+    async def whole() -> Any:
         yield pb.ForwardRequest(start=pb.ForwardStart(run_id="r"))
-        for one in (bad, *rest):
-            yield pb.ForwardRequest(batch=pb.SampleBatch(samples=[one]))
-            heard += 1
+        yield pb.ForwardRequest(batch=pb.SampleBatch(samples=samples))
+        tokens = sum(len(one.sample.token_ids) for one in samples)
+        yield pb.ForwardRequest(commit=pb.StreamCommit(sample_count=len(samples), token_count=tokens))
+
+    async def bad() -> Any:
+        yield pb.ForwardRequest(start=pb.ForwardStart(run_id="r"))
+        yield pb.ForwardRequest(batch=pb.SampleBatch(samples=samples[1:]))
+        yield pb.ForwardRequest(batch=pb.SampleBatch(samples=[pb.TrainingSample()]))
+        yield pb.ForwardRequest(batch=pb.SampleBatch())
+        heard.set()
         if not ends:
             await asyncio.Event().wait()
 
-    async def work(_: intake.Batch[Any]) -> None:
-        raise AssertionError("nothing of it is applied")
+    async def count(batch: intake.Batch[Any]) -> int:
+        return len(batch.samples)
 
     async with asyncio.timeout(WAIT_SECONDS):
-        with pytest.raises(QuartetError, match="sample 0: token_ids is empty"):
-            await intake.Intake().use(frames(), work)
-    assert heard == 1 + len(rest)
+        refused = asyncio.create_task(taken.use(bad(), count))
+        await heard.wait()
+        assert await taken.use(whole(), count) == len(samples), "there is room for all of another"
+        with pytest.raises(QuartetError, match="token_ids is empty"):
+            await refused
 
 
 async def test_the_digest_of_two_samples_is_not_that_of_their_merge(

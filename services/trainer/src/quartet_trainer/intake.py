@@ -78,11 +78,13 @@ class Intake:
             async with aclosing(_in_time(frames)) as timely:
                 try:
                     batch = await self._collect(timely, held)
-                except QuartetError:
+                except QuartetError as error:
+                    refusal = error.with_traceback(None)  # whose frames hold the samples
+                    self._release(held)
                     await _heard_out(timely)
-                    raise
+                    raise refusal from None
         except BaseException:
-            self._buffered -= held.size
+            self._release(held)
             raise
         task = asyncio.create_task(self._work(work(batch), held))
         self._working.add(task)
@@ -98,7 +100,11 @@ class Intake:
         try:
             return await work
         finally:
-            self._buffered -= held.size
+            self._release(held)
+
+    def _release(self, held: _Held) -> None:
+        self._buffered -= held.size
+        held.size = 0
 
     async def _collect(self, frames: AsyncIterator[Any], held: _Held) -> Batch[Any]:
         start = _start(await anext(frames, None))
