@@ -110,5 +110,6 @@ async def test_pause_holds_requests_and_updates_come_through(replica: Replica) -
     await replica.serve(12)
     info = await replica.info()
     assert info.paused and info.tokens_sampled == before and not call.done()
-    assert (await replica.stub.Resume(pb.ResumeRequest(), timeout=10)).in_flight == 3
+    resumed = await replica.stub.Resume(pb.ResumeRequest(), timeout=10)
+    assert resumed.in_flight in (3, 4), "the check of the new weights may wait beside them"
     assert all(set(a.versions) == {max(replica.models)} for a in await call)

@@ -181,6 +181,26 @@ async def test_a_canary_that_cannot_be_scored_is_the_publishers_fault(
         assert not (await replica.ready(2)).update_refused
 
 
+async def test_weights_that_compute_no_numbers_are_not_served_without_a_canary_either(
+    model_folder: Path, make_model: Make
+) -> None:
+    """canary.py 2."""
+    async with serving(model_folder, make_model) as replica:
+        sound, broken = cast(replica.model(0), "float32"), cast(replica.model(1), "float32")
+        norm = broken["model.norm.weight"]
+        broken["model.norm.weight"] = Tensor(norm.dtype, norm.shape, b"\xff" * len(norm.data))
+        await asyncio.to_thread(replica.store.publish, "r", 0, sound)
+        await replica.ready(0)
+        await asyncio.to_thread(replica.store.publish, "r", 1, broken)
+        model = await replica.until(lambda model: bool(model.out_of_service))
+        assert "version 1 give log-probabilities that are no numbers" in model.out_of_service
+        with pytest.raises(Exception, match="out of service"):
+            await replica.generate()
+        await asyncio.to_thread(replica.store.publish, "r", 2, sound)
+        await replica.ready(2)
+        assert await replica.generate() == {2}
+
+
 @pytest.mark.parametrize(
     ("tokens", "logprobs"), [([1], []), ([1, 2], []), ([1, 400], [-1.0]), ([1] * 65, [-1.0] * 64)]
 )

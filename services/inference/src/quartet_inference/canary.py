@@ -3,7 +3,7 @@
 1. After a swap the engine scores the fixed sequence of the version's manifest, while it goes on decoding. If
    the log-probabilities disagree by more than the tolerance the gate closes: what runs fails with NOT_READY,
    nothing new begins.
-2. A closed gate opens only for a version whose canary agrees, or that has none.
+2. A closed gate opens only for a version whose canary agrees. One that has none is only asked for numbers.
 3. Only the newest swap counts: the check of an older one is dropped.
 4. The canary goes before all that waits, and no full queue keeps it out: weights answer unchecked for a few
    steps, or where vLLM runs all that it may until the first of these ends.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -34,6 +34,8 @@ TOLERANCES = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
 NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 #: Canary.token_ids says so.
 MAX_TOKENS = 64
+#: What a version without a canary is scored on, as far as the vocabulary goes.
+ANY_TOKENS = range(16)
 
 log = structlog.get_logger()
 
@@ -103,10 +105,7 @@ class CanaryWatch:
         coarsest = max(TOLERANCES[one] for one in dtypes)
         self._tolerance = coarsest if self._given_tolerance is None else self._given_tolerance
         self._canary, self._trusted = canary, False
-        if canary is None:
-            self._tell("")
-        else:
-            self._task = asyncio.create_task(self._judge(weights, canary), name="canary")
+        self._task = asyncio.create_task(self._judge(weights, canary), name="canary")
 
     def renamed(self, weights: ServedWeights) -> None:
         """The weights in the engine are this version's, too; unless found right they are checked again."""
@@ -122,34 +121,40 @@ class CanaryWatch:
         self._trusted = not why
         self._on_verdict(why)
 
-    async def _judge(self, weights: ServedWeights, canary: pb.Canary) -> None:
-        difference = await self._difference(weights, canary)
-        if difference is None:
+    async def _judge(self, weights: ServedWeights, canary: pb.Canary | None) -> None:
+        info = self._engine.info()
+        tokens = canary.token_ids if canary else ANY_TOKENS[: info.vocab_size]
+        # Less than a whole canary fits into a very short context.
+        scored = await self._scored(weights, tuple(tokens)[: info.max_model_len])
+        if scored is None:
             return
-        why = ""
+        version, why = weights.version, ""
+        difference = _difference(scored, canary.logprobs if canary else scored)
         if not difference <= self._tolerance:  # not a number is no agreement
-            why = (
-                f"the weights in the engine are not those of version {weights.version}: log-probabilities "
-                f"of its canary are {difference:.2g} off in the mean (tolerance {self._tolerance:g})"
-            )
-            log.error("canary died", run_id=weights.run_id, version=weights.version, difference=difference)
+            why = f"the weights of version {version} give log-probabilities that are no numbers"
+            if canary:
+                why = (
+                    f"the weights in the engine are not those of version {version}: log-probabilities "
+                    f"of its canary are {difference:.2g} off in the mean (tolerance {self._tolerance:g})"
+                )
+            log.error("canary died", run_id=weights.run_id, version=version, difference=difference)
         else:
-            log.debug("canary lives", run_id=weights.run_id, version=weights.version, difference=difference)
+            log.debug("canary lives", run_id=weights.run_id, version=version, difference=difference)
         self._tell(why)
 
-    async def _difference(self, weights: ServedWeights, canary: pb.Canary) -> float | None:
-        """In the mean; None where the weights were changed meanwhile, or the engine ended."""
-        # Less than a whole canary fits into a very short context.
-        tokens = tuple(canary.token_ids)[: self._engine.info().max_model_len]
-        covered = ((1, len(tokens) - 1),)
-        request = ScoreRequest(tokens, covered, weights.run_id, weights.version, ahead=True)
+    async def _scored(self, weights: ServedWeights, tokens: tuple[int, ...]) -> Sequence[float] | None:
+        """Log-probabilities of all but the first; None where the weights changed, or the engine ended."""
+        request = ScoreRequest(tokens, ((1, len(tokens) - 1),), weights.run_id, weights.version, ahead=True)
         try:
-            scored = await self._engine.score(request)
+            return (await self._engine.score(request)).logprobs
         except QuartetError as error:
             log.warning("canary could not be scored", version=weights.version, why=str(error))
-            return math.inf if error.reason == "INTERNAL" else None
-        pairs = zip(scored.logprobs, canary.logprobs, strict=False)
-        return sum(abs(ours - theirs) for ours, theirs in pairs) / len(scored.logprobs)
+            return [math.inf] * (len(tokens) - 1) if error.reason == "INTERNAL" else None
+
+
+def _difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """In the mean; infinity less infinity is not a number."""
+    return sum(abs(one - other) for one, other in zip(ours, theirs, strict=False)) / len(ours)
 
 
 def check_canary(manifest: pb.WeightManifest, vocab_size: int) -> None:
