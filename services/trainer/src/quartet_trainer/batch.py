@@ -48,7 +48,7 @@ def check_batch(
             field = f"samples[{index}].advantages"
             raise _refused(field, "a policy gradient needs advantages", "send one, or one for each position")
         if sample.logprobs_K is None and _reads_sampler(loss):
-            field = f"samples[{index}].sample.logprobs"
+            field = f"samples[{index}].logprobs"
             raise _refused(field, f"{loss.ratio.value} needs the sampler's log-probabilities", "send them")
         if sample.reference_K is None and loss.needs_reference and (sent or not holds_reference):
             field = f"samples[{index}].reference_logprobs"
