@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from quartet.cli.tiny.command import BESIDE
 
 SERVICES = ("trainer", "inference", "orchestrator", "envhost")
 TORCH = {"trainer", "inference"}
@@ -48,6 +49,14 @@ def test_a_service_image_copies_only_its_own_sources(repository: Path, service: 
     copied = {rest.split()[0] for word, rest in build if word == "COPY"}
     own = {"sdk", f"services/{service}"}
     assert copied == (own | {"environments"} if service == "envhost" else own)
+
+
+def test_the_image_of_models_has_the_services_that_make_one(repository: Path) -> None:
+    build = next(stage for stage in stages(repository / "sdk/Dockerfile") if "AS build-model" in stage[0][1])
+    copied = {rest.split()[0] for word, rest in build if word == "COPY"}
+    assert copied == {"sdk", *(f"services/{service}" for service in BESIDE)}
+    installed = " ".join(rest for word, rest in build if word == "RUN")
+    assert all(f"./services/{service}" in installed for service in BESIDE)
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -47,6 +47,8 @@ HABIT_OPTIMIZER = OptimizerSpec(
     beta1=0.9, beta2=0.98, weight_decay=0.01, max_grad_norm=1.0,
     schedule=SCHEDULE_CONSTANT, warmup_steps=5,
 )  # fmt: skip
+#: What every course is taught and measured by; the image that makes models (sdk/Dockerfile) has these.
+BESIDE = ("trainer", "inference")
 DRAIN_SECONDS = 2.0
 RECORD = "quartet.json"
 NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json", RECORD)
@@ -138,7 +140,7 @@ async def _make(work: Path, course: Course, options: argparse.Namespace) -> Made
     """Both lessons, beside a trainer, inference, and a host where the course needs one."""
     base = work / "base"
     write_model_files(base, course.phrases)
-    tables: dict[str, dict[str, Any]] = {"trainer": {}, "inference": {}}
+    tables: dict[str, dict[str, Any]] = {service: {} for service in BESIDE}
     if not isinstance(course, ReverseText):
         tables["envhost"] = {"python": str(options.python)}
     specs = write(wire(str(base), work / "data", tables), work)
