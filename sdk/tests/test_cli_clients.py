@@ -131,6 +131,16 @@ async def test_a_run_through_all_clients(orchestrator: tuple[Orchestrator, str],
     assert (await quartet("watch", "r", *at))[0] == 0
 
 
+async def test_plaintext_leaves_this_machine_only_where_that_is_said(
+    orchestrator: tuple[Orchestrator, str],
+) -> None:
+    # Not loopback to whoever reads it, and to the kernel this machine.
+    at = ["--orchestrator", orchestrator[1].replace("127.0.0.1", "0.0.0.0")]
+    code, said = await quartet("runs", *at)
+    assert code == 2 and "--insecure-ok-off-loopback on a private network" in said
+    assert (await quartet("runs", *at, "--insecure-ok-off-loopback"))[0] == 0
+
+
 async def test_who_watches_leaves_with_whoever_reads(orchestrator: tuple[Orchestrator, str]) -> None:
     """`quartet watch RUN | head`, of a run that goes on."""
     servicer, address = orchestrator

@@ -41,7 +41,10 @@ CALL_SECONDS = 30.0
 #: Options of `quartet rl` that are about its own folder, screen and services.
 OF_RL = ("--output-dir", "--resume", "--overwrite", "--plain", "--trainer-gpus", "--inference-gpus")
 #: What these commands have for an address that is not on this machine.
-TO_ELSEWHERE = "give --ca-file, or reach it by a tunnel that begins on this machine"
+TO_ELSEWHERE = (
+    "give --ca-file, or reach it by a tunnel that begins on this machine; "
+    "--insecure-ok-off-loopback on a private network"
+)
 #: The environments are loaded to check the configuration: their hosts say how long that may take.
 SUBMIT_SECONDS = 7200.0
 
@@ -62,6 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser, *, takes_run: bool) -> None:
         ("token-file", "file with the bearer token"),
     ):
         parser.add_argument(f"--{name}", help=text)
+    parser.add_argument(
+        "--insecure-ok-off-loopback",
+        action="store_true",
+        help="speak plaintext to an orchestrator on a private network",
+    )
 
 
 def run(client: Client, options: argparse.Namespace, rest: list[str]) -> int:
@@ -89,7 +97,8 @@ async def _connected(client: Client, options: argparse.Namespace, rest: list[str
 
 
 def _security(options: argparse.Namespace) -> ClientSecurity:
-    given = {name: getattr(options, name) for name in ("ca_file", "cert_file", "key_file", "token_file")}
+    names = ("ca_file", "cert_file", "key_file", "token_file", "insecure_ok_off_loopback")
+    given = {name: getattr(options, name) for name in names}
     return validate(ClientSecurity, {key: value for key, value in given.items() if value})
 
 
