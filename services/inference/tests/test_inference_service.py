@@ -262,6 +262,10 @@ def test_dry_run_loads_no_torch(model_folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "quartet_inference", "--dry-run", "--model"]
     missing = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert missing.returncode == 2 and "no model folder is there" in missing.stderr
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").symlink_to("elsewhere")
+    unreadable = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert unreadable.returncode == 2 and "cannot read model.safetensors there" in unreadable.stderr
     wrong = subprocess.run(
         [*command, str(model_folder), "--embedded.kv-on-updat", "keep"],
         capture_output=True,

@@ -71,6 +71,8 @@ def test_it_is_what_the_trainer_exports_of_that_state(
         assert main([str(where), str(target), *more]) == 0
         assert f"state {name.partition('@')[0]}," in capsys.readouterr().out
         assert contents(target) == contents(run / name / "model")
+        modes = {file.stat().st_mode for file in target.rglob("*") if file.is_file()}
+        assert modes == {(target / "config.json").stat().st_mode}, "whoever may read it may read its weights"
         assert [one.name for one in target.parent.iterdir()] == ["where"]
         shutil.rmtree(target)
     assert contents(run) == before

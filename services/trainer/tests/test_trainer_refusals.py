@@ -21,6 +21,10 @@ async def test_create_run_refuses(folder: Path, serve_trainer: Any, tmp_path: Pa
         (empty / "config.json").write_bytes((folder / "config.json").read_bytes())
         no_weights = await trainer.refused(trainer.create(base_model=str(empty)), "INVALID_CONFIG")
         assert "from_scratch" in no_weights.metadata["remedy"]
+        # Cannot be read, whoever runs the tests.
+        (empty / "model.safetensors").symlink_to("elsewhere")
+        unreadable = await trainer.refused(trainer.create(base_model=str(empty)), "INVALID_CONFIG")
+        assert "this user cannot read" in unreadable.message and "chmod" in unreadable.metadata["remedy"]
         await trainer.refused(trainer.create("../up", base_model=str(folder)), "INVALID_REQUEST")
         await trainer.refused(trainer.create("..", base_model=str(folder)), "INVALID_REQUEST")
         dtype = await trainer.refused(

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import tempfile
 from pathlib import Path
 from typing import IO
@@ -39,3 +40,9 @@ def check_folder(key: str, folder: Path) -> None:
             f"{key} = {str(folder)!r} cannot be used: {there} takes no files ({error.strerror}); "
             "name a folder that this user can write"
         ) from None
+
+
+def unreadable_part(model: Path) -> Path | None:
+    """A file of a model's folder that this user cannot read. What loads models says that it is not there."""
+    parts = sorted([*model.glob("*.json"), *model.glob("*.safetensors")])
+    return next((part for part in parts if not os.access(part, os.R_OK)), None)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import pydantic
 from quartet.config import Config, ConfigError
 from quartet.config.text import read_text
+from quartet.kit.folder import unreadable_part
 from quartet.kit.security import ClientSecurity, check_clients
 from quartet.kit.server import ServerConfig
 
@@ -163,6 +164,8 @@ class InferenceConfig(Config):
             raise ValueError(
                 "no model folder is there (config.json is missing); give a local Hugging Face folder"
             )
+        if (part := unreadable_part(folder)) is not None:
+            raise ValueError(f"this user cannot read {part.name} there; let it (chmod -R a+rX)")
         return folder
 
     @pydantic.model_validator(mode="after")

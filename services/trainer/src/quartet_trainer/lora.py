@@ -247,10 +247,12 @@ class Adapter:
         base.export_folder(self.model, merged, source, target, served_dtype)
         folder = target / ADAPTER_FOLDER
         folder.mkdir()
-        (folder / "adapter_config.json").write_text(self._config + "\n", encoding="utf-8")
+        settings, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+        settings.write_text(self._config + "\n", encoding="utf-8")
         dtype = TORCH_DTYPES[served_dtype]
         own = {name: one.detach().to("cpu", dtype).contiguous() for name, one in self.parameters.items()}
-        save_file(own, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(own, weights, metadata={"format": "pt"})
+        base.as_readable_as(settings, weights)
 
     def meta(self) -> dict[str, Any]:
         """The base that it belongs to, and how much randomness it has used."""

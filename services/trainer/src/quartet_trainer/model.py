@@ -21,6 +21,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from quartet.errors import QuartetError
+from quartet.kit.folder import unreadable_part
 from safetensors import SafetensorError
 
 from quartet_trainer import attention, experts, masks, products
@@ -64,6 +65,8 @@ def resolve_folder(base_model: str, allow_hub: bool) -> Path:
             raise _refused(
                 base_model, f"the folder {folder} has no config.json", "name a Hugging Face model folder"
             )
+        if (part := unreadable_part(folder)) is not None:
+            raise _refused(base_model, f"this user cannot read {part}", "let it (chmod -R a+rX)")
         return folder
     looks_local = not _HUB_ID.fullmatch(base_model) or Path(folder.parts[0]).exists()
     if looks_local or not allow_hub:
@@ -290,6 +293,13 @@ def export_folder(
     file = target / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) | {"dtype": served_dtype}
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    for weights in target.glob("*.safetensors"):
+        as_readable_as(file, weights)
+
+
+def as_readable_as(plain: Path, weights: Path) -> None:
+    """Give weights the mode of a file beside them: safetensors keeps what it writes for the owner alone."""
+    shutil.copymode(plain, weights)
 
 
 def untied(model: Any) -> dict[str, torch.Tensor]:
