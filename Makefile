@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install install-vllm classic demo test test-services test-system test-vllm lint check bench protos clean
+.PHONY: install install-vllm classic demo test test-services test-system test-vllm test-compose lint check bench protos clean
 .DELETE_ON_ERROR:
 
 install: .venv/installed .venv-envs/installed
@@ -87,6 +87,10 @@ ifeq ($(shell grep -qw avx512f /proc/cpuinfo && echo yes),yes)
 else
 	@echo "the tests of the vLLM engine are skipped: its CPU build needs AVX-512, which this CPU lacks"
 endif
+
+# compose.yaml by a real engine: builds the images, runs the job, kills every service in it. Minutes, so by hand alone.
+test-compose: install
+	QUARTET_COMPOSE=1 $(PY) -m pytest -ra tests/containers
 
 lint: install
 	$(BIN)/ruff check .
