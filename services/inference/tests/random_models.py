@@ -58,6 +58,35 @@ def qwen3(seed: int, **changes: Any) -> Any:
     return Qwen3ForCausalLM(Qwen3Config(**{**settings, **changes})).eval().requires_grad_(False)
 
 
+#: What of each kind a plain decoder does not have.
+_CHANGES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 32, "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32, "v_head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+        "topk_method": "noaux_tc",
+    },
+}  # fmt: skip
+
+
+def causal(kind: str, seed: int) -> Any:
+    """A random model of another kind, whose heads vLLM's CPU attention knows."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings: dict[str, Any] = {
+        "vocab_size": 260, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 512,
+        "initializer_range": 0.15, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(kind, **{**settings, **_CHANGES.get(kind, {})})
+    return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+
+
 def weights_of(model: Any) -> dict[str, Tensor]:
     """A model as the weight plane carries it."""
     names = {torch.float32: "F32", torch.bfloat16: "BF16"}

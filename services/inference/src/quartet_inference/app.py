@@ -33,14 +33,14 @@ from quartet_inference.updates import ServedNews
 from quartet_inference.vllm import environment
 
 
-def build_engine(config: InferenceConfig, chat: Chat, health: Health) -> Engine:
+async def build_engine(config: InferenceConfig, chat: Chat, health: Health) -> Engine:
     """Load the model; without a weights address its own weights are version 0 of no run."""
     if config.engine == "vllm":
         environment.check()
-        from quartet_inference.vllm.start import start  # vLLM is not installed everywhere
+        from quartet_inference.vllm.start import start_checked  # vLLM is not installed everywhere
 
-        return start(config, chat.end_tokens, chat.text, health.progress)
-    return _embedded(config, chat, health)
+        return await start_checked(config, chat.end_tokens, chat.text, health.progress)
+    return await asyncio.to_thread(_embedded, config, chat, health)
 
 
 def _embedded(config: InferenceConfig, chat: Chat, health: Health) -> EmbeddedEngine:
@@ -79,7 +79,7 @@ async def services(
     chat = await asyncio.to_thread(
         Chat, config.model, config.chat.tool_parser, config.chat.template_file, config.chat.template_settings
     )
-    ungated = await asyncio.to_thread(build_engine, config, chat, health)
+    ungated = await build_engine(config, chat, health)
     gate = Gate(ungated)
     engine = cast(Engine, gate)
 

@@ -33,7 +33,7 @@ class OwnModel:
 
     def check(self) -> None:
         """Whether there is one. Errors: INVALID_REQUEST."""
-        if not any(self._folder.glob("*.safetensors")):
+        if not model.has_weights(self._folder):
             raise QuartetError(
                 "INVALID_REQUEST",
                 "the folder of this replica has no weights; adapters need the model that they were made for",

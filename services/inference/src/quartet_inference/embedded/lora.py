@@ -39,7 +39,7 @@ class Matrices:
     def of(cls, adapter: LoraTensors, dtype: torch.dtype) -> Matrices:
         """Copies: the payload that they came in can go."""
         modules = {
-            name: (as_torch(low, dtype).clone(), as_torch(high, dtype).clone())
+            name: (as_torch(low).to(dtype).clone(), as_torch(high).to(dtype).clone())
             for name, (low, high) in adapter.modules.items()
         }
         nbytes = sum(one.nbytes for pair in modules.values() for one in pair)

@@ -30,10 +30,15 @@ SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16
 _NAMED = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a model's folder has more than its configuration."""
+    return any(folder.glob("*.safetensors"))
+
+
 def load(folder: Path, dtype: str, *, weights_follow: bool) -> nn.Module:
     """The causal LM of a local folder. Where its first weights come from a trainer, config.json is enough."""
     try:
-        if weights_follow and not any(folder.glob("*.safetensors")):
+        if weights_follow and not has_weights(folder):
             config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
             model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, dtype=DTYPES[dtype]
@@ -56,11 +61,17 @@ def read(folder: Path, dtype: str) -> dict[str, Tensor]:
     return ModelWeights(load(folder, "float32", weights_follow=False).to(DTYPES[dtype])).tensors()
 
 
-def as_torch(tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A checked tensor in this dtype; its own memory where it has that already."""
+def as_torch(tensor: Tensor) -> torch.Tensor:
+    """A checked tensor in its own dtype, and in its own memory where that is writable."""
     raw = np.frombuffer(tensor.data, dtype=np.uint8)
     raw = raw if raw.flags.writeable else raw.copy()  # torch wants its memory writable
-    return torch.from_numpy(raw).view(_NAMED[tensor.dtype]).view(tensor.shape).to(dtype)
+    return torch.from_numpy(raw).view(_NAMED[tensor.dtype]).view(tensor.shape)
+
+
+def as_wire(tensor: torch.Tensor) -> Tensor:
+    """A tensor as a version has it: a view where it lies in one piece."""
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return Tensor(SAFETENSORS_NAMES[tensor.dtype], tuple(tensor.shape), memoryview(flat.numpy().data))
 
 
 def made_for(model: nn.Module, asked: int | None) -> int:
@@ -101,14 +112,7 @@ class ModelWeights:
 
     def tensors(self) -> dict[str, Tensor]:
         """What is held now, as a version has it: views."""
-        return {
-            name: Tensor(
-                SAFETENSORS_NAMES[parameter.dtype],
-                tuple(parameter.shape),
-                memoryview(parameter.contiguous().reshape(-1).view(torch.uint8).numpy().data),
-            )
-            for name, parameter in self._parameters.items()
-        }
+        return {name: as_wire(parameter) for name, parameter in self._parameters.items()}
 
     def digest(self) -> bytes:
         """WeightManifest.digest of what is held now. Hashes every byte."""
@@ -119,7 +123,7 @@ class ModelWeights:
         check_layout(layout_of(tensors), self.layout())
         staged = {}
         for name, parameter in self._parameters.items():
-            staged[name] = as_torch(tensors[name], parameter.dtype).view(parameter.shape)
+            staged[name] = as_torch(tensors[name]).to(parameter.dtype).view(parameter.shape)
         return StagedWeights(staged)
 
     def apply(self, staged: StagedWeights) -> None:

@@ -78,7 +78,7 @@ class Adapters:
         try:
             await self._running.llm.remove_lora(adapter.lora.lora_int_id)
         except EngineDeadError:
-            self._running.die("vLLM's core has ended")
+            self._running.core_ended()
 
     async def stage(self, config_json: str, tensors: Mapping[str, Tensor]) -> StagedAdapter:
         """Check an adapter against the model and lay it where the workers find it."""

@@ -46,7 +46,8 @@ from quartet_inference.layout import Layout, check_layout, layout_of
 from quartet_inference.sampler import seeds_of
 from quartet_inference.text_stream import Detokenize
 from quartet_inference.vllm.adapters import Adapters
-from quartet_inference.vllm.flight import Flight, Moved, NonFiniteLogits, Submission, score_params
+from quartet_inference.vllm.checkpoint import Checkpoint
+from quartet_inference.vllm.flight import Flight, Moved, NonFiniteLogits, Submission, scored
 from quartet_inference.vllm.running import Running
 from quartet_inference.vllm.staging import StagedAdapter, StagedFile, Staging
 from quartet_inference.vllm.workers import Workers
@@ -62,6 +63,7 @@ class Held:
     """What is known of the model that vLLM was started with."""
 
     layout: Layout
+    checkpoint: Checkpoint
     digest: bytes
     end_tokens: frozenset[int]
     detokenize: Detokenize
@@ -110,7 +112,8 @@ class VllmEngine:
         self._admit(request, request.n)
         # At most what one request's tokens make: whoever reads it is its only caller.
         events: asyncio.Queue[Event | QuartetError] = asyncio.Queue()
-        flights = [self._start(request, index, seed, events) for index, seed in self._seeds(request)]
+        seeds = enumerate(seeds_of(request, self._random))
+        flights = [self._start(request, *one, events) for one in seeds]
         unfinished = request.n
         try:
             while unfinished:
@@ -122,9 +125,6 @@ class VllmEngine:
         finally:
             for flight in flights:
                 self._running.stop(flight)
-
-    def _seeds(self, request: Request) -> list[tuple[int, int]]:
-        return list(enumerate(seeds_of(request, self._random)))
 
     def _admit(self, request: Request | ScoreRequest, count: int) -> None:
         self._running.check_open()
@@ -160,7 +160,7 @@ class VllmEngine:
         except QuartetError as error:
             flight.events.put_nowait(error)
         except EngineDeadError:
-            self._running.die("vLLM's core has ended")
+            self._running.core_ended()
         except Exception:
             log.exception("a completion failed in vLLM")
             flight.events.put_nowait(QuartetError("INTERNAL", "vLLM failed this request"))
@@ -224,21 +224,20 @@ class VllmEngine:
             self._workers.spoiled()
             raise
         except EngineDeadError:
-            self._running.die("vLLM's core has ended")
+            self._running.core_ended()
             raise not_ready() from None
 
     async def _logprobs(self, request: ScoreRequest, lora: LoRARequest | None) -> list[float]:
-        tokens = request.tokens
         async with Submission(self._running.llm, uuid.uuid4().hex, self._on_step) as submission:
-            await submission.submit(tokens[:-1], self._salt(), score_params(request), lora, request.ahead)
-            output = await submission.next()
-        known = [float("nan")]
-        known += [output.prompt_logprobs[at][tokens[at]].logprob for at in range(1, len(tokens) - 1)]
-        known += output.outputs[0].logprobs.logprobs
-        covered = [known[at] for start, length in request.covered for at in range(start, start + length)]
-        if not np.isfinite(covered).all():
-            raise NonFiniteLogits()
-        return covered
+            return await scored(submission, request, self._salt(), lora)
+
+    async def score_unnamed(self, request: ScoreRequest) -> list[float]:
+        """What the weights inside say, whatever they are called. Errors: INTERNAL, NOT_READY."""
+        try:
+            return await self._logprobs(request, None)
+        except EngineDeadError:
+            self._running.core_ended()
+            raise not_ready() from None
 
     # ---- pause and weights
 
@@ -265,7 +264,7 @@ class VllmEngine:
     async def stage(self, tensors: Mapping[str, Tensor]) -> StagedFile:
         """Check a version against the model and lay it where the workers find it."""
         check_layout(layout_of(tensors), self._held.layout)
-        staged = await asyncio.to_thread(self._staging.write, tensors)
+        staged = await asyncio.to_thread(lambda: self._staging.write(self._held.checkpoint.tensors(tensors)))
         self._running.check_open()
         await self._workers.warm(staged.nbytes)
         return staged
@@ -275,6 +274,12 @@ class VllmEngine:
         self._running.check_open()
         # Shielded: half a swap would stamp tokens with a version that did not sample them.
         await asyncio.shield(self._running.spawn(self._swap(staged, weights), "vllm-swap"))
+
+    async def load_again(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load the weights of the start once more, as an update that nobody sees. Errors: those of `swap`."""
+        info = self._running.info
+        await self.swap(await self.stage(tensors), ServedWeights("", 0, self._held.digest))
+        self._running.info = replace(info, closed=self._running.info.closed)
 
     async def _swap(self, staged: StagedFile | None, weights: ServedWeights) -> None:
         async with self._running.changing:

@@ -181,7 +181,23 @@ class Submission:
             self._queue.close()
 
 
-def score_params(request: ScoreRequest) -> SamplingParams:
+async def scored(
+    submission: Submission, request: ScoreRequest, salt: str, lora: LoRARequest | None
+) -> list[float]:
+    """The log-probabilities of the covered tokens. Errors: INTERNAL where one is no number."""
+    tokens = request.tokens
+    await submission.submit(tokens[:-1], salt, _score_params(request), lora, request.ahead)
+    output = await submission.next()
+    known = [float("nan")]
+    known += [output.prompt_logprobs[at][tokens[at]].logprob for at in range(1, len(tokens) - 1)]
+    known += output.outputs[0].logprobs.logprobs
+    covered = [known[at] for start, length in request.covered for at in range(start, start + length)]
+    if not all(map(math.isfinite, covered)):
+        raise NonFiniteLogits()
+    return covered
+
+
+def _score_params(request: ScoreRequest) -> SamplingParams:
     """Everything but the last token is a prompt; the last one is forced."""
     return SamplingParams(
         temperature=0.0,

@@ -1,4 +1,4 @@
-"""What Quartet mends in vLLM 0.32: adapters beside rows that have none, and prompts that are scored.
+"""What Quartet mends in vLLM 0.32: adapters beside rows that have none, prompts that are scored, experts.
 
 1. On a CPU vLLM takes the last adapter's matrices for rows without an adapter, whose index is -1.
 2. For the logits of a prompt it takes the head's adapters of the rows that are sampled, which are of other
@@ -7,6 +7,8 @@
 3. It takes the logits of all of a prompt's tokens in a step at once: 8192 of them, with 152,000 tokens in the
    vocabulary, are 7.5 GB that it has not kept free. Here it gets them in pieces, which are to it what chunks
    of a prefill are.
+4. On a CPU it packs the experts of a mixture at the start, and reads those of an update, which it does not
+   pack, as if they were packed.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -32,6 +35,7 @@ def mend() -> None:
     _mend_prompts_that_are_scored()
     if current_platform.is_cpu():
         _mend_rows_without_adapter()
+        _mend_experts_of_an_update()
 
 
 def _mend_rows_without_adapter() -> None:
@@ -50,6 +54,18 @@ def _mend_rows_without_adapter() -> None:
     # Resolved as a global of both modules.
     lora_ops.bgmv_shrink = bgmv_shrink
     punica_cpu.bgmv_shrink = bgmv_shrink
+
+
+def _mend_experts_of_an_update() -> None:
+    original = UnquantizedFusedMoEMethod._setup_kernel
+
+    def and_pack(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        update = self.moe_kernel is not None
+        original(self, layer, w13, w2)
+        if update:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    UnquantizedFusedMoEMethod._setup_kernel = and_pack
 
 
 def _mend_prompts_that_are_scored() -> None:

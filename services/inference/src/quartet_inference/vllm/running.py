@@ -18,6 +18,7 @@ from quartet.errors import QuartetError
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from quartet_inference.engine import EngineInfo, ServedWeights, not_ready, refusal
+from quartet_inference.vllm import faults
 from quartet_inference.vllm.flight import Flight, ServedAdapter
 
 T = TypeVar("T")
@@ -107,10 +108,15 @@ class Running:
             self.info = replace(self.info, ended=why)
         self.close()
 
+    def core_ended(self) -> None:
+        """vLLM's core answers nothing any more."""
+        why = faults.first()
+        self.die(f"vLLM's core has ended: {why}" if why else "vLLM's core has ended")
+
     def look(self) -> None:
         """Notice the end of vLLM's core, which it tells nobody who asks for nothing."""
         if not self.info.closed and self.llm.errored:
-            self.die("vLLM's core has ended")
+            self.core_ended()
 
     def close(self) -> None:
         """What still runs fails with NOT_READY."""

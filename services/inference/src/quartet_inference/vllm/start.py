@@ -3,17 +3,20 @@
 1. `args` of the configuration are AsyncEngineArgs; what Quartet relies on is set here and cannot
    be overridden.
 2. The model is also loaded once by transformers, for the names, shapes and digest of its weights, and let go.
-3. What cannot be served is a ConfigError that says what to change.
+3. What cannot be served is a ConfigError that says what to change, and why: vLLM tells that only to its log.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import difflib
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pydantic
 from quartet.config import ConfigError
 from vllm import AsyncEngineArgs
 from vllm.platforms import current_platform
@@ -23,7 +26,8 @@ from quartet_inference.config import GIB, InferenceConfig
 from quartet_inference.embedded import model
 from quartet_inference.engine import ServedWeights
 from quartet_inference.text_stream import Detokenize
-from quartet_inference.vllm import environment
+from quartet_inference.vllm import environment, faults, probe
+from quartet_inference.vllm.checkpoint import Checkpoint
 from quartet_inference.vllm.engine import Held, VllmEngine
 from quartet_inference.vllm.staging import Staging
 
@@ -33,25 +37,48 @@ CPU_BLOCK_TOKENS = 32
 ACCELERATOR_STEP_TOKENS = 8192
 
 
+async def start_checked(
+    config: InferenceConfig, end_tokens: frozenset[int], detokenize: Detokenize, on_step: Callable[[], None]
+) -> VllmEngine:
+    """Start it, and have it show that it computes what the model computes. Errors: ConfigError."""
+    engine, known = await asyncio.to_thread(_start, config, end_tokens, detokenize, on_step)
+    try:
+        await probe.check(engine, config, known)
+    except BaseException:
+        await engine.close()
+        raise
+    faults.forget()
+    return engine
+
+
 def start(
     config: InferenceConfig, end_tokens: frozenset[int], detokenize: Detokenize, on_step: Callable[[], None]
 ) -> VllmEngine:
-    """Start it; takes seconds to minutes. Not for the event loop."""
+    """Start it unchecked; takes seconds to minutes. Not for the event loop. Errors: ConfigError."""
+    return _start(config, end_tokens, detokenize, on_step)[0]
+
+
+def _start(
+    config: InferenceConfig, end_tokens: frozenset[int], detokenize: Detokenize, on_step: Callable[[], None]
+) -> tuple[VllmEngine, probe.Known]:
     settings = config.vllm
-    held = _held(config, end_tokens, detokenize)
     arguments = engine_args(config)
-    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    for name in arguments.keys() - known:
-        near = difflib.get_close_matches(name, known, 1)
+    taken = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    for name in arguments.keys() - taken:
+        near = difflib.get_close_matches(name, taken, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"vllm.args.{name} is no argument of AsyncEngineArgs{hint}")
+    held, known = _held(config, end_tokens, detokenize)
     if "VLLM_RPC_BASE_PATH" not in os.environ:
         os.environ["VLLM_RPC_BASE_PATH"] = environment.socket_folder()
+    faults.keep(Path(environment.socket_folder()) / "fault")
     try:
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-    except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
-        raise ConfigError(f"vLLM cannot serve model = {str(config.model)!r} so: {error}") from error
-    return VllmEngine(
+    except Exception as error:
+        raise ConfigError(
+            f"vLLM cannot serve model = {str(config.model)!r} so: {_why(error)}; {probe.INSTEAD}"
+        ) from error
+    engine = VllmEngine(
         llm,
         held,
         Staging(settings.staging),
@@ -60,6 +87,18 @@ def start(
         on_step,
         config.adapters.max_count,
     )
+    return engine, known
+
+
+def _why(error: Exception) -> str:
+    """In one line what is wrong, and what a process of vLLM has logged of it."""
+    if isinstance(error, pydantic.ValidationError):
+        told = [".".join(map(str, one["loc"])) + ": " + one["msg"] for one in error.errors()]
+        text = "; ".join(one.removeprefix(": ") for one in told)
+    else:
+        text = str(error) or type(error).__name__
+    fault = faults.first()
+    return f"{text} ({fault})" if fault else text
 
 
 def engine_args(config: InferenceConfig) -> dict[str, Any]:
@@ -99,7 +138,7 @@ def engine_args(config: InferenceConfig) -> dict[str, Any]:
             # While one version replaces another, both are held.
             "max_cpu_loras": max(settings.max_loras, 2 * config.adapters.max_count),
         }
-    if config.weights_address and not any(config.model.glob("*.safetensors")):
+    if config.weights_address and not model.has_weights(config.model):
         owned["load_format"] = "dummy"  # the first weights come from the trainer
     return chosen | settings.args | owned
 
@@ -110,25 +149,33 @@ def _dtype(config: InferenceConfig) -> str:
     return "float32" if current_platform.is_cpu() else "bfloat16"
 
 
-def _held(config: InferenceConfig, end_tokens: frozenset[int], detokenize: Detokenize) -> Held:
+def _held(
+    config: InferenceConfig, end_tokens: frozenset[int], detokenize: Detokenize
+) -> tuple[Held, probe.Known]:
     network = model.load(config.model, _dtype(config), weights_follow=bool(config.weights_address))
     if config.max_model_len is not None:
         model.made_for(network, config.max_model_len)
     if current_platform.is_cpu():
         _check_heads(network.config)
     weights = model.ModelWeights(network)
-    digest = weights.digest()
+    digest, layout = weights.digest(), weights.layout()
     served = None if config.weights_address else ServedWeights("", 0, digest)
-    return Held(weights.layout(), digest, end_tokens, detokenize, served)
+    known = probe.known_of(
+        network, model.has_weights(config.model) and "quantization" not in config.vllm.args
+    )
+    return Held(layout, Checkpoint(network), digest, end_tokens, detokenize, served), known
 
 
 def _check_heads(config: Any) -> None:
-    """Refuse what would end at the first step."""
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    """Refuse what would end at the first step, before vLLM is started for it."""
+    text = config.get_text_config()
+    size = getattr(text, "head_dim", None)
+    if size is None and hasattr(text, "num_attention_heads"):  # not with state spaces
+        size = text.hidden_size // text.num_attention_heads
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     known = CPUAttentionBackend.get_supported_head_sizes()
-    if size not in known:
+    if size is not None and size not in known:
         raise ConfigError(
             f"the model has heads of {size}, vLLM's attention on a CPU knows {', '.join(map(str, known))}; "
             'choose engine = "embedded"'

@@ -17,12 +17,14 @@ from quartet.kit.memory import tune_allocator
 from safetensors import safe_open
 from vllm.config import set_current_vllm_config
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
-from quartet_inference.vllm import environment
+from quartet_inference.vllm import environment, faults
 from quartet_inference.vllm.mends import mend
 
 # A load takes and frees the size of the model twice; from fresh pages that would be a third of the pause.
@@ -30,6 +32,7 @@ tune_allocator()
 #: What the tuned allocator keeps once it is freed; blocks of the size of small tensors.
 WARM_BYTES, WARM_BLOCK_BYTES = 256 << 20, 1 << 20
 environment.end_with_service()
+faults.write()
 # It warns at every update of layers without weights of their own, such as a tied head; see _check_complete.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 mend()
@@ -93,13 +96,23 @@ class WeightWorker:
 
 
 def _check_complete(model: torch.nn.Module) -> None:
-    """ValueError where a fused layer got some of its parts only."""
+    """ValueError where a layer got none of its weights, or a fused one some of its parts only."""
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
         if isinstance(layer, VocabParallelEmbedding) or not info.can_load():
             continue  # embeddings are padded; the others are done
-        if 0 < info.load_numel < (info.load_numel_total or 0):
+        if not info.load_numel and not _has_weights(layer):
+            continue
+        if info.load_numel < (info.load_numel_total or 0):
             raise ValueError(f"{name} got {info.load_numel} of {info.load_numel_total} values")
+
+
+def _has_weights(layer: torch.nn.Module) -> bool:
+    """Whether a checkpoint has something of this layer itself: buffers and the scales of keys are vLLM's."""
+    if isinstance(layer, AttentionLayerBase):
+        return False
+    own = layer.named_parameters(recurse=False)
+    return any(one.numel() and name not in SKIP_LOAD_TENSORS for name, one in own)
 
 
 def _repack_tied_heads(model: torch.nn.Module) -> None:

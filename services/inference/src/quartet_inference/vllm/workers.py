@@ -37,7 +37,7 @@ class Workers:
         try:
             await self._in_workers("quartet_warm", str(nbytes))
         except EngineDeadError:
-            self._running.die("vLLM's core has ended")
+            self._running.core_ended()
             raise not_ready() from None
 
     async def label(self, weights: ServedWeights) -> None:
@@ -93,7 +93,7 @@ class Workers:
                 return
             await self._running.llm.remove_lora(lora.lora_int_id)
         except EngineDeadError:
-            self._running.die("vLLM's core has ended")
+            self._running.core_ended()
             raise not_ready() from None
         except Exception as error:
             raise QuartetError(

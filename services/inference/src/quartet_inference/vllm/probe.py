@@ -1,0 +1,108 @@
+"""Whether vLLM computes what the folder's model computes, asked before it answers anybody.
+
+1. vLLM scores a short sequence as transformers' plain forward pass does, or the start is refused. Where the
+   weights will be replaced it does so again after these very weights were loaded as an update: what vLLM
+   makes of weights when it starts (fused, packed, sharded), an update must make of them, too.
+2. What ends vLLM at its first step ends the start, with the reason.
+3. A folder without weights, weights that are no numbers and a quantisation of vLLM's own leave nothing to be
+   compared with transformers; the rest is asked all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from quartet.config import ConfigError
+from quartet.errors import QuartetError
+from quartet.weights.tensor import Tensor
+from torch import nn
+
+from quartet_inference.config import InferenceConfig
+from quartet_inference.embedded import model
+from quartet_inference.engine import ScoreRequest
+from quartet_inference.vllm.engine import VllmEngine
+from quartet_inference.vllm.flight import NonFiniteLogits
+
+#: Scored are all but the first.
+TOKENS = 32
+#: Mean difference of a log-probability. Rounding makes less of it (quartet_inference.canary); weights in a
+#: wrong place make 0.5 and more.
+TOLERANCES = {"float32": 0.01, "bfloat16": 0.25}
+INSTEAD = 'change vllm.args, or choose engine = "embedded"'
+
+
+@dataclass(frozen=True)
+class Known:
+    """Tokens, and the log-probabilities of all but the first by a plain forward pass; empty: not known."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+def known_of(network: nn.Module, same: bool) -> Known:
+    """What a transformers model says of a sequence, where vLLM should say the same (`same`)."""
+    config: Any = network.config
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None) or TOKENS
+    tokens = tuple((7 * place + 3) % int(text.vocab_size) for place in range(max(2, min(TOKENS, positions))))
+    if not same:
+        return Known(tokens, ())
+    with torch.inference_mode():
+        rows = network(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, :-1].float()
+    logprobs = rows.log_softmax(-1).gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    return Known(tokens, tuple(logprobs.tolist()) if logprobs.isfinite().all() else ())
+
+
+async def check(engine: VllmEngine, config: InferenceConfig, sequence: Known) -> None:
+    """Refuse what vLLM gets wrong. Nobody is answered yet. Errors: ConfigError."""
+    tokens = sequence.tokens[: engine.info().max_model_len]
+    wanted = sequence.logprobs[: len(tokens) - 1]
+    first = await _scored(engine, config, tokens)
+    if wanted and first:
+        _compare(engine, config, first, wanted, "computes")
+    if not first or not (config.weights_address or config.accept_push) or not model.has_weights(config.model):
+        return
+    try:
+        await engine.load_again(await asyncio.to_thread(_folder, engine, config))
+    except QuartetError as error:
+        raise ConfigError(
+            f"vLLM takes no other weights for model = {str(config.model)!r} ({error.message}), which "
+            f"weights_address and accept_push ask for: {INSTEAD}"
+        ) from error
+    again = await _scored(engine, config, tokens)
+    _compare(engine, config, again, first, "computes, once weights were replaced by themselves,")
+
+
+def _folder(engine: VllmEngine, config: InferenceConfig) -> dict[str, Tensor]:
+    return model.read(config.model, engine.info().dtype)
+
+
+async def _scored(engine: VllmEngine, config: InferenceConfig, tokens: tuple[int, ...]) -> list[float]:
+    try:
+        return await engine.score_unnamed(ScoreRequest(tokens, ((1, len(tokens) - 1),)))
+    except NonFiniteLogits:
+        return []
+    except QuartetError as error:
+        why = engine.info().ended or error.message
+        raise ConfigError(f"vLLM cannot run model = {str(config.model)!r} so: {why}; {INSTEAD}") from error
+
+
+def _compare(
+    engine: VllmEngine,
+    config: InferenceConfig,
+    found: Sequence[float],
+    wanted: Sequence[float],
+    what: str,
+) -> None:
+    difference = float(np.abs(np.subtract(found, wanted)).mean()) if found else math.nan
+    if not difference <= TOLERANCES[engine.info().dtype]:
+        raise ConfigError(
+            f"vLLM {what} log-probabilities of model = {str(config.model)!r} that are {difference:.2g} off, "
+            f"in the mean: {INSTEAD}"
+        )

@@ -1,0 +1,132 @@
+"""probe.py: what vLLM gets wrong is refused at the start; mixtures, whose updates it gets wrong by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from quartet.config import ConfigError
+from quartet.errors import QuartetError
+from quartet_inference.config import InferenceConfig
+from quartet_inference.vllm import environment
+
+from .engine_calls import END, until
+from .random_models import causal
+from .told import TOLERANCE
+from .vllm_driver import PROMPT, Driver
+
+pytest.importorskip("vllm", reason="vLLM is not installed in this interpreter (make install-vllm)")
+
+
+async def started(folder: Path, network: Any, **settings: Any) -> Any:
+    environment.prepare(threads=1)
+    from quartet_inference.vllm.start import start_checked
+
+    network.save_pretrained(folder)
+    config = InferenceConfig(
+        model=folder, engine="vllm", max_model_len=256, accept_push=True,
+        vllm={"max_num_seqs": 16, "kv_cache_bytes": 1 << 25, **settings},
+    )  # fmt: skip
+    return await start_checked(config, END, lambda tokens: "", lambda: None)
+
+
+async def test_the_experts_of_a_mixture_take_updates(tmp_path: Path) -> None:
+    """checkpoint.py 1, mends.py 4, probe.py 1: in the checkpoint they have other names, one by one."""
+    engine = await started(tmp_path, causal("mixtral", 0))
+    try:
+        assert engine.info().served.version == engine.info().updates_applied == 0
+        driver = Driver(engine, lambda seed: causal("mixtral", seed))
+        first = await driver.ask(PROMPT)
+        assert set(first.versions) == {0} and driver.difference(first) <= TOLERANCE["vllm"]
+        call = asyncio.create_task(driver.ask([1, 2], max_tokens=150))
+        await until(lambda: engine.info().running == 1)
+        await driver.update(1)
+        for told in (await call, await driver.ask(PROMPT, temperature=0.0)):
+            assert told.versions[-1] == 1 and driver.difference(told) <= TOLERANCE["vllm"]
+    finally:
+        await engine.close()
+
+
+async def test_a_model_whose_updates_vllm_drops_is_refused_at_the_start(tmp_path: Path) -> None:
+    """worker.py 3, probe.py 1: of gpt-oss it copies experts and sinks past what loads them again."""
+    with pytest.raises(ConfigError, match=r'takes no other weights .*got 0 of .*engine = "embedded"'):
+        await started(tmp_path, causal("gpt_oss", 0))
+
+
+async def test_what_ends_vllm_at_its_first_step_ends_the_start_with_the_reason(tmp_path: Path) -> None:
+    """probe.py 2, faults.py: the first line of vLLM's log is that its core failed."""
+    with pytest.raises(ConfigError, match=r"vLLM cannot run .*Head dimension 64 is not supported by MLA"):
+        await started(tmp_path, causal("deepseek_v3", 0))
+
+
+class Scores:
+    """An engine that says what it is told to."""
+
+    def __init__(self, *said: Any, reloading: QuartetError | None = None) -> None:
+        self.said, self.reloading, self.reloads = list(said), reloading, 0
+
+    def info(self) -> Any:
+        return SimpleNamespace(dtype="float32", max_model_len=4, ended="")
+
+    async def score_unnamed(self, request: Any) -> list[float]:
+        assert request.tokens == (3, 10, 17, 24)
+        said = self.said.pop(0)
+        if isinstance(said, QuartetError):
+            raise said
+        return said
+
+    async def load_again(self, tensors: Any) -> None:
+        self.reloads += 1
+        if self.reloading is not None:
+            raise self.reloading
+
+
+RIGHT, WRONG = [-1.0, -2.0, -3.0], [-1.0, -2.0, -2.9]
+
+
+@pytest.mark.parametrize(
+    ("said", "pushed", "why"),
+    [
+        ([RIGHT], False, ""),
+        ([WRONG], False, "vLLM computes log-probabilities of .* that are 0.034 off"),
+        ([[-1.0, -2.0, math.nan]], False, "nan off"),
+        ([QuartetError("NOT_READY", "too small")], False, "cannot run .*too small"),
+        ([RIGHT, RIGHT], True, ""),
+        ([RIGHT, WRONG], True, "once weights were replaced by themselves, .*0.033 off"),
+        ([RIGHT, []], True, "nan off"),
+    ],
+)
+async def test_what_is_off_is_refused(said: list[Any], pushed: bool, why: str, model_folder: Path) -> None:
+    """probe.py 1 and 2"""
+    from quartet_inference.vllm import probe
+
+    config = InferenceConfig(model=model_folder, engine="vllm", accept_push=pushed)
+    engine: Any = Scores(*said)
+    known = probe.Known((3, 10, 17, 24, 31), (-1.001, -2.0, -3.0, -4.0))
+    if why:
+        with pytest.raises(ConfigError, match=why):
+            await probe.check(engine, config, known)
+    else:
+        await probe.check(engine, config, known)
+    assert not engine.said and engine.reloads == (len(said) > 1)
+
+
+async def test_what_leaves_nothing_to_compare_is_served(model_folder: Path) -> None:
+    """probe.py 3"""
+    from quartet_inference.vllm import probe
+    from quartet_inference.vllm.flight import NonFiniteLogits
+
+    config = InferenceConfig(model=model_folder, engine="vllm", accept_push=True)
+    for said, wanted in (([NonFiniteLogits()], (-1.0,) * 4), ([WRONG, WRONG], ())):
+        engine: Any = Scores(*said)
+        await probe.check(engine, config, probe.Known((3, 10, 17, 24, 31), wanted))
+        assert not engine.said
+    broken = causal("llama", 0)
+    broken.lm_head.weight[5] = torch.nan
+    assert probe.known_of(broken, True).logprobs == probe.known_of(causal("llama", 0), False).logprobs == ()
+    assert len(probe.known_of(causal("llama", 0), True).logprobs) == probe.TOKENS - 1
