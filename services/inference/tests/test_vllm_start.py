@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import select
 import shutil
@@ -161,6 +162,21 @@ def test_heads_that_the_cpu_build_lacks_are_told_at_the_start(model_folder: Path
     config = InferenceConfig(model=model_folder, engine="vllm")
     with pytest.raises(ConfigError, match="heads of 16"):
         start(config, frozenset(), lambda tokens: "", lambda: None)
+
+
+def test_an_argument_is_passed_on_or_refused(model_folder: Path) -> None:
+    """config.py: nothing that is given is replaced in silence."""
+    pytest.importorskip("vllm", reason="vLLM is not installed in this interpreter (make install-vllm)")
+    environment.prepare(threads=1)
+    from quartet_inference.vllm.start import engine_args
+    from vllm import AsyncEngineArgs
+
+    given = {field.name: "given" for field in dataclasses.fields(AsyncEngineArgs)}
+    for name in OWNED_VLLM_ARGS:
+        del given[name]
+    settings = {"args": given, "max_lora_rank": 8}
+    passed = engine_args(InferenceConfig(model=model_folder, engine="vllm", vllm=settings))
+    assert given.items() <= passed.items()
 
 
 def test_an_unknown_argument_is_told_with_its_neighbour(make_model: Any, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ OWNED_VLLM_ARGS = {
     "logprobs_mode": "log-probabilities are those of the distribution that was sampled",
     "logits_processors": "tokens are drawn by Quartet's own sampler",
     "worker_extension_cls": "weights are changed by Quartet's own extension",
+    "generation_config": "how tokens are drawn is said by each request",
     "skip_tokenizer_init": "text is made by the service, the engine knows tokens only",
     "enable_lora": "give vllm.max_lora_rank",
     "max_lora_rank": "give vllm.max_lora_rank",

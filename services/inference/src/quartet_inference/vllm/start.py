@@ -111,7 +111,8 @@ def engine_args(config: InferenceConfig) -> dict[str, Any]:
             "block_size": CPU_BLOCK_TOKENS,
             "kv_cache_memory_bytes": settings.kv_cache_bytes or GIB,
         }
-        if settings.args.get("tensor_parallel_size", 1) * settings.args.get("pipeline_parallel_size", 1) == 1:
+        parallel = ("tensor_parallel_size", "pipeline_parallel_size")
+        if all(settings.args.get(name, 1) == 1 for name in parallel):
             chosen["distributed_executor_backend"] = "uni"  # one process less
     else:
         # vLLM knows larger steps for its own servers alone; an update has running prompts computed anew.
