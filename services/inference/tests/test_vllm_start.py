@@ -179,12 +179,29 @@ def test_an_argument_is_passed_on_or_refused(model_folder: Path) -> None:
     assert given.items() <= passed.items()
 
 
-def test_an_unknown_argument_is_told_with_its_neighbour(make_model: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        ({"tensor_paralel_size": 2}, "did you mean tensor_parallel_size"),
+        ({"tensor_parallel_size": "2"}, "tensor_parallel_size = '2' is refused: give an integer"),
+        ({"tensor_parallel_size": True}, "give an integer"),
+        ({"gpu_memory_utilization": "0.5"}, "give a number"),
+        ({"enable_prefix_caching": "no"}, "give true or false"),
+        ({"quantization": "nope"}, "cannot serve .* so: Unknown quantization method: nope.*keys of vllm"),
+        ({"data_parallel_size": 0}, "data_parallel_size: Input should be greater"),
+        ({"tokenizer_mode": "nope"}, "renderer_mode='nope'"),
+    ],
+    ids=str,
+)
+def test_an_argument_that_cannot_be_is_told(
+    make_model: Any, tmp_path: Path, args: dict[str, Any], why: str
+) -> None:
+    """start.py 3: with its neighbour, or what it should be, or what vLLM says."""
     pytest.importorskip("vllm", reason="vLLM is not installed in this interpreter (make install-vllm)")
     environment.prepare(threads=1)
     from quartet_inference.vllm.start import start
 
     make_model(0, head_dim=32).save_pretrained(tmp_path)
-    config = InferenceConfig(model=tmp_path, engine="vllm", vllm={"args": {"tensor_paralel_size": 2}})
-    with pytest.raises(ConfigError, match="did you mean tensor_parallel_size"):
+    config = InferenceConfig(model=tmp_path, engine="vllm", vllm={"args": args})
+    with pytest.raises(ConfigError, match=why):
         start(config, frozenset(), lambda tokens: "", lambda: None)

@@ -34,7 +34,10 @@ TOKENS = 32
 #: Mean difference of a log-probability. Rounding makes less of it (quartet_inference.canary); weights in a
 #: wrong place make 0.5 and more. A larger canary_tolerance holds here, too.
 TOLERANCES = {"float32": 0.01, "bfloat16": 0.25}
-INSTEAD = 'change vllm.dtype, vllm.max_lora_rank or vllm.args, or choose engine = "embedded"'
+INSTEAD = (
+    "change max_model_len or the keys of vllm (dtype, kv_cache_bytes, max_lora_rank, args), or choose "
+    'engine = "embedded"'
+)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import difflib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pydantic
 from quartet.config import ConfigError
@@ -35,6 +35,8 @@ from quartet_inference.vllm.staging import Staging
 CPU_BLOCK_TOKENS = 32
 #: Tokens of one step of the engine: what vLLM's own server takes on an H100.
 ACCELERATOR_STEP_TOKENS = 8192
+#: Kinds of arguments that are checked before vLLM sees them; the others it checks itself.
+KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", type(None): ""}
 
 
 async def start_checked(
@@ -62,12 +64,8 @@ def _start(
     config: InferenceConfig, end_tokens: frozenset[int], detokenize: Detokenize, on_step: Callable[[], None]
 ) -> tuple[VllmEngine, probe.Known]:
     settings = config.vllm
+    _check_args(settings.args)
     arguments = engine_args(config)
-    taken = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    for name in arguments.keys() - taken:
-        near = difflib.get_close_matches(name, taken, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"vllm.args.{name} is no argument of AsyncEngineArgs{hint}")
     held, known = _held(config, end_tokens, detokenize)
     if "VLLM_RPC_BASE_PATH" not in os.environ:
         os.environ["VLLM_RPC_BASE_PATH"] = environment.socket_folder()
@@ -90,15 +88,30 @@ def _start(
     return engine, known
 
 
+def _check_args(args: dict[str, Any]) -> None:
+    """Refuse what vLLM does not know, or would take for something else: to it every text is true."""
+    fields = {field.name: field for field in dataclasses.fields(AsyncEngineArgs)}
+    for name, value in args.items():
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"vllm.args.{name} is no argument of AsyncEngineArgs{hint}")
+        kinds = set(get_args(fields[name].type)) or {fields[name].type}
+        given = {type(value)} | ({float} if type(value) is int else set())
+        if kinds <= KINDS.keys() and not kinds & given:
+            wanted = " or ".join(sorted(KINDS[kind] for kind in kinds if KINDS[kind]))
+            raise ConfigError(f"vllm.args.{name} = {value!r} is refused: give {wanted}")
+
+
 def _why(error: Exception) -> str:
-    """In one line what is wrong, and what a process of vLLM has logged of it."""
+    """In one line what is wrong, where vLLM has logged it from there."""
+    fault = faults.first()
+    if fault:
+        return fault
     if isinstance(error, pydantic.ValidationError):
         told = [".".join(map(str, one["loc"])) + ": " + one["msg"] for one in error.errors()]
-        text = "; ".join(one.removeprefix(": ") for one in told)
-    else:
-        text = str(error) or type(error).__name__
-    fault = faults.first()
-    return f"{text} ({fault})" if fault else text
+        return "; ".join(one.removeprefix(": ").removeprefix("Value error, ") for one in told)
+    return f"{type(error).__name__}: {error}"
 
 
 def engine_args(config: InferenceConfig) -> dict[str, Any]:
