@@ -81,7 +81,9 @@ def engine_of(core: Any, folder: Path, served: ServedWeights | None = None) -> A
     from quartet_inference.vllm.engine import Held, VllmEngine
     from quartet_inference.vllm.staging import Staging
 
-    return VllmEngine(core, Held({}, b"", END, lambda _: "", served), Staging(folder), 8, False)
+    checkpoint: Any = SimpleNamespace(tensors=dict)
+    held = Held({}, checkpoint, b"", END, lambda _: "", served)
+    return VllmEngine(core, held, Staging(folder), 8, False)
 
 
 def pinned(run_id: str = "") -> Request:
