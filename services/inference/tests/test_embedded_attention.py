@@ -15,6 +15,7 @@ from quartet_inference.embedded.kv_cache import KvCache
 from quartet_inference.embedded.lora import Bank
 from quartet_inference.embedded.prefill import prefill
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 ROWS, KV_HEADS, GROUP, CONTEXT, DIM = 3, 2, 3, 11, 8
 
@@ -85,3 +86,13 @@ def test_a_row_alone_has_the_bits_that_it_has_among_others(make_model: Callable[
         together = logits(8)
         for rows in (1, 2, 3, 5):
             assert torch.equal(logits(rows), together[:, :rows]), rows
+
+
+@pytest.mark.parametrize(("cap", "taken"), [(50.0, "eager"), (None, attention.NAME)])
+def test_scores_that_are_capped_stay_capped(cap: float | None, taken: str) -> None:
+    """As transformers 5.19 makes Gemma 2; newer releases refuse sdpa to it."""
+    config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8)
+    model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+    model.config.attn_logit_softcapping = cap
+    attention.use(model)
+    assert model.config._attn_implementation == taken

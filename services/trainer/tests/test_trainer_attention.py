@@ -10,6 +10,7 @@ import torch
 from quartet_trainer import attention, tiles
 from quartet_trainer.masks import row_mask
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
@@ -110,3 +111,13 @@ def test_bfloat16_is_left_to_sdpa(given: Tensor) -> None:
     theirs, _ = sdpa_attention_forward(MODULE, *tensors, mask_of(2, 9))
     assert mine.dtype == torch.bfloat16
     assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(("cap", "taken"), [(50.0, "eager"), (None, attention.NAME)])
+def test_scores_that_are_capped_stay_capped(cap: float | None, taken: str) -> None:
+    """As transformers 5.19 makes Gemma 2; newer releases refuse sdpa to it."""
+    config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8)
+    model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+    model.config.attn_logit_softcapping = cap
+    attention.use(model)
+    assert model.config._attn_implementation == taken

@@ -41,9 +41,14 @@ HARMLESS = frozenset({"position_ids", "use_cache", "is_causal", "sliding_window"
 
 
 def use(model: Any) -> None:
-    """Let a causal transformers model that runs sdpa attention run this one."""
+    """Let a causal transformers model that runs sdpa attention run this one.
+
+    Where scores are capped (Gemma 2), which sdpa leaves out, transformers' eager one; newer releases choose
+    that by themselves.
+    """
     if model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation(NAME)
+        capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+        model.set_attn_implementation("eager" if capped else NAME)
 
 
 def attention(

@@ -66,9 +66,14 @@ def _attend_step(q: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
 
 
 def use(model: Any) -> None:
-    """Let a transformers model that runs sdpa attention run this one."""
+    """Let a transformers model that runs sdpa attention run this one.
+
+    Where scores are capped (Gemma 2), which sdpa leaves out, transformers' eager one; newer releases choose
+    that by themselves.
+    """
     if model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation(NAME)
+        capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+        model.set_attn_implementation("eager" if capped else NAME)
 
 
 def hub_attention(
