@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,12 +33,16 @@ class Checkpoint:
         self._buffers = {
             name: as_wire(one.clone()) for name, one in buffers.items() if one.dtype in SAFETENSORS_NAMES
         }
+        self._names = frozenset(saved)
         self._network: Any = network.to("meta")
+
+    @cached_property
+    def _moved(self) -> frozenset[str]:
+        """Those of another name or shape in the checkpoint."""
         held = dict(self._network.named_parameters()) | dict(self._network.named_buffers())
-        held = {name: one for name, one in held.items() if name in saved}
+        held = {name: one for name, one in held.items() if name in self._names}
         back = self._revert(held)
-        #: Those of another name or shape in the checkpoint.
-        self._moved = frozenset(name for name, one in held.items() if back.get(name) is not one)
+        return frozenset(name for name, one in held.items() if back.get(name) is not one)
 
     def _revert(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         back: dict[str, torch.Tensor] = revert_weight_conversion(self._network, tensors)
