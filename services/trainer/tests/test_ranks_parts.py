@@ -102,7 +102,7 @@ def test_every_block_is_gathered_for_itself(alone_in_a_group: None, folder: Path
 
     device = torch.device("cpu")
     full = load_model(folder, str(folder), device=device)
-    model = shard(without_memory(folder), full, device, layout.host_mesh())
+    model = shard(without_memory(folder, tied=True), full, device, layout.host_mesh())
     blocks = [module for module in model.modules() if isinstance(module, FSDPModule)]
     assert len(blocks) == 1 + full.config.num_hidden_layers
     for name, parameter in model.named_parameters():

@@ -35,6 +35,7 @@ class Bases:
         seed = spec.seed if spec.from_scratch else None
         key = (folder.resolve(), spec.from_scratch, seed, autocast, copied)
         shared = self._held.get(key)
-        if shared is None:
+        # One that all runs have left may still be in memory, in this rank and not in others: it is gone.
+        if shared is None or not shared.in_use:
             shared = self._held[key] = Base(load(), autocast)
         return shared

@@ -55,6 +55,7 @@ class Base:
         self.size = base.parameter_counts(model)[1]
         self._peft: Any = None
         self._joined = 0
+        self._used: set[str] = set()
         self._active = ""
         self._left: list[str] = []
         self._digest = ""
@@ -94,7 +95,13 @@ class Base:
                 raise self._targets.refused_by_peft(targets, error) from error
         products.use(self.model)
         narrow(self.model, self._own(), self._autocast)
+        self._used.add(name)
         return Adapter(self, name, spec, _config_json(config), seed)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether any run has an adapter in it."""
+        return bool(self._used)
 
     def use(self, adapter: str) -> None:
         """Switch on this adapter and no other."""
@@ -113,6 +120,7 @@ class Base:
     def leave(self, adapter: str) -> None:
         """Nobody uses this adapter any more; it is removed when another one is used."""
         self._left.append(adapter)
+        self._used.discard(adapter)
 
     def digest(self) -> str:
         """Of the frozen weights."""

@@ -59,8 +59,13 @@ PROBE_WINDOW = 6
 
 def resolve_folder(base_model: str, allow_hub: bool) -> Path:
     """The folder of a base model, fetched from the hub where the name is a hub id. Errors: INVALID_CONFIG."""
-    folder = Path(base_model).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(base_model).expanduser()
+        is_here = folder.is_dir()
+    except (OSError, RuntimeError) as error:  # too long for a name, or of a user who is not there
+        why = getattr(error, "strerror", None) or str(error)
+        raise _refused(base_model, f"it cannot be a folder: {why}", "name another") from error
+    if is_here:
         if not (folder / "config.json").is_file():
             raise _refused(
                 base_model, f"the folder {folder} has no config.json", "name a Hugging Face model folder"
@@ -113,11 +118,29 @@ def load_model(folder: Path, base_model: str, *, device: torch.device, seed: int
     return _prepared(model.to(device))
 
 
-def without_memory(folder: Path) -> Any:
-    """A model whose tensors have shapes and no contents (device "meta"); others loaded its folder."""
+def without_memory(folder: Path, tied: bool) -> Any:
+    """A model whose tensors have shapes and no contents (device "meta"); others loaded its folder, and found
+    embedding and head `tied` or not."""
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     with torch.device("meta"):
-        return _prepared(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))  # type: ignore[no-untyped-call]
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        head = model.get_output_embeddings()
+        if is_tied(model) and not tied:
+            head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
+    return _prepared(model)
+
+
+def is_tied(model: Any) -> bool:
+    """Whether embedding and head are one matrix; a checkpoint may have two where its config says so."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def exported_as(loaded: Any, model: Any) -> None:
+    """Let a model be exported as a loaded one is: under the names of the checkpoint, with its settings."""
+    model.generation_config = loaded.generation_config
+    # What from_pretrained made of the checkpoint's names; a model of random weights has none.
+    model._weight_conversions = vars(loaded).get("_weight_conversions")
 
 
 def _prepared(model: Any) -> Any:

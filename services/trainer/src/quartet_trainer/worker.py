@@ -48,7 +48,7 @@ class Worker:
         loop = asyncio.get_running_loop()
         context = contextvars.copy_context()
         self._pending += 1
-        future = loop.run_in_executor(self._executor, context.run, _within_memory, job)
+        future = loop.run_in_executor(self._executor, context.run, within_memory, job)
         future.add_done_callback(self._done)
         # Shielded: cancelling a waiting caller must not drop a job that others count on.
         return await asyncio.shield(future)
@@ -61,7 +61,8 @@ class Worker:
         self._pending -= 1
 
 
-def _within_memory(job: Callable[[], T]) -> T:
+def within_memory(job: Callable[[], T]) -> T:
+    """Do a job. Errors: OVERLOADED where the memory does not reach, and those of the job."""
     try:
         return job()
     except (MemoryError, RuntimeError) as error:

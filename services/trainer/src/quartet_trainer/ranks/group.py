@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import structlog
 import torch
 import torch.distributed as dist
 from quartet.errors import QuartetError
@@ -39,9 +40,11 @@ from quartet_trainer.ranks.command import (
 )
 from quartet_trainer.ranks.sharding import ShardedForward, shard
 from quartet_trainer.sample import Sample
-from quartet_trainer.worker import STUCK_SECONDS
+from quartet_trainer.worker import STUCK_SECONDS, within_memory
 
 T = TypeVar("T")
+
+log = structlog.get_logger()
 
 #: A job that says nothing for a fourth of it is stuck in one process, too, and its liveness says so. But the
 #: first rank hashes and flushes a large state alone, and says so there, while the others wait.
@@ -105,7 +108,10 @@ class Group:
         return parse_command(body), parse_samples(arrays)
 
     def agree(self, job: Callable[[], T]) -> T | None:
-        """Let the first rank do something: its result there, None here, or its error everywhere."""
+        """Let the first rank do something: its result there, None here, or its error everywhere.
+
+        Errors: those of the job; INTERNAL for one that is not of the contract. All ranks are in step then.
+        """
         if not self.first:
             size = torch.zeros(1, dtype=torch.int64)
             dist.broadcast(size, src=0)
@@ -113,14 +119,22 @@ class Group:
                 raise _error(_shared(bytes(int(size))))
             return None
         try:
-            result = job()
+            result = within_memory(job)
         except QuartetError as error:
-            body = _error_bytes(error)
-            dist.broadcast(torch.tensor([len(body)]), src=0)
-            _shared(body)
+            self._disagree(error)
             raise
+        except Exception as error:
+            log.exception("failed_on_the_first_rank")
+            unforeseen = QuartetError("INTERNAL", "the first rank failed; its log says how")
+            self._disagree(unforeseen)
+            raise unforeseen from error
         dist.broadcast(torch.tensor([0]), src=0)
         return result
+
+    def _disagree(self, error: QuartetError) -> None:
+        body = _error_bytes(error)
+        dist.broadcast(torch.tensor([len(body)]), src=0)
+        _shared(body)
 
     # -- sharing work
 
@@ -173,9 +187,11 @@ class Group:
     def place(self, load: Callable[[torch.device], Any], folder: Path, device: torch.device) -> Any:
         """The first rank loads, all get their parts."""
         full = self.agree(lambda: load(torch.device("cpu")))
-        skeleton = base.without_memory(folder)
+        tied = torch.tensor([full is not None and base.is_tied(full)])
+        dist.broadcast(tied, src=0)
+        skeleton = base.without_memory(folder, bool(tied))
         if full is not None:
-            skeleton.generation_config = full.generation_config
+            base.exported_as(full, skeleton)
         return shard(skeleton, full, device, self._mesh)
 
     def policy(

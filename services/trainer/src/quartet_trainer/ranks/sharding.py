@@ -3,7 +3,8 @@
 1. The first rank loads the whole model on its CPU; the others make theirs without memory and get their parts
    tensor by tensor. No rank holds a whole model on its device.
 2. A block's parameters are whole only while it computes; gradients are sums over the ranks, not means.
-3. Tied weights stay tied. Buffers, which are small, are whole in every rank.
+3. Tied weights stay tied. Buffers, which are small, are whole in every rank, and saved where the model saves
+   them.
 4. Masters are float32; what is gathered is too, so a rank computes what one process would.
 """
 
@@ -27,7 +28,8 @@ def shard(model: Any, full: Any | None, device: torch.device, mesh: Any) -> Any:
     """Give a model without memory its part of the parameters of `full`, which the first rank has."""
     # transformers names the modules that must not be cut: the blocks.
     blocks = set(model._no_split_modules or ())
-    for module in list(model.modules()):
+    # Inner ones first: Mamba's kin name a block and a part of it.
+    for module in reversed(list(model.modules())):
         if type(module).__name__ in blocks:
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
     # Resharded after each forward pass, too: a pass that only scores has no backward pass to do it, and what
@@ -53,7 +55,7 @@ def _forward(compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tens
 
 
 def _fill(model: Any, full: Any | None, device: torch.device, mesh: Any) -> None:
-    source = {} if full is None else dict(full.named_parameters())
+    source = None if full is None else dict(full.named_parameters())
     filled: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         values = _on_device(source, name, parameter, device)
@@ -63,19 +65,20 @@ def _fill(model: Any, full: Any | None, device: torch.device, mesh: Any) -> None
         if id(parameter) in filled
     }  # fmt: skip
     model.load_state_dict(state, assign=True, strict=False)
-    source = {} if full is None else dict(full.named_buffers())
+    source = None if full is None else dict(full.named_buffers())
+    saved = model.state_dict().keys()
     for name, buffer in list(model.named_buffers()):
         values = _on_device(source, name, buffer, device)
         dist.broadcast(values, src=0)
         owner, _, own_name = name.rpartition(".")
-        setattr(model.get_submodule(owner), own_name, nn.Buffer(values, persistent=False))
+        setattr(model.get_submodule(owner), own_name, nn.Buffer(values, persistent=name in saved))
 
 
-def _on_device(source: Mapping[str, Tensor], name: str, like: Tensor, device: torch.device) -> Tensor:
+def _on_device(source: Mapping[str, Tensor] | None, name: str, like: Tensor, device: torch.device) -> Tensor:
     """The tensor of the first rank there; memory for it elsewhere."""
-    if name in source:
-        return source[name].detach().to(device)
-    return torch.empty(like.shape, dtype=like.dtype, device=device)
+    if source is None:
+        return torch.empty(like.shape, dtype=like.dtype, device=device)
+    return source[name].detach().to(device)
 
 
 class ShardedForward(PolicyForward):
