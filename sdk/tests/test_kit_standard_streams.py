@@ -100,3 +100,15 @@ def test_another_pipe_that_breaks_is_told(
     monkeypatch.setattr(command, "dispatch", work)
     assert command.main(["init"]) == 1
     assert capfd.readouterr().err == "error: Broken pipe\n"
+
+
+def test_a_line_that_cannot_be_logged_is_lost_and_nothing_else() -> None:
+    """The disk of the logs is full."""
+    code = (
+        "import structlog; from quartet.kit import logs; logs.configure('x'); log = structlog.get_logger()\n"
+        "for _ in range(300): log.info('a line', padding='x' * 100)\n"
+        "print('done')"
+    )
+    with Path("/dev/full").open("wb") as full:
+        said = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=full, check=False)
+    assert said.stdout == b"done\n"

@@ -17,9 +17,9 @@ from quartet.v1 import rollout_pb2
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
-from .ranked import call_ranks, three_ranks, two_ranks
+from .ranked import alone_in_a_group, call_ranks, group_of_one, three_ranks, two_ranks
 
-__all__ = ["call_ranks", "three_ranks", "two_ranks"]
+__all__ = ["alone_in_a_group", "call_ranks", "group_of_one", "three_ranks", "two_ranks"]
 
 VOCAB = 96
 

@@ -1,4 +1,7 @@
-"""A trainer of several ranks, started by torchrun as a user would, over gloo on this machine's CPU."""
+"""A trainer of several ranks, started by torchrun as a user would, over gloo on this machine's CPU.
+
+And a group of one, in this process.
+"""
 
 from __future__ import annotations
 
@@ -117,3 +120,28 @@ async def calling(group: Ranked) -> AsyncIterator[Any]:
 
     async with connect(group.wait_served()) as channel:
         yield Served(TrainerServiceStub(channel), channel, group.state_dir)
+
+
+@pytest.fixture
+def alone_in_a_group() -> Iterator[None]:
+    """torch.distributed with one rank."""
+    import torch.distributed as dist
+    from quartet_trainer.ranks import layout
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        layout.host_mesh.cache_clear()
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def group_of_one(alone_in_a_group: None) -> Any:
+    """It without the others that it would meet."""
+    from quartet_trainer.ranks import layout
+    from quartet_trainer.ranks.group import Group
+
+    made = object.__new__(Group)
+    made.rank, made.size, made._mesh = 0, 1, layout.host_mesh()
+    return made

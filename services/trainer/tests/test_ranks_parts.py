@@ -6,13 +6,14 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
+from quartet.errors import QuartetError
 from quartet_trainer.ranks import layout
 from quartet_trainer.ranks.balance import assignment, cost
 from quartet_trainer.ranks.command import (
@@ -83,16 +84,6 @@ def test_samples_come_back_equal() -> None:
     assert parse_samples(sample_bytes([])) == []
 
 
-@pytest.fixture
-def alone_in_a_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        layout.host_mesh.cache_clear()
-        dist.destroy_process_group()
-
-
 def test_every_block_is_gathered_for_itself(alone_in_a_group: None, folder: Path) -> None:
     """No rank has the whole model on its device: only a block at a time is gathered."""
     from quartet_trainer.model import load_model, without_memory
@@ -112,18 +103,27 @@ def test_every_block_is_gathered_for_itself(alone_in_a_group: None, folder: Path
     assert all(torch.equal(one, dict(full.named_buffers())[name]) for name, one in model.named_buffers())
 
 
-def test_values_are_joined_also_of_no_samples(alone_in_a_group: None) -> None:
+def test_values_are_joined_also_of_no_samples(group_of_one: Any) -> None:
     from quartet_trainer.passes import Pass
-    from quartet_trainer.ranks.group import Group
 
-    group = object.__new__(Group)  # it would meet the others
-    group.rank, group.size = 0, 1
     for lengths in ([], [2], [1, 0, 3]):
         values = [np.arange(length, dtype=np.float32) for length in lengths]
         done = Pass(values, [-one for one in values])
-        group.join(done, lengths)
+        group_of_one.join(done, lengths)
         for joined, sign in ((done.logprobs, 1), (done.entropies, -1)):
             assert [one.tolist() for one in joined] == [(sign * one).tolist() for one in values]
+
+
+def test_what_fails_in_the_first_rank_alone_is_an_error_of_the_contract(group_of_one: Any) -> None:
+    """Any other would end the ranks, and with them the runs that have nothing to do with it."""
+
+    def fails(error: Exception) -> None:
+        raise error
+
+    for error, reason in ((KeyError("what"), "INTERNAL"), (MemoryError(), "OVERLOADED")):
+        with pytest.raises(QuartetError) as raised:
+            group_of_one.agree(partial(fails, error))
+        assert raised.value.reason == reason
 
 
 def test_parts_and_wholes_become_each_other(alone_in_a_group: None) -> None:

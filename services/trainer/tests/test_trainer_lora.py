@@ -183,8 +183,9 @@ async def test_runs_share_the_memory_of_their_base(folder: Path) -> None:
     bases = Bases()
     spec = RunSpec(base_model=str(folder), optimizer=OptimizerSpec(learning_rate=1.0))
     one = bases.open(folder, spec, load, None)
+    a = one.join(LoraSpec(rank=2, alpha=2.0), str(folder), 0)
     assert bases.open(folder, spec.model_copy(update={"seed": 3}), load, None) is one
-    a, b = (one.join(LoraSpec(rank=2, alpha=2.0), str(folder), seed) for seed in (0, 1))
+    b = one.join(LoraSpec(rank=2, alpha=2.0), str(folder), 1)
     assert a.model is b.model and loaded == [1]
     # Initial weights follow from the seed, whatever was there before.
     again = one.join(LoraSpec(rank=2, alpha=2.0), str(folder), 0)
@@ -198,6 +199,9 @@ async def test_runs_share_the_memory_of_their_base(folder: Path) -> None:
             a._inner.values()
         )
     assert not [name for name, _ in a.model.named_parameters() if ".adapter1." in name]
+    a.close()
+    again.close()
+    assert bases.open(folder, spec, load, None) is not one, "what all have left is gone, whoever refers to it"
 
 
 @pytest.mark.parametrize("saved", ["layers.0.mlp", "down_proj", "norm"])

@@ -15,6 +15,9 @@ async def test_create_run_refuses(folder: Path, serve_trainer: Any, tmp_path: Pa
     async with serve_trainer(max_runs=1) as trainer:
         missing = await trainer.refused(trainer.create(base_model=str(tmp_path / "absent")), "INVALID_CONFIG")
         assert str(tmp_path / "absent") in missing.message and missing.metadata["key"] == "base_model"
+        for name in ("x" * 5000, "~no-such-user/model"):
+            unnamed = await trainer.refused(trainer.create(base_model=name), "INVALID_CONFIG")
+            assert "cannot be a folder" in unnamed.message
         empty = tmp_path / "empty"
         empty.mkdir()
         await trainer.refused(trainer.create(base_model=str(empty)), "INVALID_CONFIG")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -159,6 +160,24 @@ async def test_a_run_that_cannot_be_restored_is_not_open(
         with pytest.raises(QuartetError, match="RUN_UNKNOWN"):
             await fetch_version(trainer.channel, "r", 0)
         assert (await trainer.create(base_model=str(folder))).applied_seq_id == 2
+
+
+async def test_a_state_does_not_go_on_in_a_model_of_another_shape(
+    folder: Path, serve_trainer: Any, tmp_path: Path, write_qwen3: Any
+) -> None:
+    moved = tmp_path / "base"
+    shutil.copytree(folder, moved)
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(moved))
+        await trainer.save(1, "s")
+    shape = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 2, "head_dim": 16}
+    for layers, width, what in ((3, 64, "layers.2"), (1, 64, "layers.1"), (2, 48, "mlp")):
+        shutil.rmtree(moved)
+        sizes = {"num_hidden_layers": layers, "intermediate_size": width, "max_position_embeddings": 128}
+        write_qwen3(moved, seed=1, **shape, **sizes)
+        async with serve_trainer() as trainer:
+            error = await trainer.refused(trainer.create(base_model=str(moved)), "CHECKSUM_MISMATCH")
+        assert what in error.message and error.metadata["what"] == "base_model"
 
 
 async def test_a_state_that_cannot_be_loaded_does_not_become_the_newest(

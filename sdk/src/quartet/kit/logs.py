@@ -1,13 +1,16 @@
 """Logs: one JSON object per line on stderr, with the service's name and the id of the request being handled.
 
 Third-party loggers go through the same line format. Get a logger with `structlog.get_logger()`.
+
+A line that cannot be written (the disk that it goes to is full) is lost, and what was being done goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import structlog
 
@@ -15,6 +18,21 @@ LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 # Libraries that speak at info level for every request.
 _NOISY: Final = ("httpx", "urllib3", "filelock", "asyncio")
+
+
+class _Lossy:
+    """A stream that says nothing of what it could not write, as logging's own handlers do."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
 
 def configure(service: str, level: str = "info") -> None:
@@ -39,7 +57,7 @@ def configure(service: str, level: str = "info") -> None:
     structlog.configure(
         processors=[*shared, render],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(_Lossy(sys.stderr)),  # type: ignore[arg-type]
         cache_logger_on_first_use=True,  # a line below the level then costs a quarter
     )
     handler = logging.StreamHandler(sys.stderr)

@@ -16,6 +16,7 @@ from quartet_trainer import kernels
 from quartet_trainer import model as base
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.passes import Machine
+from quartet_trainer.worker import release_memory
 
 
 def placed(
@@ -25,6 +26,8 @@ def placed(
 
     Errors: INVALID_CONFIG.
     """
+    # A model refers to itself: one that was loaded for a run that was refused is still there.
+    release_memory()
 
     def load(device: torch.device) -> Any:
         model = base.load_model(folder, name, seed=seed, device=device)

@@ -46,7 +46,7 @@ from quartet_trainer.routing import routing_values
 from quartet_trainer.sample import Floats, Sample, check_against_model
 from quartet_trainer.schedule import scheduled_rate
 from quartet_trainer.spec import LossSpec, RunSpec
-from quartet_trainer.trained import Trained, WholeModel, replaced
+from quartet_trainer.trained import Trained, WholeModel, check_weights, replaced
 from quartet_trainer.verification import Verification, verify
 from quartet_trainer.versions import Versions
 
@@ -289,6 +289,7 @@ class Run:
         # What was served when the state was taken, on whatever device that was.
         served_dtype = str(meta["served_dtype"])
         self._trained.check(meta["trained"])
+        check_weights(self._trained.parameters, weights)
         live = self._trained.published(weights, served_dtype)
         kept = self._versions.read(meta, content.tensors, policy_version, live)
         with self.changing():

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from quartet.errors import QuartetError
 from torch import Tensor, nn
 
 from quartet_trainer import model as base
@@ -76,6 +77,19 @@ class Trained(Protocol):
     def close(self) -> None:
         """Nobody uses it any more. From any thread."""
         ...
+
+
+def check_weights(parameters: Masters, weights: Masters) -> None:
+    """Whether weights of a state are those of these parameters. Errors: CHECKSUM_MISMATCH."""
+    ours, theirs = ({name: tuple(one.shape) for name, one in of.items()} for of in (parameters, weights))
+    wrong = next((name for name in sorted(ours | theirs) if ours.get(name) != theirs.get(name)), None)
+    if wrong is not None:
+        raise QuartetError(
+            "CHECKSUM_MISMATCH",
+            f"the state is of another model than base_model is now: {wrong} has shape {theirs.get(wrong)} in "
+            f"it and {ours.get(wrong)} here (None: there is none); nothing was loaded",
+            what="base_model",
+        )
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from quartet_trainer.ranks.command import (
 )
 from quartet_trainer.ranks.sharding import ShardedForward, shard
 from quartet_trainer.sample import Sample
-from quartet_trainer.worker import STUCK_SECONDS, within_memory
+from quartet_trainer.worker import STUCK_SECONDS, release_memory, within_memory
 
 T = TypeVar("T")
 
@@ -192,7 +192,11 @@ class Group:
         skeleton = base.without_memory(folder, bool(tied))
         if full is not None:
             base.exported_as(full, skeleton)
-        return shard(skeleton, full, device, self._mesh)
+        model = shard(skeleton, full, device, self._mesh)
+        # The whole of it is not needed any more.
+        del full
+        release_memory()
+        return model
 
     def policy(
         self,
