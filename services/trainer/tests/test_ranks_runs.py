@@ -121,3 +121,24 @@ async def test_what_one_rank_refuses_all_do_and_the_run_goes_on(
         )
         assert error.metadata["key"] == "lora.modules_to_save" and "ranks = 1" in error.message
         await group.stub.CloseRun(pb.CloseRunRequest(run_id="refused"))
+
+
+async def test_ranks_drop_other_values(
+    call_ranks: Callable[..., Any], folder: Path, make_samples: Any
+) -> None:
+    """Two equal samples, each of them on a rank of its own."""
+    (sample,) = make_samples(groups=1, members=1)
+    sample.sample.token_ids[:] = [5, 6, 7]
+    sample.sample.spans[0].start, sample.sample.spans[0].length = 2, 1
+    sample.sample.logprobs[:] = [-3.0]
+    async with call_ranks() as group:
+        for rate in (0.0, 0.5):
+            lora = pb.LoraSpec(rank=4, alpha=8.0, dropout=rate)
+            run_id = f"dropout-{rate}"
+            await group.create(run_id, base_model=str(folder), learning_rate=0.1, lora=lora)
+            # An adapter begins as nothing, of which nothing can be dropped.
+            await group.forward_backward(1, [sample, sample], run_id)
+            await group.stub.OptimStep(pb.OptimStepRequest(run_id=run_id, seq_id=2))
+            done = await group.forward_backward(3, [sample, sample], run_id)
+            apart = done.diagnostics["logprob_difference_max"] - done.diagnostics["logprob_difference_mean"]
+            assert (apart > 1e-4) == (rate > 0)

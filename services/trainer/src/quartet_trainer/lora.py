@@ -4,8 +4,8 @@
    under them with peft's adapter_config.json; or merged, W + scale * B A, as a whole model.
 2. Only the adapter of the run that computes is switched on: runs on one base do not see each other, and each
    computes what it would compute alone.
-3. Initial weights depend on spec and seed alone. Dropout is drawn from the seed and the number of batches so
-   far, which is saved: a restored run continues bit-equally.
+3. Initial weights depend on spec and seed alone. Dropout is drawn from the seed, the number of batches so
+   far, which is saved, and the rank: a restored run continues bit-equally on as many ranks.
 4. Scoring never drops anything out.
 5. The base is no part of a state; its digest is, so that an adapter never goes on upon another base.
 6. An exported folder holds the merged model, and the adapter as peft writes it in ADAPTER_FOLDER.
@@ -33,7 +33,7 @@ from quartet_trainer import model as base
 from quartet_trainer import products
 from quartet_trainer.frozen import as_float32, narrow, plain_name
 from quartet_trainer.publish import TORCH_DTYPES, Snapshot, cast, gathered
-from quartet_trainer.ranks.layout import is_whole, like, whole
+from quartet_trainer.ranks.layout import host_mesh, is_whole, like, whole
 from quartet_trainer.spec import LoraSpec
 from quartet_trainer.targets import Targets
 from quartet_trainer.trained import Masters
@@ -60,6 +60,8 @@ class Base:
         self._left: list[str] = []
         self._digest = ""
         self._is_spread = not all(is_whole(parameter) for parameter in model.parameters())
+        #: Of this rank in what is random: each has other samples, and drops other values.
+        self.place = f"/{host_mesh().get_local_rank()}" if self._is_spread else ""
         self._targets = Targets(model, self._is_spread)
         if self._is_spread:
             # While all ranks are here: later the first one alone asks for it.
@@ -231,7 +233,8 @@ class Adapter:
             return
         device = self.model.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(xxhash.xxh3_64_intdigest(f"{self._seed}/{self._batches}".encode()) >> 1)
+            drawn = f"{self._seed}/{self._batches}{self._shared.place}"
+            torch.manual_seed(xxhash.xxh3_64_intdigest(drawn.encode()) >> 1)
             try:
                 for dropout in self._dropouts:
                     dropout.train()
