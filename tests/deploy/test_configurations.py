@@ -137,18 +137,26 @@ def test_kubernetes_knows_every_address(objects: list[dict[str, Any]]) -> None:
         assert pods == {f"{service}-{i}" for i in range(replicas[service])}
 
 
-def test_envhost_follows_every_replica_of_inference(objects: list[dict[str, Any]]) -> None:
-    """By a name that lists the pods: a virtual address would pin every stream to one of them."""
+@pytest.mark.parametrize(
+    ("caller", "key", "called"),
+    [
+        ("envhost", "inference_addresses", "inference"),
+        ("orchestrator", "inference_addresses", "inference"),
+        ("orchestrator", "envhost_addresses", "envhost"),
+    ],
+)
+def test_a_tier_that_scales_is_followed_by_its_callers(
+    objects: list[dict[str, Any]], caller: str, key: str, called: str
+) -> None:
+    """By a name that lists the pods: a virtual address would pin every stream to one of them, and so would a
+    name of which one address is taken."""
     (content,) = next(
         one["data"].values()
         for one in objects
-        if one["kind"] == "ConfigMap" and one["metadata"]["name"].startswith("envhost")
+        if one["kind"] == "ConfigMap" and one["metadata"]["name"].startswith(caller)
     )
-    (address,) = tomllib.loads(content)["inference_addresses"]
-    assert address == f"dns:///inference:{PORT}"
-    (service,) = [
-        one for one in objects if one["kind"] == "Service" and one["metadata"]["name"] == "inference"
-    ]
+    assert tomllib.loads(content)[key] == [f"dns:///{called}:{PORT}"]
+    (service,) = [one for one in objects if one["kind"] == "Service" and one["metadata"]["name"] == called]
     assert service["spec"]["clusterIP"] == "None"
 
 

@@ -18,7 +18,8 @@ class OrchestratorConfig(Config):
     server: ServerConfig = ServerConfig()
     #: Empty: there is none, and every run brings its own (`external_trainer`).
     trainer_address: str = ""
-    #: Every group goes to one of them.
+    #: Every group goes to one of them. "host:port", or "dns:///name:port" for all that a name has, here and
+    #: of inference.
     envhost_addresses: list[str] = Field(min_length=1, max_length=1024)
     #: Asked, before a run samples, whether they serve it; hosts reach the policy by their own configuration.
     #: May be empty, but for runs with an external trainer.

@@ -1,7 +1,8 @@
 """The environment hosts as the orchestrator reaches them.
 
 1. A group goes to the host with the least under way for its size; one that failed rests for a moment and is
-   asked last. What an environment is, the next host is asked where one is away.
+   asked last. What an environment is, the next host is asked where one is away. Hosts come and go where a
+   name has them (peers.py).
 2. `run` yields each wanted member exactly once or raises, and None for other signs of life; a stream that
    ends early, repeats or invents a member is an error.
 3. Nothing waits for ever: a stream without any frame for IDLE_TIMEOUT_SECONDS is given up, its host being
@@ -13,16 +14,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
 
-import grpc
 from quartet.errors import QuartetError
 from quartet.kit.call import stream, unary
-from quartet.kit.channel import ClientSecurity, connect
+from quartet.kit.channel import ClientSecurity
 from quartet.kit.stream import IDLE_TIMEOUT_SECONDS
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1.envhost_service_pb2_grpc import EnvHostServiceStub
 from quartet.v1.rollout_pb2 import FAILURE_KIND_TIMEOUT, Rollout, RolloutFailure
+
+from quartet_orchestrator.peers import Peer, Peers
 
 # Loading an environment may start a worker and its interpreter, fetch data, and be tried again: the host says
 # how long that may take (load_timeout_seconds), and this bounds a host that does not.
@@ -33,35 +34,24 @@ REST_S = 2.0
 QUEUE_S = 600.0
 
 
-@dataclass
-class _Host:
-    address: str
-    channel: grpc.aio.Channel
-    stub: EnvHostServiceStub
-    under_way: int = 0
-    rests_until: float = 0.0
-
-
 class EnvHosts:
     """Connections to the environment hosts, one at least."""
 
     def __init__(self, addresses: Sequence[str], security: ClientSecurity) -> None:
-        assert addresses
-        self._hosts = []
-        for address in addresses:
-            channel = connect(address, security=security)
-            self._hosts.append(_Host(address, channel, EnvHostServiceStub(channel)))  # type: ignore[no-untyped-call]
+        """Raises ConfigError."""
+        self._hosts: Peers[EnvHostServiceStub] = Peers(addresses, security, EnvHostServiceStub)
 
     async def describe(self, environment: epb.EnvironmentRef) -> epb.EnvironmentInfo:
         """What a host says of the environment once it has loaded it, which may take minutes. Raises
         QuartetError: ENVIRONMENT_UNAVAILABLE where it takes too long."""
         request = epb.DescribeEnvironmentRequest(environment=environment)
-        for others in reversed(range(len(self._hosts))):
-            host, began = self._choose(), time.monotonic()
+        for others in reversed(range(len(await self._hosts.now()))):
+            host, began = await self._choose(), time.monotonic()
             try:
-                response: epb.DescribeEnvironmentResponse = await unary(
-                    host.stub.DescribeEnvironment, request, timeout_s=DESCRIBE_S
-                )
+                with host.called():
+                    response: epb.DescribeEnvironmentResponse = await unary(
+                        host.stub.DescribeEnvironment, request, timeout_s=DESCRIBE_S
+                    )
             except QuartetError as error:
                 if error.reason == "DEADLINE":
                     # Whoever asks the orchestrator may have left it less time than DESCRIBE_S.
@@ -79,7 +69,8 @@ class EnvHosts:
     async def run(self, request: epb.RunRolloutsRequest) -> AsyncGenerator[Rollout | None, None]:
         """Each member as it ends, well or not; None while nothing ends."""
         wanted = set(request.members)
-        host = self._choose()
+        host = await self._choose()
+        host.calls += 1
         host.under_way += len(wanted)
         # Twice what its attempts may take, because a host's rollouts share its workers.
         limit_s = 2 * (request.max_retries + 1) * request.timeout_ms / 1000 + QUEUE_S
@@ -111,14 +102,14 @@ class EnvHosts:
             for member in sorted(wanted):
                 yield Rollout(member=member, failure=timeout)
         finally:
+            host.calls -= 1
             host.under_way -= len(wanted)
             call.cancel()
 
     async def close(self) -> None:
         """Closes every connection; streams under way are cancelled."""
-        for host in self._hosts:
-            await host.channel.close()
+        await self._hosts.close()
 
-    def _choose(self) -> _Host:
-        now = time.monotonic()
-        return min(self._hosts, key=lambda host: (host.rests_until > now, host.under_way))
+    async def _choose(self) -> Peer[EnvHostServiceStub]:
+        hosts, now = await self._hosts.now(), time.monotonic()
+        return min(hosts, key=lambda host: (host.rests_until > now, host.under_way))

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 from quartet.errors import QuartetError
 from quartet.kit.call import unary
-from quartet.kit.channel import ClientSecurity, connect
+from quartet.kit.channel import ClientSecurity
 from quartet.v1 import inference_service_pb2 as ipb
 from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
 
 from quartet_orchestrator.outage import AWAY
+from quartet_orchestrator.peers import Peer, Peers
 
 ASK_S = 5.0
 #: An adapter is fetched meanwhile.
@@ -23,26 +24,27 @@ class Policies:
     """Connections to the inference replicas, of which there may be none."""
 
     def __init__(self, addresses: Sequence[str], security: ClientSecurity) -> None:
-        self._addresses = list(addresses)
-        self._channels = [connect(address, security=security) for address in addresses]
-        self._stubs = [InferenceServiceStub(one) for one in self._channels]  # type: ignore[no-untyped-call]
+        """Raises ConfigError."""
+        self._peers = Peers(addresses, security, InferenceServiceStub) if addresses else None
 
-    def __len__(self) -> int:
-        return len(self._stubs)
+    def __bool__(self) -> bool:
+        """Whether any is known by name or address."""
+        return self._peers is not None
 
     async def serving(self, run_id: str, version: int, *, adapter: bool = False) -> None:
         """Returns where a replica serves the run at the version or a later one (or none is known); else
         NOT_READY. A run whose versions are an adapter's is loaded by every replica that does not serve it.
         Where no replica will serve it as it is, each having failed or refused, that is raised: no waiting
         mends it."""
-        if not self._stubs:
+        if self._peers is None:
             return
-        seen = await asyncio.gather(*(self._held(stub, run_id, adapter) for stub in self._stubs))
+        peers = await self._peers.now()
+        seen = await asyncio.gather(*(self._held(peer, run_id, adapter) for peer in peers))
         if any(isinstance(held, int) and held >= version for held in seen):
             return
         found = "; ".join(
-            f"{address}: {f'version {held}' if isinstance(held, int) else held.message}"
-            for address, held in zip(self._addresses, seen, strict=True)
+            f"{peer.address}: {f'version {held}' if isinstance(held, int) else held.message}"
+            for peer, held in zip(peers, seen, strict=True)
         )
         if all(isinstance(held, QuartetError) and held.reason not in AWAY for held in seen):
             reasons = {held.reason for held in seen if isinstance(held, QuartetError)}
@@ -54,30 +56,35 @@ class Policies:
             f"no inference replica serves run {run_id!r} at version {version} yet ({found})",
         )
 
-    async def _held(self, stub: InferenceServiceStub, run_id: str, adapter: bool) -> int | QuartetError:
-        """The version of the run that a replica serves, or why it serves none."""
-        try:
-            model: ipb.GetModelResponse = await unary(stub.GetModel, ipb.GetModelRequest(), timeout_s=ASK_S)
-        except QuartetError as error:
-            return error
-        if model.run_id == run_id and model.HasField("policy_version"):
-            return int(model.policy_version)
-        for one in model.adapters:
-            if one.run_id == run_id:
-                return int(one.policy_version)
-        if not adapter:
-            served = f"serves run {model.run_id!r}" if model.run_id else "serves its own model"
-            refused = f"; its last update failed: {model.update_refused}" if model.update_refused else ""
-            return QuartetError("NOT_READY", served + refused)
-        try:
-            request = ipb.LoadAdapterRequest(run_id=run_id)
-            loaded: ipb.LoadAdapterResponse = await unary(stub.LoadAdapter, request, timeout_s=LOAD_S)
-        except QuartetError as error:
-            # What is not the run's own fault may pass: its trainer may be on its way back.
-            return error if error.reason == "INVALID_REQUEST" else QuartetError("NOT_READY", error.message)
-        return int(loaded.version)
+    async def _held(self, peer: Peer[InferenceServiceStub], run_id: str, adapter: bool) -> int | QuartetError:
+        with peer.called():
+            return await _served(peer.stub, run_id, adapter)
 
     async def close(self) -> None:
         """Closes every connection; calls under way are cancelled."""
-        for channel in self._channels:
-            await channel.close()
+        if self._peers is not None:
+            await self._peers.close()
+
+
+async def _served(stub: InferenceServiceStub, run_id: str, adapter: bool) -> int | QuartetError:
+    """The version of the run that a replica serves, or why it serves none."""
+    try:
+        model: ipb.GetModelResponse = await unary(stub.GetModel, ipb.GetModelRequest(), timeout_s=ASK_S)
+    except QuartetError as error:
+        return error
+    if model.run_id == run_id and model.HasField("policy_version"):
+        return int(model.policy_version)
+    for one in model.adapters:
+        if one.run_id == run_id:
+            return int(one.policy_version)
+    if not adapter:
+        served = f"serves run {model.run_id!r}" if model.run_id else "serves its own model"
+        refused = f"; its last update failed: {model.update_refused}" if model.update_refused else ""
+        return QuartetError("NOT_READY", served + refused)
+    try:
+        request = ipb.LoadAdapterRequest(run_id=run_id)
+        loaded: ipb.LoadAdapterResponse = await unary(stub.LoadAdapter, request, timeout_s=LOAD_S)
+    except QuartetError as error:
+        # What is not the run's own fault may pass: its trainer may be on its way back.
+        return error if error.reason == "INVALID_REQUEST" else QuartetError("NOT_READY", error.message)
+    return int(loaded.version)

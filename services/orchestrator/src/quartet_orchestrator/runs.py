@@ -215,7 +215,7 @@ class Runs:
     def _parse(self, config_toml: str) -> RunConfig:
         """The run's configuration, where this orchestrator can run it."""
         config = admission.parse(config_toml)
-        admission.check_trainer(config, self._services.trainer is not None, len(self._services.policies) > 0)
+        admission.check_trainer(config, self._services.trainer is not None, bool(self._services.policies))
         return config
 
     def stop(self, run_id: str) -> pb.Run:
