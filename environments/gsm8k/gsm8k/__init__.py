@@ -87,6 +87,8 @@ class Gsm8kConfig(vf.TasksetConfig):
     num_train_examples: int = Field(default=ALL, ge=ALL, le=1_000_000)
     num_eval_examples: int = Field(default=ALL, ge=ALL, le=100_000)
     seed: int = 0
+    max_turns: int = Field(default=1, ge=1)
+    """For files that give it to every environment: there is one turn, however many may be taken."""
     dataset: str = ""
     """A JSON Lines file of {"question": ..., "answer": ...}, or a dataset of the hub; empty: generated."""
     dataset_subset: str | None = "main"

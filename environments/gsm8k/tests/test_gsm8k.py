@@ -53,6 +53,11 @@ class Rewards(unittest.TestCase):
 
 
 class Problems(unittest.TestCase):
+    def test_a_number_of_turns_that_several_environments_share_is_taken(self) -> None:
+        self.assertEqual(len(list(taskset(num_train_examples=3, max_turns=5))), 3)
+        with self.assertRaises(ValueError):
+            taskset(max_turns=0)
+
     def test_every_kind_is_checked(self) -> None:
         rng = random.Random(1)
         for kind, plot in PLOTS.items():

@@ -15,6 +15,7 @@ import importlib.util
 import itertools
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal, Self
 
 import verifiers.v1 as vf
@@ -81,10 +82,14 @@ class MathPythonConfig(vf.TasksetConfig):
     problems: Literal["mixed", "arithmetic"] = "mixed"
     digits: int = Field(default=2, ge=1, le=12)
     """Of the numbers in arithmetic problems."""
+    difficulty: Literal["easy", "hard"] | None = None
+    """Of mixed problems; left out: both."""
     dataset_name: str = ""
     """A JSON Lines file, or a dataset of the hub; empty: problems are generated."""
     dataset_subset: str | None = None
     dataset_split: str = "train"
+    eval_split: str | None = None
+    """Of a dataset of the hub: what to evaluate with, instead of its last `num_eval` rows."""
     question_key: str = "question"
     answer_key: str = "answer"
     shuffle: bool = False
@@ -113,6 +118,22 @@ class MathPythonConfig(vf.TasksetConfig):
                     f"pip_install_packages names {package!r}, which this interpreter does not have"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _is_about_these_problems(self) -> Self:
+        if self.difficulty and self.dataset_name:
+            raise ValueError("difficulty is of generated problems; give difficulty_key, min_avg_reward, ...")
+        if self.difficulty and self.problems != "mixed":
+            raise ValueError('difficulty is of problems = "mixed"; give digits')
+        # Of what has no splits of its own a part is held out, which may be called as anywhere.
+        if self.eval_split not in (None, "eval", "test") and not self.from_hub:
+            raise ValueError('eval_split names a split of a dataset of the hub; else it is "test", or left out')
+        return self
+
+    @property
+    def from_hub(self) -> bool:
+        """Whether the problems are those of a dataset of the hub."""
+        return bool(self.dataset_name) and not Path(self.dataset_name).is_file()
 
     @property
     def tool(self) -> PythonConfig:
@@ -152,8 +173,13 @@ class MathPythonTaskset(vf.Taskset[MathPythonTask, MathPythonConfig]):
     def _problems(self) -> list[Problem]:
         config = self.config
         train = config.split == "train"
+        if config.from_hub and config.eval_split:
+            split, count = (
+                (config.dataset_split, config.num_train) if train else (config.eval_split, config.num_eval)
+            )
+            return [Problem(*row) for row in read_rows(config, split)][:count]
         if config.dataset_name:
-            given = [Problem(*row) for row in read_rows(config)]
+            given = [Problem(*row) for row in read_rows(config, config.dataset_split)]
             cut = len(given) - config.num_eval
             if cut < 1:
                 raise ValueError(
@@ -167,7 +193,7 @@ class MathPythonTaskset(vf.Taskset[MathPythonTask, MathPythonConfig]):
     def _generated(self, stream: str, count: int, without: set[Problem]) -> list[Problem]:
         """Problems of a stream of their own; what stands in the other split is left out."""
         rng = random.Random(f"{self.config.seed}:{stream}")
-        made = problems(self.config.problems, self.config.digits, rng)
+        made = problems(self.config.problems, self.config.digits, rng, self.config.difficulty)
         # Small problems run out; so many in a row that stand in the other split mean that they have.
         fresh = (problem for problem in itertools.islice(made, 20 * count + 1000) if problem not in without)
         found = list(itertools.islice(fresh, count))

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 
-def read_rows(config: Any) -> list[tuple[str, str]]:
-    """Questions and answers, by the arguments of the environment. Raises ValueError."""
+def read_rows(config: Any, split: str) -> list[tuple[str, str]]:
+    """Questions and answers of a split, by the arguments of the environment; a file has no splits. Raises
+    ValueError."""
     file = Path(config.dataset_name)
-    rows = list(_lines(file) if file.is_file() else _hub(config))
+    rows = list(_lines(file) if file.is_file() else _hub(config, split))
     if config.shuffle:
         random.Random(config.seed).shuffle(rows)
     found = []
@@ -34,7 +35,7 @@ def _lines(file: Path) -> Iterable[dict[str, Any]]:
     return (json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
 
 
-def _hub(config: Any) -> Iterable[dict[str, Any]]:
+def _hub(config: Any, split: str) -> Iterable[dict[str, Any]]:
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -42,4 +43,4 @@ def _hub(config: Any) -> Iterable[dict[str, Any]]:
             f"dataset_name = {config.dataset_name!r} is no file; for a dataset of the hub "
             "install 'math-python[hub]'"
         ) from error
-    return load_dataset(config.dataset_name, config.dataset_subset, split=config.dataset_split)
+    return load_dataset(config.dataset_name, config.dataset_subset, split=split)

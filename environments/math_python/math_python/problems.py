@@ -1,7 +1,9 @@
 """Problems that are long by hand and short in Python, with their answers.
 
 1. Equal seeds give equal problems. Every answer is computed here, exactly, by another way than text.
-2. `arithmetic` problems are two numbers and a sign, for small models; `mixed` ones are drawn from KINDS.
+2. `arithmetic` problems are two numbers and a sign, for small models; `mixed` ones are drawn from KINDS:
+   all of them, or those of one difficulty. An easy one can be typed into Python as it is asked, a hard one
+   needs a thought before.
 """
 
 from __future__ import annotations
@@ -124,6 +126,13 @@ KINDS: dict[str, Maker] = {
     "dice": _dice,
 }
 
+HARD = frozenset({"committees", "recurrence", "lattice", "dice"})
+
+
+def kinds(difficulty: str | None) -> list[str]:
+    """Names of kinds: the easy ones, the hard ones, or all."""
+    return [name for name in KINDS if difficulty is None or (name in HARD) == (difficulty == "hard")]
+
 
 def arithmetic(rng: random.Random, digits: int) -> Problem:
     """Two numbers of up to so many digits and a sign."""
@@ -132,9 +141,11 @@ def arithmetic(rng: random.Random, digits: int) -> Problem:
     return Problem(f"{a}{sign}{b}=", str(value))
 
 
-def problems(kind: str, digits: int, rng: random.Random) -> Iterator[Problem]:
+def problems(
+    kind: str, digits: int, rng: random.Random, difficulty: str | None = None
+) -> Iterator[Problem]:
     """Problems without end."""
-    makers = list(KINDS.values())
+    makers = [KINDS[name] for name in kinds(difficulty)]
     while True:
         if kind == "arithmetic":
             yield arithmetic(rng, digits)

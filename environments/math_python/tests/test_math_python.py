@@ -122,6 +122,45 @@ class Problems(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "is no file"):
             tasks(dataset_name="nowhere.jsonl")
 
+    def test_difficulty_chooses_the_kinds(self) -> None:
+        def openings(difficulty: str | None) -> set[str]:
+            return {" ".join(task.data.prompt.split("\n\n")[-1].split()[:2])
+                    for task in tasks(num_train=300, difficulty=difficulty)}  # fmt: skip
+
+        easy, hard = openings("easy"), openings("hard")
+        self.assertIn("How many", easy & hard)
+        self.assertIn("In how", hard - easy)
+        self.assertIn("Compute $\\sum_{i=1}^{4}", easy - hard)
+        self.assertLessEqual({"In how", "Compute $\\sum_{i=1}^{4}"}, openings(None))
+        with self.assertRaisesRegex(ValueError, "give digits"):
+            taskset(problems="arithmetic", difficulty="hard")
+        with self.assertRaisesRegex(ValueError, "give difficulty_key"):
+            taskset(dataset_name="x", difficulty="hard")
+
+    def test_a_split_to_evaluate_with(self) -> None:
+        """A data set of the hub has several; of what has none a part is held out, whatever it is called."""
+        seen = []
+
+        def load_dataset(name: str, subset: str | None, split: str) -> list[dict[str, str]]:
+            seen.append((name, subset, split))
+            return [{"question": f"{split} {i}", "answer": str(i)} for i in range(9)]
+
+        hub = {"dataset_name": "some/math", "num_train": 5, "num_eval": 3, "instruction_prompt": "",
+               "pip_install_packages": ""}  # fmt: skip
+        library = unittest.mock.Mock(load_dataset=load_dataset)
+        with unittest.mock.patch.dict("sys.modules", datasets=library):
+            train = [task.data.prompt for task in tasks(**hub, eval_split="test")]
+            self.assertEqual(train, [f"train {i}" for i in range(5)])
+            held_out = [task.data.prompt for task in tasks(**hub, eval_split="test", split="eval")]
+            self.assertEqual(held_out, [f"test {i}" for i in range(3)])
+            self.assertEqual(seen, [("some/math", None, "train"), ("some/math", None, "test")])
+            last = [task.data.prompt for task in tasks(**hub, split="eval")]
+            self.assertEqual(last, [f"train {i}" for i in range(6, 9)])
+        plain = [task.data.prompt for task in tasks(split="eval")]
+        self.assertEqual([task.data.prompt for task in tasks(eval_split="test", split="eval")], plain)
+        with self.assertRaisesRegex(ValueError, "names a split of a dataset of the hub"):
+            taskset(eval_split="validation")
+
     def test_packages_that_are_not_there_are_refused(self) -> None:
         with self.assertRaisesRegex(ValueError, "'no_such_package'"):
             taskset(pip_install_packages="sympy no_such_package")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import hashlib
 import importlib
 import inspect
@@ -32,6 +31,7 @@ from quartet.errors import QuartetError
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
 from quartet_envhost import failures
+from quartet_envhost.arguments import not_taken
 from quartet_envhost.classic.groups import Groups, OutOfTime
 from quartet_envhost.classic.instruction import Told, split_off
 from quartet_envhost.classic.outcome import rollout_of
@@ -226,10 +226,7 @@ def _check_arguments(env_id: str, load: Callable[..., Any], args: dict[str, Any]
         return
     for name in args:
         if name not in parameters:
-            close = difflib.get_close_matches(name, parameters, n=1)
-            remedy = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(parameters) or 'none'}"
-            text = f"environment {env_id!r} takes no argument {name!r}; {remedy}"
-            raise QuartetError("INVALID_CONFIG", text, key=f"args.{name}", value="", remedy=remedy)
+            raise not_taken(env_id, name, parameters)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import itertools
 import json
 import pkgutil
@@ -39,6 +38,7 @@ from verifiers.v1.utils.loaders import (
     taskset_config_type,
 )
 
+from quartet_envhost.arguments import not_taken
 from quartet_envhost.config import distribution_version
 from quartet_envhost.own_code import OwnCode
 from quartet_envhost.sampler import MODEL_NAME, Sampler
@@ -205,7 +205,7 @@ def environment_config(env_id: str, args: dict[str, Any]) -> Any:
         elif name in env_fields:
             raw[name] = value
         else:
-            raise _unknown_argument(env_id, name, taskset_fields | env_fields)
+            raise not_taken(env_id, name, taskset_fields | env_fields)
     ships_harness = default_harness_id(env_id) != "bash"
     for name, info in config_type.model_fields.items():
         if isinstance(info.default, AgentConfig):
@@ -266,18 +266,6 @@ def _not_found(env_id: str, error: ModuleNotFoundError) -> QuartetError:
             f"or name the interpreter that has it by the host's key environments.{name}.python"
         )
     return QuartetError("ENVIRONMENT_UNKNOWN", text, env_id=env_id)
-
-
-def _unknown_argument(env_id: str, name: str, known: set[str]) -> QuartetError:
-    close = difflib.get_close_matches(name, known, n=1)
-    remedy = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(sorted(known))}"
-    return QuartetError(
-        "INVALID_CONFIG",
-        f"environment {env_id!r} takes no argument {name!r}; {remedy}",
-        key=f"args.{name}",
-        value="",
-        remedy=remedy,
-    )
 
 
 def _refused(env_id: str, error: pydantic.ValidationError) -> QuartetError:
