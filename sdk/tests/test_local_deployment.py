@@ -182,6 +182,18 @@ async def test_a_refusal_names_the_service_and_keeps_its_sentence(tmp_path: Path
         await check([missing])
 
 
+@pytest.mark.parametrize("variables", [{"WORLD_SIZE": "4", "RANK": "0"}, {"RANK": "1"}])
+async def test_a_machine_of_several_that_were_each_told_to_start_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    """As whoever trained on several nodes started each; here every one would train for itself."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    specs = write(wire("m", tmp_path / "data", {name: {} for name in SERVICES}), tmp_path)
+    with pytest.raises(ConfigError, match=r"this is rank \S of \S \(RANK.*torchrun -m quartet_trainer"):
+        await check(specs)
+
+
 def test_a_key_with_a_dash_is_the_same_key(tmp_path: Path) -> None:
     tables: dict[str, dict[str, object]] = {name: {} for name in SERVICES}
     tables["trainer"] = {"state-dir": "mine", "server": {"port-file": "port"}}

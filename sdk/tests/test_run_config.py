@@ -235,6 +235,8 @@ def test_defaults_are_not_shared_between_runs() -> None:
         ("", "[trainer]\nlr = 1e-5", "'lr' is no key of [trainer]; set 'learning_rate' at the top"),
         ("", "[orchestrator]\nbatch-size = 8", "'batch_size' is no key of [orchestrator]; it stands at the"),
         ("", '[orchestrator.model]\nname = "x"', "'model' is no key of [orchestrator]; set 'model' at the"),
+        ("", '[orchestrator.environment]\nid = "x"',
+         "'environment' is no key of [orchestrator]; write [[env]]"),
         ("", '[inference.model]\nname = "x"', "'model.name' is no key of [inference]; set 'model' at"),
         ("", "num_examples = 5", "'env.0.num_examples'; what the environment itself takes stands in"),
         ("", "max_steps = 5", "unknown key 'env.0.max_steps'; 'max_steps' belongs above the first table of"),

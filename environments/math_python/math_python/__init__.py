@@ -127,7 +127,9 @@ class MathPythonConfig(vf.TasksetConfig):
             raise ValueError('difficulty is of problems = "mixed"; give digits')
         # Of what has no splits of its own a part is held out, which may be called as anywhere.
         if self.eval_split not in (None, "eval", "test") and not self.from_hub:
-            raise ValueError('eval_split names a split of a dataset of the hub; else it is "test", or left out')
+            raise ValueError(
+                'eval_split names a split of a dataset of the hub; else it is "test", or left out'
+            )
         return self
 
     @property

@@ -141,9 +141,7 @@ def arithmetic(rng: random.Random, digits: int) -> Problem:
     return Problem(f"{a}{sign}{b}=", str(value))
 
 
-def problems(
-    kind: str, digits: int, rng: random.Random, difficulty: str | None = None
-) -> Iterator[Problem]:
+def problems(kind: str, digits: int, rng: random.Random, difficulty: str | None = None) -> Iterator[Problem]:
     """Problems without end."""
     makers = [KINDS[name] for name in kinds(difficulty)]
     while True:

@@ -208,6 +208,8 @@ def _merge_option(draft: Draft, model: type[Config], token: str, rest: list[str]
         value = _parse(model, path, rest.pop(0))
     elif is_table(annotation_at(model, path)) and (table := model_at(model, path)) is not None:
         raise ConfigError(f"'--{name}' is a table; write '--{name}.KEY', of {', '.join(table.model_fields)}")
+    elif issubclass(model, Config) and ".".join(path) in model.OTHER_NAMES:
+        value = True  # others' flag, which is refused by its name
     else:
         unknown = path[0] not in model.model_fields
         meant = near_flag(model, name, draft.flags) if unknown else ""

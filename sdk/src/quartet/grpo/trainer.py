@@ -25,6 +25,7 @@ from quartet.grpo.arguments import GRPOConfig, nearest
 from quartet.grpo.handles import Environment, Model, Tokenizer, get_model
 from quartet.grpo.history import log_history, metrics_rows
 from quartet.grpo.translate import Translation, reports_to, translate
+from quartet.local.ranks import rank_said
 
 logger = logging.getLogger("quartet.grpo")
 
@@ -303,11 +304,11 @@ def _check_tokenizer(tokenizer: Any, model: Model) -> None:
 
 def _refuse_launcher(environment: Mapping[str, str]) -> None:
     """A launcher of ranks starts a script in each: each would start a run of its own. Raises ConfigError."""
-    world, rank = (environment.get(name, "") for name in ("WORLD_SIZE", "RANK"))
-    several = world.isdigit() and int(world) > 1
-    if several or (rank.isdigit() and int(rank) > 0):
+    if (said := rank_said(environment)) is not None:
+        rank, world = said
+        ranks = world if world.isdigit() else 2
         raise ConfigError(
-            f"this script runs as rank {rank or '?'} of {world or '?'} (RANK, WORLD_SIZE), and each rank "
+            f"this script runs as rank {rank} of {world} (RANK, WORLD_SIZE), and each rank "
             "would start a run of its own: start it with python, not with accelerate or torchrun, and set "
-            f"args.num_processes = {world or 2}, the ranks of its trainer (docs/ranks.md)"
+            f"args.num_processes = {ranks}, the ranks of its trainer (docs/ranks.md)"
         )

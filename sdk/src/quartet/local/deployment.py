@@ -32,6 +32,7 @@ from quartet.local.child import ChildSpec, child_environment
 from quartet.local.devices import shared_out
 from quartet.local.fork_client import possible
 from quartet.local.ports import AddressRefused, resolve
+from quartet.local.ranks import rank_said
 from quartet.local.toml_text import dumps
 
 SERVICES = ("trainer", "inference", "envhost", "orchestrator")
@@ -171,6 +172,14 @@ async def check(specs: Sequence[ChildSpec], *, apart: bool = False, of_machine: 
     """Let every service look at its config, and unless told otherwise at the machine; `apart` never in this
     process. Raises ConfigError with every refusal.
     """
+    services = {service_of(spec.name) for spec in specs}
+    if of_machine and "trainer" in services and (ranks := rank_said(os.environ)) is not None:
+        raise ConfigError(
+            f"this is rank {ranks[0]} of {ranks[1]} (RANK, WORLD_SIZE), and each would start services and a "
+            "run of its own; unset both, and start it once. Ranks on this machine are trainer.ranks; those "
+            "of a trainer on several machines are started by torchrun -m quartet_trainer, and its runs by "
+            "'quartet submit' (docs/ranks.md)"
+        )
     flag = "--preflight" if of_machine else "--dry-run"
     said = await asyncio.gather(*(_refusal(spec, apart, flag) for spec in specs))
     refusals = [

@@ -17,6 +17,11 @@ from quartet.run.values import Table
 
 _MODEL = "set 'model' at the top of the file to the model's folder"
 _ENV = "write [[env]] alone, for each environment"
+#: prime-rl's example has keys of the run among its args.
+_ENV_TABLE = (
+    "write [[env]] with its id and args in the file of the run; rollouts_per_example and max_concurrent are "
+    "no args, and stand at its top"
+)
 _LOG = "set 'log_level' in this table"
 
 #: Keys of others' tables that the service of that name has not; each is at the top of the file, or called
@@ -51,6 +56,7 @@ IN_TABLES: Mapping[str, Mapping[str, str]] = {
     "orchestrator": {
         "model": _MODEL,
         "env": _ENV,
+        "environment": _ENV_TABLE,
         "train": "[sampling], [[env]] and [algorithm] stand at the top of the file",
         "advantage": REMEDIES["advantage_estimator"],
         "filters": "write a table [difficulty_filter]",

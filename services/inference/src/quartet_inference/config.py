@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pydantic
 from quartet.config import Config, ConfigError
@@ -35,6 +35,23 @@ OWNED_VLLM_ARGS = {
     "max_cpu_loras": "give adapters.max_count",
     "scheduling_policy": "what has no priority keeps its order, and the check of new weights goes first",
     "speculative_config": "drafted tokens are not drawn by Quartet's sampler",
+}
+#: Further arguments of `vllm serve` (and of Verifiers' vf-vllm), and what a refusal of each says.
+_OF_VLLM = (
+    *("data_parallel_size", "enable_expert_parallel", "enable_prefix_caching", "enforce_eager"),
+    *("gpu_memory_utilization", "max_num_batched_tokens", "pipeline_parallel_size", "quantization"),
+    *("tensor_parallel_size", "trust_remote_code"),
+)
+_FRONT = "give openai.address (host:port) for the OpenAI-compatible front"
+SERVED_BY_VLLM = {
+    **{name: f'it is vllm.args.{name} here, with engine = "vllm"' for name in _OF_VLLM},
+    "host": _FRONT,
+    "port": _FRONT,
+    "api_key": "give openai.api_key_file",
+    "chat_template": "give chat.template_file",
+    "tool_call_parser": "give chat.tool_parser",
+    "enable_auto_tool_choice": "tool calls are read wherever there are tools; remove it",
+    "disable_log_requests": "no request is logged; remove it",
 }
 
 
@@ -120,6 +137,8 @@ class ChatConfig(Config):
 
 class InferenceConfig(Config):
     """The inference service."""
+
+    OTHER_NAMES: ClassVar = SERVED_BY_VLLM
 
     model: Path
     engine: Literal["embedded", "vllm"] = "embedded"
