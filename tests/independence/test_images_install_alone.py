@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from quartet.cli.tiny.command import BESIDE
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 SERVICES = ("trainer", "inference", "orchestrator", "envhost")
@@ -201,6 +202,16 @@ def test_the_command_needs_no_service_and_no_torch(command_image: Image) -> None
     assert command_image.found("torch", "verifiers", *[f"quartet_{name}" for name in SERVICES]) == []
     shown = command_image.run("-m", "quartet.cli", "--help")
     assert shown.returncode == 0 and "submit" in shown.stdout, shown.stdout + shown.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * INSTALL_SECONDS)
+def test_the_image_of_the_tiny_model_has_what_makes_it(third_party: Path, tmp_path: Path) -> None:
+    """The services that the command starts, and itself."""
+    image = Image("sdk", replay(REPOSITORY / "sdk/Dockerfile", "build-model", tmp_path, third_party))
+    assert image.found(*[f"quartet_{name}" for name in SERVICES]) == [f"quartet_{name}" for name in BESIDE]
+    shown = image.run("-m", "quartet.cli", "model", "tiny", "--help")
+    assert shown.returncode == 0 and "--seed" in shown.stdout, shown.stderr
 
 
 def test_the_replay_misses_what_the_dockerfile_forgets(tmp_path: Path) -> None:
