@@ -255,14 +255,20 @@ def test_the_kit_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one() -> None:
+def test_a_service_runs_with_the_hard_limit_of_open_files() -> None:
+    """And what it starts inherits that."""
     code = (
-        "import resource as r; from quartet.kit.limits import raise_open_files\n"
+        "import resource as r; from quartet.config import Config, main\n"
         "r.setrlimit(r.RLIMIT_NOFILE, (64, 128))\n"
-        "assert raise_open_files() == 128\n"
-        "files = [open('/dev/null') for _ in range(100)]"
+        "def run(config):\n"
+        "    files = [open('/dev/null') for _ in range(100)]\n"
+        "    print(r.getrlimit(r.RLIMIT_NOFILE))\n"
+        "main(Config, run, [])"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True
+    )
+    assert done.stdout == "(128, 128)\n", done.stderr
 
 
 async def test_a_burst_while_the_loop_is_busy_is_answered_whole() -> None:

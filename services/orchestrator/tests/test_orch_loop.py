@@ -49,6 +49,13 @@ async def test_every_token_is_within_the_bound_and_evaluations_are_pinned(world)
     for request in world.host.requests:
         if request.split == epb.SPLIT_EVAL:
             assert request.exact_policy_version == request.min_policy_version
+    # Asked for, and not only found at the end: an engine that lags would sample what is thrown away then.
+    asked = [
+        (int(request.request_id.split("/")[1].removeprefix("group-")), request.min_policy_version)
+        for request in world.host.requests
+        if request.split == epb.SPLIT_TRAIN
+    ]
+    assert asked == [(group, group // 2) for group, _ in asked] and len(asked) == 2 * run.step
 
 
 async def test_a_version_outside_the_bound_is_discarded_and_counted(world):

@@ -4,6 +4,8 @@
    for a configuration that is refused.
 2. `--dry-run` looks at the configuration alone, so that a deployment's files can be checked anywhere.
    `--preflight` also looks at this machine (ports, folders, secrets), starting and making nothing.
+3. A service that runs may open as many files as the system lets it: a thousand rollouts hold more than a
+   shell's limit, in an environment's processes as in a server.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import TypeVar
 
 from quartet.config.load import Draft, load, usage
 from quartet.config.model import Config, ConfigError
+from quartet.kit.limits import raise_open_files
 from quartet.kit.standard_streams import hold_closed, unread
 
 C = TypeVar("C", bound=Config)
@@ -43,6 +46,7 @@ def main(
             preflight(loaded.config)
         if loaded.dry_run or loaded.preflight:
             return _say(loaded.config.model_dump_json(indent=2))
+        raise_open_files()
         run(loaded.config)
     except ConfigError as error:
         return _refuse(error)

@@ -1,5 +1,6 @@
 """The limit of open files. Shells and service managers start processes with a soft limit of 1024, which is
-meant for programs that call select(); ours use epoll.
+meant for programs that call select(); ours use epoll. (Of an orchestrator, the journal of each run that is
+under way, or that somebody reads, holds about six.)
 """
 
 from __future__ import annotations

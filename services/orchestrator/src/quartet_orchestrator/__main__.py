@@ -8,7 +8,6 @@ import uvloop
 from quartet.config import main
 from quartet.kit.folder import check_folder
 from quartet.kit.health import Health
-from quartet.kit.limits import raise_open_files
 from quartet.kit.logs import configure
 from quartet.kit.server import Service, check_here, serve
 from quartet.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServicer_to_server
@@ -44,8 +43,6 @@ async def _serve(config: OrchestratorConfig) -> None:
 def run(config: OrchestratorConfig) -> None:
     """Serve until a signal ends it."""
     configure("orchestrator", config.log_level)
-    # The journal of each run that is under way, or that somebody reads, is open: about six descriptors each.
-    raise_open_files()
     uvloop.run(_serve(config))
 
 
