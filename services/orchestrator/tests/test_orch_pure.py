@@ -201,6 +201,17 @@ def test_staleness_is_weighted_by_tokens():
     assert "train/logprob_difference_max" not in trained and "train/entropy" not in trained
 
 
+def test_the_divergence_of_a_run_is_that_from_its_reference():
+    """Which is what a KL penalty and its target are about; the sampler's has a name of its own."""
+    trained = tpb.ForwardBackwardResponse(diagnostics={"mismatch_kl": 0.5, "entropy": 1.0})
+    values = metrics.of_training(trained, [tpb.OptimStepResponse()])
+    assert values["train/kl_divergence"] == values["train/mismatch_kl"] == 0.5
+    trained.diagnostics["reference_kl"] = 0.25
+    values = metrics.of_training(trained, [tpb.OptimStepResponse()])
+    assert (values["train/kl_divergence"], values["train/mismatch_kl"]) == (0.25, 0.5)
+    assert values["train/reference_kl"] == 0.25
+
+
 async def test_permits_are_fair_and_survive_cancellation():
     permits, order = Permits(4), []
 

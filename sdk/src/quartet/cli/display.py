@@ -41,7 +41,7 @@ def step_line(progress: Progress) -> str:
         ("train/reward", "reward", ".3f"),
         ("train/loss", "loss", "+.4f"),
         ("train/learning_rate", "lr", ".1e"),
-        ("train/kl_divergence", "mismatch kl", ".1e"),
+        ("train/mismatch_kl", "mismatch kl", ".1e"),
         ("train/reference_kl", "reference kl", ".1e"),
         ("staleness/max", "staleness", ".0f"),
         ("rollout/mean_length", "length", ".1f"),

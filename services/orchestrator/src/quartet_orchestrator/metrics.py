@@ -23,7 +23,6 @@ from quartet_orchestrator.parts import have_spread, rewards_by_role
 # The trainer's diagnostics that have another name here; "train/logprob_difference_*" is what verification
 # found, under equal weights.
 DIAGNOSTICS = {
-    "mismatch_kl": "kl_divergence",
     "logprob_difference_mean": "mismatch_mean",
     "logprob_difference_max": "mismatch_max",
 }
@@ -104,6 +103,11 @@ def of_training(
     }
     for diagnostic, value in trained.diagnostics.items():
         values[f"train/{DIAGNOSTICS.get(diagnostic, diagnostic)}"] = value
+    # From the reference policy, as everywhere; without one, from the policy that sampled.
+    for diagnostic in ("reference_kl", "mismatch_kl"):
+        if diagnostic in trained.diagnostics:
+            values["train/kl_divergence"] = trained.diagnostics[diagnostic]
+            break
     if trained.HasField("verification"):
         values["train/logprob_tokens_compared"] = float(trained.verification.tokens_compared)
         values["train/logprob_tokens_skipped"] = float(trained.verification.tokens_skipped)
