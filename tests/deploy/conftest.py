@@ -12,7 +12,7 @@ import yaml
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 # Those that are shipped, and those that an operator writes as docs/deploy.md says: upon what, with what.
-OVERLAYS = ("cpu", "gpu", "ranks", "vllm", "tls", "ranks-vllm-tls")
+OVERLAYS = ("cpu", "gpu", "ranks", "nodes", "vllm", "tls", "ranks-vllm-tls")
 WRITTEN = {"tls": ("../../base", ["tls"]), "ranks-vllm-tls": ("../ranks", ["vllm", "tls"])}
 
 

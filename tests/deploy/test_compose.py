@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quartet.kit.server import ServerConfig
 
 SERVICES = {"trainer", "inference", "envhost", "orchestrator"}
 JOBS = {"model", "run"}
@@ -44,6 +45,13 @@ def test_every_service_is_probed_for_progress(compose: Compose) -> None:
         test = compose["services"][name]["healthcheck"]["test"]
         assert test[:4] == ["CMD", "python", "-m", "quartet.kit.probe"], name
         assert test[-2:] == ["--service", "liveness"], name
+
+
+def test_a_container_has_longer_to_end_than_its_service_takes(compose: Compose) -> None:
+    config = ServerConfig()
+    seconds = config.drain_delay_seconds + config.flush_seconds + config.drain_seconds
+    for name in SERVICES:
+        assert int(compose["services"][name]["stop_grace_period"].removesuffix("s")) >= seconds + 5, name
 
 
 def test_names_and_files_exist(compose: Compose, repository: Path) -> None:

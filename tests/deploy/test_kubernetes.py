@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from quartet.kit.server import ServerConfig
 
 SCHEMAS = "1.32"  # the newest release that both kubectl here and the bundled schemas know
 SERVICES = {"trainer", "inference", "envhost", "orchestrator"}
@@ -20,6 +21,9 @@ EDGES = {
     ("inference", "trainer"),
     ("inference", "inference"),
 }
+#: Of a trainer over several nodes: the ranks after those of the first.
+NODES = "trainer-nodes"
+EDGES_OF_NODES = {("trainer", NODES), (NODES, "trainer"), (NODES, NODES)}
 COMPONENT = "app.kubernetes.io/component"
 
 Object = dict[str, Any]
@@ -90,7 +94,7 @@ def test_the_pod_that_loads_models_is_valid_hardened_and_mounts_their_volume(
 
 def test_the_four_services_are_there_once(objects: list[Object]) -> None:
     names = [one["metadata"]["name"] for one in of_kind(objects, "StatefulSet", "Deployment")]
-    assert sorted(names) == sorted(SERVICES)
+    assert sorted({*names} - {NODES}) == sorted(SERVICES) and len({*names}) == len(names)
 
 
 def test_everything_lives_in_the_namespace(objects: list[Object]) -> None:
@@ -118,14 +122,51 @@ def test_every_container_says_what_it_needs(objects: list[Object]) -> None:
         assert "memory" in container["resources"]["limits"], name
 
 
+def ranks(container: Object) -> int:
+    """Of a pod of the trainer."""
+    words = [*container.get("command", []), *container["args"]]
+    flag = next((one for one in ("--nproc-per-node", "--ranks") if one in words), None)
+    return int(words[words.index(flag) + 1]) if flag else 1
+
+
 def test_a_trainer_of_several_ranks_has_a_gpu_for_each(objects: list[Object]) -> None:
     """And memory between them for NCCL, within its limit."""
-    spec = pods(objects)["trainer"]["spec"]
-    (container,) = spec["containers"]
-    options = dict(zip(container["args"][2::2], container["args"][3::2], strict=True))
-    limits, ranks = container["resources"]["limits"], int(options.get("--ranks", 1))
-    assert limits.get("nvidia.com/gpu", 1) == ranks
-    assert has_shared_memory(spec) == (ranks > 1)
+    for name in {"trainer", NODES} & pods(objects).keys():
+        spec = pods(objects)[name]["spec"]
+        (container,) = spec["containers"]
+        assert container["resources"]["limits"].get("nvidia.com/gpu", 1) == ranks(container)
+        assert has_shared_memory(spec) == (ranks(container) > 1)
+
+
+def test_the_nodes_of_a_trainer_find_each_other(objects: list[Object]) -> None:
+    """One torchrun on each, which agree in all but their number, and one folder of states."""
+    from torch.distributed.run import get_args_parser
+
+    sets = {one["metadata"]["name"]: one["spec"] for one in of_kind(objects, "StatefulSet")}
+    if NODES not in sets:
+        return
+    said = {}
+    for name in ("trainer", NODES):
+        (container,) = sets[name]["template"]["spec"]["containers"]
+        assert container["command"][:3] == ["python", "-m", "torch.distributed.run"]
+        words = [*container["command"][3:], *container["args"]]
+        filled = ["1" if one == "$(NODE_RANK)" else one for one in words]
+        said[name] = vars(get_args_parser().parse_args(filled))
+    first, others = said["trainer"], said[NODES]
+    assert (first.pop("node_rank"), others.pop("node_rank")) == (0, 1) and first == others
+    assert first["module"] and first["training_script"] == "quartet_trainer"
+    assert first["training_script_args"] == ["@", "/etc/quartet/trainer.toml"]
+    assert first["master_addr"] == f"trainer-0.{sets['trainer']['serviceName']}"
+    assert int(first["nnodes"]) == sets["trainer"]["replicas"] + sets[NODES]["replicas"]
+    (container,) = sets[NODES]["template"]["spec"]["containers"]
+    (variable,) = container["env"]
+    assert variable["name"] == "NODE_RANK" and sets[NODES]["ordinals"] == {"start": 1}
+    assert "apps.kubernetes.io/pod-index" in variable["valueFrom"]["fieldRef"]["fieldPath"]
+    claims = {one["metadata"]["name"]: one["spec"] for one in of_kind(objects, "PersistentVolumeClaim")}
+    for name in ("trainer", NODES):
+        volumes = {one["name"]: one for one in sets[name]["template"]["spec"]["volumes"]}
+        claim = claims[volumes["data"]["persistentVolumeClaim"]["claimName"]]
+        assert claim["accessModes"] == ["ReadWriteMany"]
 
 
 def test_vllm_has_its_image_a_gpu_and_room_for_weights(objects: list[Object]) -> None:
@@ -165,6 +206,15 @@ def test_every_service_is_probed_for_progress(objects: list[Object]) -> None:
         for kind, asked in (("startup", "liveness"), ("liveness", "liveness"), ("readiness", "")):
             port, service = probed(container[f"{kind}Probe"])
             assert port in ports and service == asked, (name, kind)
+
+
+def test_a_pod_has_longer_to_end_than_its_service_takes(objects: list[Object]) -> None:
+    config = ServerConfig()
+    for name in SERVICES:
+        files = [one for one in of_kind(objects, "ConfigMap") if one["metadata"]["name"].startswith(name)]
+        assert not any("drain" in text or "flush" in text for one in files for text in one["data"].values())
+        seconds = config.drain_delay_seconds + config.flush_seconds + config.drain_seconds
+        assert pods(objects)[name]["spec"]["terminationGracePeriodSeconds"] >= seconds + 5
 
 
 def test_every_selector_matches_exactly_its_workload(objects: list[Object]) -> None:
@@ -221,7 +271,13 @@ def test_writers_are_alone_and_keep_their_data(objects: list[Object]) -> None:
     writers = {one["metadata"]["name"]: one["spec"] for one in of_kind(objects, "StatefulSet")}
     for name in ("trainer", "orchestrator"):
         assert writers[name]["replicas"] == 1
-        assert writers[name]["volumeClaimTemplates"], name
+        own = [one["metadata"]["name"] for one in writers[name].get("volumeClaimTemplates", [])]
+        claimed = [
+            one["name"]
+            for one in writers[name]["template"]["spec"]["volumes"]
+            if "persistentVolumeClaim" in one
+        ]
+        assert "data" in own + claimed, name
 
 
 def test_nothing_is_allowed_by_default(objects: list[Object]) -> None:
@@ -242,13 +298,14 @@ def test_the_open_edges_are_those_of_the_circle(objects: list[Object]) -> None:
             for peer in rule["to"]:
                 if "podSelector" in peer:
                     egress.add((here, peer["podSelector"]["matchLabels"][COMPONENT]))
-    assert ingress == EDGES
-    assert egress == EDGES
+    edges = EDGES | (EDGES_OF_NODES if NODES in pods(objects) else set())
+    assert ingress == edges
+    assert egress == edges
 
 
 def test_ports_of_network_policies_exist(objects: list[Object]) -> None:
     names = {port["name"] for _, one in containers(objects) for port in one.get("ports", [])}
     for policy in of_kind(objects, "NetworkPolicy"):
         for rule in [*policy["spec"].get("ingress", []), *policy["spec"].get("egress", [])]:
-            for port in rule["ports"]:
+            for port in rule.get("ports", []):
                 assert port["port"] in names or port["port"] == 53, policy["metadata"]["name"]
