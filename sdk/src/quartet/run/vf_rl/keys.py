@@ -182,6 +182,10 @@ OF_THE_ENGINE = {
 OF_GRPO = {
     "num_generations": "write rollouts_per_example",
     "max_prompt_length": "write max_prompt_len",
+    "max_completion_length": "write max_tokens, of one answer, or max_seq_len, of all",
+    "loss_type": "write preset in a table [algorithm]",
+    "log_completions": "completions are printed, and in rollouts/, by themselves; remove it",
+    "num_completions_to_print": "completions are printed, and in rollouts/, by themselves; remove it",
     "async_generation_timeout": "write generation_timeout",
     "num_batches_ahead": "write max_off_policy_steps at the top of the file",
     "num_iterations": "write num_iterations in a table [algorithm]",
