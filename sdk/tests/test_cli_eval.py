@@ -235,6 +235,18 @@ def test_an_endpoint_has_replicas_a_key_by_name_and_verifiers_longer_keys(
     )
     with pytest.raises(ConfigError, match="openai_chat_completions"):
         read_endpoints(file)
+    with pytest.raises(
+        ConfigError, match=r"endpoints\.py' is Python; write .* \[\[endpoint\]\] with endpoint_id"
+    ):
+        read_endpoints(tmp_path / "endpoints.py")
+
+
+@pytest.mark.parametrize("command", ["eval", "gepa", "baseline"])
+def test_a_line_of_the_prime_command_is_refused_with_what_to_write(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "run", "reverse-text", "-m", "x"]) == 2
+    assert "write 'reverse-text' without it" in capsys.readouterr().err
 
 
 def test_a_resumed_evaluation_is_the_last_one_or_the_one_that_is_named(tmp_path: Path) -> None:

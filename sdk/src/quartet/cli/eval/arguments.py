@@ -81,7 +81,9 @@ def given_keys(options: argparse.Namespace, keys: Keys) -> list[str]:
 
 
 def environment_first(rest: list[str]) -> tuple[str, list[str]]:
-    """The environment that is named without a flag, and what else there is."""
+    """The environment that is named without a flag, and what else there is. Raises ConfigError."""
+    if rest[:1] == ["run"] and rest[1:] and not rest[1].startswith("-"):  # prime eval run, prime gepa run
+        raise ConfigError(f"'run' is not part of the command here; write '{rest[1]}' without it")
     if rest and not rest[0].startswith(("@", "-")):
         return rest[0], rest[1:]
     return "", rest

@@ -83,6 +83,11 @@ class Endpoint:
 
 def read_endpoints(file: Path) -> dict[str, Endpoint]:
     """The endpoints of a file by id. Raises ConfigError."""
+    if file.suffix == ".py":
+        raise ConfigError(
+            f"endpoints = '{file}' is Python; write its entries into a TOML file, as [[endpoint]] with "
+            "endpoint_id, model, url and key ('quartet init' writes configs/endpoints.toml)"
+        )
     entries = load(EndpointsConfig, ["@", str(file)]).config.endpoint
     found: dict[str, list[EndpointConfig]] = {}
     for entry in entries:
