@@ -13,12 +13,14 @@ import pytest
 from google.protobuf import descriptor_pb2
 from quartet.config import ConfigError
 from quartet.config.load import load
+from quartet.v1 import inference_service_pb2 as inference_pb
 from quartet_tinker import adam, bodies, losses, paths, promises
 from quartet_tinker import tinker_wire_pb2 as wire
 from quartet_tinker.config import GatewayConfig
 from quartet_tinker.gateway import Gateway
 from quartet_tinker.promises import Promises, answered
 from quartet_tinker.refusal import Refused
+from quartet_tinker.served import ServedModel
 
 PACKAGE = Path(wire.__file__).parent
 
@@ -220,3 +222,21 @@ def test_the_configuration_closes_the_door(tmp_path: Path) -> None:
     assert (done.returncode, "keys that begin with 'tml-'" in done.stderr) == (2, True)
     done = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, '"trainer": "127.0.0.1:1"' in done.stdout) == (0, True)
+
+
+async def test_a_tokenizer_in_a_folder_is_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script's working directory is another one; a hub id is said as it is."""
+
+    class Inference:
+        async def model(self) -> Any:
+            return inference_pb.GetModelResponse(base_model="models/small", max_model_len=64)
+
+    monkeypatch.chdir(tmp_path)
+    config = GatewayConfig(trainer="127.0.0.1:1", inference=["127.0.0.1:2"])
+    assert (await ServedModel(config, cast(Any, Inference())).names()).tokenizer == "models/small"
+    (tmp_path / "models" / "small").mkdir(parents=True)
+    names = await ServedModel(config, cast(Any, Inference())).names()
+    assert names.tokenizer == str(tmp_path / "models" / "small")
+    assert (names.folder, names.name) == ("models/small", "models/small")

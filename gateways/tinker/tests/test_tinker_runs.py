@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from quartet.errors import QuartetError
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_tinker import bodies
 from quartet_tinker.config import GatewayConfig
+from quartet_tinker.paths import run_id
+from quartet_tinker.refusal import Refused
 from quartet_tinker.runs import Runs
-from quartet_tinker.sessions import Sessions
+from quartet_tinker.sessions import Session, Sessions
 from quartet_tinker.specs import Notes
 from quartet_tinker.training import Run
 
@@ -21,10 +25,13 @@ class Trainer:
 
     def __init__(self) -> None:
         self.open: set[str] = set()
+        self.max_runs = 8
         self.may = asyncio.Event()
         self.waits = asyncio.Event()
 
     async def create(self, run_id: str, spec: pb.RunSpec) -> pb.RunState:
+        if run_id not in self.open and len(self.open) >= self.max_runs:
+            raise QuartetError("OVERLOADED", f"{self.max_runs} runs are open (max_runs)")
         self.open.add(run_id)
         self.waits.set()
         await self.may.wait()
@@ -52,9 +59,20 @@ class Counts:
         pass
 
 
-def runs_of(trainer: Trainer, sessions: Sessions, folder: Path) -> Runs:
-    config = GatewayConfig(trainer="127.0.0.1:1", inference=["127.0.0.1:2"])
-    return Runs(config, cast(Any, trainer), sessions, cast(Any, Counts()), Notes(folder))
+def runs_of(trainer: Trainer, sessions: Sessions, folder: Path, takeover_seconds: float = 30.0) -> Runs:
+    config = GatewayConfig(
+        trainer="127.0.0.1:1", inference=["127.0.0.1:2"], takeover_seconds=takeover_seconds
+    )
+
+    async def end(session_id: str, why: str) -> None:
+        session = sessions.take_out(session_id)
+        assert session is not None
+        for training in session.models.values():
+            await training.close()
+            await runs.close(training.run)
+
+    runs = Runs(config, cast(Any, trainer), sessions, cast(Any, Counts()), Notes(folder), end)
+    return runs
 
 
 def left_open(folder: Path) -> None:
@@ -116,3 +134,48 @@ async def test_a_run_whose_session_ends_while_it_is_made_is_closed(tmp_path: Pat
     with pytest.raises(asyncio.CancelledError):
         await making
     assert not trainer.open and not session.models
+
+
+async def test_a_script_that_ended_without_a_word_gives_its_place_up(tmp_path: Path) -> None:
+    """Two scripts are gone, the first for longer; one runs. Two more come to a full trainer."""
+    trainer, sessions = Trainer(), Sessions(8)
+    trainer.max_runs = 3
+    trainer.may.set()
+    runs = runs_of(trainer, sessions, tmp_path, takeover_seconds=2)
+    gone, also_gone, alive, *coming = (sessions.make() for _ in range(5))
+    for session in (gone, also_gone, alive):
+        await runs.open(session, run_in(session))
+    heard = time.monotonic() + 60
+    gone.heard, also_gone.heard, alive.heard = heard - 90, heard - 70, heard
+    await runs.open(coming[0], run_in(coming[0]))
+    assert trainer.open == {f"{one.session_id}.train.0" for one in (also_gone, alive, coming[0])}
+    left_open(tmp_path)
+    await runs.go_on(coming[1], f"{coming[1].session_id}:train:0", load_of("a"))
+    assert trainer.open == {"s.train.a", *(f"{one.session_id}.train.0" for one in (alive, coming[0]))}
+    for session in (alive, *coming):
+        for training in session.models.values():
+            await training.close()
+
+
+async def test_scripts_that_run_keep_their_places(tmp_path: Path) -> None:
+    """Nobody is silent: who comes is refused, at once where its own models are all that there is."""
+    trainer, sessions = Trainer(), Sessions(8)
+    trainer.max_runs = 1
+    trainer.may.set()
+    runs = runs_of(trainer, sessions, tmp_path, takeover_seconds=1)
+    alive, coming = sessions.make(), sessions.make()
+    await runs.open(alive, run_in(alive))
+    alive.heard = time.monotonic() + 60
+    for session in (coming, alive):
+        with pytest.raises(
+            Refused, match=r"takes no other run: 1 runs are open \(max_runs\)\. A script gives"
+        ):
+            await runs.open(session, run_in(session, 1))
+    assert trainer.open == {f"{alive.session_id}.train.0"}
+    for training in alive.models.values():
+        await training.close()
+
+
+def run_in(session: Session, number: int = 0) -> Run:
+    origin = f"{session.session_id}:train:{number}"
+    return Run(run_id(origin), origin, "model", pb.RunSpec())

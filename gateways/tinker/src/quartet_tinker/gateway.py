@@ -55,7 +55,7 @@ class Gateway:
         self.model = ServedModel(config, sampling)
         self.samplers = Samplers(config, sampling, self._sessions, self.promises, self.model)
         notes = Notes(config.runs_dir)
-        self._runs = Runs(config, trainer, self._sessions, self.samplers, notes)
+        self._runs = Runs(config, trainer, self._sessions, self.samplers, notes, self.finish)
         self.checkpoints = Checkpoints(trainer, self._sessions, notes)
 
     # -- sessions

@@ -4,14 +4,17 @@
    that is of the same session, or its session falls silent for takeover_seconds.
 2. A state that is not there is refused before the run is taken from anybody.
 3. A run that no model has is closed: others wait for its place on the trainer.
+4. Where the trainer is full, sessions that are silent for takeover_seconds are ended, the longest silent one
+   first, until there is a place: most scripts end without a word. Whose script is heard of keeps its places.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeVar
 from weakref import WeakValueDictionary
 
 import structlog
@@ -29,6 +32,8 @@ from quartet_tinker.training import Run, Training
 #: Between two looks at whether a session is still heard of.
 LOOK_SECONDS: Final = 0.5
 
+T = TypeVar("T")
+
 log = structlog.get_logger()
 
 
@@ -36,12 +41,21 @@ class Runs:
     """Who has which. For one event loop."""
 
     def __init__(
-        self, config: GatewayConfig, trainer: Trainer, sessions: Sessions, samplers: Samplers, notes: Notes
+        self,
+        config: GatewayConfig,
+        trainer: Trainer,
+        sessions: Sessions,
+        samplers: Samplers,
+        notes: Notes,
+        end: Callable[[str, str], Awaitable[None]],
     ) -> None:
-        self._config, self._trainer = config, trainer
+        """`end` ends a session, for a reason."""
+        self._config, self._trainer, self._end = config, trainer, end
         self._sessions, self._samplers, self._notes = sessions, samplers, notes
         # Of each run that is being passed on or closed: one after the other.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        # Of those who make room: what one has made, another does not take. Waited for without a run's lock.
+        self._room = asyncio.Lock()
 
     async def open(self, session: Session, run: Run) -> None:
         """Create a run for a model of a session. Raises Refused, QuartetError."""
@@ -49,7 +63,8 @@ class Runs:
         session.check_room()
         self._notes.keep(run)
         try:
-            training.begin(await self._trainer.create(run.run_id, run.spec))
+            state = await self._with_room(session, run, lambda: self._trainer.create(run.run_id, run.spec))
+            training.begin(state)
         except asyncio.CancelledError:  # its session has ended
             await self.close(run)
             raise
@@ -62,12 +77,16 @@ class Runs:
         if body.base_model not in (None, run.base_model):
             raise Refused(f"base_model = {body.base_model!r} is not the state's, {run.base_model!r}")
         await self._silence(session, run)
-        async with self._lock(run):
-            try:
-                await self._pass(session, model_id, run, path.name, body.user_metadata)
-            except BaseException:
-                await self._close(run)
-                raise
+
+        async def work() -> None:
+            async with self._lock(run):
+                try:
+                    await self._pass(session, model_id, run, path.name, body.user_metadata)
+                except BaseException:
+                    await self._close(run)
+                    raise
+
+        await self._with_room(session, run, work)
 
     async def close(self, run: Run) -> None:
         """Free the place on the trainer of a run that no model has any more."""
@@ -112,6 +131,39 @@ class Runs:
             raise
         self._notes.keep(run)
         session.models[model_id] = training
+
+    async def _with_room(self, session: Session, run: Run, work: Callable[[], Awaitable[T]]) -> T:
+        """Do what opens a run; where the trainer is full, again when a place was given up. Raises Refused."""
+        try:
+            return await work()
+        except QuartetError as error:
+            if error.reason != "OVERLOADED":
+                raise
+            full = error
+        async with self._room:
+            give_up = time.monotonic() + 1.5 * self._config.takeover_seconds
+            before = self._sessions.models_beside(session, run.run_id)
+            while before and time.monotonic() < give_up:
+                await self._end_silent(session, run)
+                if self._sessions.models_beside(session, run.run_id) < before:
+                    try:
+                        return await work()
+                    except QuartetError as error:
+                        if error.reason != "OVERLOADED":
+                            raise
+                        full = error
+                await asyncio.sleep(LOOK_SECONDS)
+        raise Refused(
+            f"the trainer takes no other run: {full.message}. A script gives its places back with "
+            f"ServiceClient.close(), or when it is not heard of for {self._config.takeover_seconds:g} s"
+        ) from full
+
+    async def _end_silent(self, session: Session, run: Run) -> None:
+        """End the session that is silent for longest, if it is for takeover_seconds and holds places."""
+        others = self._sessions.with_models(session, run.run_id)
+        longest = min(others, key=lambda other: other.heard, default=None)
+        if longest is not None and longest.heard + self._config.takeover_seconds < time.monotonic():
+            await self._end(longest.session_id, "its script is silent, and another has no place")
 
     async def _silence(self, session: Session, run: Run) -> None:
         """Wait until no other session that is heard of trains the run. Raises Refused."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from quartet_tinker.config import GatewayConfig
@@ -40,7 +41,8 @@ class ServedModel:
         if self._names is None:
             served = await self._sampling.model()
             folder = self._config.model or served.base_model
-            name, tokenizer = self._config.model_name or folder, self._config.tokenizer or folder
+            name = self._config.model_name or folder
+            tokenizer = _from_anywhere(self._config.tokenizer or folder)
             self._names = Names(folder, name, tokenizer, int(served.max_model_len))
         return self._names
 
@@ -60,3 +62,9 @@ class ServedModel:
         names = await self.names()
         about = {"max_context_length": names.max_context_length, "trainable": True, "sampleable": True}
         return {"supported_models": [{"model_name": names.name, **about}]}
+
+
+def _from_anywhere(tokenizer: str) -> str:
+    """A folder by its whole path: a script's working directory is another one, where it would be a hub id."""
+    path = Path(tokenizer)
+    return str(path.resolve()) if path.is_dir() else tokenizer

@@ -95,6 +95,20 @@ class Sessions:
             if training.run.run_id == run_id
         ]
 
+    def with_models(self, but: Session, run_id: str) -> list[Session]:
+        """The other sessions with models, but for those that train this run."""
+        return [
+            one
+            for one in self._by_id.values()
+            if one is not but
+            and one.models
+            and all(training.run.run_id != run_id for training in one.models.values())
+        ]
+
+    def models_beside(self, but: Session, run_id: str) -> int:
+        """How many models these have."""
+        return sum(len(one.models) for one in self.with_models(but, run_id))
+
     def silent_since(self, when: float) -> list[str]:
         """Those that were not heard of since then; since for ever, all."""
         return [one.session_id for one in self._by_id.values() if one.heard < when]
