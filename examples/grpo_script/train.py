@@ -29,7 +29,7 @@ args.max_grad_norm = 1.0
 args.max_seq_len = 256
 args.max_tokens = 13
 args.eval_strategy = "steps"
-args.eval_steps = given.max_steps
+args.eval_steps = 10
 args.eval_on_start = True
 args.logging_steps = 5
 

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from quartet.cli.__main__ import main
 from quartet.cli.eval.config import EvalFileConfig
+from quartet.cli.eval.source import choose
 from quartet.cli.gepa import adapter as module
 from quartet.cli.gepa.adapter import ATTEMPTS, Adapter
 from quartet.cli.gepa.artefacts import write_artefacts
-from quartet.cli.gepa.command import _check_columns, _initial_prompt
+from quartet.cli.gepa.command import _check_columns, _initial_prompt, _teacher
 from quartet.cli.gepa.config import GepaConfig
 from quartet.cli.gepa.policies import Prompted
 from quartet.config import ConfigError, validate
@@ -184,3 +185,21 @@ def test_bad_input_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str], 
     ):
         assert main(arguments) == 2
         assert said in capsys.readouterr().err, arguments
+
+
+def test_a_teacher_that_is_not_in_the_file_is_another_model_of_the_endpoint(tmp_path: Path) -> None:
+    """As -m A -M B is understood by Verifiers' own command; one in the file, or with an address, is not."""
+    file = tmp_path / "endpoints.toml"
+    file.write_text("[[endpoint]]\nendpoint_id = 'far'\nmodel = 'distant'\nurl = 'http://127.0.0.1:9/v1'\n")
+    near = "http://127.0.0.1:8/v1"
+
+    def taught(**config: str) -> list[tuple[str, str]]:
+        given = GepaConfig(model="small", base_url=near, endpoints=file, **config)
+        teacher = _teacher(given, choose(given))
+        assert teacher is not None and teacher.endpoint is not None
+        return [(one.url, one.model) for one in teacher.endpoint.replicas]
+
+    assert taught(reflection_model="large") == [(near, "large")]
+    assert taught(reflection_model="far") == [("http://127.0.0.1:9/v1", "distant")]
+    elsewhere = "http://127.0.0.1:7/v1"
+    assert taught(reflection_model="large", reflection_base_url=elsewhere) == [(elsewhere, "large")]

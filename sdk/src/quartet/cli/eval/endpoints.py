@@ -69,6 +69,10 @@ class Endpoint:
         """Of all replicas."""
         return ",".join(one.url for one in self.replicas)
 
+    def with_model(self, model: str) -> Endpoint:
+        """Another model at the same addresses."""
+        return Endpoint([one.model_copy(update={"model": model}) for one in self.replicas])
+
     def key_of(self, replica: EndpointConfig) -> str:
         """The secret itself. Raises ConfigError where the variable is not set."""
         if not replica.key:

@@ -45,7 +45,7 @@ def choose(config: AnswererConfig) -> Source:
 def source_of(model: str, base_url: str, api_key_var: str, endpoints: Path) -> Source:
     """A model at an address, in the file of endpoints, or in a folder. Raises ConfigError."""
     if base_url:
-        return _asked(model, endpoint_at(base_url, model, api_key_var))
+        return asked(model, endpoint_at(base_url, model, api_key_var))
     if not model:
         raise ConfigError(
             "no model is named; give --model with a model folder or an id in "
@@ -53,7 +53,7 @@ def source_of(model: str, base_url: str, api_key_var: str, endpoints: Path) -> S
         )
     known = read_endpoints(endpoints) if endpoints.exists() else {}
     if model in known:
-        return _asked(model, known[model])
+        return asked(model, known[model])
     try:
         return Source(model, folder=model_path(model))
     except ConfigError as error:
@@ -61,7 +61,7 @@ def source_of(model: str, base_url: str, api_key_var: str, endpoints: Path) -> S
         raise ConfigError(f"{error}; or name an endpoint ({ids})") from None
 
 
-def _asked(name: str, endpoint: Endpoint) -> Source:
+def asked(name: str, endpoint: Endpoint) -> Source:
     """An endpoint with every key that it needs, looked up before anything starts."""
     if importlib.util.find_spec("openai") is None:
         raise ConfigError("openai is not installed; in the repository: pip install './sdk[eval]'")

@@ -28,10 +28,11 @@ from quartet.cli.eval.arguments import MODEL_KEYS, env_args, environment_first, 
 from quartet.cli.eval.board import Board, PlainBoard
 from quartet.cli.eval.command import folder_name
 from quartet.cli.eval.config import Trial
+from quartet.cli.eval.endpoints import read_endpoints
 from quartet.cli.eval.player import Player
 from quartet.cli.eval.rollouts import describe, reference, tasks_of
 from quartet.cli.eval.services import deploy, with_host
-from quartet.cli.eval.source import Source, choose, source_of
+from quartet.cli.eval.source import Source, asked, choose, source_of
 from quartet.cli.gepa.adapter import COMPONENT, Adapter
 from quartet.cli.gepa.arguments import GEPA_KEYS, SAMPLING_KEYS
 from quartet.cli.gepa.artefacts import BEST_ENV, METADATA, head, write_artefacts
@@ -189,6 +190,11 @@ def _teacher(config: GepaConfig, source: Source) -> Source | None:
     """None where the model reflects on itself. Raises ConfigError."""
     if config.reflection_model in ("", config.model) and not config.reflection_base_url:
         return None
+    if source.endpoint is not None and not config.reflection_base_url:
+        # A name that is not in the file is another model of the endpoint, as Verifiers' own command has it.
+        ids = read_endpoints(config.endpoints) if config.endpoints.exists() else {}
+        if config.reflection_model not in ids:
+            return asked(config.reflection_model, source.endpoint.with_model(config.reflection_model))
     teacher = source_of(
         config.reflection_model, config.reflection_base_url, config.reflection_api_key_var, config.endpoints
     )
