@@ -357,3 +357,21 @@ def test_the_table_says_from_which_reward_on_a_result_passes() -> None:
     assert [line[where:] for line in lines[1:]] == [
         ["0.5", "0.750", "1.000", "0"], ["1", "0.250", "0.500", "0"], ["-", "-", "-", "0"]
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "said"),
+    [
+        ("eval", ["-s"], "-s is a flag of Verifiers' command, not of this one: results are always written"),
+        ("eval", ["--save_results"], "--save-results is a flag of Verifiers' command"),
+        ("eval", ["-S", '{"top_p": 0.9}'], "each other key as --sampling.top-p 0.9"),
+        ("eval", ["-p", "./environments"], "found in its own interpreter, where quartet env install"),
+        ("gepa", ["--sampling-args={}"], "write --temperature 0.7"),
+        ("gepa", ["--run-dir", "x"], "write --output-dir and --run-id"),
+    ],
+)
+def test_a_flag_of_verifiers_command_is_told_by_what_it_is_here(
+    command: str, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "reverse-text", "-m", "any", *flags]) == 2
+    assert said in capsys.readouterr().err

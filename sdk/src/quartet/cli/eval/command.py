@@ -30,6 +30,7 @@ from quartet.cli.eval.arguments import (
 )
 from quartet.cli.eval.board import Board, Tally, board, print_table, result_table
 from quartet.cli.eval.config import EvalFileConfig, OneEvalConfig
+from quartet.cli.eval.other_flags import OF_EVAL, refuse_others
 from quartet.cli.eval.player import Player
 from quartet.cli.eval.record import METADATA, Record
 from quartet.cli.eval.rollouts import describe, play, reference, tasks_of
@@ -99,6 +100,7 @@ def _play(plan: Plan, specs: Sequence[ChildSpec], *, plain: bool) -> None:
 def read(options: argparse.Namespace, rest: list[str]) -> EvalFileConfig:
     """The configuration of the file, the flags and the environment named before them. Raises ConfigError."""
     named, rest = environment_first(rest)
+    refuse_others(rest, OF_EVAL)
     keys = [*rest, *given_keys(options, MODEL_KEYS), *given_keys(options, PLAY_KEYS)]
     config = load(EvalFileConfig, keys, Draft(flags=options.flags)).config
     args = env_args(options)

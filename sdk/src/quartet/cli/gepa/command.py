@@ -29,6 +29,7 @@ from quartet.cli.eval.board import Board, PlainBoard
 from quartet.cli.eval.command import folder_name
 from quartet.cli.eval.config import Trial
 from quartet.cli.eval.endpoints import read_endpoints
+from quartet.cli.eval.other_flags import OF_GEPA, refuse_others
 from quartet.cli.eval.player import Player
 from quartet.cli.eval.rollouts import describe, reference, tasks_of
 from quartet.cli.eval.services import deploy, with_host
@@ -139,6 +140,7 @@ def _report(plan: Plan, result: Any, api: str) -> int:
 def read(options: argparse.Namespace, rest: list[str]) -> GepaConfig:
     """The configuration of the file, the flags and the environment named before them. Raises ConfigError."""
     named, rest = environment_first(rest)
+    refuse_others(rest, OF_GEPA)
     given = [one for keys in (MODEL_KEYS, GEPA_KEYS, SAMPLING_KEYS) for one in given_keys(options, keys)]
     if options.state_columns is not None:
         given.append(f"--state-columns={inline(options.state_columns)}")
