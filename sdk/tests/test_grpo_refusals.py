@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import quartet.grpo as vf
 from grpo_script import translated
+from quartet.grpo.handles import Model, Tokenizer
 from quartet.grpo.untranslated import REFUSED
 
 
@@ -42,6 +43,10 @@ def test_what_would_train_otherwise_is_refused(name: str) -> None:
         ({"optim": "adafactor"}, "args.optim = 'adafactor' is refused"),
         ({"overrides": {"model": "m"}}, "'model' is refused: give GRPOTrainer another model"),
         ({"overrides": {"tranier": {}}}, "unknown key 'tranier'; did you mean 'trainer'?"),
+        ({"overrides": {"foo": 1}}, "unknown key 'foo'; known keys here"),
+        ({"overrides": {"sampling": {"temprature": 1}}}, "unknown key 'sampling.temprature'; did you mean"),
+        ({"overrides": {"sampling": {"top_p": 3}}}, "sampling.top_p = 3 is refused"),
+        ({"async_generation_timeout": -1}, "args.async_generation_timeout = -1 is refused"),
     ],
 )  # fmt: skip
 def test_refusals_name_the_argument(given: dict[str, Any], sentence: str) -> None:
@@ -90,3 +95,19 @@ def test_a_value_of_another_kind_is_refused_where_it_is_set(name: str, value: An
     with pytest.raises(vf.ConfigError, match=rf"args\.{name} = .* is refused: should be {wanted}"):
         setattr(args, name, value)
     setattr(args, name, getattr(vf.GRPOConfig(), name))
+
+
+@pytest.mark.parametrize(
+    ("holder", "name", "said"),
+    [
+        (Model("m", "m"), "config", r"AutoModelForCausalLM\.from_pretrained\(model\.folder\)"),
+        (Tokenizer("m", "m"), "pad_token", "has no 'pad_token'; .* Leave out what sets a pad token"),
+        (vf.Environment("e"), "get_dataset", "has no 'get_dataset'; 'quartet eval' measures"),
+        (object.__new__(vf.GRPOTrainer), "add_callback", "callbacks run inside a training loop"),
+        (object.__new__(vf.GRPOTrainer), "accelerator", r"docs/python\.md has what there is"),
+    ],
+)
+def test_what_is_looked_for_in_an_object_is_said_to_be_elsewhere(holder: Any, name: str, said: str) -> None:
+    with pytest.raises(AttributeError, match=said):
+        getattr(holder, name)
+    assert not hasattr(holder, name)

@@ -77,6 +77,8 @@ def _named(draft: Draft, error: ConfigError) -> ConfigError:
 
 
 def _by_argument(draft: Draft, error: ConfigError) -> str:
+    if _is_in(draft.args.overrides, error.key):
+        return str(error)
     name = draft.names.get(error.key)
     if name is None:
         # It is about several keys together, of which the remedy names some.
@@ -87,6 +89,15 @@ def _by_argument(draft: Draft, error: ConfigError) -> str:
     if error.value == repr(getattr(draft.args, name, None)):
         return str(error).replace(error.key, f"args.{name}", 1)
     return f"args.{name}: {error}"
+
+
+def _is_in(overrides: Mapping[str, Any], key: str) -> bool:
+    """Whether the script itself wrote this dotted key, and no table."""
+    first, _, rest = key.partition(".")
+    below = overrides.get(first)
+    if isinstance(below, Mapping) and rest:
+        return _is_in(below, rest)
+    return first in overrides and not rest and not isinstance(below, Mapping)
 
 
 def _laid_over(table: Table, overrides: Mapping[str, Any]) -> Table:

@@ -3,7 +3,8 @@
 The services load them, each in its own process: nothing here imports torch, transformers or verifiers.
 
 1. What is not there is refused when the handle is made, with what to do.
-2. `peft_config` may be peft's own LoraConfig: a dataclass of the same field names, read as such. What it says
+2. What a script looks for in the object itself is refused as an attribute, with where that is.
+3. `peft_config` may be peft's own LoraConfig: a dataclass of the same field names, read as such. What it says
    beyond the keys of [lora] must be its default.
 """
 
@@ -53,6 +54,12 @@ class Model:
     #: Settings of the original's get_model that have no effect here.
     unread: tuple[str, ...] = ()
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a model is a name here, which the services load, and has no {name!r}; transformers' "
+            "AutoModelForCausalLM.from_pretrained(model.folder) is the model itself"
+        )
+
     @property
     def context(self) -> int | None:
         """The longest sequence that it was made for, where its config.json says."""
@@ -68,6 +75,13 @@ class Tokenizer:
     name: str
     folder: str
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a tokenizer is a name here, which the services load, and has no {name!r}; transformers' "
+            "AutoTokenizer.from_pretrained(tokenizer.folder) is the tokenizer itself. Leave out what sets a "
+            "pad token: the services need none"
+        )
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -79,6 +93,12 @@ class Environment:
     python: str | None = None
     weight: float = 1.0
     name: str | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"an environment is a name here, which the environment host loads, and has no {name!r}; 'quartet "
+            "eval' measures a model on it, 'quartet env show' prints its rewards and an example"
+        )
 
 
 def load_environment(env_id: str, **env_args: Any) -> Environment:

@@ -29,6 +29,20 @@ from quartet.local.ranks import rank_said
 
 logger = logging.getLogger("quartet.grpo")
 
+CALLBACKS = (
+    "callbacks run inside a training loop, and that of a run is in another process; leave them out, and read "
+    "trainer.state or metrics.jsonl from another thread"
+)
+#: What transformers' Trainer has and a script may ask for: why it is not here.
+ELSEWHERE = {
+    **dict.fromkeys(("add_callback", "pop_callback", "remove_callback", "callback_handler"), CALLBACKS),
+    "push_to_hub": "nothing is uploaded; 'hf upload' sends the folder of trainer.save_model",
+    **dict.fromkeys(
+        ("log", "log_metrics", "save_metrics"),
+        "a run writes metrics.jsonl and summary.json to args.output_dir",
+    ),
+}
+
 #: Of an id of a run, as far as it is made of a name.
 NAME_LENGTH = 64
 #: What a run's folder has (quartet.cli.outputs).
@@ -71,10 +85,7 @@ class GRPOTrainer:
             known = ("model", "env", "args", "processing_class", "peft_config")
             raise ConfigError(f"GRPOTrainer({name}=...): there is no such argument; {nearest(name, known)}")
         if callbacks:
-            raise ConfigError(
-                "callbacks run inside a training loop, and that of a run is in another process; leave them "
-                "out, and read trainer.state or metrics.jsonl from another thread"
-            )
+            raise ConfigError(CALLBACKS)
         if tuple(optimizers) != (None, None):
             raise ConfigError(
                 "optimizers is refused: the trainer makes its own; set args.optim and its settings"
@@ -90,6 +101,10 @@ class GRPOTrainer:
         self.env = env
         _check_tokenizer(processing_class, self.model)
         self.translated()
+
+    def __getattr__(self, name: str) -> Any:
+        why = ELSEWHERE.get(name, "the training loop is in another process; docs/python.md has what there is")
+        raise AttributeError(f"GRPOTrainer has no {name!r} here: {why}")
 
     def translated(self, wandb_project: str | None = None) -> Translation:
         """The run that the arguments describe as they stand, reported to a project. Raises ConfigError."""

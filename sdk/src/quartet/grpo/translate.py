@@ -72,6 +72,8 @@ def translate(
     draft.notes += _unread(args, model)
     draft.put("model", model.folder, "model")
     draft.table["env"] = [_environment(one, args) for one in environments]
+    for at in range(len(environments)):
+        draft.names[f"env.{at}.timeout_seconds"] = "async_generation_timeout"
     steps_per_batch = _batch(draft)
     steps = Steps(draft, steps_per_batch)
     schedule(draft, steps)
