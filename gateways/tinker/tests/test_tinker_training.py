@@ -14,7 +14,7 @@ import pytest
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1 import trainer_service_pb2_grpc as rpc
 
-from .tinker_stack import Stack
+from .tinker_stack import Stack, gateway
 
 MODEL = "tiny/random"
 TEXT = list(b"the quick brown fox jumps over the lazy dog")
@@ -260,6 +260,25 @@ def test_the_first_step_says_adams_constants(tinker: Any, client: Any) -> None:
     # Nothing was stepped, nothing is lost: the right constants go on.
     second = training.optim_step(tinker.AdamParams(learning_rate=2e-2, **ours)).result(60).metrics
     assert (second["policy_version"], second["learning_rate"]) == (2.0, 2e-2)
+
+
+def test_a_state_before_the_first_step_keeps_the_constants_that_the_gateway_begins_runs_with(
+    tinker: Any, client: Any, services: Stack, tmp_path: Path
+) -> None:
+    """The cookbook saves one in its asynchronous training, and steps with an epsilon of its own."""
+    theirs = tinker.AdamParams(learning_rate=1e-2, eps=1e-8)
+    training = lora(client)
+    training.save_state("000000").result(60)
+    training.forward_backward([supervised(TEXT)], "cross_entropy").result(60)
+    with pytest.raises(tinker.RequestFailedError, match=r"so it stays\. .* with --adam\.eps=1e-08 begins"):
+        training.optim_step(theirs).result(60)
+    with gateway(tmp_path, services.trainer, services.inference, "--adam.eps=1e-08") as address:
+        other = tinker.ServiceClient(base_url=f"http://{address}")
+        training = lora(other)
+        training.save_state("000000").result(60)
+        training.forward_backward([supervised(TEXT)], "cross_entropy").result(60)
+        assert training.optim_step(theirs).result(60).metrics["policy_version"] == 1
+        other.close("success").result(60)
 
 
 def test_training_goes_on_from_a_state(tinker: Any, client: Any, services: Stack) -> None:

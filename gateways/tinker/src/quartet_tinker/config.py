@@ -6,8 +6,19 @@ from pathlib import Path
 from typing import Literal, Self
 
 import pydantic
+from quartet.config import Config
 from quartet.kit.door import HttpDoor
 from quartet.kit.security import ClientSecurity, check_clients
+
+
+class AdamConfig(Config):
+    """The constants that a run begins with, and keeps if its first step gives them. Default: the SDK's."""
+
+    beta1: float = pydantic.Field(default=0.9, ge=0, lt=1)
+    beta2: float = pydantic.Field(default=0.95, ge=0, lt=1)
+    eps: float = pydantic.Field(default=1e-12, gt=0)
+    weight_decay: float = pydantic.Field(default=0.0, ge=0)
+    grad_clip_norm: float = pydantic.Field(default=0.0, ge=0)
 
 
 class GatewayConfig(HttpDoor):
@@ -30,6 +41,8 @@ class GatewayConfig(HttpDoor):
     model_name: str = ""
     # The hub id or folder from which scripts load the tokenizer; default: model.
     tokenizer: str = ""
+    # A script that saves a state before its first step keeps these: they are to be what its steps give.
+    adam: AdamConfig = AdamConfig()
     # Where what defines each run is noted, so that a gateway started later finds the runs of this one;
     # without it their saved states cannot be loaded after a restart.
     runs_dir: Path | None = None

@@ -18,6 +18,7 @@ import structlog
 
 from quartet_tinker import bodies, paths
 from quartet_tinker import tinker_wire_pb2 as wire
+from quartet_tinker.adam import Adam
 from quartet_tinker.checkpoints import Checkpoints
 from quartet_tinker.config import GatewayConfig
 from quartet_tinker.promises import Answer, Promise, Promises, answered
@@ -120,7 +121,7 @@ class Gateway:
         if body.lora_config is None:
             raise Refused("lora_config is missing; LoRA adapters are trained (create_lora_training_client)")
         body.optimizer_config.check()
-        spec = spec_of(names.folder, body.lora_config)
+        spec = spec_of(names.folder, body.lora_config, Adam(**self._config.adam.model_dump()))
         run = Run(paths.run_id(model_id), model_id, names.name, spec, body.user_metadata or {})
         await self._runs.open(session, run)
         return answered(model_id=model_id, type="create_model")

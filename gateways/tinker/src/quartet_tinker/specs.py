@@ -23,7 +23,7 @@ ATTENTION: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP: Final = ("gate_proj", "up_proj", "down_proj")
 
 
-def spec_of(model: str, lora: Lora) -> pb.RunSpec:
+def spec_of(model: str, lora: Lora, adam: Adam) -> pb.RunSpec:
     """What a script's choice means here. Raises Refused."""
     if not (lora.train_attn or lora.train_mlp):
         raise Refused("train_unembed alone is not served here; set train_attn or train_mlp")
@@ -31,7 +31,7 @@ def spec_of(model: str, lora: Lora) -> pb.RunSpec:
         raise Refused(f"rank = {lora.rank} is refused; give 1 to 4096")
     spec = pb.RunSpec(
         base_model=model,
-        optimizer=Adam().spec(),
+        optimizer=adam.spec(),
         seed=secrets.randbits(32) if lora.seed is None else lora.seed % 2**64,
         lora=pb.LoraSpec(rank=lora.rank, alpha=ALPHA),
     )

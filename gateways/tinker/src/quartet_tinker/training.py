@@ -206,7 +206,11 @@ class Training:
         if self._replay is None:
             raise Refused(f"{told}; a run keeps what its first step said, only learning_rate may change")
         if self._names:
-            raise Refused(f"{told}; a state was saved with it before the first step, so it stays")
+            begin = f"--adam.{fixed.difference(wanted)}".replace(" = ", "=")
+            raise Refused(
+                f"{told}; a state was saved with it before the first step, so it stays. A gateway that was "
+                f"started with {begin} begins runs with that"
+            )
         run_id, replay = self.run.run_id, self._replay
         spec = pb.RunSpec()
         spec.CopyFrom(self.run.spec)
