@@ -233,3 +233,14 @@ def test_bad_arguments_are_refused_in_a_sentence(capsys: pytest.CaptureFixture[s
     ):
         assert main(arguments) == 2
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("python", "named"), [("/elsewhere/python", " --envhost.python /elsewhere/python"), (sys.executable, "")]
+)
+def test_an_interpreter_that_nobody_looks_in_is_to_be_named(
+    python: str, named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("quartet.cli.env.command.install", lambda *given: ("mine", Path(python)))
+    assert main(["env", "install", "mine", "--into", python]) == 0
+    assert capsys.readouterr().out.endswith(f"next: quartet env check mine{named}\n")

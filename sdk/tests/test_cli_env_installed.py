@@ -60,6 +60,21 @@ def test_where_nothing_is_said_the_first_interpreter_that_has_it_is_taken(
         with_interpreters({}, ["no-such-env"])
 
 
+def test_the_interpreter_of_another_environment_may_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `quartet env install --into` one of them leaves it, and `quartet env list` shows it."""
+    monkeypatch.chdir(tmp_path)
+    other = installed.own_python("another")
+    other.parent.mkdir(parents=True)
+    other.symlink_to(sys.executable)
+    assert installed.interpreter_of("json") == str(other)
+    (tmp_path / "environments" / "mine").mkdir(parents=True)
+    (tmp_path / "environments" / "mine" / "pyproject.toml").touch()
+    with pytest.raises(ConfigError, match=r"give it an interpreter: quartet env install environments/mine$"):
+        installed.interpreter_of("mine")
+
+
 def test_an_unknown_environment_is_refused_with_what_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

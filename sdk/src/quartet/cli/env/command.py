@@ -14,7 +14,7 @@ from quartet.cli import exits
 from quartet.cli.env.catalogue import catalogue, catalogue_table, info_lines, interpreters
 from quartet.cli.env.checking import Played, play_by_model, play_by_oracle, played_lines, problems
 from quartet.cli.env.install import install
-from quartet.cli.env.installed import module_of, with_interpreters
+from quartet.cli.env.installed import candidates, module_of, with_interpreters
 from quartet.cli.env.oracle import Oracle, has_oracle
 from quartet.cli.env.scaffold import write_package
 from quartet.cli.eval.arguments import MODEL_KEYS, PLAY_KEYS, env_args, given_keys
@@ -45,7 +45,9 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
             print(f"{folder} is written; next: quartet env install {folder}")
         case "install":
             name, python = install(options.package, options.generation, options.into)
-            print(f"{name} is installed in {python}; next: quartet env check {name}")
+            looked_at = python in (one.absolute() for one in candidates(name))
+            named = "" if looked_at else f" --envhost.python {python}"
+            print(f"{name} is installed in {python}; next: quartet env check {name}{named}")
         case "list":
             found = catalogue(interpreters(options.python))
             print_table(catalogue_table(found)) if found else print("no environment is installed here")

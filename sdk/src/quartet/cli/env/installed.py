@@ -2,7 +2,8 @@
 
 1. What the `[envhost]` table says is taken: `environments."id".python` for one, `python` for all. Where it
    says nothing, the interpreter is the first that has the package: that of `quartet env install`, those of
-   `make install` and `make classic`, this one.
+   `make install` and `make classic`, those that `quartet env install` made for others (`--into` one of them),
+   this one.
 2. An environment that is in none is refused before anything starts, with what to do.
 """
 
@@ -78,15 +79,18 @@ def interpreter_of(env_id: str) -> str:
         if find(module, python)[0]:
             return python
     default = known[0] if known[0] != sys.executable or len(known) == 1 else known[1]
+    meant = (str(own_python(env_id)), ENVIRONMENTS_PYTHON, CLASSIC_PYTHON)
     raise ConfigError(
         f"env.id = {env_id!r}: no package {module!r} in {', '.join(known)}; "
-        f"{_remedy(module, default, find(module, default)[1])}"
+        f"{_remedy(module, default, find(module, default)[1], for_this=default in meant)}"
     )
 
 
 def candidates(env_id: str) -> list[Path]:
     """The interpreters of this machine that may have it, in the order in which they are looked at."""
-    here = [own_python(env_id), Path(ENVIRONMENTS_PYTHON), Path(CLASSIC_PYTHON)]
+    own = own_python(env_id)
+    others = (python for python in sorted(INSTALLED.glob("*/bin/python")) if python != own)
+    here = [own, Path(ENVIRONMENTS_PYTHON), Path(CLASSIC_PYTHON), *others]
     return [*(python for python in here if python.exists()), Path(sys.executable)]
 
 
@@ -115,18 +119,22 @@ def _check(env_id: str, module: str, python: str) -> None:
     found, installed = find(module, python)
     if not found:
         raise ConfigError(
-            f"env.id = {env_id!r}: no package {module!r} in {python}; {_remedy(module, python, installed)}"
+            f"env.id = {env_id!r}: no package {module!r} in {python}; "
+            f"{_remedy(module, python, installed, for_this=True)}"
         )
 
 
-def _remedy(module: str, python: str, installed: Sequence[str]) -> str:
-    """What to do about an environment that is not installed, naming only what exists."""
+def _remedy(module: str, python: str, installed: Sequence[str], *, for_this: bool) -> str:
+    """What to do about an environment that is not installed, naming only what exists; `for_this`: the
+    interpreter is meant for it, not one of the command's own or of another environment."""
     for other in (str(own_python(module)), ENVIRONMENTS_PYTHON):
         if other != python and Path(other).exists() and find(module, other)[0]:
             return f"{other} has it: name no envhost.python, or add --envhost.python {other}"
     folders = [file.parent for file in Path("environments").glob("*/pyproject.toml")]
     if here := next((folder for folder in folders if folder.name == module), None):
-        return f"install it there: {python} -m pip install -e {here}"
+        if for_this:
+            return f"install it there: {python} -m pip install -e {here}"
+        return f"give it an interpreter: quartet env install {here}"
     known = {name.replace("_", "-").lower() for name in (*installed, *(folder.name for folder in folders))}
     if close := difflib.get_close_matches(module.replace("_", "-"), sorted(known), n=1):
         return f"did you mean {close[0]!r}?"
