@@ -30,6 +30,7 @@ args.max_seq_len = 256
 args.max_tokens = 13
 args.eval_strategy = "steps"
 args.eval_steps = 10
+args.overrides = {"eval": {"after": True}}  # also where the last step is no tenth
 args.eval_on_start = True
 args.logging_steps = 5
 
