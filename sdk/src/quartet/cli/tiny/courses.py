@@ -83,7 +83,8 @@ class ReverseText:
     """The built-in course: it needs no environment."""
 
     task = REVERSE_TEXT
-    goals = Goals()
+    # 0.9 by a lucky measurement makes models of which reinforcement learning stays at 0.82, two times in five.
+    goals = Goals(skill_reward=0.95, skill_samples=128)
     phrases: Sequence[str] = ()
 
     def __init__(self, seed: int) -> None:
