@@ -83,7 +83,7 @@ class ReverseText:
     """The built-in course: it needs no environment."""
 
     task = REVERSE_TEXT
-    # 0.9 by a lucky measurement makes models of which reinforcement learning stays at 0.82, two times in five.
+    # 0.9 by a lucky measurement makes models of which learning stays at 0.82, two times in five.
     goals = Goals(skill_reward=0.95, skill_samples=128)
     phrases: Sequence[str] = ()
 
