@@ -72,6 +72,12 @@ class Project:
             state = self.compose("ps", "-a", "--format", "{{.State}} {{.ExitCode}}", service).strip()
         return state
 
+    def started(self, service: str) -> int:
+        """How often its container was started again after it ended."""
+        container = self.compose("ps", "-a", "-q", service).strip()
+        inspect = ["docker", "inspect", "--format", "{{.RestartCount}}", container]
+        return int(subprocess.run(inspect, check=True, capture_output=True, text=True, timeout=60).stdout)
+
     def healthy(self, service: str) -> bool:
         """Whether its container says so."""
         said = self.compose("ps", "-a", "--format", "{{.Health}}", service)
@@ -93,9 +99,11 @@ def project() -> Iterator[Project]:
 def test_the_job_runs_and_outlives_every_service(project: Project) -> None:
     for number, service in enumerate(SERVICES):
         project.until_step(4 + 4 * number, STEP_SECONDS)
+        before = project.started(service)
         project.attempt("exec", "-T", service, "sh", "-c", KILL)
         end = time.monotonic() + BACK_SECONDS
-        while not project.healthy(service):
+        # What it said of its health before it was killed stands for a moment.
+        while project.started(service) == before or not project.healthy(service):
             assert time.monotonic() < end, f"{service} did not come back:\n{project.compose('ps', '-a')}"
             time.sleep(0.5)
     project.until_step(50, END_SECONDS)
@@ -103,16 +111,18 @@ def test_the_job_runs_and_outlives_every_service(project: Project) -> None:
     printed = project.printed()
     assert state == "exited 0", printed
     assert project.steps() == list(range(1, 51)), "every step once, in order"
-    before, after = (float(reward) for reward in re.findall(r"after \d+ steps: reward ([\d.]+)", printed))
-    assert after > before + 0.3, printed
+    untrained, trained = (
+        float(reward) for reward in re.findall(r"after \d+ steps: reward ([\d.]+)", printed)
+    )
+    assert trained > untrained + 0.3, printed
 
 
 def test_nothing_from_outside_reaches_it_and_it_reaches_nothing(project: Project) -> None:
     listening = project.compose("ps", "--format", "{{.Ports}}")
     assert "->" not in listening, "a published port"
-    outward = "import socket; socket.create_connection(('192.0.2.1', 80), 3)"
     for service in SERVICES:
-        assert project.attempt("exec", "-T", service, "python", "-c", outward).returncode != 0
+        routes = project.compose("exec", "-T", service, "cat", "/proc/net/route").splitlines()[1:]
+        assert routes and "00000000" not in [route.split()[1] for route in routes], "a way out"
         owner = project.compose("exec", "-T", service, "id", "-u").strip()
         assert owner == "10001"
         written = project.attempt("exec", "-T", service, "touch", "/here")

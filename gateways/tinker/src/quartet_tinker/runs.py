@@ -134,29 +134,32 @@ class Runs:
 
     async def _with_room(self, session: Session, run: Run, work: Callable[[], Awaitable[T]]) -> T:
         """Do what opens a run; where the trainer is full, again when a place was given up. Raises Refused."""
-        try:
-            return await work()
-        except QuartetError as error:
-            if error.reason != "OVERLOADED":
-                raise
-            full = error
+
+        async def tried() -> T | QuartetError:
+            try:
+                return await work()
+            except QuartetError as error:
+                if error.reason != "OVERLOADED":
+                    raise
+                return error
+
+        made = await tried()
+        if not isinstance(made, QuartetError):
+            return made
         async with self._room:
             give_up = time.monotonic() + 1.5 * self._config.takeover_seconds
             before = self._sessions.models_beside(session, run.run_id)
             while before and time.monotonic() < give_up:
                 await self._end_silent(session, run)
                 if self._sessions.models_beside(session, run.run_id) < before:
-                    try:
-                        return await work()
-                    except QuartetError as error:
-                        if error.reason != "OVERLOADED":
-                            raise
-                        full = error
+                    made = await tried()
+                    if not isinstance(made, QuartetError):
+                        return made
                 await asyncio.sleep(LOOK_SECONDS)
         raise Refused(
-            f"the trainer takes no other run: {full.message}. A script gives its places back with "
+            f"the trainer takes no other run: {made.message}. A script gives its places back with "
             f"ServiceClient.close(), or when it is not heard of for {self._config.takeover_seconds:g} s"
-        ) from full
+        ) from made
 
     async def _end_silent(self, session: Session, run: Run) -> None:
         """End the session that is silent for longest, if it is for takeover_seconds and holds places."""

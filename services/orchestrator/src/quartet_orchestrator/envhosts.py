@@ -70,41 +70,40 @@ class EnvHosts:
         """Each member as it ends, well or not; None while nothing ends."""
         wanted = set(request.members)
         host = await self._choose()
-        host.calls += 1
-        host.under_way += len(wanted)
-        # Twice what its attempts may take, because a host's rollouts share its workers.
-        limit_s = 2 * (request.max_retries + 1) * request.timeout_ms / 1000 + QUEUE_S
-        call = host.stub.RunRollouts(request, timeout=limit_s)
-        try:
-            async for frame in stream(call, idle_timeout_s=IDLE_TIMEOUT_SECONDS):
-                if frame.WhichOneof("frame") != "rollout":
-                    yield None
-                    continue
-                member = frame.rollout.member
-                if member not in wanted:
+        with host.called():
+            host.under_way += len(wanted)
+            # Twice what its attempts may take, because a host's rollouts share its workers.
+            limit_s = 2 * (request.max_retries + 1) * request.timeout_ms / 1000 + QUEUE_S
+            call = host.stub.RunRollouts(request, timeout=limit_s)
+            try:
+                async for frame in stream(call, idle_timeout_s=IDLE_TIMEOUT_SECONDS):
+                    if frame.WhichOneof("frame") != "rollout":
+                        yield None
+                        continue
+                    member = frame.rollout.member
+                    if member not in wanted:
+                        raise QuartetError(
+                            "INTERNAL", f"{host.address} sent member {member} of {request.request_id} unasked"
+                        )
+                    wanted.discard(member)
+                    host.under_way -= 1
+                    yield frame.rollout
+                if wanted:
                     raise QuartetError(
-                        "INTERNAL", f"{host.address} sent member {member} of {request.request_id} unasked"
+                        "NOT_READY", f"{host.address} ended a stream with {len(wanted)} rollouts missing"
                     )
-                wanted.discard(member)
-                host.under_way -= 1
-                yield frame.rollout
-            if wanted:
-                raise QuartetError(
-                    "NOT_READY", f"{host.address} ended a stream with {len(wanted)} rollouts missing"
-                )
-        except QuartetError as error:
-            host.rests_until = time.monotonic() + REST_S
-            # gRPC's own: the call's time is over. A stream that fell silent says so itself.
-            if error.reason != "DEADLINE" or "grpc_code" not in error.metadata:
-                raise
-            text = f"host {host.address} had not ended it after {limit_s:g} s"
-            timeout = RolloutFailure(kind=FAILURE_KIND_TIMEOUT, message=text, retryable=True)
-            for member in sorted(wanted):
-                yield Rollout(member=member, failure=timeout)
-        finally:
-            host.calls -= 1
-            host.under_way -= len(wanted)
-            call.cancel()
+            except QuartetError as error:
+                host.rests_until = time.monotonic() + REST_S
+                # gRPC's own: the call's time is over. A stream that fell silent says so itself.
+                if error.reason != "DEADLINE" or "grpc_code" not in error.metadata:
+                    raise
+                text = f"host {host.address} had not ended it after {limit_s:g} s"
+                timeout = RolloutFailure(kind=FAILURE_KIND_TIMEOUT, message=text, retryable=True)
+                for member in sorted(wanted):
+                    yield Rollout(member=member, failure=timeout)
+            finally:
+                host.under_way -= len(wanted)
+                call.cancel()
 
     async def close(self) -> None:
         """Closes every connection; streams under way are cancelled."""
