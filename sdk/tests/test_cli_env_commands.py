@@ -13,6 +13,7 @@ from quartet.cli.__main__ import main
 from quartet.cli.env import install as installing
 from quartet.cli.env.checking import Played, played_lines, problems
 from quartet.cli.env.install import READ, _ours, _target
+from quartet.cli.env.installed import candidates
 from quartet.cli.env.scaffold import KINDS, write_package
 from quartet.config import ConfigError
 from quartet.v1.rollout_pb2 import FAILURE_KIND_SCORER, Rollout, RolloutFailure, Task
@@ -74,10 +75,16 @@ def test_promise_2_an_interpreter_that_is_stopped_half_way_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(installing.venv, "create", lambda folder, **_: folder.mkdir(parents=True))
+    python = tmp_path / ".quartet/envs/some_env/bin/python"
+
+    def create(folder: Path, **_: object) -> None:
+        python.parent.mkdir()
+        python.symlink_to(sys.executable)
+
+    monkeypatch.setattr(installing.venv, "create", create)
 
     def stopped(*given: object) -> None:
-        assert (tmp_path / ".quartet" / "envs" / "some_env").is_dir()
+        assert python.exists() and python not in [one.absolute() for one in candidates("some-env")]
         raise KeyboardInterrupt
 
     monkeypatch.setattr(installing, "_fill", stopped)

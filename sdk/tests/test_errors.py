@@ -82,6 +82,13 @@ def test_errors_without_error_info_join_the_list(code: grpc.StatusCode, details:
     assert _bare(code, details).reason == reason
 
 
+def test_that_another_service_is_away_is_not_said_of_the_one_that_tells_it() -> None:
+    away = _bare(grpc.StatusCode.UNAVAILABLE, "connection refused")
+    assert away.metadata == {"grpc_code": "UNAVAILABLE"}
+    got = _arrived(away)
+    assert (got.reason, got.message, got.metadata) == ("NOT_READY", "connection refused", {})
+
+
 def test_a_foreign_or_broken_status_is_read_by_its_code() -> None:
     for raw in (b"\xff\xff\xff", b""):
         trailers = grpc.aio.Metadata((errors.STATUS_KEY, raw))

@@ -6,7 +6,8 @@
    reason, message, metadata and retry delay, as a `google.rpc.Status` with exactly one `ErrorInfo` of
    domain "quartet".
 3. What does not come from a Quartet servicer (a dead peer, a proxy, a message over the limit) is mapped
-   into the same list, so callers handle one exception type.
+   into the same list, so callers handle one exception type. `grpc_code` in its metadata tells it apart; a
+   servicer that hands such an error on leaves that out.
 4. Text is clipped so that the status always fits into gRPC's 8 KiB of trailers.
 """
 
@@ -105,7 +106,8 @@ def refused(field: str, value: object, remedy: str) -> QuartetError:
 def to_status(error: QuartetError) -> status_pb2.Status:
     """The error as google.rpc.Status with one ErrorInfo, and RetryInfo where a delay is set."""
     status = status_pb2.Status(code=error.code.value[0], message=error.message)
-    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
+    metadata = {key: value for key, value in error.metadata.items() if key != "grpc_code"}
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)
     _pack(status, info)
     if error.retry_after_ms is not None:
         retry = error_details_pb2.RetryInfo()

@@ -60,8 +60,11 @@ class EnvHosts:
                     text = f"{what} after {seconds:.1f} s"
                     raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=environment.id) from error
                 host.rests_until = time.monotonic() + REST_S
-                if error.reason != "NOT_READY" or not others:
+                if error.reason != "NOT_READY":
                     raise
+                if not others:
+                    text = f"the environment host at {host.address} is away ({error.message})"
+                    raise QuartetError("NOT_READY", text) from error
             else:
                 return response.environment
         raise AssertionError("one host at least")

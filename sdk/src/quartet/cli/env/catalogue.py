@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from quartet.cli.env.installed import CLASSIC_PYTHON, ENVIRONMENTS_PYTHON, INSTALLED, run_in
+from quartet.cli.env.installed import CLASSIC_PYTHON, ENVIRONMENTS_PYTHON, made, run_in
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 
 # A line of JSON for each distribution that needs Verifiers and is no part of it or of Quartet.
@@ -46,7 +46,7 @@ class Installed:
 
 def interpreters(also: Sequence[str]) -> list[str]:
     """Those of this machine that may have environments."""
-    known = [ENVIRONMENTS_PYTHON, CLASSIC_PYTHON, *map(str, sorted(INSTALLED.glob("*/bin/python")))]
+    known = [ENVIRONMENTS_PYTHON, CLASSIC_PYTHON, *map(str, made())]
     return [*also, *(python for python in known if Path(python).exists()), sys.executable]
 
 

@@ -2,8 +2,8 @@
 
 1. The package is put in first without what it needs, and read: what imports `verifiers.v1` or asks for
    Verifiers 0.4 is a v1 package, any other a classic one.
-2. An interpreter that could not be finished is removed again: half of one would be taken for the
-   environment's own.
+2. An interpreter that could not be finished is removed again, and one that is under way, or whose install
+   was killed, is nobody's: half of one would be taken for the environment's own.
 3. The one that it was to replace is put back then, or by the next install where this one was killed. It is
    kept beside, and the new one made in its place: a virtual environment cannot be moved elsewhere.
 """
@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from quartet.cli.env.installed import INSTALLED, find, module_of, own_python, run_in
+from quartet.cli.env.installed import INSTALLED, UNFINISHED, find, module_of, own_python, run_in
 from quartet.cli.held import held
 from quartet.config import ConfigError
 from quartet.config.load import read_toml
@@ -67,8 +67,11 @@ def install(target: str, generation: str | None, into: Path | None) -> tuple[str
     folder = python.parent.parent
     refusal = f"another quartet env install of {name} is under way; wait for its end"
     with held(beside := (REPLACED / folder.name).absolute(), refusal), _replacing(folder, beside):
+        folder.mkdir(parents=True)
+        (folder / UNFINISHED).touch()
         venv.create(folder, with_pip=True)
         _fill(python, name, what, generation)
+        (folder / UNFINISHED).unlink()
     return name, python
 
 

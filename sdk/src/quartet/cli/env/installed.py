@@ -36,6 +36,8 @@ if importlib.util.find_spec(sys.argv[1]) is None:
 ENVIRONMENTS_PYTHON, CLASSIC_PYTHON = ".venv-envs/bin/python", ".venv-envs-classic/bin/python"
 # `quartet env install` makes a folder for each environment here.
 INSTALLED = Path(".quartet/envs")
+# Lies in such a folder until its interpreter is whole.
+UNFINISHED = "unfinished"
 # What SubmitRun, DescribeEnvironment and GetTasks say of what can never run as written.
 REFUSALS = frozenset({"INVALID_CONFIG", "ENVIRONMENT_UNKNOWN"})
 
@@ -89,9 +91,18 @@ def interpreter_of(env_id: str) -> str:
 def candidates(env_id: str) -> list[Path]:
     """The interpreters of this machine that may have it, in the order in which they are looked at."""
     own = own_python(env_id)
-    others = (python for python in sorted(INSTALLED.glob("*/bin/python")) if python != own)
+    others = (python for python in made() if python != own)
     here = [own, Path(ENVIRONMENTS_PYTHON), Path(CLASSIC_PYTHON), *others]
-    return [*(python for python in here if python.exists()), Path(sys.executable)]
+    return [*filter(_whole, here), Path(sys.executable)]
+
+
+def made() -> list[Path]:
+    """The interpreters that `quartet env install` made."""
+    return [python for python in sorted(INSTALLED.glob("*/bin/python")) if _whole(python)]
+
+
+def _whole(python: Path) -> bool:
+    return python.exists() and not (python.parent.parent / UNFINISHED).exists()
 
 
 def find(module: str, python: str) -> tuple[bool, list[str]]:
@@ -128,7 +139,7 @@ def _remedy(module: str, python: str, installed: Sequence[str], *, for_this: boo
     """What to do about an environment that is not installed, naming only what exists; `for_this`: the
     interpreter is meant for it, not one of the command's own or of another environment."""
     for other in (str(own_python(module)), ENVIRONMENTS_PYTHON):
-        if other != python and Path(other).exists() and find(module, other)[0]:
+        if other != python and _whole(Path(other)) and find(module, other)[0]:
             return f"{other} has it: name no envhost.python, or add --envhost.python {other}"
     folders = [file.parent for file in Path("environments").glob("*/pyproject.toml")]
     if here := next((folder for folder in folders if folder.name == module), None):
