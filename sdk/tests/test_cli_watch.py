@@ -106,6 +106,14 @@ async def test_silence_is_bounded_and_refusals_are_not_retried() -> None:
         await follow([], 1, run_id="other")
 
 
+async def test_that_nobody_answers_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "AWAY_SECONDS", 0.05)
+    said: list[str] = []
+    with pytest.raises(QuartetError, match="NOT_READY"):
+        await follow([step(1)], 100, patience_s=0.5, say=said.append)
+    assert len(said) == 1 and said[0].startswith("the orchestrator is away, waiting for it: ")
+
+
 def test_a_folder_that_another_took_since_the_look_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,7 +36,7 @@ from quartet.v1.orchestrator_service_pb2 import (
 from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 
 CALL_SECONDS = 30.0
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 600.0  # a pod that is moved to another node fetches its image first
 TICK_SECONDS = 0.5
 RECORD = "watched.json"
 
@@ -99,7 +99,7 @@ async def _shown(stub: OrchestratorServiceStub, run: Run, after_event: int) -> i
     progress, display = Progress(), Plain(submitted_at_ms=run.submitted_at_ms)
     progress.begin(run)
     async for event in all_events(
-        stub, run, after_event, include_rollouts=False, patience_s=PATIENCE_SECONDS
+        stub, run, after_event, include_rollouts=False, patience_s=PATIENCE_SECONDS, say=display.say
     ):
         if progress.apply(event) and event_line(event, progress):
             display.event(event, progress)
@@ -117,7 +117,12 @@ async def _recorded(stub: OrchestratorServiceStub, run: Run, folder: Path, confi
         ticks = asyncio.create_task(_tick(reporter))
         try:
             async for event in all_events(
-                stub, run, outputs.progress.last_event, include_rollouts=True, patience_s=PATIENCE_SECONDS
+                stub,
+                run,
+                outputs.progress.last_event,
+                include_rollouts=True,
+                patience_s=PATIENCE_SECONDS,
+                say=display.say,
             ):
                 if outputs.record(event):
                     display.event(event, outputs.progress)

@@ -4,12 +4,13 @@
 2. It ends with the event that says that the run ended. A run that was stopped and resumed, or extended, has
    such events in its past, where they do not count.
 3. It never waits for ever: without a sign of life for `patience_s` it raises what the last attempt said.
+   `say` is told, once for each outage, after AWAY_SECONDS.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from quartet.cli.progress import ENDED
 from quartet.errors import QuartetError
@@ -18,12 +19,19 @@ from quartet.v1.orchestrator_service_pb2 import Run, WatchRunRequest, WatchRunRe
 from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 
 IDLE_SECONDS = 20.0  # four heartbeats
+AWAY_SECONDS = 5.0  # a restart on the same machine is over sooner
 RETRY_SECONDS = 0.25
 PASSING = frozenset({"NOT_READY", "DEADLINE", "OVERLOADED"})  # what a restart of the other side looks like
 
 
 async def all_events(
-    stub: OrchestratorServiceStub, run: Run, after_event: int, *, include_rollouts: bool, patience_s: float
+    stub: OrchestratorServiceStub,
+    run: Run,
+    after_event: int,
+    *,
+    include_rollouts: bool,
+    patience_s: float,
+    say: Callable[[str], None] | None = None,
 ) -> AsyncIterator[WatchRunResponse]:
     """Those of a run after `after_event`, up to its end; of one that has ended, all that there are."""
     over = run.phase in ENDED
@@ -36,6 +44,7 @@ async def all_events(
         history=run.last_event,
         include_rollouts=include_rollouts,
         patience_s=patience_s,
+        say=say,
     )
     async for event in events:
         yield event
@@ -51,16 +60,17 @@ async def watch_run(
     history: int,
     include_rollouts: bool,
     patience_s: float,
+    say: Callable[[str], None] | None = None,
 ) -> AsyncIterator[WatchRunResponse]:
     """The events of a run after `after_event`, until it ended."""
-    last = after_event
+    last, told = after_event, False
     heard = asyncio.get_running_loop().time()
     while True:
         request = WatchRunRequest(run_id=run_id, after_event=last, include_rollouts=include_rollouts)
         failure = QuartetError("NOT_READY", "the orchestrator closed the stream before the run ended")
         try:
             async for event in stream(stub.WatchRun(request), idle_timeout_s=IDLE_SECONDS):
-                heard = asyncio.get_running_loop().time()
+                heard, told = asyncio.get_running_loop().time(), False
                 if event.event == 0:
                     continue
                 last = event.event
@@ -72,6 +82,10 @@ async def watch_run(
             if error.reason not in PASSING:
                 raise
             failure = error
-        if asyncio.get_running_loop().time() - heard > patience_s:
+        silent_s = asyncio.get_running_loop().time() - heard
+        if silent_s > patience_s:
             raise failure
+        if say is not None and silent_s > AWAY_SECONDS and not told:
+            told = True
+            say(f"the orchestrator is away, waiting for it: {failure.message}")
         await asyncio.sleep(RETRY_SECONDS)
