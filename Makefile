@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install install-vllm classic demo test test-services test-system test-vllm test-compose lint check bench protos clean
+.PHONY: install install-vllm classic demo test test-services test-system test-vllm test-compose test-kubernetes lint check bench protos clean
 .DELETE_ON_ERROR:
 
 install: .venv/installed .venv-envs/installed
@@ -90,7 +90,11 @@ endif
 
 # compose.yaml by a real engine: builds the images, runs the job, kills every service in it. Minutes, so by hand alone.
 test-compose: install
-	QUARTET_COMPOSE=1 $(PY) -m pytest -ra tests/containers
+	QUARTET_COMPOSE=1 $(PY) -m pytest -ra tests/containers/test_compose_up.py
+
+# k8s/overlays/cpu in the cluster that kubectl speaks to, which has the images: every pod is killed in the job, every tier updated.
+test-kubernetes: install
+	QUARTET_KUBERNETES=1 $(PY) -m pytest -ra tests/containers/test_kubernetes_up.py
 
 lint: install
 	$(BIN)/ruff check .
