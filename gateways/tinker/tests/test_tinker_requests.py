@@ -82,11 +82,12 @@ def dropping(target: str, path: str) -> Iterator[tuple[str, list[str]]]:
             request.transport.abort()
         return web.Response(body=body, status=answer.status, content_type=answer.content_type)
 
+    application = web.Application(client_max_size=2**26)
+    application.router.add_route("*", "/{rest:.*}", handle)
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=1)
+
     async def serve() -> None:
         nonlocal address
-        application = web.Application(client_max_size=2**26)
-        application.router.add_route("*", "/{rest:.*}", handle)
-        runner = web.AppRunner(application, access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         address = f"127.0.0.1:{runner.addresses[0][1]}"
@@ -99,8 +100,10 @@ def dropping(target: str, path: str) -> Iterator[tuple[str, list[str]]]:
     try:
         yield address, seen
     finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(20)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(20)
+        loop.close()
 
 
 @pytest.mark.parametrize("path", ["forward_backward", "optim_step", "save_weights_for_sampler"])
