@@ -13,8 +13,10 @@ def configure(threads: int) -> None:
     # NumPy's, for attention: its products are too small to share.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     choose_numpy_kernels()
-    # oneDNN's compiled kernels, half a megabyte each.
+    # oneDNN's compiled kernels, half a megabyte each; and how many PyTorch keeps in a cache of its own, which
+    # would hold on to a thousand.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "512")
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "128")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Micro-batches differ in their shapes: in segments of fixed size they would leave holes.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
