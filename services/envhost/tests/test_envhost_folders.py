@@ -73,3 +73,33 @@ def test_where_no_folder_can_be_made_the_runtime_does_not_start(envs_python: str
         [envs_python, "-c", script], env={"HOME": str(tmp_path)}, capture_output=True, text=True, check=False
     )
     assert run.returncode == 1 and "NotADirectoryError" in run.stderr
+
+
+PORTS = """
+async def there(way):
+    runtime = make_runtime(SubprocessConfig(), name=way)
+    await runtime.start()
+    port = Path(f"{way}-port").absolute()
+    server = ["sh", "-c", 'echo 1 > "$MCP_PORT_FILE"']
+    await runtime.run_background(server, {"MCP_PORT_FILE": str(port)}, "log")
+    while not port.exists():
+        await asyncio.sleep(0.01)
+    await runtime.stop() if way == "stop" else runtime.cleanup()
+    return port.exists()
+
+print(asyncio.run(there("stop")), asyncio.run(there("cleanup")))
+"""
+
+
+def test_where_a_server_says_its_port_is_removed_with_the_runtime(envs_python: str, tmp_path: Path) -> None:
+    """Promise 4: a rollout with a server of its own would leave a file for ever."""
+    run = subprocess.run(
+        [envs_python, "-c", "\n".join([*SCRIPT.splitlines()[:7], PORTS])],
+        env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (run.returncode, run.stdout) == (0, "False False\n"), run.stderr

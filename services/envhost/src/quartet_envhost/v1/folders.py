@@ -6,6 +6,8 @@ use theirs, and it was a quarter of the CPU of one with a single turn (benchmark
 1. Whoever reads `workdir` while the runtime lives finds a folder there; it is removed with the runtime.
 2. Where nobody did there is none, neither then nor later: what still comes after the end fails.
 3. Where none can be made at all, the rollout does not begin.
+4. The file in which a tool server says its port, which Verifiers puts elsewhere and leaves there, is removed
+   with the runtime.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ class LazyFolderRuntime(SubprocessRuntime):  # type: ignore[misc]
     _made = False
     # Verifiers reads files in threads.
     _making = threading.Lock()
+    _ports: tuple[Path, ...] = ()
 
     @property
     def workdir(self) -> Path | None:
@@ -48,17 +51,29 @@ class LazyFolderRuntime(SubprocessRuntime):  # type: ignore[misc]
         self._folder = folder
         self.info.id = str(folder)
 
+    async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
+        """Start a server, and remember where it says its port."""
+        if port := env.get("MCP_PORT_FILE"):
+            self._ports += (Path(port),)
+        await super().run_background(argv, env, log)
+
     async def teardown(self) -> None:
         """End what runs there."""
         unmade = self._unmade()
         await super().teardown()
         self._leave_unmade(unmade)
+        self._remove_ports()
 
     def cleanup(self) -> None:
         """The same where no loop runs any more."""
         unmade = self._unmade()
         super().cleanup()
         self._leave_unmade(unmade)
+        self._remove_ports()
+
+    def _remove_ports(self) -> None:
+        for port in self._ports:
+            port.unlink(missing_ok=True)
 
     def _unmade(self) -> Path | None:
         """The folder that Verifiers need not remove, which it then does not see."""
