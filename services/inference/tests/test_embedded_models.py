@@ -147,8 +147,8 @@ async def test_bfloat16_runs_through_transformers_own_forward(make_model: Make) 
 
 
 async def test_a_model_of_two_float_types_is_served_and_updated(tmp_path: Path) -> None:
-    """Routers of ERNIE's mixture stay in float32. All its experts are asked: which of them come first may differ
-    by batch shape in bfloat16, and then so does everything."""
+    """Routers of ERNIE's mixture stay in float32. All its experts are asked: which of them come first may
+    differ by batch shape in bfloat16, and then so does everything."""
     changes = {"moe_num_experts": 4, "moe_k": 4, "moe_intermediate_size": 32, "num_hidden_layers": 3}
     wide = made("ernie4_5_moe", changes)
     wide.save_pretrained(tmp_path)
