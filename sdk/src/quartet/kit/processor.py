@@ -1,7 +1,11 @@
-"""The processor of this machine, for libraries that know it less well.
+"""What libraries are told of the kernels by which they compute on a processor.
 
-NumPy's OpenBLAS chooses its kernels by the processor's model, and takes those for AVX2 where the model is
-newer than itself: half the speed on AMD's of 2024 (OpenBLAS 0.3.31).
+- NumPy's OpenBLAS chooses its kernels by the processor's model, and takes those for AVX2 where the model is
+  newer than itself: half the speed on AMD's of 2024 (OpenBLAS 0.3.31).
+- oneDNN compiles some for each shape, half a megabyte each, and keeps 1024; so does PyTorch, in a cache of
+  its own.
+
+What somebody set already stays. For before they are imported: each reads it once.
 """
 
 from __future__ import annotations
@@ -15,10 +19,16 @@ _AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
 
 
 def choose_numpy_kernels(cpuinfo: Path = CPUINFO) -> None:
-    """Tell OpenBLAS, unless it is told already. For before NumPy is imported, which reads it once."""
+    """Tell OpenBLAS."""
     described = _first_processor(cpuinfo)
     if described.get("vendor_id") == "AuthenticAMD" and set(described.get("flags", "").split()) >= _AVX512:
         os.environ.setdefault("OPENBLAS_CORETYPE", "SkylakeX")
+
+
+def bound_compiled_kernels() -> None:
+    """Tell oneDNN and PyTorch how many to keep."""
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "512")
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "128")
 
 
 def _first_processor(cpuinfo: Path) -> dict[str, str]:

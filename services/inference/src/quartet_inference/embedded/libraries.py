@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from quartet.kit.processor import choose_numpy_kernels
+from quartet.kit.processor import bound_compiled_kernels, choose_numpy_kernels
 
 
 def configure(threads: int) -> None:
@@ -15,7 +15,4 @@ def configure(threads: int) -> None:
     # NumPy's, for the decode step: its products are too small to share.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     choose_numpy_kernels()
-    # oneDNN's compiled kernels, half a megabyte each; and how many PyTorch keeps in a cache of its own, which
-    # would hold on to a thousand.
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "512")
-    os.environ.setdefault("LRU_CACHE_CAPACITY", "128")
+    bound_compiled_kernels()
