@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 
 import pytest
@@ -184,3 +185,19 @@ async def test_the_first_step_after_a_rest_counts_from_where_the_run_went_on(wor
     third = steps[2]
     assert 0 < third["time/step_s"] < 2.0 and 0 < third["time/train_s"] <= third["time/step_s"]
     assert third["time/wait_rollouts_s"] == 0
+
+
+async def test_of_a_run_that_rests_only_its_book_stays(world):
+    """runs.py 4"""
+    async with world.orchestrator() as runs:
+        await completed(world, runs, 2, "completed")
+        world.trainer.delay_s = 0.05
+        await runs.submit(RUN, world.toml(steps=9), dry_run=False)
+        runs.stop(RUN)
+        await world.rest(runs)
+        async with asyncio.timeout(10.0):
+            while [one for one in gc.get_objects() if isinstance(one, TrainingRun)]:
+                await asyncio.sleep(0.05)
+                gc.collect()
+        assert (await runs.resume(RUN)).phase == pb.RUN_PHASE_PENDING
+        assert_complete(world, await world.rest(runs), steps=9)

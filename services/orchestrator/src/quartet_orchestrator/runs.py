@@ -7,7 +7,7 @@
 3. A run is submitted once however often it is asked for: who asks meanwhile waits for that submission, and
    nobody for the submission of another run.
 4. A run works in one task. How the task ends decides the phase: COMPLETED, STOPPED (asked to, or a service
-   stayed away), FAILED. A process that ends leaves the phase as it is.
+   stayed away), FAILED. A process that ends leaves the phase as it is. Of what rests only the book stays.
 5. What rests is resumed, or submitted again with more steps (going_on.py), and is the same run then: the same
    book, and the same run of the trainer, which stands where it ended.
 """
@@ -296,13 +296,14 @@ class Runs:
         held.run = assemble(held.book, held.config, self._services)
         # A context of its own: the run outlives the call that submitted it, and its deadline.
         held.task = asyncio.create_task(
-            self._live(held.book, held.run),
+            self._live(held, held.run),
             name=f"run-{held.book.state.run_id}",
             context=contextvars.Context(),
         )
 
-    async def _live(self, book: Book, run: TrainingRun) -> None:
+    async def _live(self, held: _Held, run: TrainingRun) -> None:
         """Executes the run and writes down how it ended."""
+        book = held.book
         structlog.contextvars.bind_contextvars(run_id=book.state.run_id)
         try:
             await run.execute()
@@ -313,3 +314,6 @@ class Runs:
         finally:
             self._services.turns.leave(book.state.run_id)
         book.rest_if_idle()
+        # Unless it was resumed, or made longer, meanwhile.
+        if held.run is run and book.state.phase in state.RESTING:
+            held.run = held.task = None
