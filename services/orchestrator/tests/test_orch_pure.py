@@ -98,6 +98,22 @@ def test_call_plan_is_one_contiguous_list(max_steps, ends, interval, keep_last):
         assert plan.call(plan.published_by(step)).kind is CallKind.PUBLISH
 
 
+@given(st.integers(0, 5), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
+def test_the_version_of_a_call_is_the_number_of_steps_so_far(max_steps, iterations, minibatches, interval):
+    plan = CallPlan(
+        max_steps=max_steps,
+        save_interval=interval,
+        keep_last=1,
+        num_iterations=iterations,
+        num_minibatches=minibatches,
+    )
+    steps = 0
+    for seq_id in range(1, plan.last_of(max_steps - 1) + 1):
+        call = plan.call(seq_id)
+        steps += call.kind is CallKind.OPTIM_STEP
+        assert plan.version_by(call) == steps
+
+
 def test_prompts_cover_every_task_once_per_epoch_in_an_order_of_its_own():
     """prompts.py 1 and 2"""
     prompts, again = (Prompts([Source("a", 50), Source("b", 50)], 0) for _ in range(2))

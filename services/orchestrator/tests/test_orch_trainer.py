@@ -43,6 +43,33 @@ async def test_a_model_that_gives_no_numbers_any_more_ends_its_run(world):
     assert world.trainer.closed == [RUN]
 
 
+@pytest.mark.parametrize("field", ["policy_version", "version"])
+async def test_a_trainer_that_counts_versions_otherwise_ends_the_run_at_once(world, field):
+    """training.py 8: a trainer of somebody's own, say, that goes back, or counts from 1."""
+    rpc = "PublishWeights" if field == "version" else "OptimStep"
+    plain = getattr(world.trainer, rpc)
+
+    async def goes_back(request, context):
+        answer = await plain(request, context)
+        if getattr(answer, field) == 3:
+            setattr(answer, field, 2)
+        return answer
+
+    setattr(world.trainer, rpc, goes_back)
+    await world.kill("trainer")
+    await world.serve("trainer")
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        run = await world.rest(runs)
+        written = runs.get(RUN).state.applied_seq_id
+    assert run.phase == pb.RUN_PHASE_FAILED and run.step == 2
+    assert run.error.startswith(
+        f"{rpc} of step 3: the trainer answers with version 2 after 3 optimizer steps"
+    )
+    # Calls 9 to 11 are the third step's: the answer is not in the journal.
+    assert written == (9 if field == "policy_version" else 10)
+
+
 async def test_a_skipped_step_that_is_replayed_is_not_counted_again(world, monkeypatch):
     """Two steps in a row that were skipped stay two, however often the trainer comes back before them."""
     monkeypatch.setattr(training, "GUARD_S", 0.05)

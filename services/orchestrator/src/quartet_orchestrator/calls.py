@@ -132,6 +132,14 @@ class CallPlan:
         export = batch + 1 in self._ends
         return Call(seq_id, CallKind.SAVE, batch, state_name=self._state_name(batch), export_model=export)
 
+    def version_by(self, call: Call) -> int:
+        """The optimizer steps that the run has taken once the call is answered."""
+        before = call.batch * (self._calls_per_step // 2)
+        if call.kind != CallKind.FORWARD_BACKWARD and call.kind != CallKind.OPTIM_STEP:
+            return before + self._calls_per_step // 2
+        passed = call.iteration * self._num_minibatches + call.minibatch
+        return before + passed + (call.kind == CallKind.OPTIM_STEP)
+
     def _saves(self, batch: int) -> bool:
         due = batch >= 0 and (batch + 1) % self._interval == 0
         return due or batch + 1 in self._ends

@@ -17,6 +17,9 @@
    other, with a warning; MAX_SKIPPED_STEPS in a row are RunFailed.
 7. While nothing is asked of it the trainer is looked at every GUARD_S, because the weights it serves are
    needed then, too.
+8. A trainer counts versions as the run does: one that says another number of optimizer steps than it was
+   asked for is RunFailed, and its answer is not written down. Else rollouts would wait for a version that
+   never comes, or be taken for those of another one.
 """
 
 from __future__ import annotations
@@ -155,6 +158,7 @@ class Training:
                     raise RunFailed(f"{call.kind.value} of step {call.batch + 1}: {error.message}") from error
                 await self._restore()
                 continue
+            self._check_version(call, answer)
             self._count_skipped(call, answer)
             if call.seq_id > self._book.state.applied_seq_id:
                 self._write(call, answer)
@@ -239,6 +243,21 @@ class Training:
             f"{again.digest.hex()[:12]}, before {first.digest.hex()[:12]}): its replay was not bit-equal",
             warning=True,
         )
+
+    def _check_version(self, call: Call, answer: Answer) -> None:
+        if isinstance(answer, tpb.OptimStepResponse):
+            said = answer.policy_version
+        elif isinstance(answer, tpb.PublishWeightsResponse):
+            said = answer.version
+        else:
+            return
+        taken = self._plan.version_by(call)
+        if said != taken:
+            raise RunFailed(
+                f"{call.kind.value} of step {call.batch + 1}: the trainer answers with version {said} after "
+                f"{taken} optimizer steps; a version is the number of steps, skipped ones included "
+                "(trainer_service.proto): mend that trainer, or let nobody else drive this run on it"
+            )
 
     def _count_skipped(self, call: Call, answer: Answer) -> None:
         """A step that the trainer skipped is part of the run; too many in a row are its end."""
