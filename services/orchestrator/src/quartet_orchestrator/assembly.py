@@ -16,6 +16,7 @@ from quartet_orchestrator.envhosts import EnvHosts
 from quartet_orchestrator.evaluation import Evaluation
 from quartet_orchestrator.foreign import ForeignTraining
 from quartet_orchestrator.hold import Hold
+from quartet_orchestrator.keeping_up import KeepingUp
 from quartet_orchestrator.mixture import Mixture
 from quartet_orchestrator.on_demand import Measurable
 from quartet_orchestrator.outage import Outage
@@ -118,9 +119,12 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         """Waits until the published version is served somewhere, so that no rollout is spent on finding
         out."""
         version = book.state.step * config.versions_per_step
-        await model.through(lambda: services.policies.serving(run_id, version, adapter=publishes_adapters))
+        await model.through(lambda: serving(version))
 
-    training, covered = _training(book, config, services)
+    def serving(version: int) -> Awaitable[None]:
+        return services.policies.serving(run_id, version, adapter=publishes_adapters)
+
+    training, covered = _training(book, config, services, serving)
     compaction = Compaction(book, covered, services.journal_keep_bytes)
     return TrainingRun(
         book, config, training, rollouts, evaluation, measurable, turn, policy_ready, compaction.run
@@ -132,16 +136,13 @@ def _untold(message: str, *, warning: bool = False) -> None:
 
 
 def _training(
-    book: Book, config: RunConfig, services: Services
+    book: Book, config: RunConfig, services: Services, serving: Callable[[int], Awaitable[None]]
 ) -> tuple[Training | ForeignTraining, Callable[[], int]]:
     """What trains the run, and the steps whose rollouts it cannot ask for again."""
     if config.external_trainer:
-
-        def serving(version: int) -> Awaitable[None]:
-            return services.policies.serving(book.state.run_id, version)
-
         return ForeignTraining(book, config, serving, services.patience_s), covered_by_acks(book)
     assert services.trainer is not None, "checked when the run was taken"
     outage = Outage("the trainer", services.patience_s, book.note)
     plan = CallPlan.of(config, book.state.earlier_ends)
-    return Training(book, config, services.trainer, outage), covered_by_states(book, plan)
+    keeping_up = KeepingUp(serving, services.patience_s, book.note)
+    return Training(book, config, services.trainer, outage, keeping_up), covered_by_states(book, plan)

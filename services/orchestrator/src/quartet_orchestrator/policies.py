@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from quartet.errors import QuartetError
 from quartet.kit.call import unary
@@ -18,6 +19,14 @@ from quartet_orchestrator.peers import Peer, Peers
 ASK_S = 5.0
 #: An adapter is fetched meanwhile.
 LOAD_S = 60.0
+
+
+@dataclass(frozen=True)
+class Held:
+    """A version that a replica serves, and what is to be said of it to a person."""
+
+    version: int
+    said: str
 
 
 class Policies:
@@ -40,10 +49,10 @@ class Policies:
             return
         peers = await self._peers.now()
         seen = await asyncio.gather(*(self._held(peer, run_id, adapter) for peer in peers))
-        if any(isinstance(held, int) and held >= version for held in seen):
+        if any(isinstance(held, Held) and held.version >= version for held in seen):
             return
         found = "; ".join(
-            f"{peer.address}: {f'version {held}' if isinstance(held, int) else held.message}"
+            f"{peer.address}: {held.said if isinstance(held, Held) else held.message}"
             for peer, held in zip(peers, seen, strict=True)
         )
         if all(isinstance(held, QuartetError) and held.reason not in AWAY for held in seen):
@@ -56,7 +65,7 @@ class Policies:
             f"no inference replica serves run {run_id!r} at version {version} yet ({found})",
         )
 
-    async def _held(self, peer: Peer[InferenceServiceStub], run_id: str, adapter: bool) -> int | QuartetError:
+    async def _held(self, peer: Peer[InferenceServiceStub], run_id: str, adapter: bool) -> Held | QuartetError:
         with peer.called():
             return await _served(peer.stub, run_id, adapter)
 
@@ -66,20 +75,20 @@ class Policies:
             await self._peers.close()
 
 
-async def _served(stub: InferenceServiceStub, run_id: str, adapter: bool) -> int | QuartetError:
-    """The version of the run that a replica serves, or why it serves none."""
+async def _served(stub: InferenceServiceStub, run_id: str, adapter: bool) -> Held | QuartetError:
+    """What a replica serves of the run, or why it serves nothing of it."""
     try:
         model: ipb.GetModelResponse = await unary(stub.GetModel, ipb.GetModelRequest(), timeout_s=ASK_S)
     except QuartetError as error:
         return error
+    refused = f"; its last update failed: {model.update_refused}" if model.update_refused else ""
     if model.run_id == run_id and model.HasField("policy_version"):
-        return int(model.policy_version)
+        return Held(model.policy_version, f"version {model.policy_version}{refused}")
     for one in model.adapters:
         if one.run_id == run_id:
-            return int(one.policy_version)
+            return Held(one.policy_version, f"version {one.policy_version}")
     if not adapter:
         served = f"serves run {model.run_id!r}" if model.run_id else "serves its own model"
-        refused = f"; its last update failed: {model.update_refused}" if model.update_refused else ""
         return QuartetError("NOT_READY", served + refused)
     try:
         request = ipb.LoadAdapterRequest(run_id=run_id)
@@ -87,4 +96,4 @@ async def _served(stub: InferenceServiceStub, run_id: str, adapter: bool) -> int
     except QuartetError as error:
         # What is not the run's own fault may pass: its trainer may be on its way back.
         return error if error.reason == "INVALID_REQUEST" else QuartetError("NOT_READY", error.message)
-    return int(loaded.version)
+    return Held(loaded.version, f"version {loaded.version}")

@@ -16,7 +16,7 @@
 6. A step that the trainer skipped, because its loss or gradients were no finite numbers, counts like any
    other, with a warning; MAX_SKIPPED_STEPS in a row are RunFailed.
 7. While nothing is asked of it the trainer is looked at every GUARD_S, because the weights it serves are
-   needed then, too.
+   needed then, too; and inference, whether it has come to them (keeping_up.py).
 8. A trainer counts versions as the run does: one that says another number of optimizer steps than it was
    asked for is RunFailed, and its answer is not written down. Else rollouts would wait for a version that
    never comes, or be taken for those of another one.
@@ -36,6 +36,7 @@ from quartet.v1 import trainer_service_pb2 as tpb
 from quartet_orchestrator import batches, closing
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.calls import Call, CallKind, CallPlan
+from quartet_orchestrator.keeping_up import KeepingUp
 from quartet_orchestrator.outage import Outage, RunFailed, RunInterrupted
 from quartet_orchestrator.specs import loss_spec, run_spec
 from quartet_orchestrator.state import PENDING
@@ -60,11 +61,19 @@ class Training:
     #: Whether a step may be broken off: the trainer goes on with it.
     MAY_BREAK_OFF = False
 
-    def __init__(self, book: Book, config: RunConfig, client: TrainerClient, outage: Outage) -> None:
+    def __init__(
+        self,
+        book: Book,
+        config: RunConfig,
+        client: TrainerClient,
+        outage: Outage,
+        keeping_up: KeepingUp,
+    ) -> None:
         self._book = book
         self._config = config
         self._client = client
         self._outage = outage
+        self._keeping_up = keeping_up
         self._plan = CallPlan.of(config, book.state.earlier_ends)
         self._one_at_a_time = asyncio.Lock()
         # The next call to send; behind the book's applied_seq_id while a trainer is brought up again.
@@ -112,6 +121,7 @@ class Training:
                         raise
                     await self._restore()
                     await self._through(self._book.state.applied_seq_id)
+            await self._keeping_up.look(self._book.state.step * self._config.versions_per_step)
 
     async def _restore(self) -> None:
         run_id = self._book.state.run_id
@@ -142,6 +152,7 @@ class Training:
                 f"{there.applied_seq_id + 1} to {written} from the journal"
             )
         self._opened = True
+        self._keeping_up.interrupted()
         self._next = min(there.applied_seq_id, written) + 1
 
     async def _create(self, run_id: str, spec: tpb.RunSpec) -> tpb.RunState:

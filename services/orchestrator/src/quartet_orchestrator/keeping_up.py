@@ -1,0 +1,74 @@
+"""Keeping up: whether inference comes to the version that the trainer published last.
+
+Rollouts of later steps wait for it inside inference, each for as long as it may, and say nothing meanwhile: a
+replica that cannot fetch a version, or refuses it, would hold a run up without a word.
+
+1. The replicas are asked until one of them serves the version. Where none does after NOTE_AFTER_S a person reads
+   one note, with what each of them serves and why it refused its last update, and one when the version is served.
+2. A version that no replica serves after `patience_s` is RunInterrupted. Time in which the trainer itself had to
+   be brought up again does not count.
+3. A version that was seen served is not asked for again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+
+from quartet.errors import QuartetError
+
+from quartet_orchestrator.outage import Note, RunInterrupted
+
+# A version of a large model takes its time on the way.
+NOTE_AFTER_S = 30.0
+
+
+class KeepingUp:
+    """What is known of one run's newest version at the replicas."""
+
+    def __init__(
+        self,
+        serving: Callable[[int], Awaitable[None]],
+        patience_s: float,
+        note: Note,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`serving` raises where no replica serves a version."""
+        self._serving = serving
+        self._patience_s = patience_s
+        self._note = note
+        self._clock = clock
+        self._seen: int | None = None
+        self._asked: int | None = None
+        self._since = 0.0
+        self._noted = False
+
+    def interrupted(self) -> None:
+        """The trainer was away, so nobody could fetch: the time begins anew."""
+        self._asked = None
+
+    async def look(self, version: int) -> None:
+        """Asks for the version published last. Raises RunInterrupted."""
+        if version == self._seen:
+            return
+        if version != self._asked:
+            self._asked, self._since, self._noted = version, self._clock(), False
+        try:
+            await self._serving(version)
+        except QuartetError as error:
+            self._behind(version, error.message)
+        else:
+            self._seen = version
+            if self._noted:
+                self._note(f"inference serves version {version} after {self._clock() - self._since:.0f} s")
+
+    def _behind(self, version: int, why: str) -> None:
+        behind_s = self._clock() - self._since
+        if behind_s > self._patience_s:
+            raise RunInterrupted(
+                f"inference has not come to version {version} for {behind_s:.0f} s (patience_seconds = "
+                f"{self._patience_s:g}): {why}; mend that, then resume the run"
+            )
+        if behind_s >= NOTE_AFTER_S and not self._noted:
+            self._noted = True
+            self._note(f"waits for inference to come to version {version}: {why}", warning=True)

@@ -1,0 +1,104 @@
+"""Inference that does not come to the trainer's versions: a run says so, and does not wait for ever."""
+
+from __future__ import annotations
+
+import pytest
+from orch_world import RUN, assert_complete, events
+from quartet.errors import QuartetError
+from quartet.v1 import inference_service_pb2 as ipb
+from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet_orchestrator import keeping_up, training
+from quartet_orchestrator.keeping_up import NOTE_AFTER_S, KeepingUp
+from quartet_orchestrator.outage import RunInterrupted
+
+PATIENCE_S = 600.0
+
+
+class Replicas:
+    """What serves the versions up to one, asked by a clock that the test turns."""
+
+    def __init__(self, newest: int = 0) -> None:
+        self.newest = newest
+        self.asked: list[int] = []
+        self.notes: list[str] = []
+        self.now = 0.0
+        self.keeping_up = KeepingUp(self.serving, PATIENCE_S, self.note, lambda: self.now)
+
+    async def serving(self, version: int) -> None:
+        self.asked.append(version)
+        if version > self.newest:
+            raise QuartetError("NOT_READY", f"r1: version {self.newest}; its last update failed: torn")
+
+    def note(self, message: str, *, warning: bool = False) -> None:
+        self.notes.append(message)
+
+    async def look(self, version: int, after_s: float = 0.0) -> None:
+        self.now += after_s
+        await self.keeping_up.look(version)
+
+
+async def test_one_note_says_why_and_one_when_it_is_over():
+    """keeping_up.py 1 and 3"""
+    replicas = Replicas(newest=3)
+    for _ in range(3):
+        await replicas.look(3, after_s=100)
+    assert replicas.asked == [3] and not replicas.notes
+    await replicas.look(4, after_s=100)
+    await replicas.look(4, after_s=NOTE_AFTER_S - 1)
+    assert not replicas.notes
+    for _ in range(2):
+        await replicas.look(4, after_s=1)
+    assert replicas.notes == [
+        "waits for inference to come to version 4: r1: version 3; its last update failed: torn"
+    ]
+    replicas.newest = 4
+    for _ in range(2):
+        await replicas.look(4, after_s=1)
+    assert replicas.notes[1:] == ["inference serves version 4 after 32 s"]
+
+
+async def test_a_version_that_never_comes_interrupts_the_run_but_not_for_the_trainers_own_absence():
+    """keeping_up.py 2"""
+    replicas = Replicas()
+    await replicas.look(1)
+    replicas.now += PATIENCE_S + 1
+    replicas.keeping_up.interrupted()  # the trainer was brought up again: from now on it can be fetched
+    await replicas.look(1)
+    await replicas.look(1, after_s=PATIENCE_S)
+    with pytest.raises(RunInterrupted, match=r"version 1 for 601 s .* r1: version 0; its last update failed"):
+        await replicas.look(1, after_s=1)
+
+
+async def test_a_run_whose_replicas_refuse_its_versions_is_stopped_with_the_reason_and_goes_on(
+    world, monkeypatch
+):
+    """Nothing else speaks up: rollouts wait for the version inside inference."""
+    monkeypatch.setattr(training, "GUARD_S", 0.02)
+    monkeypatch.setattr(keeping_up, "NOTE_AFTER_S", 0.1)
+    world.patience_s = 0.6
+    plain = world.trainer.push
+    monkeypatch.setattr(world.trainer, "push", lambda run, version: plain(run, min(version, 2)))
+    await world.serve("policy")
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(off_policy=0), dry_run=False)
+        stopped = await world.rest(runs)
+        assert stopped.phase == pb.RUN_PHASE_STOPPED
+        assert "inference has not come to version 3" in stopped.error and "version 2" in stopped.error
+        monkeypatch.setattr(world.trainer, "push", plain)
+        world.trainer.push(RUN, 3)
+        await runs.resume(RUN)
+        assert_complete(world, await world.rest(runs))
+        notes = [one.note.message for one in await events(runs) if one.WhichOneof("kind") == "note"]
+    assert sum("waits for inference to come to version 3" in note for note in notes) == 1
+
+
+async def test_a_replica_says_of_an_older_version_why_the_next_one_was_refused(world, monkeypatch):
+    async def refuses(self, request, context):
+        return ipb.GetModelResponse(run_id=RUN, policy_version=2, update_refused="CHECKSUM_MISMATCH: torn")
+
+    monkeypatch.setattr("orch_fakes.FakePolicy.GetModel", refuses)
+    await world.serve("policy")
+    policies = world.services().policies
+    with pytest.raises(QuartetError, match=r"version 2; its last update failed: CHECKSUM_MISMATCH: torn"):
+        await policies.serving(RUN, 3)
+    await policies.close()
