@@ -3,10 +3,11 @@
 Rollouts of later steps wait for it inside inference, each for as long as it may, and say nothing meanwhile: a
 replica that cannot fetch a version, or refuses it, would hold a run up without a word.
 
-1. The replicas are asked until one of them serves the version. Where none does after NOTE_AFTER_S a person reads
-   one note, with what each of them serves and why it refused its last update, and one when the version is served.
-2. A version that no replica serves after `patience_s` is RunInterrupted. Time in which the trainer itself had to
-   be brought up again does not count.
+1. The replicas are asked until one of them serves the version. Where none does after NOTE_AFTER_S a person
+   reads one note, with what each of them serves and why it refused its last update, and one when the version
+   is served.
+2. A version that no replica serves after `patience_s` is RunInterrupted. Time in which the trainer itself had
+   to be brought up again does not count.
 3. A version that was seen served is not asked for again.
 """
 

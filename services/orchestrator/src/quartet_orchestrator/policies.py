@@ -65,7 +65,9 @@ class Policies:
             f"no inference replica serves run {run_id!r} at version {version} yet ({found})",
         )
 
-    async def _held(self, peer: Peer[InferenceServiceStub], run_id: str, adapter: bool) -> Held | QuartetError:
+    async def _held(
+        self, peer: Peer[InferenceServiceStub], run_id: str, adapter: bool
+    ) -> Held | QuartetError:
         with peer.called():
             return await _served(peer.stub, run_id, adapter)
 
