@@ -63,7 +63,8 @@ class WeightServiceServicer:
 
     def Watch(self, request, context):
         """Watch tells of versions as they are published, beginning with the newest one if it is newer than held_version.
-        Read-only; survives the publisher's restart by being called again. Errors: RUN_UNKNOWN, INVALID_REQUEST (relay_address).
+        Read-only; survives the publisher's restart by being called again. Ends with RUN_UNKNOWN where the run it follows is closed. Errors:
+        RUN_UNKNOWN, INVALID_REQUEST (relay_address).
         Example: Watch{} -> announced{run "r1", version 0} ... announced{version 1} ... heartbeat ...
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
