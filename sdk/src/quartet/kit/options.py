@@ -24,7 +24,11 @@ KEEPALIVE_TIMEOUT_MS: Final = 10_000
 MIN_PING_INTERVAL_MS: Final = 10_000
 # The default of 120 s would leave a restarted service unseen for two minutes.
 MAX_RECONNECT_BACKOFF_MS: Final = 5_000
-MIN_RECONNECT_BACKOFF_MS: Final = 200
+FIRST_RECONNECT_BACKOFF_MS: Final = 200
+# An attempt to connect has so long, up to the peer's first frame: to a distant peer with TLS four roundtrips,
+# and a lost first packet is sent again after one second, and after three. The default of 20 s would let TCP
+# wait so long between two tries that a way that is open again stayed unseen.
+CONNECT_TIMEOUT_MS: Final = 5_000
 # RPCs that the core holds for a busy event loop: twice what any service takes at once. Beyond its own default
 # of 1000 it begins to reset some at random, with a bare CANCELLED.
 MAX_PENDING_RPCS: Final = 8192
@@ -47,8 +51,9 @@ def client_options(*, bulk: bool = False, server_name: str = "") -> Options:
     options: Options = (
         *_BOTH,
         ("grpc.keepalive_permit_without_calls", 0),
-        ("grpc.initial_reconnect_backoff_ms", MIN_RECONNECT_BACKOFF_MS),
-        ("grpc.min_reconnect_backoff_ms", MIN_RECONNECT_BACKOFF_MS),
+        ("grpc.initial_reconnect_backoff_ms", FIRST_RECONNECT_BACKOFF_MS),
+        # By its name a pause; what it bounds is the attempt.
+        ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
         ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS),
         ("grpc.enable_http_proxy", 0),
         # Retries are the caller's (quartet.kit.call): gRPC's own abort the process on client streams.
