@@ -8,6 +8,7 @@ wrong), 130 stopped by Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from quartet.cli.env.installed import REFUSALS
 from quartet.cli.extras import need
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
+from quartet.kit.proxies import past_proxies
 from quartet.kit.standard_streams import has_no_reader, hold_closed, unread
 from quartet.local.supervisor import ServiceFailed
 
@@ -218,6 +220,7 @@ def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit code."""
     hold_closed()
+    os.environ.update(past_proxies(os.environ))
     options, rest = build_parser().parse_known_args(argv)
     try:
         code = dispatch(options, rest)

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 from quartet.errors import QuartetError
+from quartet.kit.proxies import past_proxies
 from quartet.v1 import envhost_service_pb2
 
 from quartet_envhost import processes
@@ -69,6 +70,7 @@ class WorkerProcess:
     @classmethod
     async def spawn(cls, python: str, env: Mapping[str, str]) -> WorkerProcess:
         """Start a worker on an interpreter. Raises WorkerDied."""
+        environment = {**os.environ, **env}
         try:
             ours, theirs = socket.socketpair()
         except OSError as error:
@@ -83,7 +85,8 @@ class WorkerProcess:
                 f"--parent={os.getpid()}",
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=STDERR,
-                env={**os.environ, **env},
+                # Its tools are servers on this machine.
+                env=environment | past_proxies(environment),
                 pass_fds=(theirs.fileno(),),
                 # A group of its own, so that a terminal's Ctrl-C reaches only the front, and kill reaches
                 # all of it.
