@@ -35,7 +35,7 @@ async def test_a_peer_whose_connection_takes_a_second_is_reached_by_the_first_ca
         await asyncio.gather(_pipe(reader, back), _pipe(there, writer))
 
     way = await asyncio.start_server(far, "127.0.0.1", 0)
-    address = "127.0.0.1:{}".format(way.sockets[0].getsockname()[1])
+    address = f"127.0.0.1:{way.sockets[0].getsockname()[1]}"
     try:
         async with connect(address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)

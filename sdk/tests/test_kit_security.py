@@ -16,7 +16,7 @@ from quartet.errors import QuartetError
 from quartet.kit.call import unary
 from quartet.kit.channel import ClientSecurity, connect
 from quartet.kit.health import Health
-from quartet.kit.security import ServerTls, TokenFile, check_client, check_server, is_loopback
+from quartet.kit.security import ServerTls, TokenFile, check_client, check_server, host_port, is_loopback
 from quartet.kit.server import ServerConfig, Service, start
 from quartet.v1 import weights_pb2 as pb
 from quartet.v1 import weights_pb2_grpc as rpc
@@ -74,6 +74,18 @@ def test_open_doors_off_loopback_are_refused(tmp_path: Path) -> None:
         check_server("127.0.0.1:1", bad_tls, bad_token, insecure_ok=False)
     check_server("0.0.0.0:1", tls, token, insecure_ok=False)
     check_server("0.0.0.0:1", mutual, None, insecure_ok=False)
+
+
+@pytest.mark.parametrize("address", ["fd00::1:50051", "::1:50051", "::1"])
+def test_an_ipv6_address_without_brackets_is_refused(address: str) -> None:
+    """gRPC would take all of it for a host, and call port 443."""
+    trusting = ClientSecurity(insecure_ok_off_loopback=True)
+    with pytest.raises(ConfigError, match=r"IPv6 without brackets; write it as \[::1\]:50051"):
+        check_client(address, trusting)
+    with pytest.raises(ValueError, match="in brackets"):
+        host_port(address)
+    for good in ("[fd00::1]:50051", "dns:///[fd00::1]:50051", "ipv6:[::1]:50051", "cafe:50051"):
+        check_client(good, trusting)
 
 
 async def test_plaintext_clients_stay_on_this_machine() -> None:

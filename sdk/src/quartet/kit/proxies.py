@@ -1,8 +1,8 @@
-"""A company's proxies (http_proxy, https_proxy, all_proxy), which no service on this machine is reached by.
+"""A company's proxies (http_proxy, https_proxy, all_proxy): this machine is reached by none.
 
-gRPC is told so by its options (quartet.kit.options). What speaks HTTP on this machine reads the environment: tool
-servers and their clients in a worker of environments, a client of an endpoint. Most libraries ask the proxy for
-127.0.0.1, too, where no_proxy does not name it.
+gRPC is told so by its options (quartet.kit.options). What speaks HTTP on this machine reads the environment:
+a worker that asks the tool servers of its environment, a client of an endpoint. Most libraries ask the proxy
+for 127.0.0.1, too, where no_proxy does not name it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PROXIES: Final = frozenset({"http_proxy", "https_proxy", "all_proxy"})
 
 
 def past_proxies(environment: Mapping[str, str]) -> dict[str, str]:
-    """What to add to an environment so that this machine is reached by no proxy; nothing where it has none."""
+    """What to add to an environment so that this machine is reached by no proxy."""
     if not any(value and name.lower() in _PROXIES for name, value in environment.items()):
         return {}
     given = next((environment[name] for name in EXCEPTIONS if environment.get(name)), "")

@@ -149,6 +149,8 @@ def check_server(address: str, tls: ServerTls | None, token: TokenFile | None, *
 
 def host_port(address: str) -> str:
     """The address, if it is one. Errors: ValueError, for a validator."""
+    if _without_brackets(address):
+        raise ValueError("an IPv6 address is written in brackets before its port, such as [::1]:50051")
     if not re.fullmatch(r".+:\d{1,5}", address):
         raise ValueError("should be host:port, such as 127.0.0.1:0")
     return address
@@ -165,6 +167,8 @@ def check_clients(key: str, addresses: Sequence[str], security: ClientSecurity) 
 
 def check_client(address: str, security: ClientSecurity) -> None:
     """Refuse to send prompts, weights and tokens in plaintext off this machine. Raises ConfigError."""
+    if _without_brackets(address):  # gRPC takes all of it for a host, and 443 for its port
+        raise ConfigError(f"address {address!r} is IPv6 without brackets; write it as [::1]:50051")
     port = address.rpartition(":")[2]
     if port.isdecimal() and int(port) > MAX_PORT:  # gRPC takes it for another one
         raise ConfigError(f"address {address!r} is no address: ports end at {MAX_PORT}")
@@ -177,6 +181,17 @@ def check_client(address: str, security: ClientSecurity) -> None:
     remedy = "set ca_file (or tls = true), or insecure_ok_off_loopback = true on a private network"
     sentence = f"address {address!r} is off loopback and the channel is plaintext; {remedy}"
     raise ConfigError(sentence, remedy=remedy)
+
+
+def _without_brackets(address: str) -> bool:
+    """Whether it is IPv6 as it stands, or before its last colon."""
+    for text in (address, address.rpartition(":")[0]):
+        try:
+            ipaddress.IPv6Address(text)
+        except ValueError:
+            continue
+        return True
+    return False
 
 
 def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
