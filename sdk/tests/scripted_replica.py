@@ -6,6 +6,7 @@ that is lost, doubled or drawn at another position of its seed changes all later
 
 from __future__ import annotations
 
+import asyncio
 import zlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -36,6 +37,8 @@ class ScriptedReplica(rpc.InferenceServiceServicer):
         self.version = version
         self.piece_tokens = 4
         self.requests: list[pb.GenerateRequest] = []
+        # Why it waits for weights, for as long as it does.
+        self.held_up = ""
         self.running = 0
         self.sampled: list[tuple[int, ...]] = []  # every token ever sampled, with all that preceded it
         self.before_piece: Callable[[int], Any] = lambda _sampled: None
@@ -73,6 +76,9 @@ class ScriptedReplica(rpc.InferenceServiceServicer):
         rendered = bool(request.messages.messages or request.tokens.tail_messages)
         resumed = request.resumed_tokens
         assert not resumed or request.n == 1
+        while self.held_up:
+            yield pb.GenerateResponse(heartbeat=common_pb2.Heartbeat(), held_up=self.held_up)
+            await asyncio.sleep(0.05)
         yield pb.GenerateResponse(
             start=pb.GenerateStart(prompt_token_ids=told if rendered else (), prefix_kept=True)
         )

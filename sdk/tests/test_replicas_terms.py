@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget
+from quartet.replicas import client
 from quartet.v1 import inference_service_pb2 as pb
 from replica_fleet import QUICK, ask, at, fails, fleet, home, until
 
@@ -144,3 +145,41 @@ async def test_frames_outside_the_contract_are_refused() -> None:
             with pytest.raises(QuartetError) as refused:
                 await replicas.complete(ask(), 5)
             assert refused.value.reason == "INTERNAL" and "contract" in refused.value.message
+
+
+async def test_a_replica_to_which_the_weights_cannot_come_is_left_for_another_one() -> None:
+    """client.py 4."""
+    async with fleet(2) as (scripted, replicas):
+        first, (second,) = home("s", scripted)
+        first.held_up = "versions are not announced"
+        generated = await replicas.complete(ask(min_policy_version=1, n=2), 5)
+        assert [len(one.token_ids) for one in generated.completions] == [22, 22]
+        assert (len(first.requests), len(second.requests)) == (1, 1)
+        assert len(replicas.in_service) == 2, "it has no other fault"
+
+
+async def test_where_the_weights_come_to_nobody_they_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """client.py 4."""
+    async with fleet(2) as (scripted, replicas):
+        first, (second,) = home("s", scripted)
+        first.held_up = second.held_up = "versions are not announced"
+        waiting = asyncio.create_task(replicas.complete(ask(), 20))
+        await asyncio.sleep(0.5)
+        assert (len(first.requests), len(second.requests)) == (1, 1), "nobody runs from one to the other"
+        second.held_up = ""
+        await waiting
+        # The one that is waited at is not the one that is reached again.
+        monkeypatch.setattr(client, "HELD_UP_SECONDS", 0.3)
+        second.held_up = first.held_up
+        waiting = asyncio.create_task(replicas.complete(ask(), 20))
+        await until(lambda: second.running == 1)
+        first.held_up = ""
+        await waiting
+        assert len(second.requests) == 2
+    async with fleet(1) as ((alone,), replicas):
+        alone.held_up = "versions are not announced"
+        waiting = asyncio.create_task(replicas.complete(ask(), 20))
+        await asyncio.sleep(0.5)
+        alone.held_up = ""
+        await waiting
+        assert len(alone.requests) == 1

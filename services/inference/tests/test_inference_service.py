@@ -227,6 +227,32 @@ async def test_a_restarted_trainer_is_followed_by_what_it_announces(
     await trainer.stop(0)
 
 
+async def test_who_waits_for_a_version_is_told_that_the_trainer_does_not_answer(
+    model_folder: Path, make_model: Make
+) -> None:
+    """Another replica may have it: it may be the way from this one alone that is cut."""
+    store = WeightStore(keep=2)
+    trainer = await publish(store)
+    address = trainer.address
+    await asyncio.to_thread(store.publish, "r", 5, weights_of(make_model(1)))
+    async with serving(model_folder, weights_address=address) as replica:
+        await replica.until_version("r", 5)
+        await trainer.stop(0)
+        model = await replica.until(lambda model: bool(model.update_refused))
+        assert model.update_refused.startswith("versions are not announced")
+        answer = aiter(replica.stub.Generate(tokens(min_policy_version=6), timeout=20))
+        told = await anext(answer)
+        assert told.HasField("heartbeat") and told.held_up == model.update_refused
+        first = await replica.stub.Generate(tokens(min_policy_version=5), timeout=20).read()
+        assert first.HasField("start") and not first.held_up, "what is here is not waited for"
+        await asyncio.to_thread(store.publish, "r", 6, weights_of(make_model(2)))
+        trainer = await publish(store, address)
+        frames = [frame async for frame in answer]
+        assert frames[-1].HasField("finish"), "it went on waiting"
+        assert not (await replica.until_version("r", 6)).update_refused
+    await trainer.stop(0)
+
+
 async def test_a_version_that_does_not_fit_leaves_the_old_one(
     model_folder: Path, make_model: Make, refusals: list[QuartetError]
 ) -> None:

@@ -6,7 +6,9 @@
    gone on from (generation.py). Nothing is delivered twice.
 3. A round asks each replica in service at most once; between two rounds there is a growing, jittered pause.
    Rounds without a new token are bounded by the budget; while no replica is in service none is spent.
-4. What another replica would refuse as well (a malformed request, a prompt that is too long, a fault of the
+4. A replica to which the weights that are waited for cannot come is left for one that may have them; where
+   that is none, another one is looked at every HELD_UP_SECONDS.
+5. What another replica would refuse as well (a malformed request, a prompt that is too long, a fault of the
    service) is raised at once. A version or run that one replica does not serve is asked of each other once.
 """
 
@@ -37,6 +39,9 @@ from quartet.v1 import inference_service_pb2 as pb
 
 # Refused here, perhaps not there: each replica is asked once.
 ELSEWHERE: Final = frozenset({"VERSION_UNAVAILABLE", "RUN_NOT_SERVED"})
+# All are held up where the trainer is away: whoever waits does not run from one to the other, nor stays with
+# the one that is reached again last.
+HELD_UP_SECONDS: Final = 30.0
 # What a replica may answer before the caller's own deadline because that is near: not worth another round,
 # nor another replica.
 LAST_MOMENT_SECONDS: Final = 0.5
@@ -163,7 +168,7 @@ class Replicas:
             had = sum(len(lane.token_ids) for lane in lanes)
             failure: QuartetError | None = None
             try:
-                async with aclosing(self._ask(replica, generation, lanes, deadline)) as frames:
+                async with aclosing(self._ask(replica, generation, lanes, deadline, rounds)) as frames:
                     async for frame in frames:
                         yield frame
             except QuartetError as error:
@@ -184,17 +189,33 @@ class Replicas:
                 yield frame
 
     async def _ask(
-        self, replica: Replica, generation: Generation, lanes: list[Lane], deadline: float
+        self,
+        replica: Replica,
+        generation: Generation,
+        lanes: list[Lane],
+        deadline: float,
+        rounds: _Rounds,
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """One call."""
+        began = time.monotonic()
         timeout_s = max(0.001, deadline - time.monotonic())
         with replica.carrying(len(lanes)):
             call = replica.stub.Generate(generation.ask(lanes), timeout=timeout_s)
             idle_s = self._settings.idle_timeout_seconds
             async with aclosing(stream(call, idle_timeout_s=idle_s)) as frames:  # type: ignore[type-var]
                 async for frame in frames:
+                    if frame.held_up and self._may_leave(replica, rounds, began):
+                        replica.note_held_up(frame.held_up)
+                        text = f"{replica.address} waits for weights in vain: {frame.held_up}"
+                        raise QuartetError("DEADLINE", text, waited_for="weights")
                     if generation.take(frame, lanes):
                         yield frame
+
+    def _may_leave(self, replica: Replica, rounds: _Rounds, began: float) -> bool:
+        """Whether it is worth asking another one than this, which is held up."""
+        others = self._fleet.in_service(but={replica.address, *rounds.refused})
+        fresh = self._fleet.in_service(but={replica.address, *rounds.asked})
+        return bool(fresh) or (bool(others) and time.monotonic() - began >= HELD_UP_SECONDS)
 
     async def _next(self, session_id: str, rounds: _Rounds, deadline: float) -> Replica:
         """The replica to ask now. Raises QuartetError."""
@@ -221,14 +242,15 @@ class _Rounds:
     def __init__(self, budget: RetryBudget) -> None:
         self._budget = budget
         self._fruitless = 0
-        self._refused: set[str] = set()
+        # By whom no later round will be answered.
+        self.refused: set[str] = set()
         self._this_round: set[str] = set()
         self.last: QuartetError | None = None
 
     @property
     def asked(self) -> set[str]:
         """Replicas not to be asked again in this round, or at all."""
-        return self._this_round | self._refused
+        return self._this_round | self.refused
 
     def note(self, replica: Replica, failure: QuartetError, *, progress: bool) -> None:
         """A call failed. Raises what no other replica would answer differently."""
@@ -238,7 +260,7 @@ class _Rounds:
         if failure.reason == "OVERLOADED":
             replica.refused(failure.retry_after_ms or DEFAULT_RETRY_AFTER_MS)
         elif failure.reason in ELSEWHERE:
-            self._refused.add(replica.address)
+            self.refused.add(replica.address)
         elif lost(failure):
             replica.doubt()
         elif failure.reason != "DEADLINE":
@@ -249,7 +271,7 @@ class _Rounds:
         """The round is over: wait before the next one. Raises the last failure where there is none."""
         assert self.last is not None
         self._fruitless += 1
-        nobody_left = bool(fleet.in_service()) and not fleet.in_service(but=self._refused)
+        nobody_left = bool(fleet.in_service()) and not fleet.in_service(but=self.refused)
         delay_s = self._budget.delay_s(self._fruitless, self.last)
         too_late = time.monotonic() + max(delay_s, LAST_MOMENT_SECONDS) >= deadline
         if nobody_left or too_late or self._fruitless >= self._budget.max_attempts:

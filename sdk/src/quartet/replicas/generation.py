@@ -100,6 +100,7 @@ class Generation:
             if lane.taken_over_at:
                 self._account(lane, frame.finish.usage)
         frame.ClearField("heartbeat")
+        frame.ClearField("held_up")
         return frame.HasField("start") or frame.HasField("delta") or frame.HasField("finish")
 
     def _start(self, start: pb.GenerateStart, lanes: Sequence[Lane]) -> bool:

@@ -31,6 +31,8 @@ from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
 ANSWER_SECONDS: Final = 5.0
 # Between two health streams; the channel itself paces reconnecting.
 AGAIN_SECONDS: Final = 0.25
+# Between two lines of a log about one replica that stays behind.
+NOTE_SECONDS: Final = 60.0
 
 log = structlog.get_logger()
 
@@ -54,6 +56,7 @@ class Replica:
         self.in_flight = 0
         self.refused_until = 0.0
         self.leaving = False
+        self._noted = -NOTE_SECONDS
         self._changed = changed
         self._channel = connect(address, security=security)
         make_stub: Any = InferenceServiceStub  # generated code has no annotations
@@ -75,6 +78,12 @@ class Replica:
     def refused(self, retry_after_ms: int) -> None:
         """It is full for so long."""
         self.refused_until = max(self.refused_until, time.monotonic() + retry_after_ms / 1000)
+
+    def note_held_up(self, why: str) -> None:
+        """A call left it, because the weights that it waits for do not come."""
+        if time.monotonic() - self._noted > NOTE_SECONDS:
+            self._noted = time.monotonic()
+            log.warning("replica has old weights, others are asked", address=self.address, why=why)
 
     @contextlib.contextmanager
     def carrying(self, completions: int) -> Iterator[None]:

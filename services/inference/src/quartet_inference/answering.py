@@ -135,6 +135,13 @@ class Answerer:
                 else:
                     yield await asyncio.to_thread(self._end, event, sampled[event.index], prompt)
 
+    def held_up(self, request: pb.GenerateRequest) -> str:
+        """Why the weights that the request waits for cannot come for now; empty where they may, or did."""
+        info = self._engine.info()
+        served = info.serving(request.run_id)
+        here = served is not None and served.version >= request.min_policy_version
+        return "" if here else info.update_refused
+
     def _prompt_of(self, request: pb.GenerateRequest) -> _Prompt:
         kind = request.WhichOneof("prompt")
         if kind is None:

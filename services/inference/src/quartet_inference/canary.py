@@ -45,7 +45,7 @@ class Gate:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._why = self._refused = ""
+        self._why = self._refused = self._away = ""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -58,9 +58,14 @@ class Gate:
         """Say that what was offered last could not be taken; without a reason, that it was."""
         self._refused = why
 
+    def set_away(self, why: str) -> None:
+        """Say that nothing is offered, as the trainer does not answer; without a reason, that it does."""
+        self._away = f"versions are not announced: {why}" if why else ""
+
     def info(self) -> EngineInfo:
         """The engine's, and why it does not answer or take what it is offered."""
-        return replace(self._engine.info(), out_of_service=self._why, update_refused=self._refused)
+        refused = self._refused or self._away
+        return replace(self._engine.info(), out_of_service=self._why, update_refused=refused)
 
     async def generate(self, request: Request) -> AsyncIterator[Event]:
         """Complete a prompt, for as long as the weights are trusted."""

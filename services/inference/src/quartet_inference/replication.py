@@ -118,6 +118,7 @@ async def replicating(
                 said.refused,
                 adapters.follows,
                 said.caught_up,
+                gate.set_away,
             )
             await follower.run()
 

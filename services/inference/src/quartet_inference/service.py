@@ -35,13 +35,16 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Sample completions."""
         answer = self._answerer.answer(request, context.time_remaining())
+        beat = common_pb2.Heartbeat(in_flight=max(1, request.n))
+        if held_up := self._answerer.held_up(request):
+            yield pb.GenerateResponse(heartbeat=beat, held_up=held_up)
         async with aclosing(joined(answer, HEARTBEAT_SECONDS)) as batches:  # type: ignore[type-var]
             async for batch in batches:
                 for response in _responses(batch):
                     yield response
                 if not batch:
-                    beat = common_pb2.Heartbeat(in_flight=max(1, request.n))
-                    yield pb.GenerateResponse(heartbeat=beat)
+                    held_up = self._answerer.held_up(request)
+                    yield pb.GenerateResponse(heartbeat=beat, held_up=held_up)
 
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreResponse:
         """Score given tokens: all samples together, answered in their order."""

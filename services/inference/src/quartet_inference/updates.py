@@ -148,9 +148,10 @@ class Follower:
         on_refused: Callable[[str], None],
         elsewhere: Callable[[str], bool] = lambda run_id: False,
         on_caught_up: Callable[[], None] = lambda: None,
+        on_away: Callable[[str], None] = lambda why: None,
     ) -> None:
         """`on_refused` is called with the reason when an update fails, `on_caught_up` when what was announced
-        is served.
+        is served, `on_away` as `watch` says.
 
         Of runs that are followed `elsewhere` only the first version is taken here.
         """
@@ -159,7 +160,7 @@ class Follower:
         self._publisher = publisher
         self._holdings = holdings
         self._adopter = adopter
-        self._on_refused, self._on_caught_up = on_refused, on_caught_up
+        self._on_refused, self._on_caught_up, self._on_away = on_refused, on_caught_up, on_away
         #: What was fetched last: the base of the next delta, as long as the engine serves it.
         self._held: Fetched | None = None
         #: What the engine will never take.
@@ -185,7 +186,9 @@ class Follower:
     async def _watch(self, target: _Target) -> None:
         publisher = self._publisher
         # No held version: what the publisher has is told first, and compared by digest.
-        announcements = watch(publisher.channel, publisher.run_id, None, publisher.relay_address)
+        announcements = watch(
+            publisher.channel, publisher.run_id, None, publisher.relay_address, self._on_away
+        )
         try:
             async with aclosing(announcements):
                 async for news in announcements:
