@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +15,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 from planned_runs import ended, planned, steps_of, with_steps
-from quartet.cli import drive, rl
+from quartet.cli import drive, rl, watch
 from quartet.cli.display import Plain
 from quartet.cli.drive import Outcome
 from quartet.cli.job import RECORD, taken
@@ -67,6 +69,37 @@ async def test_a_stop_before_the_run_was_taken_begins_nothing() -> None:
     await drive._stop_when_asked(interrupts, Mock(statuses=[]), "run", work, display, asyncio.Event())
     with pytest.raises(asyncio.CancelledError):
         await work
+
+
+async def test_a_terminal_that_is_closed_stops_a_run_once_however_often_it_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """drive.py 2."""
+    killed = asyncio.Event()
+    supervisor = Mock(kill_now=Mock(side_effect=killed.set))
+    interrupts = drive.Interrupts(supervisor, Plain(io.StringIO()))
+    monkeypatch.setattr(drive.os, "_exit", Mock())
+    with drive.by_signals(interrupts):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.wait_for(interrupts.asked.wait(), 10)
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.wait_for(killed.wait(), 10)
+    assert supervisor.kill_now.call_count == 1
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+async def test_who_ignores_the_end_of_the_terminal_is_left_alone() -> None:
+    """drive.py 2: nohup."""
+    interrupts = drive.Interrupts(Mock(), Plain(io.StringIO()))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with drive.by_signals(interrupts):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert not interrupts.asked.is_set()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_run_that_stopped_by_itself_failed_and_says_how_it_goes_on(
@@ -166,6 +199,27 @@ async def test_only_what_happens_now_is_shown_of_a_run_that_goes_on(tmp_path: Pa
     ]
     rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == [1, 2]
+
+
+class WithoutRoom(Extended):
+    """Its journal cannot be written at first."""
+
+    async def WatchRun(
+        self, request: pb.WatchRunRequest, context: object
+    ) -> AsyncIterator[pb.WatchRunResponse]:
+        self.asked = getattr(self, "asked", 0) + 1
+        if self.asked < 3:
+            raise QuartetError("NOT_READY", "the run waits for its journal: is the disk full?")
+        async for event in super().WatchRun(request, context):
+            yield event
+
+
+async def test_who_waits_for_the_journal_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """drive.py 4: whoever sees it can make room."""
+    monkeypatch.setattr(watch, "AWAY_SECONDS", 0.0)
+    shown = io.StringIO()
+    await worked(WithoutRoom(), "run", "", Outputs(tmp_path), Plain(shown), Mock(), Mock())
+    assert shown.getvalue().count("waiting for it: the run waits for its journal: is the disk full?") == 1
 
 
 async def test_a_folder_whose_journal_is_gone_is_not_gone_on_with(tmp_path: Path) -> None:

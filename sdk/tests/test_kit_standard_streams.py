@@ -1,17 +1,21 @@
-"""Standard streams that were closed for a process (`>&-`), or whose reader has left (`| head`)."""
+"""Standard streams that were closed for a process (`>&-`), whose reader has left (`| head`, a closed
+terminal), or whose disk is full."""
 
 from __future__ import annotations
 
 import errno
 import os
+import pty
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from quartet.cli import __main__ as command
 from quartet.cli.display import Plain
+from quartet.cli.eval.board import LiveBoard
+from quartet.cli.live import LiveScreen
 
 #: What a process does that asks what its output is, opens a file, and prints.
 COMMAND = """
@@ -89,6 +93,57 @@ def test_what_leads_to_the_same_place_is_unread_too(unread: int) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], stdout=unread, stderr=unread, check=False)
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("screen", [Plain, LiveScreen, lambda: LiveBoard([])], ids=["plain", "rl", "eval"])
+def test_what_is_shown_goes_on_when_its_terminal_is_closed(
+    screen: Callable[[], Plain | LiveScreen | LiveBoard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """standard_streams.py 2, 3: `quartet rl &`, then the window is closed."""
+    near, far = pty.openpty()
+    with open(far, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        shown = screen()
+        os.close(near)
+        shown.say("a line")
+        shown.close()
+        print("what comes after it", flush=True)
+
+
+def test_a_command_ends_without_a_word_when_its_terminal_is_closed(tmp_path: Path) -> None:
+    """standard_streams.py 2."""
+    script = tmp_path / "command.py"
+    script.write_text(COMMAND % True)
+    near, far = pty.openpty()
+    os.close(near)
+    done = _run_unread(far, str(script))
+    os.close(far)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_what_is_shown_goes_on_upon_a_full_disk() -> None:
+    """standard_streams.py 3."""
+    code = (
+        "import sys; from quartet.cli.display import Plain; plain = Plain()\n"
+        "for _ in range(300): plain.say('x' * 100)\n"
+        "print(plain.is_read, file=sys.stderr)"
+    )
+    with Path("/dev/full").open("wb") as full:
+        said = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, check=False)
+    assert said.stderr.startswith(b"True\n")
+
+
+def test_letters_that_a_stream_lacks_are_escaped(tmp_path: Path) -> None:
+    """standard_streams.py 4."""
+    script = tmp_path / "command.py"
+    script.write_text(COMMAND.replace('"a line"', r'"\u00e9 \udcff"') % False)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, rb"\xe9 \udcff False" + b"\n")
 
 
 def test_another_pipe_that_breaks_is_told(

@@ -8,6 +8,7 @@ wrong), 130 stopped by Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from pathlib import Path
@@ -19,11 +20,14 @@ from quartet.cli.extras import need
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.kit.proxies import past_proxies
-from quartet.kit.standard_streams import has_no_reader, hold_closed, unread
+from quartet.kit.standard_streams import escape_unknown, has_no_reader, hold_closed, unread
 from quartet.local.supervisor import ServiceFailed
 
 #: Commands that read `@ file.toml --key value` beside what argparse knows.
 TAKE_KEYS = ("rl", "sft", "eval", "env", "baseline", "gepa", "submit", "evaluate", "watch")
+
+#: A pipe whose reader left (`| head`), a terminal that was closed.
+NOBODY_READS = (errno.EPIPE, errno.EIO)
 
 DESCRIPTION = """\
 Quartet trains language models with reinforcement learning on Verifiers environments.
@@ -220,6 +224,7 @@ def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit code."""
     hold_closed()
+    escape_unknown()
     os.environ.update(past_proxies(os.environ))
     options, rest = build_parser().parse_known_args(argv)
     try:
@@ -234,7 +239,7 @@ def main(argv: list[str] | None = None) -> int:
         refused = isinstance(error, QuartetError) and error.reason in REFUSALS
         return exits.REFUSED if refused else exits.FAILED
     except OSError as error:  # a full disk, a folder that may not be written
-        if isinstance(error, BrokenPipeError) and has_no_reader(sys.stdout):  # `| head`
+        if error.errno in NOBODY_READS and has_no_reader(sys.stdout):
             unread(sys.stdout)
             return exits.FAILED
         where = f"{error.filename}: " if error.filename else ""

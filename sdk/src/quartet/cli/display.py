@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol, TextIO
 
 from quartet.cli.progress import Progress, phase_name
-from quartet.kit.standard_streams import unread
+from quartet.kit.standard_streams import say
 from quartet.local.supervisor import Status
 from quartet.v1.orchestrator_service_pb2 import EvalEvent, WatchRunResponse
 
@@ -98,7 +98,7 @@ class Plain:
 
     def __init__(self, out: TextIO | None = None, *, submitted_at_ms: int | None = None) -> None:
         self._out = out or sys.stdout
-        #: Until a line finds no reader (`| head`). What is shown goes on without.
+        #: Until a line finds no reader (`| head`, a closed terminal). What is shown goes on without.
         self.is_read = True
         self._began = time.monotonic()
         self._submitted_at_ms = submitted_at_ms
@@ -131,11 +131,7 @@ class Plain:
     def _print(self, at_ms: float, line: str) -> None:
         submitted = self._submitted_at_ms
         seconds = time.monotonic() - self._began if submitted is None else (at_ms - submitted) / 1000
-        try:
-            print(f"{seconds:6.1f} s  {line}", file=self._out, flush=True)
-        except BrokenPipeError:
-            self.is_read = False
-            unread(self._out)
+        self.is_read = say(f"{seconds:6.1f} s  {line}", self._out) and self.is_read
 
     def close(self) -> None:
         """Nothing to put away."""

@@ -3,7 +3,7 @@ services down.
 
 1. The services live exactly as long as `drive`: whatever ends it ends them.
 2. The first Ctrl-C (or SIGTERM) stops the run after the step under way and then drains the services; the
-   second kills them.
+   second kills them. A terminal that is closed is like the first, unless that is ignored (`nohup`).
 3. A run that was stopped, that failed before it sampled, or whose launcher was killed goes on when it is
    driven again with the same folder, and one that is completed with more steps.
 4. Shown is what happens now; of what came before, from where it goes on.
@@ -103,14 +103,18 @@ Listen = Callable[[Interrupts], AbstractContextManager[None]]
 
 @contextmanager
 def by_signals(interrupts: Interrupts) -> Iterator[None]:
-    """Listens to Ctrl-C and SIGTERM. On the main thread only."""
+    """Listens to Ctrl-C, SIGTERM and SIGHUP. On the main thread only."""
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupts.signalled)
+    heard = dict.fromkeys((signal.SIGINT, signal.SIGTERM), interrupts.signalled)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        # However often: the shell of the terminal sends one, and the system another.
+        heard[signal.SIGHUP] = interrupts.asked.set
+    for number, told in heard.items():
+        loop.add_signal_handler(number, told)
     try:
         yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in heard:
             loop.remove_signal_handler(number)
 
 
@@ -185,7 +189,12 @@ async def _work(
         outputs.progress.begin(run)
         reporter.begin(run)
         events = all_events(
-            stub, run, outputs.progress.last_event, include_rollouts=True, patience_s=PATIENCE_SECONDS
+            stub,
+            run,
+            outputs.progress.last_event,
+            include_rollouts=True,
+            patience_s=PATIENCE_SECONDS,
+            say=display.say,  # a full disk of its journal, for one: who knows it can make room
         )
         async for event in events:
             if outputs.record(event):

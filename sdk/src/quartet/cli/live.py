@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from quartet.cli.display import event_line
 from quartet.cli.progress import Progress, phase_name
+from quartet.kit.standard_streams import only_shown
 from quartet.local.supervisor import State, Status
 from quartet.v1.orchestrator_service_pb2 import WatchRunResponse
 
@@ -122,4 +124,5 @@ class LiveScreen:
 
     def close(self) -> None:
         """Leave the screen as it was last."""
-        self._live.stop()
+        with only_shown(sys.stdout):
+            self._live.stop()

@@ -200,7 +200,8 @@ def _in_folder(job: Job, open_display: Callable[[], Display], started: float, li
             except QuartetError as error:
                 if error.reason in REFUSALS:
                     raise ConfigError(error.message) from error
-                raise RunFailed(str(error)) from error
+                then = f"go on with: {job.words.going_on(job.folder)}"
+                raise RunFailed(f"{error}; {then}") from error
             except ServiceFailed as error:
                 raise RunFailed(str(error)) from error
         seconds = _summary_before(job).get("wall_seconds", 0.0) + time.monotonic() - started

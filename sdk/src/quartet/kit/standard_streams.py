@@ -1,15 +1,21 @@
-"""Standard streams that were closed for this process, or that nobody reads any more.
+"""Standard streams that were closed for this process, that nobody reads any more, or that take no more.
 
 1. What was closed (`>&-`) leads nowhere, and no other file gets its number, which any library may write to.
-2. Once the reader of a stream has left (`| head`), it leads nowhere from there on, and so do the others that
-   led to the same place (`2>&1 |`).
+2. Once the reader of a stream has left (`| head`, a closed terminal), it leads nowhere from there on, and so
+   do the others that led to the same place (`2>&1 |`).
+3. What works goes on without what it only shows (`only_shown`, `say`), also where the disk under a stream is
+   full: what does not fit is lost.
+4. What a stream has no letters for (another locale, a name of bytes that are no text) is written as escapes.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 MODES = {"stdin": "r", "stdout": "w", "stderr": "w"}
@@ -24,15 +30,45 @@ def hold_closed() -> None:
             setattr(sys, name, stream)
 
 
+def escape_unknown() -> None:
+    """Let stdout write what its encoding lacks, as stderr does by itself."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def only_shown(stream: TextIO) -> Iterator[None]:
+    """Around what writes there and has nothing else to do: that it cannot ends nothing."""
+    with suppress(OSError):
+        yield
+    if has_no_reader(stream):
+        unread(stream)
+
+
+def say(line: str, stream: TextIO) -> bool:
+    """Print a line that is only shown. Whether anybody may read it."""
+    try:
+        print(line, file=stream, flush=True)
+    except OSError:
+        if has_no_reader(stream):
+            unread(stream)
+            return False
+    return True
+
+
 def has_no_reader(stream: TextIO) -> bool:
-    """Whether it is a pipe whose other end is closed, and no other pipe that broke."""
+    """Whether it is a pipe whose other end is closed, and no other pipe that broke, or a closed terminal."""
+    try:
+        number = stream.fileno()
+    except io.UnsupportedOperation:  # no file of the system's
+        return False
     poll = select.poll()
-    poll.register(stream.fileno(), 0)
+    poll.register(number, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def unread(stream: TextIO) -> None:
-    """The reader of a stream has left: a write was a BrokenPipeError."""
+    """Nothing can be written to a stream any more: from here on it leads nowhere."""
     place = os.fstat(stream.fileno())
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for one in {stream.fileno(), 1, 2}:

@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 
 from quartet.cli.display import Plain
+from quartet.kit.standard_streams import only_shown
 from quartet.run.statistics import Summary
 from quartet.v1.rollout_pb2 import Rollout
 
@@ -105,14 +106,16 @@ class LiveBoard:
 
     def say(self, line: str) -> None:
         """Above the table."""
-        self._live.console.print(line, highlight=False)
+        with only_shown(sys.stdout):
+            self._live.console.print(line, highlight=False)
 
     def update(self, tally: Tally) -> None:
         """The table looks for itself."""
 
     def close(self) -> None:
         """Take the table off the terminal."""
-        self._live.stop()
+        with only_shown(sys.stdout):
+            self._live.stop()
 
     def _table(self) -> Table:
         table = Table("environment", "rollouts", "reward", "failed", "tokens/s", box=None, padding=(0, 2))

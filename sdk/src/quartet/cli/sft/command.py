@@ -21,6 +21,7 @@ from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, unary
 from quartet.kit.channel import connect
 from quartet.kit.folder import check_folder
+from quartet.kit.standard_streams import say
 from quartet.local.beside import AddressBook, beside
 from quartet.local.child import ChildSpec
 from quartet.local.deployment import check, wire, write
@@ -94,7 +95,7 @@ async def _steps(stub: Any, config: SftConfig, samples: Sequence[Sample], output
     done = calls.step_after(created.run.applied_seq_id)
     cut_metrics(output, done)
     if done:
-        print(f"going on after step {done}/{calls.steps}", flush=True)
+        say(f"going on after step {done}/{calls.steps}", sys.stdout)
     began = time.monotonic()
     for step, batch in islice(enumerate(batches(samples, config.batch_size, config.seed)), done, calls.steps):
         await _step(stub, calls, step, batch, output, began)
@@ -124,9 +125,9 @@ async def _step(
         "seconds": time.monotonic() - began,
     }
     append_line(output / METRICS, row)
-    print(
+    say(
         f"step {step + 1}/{calls.steps}  loss {done.loss:.4f}  learning rate {stepped.learning_rate:.3g}",
-        flush=True,
+        sys.stdout,
     )
 
 
