@@ -115,6 +115,13 @@ async def test_clocks_are_timeouts(classic: Any) -> None:
     assert kind(rollout) == "TIMEOUT" and "environment's own" in rollout.failure.message
 
 
+async def test_a_clock_that_is_put_back_while_a_rollout_is_scored_harms_nothing(classic: Any) -> None:
+    """A machine that was asleep, a clock that is set for the first time."""
+    (rollout,) = await classic.run("clock_put_back")
+    assert not rollout.HasField("failure") and rollout.timing.scoring_ms == 0, rollout.failure
+    assert rollout.reward > 0
+
+
 async def test_model_failures_are_typed_and_a_full_context_truncates(classic: Any) -> None:
     classic.policy.errors = [QuartetError("INTERNAL", "engine fault")] * 2
     (rollout,) = await classic.run(max_retries=1)

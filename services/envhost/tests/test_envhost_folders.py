@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import pwd
 import subprocess
+import tempfile
 from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from quartet_envhost import worker
 
 SCRIPT = """
 import asyncio, json
@@ -72,7 +79,21 @@ def test_where_no_folder_can_be_made_the_runtime_does_not_start(envs_python: str
     run = subprocess.run(
         [envs_python, "-c", script], env={"HOME": str(tmp_path)}, capture_output=True, text=True, check=False
     )
-    assert run.returncode == 1 and "NotADirectoryError" in run.stderr
+    *_, told = run.stderr.splitlines()
+    where = tmp_path / ".cache/verifiers/runtimes/subprocess"
+    assert run.returncode == 1 and told.startswith("NotADirectoryError") and f"in {where}, which" in told
+    assert told.endswith("a HOME that it can write")
+
+
+def test_a_user_without_a_home_has_the_folder_of_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An id that nobody entered, in a bare environment: Verifiers looks for the home while it is imported."""
+    monkeypatch.setenv("HOME", "/is/left/alone")
+    worker._have_home()
+    assert os.environ["HOME"] == "/is/left/alone"
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", Mock(side_effect=KeyError))
+    worker._have_home()
+    assert os.environ["HOME"] == tempfile.gettempdir()
 
 
 PORTS = """

@@ -16,11 +16,14 @@ import gc
 import importlib
 import json
 import logging
+import os
 import resource
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 from google.protobuf.message import DecodeError, Message
@@ -246,6 +249,15 @@ def _generation() -> str:
     raise QuartetError("INVALID_CONFIG", text, key="python", value=sys.executable)
 
 
+def _have_home() -> None:
+    """A user without a name and without HOME has no home. Verifiers means to use the folder of temporary
+    files then, and in places fails to import."""
+    try:
+        Path.home()
+    except RuntimeError:
+        os.environ["HOME"] = tempfile.gettempdir()
+
+
 def _limit_files(limit: int) -> None:
     """A write beyond is an OSError where it is made: Python ignores the signal that comes with it."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -276,6 +288,7 @@ def main() -> None:
     arguments = parser.parse_args()
     die_with(arguments.parent)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    _have_home()
     asyncio.run(_serve(arguments.fd))
 
 

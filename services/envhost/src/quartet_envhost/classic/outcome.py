@@ -46,7 +46,8 @@ def rollout_of(
     if state is not None:
         rollout.stop_condition = state.get("stop_condition") or "completed"
         rollout.truncated = bool(state.get("is_truncated"))
-        rollout.timing.scoring_ms = round(1000 * state["timing"].scoring.duration)
+        # By the clock on the wall, which may have been put back meanwhile.
+        rollout.timing.scoring_ms = max(0, round(1000 * state["timing"].scoring.duration))
         _record_scores(rollout, state, weights)
         if with_messages and state["trajectory"]:
             rollout.messages.extend(without_images(wire_message(m)) for m in _conversation(state))

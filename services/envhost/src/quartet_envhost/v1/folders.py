@@ -5,7 +5,7 @@ use theirs, and it was a quarter of the CPU of one with a single turn (benchmark
 
 1. Whoever reads `workdir` while the runtime lives finds a folder there; it is removed with the runtime.
 2. Where nobody did there is none, neither then nor later: what still comes after the end fails.
-3. Where none can be made at all, the rollout does not begin.
+3. Where none can be made at all, the rollout does not begin, and says which folder it was and who names it.
 4. The file in which a tool server says its port, which Verifiers puts elsewhere and leaves there, is removed
    with the runtime.
 """
@@ -47,7 +47,11 @@ class LazyFolderRuntime(SubprocessRuntime):  # type: ignore[misc]
     async def start(self) -> None:
         """Nothing is made yet but where it would be."""
         folder = CACHE_DIR / "runtimes" / "subprocess" / self.name
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            said = f"rollouts have their folders in {folder.parent}, which cannot be made: {error.strerror}"
+            raise OSError(error.errno, f"{said}; start the host with a HOME that it can write") from error
         self._folder = folder
         self.info.id = str(folder)
 

@@ -17,11 +17,12 @@ MODES = (
     "sandbox_gone",
     "own_clock",
     "scores_slowly",
+    "clock_put_back",
     "waits_if_told",
 )
 
 
-TURNS = {"ok": 1, "reward_raises": 1, "reward_nan": 1, "waits_if_told": 2}
+TURNS = {"ok": 1, "reward_raises": 1, "reward_nan": 1, "clock_put_back": 1, "waits_if_told": 2}
 
 
 def rows(greeting):
@@ -41,6 +42,8 @@ async def length(completion, info, **kwargs) -> float:
             return "seven"
         case "scores_slowly":
             await asyncio.sleep(30)
+        case "clock_put_back":
+            kwargs["state"]["timing"].scoring.start += 3600
     return float(len(completion[-1]["content"]))
 
 
