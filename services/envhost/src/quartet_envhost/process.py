@@ -121,6 +121,10 @@ class WorkerProcess:
         """Time since the worker last said anything."""
         return time.monotonic() - self._last_frame
 
+    def unheard(self, seconds: float) -> None:
+        """For so long nobody listened: it does not count as silence."""
+        self._last_frame = min(time.monotonic(), self._last_frame + seconds)
+
     async def open(self, settings: dict[str, Any]) -> bytes:
         """Load the environment. Raises QuartetError where it is refused."""
         return await self.call(Kind.OPEN, json.dumps(settings).encode())

@@ -2,12 +2,15 @@
 
 1. A worker whose loop is silent, or that holds more memory or processes than its limits, is killed with all
    that it started, and told why.
-2. A look that the host itself has no means for, such as a free descriptor, ends no worker that is well.
+2. Where the host itself did not run (a container that was paused, a machine out of memory), the worker was
+   not silent for so long: most likely it did not run either.
+3. A look that the host itself has no means for, such as a free descriptor, ends no worker that is well.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 from typing import Final
 
@@ -36,9 +39,11 @@ async def watched(worker: WorkerProcess, env_id: str, limits: Limits) -> str:
     ended = asyncio.create_task(worker.wait())
     try:
         while not ended.done():
+            asked = time.monotonic()
             await asyncio.wait([ended], timeout=INTERVAL_S)
             if ended.done():
                 break
+            worker.unheard(max(0.0, time.monotonic() - asked - INTERVAL_S))
             try:
                 excess = await _excess(worker, limits)
             except OSError as error:
