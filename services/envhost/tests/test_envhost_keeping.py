@@ -1,4 +1,4 @@
-"""How a pool keeps its workers: pool.py 2-3, watch.py 2."""
+"""How a pool keeps its workers: pool.py 2-3, watch.py 3."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_an_unforeseen_fault_is_told_to_whoever_waits(monkeypatch: pytest.
 
 
 async def test_a_worker_that_cannot_be_looked_at_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """watch.py 2: a host without a free descriptor ends no worker that is well, and can end one."""
+    """watch.py 3: a host without a free descriptor ends no worker that is well, and can end one."""
     looks = 0
 
     def none_left(_: str) -> list[str]:
