@@ -1,4 +1,4 @@
-"""A worker process as the front sees it: what it is started with, how it is stopped, and when it is silent."""
+"""A worker process as the front sees it: how it is started and stopped, and when it is silent."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Replicas:
     async def serving(self, version: int) -> None:
         self.asked.append(version)
         if version > self.newest:
-            raise QuartetError("NOT_READY", f"r1: version {self.newest}; its last update failed: torn")
+            raise QuartetError("NOT_READY", f"r1: version {self.newest}; nothing newer comes to it: torn")
 
     def note(self, message: str, *, warning: bool = False) -> None:
         self.notes.append(message)
@@ -49,7 +49,7 @@ async def test_one_note_says_why_and_one_when_it_is_over():
     for _ in range(2):
         await replicas.look(4, after_s=1)
     assert replicas.notes == [
-        "waits for inference to come to version 4: r1: version 3; its last update failed: torn"
+        "waits for inference to come to version 4: r1: version 3; nothing newer comes to it: torn"
     ]
     replicas.newest = 4
     for _ in range(2):
@@ -65,7 +65,7 @@ async def test_a_version_that_never_comes_interrupts_the_run_but_not_for_the_tra
     replicas.keeping_up.interrupted()  # the trainer was brought up again: from now on it can be fetched
     await replicas.look(1)
     await replicas.look(1, after_s=PATIENCE_S)
-    with pytest.raises(RunInterrupted, match=r"version 1 for 601 s .* r1: version 0; its last update failed"):
+    with pytest.raises(RunInterrupted, match=r"version 1 for 601 s .* r1: version 0; nothing newer"):
         await replicas.look(1, after_s=1)
 
 
@@ -99,6 +99,6 @@ async def test_a_replica_says_of_an_older_version_why_the_next_one_was_refused(w
     monkeypatch.setattr("orch_fakes.FakePolicy.GetModel", refuses)
     await world.serve("policy")
     policies = world.services().policies
-    with pytest.raises(QuartetError, match=r"version 2; its last update failed: CHECKSUM_MISMATCH: torn"):
+    with pytest.raises(QuartetError, match=r"version 2; nothing newer comes to it: CHECKSUM_MISMATCH: torn"):
         await policies.serving(RUN, 3)
     await policies.close()

@@ -61,7 +61,7 @@ async def test_what_is_served_instead_is_said(replicas):
     for replica in found:
         replica.model.run_id, replica.model.policy_version = "other", 9
         replica.model.update_refused = "version 0 could not be taken: tensor w"
-    with pytest.raises(QuartetError, match="serves run 'other'; its last update failed: version 0 could"):
+    with pytest.raises(QuartetError, match="serves run 'other'; nothing newer comes to it: version 0 could"):
         await policies.serving("run", 0)
     refused = r"adapters are served upon the model of this replica's folder"
     with pytest.raises(QuartetError, match=refused) as caught:

@@ -83,7 +83,7 @@ async def _served(stub: InferenceServiceStub, run_id: str, adapter: bool) -> Hel
         model: ipb.GetModelResponse = await unary(stub.GetModel, ipb.GetModelRequest(), timeout_s=ASK_S)
     except QuartetError as error:
         return error
-    refused = f"; its last update failed: {model.update_refused}" if model.update_refused else ""
+    refused = f"; nothing newer comes to it: {model.update_refused}" if model.update_refused else ""
     if model.run_id == run_id and model.HasField("policy_version"):
         return Held(model.policy_version, f"version {model.policy_version}{refused}")
     for one in model.adapters:
