@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -208,6 +209,14 @@ def test_an_empty_path_is_that_of_no_folder(arguments: list[str], capsys: pytest
         main(arguments)
     assert ended.value.code == 2
     assert "it is empty; name a file or a folder" in capsys.readouterr().err
+
+
+def test_a_path_of_bytes_that_are_no_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is written down of a run is UTF-8. So are its arguments, but for a folder of another age."""
+    with pytest.raises(SystemExit) as ended:
+        main(["rl", "--output-dir", os.fsdecode(b"caf\xe9")])
+    assert ended.value.code == 2
+    assert "'caf\\udce9' is no text in UTF-8; name another" in capsys.readouterr().err
 
 
 def test_a_run_that_is_gone_on_with_has_its_own_name(work: Path, capsys: pytest.CaptureFixture[str]) -> None:

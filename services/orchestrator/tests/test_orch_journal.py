@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import shutil
@@ -10,6 +11,7 @@ import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -188,6 +190,24 @@ def test_a_failed_write_leaves_no_half_record(tmp_path, monkeypatch):
     assert journal.append(note("three")).number == 2
     journal.close()
     assert [r.note.message for r in contents(tmp_path)] == ["one", "three"]
+
+
+@pytest.mark.parametrize(("call", "done"), [("write", "written"), ("pread", "read"), ("fsync", "synced")])
+def test_what_a_disk_refuses_names_the_file(tmp_path, monkeypatch, call, done):
+    """Who is to mend it has several disks."""
+    journal = Journal(tmp_path)
+    journal.append(note("one"))
+    monkeypatch.setattr(os, call, Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
+    use = {
+        "write": lambda: journal.append(note("two")),
+        "pread": lambda: journal.events(0, 1, rollouts=False),
+        "fsync": lambda: journal.syncer()(),
+    }
+    with pytest.raises(OSError, match=rf"^{tmp_path}/000001.seg cannot be {done}: Input/output error$"):
+        use[call]()
+    monkeypatch.undo()
+    assert journal.append(note("three")).number == 2
+    journal.close()
 
 
 def test_a_failed_index_leaves_no_record(tmp_path):

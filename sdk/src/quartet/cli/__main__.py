@@ -76,6 +76,10 @@ class Parser(argparse.ArgumentParser):
 def _path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("it is empty; name a file or a folder")
+    try:
+        text.encode()  # into what is written down of it
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no text in UTF-8; name another") from None
     return Path(text)
 
 

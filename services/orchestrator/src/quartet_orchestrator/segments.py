@@ -20,6 +20,7 @@ import re
 import struct
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,12 +87,14 @@ class Segments:
         assert 0 < len(payload) <= MAX_PAYLOAD_BYTES, len(payload)
         if self._end >= self._segment_bytes:
             full = self._file
-            os.fsync(full)
+            with _named(self._path(self._last), "synced"):
+                os.fsync(full)
             self._start_segment()
             os.close(full)
         frame = Frame(self._last, self._end, len(payload))
         data = _encode(payload)
-        written = os.write(self._file, data)
+        with _named(self._path(self._last), "written"):
+            written = os.write(self._file, data)
         if written != len(data):
             # A full disk. What was written is a torn tail; take it back so that the next frame is whole.
             os.ftruncate(self._file, self._end)
@@ -109,7 +112,8 @@ class Segments:
 
     def read(self, frame: Frame) -> bytes:
         """The payload of a frame. Raises JournalCorrupt where it is damaged, or OSError."""
-        data = os.pread(self._readable(frame.segment), _HEAD.size + frame.length, frame.offset)
+        with _named(self._path(frame.segment), "read"):
+            data = os.pread(self._readable(frame.segment), _HEAD.size + frame.length, frame.offset)
         payload = _decode(data, 0)
         if payload is None or len(payload) != frame.length:
             raise JournalCorrupt(f"{self._path(frame.segment)} has a bad frame at byte {frame.offset}")
@@ -179,11 +183,12 @@ class Segments:
 
         It owns its own descriptor, because appending may meanwhile go on to the next segment.
         """
-        file = os.dup(self._file)
+        file, path = os.dup(self._file), self._path(self._last)
 
         def sync() -> None:
             try:
-                os.fsync(file)
+                with _named(path, "synced"):
+                    os.fsync(file)
             finally:
                 os.close(file)
 
@@ -230,6 +235,15 @@ class Segments:
             self.torn_bytes = len(data) - end
             os.truncate(self._path(self._last), end)
         return end
+
+
+@contextmanager
+def _named(path: Path, done: str) -> Iterator[None]:
+    """Whoever has to mend the disk is told which: an error of a descriptor names no file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{path} cannot be {done}: {error.strerror or error}") from error
 
 
 def _whole_frame_after(data: bytes, offset: int) -> int | None:
