@@ -16,6 +16,7 @@ from processes import SECONDS, alive, until
 from quartet.local import supervisor as supervision
 from quartet.local.child import ChildSpec
 from quartet.local.supervisor import ServiceFailed, State, Supervisor, next_delay
+from quartet.local.tether import tethered
 
 # Writes its port file, then sleeps. "stubborn" ignores SIGTERM, "worker" leaves a child in its group, "slow"
 # listens in its first life and in the others dies after loading.
@@ -174,3 +175,18 @@ def test_delays_grow_to_their_bound() -> None:
     assert delays == sorted(delays)
     assert delays[0] == supervision.FIRST_DELAY_SECONDS
     assert delays[-1] == supervision.MAX_DELAY_SECONDS
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_what_is_started_in_a_folder_that_is_gone_runs_in_the_root(
+    gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tether.py 3: a run that goes on while its checkout is removed restarts its services."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    if gone:
+        (tmp_path / "here").rmdir()
+    command = tethered([sys.executable, "-c", "import os; print(os.getcwd())"])
+    said = subprocess.run(command, capture_output=True, text=True, check=True)
+    monkeypatch.chdir(tmp_path)  # what is undone at the end is somewhere
+    assert said.stdout.strip() == ("/" if gone else str(tmp_path / "here"))

@@ -3,6 +3,8 @@
 1. The program is killed by the kernel when the process that started it dies, however it dies (Linux:
    PR_SET_PDEATHSIG).
 2. It keeps the pid that the parent got, because it replaces this script by exec.
+3. Where the folder that it would run in was deleted meanwhile, it runs in the root: torch does not load
+   without one, so no service could be started again.
 
 A script of its own and not a `preexec_fn`: running Python between fork and exec is unsafe in a process with
 threads.
@@ -34,6 +36,10 @@ def die_with(parent: int) -> None:
 def main(parent: int, program: list[str]) -> None:
     """Tie this process, and become the program."""
     die_with(parent)
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        os.chdir("/")
     os.execvp(program[0], program)
 
 
