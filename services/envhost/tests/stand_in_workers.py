@@ -29,6 +29,9 @@ class Spawned:
     def alive(self) -> bool:
         return not self.ended.is_set()
 
+    def unheard(self, seconds: float) -> None:
+        """It is never silent."""
+
     async def open(self, settings: dict[str, Any]) -> bytes:
         if self._refusal is not None:
             raise self._refusal
