@@ -14,6 +14,10 @@ from collections.abc import Callable
 from quartet.errors import QuartetError, refused
 from quartet.v1 import envhost_service_pb2
 
+#: A sampler that rounds to bfloat16 may report a little more than 0, which the trainer takes; what is more
+#: was meant otherwise, and no trainer would take the rollout.
+MAX_LOGPROB = 0.1
+
 Tell = Callable[[envhost_service_pb2.ModelQuestion | QuartetError], None]
 
 
@@ -64,12 +68,17 @@ class Dialogue:
             raise refused("answer.call_id", answer.call_id, "nothing was asked under it")
         if not answer.error:
             tokens, logprobs = len(answer.token_ids), len(answer.logprobs)
-            if not tokens or not answer.prompt_token_ids:
-                raise refused("answer.token_ids", tokens, "send the prompt's tokens and the sampled ones")
+            if not tokens:
+                raise refused("answer.token_ids", tokens, "send the sampled tokens, one at least")
+            if not answer.prompt_token_ids:
+                raise refused("answer.prompt_token_ids", 0, "send the tokens of the whole prompt")
             if tokens != logprobs:
                 raise refused("answer.logprobs", logprobs, f"send one for each of the {tokens} tokens")
             if not all(map(math.isfinite, answer.logprobs)):
                 raise refused("answer.logprobs", "NaN or infinity", "send finite numbers")
+            if (highest := max(answer.logprobs)) > MAX_LOGPROB:
+                remedy = "send log(p), which is never above 0; not its negative, nor p"
+                raise refused("answer.logprobs", f"{highest:g}", remedy)
         waiting = self._open.get(answer.call_id)
         # One that has ended since, by its deadline or its worker, or that was answered already.
         if waiting is not None and not waiting.done():
