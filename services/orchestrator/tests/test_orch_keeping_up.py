@@ -15,19 +15,24 @@ PATIENCE_S = 600.0
 
 
 class Replicas:
-    """What serves the versions up to one, asked by a clock that the test turns."""
+    """What serves the versions up to one, or is away, asked by a clock that the test turns."""
 
     def __init__(self, newest: int = 0) -> None:
         self.newest = newest
         self.asked: list[int] = []
         self.notes: list[str] = []
         self.now = 0.0
-        self.keeping_up = KeepingUp(self.serving, PATIENCE_S, self.note, lambda: self.now)
+        self.away = ""
+        self.keeping_up = KeepingUp(self.serving, self.answering, PATIENCE_S, self.note, lambda: self.now)
 
     async def serving(self, version: int) -> None:
         self.asked.append(version)
         if version > self.newest:
             raise QuartetError("NOT_READY", f"r1: version {self.newest}; nothing newer comes to it: torn")
+
+    async def answering(self) -> None:
+        if self.away:
+            raise QuartetError("NOT_READY", self.away)
 
     def note(self, message: str, *, warning: bool = False) -> None:
         self.notes.append(message)
@@ -38,7 +43,7 @@ class Replicas:
 
 
 async def test_one_note_says_why_and_one_when_it_is_over():
-    """keeping_up.py 1 and 3"""
+    """keeping_up.py 1"""
     replicas = Replicas(newest=3)
     for _ in range(3):
         await replicas.look(3, after_s=100)
@@ -49,12 +54,32 @@ async def test_one_note_says_why_and_one_when_it_is_over():
     for _ in range(2):
         await replicas.look(4, after_s=1)
     assert replicas.notes == [
-        "waits for inference to come to version 4: r1: version 3; nothing newer comes to it: torn"
+        "waits for inference to serve version 4: r1: version 3; nothing newer comes to it: torn"
     ]
     replicas.newest = 4
     for _ in range(2):
         await replicas.look(4, after_s=1)
     assert replicas.notes[1:] == ["inference serves version 4 after 32 s"]
+
+
+async def test_replicas_that_go_away_later_are_told_and_end_the_run_too():
+    """keeping_up.py 1 and 2: nothing newer is published while nothing is sampled."""
+    replicas = Replicas(newest=4)
+    await replicas.look(4)
+    await replicas.look(4, after_s=1000)
+    replicas.away = "r1: connection refused"
+    await replicas.look(4, after_s=NOTE_AFTER_S - 1)
+    assert not replicas.notes
+    await replicas.look(4, after_s=1)
+    replicas.away = ""
+    await replicas.look(4, after_s=1)
+    assert replicas.notes == [
+        "waits for inference to serve version 4: r1: connection refused",
+        "inference serves version 4 after 31 s",
+    ]
+    replicas.away = "r1: out of service: canary"
+    with pytest.raises(RunInterrupted, match=r"version 4 for 601 s .* out of service: canary; mend that"):
+        await replicas.look(4, after_s=PATIENCE_S + 1)
 
 
 async def test_a_version_that_never_comes_interrupts_the_run_but_not_for_the_trainers_own_absence():
@@ -83,13 +108,13 @@ async def test_a_run_whose_replicas_refuse_its_versions_is_stopped_with_the_reas
         await runs.submit(RUN, world.toml(off_policy=0), dry_run=False)
         stopped = await world.rest(runs)
         assert stopped.phase == pb.RUN_PHASE_STOPPED
-        assert "inference has not come to version 3" in stopped.error and "version 2" in stopped.error
+        assert "inference does not serve version 3" in stopped.error and "version 2" in stopped.error
         monkeypatch.setattr(world.trainer, "push", plain)
         world.trainer.push(RUN, 3)
         await runs.resume(RUN)
         assert_complete(world, await world.rest(runs))
         notes = [one.note.message for one in await events(runs) if one.WhichOneof("kind") == "note"]
-    assert sum("waits for inference to come to version 3" in note for note in notes) == 1
+    assert sum("waits for inference to serve version 3" in note for note in notes) == 1
 
 
 async def test_a_replica_says_of_an_older_version_why_the_next_one_was_refused(world, monkeypatch):

@@ -92,3 +92,19 @@ async def test_a_broken_replica_matters_where_no_other_may_serve_the_run(replica
 
 async def test_no_replica_known_means_nobody_to_ask():
     await Policies([], ClientSecurity()).serving("run", 5)
+
+
+async def test_a_replica_that_is_away_or_out_of_service_answers_nobody(replicas):
+    found, policies = replicas
+    found[0].fault = "INTERNAL"
+    await policies.answering()
+    found[1].model = ipb.GetModelResponse(run_id="run", policy_version=3, out_of_service="its canary differs")
+    why = "CUDA error; .*: out of service: its canary differs"
+    for asked, what in (
+        (policies.answering(), "no inference replica is in service"),
+        (policies.serving("run", 3), "no inference replica serves run 'run' at version 3 yet"),
+    ):
+        with pytest.raises(QuartetError, match=rf"{what} .*{why}") as caught:
+            await asked
+        assert caught.value.reason == "NOT_READY"
+    await Policies([], ClientSecurity()).answering()

@@ -144,5 +144,5 @@ def _training(
     assert services.trainer is not None, "checked when the run was taken"
     outage = Outage("the trainer", services.patience_s, book.note)
     plan = CallPlan.of(config, book.state.earlier_ends)
-    keeping_up = KeepingUp(serving, services.patience_s, book.note)
+    keeping_up = KeepingUp(serving, services.policies.answering, services.patience_s, book.note)
     return Training(book, config, services.trainer, outage, keeping_up), covered_by_states(book, plan)

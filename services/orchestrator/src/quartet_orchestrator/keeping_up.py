@@ -1,14 +1,13 @@
-"""Keeping up: whether inference comes to the version that the trainer published last.
+"""Keeping up: whether inference serves the version that the trainer published last.
 
 Rollouts of later steps wait for it inside inference, each for as long as it may, and say nothing meanwhile: a
-replica that cannot fetch a version, or refuses it, would hold a run up without a word.
+replica that cannot fetch a version, refuses it, or is away would hold a run up without a word.
 
-1. The replicas are asked until one of them serves the version. Where none does after NOTE_AFTER_S a person
-   reads one note, with what each of them serves and why it refused its last update, and one when the version
-   is served.
-2. A version that no replica serves after `patience_s` is RunInterrupted. Time in which the trainer itself had
-   to be brought up again does not count.
-3. A version that was seen served is not asked for again.
+1. The replicas are asked until one of them serves the version, and from then on whether one is in service.
+   Where that is not so for NOTE_AFTER_S a person reads one note, with what each of them says, and one when it
+   is so again.
+2. After `patience_s` of it the run is interrupted: RunInterrupted. Time in which the trainer itself had to be
+   brought up again does not count.
 """
 
 from __future__ import annotations
@@ -30,12 +29,14 @@ class KeepingUp:
     def __init__(
         self,
         serving: Callable[[int], Awaitable[None]],
+        answering: Callable[[], Awaitable[None]],
         patience_s: float,
         note: Note,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`serving` raises where no replica serves a version."""
+        """`serving` raises where no replica serves a version, `answering` where none is in service."""
         self._serving = serving
+        self._answering = answering
         self._patience_s = patience_s
         self._note = note
         self._clock = clock
@@ -50,26 +51,24 @@ class KeepingUp:
 
     async def look(self, version: int) -> None:
         """Asks for the version published last. Raises RunInterrupted."""
-        if version == self._seen:
-            return
         if version != self._asked:
             self._asked, self._since, self._noted = version, self._clock(), False
         try:
-            await self._serving(version)
+            await (self._answering() if version == self._seen else self._serving(version))
         except QuartetError as error:
             self._behind(version, error.message)
-        else:
-            self._seen = version
-            if self._noted:
-                self._note(f"inference serves version {version} after {self._clock() - self._since:.0f} s")
+            return
+        if self._noted:
+            self._note(f"inference serves version {version} after {self._clock() - self._since:.0f} s")
+        self._seen, self._since, self._noted = version, self._clock(), False
 
     def _behind(self, version: int, why: str) -> None:
         behind_s = self._clock() - self._since
         if behind_s > self._patience_s:
             raise RunInterrupted(
-                f"inference has not come to version {version} for {behind_s:.0f} s (patience_seconds = "
+                f"inference does not serve version {version} for {behind_s:.0f} s (patience_seconds = "
                 f"{self._patience_s:g}): {why}; mend that, then resume the run"
             )
         if behind_s >= NOTE_AFTER_S and not self._noted:
             self._noted = True
-            self._note(f"waits for inference to come to version {version}: {why}", warning=True)
+            self._note(f"waits for inference to serve version {version}: {why}", warning=True)

@@ -51,10 +51,7 @@ class Policies:
         seen = await asyncio.gather(*(self._held(peer, run_id, adapter) for peer in peers))
         if any(isinstance(held, Held) and held.version >= version for held in seen):
             return
-        found = "; ".join(
-            f"{peer.address}: {held.said if isinstance(held, Held) else held.message}"
-            for peer, held in zip(peers, seen, strict=True)
-        )
+        found = _told(peers, [held.said if isinstance(held, Held) else held.message for held in seen])
         if all(isinstance(held, QuartetError) and held.reason not in AWAY for held in seen):
             reasons = {held.reason for held in seen if isinstance(held, QuartetError)}
             # A fault of one of them may pass, so that is what is told.
@@ -64,6 +61,20 @@ class Policies:
             "NOT_READY",
             f"no inference replica serves run {run_id!r} at version {version} yet ({found})",
         )
+
+    async def answering(self) -> None:
+        """Returns where a replica answers and is in service (or none is known); else NOT_READY."""
+        if self._peers is None:
+            return
+        peers = await self._peers.now()
+        seen = await asyncio.gather(*(self._model(peer) for peer in peers))
+        refusals = [model.message for model in seen if isinstance(model, QuartetError)]
+        if len(refusals) == len(peers):
+            raise QuartetError("NOT_READY", f"no inference replica is in service ({_told(peers, refusals)})")
+
+    async def _model(self, peer: Peer[InferenceServiceStub]) -> ipb.GetModelResponse | QuartetError:
+        with peer.called():
+            return await _in_service(peer.stub)
 
     async def _held(
         self, peer: Peer[InferenceServiceStub], run_id: str, adapter: bool
@@ -77,12 +88,26 @@ class Policies:
             await self._peers.close()
 
 
-async def _served(stub: InferenceServiceStub, run_id: str, adapter: bool) -> Held | QuartetError:
-    """What a replica serves of the run, or why it serves nothing of it."""
+def _told(peers: Sequence[Peer[InferenceServiceStub]], said: Sequence[str]) -> str:
+    return "; ".join(f"{peer.address}: {one}" for peer, one in zip(peers, said, strict=True))
+
+
+async def _in_service(stub: InferenceServiceStub) -> ipb.GetModelResponse | QuartetError:
+    """What a replica has, or why it answers nobody."""
     try:
         model: ipb.GetModelResponse = await unary(stub.GetModel, ipb.GetModelRequest(), timeout_s=ASK_S)
     except QuartetError as error:
         return error
+    if model.out_of_service:
+        return QuartetError("NOT_READY", f"out of service: {model.out_of_service}")
+    return model
+
+
+async def _served(stub: InferenceServiceStub, run_id: str, adapter: bool) -> Held | QuartetError:
+    """What a replica serves of the run, or why it serves nothing of it."""
+    model = await _in_service(stub)
+    if isinstance(model, QuartetError):
+        return model
     refused = f"; nothing newer comes to it: {model.update_refused}" if model.update_refused else ""
     if model.run_id == run_id and model.HasField("policy_version"):
         return Held(model.policy_version, f"version {model.policy_version}{refused}")
