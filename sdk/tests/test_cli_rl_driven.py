@@ -79,14 +79,18 @@ async def test_a_terminal_that_is_closed_stops_a_run_once_however_often_it_says_
     supervisor = Mock(kill_now=Mock(side_effect=killed.set))
     interrupts = drive.Interrupts(supervisor, Plain(io.StringIO()))
     monkeypatch.setattr(drive.os, "_exit", Mock())
-    with drive.by_signals(interrupts):
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGHUP)
-            await asyncio.wait_for(interrupts.asked.wait(), 10)
-        os.kill(os.getpid(), signal.SIGINT)
-        await asyncio.wait_for(killed.wait(), 10)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
+    try:
+        with drive.by_signals(interrupts):
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGHUP)
+                await asyncio.wait_for(interrupts.asked.wait(), 10)
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.wait_for(killed.wait(), 10)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert supervisor.kill_now.call_count == 1
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 
 
 async def test_who_ignores_the_end_of_the_terminal_is_left_alone() -> None:
