@@ -23,14 +23,14 @@ class Replicas:
         self.notes: list[str] = []
         self.now = 0.0
         self.away = ""
-        self.keeping_up = KeepingUp(self.serving, self.answering, PATIENCE_S, self.note, lambda: self.now)
+        self.keeping_up = KeepingUp(self.serving, self.still_serving, PATIENCE_S, self.note, lambda: self.now)
 
     async def serving(self, version: int) -> None:
         self.asked.append(version)
         if version > self.newest:
             raise QuartetError("NOT_READY", f"r1: version {self.newest}; nothing newer comes to it: torn")
 
-    async def answering(self) -> None:
+    async def still_serving(self, version: int) -> None:
         if self.away:
             raise QuartetError("NOT_READY", self.away)
 

@@ -124,7 +124,11 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
     def serving(version: int) -> Awaitable[None]:
         return services.policies.serving(run_id, version, adapter=publishes_adapters)
 
-    training, covered = _training(book, config, services, serving)
+    def still_serving(version: int) -> Awaitable[None]:
+        return services.policies.answering() if publishes_adapters else serving(version)
+
+    keeping_up = KeepingUp(serving, still_serving, services.patience_s, book.note)
+    training, covered = _training(book, config, services, serving, keeping_up)
     compaction = Compaction(book, covered, services.journal_keep_bytes)
     return TrainingRun(
         book, config, training, rollouts, evaluation, measurable, turn, policy_ready, compaction.run
@@ -136,7 +140,11 @@ def _untold(message: str, *, warning: bool = False) -> None:
 
 
 def _training(
-    book: Book, config: RunConfig, services: Services, serving: Callable[[int], Awaitable[None]]
+    book: Book,
+    config: RunConfig,
+    services: Services,
+    serving: Callable[[int], Awaitable[None]],
+    keeping_up: KeepingUp,
 ) -> tuple[Training | ForeignTraining, Callable[[], int]]:
     """What trains the run, and the steps whose rollouts it cannot ask for again."""
     if config.external_trainer:
@@ -144,5 +152,4 @@ def _training(
     assert services.trainer is not None, "checked when the run was taken"
     outage = Outage("the trainer", services.patience_s, book.note)
     plan = CallPlan.of(config, book.state.earlier_ends)
-    keeping_up = KeepingUp(serving, services.policies.answering, services.patience_s, book.note)
     return Training(book, config, services.trainer, outage, keeping_up), covered_by_states(book, plan)

@@ -3,9 +3,9 @@
 Rollouts of later steps wait for it inside inference, each for as long as it may, and say nothing meanwhile: a
 replica that cannot fetch a version, refuses it, or is away would hold a run up without a word.
 
-1. The replicas are asked until one of them serves the version, and from then on whether one is in service.
-   Where that is not so for NOTE_AFTER_S a person reads one note, with what each of them says, and one when it
-   is so again.
+1. The replicas are asked whether one of them serves the version; of an adapter, once one did, whether one is
+   in service, as asking for it would load it. Where that is not so for NOTE_AFTER_S a person reads one note,
+   with what each of them says, and one when it is so again.
 2. After `patience_s` of it the run is interrupted: RunInterrupted. Time in which the trainer itself had to be
    brought up again does not count.
 """
@@ -29,14 +29,14 @@ class KeepingUp:
     def __init__(
         self,
         serving: Callable[[int], Awaitable[None]],
-        answering: Callable[[], Awaitable[None]],
+        still_serving: Callable[[int], Awaitable[None]],
         patience_s: float,
         note: Note,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`serving` raises where no replica serves a version, `answering` where none is in service."""
+        """`serving` raises where no replica serves a version, `still_serving` where none does any more."""
         self._serving = serving
-        self._answering = answering
+        self._still_serving = still_serving
         self._patience_s = patience_s
         self._note = note
         self._clock = clock
@@ -54,7 +54,7 @@ class KeepingUp:
         if version != self._asked:
             self._asked, self._since, self._noted = version, self._clock(), False
         try:
-            await (self._answering() if version == self._seen else self._serving(version))
+            await (self._still_serving if version == self._seen else self._serving)(version)
         except QuartetError as error:
             self._behind(version, error.message)
             return
