@@ -16,13 +16,14 @@ from quartet.v1 import rollout_pb2 as rpb
 from quartet.v1.common_pb2 import Heartbeat
 from quartet.v1.envhost_service_pb2_grpc import EnvHostServiceServicer, add_EnvHostServiceServicer_to_server
 from quartet_orchestrator import envhosts, outage
-from quartet_orchestrator.envhosts import EnvHosts
+from quartet_orchestrator.envhosts import EnvHosts, SignOfLife
 from quartet_orchestrator.permits import Permits
 from quartet_orchestrator.sampling import MEMBER_ATTEMPTS, Sampling
 
 
 class Host(EnvHostServiceServicer):
-    """Sends what it is told to send; None: nothing more, ever; "beats": nothing but heartbeats."""
+    """Sends what it is told to send; None: nothing more, ever; "beats": nothing but heartbeats, which
+    tell why it is held up, if it is, until it is well."""
 
     def __init__(self, *members):
         self.members = members
@@ -30,7 +31,9 @@ class Host(EnvHostServiceServicer):
         self.described = 0
         self.away = False
         self.loads = False
+        self.held_up = ""
         self.left = asyncio.Event()
+        self.well = False
 
     async def DescribeEnvironment(self, request, context):
         self.described += 1
@@ -46,10 +49,11 @@ class Host(EnvHostServiceServicer):
             for member in self.members or request.members:
                 if member is None:
                     await asyncio.Event().wait()
-                while member == "beats":
-                    yield epb.RunRolloutsResponse(heartbeat=Heartbeat())
+                while member == "beats" and not self.well:
+                    yield epb.RunRolloutsResponse(heartbeat=Heartbeat(), held_up=self.held_up)
                     await asyncio.sleep(0.02)
-                yield epb.RunRolloutsResponse(rollout=rpb.Rollout(member=member))
+                for ended in request.members if member == "beats" else [member]:
+                    yield epb.RunRolloutsResponse(rollout=rpb.Rollout(member=ended))
         finally:
             self.left.set()
 
@@ -71,7 +75,7 @@ async def hosting(*hosts):
 
 async def run(client, *members):
     request = epb.RunRolloutsRequest(request_id="r", members=members, timeout_ms=1000)
-    return [rollout.member async for rollout in client.run(request)]
+    return [one.member async for one in client.run(request) if not isinstance(one, SignOfLife)]
 
 
 @pytest.mark.parametrize(
@@ -109,8 +113,8 @@ async def test_what_a_host_has_not_ended_when_its_time_is_over_is_a_failure_and_
     request = epb.RunRolloutsRequest(request_id="r", timeout_ms=1, members=[0, 1])
     async with hosting(host) as client:
         seen = [rollout async for rollout in client.run(request)]
-        ended = [rollout for rollout in seen if rollout is not None]
-        assert None in seen and [rollout.member for rollout in ended] == [0, 1]
+        ended = [rollout for rollout in seen if not isinstance(rollout, SignOfLife)]
+        assert len(ended) < len(seen) and [rollout.member for rollout in ended] == [0, 1]
         assert not ended[0].HasField("failure")
         assert ended[1].failure.kind == rpb.FAILURE_KIND_TIMEOUT and ended[1].failure.retryable
         assert "had not ended it after 0.302 s" in ended[1].failure.message

@@ -68,6 +68,7 @@ async def test_replicas_that_go_away_later_are_told_and_end_the_run_too():
     await replicas.look(4)
     await replicas.look(4, after_s=1000)
     replicas.away = "r1: connection refused"
+    await replicas.look(4)
     await replicas.look(4, after_s=NOTE_AFTER_S - 1)
     assert not replicas.notes
     await replicas.look(4, after_s=1)
@@ -78,6 +79,7 @@ async def test_replicas_that_go_away_later_are_told_and_end_the_run_too():
         "inference serves version 4 after 31 s",
     ]
     replicas.away = "r1: out of service: canary"
+    await replicas.look(4)
     with pytest.raises(RunInterrupted, match=r"version 4 for 601 s .* out of service: canary; mend that"):
         await replicas.look(4, after_s=PATIENCE_S + 1)
 

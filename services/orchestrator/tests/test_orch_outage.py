@@ -12,6 +12,7 @@ from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
 from quartet_orchestrator import outage
+from quartet_orchestrator.envhosts import SignOfLife
 from quartet_orchestrator.permits import Permits
 from quartet_orchestrator.sampling import MEMBER_ATTEMPTS, Sampling
 
@@ -216,7 +217,7 @@ async def test_a_stream_that_beats_is_a_sign_of_life_however_long_its_rollouts_t
             if self.asked in (1, 3):
                 raise QuartetError("NOT_READY", "connection reset")
             await beat.wait()
-            yield None
+            yield SignOfLife("h1")
             beaten.set()
             await asyncio.Event().wait()
 

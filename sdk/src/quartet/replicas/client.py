@@ -33,7 +33,7 @@ from quartet.replicas.addresses import Addresses
 from quartet.replicas.fleet import Fleet
 from quartet.replicas.generation import Generation, Lane
 from quartet.replicas.merge import merged
-from quartet.replicas.replica import Replica, lost
+from quartet.replicas.replica import Replica, State, lost
 from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 
@@ -45,6 +45,8 @@ HELD_UP_SECONDS: Final = 30.0
 # What a replica may answer before the caller's own deadline because that is near: not worth another round,
 # nor another replica.
 LAST_MOMENT_SECONDS: Final = 0.5
+# Where none is in service, a person is told of so many.
+SAID_OF: Final = 4
 
 
 class Settings(Config):
@@ -121,6 +123,16 @@ class Replicas:
     def in_service(self) -> list[str]:
         """Addresses of the replicas that would be asked now."""
         return [one.address for one in self._fleet.in_service()]
+
+    @property
+    def out_of_reach(self) -> str:
+        """Why nobody can be asked now; empty where somebody can, or has not said anything yet."""
+        replicas = self._fleet.replicas
+        if any(one.state is not State.OUT for one in replicas):
+            return ""
+        said = [f"{one.address}: {one.why}" for one in replicas]
+        more = f" and {len(said) - SAID_OF} more" if len(said) > SAID_OF else ""
+        return f"no replica of inference is in service ({'; '.join(said[:SAID_OF]) or 'none is known'}{more})"
 
     async def follow(self, addresses: Sequence[str]) -> None:
         """Replace the addresses; what a replica that leaves has in flight ends there. Raises ConfigError."""

@@ -52,6 +52,8 @@ class Replica:
         """Begin to follow its health; `changed` is called whenever it may be chosen differently."""
         self.address = address
         self.state = State.NEW
+        # Why it is in this state, for a person.
+        self.why = ""
         self.since = time.monotonic()
         self.in_flight = 0
         self.refused_until = 0.0
@@ -138,6 +140,7 @@ class Replica:
             call.cancel()
 
     def _become(self, state: State, why: str) -> None:
+        self.why = why
         if state is not self.state:
             log.info("replica", address=self.address, state=state.value, why=why)
             self.state, self.since = state, time.monotonic()

@@ -39,6 +39,8 @@ class ActiveRequest:
         self.started = False
         # How long one attempt at a member may take; known once the environment is loaded.
         self.attempt_s = 0.0
+        # Why no turn of it can be sampled.
+        self.held_up: Callable[[], str] = lambda: ""
         self.tasks: set[asyncio.Task[rollout_pb2.Rollout]] = set()
         self._limit = unread_bytes
         # At most one entry for each member, with its size, and its open questions.

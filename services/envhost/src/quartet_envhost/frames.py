@@ -38,7 +38,7 @@ class Kind(enum.IntEnum):
     OK = 6
     # Worker to front: JSON {reason, message, metadata} instead of an answer.
     ERROR = 7
-    # Worker to front, every second: the event loop runs.
+    # Worker to front, every second: the event loop runs. Text that says why no turn can be sampled, or none.
     HEARTBEAT = 8
     # Front to worker: as RUN, but the turns are sampled by the client of the call.
     INTERACT = 9

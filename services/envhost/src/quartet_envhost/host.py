@@ -148,6 +148,7 @@ class EnvironmentHost:
                 if info.group_scoring:
                     _refuse_too_large(request, pool.places_of_a_worker)
                     run = Together(partial(pool.run_together, request, ask=ask)).run
+                active.held_up = partial(_held_up, pool)
                 active.attempt_s = pool.attempt_s(request, together=info.group_scoring)
                 active.start(run, pool.places)
                 while left:
@@ -178,6 +179,11 @@ class EnvironmentHost:
         """Members of a request that still run."""
         active = self._active.get(request_id)
         return active.unfinished if active is not None else 0
+
+    def held_up(self, request_id: str) -> str:
+        """Why no turn of a request can be sampled; empty where it can."""
+        active = self._active.get(request_id)
+        return active.held_up() if active is not None else ""
 
     async def drain(self) -> None:
         """Refuse new work; workers end when `close` is called."""
@@ -231,6 +237,10 @@ class EnvironmentHost:
         _, key = min(idle)
         log.info("environment unloaded", env_id=key[0])
         await self._pools.pop(key).close()
+
+
+def _held_up(pool: WorkerPool) -> str:
+    return next((worker.held_up for worker in pool.workers if worker.held_up), "")
 
 
 def _refuse_too_large(request: envhost_service_pb2.RunRolloutsRequest, places: int) -> None:

@@ -65,6 +65,8 @@ class WorkerProcess:
         self._last_frame = time.monotonic()
         self._stopped_because = ""
         self.spoke = asyncio.Event()
+        # Why no turn can be sampled, as it said last.
+        self.held_up = ""
         self._listener = asyncio.create_task(self._listen())
 
     @classmethod
@@ -197,11 +199,14 @@ class WorkerProcess:
     def _take(self, kind: Kind, call_id: int, payload: bytes) -> None:
         self._last_frame = time.monotonic()
         self.spoke.set()
+        if kind is Kind.HEARTBEAT:
+            self.held_up = payload.decode()
+            return
         if kind is Kind.QUESTION:
             self._put_question(call_id, payload)
             return
         future = self._waiting.get(call_id)
-        if future is None or future.done():  # A heartbeat, or the answer of a call that was cancelled.
+        if future is None or future.done():  # the answer of a call that was cancelled
             return
         if kind is Kind.OK:
             future.set_result(payload)

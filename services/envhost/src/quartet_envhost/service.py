@@ -61,7 +61,8 @@ class EnvHostServicer(envhost_service_pb2_grpc.EnvHostServiceServicer):
         def heartbeat() -> envhost_service_pb2.RunRolloutsResponse:
             in_flight = self._host.unfinished(request.request_id)
             return envhost_service_pb2.RunRolloutsResponse(
-                heartbeat=common_pb2.Heartbeat(in_flight=in_flight)
+                heartbeat=common_pb2.Heartbeat(in_flight=in_flight),
+                held_up=self._host.held_up(request.request_id),
             )
 
         # Closed explicitly: a stream that is left must cancel its rollouts now, not when it is collected.

@@ -4,7 +4,8 @@
 2. Every RUN and every TASKS is answered exactly once, also when it is cancelled, times out or breaks. The
    deadline of a RUN is over rollout and scoring.
 3. What the environment prints goes to stderr; the socket carries frames alone.
-4. A heartbeat leaves every second while the event loop runs, so a wedged loop shows.
+4. A heartbeat leaves every second while the event loop runs, so a wedged loop shows. It says why no turn can
+   be sampled, where no replica of inference is in service.
 """
 
 from __future__ import annotations
@@ -211,7 +212,9 @@ class Worker:
 
     async def _beat(self) -> None:
         while True:
-            self._send(Kind.HEARTBEAT, 0)
+            turns = self._first_turns
+            held_up = turns.replicas.out_of_reach if turns is not None else ""
+            self._send(Kind.HEARTBEAT, 0, held_up.encode())
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _end_calls(self) -> None:

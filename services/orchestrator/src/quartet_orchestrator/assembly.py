@@ -24,6 +24,7 @@ from quartet_orchestrator.pace import Pace
 from quartet_orchestrator.permits import Permits
 from quartet_orchestrator.policies import Policies
 from quartet_orchestrator.prompts import Prompts, Source
+from quartet_orchestrator.reach import Reach
 from quartet_orchestrator.rollouts import Rollouts
 from quartet_orchestrator.run import TrainingRun
 from quartet_orchestrator.sampling import Sampling
@@ -91,7 +92,8 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         Source(env.label, None if info.infinite else info.train_size)
         for env, info in zip(config.env, book.state.environments, strict=True)
     ]
-    sampling = Sampling(services.hosts, permits, host, model, teacher.judge if teacher else None)
+    judge, reach = teacher.judge if teacher else None, Reach(book.note)
+    sampling = Sampling(services.hosts, permits, host, model, judge, reach)
     mixture = Mixture([env.weight for env in config.env])
     rollouts = Rollouts(book, config, pace, mixture, Prompts(sources, config.seed), sampling)
 
@@ -100,7 +102,7 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         away = [Outage(shared.service, services.patience_s, _untold) for shared in (host, model)]
         return Sampling(services.hosts, permits, away[0], away[1])
 
-    evaluation = Evaluation(book, config, Sampling(services.hosts, permits, host, model))
+    evaluation = Evaluation(book, config, Sampling(services.hosts, permits, host, model, None, reach))
     measurable = Measurable(book, config, services.hosts, Hold(), measuring)
 
     run_id, publishes_adapters = book.state.run_id, config.lora.enabled and config.lora.publish == "adapter"

@@ -3,17 +3,20 @@
 1. A group goes to the host with the least under way for its size; one that failed rests for a moment and is
    asked last. What an environment is, the next host is asked where one is away. Hosts come and go where a
    name has them (peers.py).
-2. `run` yields each wanted member exactly once or raises, and None for other signs of life; a stream that
-   ends early, repeats or invents a member is an error.
+2. `run` yields each wanted member exactly once or raises, and SignOfLife between them; a stream that ends
+   early, repeats or invents a member is an error.
 3. Nothing waits for ever: a stream without any frame for IDLE_TIMEOUT_SECONDS is given up, its host being
    away, and so is one that beats on beyond its time: what that host has not ended are TIMEOUT failures, which
    may be tried again.
+4. A host that reaches no replica of inference, as its heartbeats say, is asked last for REST_BLIND_S; after
+   LEAVE_BLIND_S what it has under way is asked of another one, where that is not so, too.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 
 from quartet.errors import QuartetError
 from quartet.kit.call import stream, unary
@@ -32,6 +35,18 @@ DESCRIBE_S = 3600.0
 REST_S = 2.0
 # Queueing at the host, on top of what its rollouts may take by themselves.
 QUEUE_S = 600.0
+# A replica that is started again is back sooner, and rollouts go on from the turn that they were at.
+LEAVE_BLIND_S = 30.0
+# Three heartbeats and more: whoever asks it again hears with the first whether that is still so.
+REST_BLIND_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class SignOfLife:
+    """A host is there, and may say why nothing can end."""
+
+    address: str
+    held_up: str = ""
 
 
 class EnvHosts:
@@ -69,8 +84,8 @@ class EnvHosts:
                 return response.environment
         raise AssertionError("one host at least")
 
-    async def run(self, request: epb.RunRolloutsRequest) -> AsyncGenerator[Rollout | None, None]:
-        """Each member as it ends, well or not; None while nothing ends."""
+    async def run(self, request: epb.RunRolloutsRequest) -> AsyncGenerator[Rollout | SignOfLife, None]:
+        """Each member as it ends, well or not; signs of life while nothing ends."""
         wanted = set(request.members)
         host = await self._choose()
         with host.called():
@@ -81,8 +96,12 @@ class EnvHosts:
             try:
                 async for frame in stream(call, idle_timeout_s=IDLE_TIMEOUT_SECONDS):
                     if frame.WhichOneof("frame") != "rollout":
-                        yield None
+                        yield SignOfLife(host.address, frame.held_up)
+                        self._look(host, frame.held_up)
                         continue
+                    if host.blind_since is not None and frame.rollout.samples:
+                        yield SignOfLife(host.address)
+                        self._look(host, "")
                     member = frame.rollout.member
                     if member not in wanted:
                         raise QuartetError(
@@ -96,7 +115,7 @@ class EnvHosts:
                         "NOT_READY", f"{host.address} ended a stream with {len(wanted)} rollouts missing"
                     )
             except QuartetError as error:
-                host.rests_until = time.monotonic() + REST_S
+                host.rests_until = max(host.rests_until, time.monotonic() + REST_S)
                 # gRPC's own: the call's time is over. A stream that fell silent says so itself.
                 if error.reason != "DEADLINE" or "grpc_code" not in error.metadata:
                     raise
@@ -107,6 +126,19 @@ class EnvHosts:
             finally:
                 host.under_way -= len(wanted)
                 call.cancel()
+
+    def _look(self, host: Peer[EnvHostServiceStub], held_up: str) -> None:
+        """Remembers whether it reaches inference. Raises QuartetError where another host should be asked."""
+        now = time.monotonic()
+        if not held_up:
+            host.blind_since = None
+            return
+        if host.blind_since is None:
+            host.blind_since = now
+        host.rests_until = now + REST_BLIND_S
+        others = any(other.blind_since is None for other in self._hosts.known if other is not host)
+        if others and now - host.blind_since >= LEAVE_BLIND_S:
+            raise QuartetError("NOT_READY", f"{host.address}: {held_up}")
 
     async def close(self) -> None:
         """Closes every connection; streams under way are cancelled."""

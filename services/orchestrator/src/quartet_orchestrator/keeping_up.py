@@ -17,7 +17,8 @@ from collections.abc import Awaitable, Callable
 
 from quartet.errors import QuartetError
 
-from quartet_orchestrator.outage import Note, RunInterrupted
+from quartet_orchestrator.outage import RunInterrupted
+from quartet_orchestrator.trouble import Note, Trouble
 
 # A version of a large model takes its time on the way.
 NOTE_AFTER_S = 30.0
@@ -38,37 +39,32 @@ class KeepingUp:
         self._serving = serving
         self._still_serving = still_serving
         self._patience_s = patience_s
-        self._note = note
-        self._clock = clock
+        self._behind = Trouble(note, clock)
         self._seen: int | None = None
         self._asked: int | None = None
-        self._since = 0.0
-        self._noted = False
 
     def interrupted(self) -> None:
         """The trainer was away, so nobody could fetch: the time begins anew."""
-        self._asked = None
+        self._behind.restart()
 
     async def look(self, version: int) -> None:
         """Asks for the version published last. Raises RunInterrupted."""
         if version != self._asked:
-            self._asked, self._since, self._noted = version, self._clock(), False
+            self._asked = version
+            self._behind.restart()
         try:
             await (self._still_serving if version == self._seen else self._serving)(version)
         except QuartetError as error:
-            self._behind(version, error.message)
+            self._wait(version, error.message)
             return
-        if self._noted:
-            self._note(f"inference serves version {version} after {self._clock() - self._since:.0f} s")
-        self._seen, self._since, self._noted = version, self._clock(), False
+        self._behind.over(f"inference serves version {version}")
+        self._seen = version
 
-    def _behind(self, version: int, why: str) -> None:
-        behind_s = self._clock() - self._since
+    def _wait(self, version: int, why: str) -> None:
+        waiting = f"waits for inference to serve version {version}: {why}"
+        behind_s = self._behind.lasts(waiting, note_after_s=NOTE_AFTER_S)
         if behind_s > self._patience_s:
             raise RunInterrupted(
                 f"inference does not serve version {version} for {behind_s:.0f} s (patience_seconds = "
                 f"{self._patience_s:g}): {why}; mend that, then resume the run"
             )
-        if behind_s >= NOTE_AFTER_S and not self._noted:
-            self._noted = True
-            self._note(f"waits for inference to serve version {version}: {why}", warning=True)

@@ -18,9 +18,11 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from quartet.errors import QuartetError
+
+from quartet_orchestrator.trouble import Note, Trouble
 
 T = TypeVar("T")
 
@@ -45,12 +47,6 @@ class RunFailed(Exception):
     """The run cannot go on, and trying again does not mend it. str() is one sentence."""
 
 
-class Note(Protocol):
-    """Tells a person one sentence."""
-
-    def __call__(self, message: str, *, warning: bool = False) -> None: ...
-
-
 def backoff_s(attempt: int) -> float:
     """Seconds to wait after a failed attempt, the first being 0; MAX_BACKOFF_S at most."""
     return random.uniform(0.5, 1.0) * min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(attempt, 16))
@@ -64,10 +60,8 @@ class Outage:
     ) -> None:
         self.service = service
         self._patience_s = patience_s
-        self._note = note
         self._clock = clock
-        self._away_since: float | None = None
-        self._noted = False
+        self._absence = Trouble(note, clock)
 
     def answered(self) -> None:
         """Somebody got a sign of life: an outage is over."""
@@ -75,13 +69,11 @@ class Outage:
 
     def answered_since(self, began: float) -> None:
         """Somebody who asked then got something of the service: an outage that began earlier is over."""
-        if self._away_since is not None and began >= self._away_since:
+        if self._absence.since is not None and began >= self._absence.since:
             self._over(began)
 
     def _over(self, at: float) -> None:
-        if self._away_since is not None and self._noted:
-            self._note(f"{self.service} is back after {at - self._away_since:.0f} s")
-        self._away_since, self._noted = None, False
+        self._absence.over(f"{self.service} is back", at)
 
     @contextmanager
     def calling(self) -> Iterator[None]:
@@ -99,18 +91,13 @@ class Outage:
 
     def failed(self, message: str) -> None:
         """Somebody got no answer. Raises RunInterrupted when that has lasted too long."""
-        now = self._clock()
-        if self._away_since is None:
-            self._away_since = now
-        away_s = now - self._away_since
+        waiting = f"{self.service} is away, waiting for it: {message}"
+        away_s = self._absence.lasts(waiting, note_after_s=NOTE_AFTER_S)
         if away_s > self._patience_s:
             raise RunInterrupted(
                 f"{self.service} has been away for {away_s:.0f} s (patience_seconds = {self._patience_s:g}): "
                 f"{message}; start it again, then resume the run"
             )
-        if away_s >= NOTE_AFTER_S and not self._noted:
-            self._noted = True
-            self._note(f"{self.service} is away, waiting for it: {message}", warning=True)
 
     def now(self) -> float:
         """By the clock that measures patience."""

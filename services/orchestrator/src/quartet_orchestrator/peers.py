@@ -35,6 +35,8 @@ class Peer(Generic[Stub]):
     #: Rollouts.
     under_way: int = 0
     rests_until: float = 0.0
+    #: Since when it reaches no replica of inference, as it says.
+    blind_since: float | None = None
 
     @contextmanager
     def called(self) -> Iterator[None]:
@@ -70,6 +72,11 @@ class Peers(Generic[Stub]):
                     await self._look()
         if not self._here:
             raise QuartetError("NOT_READY", f"{self._named} has no address yet")
+        return list(self._here.values())
+
+    @property
+    def known(self) -> list[Peer[Stub]]:
+        """Those that there were when they were looked up last."""
         return list(self._here.values())
 
     async def close(self) -> None:

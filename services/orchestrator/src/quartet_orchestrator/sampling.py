@@ -32,10 +32,11 @@ from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import rollout_pb2 as rpb
 
 from quartet_orchestrator.batches import covered_tokens
-from quartet_orchestrator.envhosts import EnvHosts
+from quartet_orchestrator.envhosts import EnvHosts, SignOfLife
 from quartet_orchestrator.outage import Outage, RunFailed, backoff_s
 from quartet_orchestrator.parts import parts_of
 from quartet_orchestrator.permits import Permits
+from quartet_orchestrator.reach import Reach
 
 # Each attempt already contains max_retries of the host; a member that fails this often fails.
 MEMBER_ATTEMPTS = 3
@@ -82,13 +83,16 @@ class Sampling:
         host_outage: Outage,
         model_outage: Outage,
         judge: Callable[[rpb.Rollout], Awaitable[None]] | None = None,
+        reach: Reach | None = None,
     ) -> None:
-        """`judge` adds to a rollout that succeeded what a teacher thinks of it, before anybody is told."""
+        """`judge` adds to a rollout that succeeded what a teacher thinks of it, before anybody is told;
+        `reach` hears what the hosts say of their way to inference."""
         self._hosts = hosts
         self._permits = permits
         self._host_outage = host_outage
         self._model_outage = model_outage
         self._judge = judge
+        self._reach = reach
 
     async def complete(
         self,
@@ -152,7 +156,9 @@ class Sampling:
             async with aclosing(self._hosts.run(asked)) as rollouts:
                 async for rollout in rollouts:
                     self._host_outage.answered()
-                    if rollout is None:
+                    if isinstance(rollout, SignOfLife):
+                        if self._reach is not None:
+                            self._reach.heard(rollout.address, rollout.held_up)
                         continue
                     self._permits.give_back(1)
                     held -= 1

@@ -1,0 +1,68 @@
+"""Environment hosts that have lost their way to inference: a person is told, and others are asked."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from quartet_orchestrator import envhosts
+from quartet_orchestrator.reach import NOTE_AFTER_S, Reach
+from test_orch_envhosts import Host, hosting, run
+
+WHY = "no replica of inference is in service (r1: its health does not answer)"
+
+
+def test_one_note_of_each_host_and_one_when_it_reaches_inference_again():
+    """reach.py 1, trouble.py 1"""
+    notes, now = [], [0.0]
+    heard = Reach(lambda message, *, warning=False: notes.append((message, warning)), lambda: now[0]).heard
+    heard("h1", WHY)
+    heard("h2", "")
+    now[0] = NOTE_AFTER_S - 1
+    heard("h1", WHY)
+    heard("h2", WHY)
+    assert not notes
+    for now[0] in (NOTE_AFTER_S, NOTE_AFTER_S + 5):
+        heard("h1", WHY)
+    heard("h2", "")  # too short for a note, of its end as well
+    now[0] = 60.0
+    heard("h1", "")
+    heard("h1", WHY)
+    assert notes == [
+        (f"the environment host at h1: {WHY}", True),
+        ("the environment host at h1 reaches inference again after 60 s", False),
+    ]
+
+
+async def test_what_a_blind_host_has_under_way_is_asked_of_one_that_is_not(monkeypatch):
+    """envhosts.py 4: and it is asked last from then on, until that is over."""
+    monkeypatch.setattr(envhosts, "LEAVE_BLIND_S", 0.2)
+    monkeypatch.setattr(envhosts, "REST_S", 0.0)
+    monkeypatch.setattr(envhosts, "REST_BLIND_S", 0.3)
+    blind, well = Host("beats"), Host()
+    blind.held_up = WHY
+    async with hosting(blind, well) as client:
+        began = time.monotonic()
+        left = await asyncio.gather(run(client, 0, 1), run(client, 2, 3), return_exceptions=True)
+        assert time.monotonic() - began >= 0.2
+        assert sorted(map(str, left))[1] == "[2, 3]" and WHY in str(left[0])
+        assert [await run(client, 0) for _ in range(3)] == [[0]] * 3 and (blind.asked, well.asked) == (1, 4)
+        await asyncio.sleep(0.3)  # then it is tried again
+        blind.members = ()
+        await asyncio.gather(run(client, 0), run(client, 0))
+        assert (blind.asked, well.asked) == (2, 5)
+
+
+async def test_where_all_are_blind_their_rollouts_wait(monkeypatch):
+    """envhosts.py 4: that is inference's outage, after which they go on."""
+    monkeypatch.setattr(envhosts, "LEAVE_BLIND_S", 0.05)
+    hosts = Host("beats"), Host("beats")
+    for host in hosts:
+        host.held_up = WHY
+    async with hosting(*hosts) as client:
+        calls = [asyncio.create_task(run(client, 0)) for _ in hosts]
+        await asyncio.sleep(0.5)
+        assert [host.asked for host in hosts] == [1, 1] and not any(call.done() for call in calls)
+        for host in hosts:
+            host.well = True
+        assert await asyncio.gather(*calls) == [[0], [0]]
