@@ -3,7 +3,9 @@
 1. A format finds its calls in a text and returns the text without them; what cannot be read as a call stays
    in the text.
 2. `markers` are the beginnings of its calls: text from the first of them on is not told while it is written.
-3. Formats are named as vLLM's `--tool-call-parser` names them.
+3. Reading takes time in proportion to the text, whatever a model writes: of MAX_MISREAD beginnings that are
+   none, the rest of the text is not looked into, and each is read once, from its beginning to its end.
+4. Formats are named as vLLM's `--tool-call-parser` names them.
 """
 
 from __future__ import annotations
@@ -22,6 +24,10 @@ from quartet_inference.chat.calls import (
     skip_space,
     typed_call,
 )
+
+#: Beginnings that could not be read. Who writes more repeats himself, and one reading of a long text may take
+#: tens of milliseconds.
+MAX_MISREAD = 64
 
 #: Reads the calls that begin behind a marker: (text, position, schemas) -> (calls, end); else ValueError.
 ReadAt = Callable[[str, int, Schemas], tuple[list[ParsedCall], int]]
@@ -46,11 +52,13 @@ class ToolFormat:
         calls: list[ParsedCall] = []
         done = 0
         at = 0
-        while (found := self.begins.search(text, at)) is not None:
+        misread = 0
+        while misread < MAX_MISREAD and (found := self.begins.search(text, at)) is not None:
             try:
                 read, end = self.read_at(text, found.end(), schemas)
             except ValueError:
                 at = max(found.end(), at + 1)
+                misread += 1
                 continue
             kept.append(text[done : found.start()])
             calls.extend(read)
@@ -82,14 +90,18 @@ def _json_list(text: str, at: int, schemas: Schemas) -> tuple[list[ParsedCall], 
 
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>")
 
 
 def _qwen3_coder(text: str, at: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
     head = _FUNCTION.match(text, at)
     if head is None:
         raise ValueError("no function")
-    written, end = _pairs(_PARAMETER, text, head.end())
+    written: list[tuple[str, str]] = []
+    end = head.end()
+    while (opened := _PARAMETER.match(text, end)) is not None:
+        value, end = _until(text, opened.end(), "</parameter>")
+        written.append((opened[1].strip(), value.removeprefix("\n").removesuffix("\n")))
     end = _close(text, end, "</function>")
     after = skip_space(text, end)
     end = after + len("</tool_call>") if text.startswith("</tool_call>", after) else end
@@ -97,23 +109,32 @@ def _qwen3_coder(text: str, at: int, schemas: Schemas) -> tuple[list[ParsedCall]
 
 
 _GLM_NAME = re.compile(r"\s*([^\s<]+)")
-_GLM_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_GLM_KEY = re.compile(r"\s*<arg_key>")
+_GLM_VALUE = re.compile(r"\s*<arg_value>")
 
 
 def _glm(text: str, at: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
     head = _GLM_NAME.match(text, at)
     if head is None:
         raise ValueError("no name")
-    written, end = _pairs(_GLM_PAIR, text, head.end())
+    written: list[tuple[str, str]] = []
+    end = head.end()
+    while (opened := _GLM_KEY.match(text, end)) is not None:
+        key, end = _until(text, opened.end(), "</arg_key>")
+        opened = _GLM_VALUE.match(text, end)
+        if opened is None:
+            raise ValueError("no <arg_value>")
+        value, end = _until(text, opened.end(), "</arg_value>")
+        written.append((key.strip(), value))
     return [typed_call(head[1], written, schemas)], _close(text, end, "</tool_call>")
 
 
-def _pairs(pair: re.Pattern[str], text: str, at: int) -> tuple[list[tuple[str, str]], int]:
-    written: list[tuple[str, str]] = []
-    while (found := pair.match(text, at)) is not None:
-        written.append((found[1].strip(), found[2]))
-        at = found.end()
-    return written, at
+def _until(text: str, at: int, mark: str) -> tuple[str, int]:
+    """What stands before the mark, and the position behind it."""
+    end = text.find(mark, at)
+    if end < 0:
+        raise ValueError(f"no {mark}")
+    return text[at:end], end + len(mark)
 
 
 _MISTRAL_NAME = re.compile(r"\s*([\w.\-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
