@@ -17,6 +17,7 @@ from quartet.kit.server import check_here
 from quartet_trainer import libraries
 from quartet_trainer.config import TrainerConfig
 from quartet_trainer.kernels import check as check_kernels
+from quartet_trainer.ranks import meeting
 from quartet_trainer.state_root import check_state_root
 
 
@@ -30,9 +31,7 @@ def run(config: TrainerConfig) -> None:
     by_torchrun, world = "TORCHELASTIC_RUN_ID" in os.environ, os.environ.get("WORLD_SIZE", "1")
     if config.ranks > 1 and not by_torchrun:
         # This process becomes torchrun, and keeps its pid. Whoever supervises it starts it again.
-        ranks = ["--standalone", "--nproc-per-node", str(config.ranks)]
-        command = ["-m", "torch.distributed.run", *ranks, "-m", "quartet_trainer", *sys.argv[1:]]
-        os.execv(sys.executable, [sys.executable, *command])
+        os.execv(sys.executable, [sys.executable, *meeting.torchrun(config.ranks, sys.argv[1:])])
     if world != "1":
         if not by_torchrun:
             # Alone it would serve a part of what was meant to be one trainer.

@@ -38,6 +38,7 @@ from quartet_trainer.ranks.command import (
     parse_samples,
     sample_bytes,
 )
+from quartet_trainer.ranks.meeting import MEETING
 from quartet_trainer.ranks.sharding import ShardedForward, shard
 from quartet_trainer.sample import Sample
 from quartet_trainer.worker import STUCK_SECONDS, release_memory, within_memory
@@ -70,14 +71,19 @@ class Group:
     """This rank, among the others. Implements `quartet_trainer.ranks.alone.Ranks`."""
 
     def __init__(self, device: torch.device) -> None:
-        """Meet the others, as torchrun's environment says."""
+        """Meet the others, as the environment says: ours, or torchrun's."""
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         wait = timedelta(seconds=WAIT_SECONDS)
         store: Any
         self.rank: int
         self.size: int
-        store, self.rank, self.size = next(rendezvous("env://", timeout=wait))
-        # torchrun's store outlives a group that it starts again, with the addresses of the dead in it.
+        if place := os.environ.get(MEETING):
+            self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            store = dist.FileStore(place)  # type: ignore[attr-defined]
+            store.set_timeout(wait)
+        else:
+            store, self.rank, self.size = next(rendezvous("env://", timeout=wait))
+        # The store outlives a group that it starts again, with the addresses of the dead in it.
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
         store = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=wait)

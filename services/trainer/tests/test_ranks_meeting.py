@@ -1,0 +1,63 @@
+"""Ranks of one machine meet where nobody else can come: promises of quartet_trainer.ranks.meeting."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .ranked import Ranked, running
+
+LISTENS = "0A"
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranked]:
+    """Two ranks, as the key `ranks` starts them."""
+    with running(tmp_path_factory.mktemp("ranks"), ["-m", "quartet_trainer"], ranks=2) as group:
+        group.wait_served()
+        yield group
+
+
+def sockets(pid: int) -> set[str]:
+    """Of a process, by the numbers that the kernel gives them."""
+    links = [str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()]
+    return {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+
+
+def listening_at(pid: int) -> list[str]:
+    """The addresses at which a process takes connections."""
+    own, found = sockets(pid), []
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == LISTENS and words[9] in own:
+                found.append(socket.inet_ntop(family, packed(words[1].partition(":")[0])))
+    return found
+
+
+def packed(digits: str) -> bytes:
+    """An address as the kernel writes it: words of 32 bits, each in the machine's order."""
+    return b"".join(bytes.fromhex(digits[at : at + 8])[::-1] for at in range(0, len(digits), 8))
+
+
+def test_torchrun_listens_nowhere(group: Ranked) -> None:
+    """meeting.py 1."""
+    assert listening_at(group.process.pid) == []
+
+
+def test_ranks_listen_on_this_machine_alone(group: Ranked) -> None:
+    """meeting.py 2; where the first one serves, too."""
+    for rank in (0, 1):
+        heard = [ipaddress.ip_address(one) for one in listening_at(group.rank_pid(rank))]
+        assert heard, "gloo listens"
+        assert all((getattr(one, "ipv4_mapped", None) or one).is_loopback for one in heard), heard
+
+
+def test_the_place_has_no_name_and_is_the_groups(group: Ranked) -> None:
+    """meeting.py 3."""
+    held = [str(one.readlink()) for one in Path(f"/proc/{group.process.pid}/fd").iterdir()]
+    assert sum(one.startswith("/memfd:quartet-") for one in held) == 2
