@@ -1,4 +1,4 @@
-"""Health means progress, not that a port answers (quartet.kit.health, invariants 1 to 4)."""
+"""Health means progress, not that a port answers (quartet.kit.health, invariants 1 to 5)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import contextlib
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from quartet.errors import from_rpc
 from quartet.kit import health as health_module
 from quartet.kit import probe
 from quartet.kit.channel import connect
@@ -195,3 +197,21 @@ async def test_probe(capsys: pytest.CaptureFixture[str]) -> None:
     assert await run("--timeout", "0.5") == 1
     told = [line for line in capsys.readouterr().out.splitlines() if line.endswith("SERVING")]
     assert told == ["NOT_SERVING", "SERVING", "SERVING", "SERVING"]
+
+
+async def test_no_more_watch_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """health.py 5."""
+    monkeypatch.setattr(health_module, "MAX_WATCHERS", 2)
+    async with _served(Health()) as running, connect(running.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service=LIVENESS)
+        held = [stub.Watch(request) for _ in range(2)]
+        assert [(await one.read()).status for one in held] == [SERVING, SERVING]
+        with pytest.raises(grpc.RpcError) as refused:
+            await stub.Watch(request).read()
+        assert from_rpc(refused.value).reason == "OVERLOADED"
+        assert (await stub.Check(request)).status == SERVING
+        for one in held:
+            one.cancel()
+        await asyncio.sleep(5 * health_module.WATCHDOG_SECONDS)
+        assert (await stub.Watch(request).read()).status == SERVING, "who left made room"

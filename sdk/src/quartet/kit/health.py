@@ -6,6 +6,7 @@
    progress. It does not fail because a service is not ready: restarting a process that loads weights does
    not make it load them faster.
 4. `progress` and the setters may be called from any thread.
+5. Whoever asks needs no token, so those who watch are bounded in number (MAX_WATCHERS).
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ import grpc
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from quartet.errors import QuartetError
 from quartet.kit.metrics import LOOP_LAG
 
 LIVENESS: Final = "liveness"
 WATCHDOG_SECONDS: Final = 0.5
 # A loop this late cannot answer calls in time either; a long garbage collection or a page-in stays below it.
 LOOP_LAG_LIMIT_SECONDS: Final = 5.0
+
+#: At once. Kubernetes asks anew each time; a balancer that watches has one stream.
+MAX_WATCHERS: Final = 256
 
 _SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -119,6 +124,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def __init__(self, health: Health) -> None:
         """Serve `health`."""
         self._health = health
+        self._watchers = 0
 
     async def Check(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         """The status of one key; NOT_FOUND for an unknown one."""
@@ -128,10 +134,20 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return health_pb2.HealthCheckResponse(status=status)
 
     async def Watch(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        """The status of one key, now and on every change."""
+        """The status of one key, now and on every change. Errors: OVERLOADED."""
+        if self._watchers >= MAX_WATCHERS:
+            raise QuartetError("OVERLOADED", f"{self._watchers} watch already; ask by Check")
+        self._watchers += 1
+        try:
+            async for response in self._changes(request.service):
+                yield response
+        finally:
+            self._watchers -= 1
+
+    async def _changes(self, key: str) -> AsyncIterator[Any]:
         told = None
         while True:
-            status = self._status(request.service)
+            status = self._status(key)
             if status != told:
                 told = status
                 yield health_pb2.HealthCheckResponse(status=status)

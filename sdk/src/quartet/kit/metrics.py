@@ -2,16 +2,20 @@
 
 1. Labels are service, method and code, all from closed sets: a caller cannot make new time series.
 2. The endpoint has a port of its own and serves nothing but metrics.
+3. It asks nobody who he is, and so is bounded: MAX_SCRAPES connections, SILENT_SECONDS of silence on each.
 """
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from socketserver import ThreadingMixIn
 from typing import Any, Final
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import prometheus_client
 
@@ -68,6 +72,47 @@ def observe(service: str, method: str) -> Iterator[Observation]:
         _handled(service, method, seen.code).inc()
 
 
+#: At once; each has a thread. A process has one scraper or two.
+MAX_SCRAPES: Final = 32
+#: Between two pieces of a request.
+SILENT_SECONDS: Final = 10.0
+
+
+class _Scrape(WSGIRequestHandler):
+    timeout = SILENT_SECONDS
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing: it is no news."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int) -> None:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        self.address_family = found[0]
+        self._room = threading.BoundedSemaphore(MAX_SCRAPES)
+        super().__init__(found[4], _Scrape)  # type: ignore[arg-type]
+        self.set_app(prometheus_client.make_wsgi_app())
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """In a thread of its own, or not at all."""
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and make room."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: whoever asked went away, or fell silent."""
+
+
 class MetricsServer:
     """The endpoint that Prometheus scrapes, in a thread of its own."""
 
@@ -90,9 +135,11 @@ def start_metrics(address: str) -> MetricsServer:
     if not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"server.metrics_address = {address!r} is refused: should be 'host:port'")
     try:
-        server, thread = prometheus_client.start_http_server(int(port), host.strip("[]") or "127.0.0.1")
+        server = _Server(host.strip("[]") or "127.0.0.1", int(port))
     except OSError as error:
         raise ConfigError(
             f"server.metrics_address = {address!r} cannot be bound: {error.strerror}; choose another port"
         ) from None
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
     return MetricsServer(server, thread)

@@ -1,0 +1,58 @@
+"""The endpoint of metrics asks nobody who he is, and stands what anybody does: quartet.kit.metrics 3."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from quartet.kit import metrics
+from quartet.kit.metrics import MetricsServer, start_metrics
+
+
+@pytest.fixture
+def server() -> Iterator[MetricsServer]:
+    server = start_metrics("127.0.0.1:0")
+    yield server
+    server.close()
+
+
+def began(server: MetricsServer) -> socket.socket:
+    """A scrape that never says what it wants."""
+    silent = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    silent.sendall(b"GET /metrics HTTP/1.1\r\n")
+    return silent
+
+
+def scraped(server: MetricsServer) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
+        return str(answer.read(), "utf-8")
+
+
+def test_connections_hold_no_more_threads_than_there_is_room_for(
+    server: MetricsServer,
+) -> None:
+    before = threading.active_count()
+    held = [began(server) for _ in range(metrics.MAX_SCRAPES + 20)]
+    # Those beyond are closed without a word.
+    assert all(one.recv(1) == b"" for one in held[metrics.MAX_SCRAPES :])
+    assert threading.active_count() - before == metrics.MAX_SCRAPES
+    for one in held:
+        one.close()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "quartet_loop_lag_seconds" in scraped(server)
+
+
+def test_silence_holds_no_place(
+    server: MetricsServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(metrics._Scrape, "timeout", 0.1)
+    with began(server) as silent:
+        assert silent.recv(1) == b"", "closed by the server"
+    assert "quartet_loop_lag_seconds" in scraped(server)
+    assert "Traceback" not in capfd.readouterr().err
