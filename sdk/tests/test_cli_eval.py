@@ -72,6 +72,7 @@ def test_invariant_5_a_failure_is_in_a_file_of_its_own_and_in_no_mean(tmp_path: 
     record = Record(tmp_path / "r", trial(), SOURCE)
     fill(record, (0, rollout(0, 1.0)), (0, failure(1)), (1, rollout(2, 0.5)))
     metadata = json.loads((tmp_path / "r" / "metadata.json").read_text())
+    assert (tmp_path / "r" / "metadata.json").stat().st_mode & 0o077 == 0, "outputs.py 3"
     assert (metadata["avg_reward"], metadata["failures"], metadata["results"]) == (0.75, {"TIMEOUT": 1}, 2)
     assert metadata["avg_error"] == pytest.approx(1 / 3) and metadata["avg_metrics"] == {"m": 2.0, "r": 0.75}
     (failed,) = (tmp_path / "r" / "failures.jsonl").read_text().splitlines()

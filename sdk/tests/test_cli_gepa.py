@@ -164,6 +164,8 @@ def test_the_files_name_the_best_prompt_and_the_line_that_uses_it(tmp_path: Path
     frontier = [json.loads(line) for line in (tmp_path / "pareto_frontier.jsonl").read_text().splitlines()]
     assert [row["num_best_candidates"] for row in frontier] == [2, 1]
     metadata = json.loads((tmp_path / "metadata.json").read_text())
+    for file in ("metadata.json", "best_env.toml"):
+        assert (tmp_path / file).stat().st_mode & 0o077 == 0, "outputs.py 3"
     assert (metadata["best_score"], metadata["total_metric_calls"]) == (0.75, 9)
 
 

@@ -49,7 +49,8 @@ def test_a_used_output_folder_is_refused_with_the_remedy(tmp_path: Path, config:
         assert (folder / "metrics.jsonl").exists(), "a resumed run keeps what it has"
     with taken(planned(changed, folder, overwrite=True)):
         assert sorted(entry.name for entry in folder.iterdir()) == [".lock", "run.json", "run.toml"]
-        assert (folder / "run.toml").stat().st_mode & 0o077 == 0, "it may have keys of judges"
+        for file in ("run.toml", "run.json"):
+            assert (folder / file).stat().st_mode & 0o077 == 0, "it may have keys of judges: outputs.py 3"
     assert planned(changed, folder, resume=True).config.max_steps == 7
 
 

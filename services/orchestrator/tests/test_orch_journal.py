@@ -279,6 +279,14 @@ async def test_a_follower_reads_only_what_is_there_to_be_read(tmp_path, monkeypa
     book.close()
 
 
+def test_nobody_else_reads_a_journal(tmp_path):
+    """segments.py 6"""
+    fill(tmp_path, 60, segment_bytes=1000)
+    segments = list(tmp_path.glob("*.seg"))
+    assert len(segments) > 1
+    assert all(one.stat().st_mode & 0o077 == 0 for one in segments)
+
+
 def test_reading_holds_few_files_open(tmp_path):
     written = fill(tmp_path, 60, segment_bytes=100)
     journal = Journal(tmp_path, 100)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.cli.held import LOCK, empty, held
-from quartet.cli.outputs import write_json, write_text
+from quartet.cli.outputs import PRIVATE, write_json, write_text
 from quartet.cli.summary import is_completed, summary_of
 from quartet.config import ConfigError
 from quartet.local.deployment import SERVICES
@@ -299,5 +299,5 @@ def _begin(job: Job) -> None:
 def write_down(job: Job) -> None:
     """Say whose the folder is."""
     begun = job.config.model_dump(mode="json", exclude_none=True)
-    write_text(job.folder / RUN_FILE, dumps(begun), 0o600)  # a judge's key may be in it
-    write_json(job.folder / RECORD, {"run_id": job.run_id, "config_toml": job.config_toml})
+    write_text(job.folder / RUN_FILE, dumps(begun), PRIVATE)
+    write_json(job.folder / RECORD, {"run_id": job.run_id, "config_toml": job.config_toml}, PRIVATE)

@@ -13,6 +13,7 @@
    is written twice.
 2. What is written to be moved to its place has one name in every process, so what a killed one left of it is
    replaced by the next. Whoever writes has the folder locked.
+3. What holds the arguments of environments is readable by its owner alone (PRIVATE).
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from quartet.v1.orchestrator_service_pb2 import RolloutEvent, WatchRunResponse
 from quartet.v1.rollout_pb2 import FailureKind
 
 Row = dict[str, Any]
+
+#: Of files with the arguments of environments, among which a judge's key may be: for their owner alone.
+PRIVATE = 0o600
 
 
 class Outputs:
@@ -176,9 +180,9 @@ def recover_lines(file: Path) -> list[Row]:
     return [json.loads(line) for line in content[:whole].splitlines()]
 
 
-def write_json(file: Path, content: Row) -> None:
-    """Write a file atomically, of one JSON object."""
-    write_text(file, json.dumps(content, indent=2) + "\n")
+def write_json(file: Path, content: Row, mode: int = 0o666) -> None:
+    """Write a file atomically, of one JSON object; with the rights of `mode`, less the umask."""
+    write_text(file, json.dumps(content, indent=2) + "\n", mode)
 
 
 def write_lines(file: Path, rows: Sequence[Row]) -> None:

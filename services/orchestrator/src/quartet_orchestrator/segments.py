@@ -11,6 +11,7 @@ Frame: length (u32 LE) | xxh3-64 of length and payload (u64 LE) | payload.
 4. A segment is closed when it reaches SEGMENT_BYTES, a frame holds at most MAX_PAYLOAD_BYTES.
 5. A sealed segment can be replaced as a whole: `rewrite` prepares the new file (synced), `replace` renames
    it. Files that were prepared and not renamed are removed on opening.
+6. A segment is readable by its owner alone: a run's configuration is in it, and in that a judge's key may be.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ class Segments:
 
     def _start_segment(self) -> None:
         # Without O_EXCL: an attempt that failed below left an empty file.
-        file = os.open(self._path(self._last + 1), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        file = os.open(self._path(self._last + 1), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             folder = os.open(self._folder, os.O_RDONLY)
             try:

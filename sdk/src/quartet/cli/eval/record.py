@@ -26,7 +26,7 @@ from quartet.cli.eval.config import ALL, Trial
 from quartet.cli.eval.rows import failure_kind, failure_row, result_row
 from quartet.cli.eval.source import Source
 from quartet.cli.held import held
-from quartet.cli.outputs import Row, append_line, recover_lines, write_json, write_lines
+from quartet.cli.outputs import PRIVATE, Row, append_line, recover_lines, write_json, write_lines
 from quartet.config import ConfigError
 from quartet.run.statistics import Summary, means_by_name, summarise
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
@@ -153,7 +153,7 @@ class Record:
 
     def save(self) -> None:
         """Write metadata.json."""
-        write_json(self.folder / METADATA, self.metadata())
+        write_json(self.folder / METADATA, self.metadata(), PRIVATE)
 
     def metadata(self) -> Row:
         """Settings and figures."""

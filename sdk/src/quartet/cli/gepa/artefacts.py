@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from quartet.cli.gepa.adapter import COMPONENT
-from quartet.cli.outputs import Row, write_json, write_lines
+from quartet.cli.outputs import PRIVATE, Row, write_json, write_lines, write_text
 from quartet.local.toml_text import dumps
 from quartet.run.hosted import HostedConfig
 
@@ -33,7 +33,7 @@ def write_artefacts(folder: Path, result: Any, env: HostedConfig, api: str, sett
     (folder / BEST_PROMPT).write_text(best, encoding="utf-8")
     # A v1 taskset reads it from a file; a classic package is given it.
     args = {**env.args, COMPONENT: str(folder / BEST_PROMPT) if api == "v1" else best}
-    (folder / BEST_ENV).write_text(dumps({"env": [{"id": env.id, "args": args}]}), encoding="utf-8")
+    write_text(folder / BEST_ENV, dumps({"env": [{"id": env.id, "args": args}]}), PRIVATE)
     write_lines(folder / "results.jsonl", [_candidate(result, prompts, at) for at in range(len(prompts))])
     write_lines(folder / "pareto_frontier.jsonl", _frontier(result, prompts))
     summary = {
@@ -48,7 +48,7 @@ def write_artefacts(folder: Path, result: Any, env: HostedConfig, api: str, sett
         "results_path": "results.jsonl",
         "completed_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    write_json(folder / METADATA, head(settings) | summary)
+    write_json(folder / METADATA, head(settings) | summary, PRIVATE)
     return args
 
 

@@ -40,7 +40,7 @@ from quartet.cli.gepa.artefacts import BEST_ENV, METADATA, head, write_artefacts
 from quartet.cli.gepa.config import GepaConfig
 from quartet.cli.gepa.policies import Prompted, ReplicaPolicy
 from quartet.cli.held import held
-from quartet.cli.outputs import Row, write_json
+from quartet.cli.outputs import PRIVATE, Row, write_json
 from quartet.config import ConfigError, load
 from quartet.config.load import Draft
 from quartet.config.text import read_text
@@ -234,7 +234,7 @@ async def _optimise(
             asyncio.get_running_loop(), host, trial, tasks, Prompted(policy), teacher,
             config.state_columns, config.reflection_max_tokens, board, plan.folder,
         )  # fmt: skip
-        write_json(plan.folder / METADATA, head(plan.settings))
+        write_json(plan.folder / METADATA, head(plan.settings), PRIVATE)
         try:
             return await asyncio.to_thread(_run_library, plan, adapter, initial, tasks), info.api
         finally:

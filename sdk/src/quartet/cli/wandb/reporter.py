@@ -23,10 +23,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from quartet.cli.outputs import write_json
+from quartet.cli.outputs import PRIVATE, write_json
 from quartet.cli.wandb.child import FAILED, NO_KEY, NO_PACKAGE, UNKNOWN, Ending, Plan
 from quartet.cli.wandb.process import CHILD, PLAN, Process, environment_of
 from quartet.cli.wandb.rows import Lines
+from quartet.cli.wandb.withheld import withheld
 from quartet.config import ConfigError
 from quartet.run.wandb import WandbConfig
 from quartet.v1.orchestrator_service_pb2 import Run
@@ -102,7 +103,7 @@ def plan_of(config: WandbConfig, folder: Path, run: Run, *, here: bool) -> Plan:
         entity=config.entity,
         group=config.group,
         tags=list(config.tags),
-        config={"run_id": run.run_id, **settings},
+        config={"run_id": run.run_id, **withheld(settings)},
         completions=config.completions,
         completions_interval=config.completions_interval,
         here=here,
@@ -142,7 +143,7 @@ class Reporter:
     def _start(self, plan: Plan) -> None:
         try:
             (self._folder / PLAN).parent.mkdir(parents=True, exist_ok=True)
-            write_json(self._folder / PLAN, asdict(plan))
+            write_json(self._folder / PLAN, asdict(plan), PRIVATE)
             self._child = Process(self._folder)
         except OSError as error:
             self._failed(f"its process cannot be started ({error.strerror})")
