@@ -4,6 +4,7 @@ terminal), or whose disk is full."""
 from __future__ import annotations
 
 import errno
+import io
 import os
 import pty
 import subprocess
@@ -13,9 +14,13 @@ from pathlib import Path
 
 import pytest
 from quartet.cli import __main__ as command
+from quartet.cli.clients import run_line
 from quartet.cli.display import Plain
 from quartet.cli.eval.board import LiveBoard
 from quartet.cli.live import LiveScreen
+from quartet.cli.progress import Completion, Progress
+from quartet.errors import QuartetError
+from quartet.v1.orchestrator_service_pb2 import Run
 
 #: What a process does that asks what its output is, opens a file, and prints.
 COMMAND = """
@@ -108,6 +113,43 @@ def test_what_is_shown_goes_on_when_its_terminal_is_closed(
         shown.say("a line")
         shown.close()
         print("what comes after it", flush=True)
+
+
+#: Fills the clipboard, moves the cursor, rings; the same in C1, which few terminals know.
+HOSTILE = "a\x1b]52;c;ZXZpbA==\x07\x1b[2Jb\r\x9b31m[/c]"
+
+
+@pytest.mark.parametrize("make", [Plain, LiveScreen, lambda: LiveBoard([])], ids=["plain", "rl", "eval"])
+def test_foreign_text_commands_no_terminal(
+    make: Callable[[], Plain | LiveScreen | LiveBoard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """standard_streams.py 5: a completion, a note, an error of an environment."""
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    screen = make()
+    screen.say(HOSTILE)
+    if isinstance(screen, LiveScreen):
+        progress = Progress()
+        progress.completions.append(Completion(1, HOSTILE, HOSTILE, 0.5))
+        screen.tick(progress, [])
+    screen.close()
+    told = out.getvalue()
+    assert "\x1b]52" not in told and "\x1b[2J" not in told and "\x9b" not in told and "\x07" not in told
+    assert "[/c]" in told and r"a\x1b]52" in told
+
+
+def test_an_error_of_a_server_commands_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """standard_streams.py 5."""
+
+    def refused(*_: object) -> int:
+        raise QuartetError("INVALID_REQUEST", HOSTILE, field="f")
+
+    monkeypatch.setattr(command, "dispatch", refused)
+    assert command.main(["init"]) != 0
+    assert "\x1b" not in capsys.readouterr().err
+    assert "\x1b" not in run_line(Run(run_id="r", error=HOSTILE))
 
 
 def test_a_command_ends_without_a_word_when_its_terminal_is_closed(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from quartet.cli.extras import need
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.kit.proxies import past_proxies
-from quartet.kit.standard_streams import escape_unknown, has_no_reader, hold_closed, unread
+from quartet.kit.standard_streams import escape_unknown, has_no_reader, hold_closed, say, unread
 from quartet.local.supervisor import ServiceFailed
 
 #: Commands that read `@ file.toml --key value` beside what argparse knows.
@@ -236,10 +236,10 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", sys.stderr)
         return exits.REFUSED
     except (QuartetError, ServiceFailed) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", sys.stderr)
         refused = isinstance(error, QuartetError) and error.reason in REFUSALS
         return exits.REFUSED if refused else exits.FAILED
     except OSError as error:  # a full disk, a folder that may not be written

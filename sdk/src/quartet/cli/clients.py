@@ -18,6 +18,7 @@ from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, stream, unary
 from quartet.kit.channel import ClientSecurity, connect
 from quartet.kit.security import check_client
+from quartet.kit.standard_streams import shown
 from quartet.kit.stream import IDLE_TIMEOUT_SECONDS
 from quartet.local.deployment import SERVICES
 from quartet.local.toml_text import dumps
@@ -182,5 +183,5 @@ def run_line(one: Run) -> str:
     """A run in one line."""
     reward = f"  reward before {one.reward_before:.3f}" if one.HasField("reward_before") else ""
     reward += f", after {one.reward_after:.3f}" if one.HasField("reward_after") else ""
-    error = f"  {one.error}" if one.error else ""
+    error = f"  {shown(one.error)}" if one.error else ""
     return f"{one.run_id}  {phase_name(one.phase)}  step {one.step}/{one.max_steps}{reward}{error}"

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from quartet.cli.display import event_line
 from quartet.cli.progress import Progress, phase_name
-from quartet.kit.standard_streams import only_shown
+from quartet.kit.standard_streams import only_shown, shown
 from quartet.local.supervisor import State, Status
 from quartet.v1.orchestrator_service_pb2 import WatchRunResponse
 
@@ -108,8 +108,9 @@ class LiveScreen:
         top = Table.grid(padding=(0, 2))
         top.add_row(figures_table(progress), services_table(services))
         samples = [
-            Text.assemble((f"{one.reward:5.2f} ", "bold"), one.prompt[-40:], (" → ", "dim"), one.answer[:80])
+            Text.assemble((f"{one.reward:5.2f} ", "bold"), shown(prompt), (" → ", "dim"), shown(answer))
             for one in progress.completions
+            for prompt, answer in [(one.prompt[-40:], one.answer[:80])]
         ]
         return Group(
             Panel(top, title=f"quartet · {progress.run.run_id}", title_align="left"),
@@ -120,7 +121,7 @@ class LiveScreen:
 
     def say(self, line: str) -> None:
         """Keep a line of news, of which the last four are on the screen."""
-        self._news.append(line)
+        self._news.append(shown(line))
 
     def close(self) -> None:
         """Leave the screen as it was last."""

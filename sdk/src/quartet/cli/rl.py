@@ -48,6 +48,7 @@ from quartet.cli.wandb.reporter import reporting
 from quartet.config import ConfigError
 from quartet.config.refusals import together
 from quartet.errors import QuartetError
+from quartet.kit.standard_streams import say
 from quartet.local.child import ChildSpec
 from quartet.local.deployment import SERVICES, check, wire, write
 from quartet.local.devices import ON_DEVICES
@@ -133,7 +134,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     try:
         ended = launch(job, lambda: _display(plain), started)
     except RunFailed as error:
-        print(f"error: {error}\nLogs are in {job.folder / 'logs'}.", file=sys.stderr)
+        say(f"error: {error}\nLogs are in {job.folder / 'logs'}.", sys.stderr)
         if error.shown:
             print(error.shown)
         return exits.FAILED

@@ -6,6 +6,8 @@
 3. What works goes on without what it only shows (`only_shown`, `say`), also where the disk under a stream is
    full: what does not fit is lost.
 4. What a stream has no letters for (another locale, a name of bytes that are no text) is written as escapes.
+5. Foreign text (of a model, an environment, a server) does to the terminal what letters do: `shown` writes
+   what else would move its cursor, rename its window or fill its clipboard as escapes. `say` does so itself.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
+#: C0 but for tab and newline, DEL, and C1: what terminals take for commands.
+_COMMANDS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
 MODES = {"stdin": "r", "stdout": "w", "stderr": "w"}
 
 
@@ -45,10 +49,15 @@ def only_shown(stream: TextIO) -> Iterator[None]:
         unread(stream)
 
 
+def shown(text: str) -> str:
+    """Foreign text, as a terminal may be given it."""
+    return text.translate(_COMMANDS)
+
+
 def say(line: str, stream: TextIO) -> bool:
     """Print a line that is only shown. Whether anybody may read it."""
     try:
-        print(line, file=stream, flush=True)
+        print(shown(line), file=stream, flush=True)
     except OSError:
         if has_no_reader(stream):
             unread(stream)

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 
 from quartet.cli.display import Plain
-from quartet.kit.standard_streams import only_shown
+from quartet.kit.standard_streams import only_shown, shown
 from quartet.run.statistics import Summary
 from quartet.v1.rollout_pb2 import Rollout
 
@@ -107,7 +107,7 @@ class LiveBoard:
     def say(self, line: str) -> None:
         """Above the table."""
         with only_shown(sys.stdout):
-            self._live.console.print(line, highlight=False)
+            self._live.console.print(shown(line), highlight=False, markup=False)
 
     def update(self, tally: Tally) -> None:
         """The table looks for itself."""
