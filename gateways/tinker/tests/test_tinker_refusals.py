@@ -6,8 +6,12 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
+from quartet.v1 import trainer_service_pb2 as pb
+from quartet_tinker.specs import Notes
+from quartet_tinker.training import Run
 
 from .tinker_calls import MODEL, TEXT, datum, lora, state_of
 from .tinker_stack import Stack, gateway
@@ -119,3 +123,17 @@ def test_only_the_key_comes_in(tinker: Any, services: Stack, tmp_path: Path) -> 
         assert rest.get_server_capabilities().result(60).supported_models[0].model_name == MODEL
         request = urllib.request.Request(f"{url}/api/v1/healthz")
         assert urllib.request.urlopen(request, timeout=20).status == 200
+
+
+def test_a_url_names_no_file_outside_the_folder_of_runs(services: Stack, tmp_path: Path) -> None:
+    """An escaped "/" is one again when the gateway reads it."""
+    folder = tmp_path / "runs"
+    Notes(tmp_path).keep(Run("note", "s:train:a", "model", pb.RunSpec(), {"of": "somebody else"}))
+    with gateway(tmp_path, services.trainer, services.inference, "--runs-dir", str(folder)) as address:
+        folder.mkdir(exist_ok=True)
+        for name in ("..%2Fnote", quote(str(tmp_path / "note"), safe="")):
+            for rest in ("", "/checkpoints"):
+                with pytest.raises(urllib.error.HTTPError) as refused:
+                    urllib.request.urlopen(f"http://{address}/api/v1/training_runs/{name}{rest}", timeout=20)
+                assert refused.value.code == 404
+                assert "somebody else" not in refused.value.read().decode()

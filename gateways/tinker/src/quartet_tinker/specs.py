@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from google.protobuf import json_format
+from quartet.run.name import is_run_id
 from quartet.v1 import trainer_service_pb2 as pb
 
 from quartet_tinker.adam import Adam
@@ -74,7 +75,8 @@ class Notes:
         """The run that was created for a model. Raises Refused."""
         name = run_id(origin)
         found = self._runs.get(name)
-        file = self._folder / f"{name}.json" if self._folder is not None else None
+        # An origin comes from a URL, too, in which "/" may be escaped: a note is in the folder or nowhere.
+        file = self._folder / f"{name}.json" if self._folder is not None and is_run_id(name) else None
         if found is None and file is not None and file.is_file():
             found = self._runs[name] = _run(name, json.loads(file.read_text()))
         if found is None:
