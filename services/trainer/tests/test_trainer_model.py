@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +181,18 @@ def test_a_published_snapshot_shares_no_memory_with_the_model(dtype: str) -> Non
     if dtype == "bfloat16":
         # Halfway cases go to the even neighbour.
         assert before.tolist() == [1.0, 1.0, 1.0 + 2**-6]
+
+
+def test_promise_5_a_folders_own_python_is_never_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(folder, own)
+    classes = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
+    config = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": classes}))
+    (own / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.setattr("builtins.input", lambda _: "y")  # somebody at the terminal
+    with pytest.raises(QuartetError, match="custom code"):
+        load_model(own, str(own), device=torch.device("cpu"))
+    assert not (tmp_path / "ran").exists()

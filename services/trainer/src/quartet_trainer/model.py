@@ -5,6 +5,7 @@
    model's own forward pass.
 3. Random initialisation depends on config.json and seed only, and leaves the process's random state alone.
 4. An exported folder loads with `from_pretrained` and nothing else.
+5. A folder's own Python is never run, and weights are read from safetensors alone.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def tell_loading(progress: Callable[[], None]) -> None:
 def load_model(folder: Path, base_model: str, *, device: torch.device, seed: int | None = None) -> Any:
     """A float32 model in eval mode on the device; with a seed of random weights. Errors: INVALID_CONFIG."""
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = _config(folder)
         model = _load_weights(folder, base_model) if seed is None else _initialise(config, seed)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -118,10 +119,15 @@ def load_model(folder: Path, base_model: str, *, device: torch.device, seed: int
     return _prepared(model.to(device))
 
 
+def _config(folder: Path) -> Any:
+    # Left out, transformers would ask at the terminal whether to run what the folder brings along.
+    return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
 def without_memory(folder: Path, tied: bool) -> Any:
     """A model whose tensors have shapes and no contents (device "meta"); others loaded its folder, and found
     embedding and head `tied` or not."""
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = _config(folder)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
         head = model.get_output_embeddings()
@@ -162,7 +168,12 @@ def _initialise(config: Any, seed: int) -> Any:
 def _load_weights(folder: Path, base_model: str) -> Any:
     # Annotated as a model; with output_loading_info it is a pair.
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, output_loading_info=True
+        folder,
+        dtype=torch.float32,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
     )
     model, report = loaded
     wrong = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])

@@ -2,7 +2,8 @@
 
 1. `extend` never renders or encodes the given tokens again: its result begins with them, exactly.
 2. Special tokens are left out of texts, but for those that the formats are made of.
-3. Everything here takes time that grows with the text: call it in a thread.
+3. A folder's own Python is never run.
+4. Everything here takes time that grows with the text: call it in a thread.
 """
 
 from __future__ import annotations
@@ -147,7 +148,10 @@ class Chat:
 
 def _load(folder: Path) -> PreTrainedTokenizerBase:
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        # Left out, transformers would ask at the terminal whether to run what the folder brings along.
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model = {str(folder)!r} has no tokenizer that can be loaded: {error}") from error
     return tokenizer

@@ -5,6 +5,7 @@
 2. `stage` accepts a version only if its names, shapes and dtypes fit the model (layout.py); nothing is
    changed by it.
 3. `apply` copies into the parameters in place; whatever views them sees the new weights.
+4. A folder's own Python is never run.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ def load(folder: Path, dtype: str, *, weights_follow: bool) -> nn.Module:
     """The causal LM of a local folder. Where its first weights come from a trainer, config.json is enough."""
     try:
         if weights_follow and not has_weights(folder):
-            config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+            config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
             model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, dtype=DTYPES[dtype]
             )
         else:
             model = AutoModelForCausalLM.from_pretrained(
-                str(folder), dtype=DTYPES[dtype], local_files_only=True
+                str(folder), dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False
             )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model = {str(folder)!r} cannot be loaded: {error}") from error
