@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from quartet.errors import QuartetError
 from quartet.weights.tensor import Tensor
 from quartet_inference.embedded import forward
@@ -16,7 +17,7 @@ from quartet_inference.engine import ServedWeights
 
 from .engine_calls import complete, running, until
 from .random_models import weights_of
-from .told import TOLERANCE, Told, random_prompt
+from .told import TOLERANCE, Told, behind_kept_keys, chosen, random_prompt
 
 Make = Callable[..., Any]
 
@@ -80,6 +81,8 @@ async def test_kept_keys_survive_an_update_but_never_serve_a_new_request(make_mo
         cut = Told(prompt, mixed.tokens[:before], mixed.logprobs[:before], mixed.versions[:before])
         assert cut.difference({0: old}) <= TOLERANCE["embedded"]
         assert mixed.difference({0: old, 1: new}) > 1e-3, "kept keys should differ from recomputed ones"
+        plain = chosen(behind_kept_keys({0: old, 1: new}, mixed), mixed.tokens)
+        assert (plain - torch.tensor(mixed.logprobs)).abs().max() <= TOLERANCE["embedded"]
         fresh = (await complete(engine, prompt + mixed.tokens))[0]
         assert fresh.finish is not None and fresh.finish.cached_tokens == 0
         assert fresh.difference({1: new}) <= TOLERANCE["embedded"]

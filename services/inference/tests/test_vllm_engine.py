@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import torch
 from quartet.errors import QuartetError
 from quartet.weights.tensor import Tensor
 from quartet_inference.engine import Request, Sampling, ScoreRequest, ServedWeights
 
 from .engine_calls import complete, running, until
 from .random_models import weights_of
-from .told import TOLERANCE, Told, scores
+from .told import TOLERANCE, Told, behind_kept_keys, chosen, scores
 from .vllm_driver import PROMPT, Driver, Make, launch, tear
 
 pytest.importorskip("vllm", reason="vLLM is not installed in this interpreter (make install-vllm)")
@@ -54,6 +55,8 @@ async def test_kept_keys_survive_an_update_but_never_serve_a_new_request(keeping
     cut.versions = mixed.versions[:count]
     assert keeping.difference(cut) <= TOLERANCE["vllm"]
     assert keeping.difference(mixed) > 1e-3, "kept keys should differ from recomputed ones"
+    plain = chosen(behind_kept_keys(keeping.models, mixed), mixed.tokens)
+    assert (plain - torch.tensor(mixed.logprobs)).abs().max() <= TOLERANCE["vllm"]
     fresh = await keeping.ask(PROMPT + mixed.tokens[:20])
     assert fresh.cached == 0 and keeping.difference(fresh) <= TOLERANCE["vllm"]
     again = await keeping.ask(PROMPT + mixed.tokens[:20])

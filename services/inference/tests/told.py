@@ -79,6 +79,25 @@ def distribution(
     return torch.log_softmax(logits / (temperature or 1.0), -1)
 
 
+@torch.no_grad()
+def behind_kept_keys(models: Mapping[int, Any], answer: Told) -> torch.Tensor:
+    """The log-probabilities before each token where keys outlive an update: those of a token are computed by
+    the version that samples the next one."""
+    from transformers import DynamicCache
+
+    cache, rows, first = DynamicCache(), [], 0
+    inputs = [*answer.prompt, *answer.tokens]
+    while first < len(answer.tokens):
+        version = answer.versions[first]
+        end = first + answer.versions.count(version)
+        known = cache.get_seq_length()
+        ids = torch.tensor([inputs[known : len(answer.prompt) + end - 1]])
+        logits = models[version](ids, past_key_values=cache, use_cache=True).logits[0]
+        rows.append(torch.log_softmax(logits[-(end - first) :].float(), -1))
+        first = end
+    return torch.cat(rows)
+
+
 def chosen(rows: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
     """What each row says of its token."""
     return rows.gather(-1, torch.tensor(tokens)[:, None])[:, 0]

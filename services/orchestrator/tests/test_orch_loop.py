@@ -9,6 +9,7 @@ from orch_world import RUN, assert_complete, events
 from quartet.errors import QuartetError
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet_orchestrator.prompts import Prompts, Source
 
 
 async def test_a_run_completes(world):
@@ -56,6 +57,28 @@ async def test_every_token_is_within_the_bound_and_evaluations_are_pinned(world)
         if request.split == epb.SPLIT_TRAIN
     ]
     assert asked == [(group, group // 2) for group, _ in asked] and len(asked) == 2 * run.step
+
+
+@pytest.mark.parametrize("off_policy", [0, 3])
+async def test_who_is_slow_is_waited_for_so_speed_chooses_nothing(world, off_policy):
+    """docs/algorithms.md: the tasks of a batch are those of its places, in the shuffled order."""
+    quick = world.host._rollouts
+
+    async def rollouts(request, members):
+        if request.task_index % 3 == 0:
+            await asyncio.sleep(0.1)  # longer than everything else of a step
+        async for rollout in quick(request, members):
+            yield rollout
+
+    world.host._rollouts = rollouts
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=8, off_policy=off_policy, evals=0), dry_run=False)
+        assert_complete(world, await world.rest(runs), steps=8)
+    trained = [tokens[0] for tokens in world.trainer.disk[RUN, "final"].trained]
+    prompts = Prompts([Source("toy", 50)], seed=0)
+    for batch in range(8):
+        wanted = [prompts.task(0, batch * 2 + place) for place in range(2) for _ in range(4)]
+        assert sorted(trained[batch * 8 : batch * 8 + 8]) == sorted(wanted), batch
 
 
 async def test_a_version_outside_the_bound_is_discarded_and_counted(world):

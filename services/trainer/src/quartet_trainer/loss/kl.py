@@ -5,7 +5,8 @@
   k3  exp(d) - d - 1
 
 J. Schulman, Approximating KL Divergence, 2020. k3 is GRPO's (arXiv 2402.03300, equation 4). On-policy the
-gradient of k1 is zero in expectation; that of k2 is the gradient of the divergence.
+gradient of k1 is zero in expectation; that of k2 is the gradient of the divergence of each token behind what
+was sampled, that of k3 the gradient of KL(reference || policy) there.
 """
 
 from __future__ import annotations
