@@ -74,12 +74,14 @@ async def test_a_refused_model_call_is_tried_again(hosted: Any) -> None:
 
 
 async def test_a_model_failure_is_typed_and_retried_within_its_budget(hosted: Any) -> None:
+    """pool.py 5, too."""
     hosted.policy.errors = [QuartetError("INTERNAL", "engine fault")] * 2
     (rollout,) = await hosted.run("ok", max_retries=2)
     assert not rollout.HasField("failure") and len(hosted.policy.requests) == 3
+    assert rollout.failed_attempts == 2
     hosted.policy.errors = [QuartetError("INTERNAL", "engine fault")] * 2
     (rollout,) = await hosted.run("ok", max_retries=1)
-    assert kind(rollout) == "MODEL" and rollout.failure.retryable
+    assert kind(rollout) == "MODEL" and rollout.failure.retryable and rollout.failed_attempts == 1
     hosted.policy.errors = [QuartetError("PROMPT_TOO_LONG", "9 tokens, limit 4")]
     (rollout,) = await hosted.run("ok", max_retries=1)
     assert kind(rollout) == "MODEL" and not rollout.failure.retryable
@@ -100,6 +102,7 @@ async def test_killed_worker_fails_its_members_and_they_are_retried(hosted: Any)
     rollouts = await retried
     assert sorted(r.member for r in rollouts) == [0, 1, 2]
     assert not any(r.HasField("failure") for r in rollouts)
+    assert all(r.failed_attempts == 1 for r in rollouts)
 
 
 async def test_wedged_worker_is_stopped_and_only_it_fails(hosted: Any) -> None:

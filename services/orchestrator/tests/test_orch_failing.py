@@ -7,7 +7,7 @@ import math
 import re
 
 import pytest
-from orch_world import RUN, assert_complete
+from orch_world import RUN, assert_complete, events
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
@@ -27,6 +27,23 @@ async def test_members_that_fail_are_tried_again_alone(world):
     assert not run.ledger.discarded
     again = [r for r in world.host.requests if list(r.members) == [1]]
     assert len(again) == 8
+
+
+async def test_what_a_host_tried_again_by_itself_is_counted_too(world):
+    """Invariant 5: counted."""
+    once = world.host._rollout
+
+    def rollout(request, member):
+        made = once(request, member)
+        made.failed_attempts = member
+        return made
+
+    world.host._rollout = rollout
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        assert_complete(world, await world.rest(runs))
+        steps = [record.step.metrics for record in await events(runs) if record.WhichOneof("kind") == "step"]
+    assert [step["env/toy/failed"] for step in steps] == [2 * (0 + 1 + 2 + 3)] * 4
 
 
 async def test_a_group_that_fails_for_good_is_replaced_and_counted(world):

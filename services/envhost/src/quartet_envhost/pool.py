@@ -9,6 +9,7 @@
    it is logged, and tried again.
 4. At most `rollouts_per_worker` rollouts are under way in a worker; the others wait (places.py), their
    clocks not running.
+5. What is tried again says how often it failed before: what survived is no fair sample of what was begun.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import asyncio
 import contextlib
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any, Final
@@ -152,10 +154,8 @@ class WorkerPool:
     async def run(
         self, request: envhost_service_pb2.RunRolloutsRequest, member: int, *, ask: Ask | None = None
     ) -> rollout_pb2.Rollout:
-        """Run one member to its end. Raises nothing but CancelledError and QuartetError(RESOURCE_UNKNOWN).
-
-        With `ask`, its turns are sampled by whoever answers that.
-        """
+        """Run one member to its end; whoever answers `ask` samples its turns, where that is given.
+        Raises nothing but CancelledError and QuartetError(RESOURCE_UNKNOWN)."""
         return (await self._tried(request, [[member]], ask))[member]
 
     async def run_together(
@@ -174,10 +174,14 @@ class WorkerPool:
     ) -> Mapping[int, rollout_pb2.Rollout]:
         """The rollouts of the first of each group, tried again while one may end better."""
         asked = [self._asked(request, members) for members in groups]
+        failed = Counter[int]()
         for attempt in range(request.max_retries + 1):
             if attempt:
                 await asyncio.sleep(random.uniform(0, min(RETRY_CAP_S, RETRY_BASE_S * 2**attempt)))
             rollouts = await self._attempt(asked, ask)
+            for rollout in rollouts:
+                rollout.failed_attempts = failed[rollout.member]
+                failed[rollout.member] += rollout.HasField("failure")
             if not any(rollout.failure.retryable for rollout in rollouts):
                 break
         return {rollout.member: rollout for rollout in rollouts}
@@ -321,10 +325,8 @@ class WorkerPool:
             async with asyncio.timeout(self._config.load_timeout_seconds):
                 answer = await worker.open(settings)
         except TimeoutError:
-            text = (
-                f"environment {self.env_id!r} was not loaded within {self._config.load_timeout_seconds:g} s"
-            )
-            raise WorkerDied(text) from None
+            limit = f"{self._config.load_timeout_seconds:g} s"
+            raise WorkerDied(f"environment {self.env_id!r} was not loaded within {limit}") from None
         except WorkerDied as died:
             if worker.spoke.is_set():
                 raise WorkerDied(f"{died} while it loaded environment {self.env_id!r}") from None

@@ -43,7 +43,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Losses:
-    """What an environment lost on the way to a batch: rollouts that failed, groups that teach too little."""
+    """What an environment lost on the way to a batch: attempts that failed, groups that teach too little."""
 
     failed: int = 0
     resampled: int = 0

@@ -223,7 +223,7 @@ def bounded(rollout: rpb.Rollout) -> None:
     del rollout.messages[:]
     size = rollout.ByteSize()
     if size > ROLLOUT_BYTES:
-        rollout.CopyFrom(rpb.Rollout(member=rollout.member))
+        rollout.CopyFrom(rpb.Rollout(member=rollout.member, failed_attempts=rollout.failed_attempts))
         text = f"with what the teacher said the rollout has {size} bytes, of at most {ROLLOUT_BYTES}"
         _fail(rollout, rpb.FAILURE_KIND_HOST, text, retryable=False)
 

@@ -72,7 +72,8 @@ def _measure(book: Book, config: RunConfig, batch: int, trained: Trained) -> tup
         number, env_id = record.dispatched.group, config.env[record.dispatched.environment].label
         attempts = book.attempts(number)
         good = [rollout for rollout in attempts if not rollout.HasField("failure")]
-        lost = metrics.Losses(len(attempts) - len(good), _replaced(book, number))
+        by_hosts = sum(rollout.failed_attempts for rollout in attempts)
+        lost = metrics.Losses(len(attempts) - len(good) + by_hosts, _replaced(book, number))
         losses[env_id] = losses.get(env_id, metrics.Losses()) + lost
         if number in groups:
             scored += [metrics.Scored(env_id, number, rollout) for rollout in good]
