@@ -17,7 +17,7 @@ from quartet_envhost import service
 async def test_rollouts_wait_for_inference_and_the_host_says_why_until_it_is_there(
     envs_python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """worker.py 4"""
+    """worker.py 5"""
     monkeypatch.setattr(service, "with_heartbeats", partial(with_heartbeats, interval_s=0.1))
     policy = scripted_inference.ScriptedInference()
     inference = await scripted_inference.serve_scripted(policy)

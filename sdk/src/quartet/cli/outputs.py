@@ -30,6 +30,7 @@ from typing import Any
 from quartet.cli.figure import write_reward_png
 from quartet.cli.messages import message_row
 from quartet.cli.progress import Progress, ledger_dict
+from quartet.kit.unknown import enum_name
 from quartet.v1.orchestrator_service_pb2 import RolloutEvent, WatchRunResponse
 from quartet.v1.rollout_pb2 import FailureKind
 
@@ -147,7 +148,7 @@ def rollout_row(event: RolloutEvent) -> Row:
     if rollout.messages:
         row["messages"] = [message_row(message) for message in rollout.messages]
     if rollout.HasField("failure"):
-        kind = FailureKind.Name(rollout.failure.kind).removeprefix("FAILURE_KIND_")
+        kind = enum_name(FailureKind, rollout.failure.kind)
         row["failure"] = {"kind": kind, "message": rollout.failure.message}
         row["reward"] = None  # a failure is not a reward
     return row

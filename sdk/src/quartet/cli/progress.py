@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from quartet.kit.unknown import enum_name
 from quartet.v1.orchestrator_service_pb2 import (
     RUN_PHASE_COMPLETED,
     RUN_PHASE_FAILED,
@@ -46,7 +47,7 @@ class Completion:
 
 def phase_name(phase: int) -> str:
     """ "RUN_PHASE_TRAINING" as a person says it."""
-    return RunPhase.Name(phase).removeprefix("RUN_PHASE_").lower()
+    return enum_name(RunPhase, phase).lower()
 
 
 def ledger_dict(ledger: Ledger) -> dict[str, object]:

@@ -7,7 +7,9 @@
    messages are errors of the contract like any other: QuartetError becomes a Status with one ErrorInfo; any
    other exception becomes INTERNAL, says nothing but the request id, and is logged with its traceback.
    Refusals that repeat word for word (a watcher of a run that is over asks every few seconds) are logged
-   once a minute.
+   once a minute;
+5. a request with a field that this build's contract does not have is refused before the handler sees it
+   (quartet.kit.unknown).
 
 Handlers are `async def` (unary response) or async generators (streamed response), and read streamed
 requests by iterating.
@@ -33,6 +35,7 @@ from quartet.kit.metrics import Observation, observe
 from quartet.kit.options import MAX_MESSAGE_BYTES
 from quartet.kit.repeated import Repeated
 from quartet.kit.security import TokenFile
+from quartet.kit.unknown import refuse_unknown
 
 # Probes carry no token, and a full service is not a dead one.
 _OPEN_PREFIX: Final = "/grpc.health.v1.Health/"
@@ -256,7 +259,7 @@ def _parse_one(rpc: _Rpc, parse: Any, raw: Any) -> Any:
     if parse is None:
         return raw
     try:
-        return parse(raw)
+        request = parse(raw)
     except message.DecodeError:
         raise QuartetError(
             "INVALID_REQUEST",
@@ -265,6 +268,10 @@ def _parse_one(rpc: _Rpc, parse: Any, raw: Any) -> Any:
             value=f"{len(raw)} bytes",
             remedy="send the request message of the contract this service was built with",
         ) from None
+    # Health and reflection are gRPC's; frames of Push are read without a message (quartet.weights.frames).
+    if rpc.path.startswith(_OWN_PREFIX) and isinstance(request, message.Message):
+        refuse_unknown(request, raw, rpc.path)
+    return request
 
 
 def _serialise(rpc: _Rpc, handler: Any, response: Any) -> Any:

@@ -4,7 +4,9 @@
 2. Every RUN and every TASKS is answered exactly once, also when it is cancelled, times out or breaks. The
    deadline of a RUN is over rollout and scoring.
 3. What the environment prints goes to stderr; the socket carries frames alone.
-4. A heartbeat leaves every second while the event loop runs, so a wedged loop shows. It says why no turn can
+4. A request that says what the release of this interpreter does not know is NOT_IMPLEMENTED: the front may
+   have a newer one.
+5. A heartbeat leaves every second while the event loop runs, so a wedged loop shows. It says why no turn can
    be sampled, where no replica of inference is in service.
 """
 
@@ -25,12 +27,13 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 from quartet.errors import QuartetError
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.imports import uncollected
+from quartet.kit.unknown import refuse_unknown
 from quartet.local.tether import die_with
 from quartet.replicas import Replicas
 from quartet.v1 import envhost_service_pb2, rollout_pb2
@@ -42,6 +45,8 @@ from quartet_envhost.joining import FirstTurns
 from quartet_envhost.own_code import OwnCode
 from quartet_envhost.sampler import ClientSampler, ReplicaSampler, Sampler
 from quartet_envhost.together import time_limit_s
+
+M = TypeVar("M", bound=Message)
 
 HEARTBEAT_S: Final = 1.0
 # Cancelled rollouts get this long to clean up before the process ends.
@@ -146,7 +151,7 @@ class Worker:
             self._send(Kind.OK, call_id, answer.SerializeToString())
 
     async def _tasks(self, _: int, payload: bytes) -> Message:
-        request = envhost_service_pb2.GetTasksRequest.FromString(payload)
+        request = _asked(envhost_service_pb2.GetTasksRequest, payload)
         try:
             response: envhost_service_pb2.GetTasksResponse = self._environment.tasks(request)
         except QuartetError:
@@ -166,12 +171,12 @@ class Worker:
 
     async def _run(self, _: int, payload: bytes) -> Message:
         assert self._first_turns is not None
-        request = envhost_service_pb2.RunRolloutsRequest.FromString(payload)
+        request = _asked(envhost_service_pb2.RunRolloutsRequest, payload)
         with self._first_turns.member(request.request_id) as first:
             return await self._rollout(request, ReplicaSampler(self._first_turns.replicas, first))
 
     async def _interact(self, call_id: int, payload: bytes) -> Message:
-        request = envhost_service_pb2.RunRolloutsRequest.FromString(payload)
+        request = _asked(envhost_service_pb2.RunRolloutsRequest, payload)
 
         def ask(question: bytes) -> None:
             self._send(Kind.QUESTION, call_id, question)
@@ -235,6 +240,13 @@ def bounded(rollout: rollout_pb2.Rollout) -> rollout_pb2.Rollout:
         return rollout
     text = f"the rollout has {size} bytes, more than a message may have ({MAX_MESSAGE_BYTES})"
     return failures.failed(rollout.member, failures.HOST, text, retryable=False)
+
+
+def _asked(kind: type[M], payload: bytes) -> M:
+    """A request of the front. Raises NOT_IMPLEMENTED."""
+    request = kind.FromString(payload)
+    refuse_unknown(request, payload, f"the worker of {sys.executable}")
+    return request
 
 
 def _generation() -> str:

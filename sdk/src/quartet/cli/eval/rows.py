@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from quartet.cli.messages import message_row
 from quartet.cli.outputs import Row
+from quartet.kit.unknown import enum_name
 from quartet.v1.common_pb2 import Message
 from quartet.v1.rollout_pb2 import FailureKind, Rollout, Task
 
@@ -70,7 +71,7 @@ def failure_row(task: Task, rollout: Rollout) -> Row:
 
 def failure_kind(rollout: Rollout) -> str:
     """ "TIMEOUT" and so on."""
-    return FailureKind.Name(rollout.failure.kind).removeprefix("FAILURE_KIND_")
+    return enum_name(FailureKind, rollout.failure.kind)
 
 
 def conversation(messages: Sequence[Message]) -> tuple[list[Row], list[Row]]:
