@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from quartet.v1 import trainer_service_pb2 as pb
+from quartet_trainer.states import StateStore
 
 
 async def test_create_run_refuses(folder: Path, serve_trainer: Any, tmp_path: Path) -> None:
@@ -62,6 +63,27 @@ async def test_another_spec_is_refused_after_a_restart_too(folder: Path, serve_t
     async with serve_trainer() as trainer:
         conflict = await trainer.refused(trainer.create(base_model=str(folder), seed=3), "RUN_CONFLICT")
         assert conflict.metadata["field"] == "seed"
+
+
+async def test_a_state_with_settings_of_a_newer_release_is_refused_and_stays(
+    folder: Path, serve_trainer: Any
+) -> None:
+    """roster.py 5: the release was rolled back."""
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        await trainer.save(1, "a")
+        state_dir = trainer.state_dir
+    store = StateStore(state_dir, keep_last=2)
+    found = store.newest_sound("r")
+    assert found is not None
+    content = found[1]
+    content.meta["spec"]["optimizer"]["warp"] = 2
+    store.save("r", "b", 2, 0, content)
+    async with serve_trainer() as trainer:
+        newer = await trainer.refused(trainer.create(base_model=str(folder)), "INVALID_CONFIG")
+        assert newer.metadata["key"] == "state_dir" and "release that wrote it" in newer.metadata["remedy"]
+        assert "saved by another release" in newer.message and "optimizer.warp" in newer.message
+    assert [info.name for info in store.list("r")] == ["a", "b"]
 
 
 @pytest.mark.parametrize("restarted", [True, False])

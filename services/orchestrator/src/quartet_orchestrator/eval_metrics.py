@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
+from quartet.kit.unknown import enum_name
 from quartet.run.evaluation import EvalTrial
 from quartet.run.statistics import summarise
 from quartet.v1 import rollout_pb2 as rpb
@@ -56,7 +57,7 @@ class Outcome:
         """One more attempt ended; attempts of one member come in order, and the last one counts."""
         key = (example, rollout.member)
         if rollout.HasField("failure"):
-            self.failed[key] = rpb.FailureKind.Name(rollout.failure.kind).removeprefix("FAILURE_KIND_")
+            self.failed[key] = enum_name(rpb.FailureKind, rollout.failure.kind)
             # It had a result where a kill left a part of its group, all of which is run again.
             self.good.pop(key, None)
         else:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from quartet.errors import QuartetError
+from quartet.kit.unknown import enum_name
 from quartet.run.config import RunConfig
 from quartet.v1 import orchestrator_service_pb2 as pb
 
@@ -102,4 +103,4 @@ def _conflict(run: RunState, field: str, message: str) -> QuartetError:
 
 
 def _name(phase: pb.RunPhase) -> str:
-    return pb.RunPhase.Name(phase).removeprefix("RUN_PHASE_")
+    return enum_name(pb.RunPhase, phase)

@@ -12,6 +12,8 @@
 5. One that nobody uses holds no descriptor after `rest`; whoever reads it next opens it again. After `close`
    nobody does, not even a thread that was on its way.
 6. A journal that cannot be opened is `JournalCorrupt` or OSError; nothing stays open, no segment was changed.
+7. A record of a kind, or with a field of its own, that this release does not know is `JournalNewer`: a state
+   folded without it would be another one. (What peers answered may have fields that nobody here reads.)
 
 docs/journal.md describes the format and what is synced when.
 """
@@ -28,6 +30,7 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 from quartet.kit.folder import lock_file
+from quartet.kit.unknown import newer_field
 from quartet.v1 import journal_pb2 as jpb
 
 from quartet_orchestrator import index
@@ -57,6 +60,10 @@ class Compacted:
         """By how much the segment gets smaller."""
         _, now, then = self.moves[-1]
         return end_of(now) - end_of(then)
+
+
+class JournalNewer(JournalCorrupt):
+    """A newer release wrote it. str() names the record."""
 
 
 class _StaysAsItIs(Exception):
@@ -295,6 +302,10 @@ def _parse(payload: bytes) -> jpb.JournalRecord:
         record = jpb.JournalRecord.FromString(payload)
     except DecodeError as error:
         raise JournalCorrupt(f"a whole frame holds no record: {error}") from error
-    if record.WhichOneof("kind") is None:
-        raise JournalCorrupt(f"record {record.number} is of a kind that this version does not know")
+    kind = record.WhichOneof("kind")
+    newer = newer_field(record) or (newer_field(getattr(record, kind)) if kind else None)
+    if newer is not None:
+        raise JournalNewer(f"record {record.number} has {newer}, which this release does not know")
+    if kind is None:
+        raise JournalCorrupt(f"record {record.number} is of no kind")
     return record

@@ -4,7 +4,8 @@
    away, but at most for `patience_s`: then `RunInterrupted`. An outage begins with a failure and ends with
    the next sign of life (4).
 2. A fault of the service (INTERNAL) may be a passing one and is tried again, too, MAX_FAULTS times in a row.
-   Everything else is the caller's.
+   A service of another release (NOT_IMPLEMENTED) is `RunInterrupted` at once: nothing is lost, and whoever
+   upgrades it goes on. Everything else is the caller's.
 3. A person reads one note when a service has been away for NOTE_AFTER_S, and one when it is back.
 4. A sign of life to anybody ends the outage for everybody: an answer, an error that is none of AWAY, a frame
    of a stream that goes on. A call that was answered, or stood for longer than STANDS_S before its connection
@@ -27,6 +28,7 @@ from quartet_orchestrator.trouble import Note, Trouble
 T = TypeVar("T")
 
 AWAY = frozenset({"NOT_READY", "OVERLOADED", "DEADLINE", "ENVIRONMENT_UNAVAILABLE"})
+OTHER_RELEASE = "NOT_IMPLEMENTED"
 MAX_FAULTS = 4
 # What passes (memory that another run needed, a full disk) does not pass at once.
 FAULT_PAUSE_S = 2.0
@@ -121,6 +123,8 @@ class Outage:
                     tries += 1
                     continue
                 self.answered()
+                if error.reason == OTHER_RELEASE:
+                    raise RunInterrupted(f"{self.service}: {error.message}; then resume the run") from error
                 if error.reason != "INTERNAL" or faults >= MAX_FAULTS:
                     raise
                 await asyncio.sleep(FAULT_PAUSE_S)

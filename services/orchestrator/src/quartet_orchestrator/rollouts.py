@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 
+from quartet.kit.unknown import enum_name
 from quartet.run.config import RunConfig
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import orchestrator_service_pb2 as pb
@@ -159,7 +160,7 @@ class Rollouts:
             return  # discarded when its rollout was looked at
         if failed:
             failure = next(iter(failed.values()))
-            kind = rpb.FailureKind.Name(failure.kind).removeprefix("FAILURE_KIND_")
+            kind = enum_name(rpb.FailureKind, failure.kind)
             self._discard(group, f"failed:{kind}", failure.message)
         else:
             self._failed_in_a_row[group.environment].clear()

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import structlog
 from quartet.errors import QuartetError
+from quartet.kit.unknown import enum_name
 from quartet.run.config import RunConfig
 from quartet.v1 import orchestrator_service_pb2 as pb
 
@@ -204,7 +205,7 @@ class Runs:
         """What works at a run. Raises RUN_NOT_SERVED where nothing does."""
         run_id, phase = held.book.state.run_id, held.book.state.phase
         if phase in state.RESTING or phase == state.STOPPING:
-            name = pb.RunPhase.Name(phase).removeprefix("RUN_PHASE_")
+            name = enum_name(pb.RunPhase, phase)
             measure = "measure its model with quartet eval, or submit a new one"
             remedy = measure if phase == state.COMPLETED else "resume it, or submit a new one"
             why = f"is {name}, and nobody keeps its policy served; {remedy}"

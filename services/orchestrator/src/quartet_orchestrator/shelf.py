@@ -1,7 +1,7 @@
 """The shelf: the books of all runs, found again when the orchestrator starts.
 
-1. A book that cannot be read is set aside, with the reason and what to do; the others open. Its segments stay
-   as they are.
+1. A book that cannot be read, damaged or written by a newer release, is set aside, with the reason and what
+   to do; the others open. Its segments stay as they are.
 2. A folder without segments is no run's and is left alone. One whose first records are not on disk is an
    aborted submission: the journal's own files in it are removed.
 3. A run's folder has the run's name. Under another name it is a copy, and set aside: two books of one run
@@ -23,7 +23,7 @@ from quartet.kit.folder import lock_file
 
 from quartet_orchestrator import state
 from quartet_orchestrator.book import Book
-from quartet_orchestrator.journal import FILES
+from quartet_orchestrator.journal import FILES, JournalNewer
 from quartet_orchestrator.segments import JournalCorrupt
 
 log = structlog.get_logger()
@@ -84,6 +84,12 @@ def _in_use(why: str) -> ConfigError:
 
 def unreadable(folder: Path, error: JournalCorrupt | OSError) -> QuartetError:
     """Why a run's book cannot be used, as its callers get it."""
+    if isinstance(error, JournalNewer):
+        return _set_aside(
+            folder,
+            "NOT_IMPLEMENTED",
+            f"its journal was written by a newer release: {error}; start the orchestrator of that release",
+        )
     if isinstance(error, JournalCorrupt):
         return _set_aside(
             folder,

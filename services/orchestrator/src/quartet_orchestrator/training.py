@@ -20,6 +20,8 @@
 8. A trainer counts versions as the run does: one that says another number of optimizer steps than it was
    asked for is RunFailed, and its answer is not written down. Else rollouts would wait for a version that
    never comes, or be taken for those of another one.
+9. A trainer that refuses a run with rollouts (another release, whose states or settings differ; a model
+   folder that is not there any more) is RunInterrupted: what is there can be mended, the run is whole.
 """
 
 from __future__ import annotations
@@ -135,9 +137,14 @@ class Training:
         self._asked, self._opened = True, False
         try:
             there = await self._outage.through(partial(self._create, run_id, spec))
-        except QuartetError:
+        except QuartetError as error:
             self._asked = False
-            raise
+            if self._book.state.next_group == self._book.state.first_group:
+                raise  # nothing was sampled: it begins again when it is resumed
+            remedy = "mend that there, or start the release that it was, then resume the run"
+            raise RunInterrupted(
+                f"the trainer refuses the run that it had: {error.message}; {remedy}"
+            ) from error
         written = self._book.state.applied_seq_id
         if closing.is_ahead(there, self._book):
             self._asked = False

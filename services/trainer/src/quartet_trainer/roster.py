@@ -9,7 +9,8 @@ worker.
    one among them where it was closed, if that was asked for.
 4. A run of which a call failed half way is closed and never saved: who calls it next restores it from its
    newest state.
-5. A run whose state was saved under another spec is not opened: RUN_CONFLICT, naming the field.
+5. A run whose state was saved under another spec is not opened: RUN_CONFLICT, naming the field. One with
+   settings that this release does not know is INVALID_CONFIG, like a state of another form.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+import pydantic
 import structlog
 from quartet.errors import QuartetError
 
@@ -26,6 +28,7 @@ from quartet_trainer.content import Content
 from quartet_trainer.sequence import Sequence
 from quartet_trainer.spec import RunSpec, check_name, difference, extends
 from quartet_trainer.states import StateInfo, StateStore
+from quartet_trainer.wire.refusal import first
 from quartet_trainer.worker import Worker, release_memory
 
 if TYPE_CHECKING:
@@ -208,7 +211,7 @@ class Roster:
     def _open(self, run_id: str, spec: RunSpec) -> Entry:
         found = self._states.newest_sound(run_id)
         if found is not None:
-            held = RunSpec.model_validate(found[1].meta["spec"])
+            held = _held_spec(*found)
             if not extends(held, spec):
                 _same_spec(run_id, held, spec, str(found[0].path))
         run = self._make_run(run_id, spec)
@@ -235,6 +238,22 @@ def _unknown(run_id: str) -> QuartetError:
         f"run {run_id!r} is not open here; call CreateRun, which also restores it",
         run_id=run_id,
     )
+
+
+def _held_spec(info: StateInfo, content: Content) -> RunSpec:
+    """What the run was created with."""
+    try:
+        return RunSpec.model_validate(content.meta["spec"])
+    except pydantic.ValidationError as error:
+        key, _, why = first(error)
+        remedy = "use the release that wrote it, or an empty state_dir"
+        raise QuartetError(
+            "INVALID_CONFIG",
+            f"state {info.name} in {info.path} was saved by another release: {key}: {why}; {remedy}",
+            key="state_dir",
+            value=info.path,
+            remedy=remedy,
+        ) from error
 
 
 def _same_spec(run_id: str, held: RunSpec, wanted: RunSpec, where: str) -> None:
