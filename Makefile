@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install install-vllm classic demo test test-services test-system test-vllm test-compose test-kubernetes lint check bench protos clean
+.PHONY: install install-vllm classic demo test test-services test-system test-vllm test-compose test-kubernetes lint check bench protos released clean
 .DELETE_ON_ERROR:
 
 install: .venv/installed .venv-envs/installed
@@ -105,6 +105,7 @@ lint: install
 check: install
 	$(BIN)/buf lint protos
 	$(BIN)/buf format -d --exit-code protos
+	$(BIN)/buf breaking protos --against $(RELEASED)
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml
 	$(BIN)/hadolint $(addsuffix /Dockerfile,$(DISTS))
 	$(BIN)/yamllint -s compose.yaml k8s protos
@@ -114,6 +115,12 @@ bench: install classic models/tiny/config.json
 	$(PY) -m pip install -q --group bench
 	$(foreach b,demo several_turns overlap wire recovery weights delta relay replicas generate_cpu generate pause adapters agreement envhost rollouts rollout_faults loss_memory checkpointing packing trainer_call vs_trl,\
 	  $(PY) benchmarks/$(b).py &&) true
+
+# The contract of the newest release, which services of other releases still speak. With every release, once it breaks none.
+RELEASED := protos/released.binpb
+released: install
+	$(BIN)/buf breaking protos --against $(RELEASED)
+	$(BIN)/buf build protos --exclude-source-info -o $(RELEASED)
 
 protos: .venv/installed
 	$(PY) -m grpc_tools.protoc -Iprotos --python_out=sdk/src --pyi_out=sdk/src --grpc_python_out=sdk/src protos/quartet/v1/*.proto

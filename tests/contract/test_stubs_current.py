@@ -1,7 +1,8 @@
-"""The committed stubs are what the protos generate, and every RPC of the contract is specified."""
+"""The committed stubs are what the protos generate, and the contract breaks no service of a release."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,3 +37,31 @@ def test_stubs_are_current(tmp_path: Path) -> None:
 def test_the_protos_are_clean(command: list[str]) -> None:
     done = subprocess.run([BUF, *command], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def breaking(protos: Path) -> str:
+    """What of the protos a service of the newest release does not understand."""
+    command = [BUF, "breaking", str(protos), "--against", str(PROTOS / "released.binpb")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+
+
+def test_the_contract_breaks_no_service_of_the_newest_release() -> None:
+    assert breaking(PROTOS) == "", "services are upgraded one at a time: add fields, change none"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("optional double delta = 8;", "optional double delta = 16;", '"delta"'),
+        ("double normalizer = 4;", "uint64 normalizer = 4;", '"normalizer"'),
+        ("RATIO_TREATMENT_PPO = 2;", "RATIO_TREATMENT_PPO = 5;", '"2"'),
+    ],
+)
+def test_a_field_with_another_meaning_is_seen(tmp_path: Path, before: str, after: str, said: str) -> None:
+    changed = tmp_path / "protos"
+    shutil.copytree(PROTOS, changed)
+    proto = changed / "quartet/v1/trainer_service.proto"
+    text = proto.read_text()
+    assert text.count(before) == 1
+    proto.write_text(text.replace(before, after))
+    assert said in breaking(changed)
