@@ -1,7 +1,7 @@
 """What clients send: checked, and turned into requests of the contract.
 
 1. A parameter is served, or it is harmless (it names the caller, or asks for what is done anyway), or it is
-   refused by name. None is ignored.
+   refused by name. None is ignored, but wishes where the configuration takes them (`wishes`).
 2. `null` is the same as leaving a parameter out.
 """
 
@@ -16,6 +16,7 @@ from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 
 from quartet_inference.openai.errors import OpenAiError, malformed, unsupported
+from quartet_inference.openai.wishes import without_wishes
 
 #: Choices of one call, over all of its prompts.
 MAX_CHOICES = 256
@@ -272,29 +273,25 @@ def _text(content: _Text, where: str) -> str:
     return "".join(texts)
 
 
-def parse_chat(raw: bytes) -> ChatBody:
-    """A chat request. Raises OpenAiError."""
-    fields = _fields(raw, set(ChatBody.model_fields))
+def parse_chat(raw: bytes, best_effort: bool = False) -> tuple[ChatBody, list[str]]:
+    """A chat request, and the wishes that were taken from it. Raises OpenAiError."""
+    given, wishes = without_wishes(_fields(raw), best_effort)
+    fields = _served(given, set(ChatBody.model_fields))
     for index, message in enumerate(_dicts(fields.get("messages"))):
         fields["messages"][index] = _given(message)
     for index, tool in enumerate(_dicts(fields.get("tools"))):
         function = tool.get("function")
         if isinstance(function, dict):
             fields["tools"][index] = {**tool, "function": _given(function)}
-            if function.get("strict"):
-                raise unsupported(f"tools[{index}].function.strict", "send false: schemas are not enforced")
-    choice = fields.get("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        raise unsupported("tool_choice", 'choose "auto" or "none"')
-    return _validated(ChatBody, fields)
+    return _validated(ChatBody, fields), wishes
 
 
 def parse_completion(raw: bytes) -> CompletionBody:
     """A completion request. Raises OpenAiError."""
-    return _validated(CompletionBody, _fields(raw, set(CompletionBody.model_fields)))
+    return _validated(CompletionBody, _served(_fields(raw), set(CompletionBody.model_fields)))
 
 
-def _fields(raw: bytes, served: set[str]) -> dict[str, Any]:
+def _fields(raw: bytes) -> dict[str, Any]:
     try:
         text = raw.decode()
         body = json.loads(text)
@@ -304,7 +301,11 @@ def _fields(raw: bytes, served: set[str]) -> dict[str, Any]:
         raise OpenAiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
     if not isinstance(body, dict):
         raise OpenAiError(400, "the body should be a JSON object", code="invalid_json")
-    fields = _given(body)
+    return _given(body)
+
+
+def _served(fields: dict[str, Any], served: set[str]) -> dict[str, Any]:
+    """The fields that are served. Raises OpenAiError for others that are not harmless."""
     for name in sorted(fields.keys() - served - HARMLESS):
         if name not in NEUTRAL:
             raise unsupported(name, "leave it out")

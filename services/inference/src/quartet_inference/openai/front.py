@@ -30,14 +30,19 @@ from quartet_inference.chat import Chat
 from quartet_inference.engine import Engine
 from quartet_inference.openai.answers import at_most, numbered, stream, whole
 from quartet_inference.openai.bodies import ChatBody, CompletionBody, parse_chat, parse_completion
+from quartet_inference.openai.browsers import Origins
 from quartet_inference.openai.config import OpenAiConfig
 from quartet_inference.openai.errors import OpenAiError, from_quartet
 from quartet_inference.openai.replies import ChatReply, CompletionReply, Reply
+from quartet_inference.openai.wishes import WISHES_HEADER
 
 #: As a message of the contract.
 MAX_BODY_BYTES = 4 << 20
 # What a wrong URL is told, such as a client's base_url without /v1.
 SERVED_HERE = "/v1/chat/completions, /v1/completions, /v1/models and /health are"
+
+#: The wishes of a request, for the head of its answer.
+WISHES = web.RequestKey("wishes", list[str])
 
 log = structlog.get_logger()
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -63,6 +68,7 @@ class Front:
         self._base_model = base_model
         self._name = config.model_name or os.path.basename(os.path.normpath(base_model))
         self._key = api_key(config, "openai.")
+        self._origins = Origins(config.allowed_origins)
         self._running = 0
         self._created = int(time.time())
 
@@ -74,11 +80,22 @@ class Front:
         app.router.add_get("/v1/models/{name:.+}", self._model)
         app.router.add_post("/v1/chat/completions", self._chat_completions)
         app.router.add_post("/v1/completions", self._completions)
+        app.on_response_prepare.append(self._head)
         return app
+
+    async def _head(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
+        """What is said above any answer."""
+        self._origins.mark(request, response)
+        wishes = request.get(WISHES)
+        if wishes:
+            response.headers[WISHES_HEADER] = ", ".join(wishes)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Key, bounds, and errors as JSON."""
+        ahead = self._origins.preflight(request)
+        if ahead is not None:
+            return ahead
         known = request.match_info.route.resource
         with metrics.observe("openai", known.canonical if known is not None else "unknown") as seen:
             try:
@@ -164,7 +181,10 @@ class Front:
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
         raw = await self._body(request)
-        body = parse_chat(raw) if len(raw) <= INLINE_BYTES else await asyncio.to_thread(parse_chat, raw)
+        taken = (raw, self._config.best_effort)
+        small = len(raw) <= INLINE_BYTES
+        body, wishes = parse_chat(*taken) if small else await asyncio.to_thread(parse_chat, *taken)
+        request[WISHES] = wishes
         return await self._complete(request, body, body.requests(), ChatReply)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
@@ -212,6 +232,10 @@ def _as_error(error: OpenAiError | QuartetError | web.HTTPException) -> OpenAiEr
         return OpenAiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
     if error.status == 404:
         return OpenAiError(404, f"nothing is served at this URL; {SERVED_HERE}", code="unknown_url")
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        message = f"{error.method} is not served at this URL; {allowed} is"
+        return OpenAiError(405, message, code="wrong_method")
     return OpenAiError(error.status, error.reason)
 
 

@@ -1,0 +1,63 @@
+"""What a request asks of an answer's form: nothing here enforces it, so it is refused, or taken as a wish.
+
+Frameworks ask for such forms without being told to (`strict` of every tool, `tool_choice` "required" in loops
+of agents), and check what comes back themselves.
+
+1. Each is refused by name, unless the configuration's `best_effort` takes it as a wish.
+2. A wish changes nothing: prompt and tokens are those of the request without it. The answer names the
+   wishes in the header WISHES_HEADER.
+3. Only the known forms are wishes. Anything else in their places is checked as ever.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quartet_inference.openai.errors import unsupported
+
+WISHES_HEADER = "X-Quartet-Not-Enforced"
+_FORMATS = ("json_object", "json_schema")
+_CHOICES = ("function", "allowed_tools")  # of objects; of words "required"
+
+
+def without_wishes(fields: dict[str, Any], best_effort: bool) -> tuple[dict[str, Any], list[str]]:
+    """The request without its wishes, and their names. Raises OpenAiError for the first that is refused."""
+    left, named = dict(fields), []
+    for name, remedy in _wishes(fields):
+        if not best_effort:
+            raise unsupported(name, f"{remedy}, or have the server take it as a wish (openai.best_effort)")
+        named.append(name)
+        left.pop(name, None)
+    if any(name.startswith("tools[") for name in named):
+        left["tools"] = [_not_strict(tool) for tool in fields["tools"]]
+    return left, named
+
+
+def _wishes(fields: dict[str, Any]) -> list[tuple[str, str]]:
+    """Their names, and what to send instead."""
+    found = []
+    for index, tool in enumerate(_list(fields.get("tools"))):
+        if _function(tool).get("strict") is True:
+            found.append((f"tools[{index}].function.strict", "send false: schemas are not enforced"))
+    choice, form = fields.get("tool_choice"), fields.get("response_format")
+    if choice == "required" or (isinstance(choice, dict) and choice.get("type") in _CHOICES):
+        found.append(("tool_choice", 'choose "auto" or "none"'))
+    if isinstance(form, dict) and form.get("type") in _FORMATS:
+        found.append(("response_format", "leave it out: no form is enforced"))
+    if fields.get("parallel_tool_calls") is False:
+        found.append(("parallel_tool_calls", "leave it out: the model may call several tools"))
+    return found
+
+
+def _not_strict(tool: Any) -> Any:
+    function = _function(tool)
+    return {**tool, "function": {**function, "strict": False}} if function.get("strict") is True else tool
+
+
+def _function(tool: Any) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return function if isinstance(function, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

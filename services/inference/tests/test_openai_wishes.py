@@ -1,0 +1,128 @@
+"""Forms of answers that nothing enforces: refused, or wishes; and pages of a browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pydantic
+import pytest
+from quartet_inference.openai.config import OpenAiConfig
+
+from .openai_door import TOOL, Door, opened, say
+
+STRICT: Any = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+SCHEMA: Any = {"type": "json_schema", "json_schema": {"name": "p", "schema": {"type": "object"}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+NAMES = {
+    "tools[0].function.strict": {"tools": [STRICT]},
+    "tool_choice": {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}},
+    "response_format": {"response_format": SCHEMA},
+    "parallel_tool_calls": {"tools": [TOOL], "parallel_tool_calls": False},
+}
+PAGE = {"Origin": "https://page.example:8443"}
+
+
+async def test_unless_configured_each_is_refused_by_name(door: Door) -> None:
+    """wishes.py 1."""
+    for name, asked in NAMES.items():
+        with pytest.raises(openai.BadRequestError, match=r"openai\.best_effort") as refused:
+            await door.chat(**asked)
+        assert (refused.value.param, refused.value.code) == (name, "unsupported_parameter")
+
+
+async def test_a_wish_changes_nothing_and_is_named(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """wishes.py 2."""
+    async with opened(model_folder, openai={"best_effort": True}) as door:
+        raw = door.plain.chat.completions.with_raw_response
+        plain: Any = {"model": door.model, "messages": [{"role": "user", "content": "hi"}], "seed": 7}
+        for name, asked in NAMES.items():
+            without = {"tools": [TOOL]} if "tools" in asked else {}
+            answers = [await raw.create(**plain, max_tokens=20, **more) for more in (asked, without)]
+            texts = [answer.parse().choices[0].message.content for answer in answers]
+            assert texts[0] == texts[1]
+            assert [a.headers.get("X-Quartet-Not-Enforced") for a in answers] == [name, None]
+        say(monkeypatch, door, CALL)
+        everything = {"tools": [STRICT], "tool_choice": "required", "parallel_tool_calls": False}
+        answer = await raw.create(**plain, **everything, response_format=SCHEMA, stream=True)
+        assert answer.headers["X-Quartet-Not-Enforced"] == ", ".join(
+            ["tools[0].function.strict", "tool_choice", "response_format", "parallel_tool_calls"]
+        )
+        calls = [call async for chunk in answer.parse() for call in chunk.choices[0].delta.tool_calls or ()]
+        assert [call.function.name for call in calls] == ["add"]
+
+
+async def test_other_values_are_checked_as_ever(model_folder: Path) -> None:
+    """wishes.py 3."""
+    async with opened(model_folder, openai={"best_effort": True}) as door:
+        for name, value in (
+            ("tool_choice", "any"),
+            ("tool_choice", {"type": "music"}),
+            ("response_format", {"type": "grammar"}),
+            ("response_format", "json"),
+            ("parallel_tool_calls", 0.5),
+            ("tools", [{"type": "function", "function": {"name": "f", "strict": "very"}}]),
+        ):
+            body = {"model": door.model, "messages": [{"role": "user", "content": "x"}], name: value}
+            status, error = await door.refusal(**body)
+            assert status == 400 and error["param"].startswith(name), (value, error)
+        bare = {"model": door.model, "prompt": "x", "response_format": SCHEMA}
+        status, error = await door.refusal("completions", **bare)
+        assert (status, error["param"]) == (400, "response_format"), "no form of a bare completion is a wish"
+
+
+async def test_pages_of_allowed_origins_may_ask_and_read(model_folder: Path, tmp_path: Path) -> None:
+    """browsers.py 1, 3."""
+    key_file = tmp_path / "key"
+    key_file.write_text("sesame\n")
+    settings = {"allowed_origins": [PAGE["Origin"]], "api_key_file": key_file}
+    ahead = {
+        **PAGE,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
+    }
+    async with (
+        opened(model_folder, openai=settings) as door,
+        aiohttp.ClientSession(f"http://{door.address}") as page,
+    ):
+        async with page.options("/v1/chat/completions", headers=ahead) as answer:
+            assert answer.status == 204
+            assert answer.headers["Access-Control-Allow-Origin"] == PAGE["Origin"]
+            assert answer.headers["Access-Control-Allow-Headers"] == ahead["Access-Control-Request-Headers"]
+            assert "POST" in answer.headers["Access-Control-Allow-Methods"]
+        key = {**PAGE, "Authorization": "Bearer sesame"}
+        body = {"model": door.model, "prompt": "hi", "max_tokens": 2}
+        for headers, stream, status in ((key, False, 200), (key, True, 200), (PAGE, False, 401)):
+            sent = {**body, "stream": stream}
+            async with page.post("/v1/completions", headers=headers, json=sent) as answer:
+                assert answer.status == status
+                assert answer.headers["Access-Control-Allow-Origin"] == PAGE["Origin"], "errors are read, too"
+                assert answer.headers["Vary"] == "Origin"
+        async with page.options("/v1/models", headers=PAGE) as answer:
+            assert answer.status == 401, "no question of a browser"
+
+
+@pytest.mark.parametrize("allowed", [[], ["https://other.example"]])
+async def test_other_pages_are_told_nothing(model_folder: Path, allowed: list[str]) -> None:
+    """browsers.py 2."""
+    ahead = {**PAGE, "Access-Control-Request-Method": "POST"}
+    async with (
+        opened(model_folder, openai={"allowed_origins": allowed}) as door,
+        aiohttp.ClientSession(f"http://{door.address}") as page,
+    ):
+        async with page.options("/v1/completions", headers=ahead) as answer:
+            assert answer.status == 405 and "Access-Control-Allow-Origin" not in answer.headers
+            assert (await answer.json())["error"]["code"] == "wrong_method"
+        async with page.get("/v1/models", headers=PAGE) as answer:
+            assert answer.status == 200 and "Access-Control-Allow-Origin" not in answer.headers
+
+
+def test_an_origin_has_no_path() -> None:
+    OpenAiConfig.model_validate({"allowed_origins": ["*", "http://localhost:5173"]})
+    for wrong in ("localhost:5173", "http://localhost/", ""):
+        with pytest.raises(pydantic.ValidationError, match="is no origin"):
+            OpenAiConfig.model_validate({"allowed_origins": [wrong]})
