@@ -252,3 +252,12 @@ async def test_drain_lets_running_requests_end(door: Door) -> None:
         await door.complete(max_tokens=5)
     await door.engine.resume()
     assert (await running).usage.completion_tokens >= 1
+
+
+async def test_a_replica_without_weights_says_when_to_ask_again(model_folder: Path) -> None:
+    """Else a client's own two repetitions are over within seconds, before any weights can come."""
+    async with opened(model_folder, weights_address="127.0.0.1:1") as door:
+        with pytest.raises(openai.InternalServerError) as away:
+            await door.chat()
+        assert (away.value.status_code, away.value.code) == (503, "not_ready")
+        assert away.value.response.headers["Retry-After"] == "5"

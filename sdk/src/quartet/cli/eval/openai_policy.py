@@ -3,7 +3,8 @@
 1. A turn is one chat completion: the conversation as the environment has it, with its tools and sampling.
 2. An endpoint tells how many tokens there were, not which. The answer therefore carries as many zeros: they
    are counted as usage and are good for nothing else, so nothing of these rollouts is ever trained on.
-3. An endpoint that will never answer (refused connection, wrong key, unknown model) is told by `fatal`; any
+3. Thinking is told by servers as `reasoning_content`, or as `reasoning` (vLLM 0.32).
+4. An endpoint that will never answer (refused connection, wrong key, unknown model) is told by `fatal`; any
    other error fails the rollout that asked.
 """
 
@@ -27,6 +28,7 @@ RETRIES = 3
 #: Sampling keys that the API does not have, but most servers take beside it.
 BESIDE = ("top_k", "min_p", "repetition_penalty")
 PLAIN = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed")
+THINKING = ("reasoning_content", "reasoning")
 HOPELESS = (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError)
 
 
@@ -148,7 +150,8 @@ def answer_of(done: Any) -> pb.ModelAnswer:
     choice, usage = done.choices[0], done.usage
     said = choice.message
     message = common_pb2.Message(role="assistant", content=said.content or "")
-    message.reasoning_content = getattr(said, "reasoning_content", None) or ""
+    told = (getattr(said, name, None) for name in THINKING)
+    message.reasoning_content = next((text for text in told if text), "")
     for call in said.tool_calls or []:
         if call.type == "function":
             message.tool_calls.add(

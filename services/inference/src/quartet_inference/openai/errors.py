@@ -17,6 +17,9 @@ _STATUS: dict[str, tuple[int, str, str | None]] = {
     "NOT_READY": (503, "server_error", "not_ready"),
     "DEADLINE": (504, "server_error", "timeout"),
 }
+#: Where the error names no time itself. A replica that starts or drains takes seconds: clients that are told
+#: nothing ask twice within two, and give up.
+NOT_READY_RETRY_SECONDS = 5.0
 _INTERNAL = (500, "server_error", "internal_error")
 
 
@@ -60,4 +63,6 @@ def from_quartet(error: QuartetError) -> OpenAiError:
     status, kind, code = _STATUS.get(error.reason, _INTERNAL)
     message = error.message if error.reason in _STATUS else "the server failed; its log says why"
     wait_s = error.retry_after_ms / 1000 if error.retry_after_ms else None
+    if wait_s is None and status == 503:
+        wait_s = NOT_READY_RETRY_SECONDS
     return OpenAiError(status, message, kind, error.metadata.get("field"), code, wait_s)
