@@ -12,10 +12,10 @@ import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
-from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 
 from quartet_inference.openai.errors import OpenAiError, malformed, unsupported
+from quartet_inference.openai.turns import Strict, TurnBody, without_restated
 from quartet_inference.openai.wishes import without_wishes
 
 #: Choices of one call, over all of its prompts.
@@ -61,20 +61,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
 }
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
-_Text = str | list[Any] | None
 T = TypeVar("T", bound=pydantic.BaseModel)
 
 
-class _Strict(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
-
-
-class _StreamOptions(_Strict):
+class _StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool = False  # nothing is obfuscated
 
 
-class _Sampling(_Strict):
+class _Sampling(Strict):
     """What both kinds of completion have in common."""
 
     model: str
@@ -137,53 +132,14 @@ class _Sampling(_Strict):
 _SCALARS = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty")
 
 
-class _Called(_Strict):
-    name: str
-    arguments: str
-
-
-class _Call(_Strict):
-    id: str
-    type: Literal["function"] = "function"
-    function: _Called
-    index: int | None = None
-
-
-class _Message(_Strict):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: _Text = None
-    name: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: list[_Call] | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None  # the newer name of the same
-    annotations: Annotated[list[Any], pydantic.Field(max_length=0)] | None = None
-
-    def wire(self, where: str) -> common_pb2.Message:
-        """The message of the contract."""
-        message = common_pb2.Message(
-            # A developer's message is what a system message was called before.
-            role="system" if self.role == "developer" else self.role,
-            content=_text(self.content, f"{where}.content"),
-            reasoning_content=self.reasoning_content or self.reasoning or "",
-            tool_call_id=self.tool_call_id or "",
-            name=self.name or "",
-        )
-        for call in self.tool_calls or ():
-            message.tool_calls.add(
-                id=call.id, name=call.function.name, arguments_json=call.function.arguments
-            )
-        return message
-
-
-class _Function(_Strict):
+class _Function(Strict):
     name: str
     description: str = ""
     parameters: dict[str, Any] | None = None
     strict: Literal[False] = False
 
 
-class _Tool(_Strict):
+class _Tool(Strict):
     type: Literal["function"]
     function: _Function
 
@@ -191,7 +147,7 @@ class _Tool(_Strict):
 class ChatBody(_Sampling):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[_Message], pydantic.Field(min_length=1)]
+    messages: Annotated[list[TurnBody], pydantic.Field(min_length=1)]
     tools: list[_Tool] | None = None
     tool_choice: Literal["auto", "none"] = "auto"
     max_completion_tokens: Annotated[int, pydantic.Field(ge=1, lt=2**32)] | None = None
@@ -257,28 +213,12 @@ class CompletionBody(_Sampling):
         return requests
 
 
-def _text(content: _Text, where: str) -> str:
-    """Text of a message; parts are joined."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for index, part in enumerate(content):
-        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-            raise malformed(f"{where}[{index}]", "a content part has a type")
-        if part["type"] != "text":
-            raise unsupported(f"{where}[{index}].type", f"send text, not {part['type']}")
-        if not isinstance(part.get("text"), str):
-            raise malformed(f"{where}[{index}].text", "should be a string")
-        texts.append(part["text"])
-    return "".join(texts)
-
-
 def parse_chat(raw: bytes, best_effort: bool = False) -> tuple[ChatBody, list[str]]:
     """A chat request, and the wishes that were taken from it. Raises OpenAiError."""
     given, wishes = without_wishes(_fields(raw), best_effort)
     fields = _served(given, set(ChatBody.model_fields))
     for index, message in enumerate(_dicts(fields.get("messages"))):
-        fields["messages"][index] = _given(message)
+        fields["messages"][index] = without_restated(_given(message))
     for index, tool in enumerate(_dicts(fields.get("tools"))):
         function = tool.get("function")
         if isinstance(function, dict):
