@@ -78,15 +78,11 @@ def make_sample(
     covered = [np.arange(start, start + length) for start, length, _ in spans]
     versions = [_filled(length, version, np.int64) for _, length, version in spans]
     count = sum(map(len, covered))
-    logprobs_K = _per_position(index, "logprobs", logprobs, (0, count), count)
-    if logprobs_K is not None and (highest := logprobs_K.item(logprobs_K.argmax())) > MAX_LOGPROB:
-        remedy = "send log(p), which is never above 0; not its negative, nor p"
-        raise _refused(index, "logprobs", f"{highest:g}", remedy)
     return Sample(
         tokens_T,
         _joined(covered),
         _joined(versions),
-        logprobs_K,
+        _per_position(index, "logprobs", logprobs, (0, count), count, MAX_LOGPROB),
         _per_position(index, "advantages", advantages, (0, 1, count), count),
         _per_position(index, "reference_logprobs", reference, (0, count), count),
     )
@@ -123,21 +119,30 @@ def _joined(parts: Sequence[Ints]) -> Ints:
 
 
 def _per_position(
-    index: int, field: str, values: Sequence[float], allowed: tuple[int, ...], count: int
+    index: int,
+    field: str,
+    values: Sequence[float],
+    allowed: tuple[int, ...],
+    count: int,
+    at_most: float = math.inf,
 ) -> Floats | None:
     if len(values) not in allowed:
         raise _refused(index, field, f"{len(values)} values", f"{count} positions are covered")
     if not values:
         return None
     if len(values) == 1:
-        array, extremes = _filled(count, values[0], np.float32), [values[0]]
+        array = _filled(count, values[0], np.float32)
+        highest = lowest = values[0]
     else:
         array = np.array(values, dtype=np.float32)
         # Not a number is the largest of any: a third of the time of isfinite() and count_nonzero().
-        extremes = [array.item(array.argmax()), array.item(array.argmin())]
-    for extreme in extremes:
+        highest, lowest = array.item(array.argmax()), array.item(array.argmin())
+    for extreme in (highest, lowest):
         if not math.isfinite(extreme):
             raise _refused(index, field, str(extreme), "every value must be finite")
+    if highest > at_most:
+        remedy = "send log(p), which is never above 0; not its negative, nor p"
+        raise _refused(index, field, f"{highest:g}", remedy)
     return array
 
 
