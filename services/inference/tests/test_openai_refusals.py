@@ -222,6 +222,7 @@ async def test_prompts_of_megabytes_are_refused_at_once(door: Door) -> None:
         status, error = await door.refusal(path, model=door.model, **body)
         assert (status, error["code"]) == (400, "context_length_exceeded")
         assert "at least" in error["message"] and "at most 255" in error["message"]
+        assert "this model's maximum context length is" in error["message"].lower(), "as clients look for it"
 
 
 async def test_connections_are_bounded_and_silent_ones_end(

@@ -20,6 +20,9 @@ _STATUS: dict[str, tuple[int, str, str | None]] = {
 #: Where the error names no time itself. A replica that starts or drains takes seconds: clients that are told
 #: nothing ask twice within two, and give up.
 NOT_READY_RETRY_SECONDS = 5.0
+#: OpenAI's own words: LiteLLM and what is built on it know by them, not by the code, that a conversation has
+#: to be shortened.
+TOO_LONG = "This model's maximum context length is exceeded: "
 _INTERNAL = (500, "server_error", "internal_error")
 
 
@@ -62,6 +65,8 @@ def from_quartet(error: QuartetError) -> OpenAiError:
     """A typed error of the service; faults keep their details in the log."""
     status, kind, code = _STATUS.get(error.reason, _INTERNAL)
     message = error.message if error.reason in _STATUS else "the server failed; its log says why"
+    if error.reason == "PROMPT_TOO_LONG":
+        message = TOO_LONG + message
     wait_s = error.retry_after_ms / 1000 if error.retry_after_ms else None
     if wait_s is None and status == 503:
         wait_s = NOT_READY_RETRY_SECONDS
