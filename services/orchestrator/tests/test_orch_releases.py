@@ -114,6 +114,33 @@ async def test_a_trainer_of_another_release_stops_a_run_and_does_not_end_it(worl
         assert_complete(world, await world.rest(runs), steps=8)
 
 
+@pytest.mark.parametrize("reason", ["ENVIRONMENT_UNKNOWN", "INVALID_CONFIG", "NOT_IMPLEMENTED"])
+async def test_a_host_without_the_environment_any_more_stops_a_run(world, monkeypatch, reason):
+    """sampling.py 7: an image was built without its package, or with a version that refuses the arguments."""
+    world.trainer.delay_s = 0.02
+    plain = world.host.RunRollouts
+
+    async def refuses(*_):
+        raise QuartetError(reason, "the environment is not what it was")
+        yield
+
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=8), dry_run=False)
+        while runs.get(RUN).state.step < 2:
+            await runs.get(RUN).changed()
+        await world.kill("host")
+        monkeypatch.setattr(world.host, "RunRollouts", refuses)
+        await world.serve("host")
+        run = await world.rest(runs)
+        assert run.phase == pb.RUN_PHASE_STOPPED
+        assert "is not what it was" in run.error and "resume the run" in run.error
+        await world.kill("host")
+        monkeypatch.setattr(world.host, "RunRollouts", plain)
+        await world.serve("host")
+        await runs.resume(RUN)
+        assert_complete(world, await world.rest(runs), steps=8)
+
+
 async def test_a_failure_of_a_kind_that_is_new_is_a_failure_like_any_other(world):
     """rollouts.py 3: a newer host says why a member failed."""
     world.host.kind, world.host.failing_tasks = 99, set(range(0, 50, 3))

@@ -25,7 +25,7 @@ from quartet_orchestrator.envhosts import EnvHosts
 from quartet_orchestrator.eval_metrics import Outcome, of_evaluation
 from quartet_orchestrator.hold import Hold
 from quartet_orchestrator.measuring import Measurement, measured_with
-from quartet_orchestrator.outage import RunFailed, RunInterrupted
+from quartet_orchestrator.outage import RunInterrupted
 from quartet_orchestrator.permits import Permits
 from quartet_orchestrator.sampling import Sampling
 from quartet_orchestrator.together import alongside, first_cause
@@ -156,8 +156,8 @@ def _typed(cause: BaseException) -> BaseException:
                 "OVERLOADED",
                 f"{UNREAD_BYTES >> 20} MiB of rollouts were left unread; read faster, or ask for fewer",
             )
+        case RunInterrupted(__cause__=QuartetError() as error):
+            return error
         case RunInterrupted():
             return QuartetError("NOT_READY", str(cause))
-        case RunFailed(__cause__=QuartetError() as error):
-            return error
     return cause

@@ -13,6 +13,7 @@
    reward.
 6. A rollout that a teacher has judged fits into a message of its own with all that is told beside it
    (ROLLOUT_BYTES), as one from a host does: else without its conversation, else it is a failure.
+7. An environment that a host refuses now is RunInterrupted: it was there when the run was submitted.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from quartet.v1 import rollout_pb2 as rpb
 
 from quartet_orchestrator.batches import covered_tokens
 from quartet_orchestrator.envhosts import EnvHosts, SignOfLife
-from quartet_orchestrator.outage import Outage, RunFailed, backoff_s
+from quartet_orchestrator.outage import Outage, RunInterrupted, backoff_s
 from quartet_orchestrator.parts import parts_of
 from quartet_orchestrator.permits import Permits
 from quartet_orchestrator.reach import Reach
@@ -119,7 +120,9 @@ class Sampling:
                     lambda: self._attempt(request, group, ended, batch, all_or_nothing=all_or_nothing)
                 )
             except QuartetError as error:
-                raise RunFailed(f"environment {request.environment.id!r}: {error.message}") from error
+                remedy = "mend its host, then resume the run"
+                text = f"environment {request.environment.id!r}: {error.message}; {remedy}"
+                raise RunInterrupted(text) from error
             if not goes_on:
                 return group.failed
             if group.missing:
