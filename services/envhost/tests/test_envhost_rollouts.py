@@ -177,8 +177,8 @@ async def test_tool_answers_are_carried_and_not_trained_on(hosted: Any) -> None:
 
 async def test_a_model_that_never_stops_calling_tools_is_cut_short(hosted: Any) -> None:
     hosted.policy.answer = lambda request, last: 'call calc_add {"a": 1, "b": 1}'
-    request = hosted.request("tool-env", task_index=0, timeout_ms=120_000)
-    stream = hosted.stub.RunRollouts(request, timeout=150)
+    request = hosted.request("tool-env", task_index=0, timeout_ms=250_000)
+    stream = hosted.stub.RunRollouts(request, timeout=280)
     (rollout,) = [frame.rollout async for frame in stream if frame.HasField("rollout")]
     assert not rollout.HasField("failure"), rollout.failure
     assert rollout.truncated and rollout.stop_condition == "too_many_model_calls"

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import gc
 import os
+import weakref
 
 import pytest
 from orch_world import RUN, assert_complete, events
@@ -187,17 +188,25 @@ async def test_the_first_step_after_a_rest_counts_from_where_the_run_went_on(wor
     assert third["time/wait_rollouts_s"] == 0
 
 
-async def test_of_a_run_that_rests_only_its_book_stays(world):
+async def test_of_a_run_that_rests_only_its_book_stays(world, monkeypatch):
     """runs.py 4"""
+    began, make = [], TrainingRun.__init__
+
+    def made(run, *parts):
+        began.append(weakref.ref(run))
+        make(run, *parts)
+
+    monkeypatch.setattr(TrainingRun, "__init__", made)
     async with world.orchestrator() as runs:
         await completed(world, runs, 2, "completed")
         world.trainer.delay_s = 0.05
         await runs.submit(RUN, world.toml(steps=9), dry_run=False)
         runs.stop(RUN)
         await world.rest(runs)
-        async with asyncio.timeout(10.0):
-            while [one for one in gc.get_objects() if isinstance(one, TrainingRun)]:
+        async with asyncio.timeout(30.0):
+            while any(run() is not None for run in began):
                 await asyncio.sleep(0.05)
                 gc.collect()
+        assert len(began) == 2
         assert (await runs.resume(RUN)).phase == pb.RUN_PHASE_PENDING
         assert_complete(world, await world.rest(runs), steps=9)
