@@ -33,13 +33,15 @@ def test_codes_are_what_the_proto_comments_say() -> None:
     path = next(
         parent / "protos" / source for parent in Path(__file__).parents if (parent / "protos").is_dir()
     )
-    comment = ""
+    comment: list[str] = []
     said = {}
-    for line in path.read_text().splitlines():
-        if line.strip().startswith("//"):
-            comment = line.strip(" /")
-        elif line.strip().startswith("ERROR_REASON_"):
-            said[line.split()[0].removeprefix("ERROR_REASON_")] = comment.split(".")[0]
+    for line in map(str.strip, path.read_text().splitlines()):
+        if line.startswith("//"):
+            comment.append(line.strip(" /"))
+            continue
+        if line.startswith("ERROR_REASON_"):
+            said[line.split()[0].removeprefix("ERROR_REASON_")] = comment[0].split(".")[0] if comment else ""
+        comment = []
     said.pop("UNSPECIFIED")
     assert said == {reason: code.name for reason, code in errors.CODES.items()}
 
