@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install install-vllm classic demo test test-services test-system test-vllm test-compose test-kubernetes lint check bench protos released clean
+.PHONY: install install-vllm classic demo test test-tensors test-services test-system test-vllm test-compose test-kubernetes lint check bench protos released clean
 .DELETE_ON_ERROR:
 
 install: .venv/installed .venv-envs/installed
@@ -67,13 +67,16 @@ demo: install models/tiny/config.json
 	$(BIN)/quartet rl @ configs/reverse-text.toml --seed $(SEED) --output-dir outputs/demo --overwrite
 	@echo "results: outputs/demo/{summary.json,metrics.jsonl,reward.png,rollouts/,checkpoint/}"
 
-# The services' own tests and those of the whole are two processes side by side: both wait much.
+# Three processes side by side: all of them wait much.
 test: install classic test-vllm
 	.venv-envs/bin/python -m pytest $(ENVIRONMENTS)
-	$(MAKE) -j2 test-services test-system
+	$(MAKE) -j3 test-tensors test-services test-system
+
+test-tensors: install
+	$(PY) -m pytest services/trainer services/inference
 
 test-services: install
-	$(PY) -m pytest sdk services gateways
+	$(PY) -m pytest sdk services/envhost services/orchestrator gateways
 
 test-system: install
 	$(PY) -m pytest tests

@@ -33,8 +33,8 @@ def random_adapter(
     for name, module in merged.named_modules():
         if not (isinstance(module, torch.nn.Linear) and name.endswith(targets)):
             continue
-        low = 0.2 * torch.randn(rank, module.in_features, generator=generator)
-        high = 0.2 * torch.randn(module.out_features, rank, generator=generator)
+        low = 0.12 * torch.randn(rank, module.in_features, generator=generator)
+        high = 0.12 * torch.randn(module.out_features, rank, generator=generator)
         module.weight.data = module.weight.data + (high @ low) * (alpha / rank)
         for side, matrix in (("lora_A", low), ("lora_B", high)):
             wire = Tensor("F32", tuple(matrix.shape), matrix.numpy().tobytes())

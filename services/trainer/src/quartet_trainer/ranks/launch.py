@@ -45,12 +45,14 @@ def run_ranks(config: TrainerConfig) -> None:
     device = _own_device(config)
     group = Group(device)
     log.info("rank_joined", rank=group.rank, ranks=group.size, device=str(device))
+    if not group.first:
+        # Before the first rank can serve: a signal to all of them is its to act on, whenever it comes.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
     machine = machine_of(config, group, device)
     if group.first:
         uvloop.run(_lead(config, group, machine))
     else:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
         prepare(config.threads, config.deterministic)
         follow(group, _maker(machine))
     leave()
