@@ -31,7 +31,7 @@ tokenizer = training.get_tokenizer()
 data = [datum(tokenizer, *pair) for pair in PAIRS]
 for step in range(STEPS):
     passes = training.forward_backward(data, "cross_entropy")
-    training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    training.optim_step(types.AdamParams(learning_rate=3e-3)).result()
     print(f"step {step + 1}: loss {passes.result().metrics['loss:sum']:.3f}")
 
 sampler = training.save_weights_and_get_sampling_client().result()
