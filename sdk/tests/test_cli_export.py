@@ -57,3 +57,15 @@ def test_an_output_folder_that_lost_its_configuration_is_refused(
     assert main(["export", str(tmp_path), "model"]) == 2
     assert "name their folder" in capsys.readouterr().err
     assert asked == []
+
+
+def test_a_run_that_somebody_else_trained_has_no_model_here(
+    tmp_path: Path, asked: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """export.py 2."""
+    (tmp_path / RECORD).write_text(
+        json.dumps({"run_id": "first", "config_toml": "external_trainer = true\n"})
+    )
+    assert main(["export", str(tmp_path), "model"]) == 2
+    assert "the weights are with the program that trains" in capsys.readouterr().err
+    assert asked == []

@@ -1,7 +1,8 @@
 """`quartet export FOLDER TARGET`: the model of a run's newest saved state, or of another.
 
 1. FOLDER is the output folder of `quartet rl`, or a run's folder of states, or one state.
-2. The trainer's package does it, in place of this process: what is saved is only read, so the run may go on.
+2. A run that somebody else's program trains has no states: it is refused, with that reason.
+3. The trainer's package does it, in place of this process: what is saved is only read, so the run may go on.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ def _states(folder: Path) -> Path:
     if not record.is_file():
         return folder
     try:
-        run_id = str(json.loads(record.read_text())["run_id"])
+        run = json.loads(record.read_text())
+        run_id = str(run["run_id"])
+        if tomllib.loads(run.get("config_toml", "")).get("external_trainer"):
+            raise ConfigError("external_trainer = true: the weights are with the program that trains")
         own = folder / "data" / "trainer"
         if own.is_dir():  # the folder may have been moved, or be a copy, since its configuration was written
             return own / run_id

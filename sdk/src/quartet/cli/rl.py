@@ -278,8 +278,9 @@ def _say_ended(job: Job, ended: Ended) -> int:
     if ended.completed:
         _say_completed(job, ended.summary)
         return 0
-    print(f"stopped after step {ended.summary['steps']}; go on with: {job.words.going_on(job.folder)}\n"
-          f"or write the model as it is: quartet export {job.folder} MODEL_FOLDER")  # fmt: skip
+    print(f"stopped after step {ended.summary['steps']}; go on with: {job.words.going_on(job.folder)}")
+    if not job.config.external_trainer:  # else the weights are with the program that trains
+        print(f"or write the model as it is: quartet export {job.folder} MODEL_FOLDER")
     return exits.INTERRUPTED
 
 
