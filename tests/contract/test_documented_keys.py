@@ -1,7 +1,8 @@
-"""Every key of every configuration is named in README.md or docs/."""
+"""Every key of every configuration is named in README.md or docs/, and `--help` has its default."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -31,3 +32,10 @@ def test_every_key_is_in_a_document(config: type[Config]) -> None:
     pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
     words = set(re.findall(r"\w+", "\n".join(page.read_text() for page in pages)))
     assert [key for key in known_keys(config) if key.rpartition(".")[2] not in words] == []
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_help_has_defaults_that_are_values(config: type[Config]) -> None:
+    """A folder as it is written, and no PosixPath('outputs')."""
+    for shown in filter(None, known_keys(config).values()):
+        ast.literal_eval(shown)

@@ -46,7 +46,8 @@ def known_keys(model: type[pydantic.BaseModel], prefix: str = "") -> dict[str, s
             keys.update(known_keys(inner, f"{prefix}{name}."))
         else:
             default = info.get_default(call_default_factory=True, validated_data={})
-            keys[prefix + name] = "" if default is PydanticUndefined else repr(default)
+            shown = str(default) if isinstance(default, Path) else default
+            keys[prefix + name] = "" if default is PydanticUndefined else repr(shown)
     return keys
 
 
