@@ -270,3 +270,21 @@ async def test_an_orchestrator_that_asks_for_a_certificate_is_shown_one(pki: Pat
     code, printed = await quartet("runs", *at, *own[:2])
     assert code == 2 and "cert_file and key_file go together" in printed
     await server.stop(0)
+
+
+@needs_openssl
+async def test_tls_on_one_side_alone_is_told_with_what_to_write(
+    pki: Path, orchestrator: tuple[Orchestrator, str]
+) -> None:
+    _, plain = orchestrator
+    code, printed = await quartet("runs", "--orchestrator", plain, "--ca-file", str(pki / "ca.crt"))
+    assert code == 1 and "it speaks plaintext, leave --ca-file out" in printed
+    tls = ServerTls(cert_file=pki / "server.crt", key_file=pki / "server.key")
+    add = rpc.add_OrchestratorServiceServicer_to_server
+    offered = Service("quartet.v1.OrchestratorService", add, Orchestrator())
+    (pki / "token").write_text("secret")
+    config = ServerConfig(address="127.0.0.1:0", tls=tls, token_file=pki / "token")
+    server = await start([offered], config, Health())
+    code, printed = await quartet("runs", "--orchestrator", server.address)
+    assert code == 1 and "if it has TLS, give --ca-file" in printed
+    await server.stop(0)

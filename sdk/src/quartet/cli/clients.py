@@ -46,6 +46,11 @@ TO_ELSEWHERE = (
     "give --ca-file, or reach it by a tunnel that begins on this machine; "
     "--insecure-ok-off-loopback on a private network"
 )
+#: What gRPC says where one side speaks TLS and the other plaintext, and what to write.
+TLS_OF_ONE_SIDE = {
+    "Socket closed": "if it has TLS, give --ca-file",
+    "WRONG_VERSION_NUMBER": "it speaks plaintext, leave --ca-file out",
+}
 #: The environments are loaded to check the configuration: their hosts say how long that may take.
 SUBMIT_SECONDS = 7200.0
 
@@ -92,8 +97,10 @@ async def _connected(client: Client, options: argparse.Namespace, rest: list[str
         except QuartetError as error:
             if "grpc_code" not in error.metadata or error.reason not in ("NOT_READY", "DEADLINE"):
                 raise
+            hints = [f"; {hint}" for said, hint in TLS_OF_ONE_SIDE.items() if said in error.message]
             raise QuartetError(
-                error.reason, f"no orchestrator answers at {options.orchestrator} ({error.message})"
+                error.reason,
+                f"no orchestrator answers at {options.orchestrator} ({error.message}){''.join(hints)}",
             ) from error
 
 
