@@ -131,3 +131,13 @@ def test_a_baseline_is_played_as_the_run_would(capsys: pytest.CaptureFixture[str
     ):
         assert main(arguments) == 2
         assert said in capsys.readouterr().err
+
+
+def test_replicas_need_no_model_and_a_file_names_one_for_the_folder() -> None:
+    def model(*asked: str) -> str:
+        options, rest = build_parser().parse_known_args(["baseline", *asked])
+        return read(options, rest).model
+
+    served = ("--inference-address", "127.0.0.1:1", "--inference-address", "127.0.0.1:2")
+    assert model("reverse-text", *served) == "127.0.0.1:1"
+    assert model("@", str(RUN), *served) == model("@", str(RUN))

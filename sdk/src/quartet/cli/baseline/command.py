@@ -76,7 +76,9 @@ def read(options: argparse.Namespace, rest: list[str]) -> RunConfig:
         given.append(f"--model={options.key_model}")
     if named:
         given.append(f"--env={inline([{'id': named, 'args': args}])}")
-    return load_run([*rest, *given], flags=options.flags).config
+    # Replicas have a model; what a file or an option says of it, for the name of the folder, comes after.
+    served = [f"--model={address}" for address in options.inference_address[:1]]
+    return load_run([*served, *rest, *given], flags=options.flags).config
 
 
 def trials(options: argparse.Namespace, config: RunConfig) -> list[Trial]:
