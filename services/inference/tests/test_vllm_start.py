@@ -174,9 +174,10 @@ def test_an_argument_is_passed_on_or_refused(model_folder: Path) -> None:
     given = {field.name: "given" for field in dataclasses.fields(AsyncEngineArgs)}
     for name in OWNED_VLLM_ARGS:
         del given[name]
-    settings = {"args": given, "max_lora_rank": 8}
+    settings = {"args": given, "max_lora_rank": 24}
     passed = engine_args(InferenceConfig(model=model_folder, engine="vllm", vllm=settings))
     assert given.items() <= passed.items()
+    assert passed["max_lora_rank"] == 32, "what vLLM has room for in steps is rounded up"
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ from quartet.cli.job import (
 from quartet.cli.outputs import Outputs, write_json
 from quartet.cli.progress import phase_name
 from quartet.cli.run_file import load_run
+from quartet.cli.run_tables import tables_of
 from quartet.cli.summary import SUMMARY, is_completed, summary_of, summed_up
 from quartet.cli.wandb.child import STOPPED_CODE, Ending
 from quartet.cli.wandb.reporter import check as check_wandb
@@ -50,7 +51,7 @@ from quartet.config.refusals import together
 from quartet.errors import QuartetError
 from quartet.kit.standard_streams import say
 from quartet.local.child import ChildSpec
-from quartet.local.deployment import SERVICES, check, wire, write
+from quartet.local.deployment import check, wire, write
 from quartet.local.devices import ON_DEVICES
 from quartet.local.supervisor import ServiceFailed
 from quartet.run.config import RunConfig
@@ -230,17 +231,8 @@ def _display(plain: bool) -> Display:
 
 
 def _deploy(job: Job, folder: Path) -> list[ChildSpec]:
-    """Write the services' configs for the job into a folder."""
-    tables: dict[str, dict[str, Any]] = {name: dict(getattr(job.config, name)) for name in SERVICES}
-    # Verifiers takes seconds to import, while the other services start.
-    asked = (*job.config.env, *(trial.hosted for trial in job.config.trials))
-    tables["envhost"].setdefault("preload", [{"id": one.id, "args": one.args} for one in asked])
-    if job.config.external_trainer:
-        del tables["trainer"]
-        tables["inference"].setdefault("accept_push", True)
-    else:
-        tables["trainer"].setdefault("keep_last", job.config.ckpt.keep_last)
-    return write(wire(job.config.model, folder / "data", tables), folder)
+    """Write the services' configs for the job into a folder. Raises ConfigError."""
+    return write(wire(job.config.model, folder / "data", tables_of(job.config)), folder)
 
 
 def check_services(job: Job, *, apart: bool = False) -> None:

@@ -19,6 +19,7 @@ from typing import Any, get_args
 import pydantic
 from quartet.config import ConfigError
 from vllm import AsyncEngineArgs
+from vllm.config.lora import MaxLoRARanks
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -147,7 +148,8 @@ def engine_args(config: InferenceConfig) -> dict[str, Any]:
     if settings.max_lora_rank:
         owned |= {
             "enable_lora": True,
-            "max_lora_rank": settings.max_lora_rank,
+            # It makes room in steps.
+            "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= settings.max_lora_rank),
             "max_loras": settings.max_loras,
             # While one version replaces another, both are held.
             "max_cpu_loras": max(settings.max_loras, 2 * config.adapters.max_count),

@@ -1,0 +1,56 @@
+"""What the services of `quartet rl` get besides their tables, because of the run that they are started for.
+
+1. The host preloads what the run plays, the trainer keeps as many states as `ckpt.keep_last`; without a
+   trainer of ours inference takes pushes; vLLM has room for the adapter. What a table says itself stands.
+2. What a table says against the run is refused before anything starts: a loss of one's own that the trainer
+   is not given, a rank that vLLM has no room for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quartet.config import ConfigError
+from quartet.local.deployment import SERVICES
+from quartet.run.config import RunConfig
+
+Tables = dict[str, dict[str, Any]]
+
+
+def tables_of(config: RunConfig) -> Tables:
+    """A table for each service that the run needs. Raises ConfigError."""
+    tables: Tables = {name: dict(getattr(config, name)) for name in SERVICES}
+    # Verifiers takes seconds to import, while the other services start.
+    asked = (*config.env, *(trial.hosted for trial in config.trials))
+    tables["envhost"].setdefault("preload", [{"id": one.id, "args": one.args} for one in asked])
+    if config.external_trainer:
+        del tables["trainer"]
+        tables["inference"].setdefault("accept_push", True)
+    else:
+        tables["trainer"].setdefault("keep_last", config.ckpt.keep_last)
+        _has_the_loss(config, tables["trainer"].get("losses", {}))
+    if config.lora.enabled and config.lora.publish == "adapter":
+        _has_room_for_the_adapter(config.lora.r, tables["inference"])
+    return tables
+
+
+def _has_the_loss(config: RunConfig, losses: object) -> None:
+    custom = config.algorithm.custom
+    if custom is not None and isinstance(losses, Mapping) and custom not in losses:
+        raise ConfigError(
+            f"algorithm.custom = {custom!r} is none of trainer.losses; give trainer.losses.{custom} = "
+            '"package.module:function"'
+        )
+
+
+def _has_room_for_the_adapter(rank: int, inference: dict[str, Any]) -> None:
+    vllm = inference.get("vllm", {})
+    if inference.get("engine") != "vllm" or not isinstance(vllm, Mapping):
+        return
+    most = vllm.get("max_lora_rank", rank)
+    if isinstance(most, int) and most < rank:
+        raise ConfigError(
+            f"lora.r = {rank} is above inference.vllm.max_lora_rank = {most}; raise that, or leave it out"
+        )
+    inference["vllm"] = {**vllm, "max_lora_rank": most}

@@ -1,0 +1,54 @@
+"""run_tables.py: what services get because of the run that they are started for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from quartet.cli.run_tables import tables_of
+from quartet.config import ConfigError
+from quartet.run.config import RunConfig, parse_run
+
+RUN = 'model = "m"\n[[env]]\nid = "e"\nargs = { k = 1 }\n'
+
+
+def run(*tables: str) -> RunConfig:
+    return parse_run(RUN + "\n".join(tables))
+
+
+def test_the_run_says_what_its_tables_leave_out() -> None:
+    """Promise 1."""
+    tables = tables_of(run("[ckpt]\nkeep_last = 3", "[eval]\nnum_examples = 0"))
+    assert tables["envhost"] == {"preload": [{"id": "e", "args": {"k": 1}}]}
+    assert tables["trainer"] == {"keep_last": 3} and tables["inference"] == {}
+    assert tables_of(run("[trainer]\nkeep_last = 5"))["trainer"] == {"keep_last": 5}
+    foreign = tables_of(parse_run("external_trainer = true\n" + RUN))
+    assert "trainer" not in foreign and foreign["inference"] == {"accept_push": True}
+
+
+@pytest.mark.parametrize(
+    ("inference", "gets"),
+    [
+        ('engine = "vllm"', {"max_lora_rank": 16}),
+        ('engine = "vllm"\nvllm = { max_lora_rank = 64, threads = 2 }', {"max_lora_rank": 64, "threads": 2}),
+        ("vllm = { threads = 2 }", {"threads": 2}),
+    ],
+)
+def test_vllm_has_room_for_the_adapter(inference: str, gets: dict[str, Any]) -> None:
+    """Promise 1."""
+    adapter = run("[lora]\nenabled = true\nr = 16", f"[inference]\n{inference}")
+    assert tables_of(adapter)["inference"]["vllm"] == gets
+    merged = run('[lora]\nenabled = true\npublish = "merged"', '[inference]\nengine = "vllm"')
+    assert "vllm" not in tables_of(merged)["inference"]
+
+
+def test_what_a_table_says_against_the_run_is_refused() -> None:
+    """Promise 2."""
+    small = '[inference]\nengine = "vllm"\nvllm = { max_lora_rank = 8 }'
+    with pytest.raises(ConfigError, match=r"lora.r = 16 is above inference.vllm.max_lora_rank = 8"):
+        tables_of(run("[lora]\nenabled = true\nr = 16", small))
+    own = '[algorithm]\nloss = "custom"\ncustom = "mine"'
+    with pytest.raises(ConfigError, match=r"'mine' is none of trainer.losses; give trainer.losses.mine"):
+        tables_of(run(own))
+    given = tables_of(run(own, '[trainer.losses]\nmine = "package.module:function"'))
+    assert given["trainer"]["losses"] == {"mine": "package.module:function"}
