@@ -68,8 +68,9 @@ async def test_what_is_not_served_is_refused_by_name(model_folder: Path) -> None
         }
         assert (await door.chat(max_tokens=2, **harmless, **neutral)).choices
         completion_bad: list[tuple[dict[str, Any], str]] = [
-            ({"echo": True}, "echo"),
             ({"logprobs": 2}, "logprobs"),
+            ({"logprobs": 21, "echo": True}, "logprobs"),
+            ({"max_tokens": 0}, "max_tokens"),
             ({"suffix": "x"}, "suffix"),
             ({"prompt": []}, "prompt"),
             ({"prompt": [[1], ["a"]]}, "prompt"),

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, MoshiConfig
 
 from .engine_calls import running
 from .random_models import weights_of
-from .told import TOLERANCE
+from .told import TOLERANCE, best
 
 Make = Callable[..., Any]
 
@@ -160,6 +160,29 @@ async def test_bounds_cancellation_and_closing(make_model: Make) -> None:
     with pytest.raises(QuartetError) as caught:
         await last
     assert caught.value.reason == "NOT_READY"
+
+
+@pytest.mark.parametrize("piece", [16, 256])
+async def test_the_likeliest_tokens_of_each_position_come_with_it(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    """In pieces, in a shared pass, and after a swap in the middle: those of one version."""
+    monkeypatch.setattr(score, "PIECE_TOKENS", piece)
+    asked = [ScoreRequest(tuple(range(length)), ((1, length - 1),), top=3) for length in (2, 9, 70, 250)]
+    asked.append(ScoreRequest(tuple(range(40)), ((1, 2), (30, 5)), top=3))
+    async with running(make_model(0)) as engine:
+        staged = await engine.stage(weights_of(make_model(1)))
+        scoring = [asyncio.create_task(engine.score(request)) for request in asked]
+        await asyncio.sleep(0)
+        await engine.swap(staged, ServedWeights("", 1, b"1"))
+        scored = [await task for task in scoring]
+        assert (await engine.score(replace(asked[0], top=0))).tops == []
+    for request, have in zip(asked, scored, strict=True):
+        covered = [at for start, length in request.covered for at in range(start, start + length)]
+        rows = best(make_model(have.version), request.tokens, 3)
+        assert len(have.tops) == len(have.logprobs) == len(covered)
+        for at, top in zip(covered, have.tops, strict=True):
+            assert top == pytest.approx(rows[at - 1], abs=TOLERANCE["embedded"], rel=0)
 
 
 async def test_what_goes_ahead_waits_for_no_full_queue(

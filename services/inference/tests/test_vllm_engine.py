@@ -19,7 +19,7 @@ from quartet_inference.engine import Request, Sampling, ScoreRequest, ServedWeig
 
 from .engine_calls import complete, running, until
 from .random_models import weights_of
-from .told import TOLERANCE, Told, behind_kept_keys, chosen, scores
+from .told import TOLERANCE, Told, behind_kept_keys, best, chosen, scores
 from .vllm_driver import PROMPT, Driver, Make, launch, tear
 
 pytest.importorskip("vllm", reason="vLLM is not installed in this interpreter (make install-vllm)")
@@ -253,6 +253,25 @@ async def test_a_score_that_goes_ahead_waits_for_the_first_place_alone(
     wanted = scores(keeping.models[scored.version], tokens)[:63]
     assert scored.logprobs == pytest.approx(wanted, abs=TOLERANCE["vllm"], rel=0)
     await asyncio.gather(*calls)
+
+
+async def test_the_likeliest_tokens_of_each_position_come_with_it(keeping: Driver) -> None:
+    """drawing.py 5: of the last position too, where the token that is scored is likely, or is not."""
+    model = keeping.models[await keeping.update(15)]
+    head = list(range(254))
+    likely = int(model(torch.tensor([head])).logits[0, -1].argmax())
+    for tokens in ([*head, likely, 3], [*head, likely], [*head, (likely + 1) % 250], [5, 6]):
+        request = ScoreRequest(tuple(tokens), ((1, len(tokens) - 1),), top=20)
+        noise = asyncio.create_task(keeping.ask([1, 2], max_tokens=20))
+        scored = await keeping.engine.score(request)
+        wanted = scores(model, tokens).tolist()
+        assert scored.logprobs == pytest.approx(wanted, abs=TOLERANCE["vllm"], rel=0)
+        for have, want in zip(scored.tops, best(model, tokens, 21), strict=True):
+            values = sorted(want.values())[1:]
+            assert sorted(have.values()) == pytest.approx(values, abs=TOLERANCE["vllm"], rel=0)
+            assert len(have.keys() & want.keys()) == 20
+        assert keeping.difference(await noise) <= TOLERANCE["vllm"]
+    assert (await keeping.engine.score(replace(request, top=0))).tops == []
 
 
 async def test_both_engines_draw_the_same_tokens_for_a_seed(keeping: Driver) -> None:

@@ -108,5 +108,12 @@ def scores(model: Any, tokens: Sequence[int]) -> torch.Tensor:
     return chosen(distribution(model, tokens[:1], tokens[1:]), tokens[1:])
 
 
+def best(model: Any, tokens: Sequence[int], count: int) -> list[dict[int, float]]:
+    """The likeliest tokens in the place of every token but the first."""
+    rows = distribution(model, tokens[:1], tokens[1:]).topk(count)
+    pairs = zip(rows.indices.tolist(), rows.values.tolist(), strict=True)
+    return [dict(zip(*pair, strict=True)) for pair in pairs]
+
+
 def random_prompt(rng: random.Random, longest: int = 120) -> list[int]:
     return [rng.randrange(256) for _ in range(rng.randint(1, longest))]

@@ -26,7 +26,7 @@ from quartet.v1 import inference_service_pb2 as pb
 from quartet_inference.chat import Chat, Unextendable
 from quartet_inference.chat.lengths import too_long
 from quartet_inference.conversations import Conversations, Messages
-from quartet_inference.engine import Delta, Engine, Finish, Reason, Request, ServedWeights
+from quartet_inference.engine import Delta, Engine, Finish, Reason, Request, ServedWeights, refusal
 from quartet_inference.messages import from_turn, to_template, tool_to_template
 from quartet_inference.sampling import resolve
 from quartet_inference.updates import ServedNews
@@ -114,12 +114,7 @@ class Answerer:
         self, request: pb.GenerateRequest, remaining_s: float | None
     ) -> AsyncIterator[Started | Delta | Ended]:
         """The start, deltas and ends of a request. Errors: those of Generate."""
-        if request.n > MAX_COMPLETIONS:
-            raise refused("n", request.n, f"ask for at most {MAX_COMPLETIONS} completions")
-        small = request.ByteSize() <= INLINE_BYTES
-        prompt = self._prompt_of(request) if small else await asyncio.to_thread(self._prompt_of, request)
-        wanted = self._request_of(request, prompt)
-        await self._wait_for_weights(wanted, request.HasField("min_policy_version"), remaining_s)
+        prompt, wanted = await self._prepared(request, remaining_s, room_for=1)
         sampled: list[list[int]] = [list(prompt.sampled) for _ in range(wanted.n)]
         async with aclosing(self._engine.generate(wanted)) as events:  # type: ignore[type-var]
             begun: Started | None = Started(prompt.given, prompt.tools, prompt.rendered, prompt.kept)
@@ -134,6 +129,28 @@ class Answerer:
                     yield self._end(event, sampled[event.index], prompt)
                 else:
                     yield await asyncio.to_thread(self._end, event, sampled[event.index], prompt)
+
+    async def prompt(self, request: pb.GenerateRequest, remaining_s: float | None) -> tuple[int, ...]:
+        """What `answer` would complete, once the weights are there; it may fill the context.
+
+        Errors: those of Generate.
+        """
+        prompt, wanted = await self._prepared(request, remaining_s, room_for=0)
+        refused = refusal(wanted, self._engine.info().serving(wanted.run_id))
+        if refused is not None:
+            raise refused
+        return prompt.given
+
+    async def _prepared(
+        self, request: pb.GenerateRequest, remaining_s: float | None, room_for: int
+    ) -> tuple[_Prompt, Request]:
+        if request.n > MAX_COMPLETIONS:
+            raise refused("n", request.n, f"ask for at most {MAX_COMPLETIONS} completions")
+        small = request.ByteSize() <= INLINE_BYTES
+        prompt = self._prompt_of(request) if small else await asyncio.to_thread(self._prompt_of, request)
+        wanted = self._request_of(request, prompt, room_for)
+        await self._wait_for_weights(wanted, request.HasField("min_policy_version"), remaining_s)
+        return prompt, wanted
 
     def held_up(self, request: pb.GenerateRequest) -> str:
         """Why the weights that the request waits for cannot come for now; empty where they may, or did."""
@@ -201,12 +218,12 @@ class Answerer:
             self.prefix_breaks += 1
         PREFIX_BREAKS.inc()
 
-    def _request_of(self, request: pb.GenerateRequest, prompt: _Prompt) -> Request:
+    def _request_of(self, request: pb.GenerateRequest, prompt: _Prompt, room_for: int) -> Request:
         info = self._engine.info()
         if not prompt.token_ids:
             raise refused("messages", "rendered to nothing", "send a message with content")
         room = info.max_model_len - len(prompt.given)
-        if room < max(1, prompt.resumed):
+        if room < max(room_for, prompt.resumed):
             raise too_long(f"{len(prompt.token_ids)}", len(prompt.token_ids), info.max_model_len)
         return Request(
             prompt=prompt.token_ids,

@@ -17,7 +17,7 @@ A stream of tokens for each request, and weights that change between two steps.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
@@ -25,6 +25,9 @@ from quartet.errors import QuartetError
 from quartet.weights.tensor import Tensor
 
 from quartet_inference.layout import Layout
+
+#: Alternatives of a position that a score may ask for.
+MAX_TOP = 20
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,7 @@ class ScoreRequest:
     exact_version: int | None = None
     # It goes before all that waits, and is not refused for what waits.
     ahead: bool = False
+    top: int = 0  # so many of the likeliest tokens of each covered position too, at most MAX_TOP
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,8 @@ class Scored:
 
     logprobs: list[float]
     version: int
+    # Of each covered position, where they were asked for: its likeliest tokens, the best first.
+    tops: list[dict[int, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

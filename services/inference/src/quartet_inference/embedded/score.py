@@ -45,6 +45,7 @@ class ScoreJob:
     done: int = 0  # tokens whose keys and values are in the cache
     cache: DynamicCache | None = None
     logprobs: list[float] = field(default_factory=list)
+    tops: list[dict[int, float]] = field(default_factory=list)
     covered: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -59,6 +60,7 @@ class ScoreJob:
         """Forget what other weights computed."""
         self.done, self.cache = 0, None
         self.logprobs.clear()
+        self.tops.clear()
 
 
 class Scorer:
@@ -162,7 +164,7 @@ class Scorer:
             ids[row, : job.needed] = torch.tensor(job.request.tokens[: job.needed])
         logits = self._network(input_ids=ids.to(self._device), use_cache=False).logits
         for row, job in enumerate(jobs):
-            job.logprobs = self._read(logits[row], job, job.covered, 0)
+            self._read(logits[row], job, job.covered, 0)
 
     def _long(self, job: ScoreJob) -> None:
         """The next piece of one sequence."""
@@ -178,22 +180,27 @@ class Scorer:
         ).logits
         begun = len(job.logprobs)
         here = [position for position in job.covered[begun : begun + end - start] if position <= end]
-        job.logprobs.extend(self._read(logits[0], job, here, start))
+        self._read(logits[0], job, here, start)
         job.done = end
 
-    def _read(self, logits_TV: torch.Tensor, job: ScoreJob, covered: list[int], start: int) -> list[float]:
-        """Log-probabilities of covered positions; row i of the logits predicts position start + i + 1."""
+    def _read(self, logits_TV: torch.Tensor, job: ScoreJob, covered: list[int], start: int) -> None:
+        """Note those of covered positions; row i of the logits predicts position start + i + 1."""
         if not covered:
-            return []
+            return
         rows = torch.tensor(covered, device=self._device) - start - 1
         targets = torch.tensor([job.request.tokens[position] for position in covered], device=self._device)
         chosen = logits_TV[rows].float()
         picked = chosen.gather(1, targets[:, None])[:, 0]
-        logprobs: list[float] = (picked - chosen.logsumexp(-1)).tolist()
-        return logprobs
+        mass = chosen.logsumexp(-1)
+        job.logprobs.extend((picked - mass).tolist())
+        if job.request.top:
+            best = chosen.topk(min(job.request.top, chosen.shape[-1]), -1)
+            values = (best.values - mass[:, None]).tolist()
+            pairs = zip(best.indices.tolist(), values, strict=True)
+            job.tops.extend(dict(zip(*row, strict=True)) for row in pairs)
 
 
 def _answer(job: ScoreJob, version: int) -> Scored | QuartetError:
     if all(map(math.isfinite, job.logprobs)):
-        return Scored(job.logprobs, version)
+        return Scored(job.logprobs, version, job.tops)
     return QuartetError("INTERNAL", "the weights give non-finite logits")

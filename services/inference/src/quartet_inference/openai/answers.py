@@ -23,6 +23,7 @@ from quartet_inference.answering import INLINE_TOKENS, Ended, Started
 from quartet_inference.engine import Delta
 from quartet_inference.openai.bodies import ChatBody, CompletionBody
 from quartet_inference.openai.choices import Choice, Speaker
+from quartet_inference.openai.echo import Echoed, Part
 from quartet_inference.openai.errors import from_quartet
 from quartet_inference.openai.replies import Reply
 
@@ -30,12 +31,10 @@ from quartet_inference.openai.replies import Reply
 LAST_WORDS_SECONDS = 5.0
 
 #: One of an answer, with the number of its prompt.
-Event = tuple[int, Started | Delta | Ended]
+Event = tuple[int, Part]
 
 
-async def numbered(
-    number: int, answer: AsyncIterator[Started | Delta | Ended]
-) -> AsyncGenerator[Event, None]:
+async def numbered(number: int, answer: AsyncIterator[Part]) -> AsyncGenerator[Event, None]:
     """The events of one prompt's answer."""
     async with aclosing(answer) as events:  # type: ignore[type-var]
         async for event in events:
@@ -68,6 +67,8 @@ async def whole(
                 given[number] = event.prompt
             elif isinstance(event, Delta):
                 choices[number * body.n + event.index].deltas.append(event)
+            elif isinstance(event, Echoed):
+                reply.echoed[number * body.n + event.index] = event
             else:
                 choices[number * body.n + event.index].ended = event
 
@@ -75,7 +76,8 @@ async def whole(
         return json.dumps(reply.whole(choices, given)).encode()
 
     tokens = sum(choice.ended.completion_tokens for choice in choices if choice.ended is not None)
-    answer = write() if tokens <= INLINE_TOKENS else await asyncio.to_thread(write)
+    small = tokens <= INLINE_TOKENS and not _echoes(body)
+    answer = write() if small else await asyncio.to_thread(write)
     return web.Response(body=answer, content_type="application/json")
 
 
@@ -101,7 +103,10 @@ async def stream(
                 if item is None:
                     await response.write(b": alive\n\n")
                     continue
-                chunks = teller.tell(*item)  # at most a delta's tokens: cheaper than the way to a thread
+                if _echoes(body):  # a prompt may be long
+                    chunks = await asyncio.to_thread(teller.tell, *item)
+                else:
+                    chunks = teller.tell(*item)  # at most a delta's tokens: cheaper than the way there
                 if chunks:
                     await response.write(b"".join(map(_event, chunks)))
     except QuartetError as error:
@@ -113,6 +118,10 @@ async def stream(
     ends = [reply.chunk([], reply.usage(teller.ended))] if usage else []
     await _last_words(http, response, ends, b"data: [DONE]\n\n")
     return response
+
+
+def _echoes(body: ChatBody | CompletionBody) -> bool:
+    return isinstance(body, CompletionBody) and body.echo
 
 
 async def _last_words(
@@ -142,7 +151,7 @@ class _Teller:
         """The ends, in the order of their choices."""
         return [ended for _, ended in sorted(self._ended.items())]
 
-    def tell(self, number: int, event: Started | Delta | Ended) -> list[dict[str, Any]]:
+    def tell(self, number: int, event: Part) -> list[dict[str, Any]]:
         first = number * self._n
         if isinstance(event, Started):
             chunks = []
@@ -151,6 +160,9 @@ class _Teller:
                 chunks += self._reply.first_chunks(index, event.prompt)
             return chunks
         index = first + event.index
+        if isinstance(event, Echoed):
+            self._reply.echoed[index] = event
+            return []
         speaker = self._speakers[index]
         if isinstance(event, Delta):
             chunk = self._reply.delta(index, speaker.feed(event), event)

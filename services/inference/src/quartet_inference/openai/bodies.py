@@ -14,12 +14,15 @@ from typing import Annotated, Any, Literal, TypeVar
 import pydantic
 from quartet.v1 import inference_service_pb2 as pb
 
+from quartet_inference.engine import MAX_TOP
 from quartet_inference.openai.errors import OpenAiError, malformed, unsupported
 from quartet_inference.openai.turns import Strict, TurnBody, without_restated
 from quartet_inference.openai.wishes import without_wishes
 
 #: Choices of one call, over all of its prompts.
 MAX_CHOICES = 256
+#: Log-probabilities of one answer, alternatives included: 40 bytes of JSON each, and more in memory.
+MAX_LOGPROBS = 900_000
 #: What the API's documentation gives /v1/completions where max_tokens is left out.
 COMPLETION_TOKENS = 16
 
@@ -39,7 +42,6 @@ HARMLESS = frozenset(
 # Accepted with these values only, because they ask for what is done anyway.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
     "logit_bias": ({},),
     "modalities": (["text"],),
@@ -179,7 +181,9 @@ class CompletionBody(_Sampling):
     """POST /v1/completions. Token prompts go to the engine as they are."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: Annotated[int, pydantic.Field(ge=0)] | None = None
+    max_tokens: Annotated[int, pydantic.Field(ge=0, lt=2**32)] | None = None
+    echo: bool = False
+    logprobs: Annotated[int, pydantic.Field(ge=0, le=MAX_TOP)] | None = None
     add_special_tokens: bool = True
 
     def limit(self) -> int | None:
@@ -199,15 +203,23 @@ class CompletionBody(_Sampling):
 
     def requests(self, token_ids: list[list[int]]) -> list[pb.GenerateRequest]:
         """One request for each prompt."""
-        if self.logprobs:
-            raise unsupported(
-                "logprobs", "ask for 0: log-probabilities are those of the tokens drawn, no others"
-            )
+        if self.logprobs and not self.echo:
+            remedy = "ask for 0: log-probabilities are those of the tokens drawn, no others; or send echo"
+            raise unsupported("logprobs", remedy)
+        if self.max_tokens == 0 and not self.echo:
+            raise malformed("max_tokens", "send at least 1, or echo: nothing would be told")
+        if self.echo and self.logprobs is not None:
+            texts = self.n * sum(len(ids) + (self.limit() or 0) for ids in token_ids)
+            if texts * (1 + self.logprobs) > MAX_LOGPROBS:
+                few = f"an answer has at most {MAX_LOGPROBS} log-probabilities, alternatives included"
+                raise malformed("prompt", f"{few}; send fewer prompts, or max_tokens or logprobs below")
         requests = []
         for ids in token_ids:
             if any(not 0 <= token < 2**32 for token in ids):
                 raise malformed("prompt", "tokens are from 0 up")
             request = self.request()
+            if self.max_tokens == 0:  # Echo samples nothing
+                request.sampling.ClearField("max_tokens")
             request.tokens.token_ids.extend(ids)
             requests.append(request)
         return requests

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -32,6 +32,7 @@ from quartet_inference.openai.answers import at_most, numbered, stream, whole
 from quartet_inference.openai.bodies import ChatBody, CompletionBody, parse_chat, parse_completion
 from quartet_inference.openai.browsers import Origins
 from quartet_inference.openai.config import OpenAiConfig
+from quartet_inference.openai.echo import Echo, Part
 from quartet_inference.openai.errors import OpenAiError, from_quartet
 from quartet_inference.openai.replies import ChatReply, CompletionReply, Reply
 from quartet_inference.openai.wishes import WISHES_HEADER
@@ -216,7 +217,10 @@ class Front:
         fingerprint = f"{served.run_id or self._name}@{served.version}" if served is not None else ""
         reply = reply_type(self._chat, body, fingerprint)
         limit_s = self._config.request_seconds
-        answers = [self._answerer.answer(request, limit_s) for request in requests]
+        answer: Callable[[pb.GenerateRequest, float], AsyncIterator[Part]] = self._answerer.answer
+        if isinstance(body, CompletionBody) and body.echo:
+            answer = Echo(self._answerer, self._engine, body).answer
+        answers = [answer(request, limit_s) for request in requests]
         async with aclosing(merged([numbered(*one) for one in enumerate(answers)])) as events:
             if body.stream:
                 return await stream(http, body, reply, events, limit_s)

@@ -2,14 +2,15 @@
 
 Beyond that API, as vLLM has it: `reasoning_content`, `stop_reason`, and with `return_token_ids` the prompt's
 and the choice's exact tokens; with those come `policy_versions`, the spans of tokens by the version that
-sampled them.
+sampled them. Where a prompt is told back with log-probabilities, `logprobs_policy_version` is the one version
+that all of them are of.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quartet_inference.answering import Ended
@@ -17,6 +18,8 @@ from quartet_inference.chat import Chat, FormatReader, Said
 from quartet_inference.engine import Delta
 from quartet_inference.openai.bodies import ChatBody, CompletionBody
 from quartet_inference.openai.choices import FINISH_REASONS, Choice, Speaker, tool_calls, versions_of
+from quartet_inference.openai.echo import Echoed
+from quartet_inference.text_stream import TextStream
 
 
 class Reply:
@@ -29,6 +32,7 @@ class Reply:
     def __init__(self, chat: Chat, body: ChatBody | CompletionBody, fingerprint: str) -> None:
         self._chat = chat
         self._body = body
+        self.echoed: dict[int, Echoed] = {}  # of each choice, where they are asked for
         self._frame = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -190,6 +194,7 @@ class CompletionReply(Reply):
 
     def __init__(self, chat: Chat, body: CompletionBody, fingerprint: str) -> None:
         super().__init__(chat, body, fingerprint)
+        self._given = body.prompts()
         self._offsets: dict[int, int] = {}  # of each choice: where the text of its next token begins
 
     def speaker(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]]) -> Speaker:
@@ -202,36 +207,81 @@ class CompletionReply(Reply):
         return speaker.rest("", ended.text)
 
     def first_chunks(self, index: int, prompt: Sequence[int]) -> list[dict[str, Any]]:
-        """The prompt's tokens where they are asked for, else nothing."""
-        if not self._body.return_token_ids:
+        """The prompt, its tokens where they are asked for, else nothing."""
+        if not self._body.return_token_ids and not self._body.echo:
             return []
-        piece = {"index": index, "text": "", "logprobs": None, "finish_reason": None}
-        return [self.chunk([{**piece, "prompt_token_ids": list(prompt)}])]
+        piece = {"index": index, "text": self._echo(index, prompt), "logprobs": None, "finish_reason": None}
+        ids = {"prompt_token_ids": list(prompt)} if self._body.return_token_ids else {}
+        return [self.chunk([{**piece, **ids}])]
 
     def delta(self, index: int, said: Said, delta: Delta) -> dict[str, Any] | None:
         """Text; None where there is none, nor log-probabilities or tokens to tell."""
-        logprobs = self._logprobs(index, [delta])
+        logprobs = None if self._body.echo else self._logprobs(index, [delta])
         if not said.content and logprobs is None and not self._body.return_token_ids:
             return None
         piece = {"index": index, "text": said.content, "logprobs": logprobs, "finish_reason": None}
         return self.chunk([{**piece, **self._ids([delta])}])
 
     def last_chunks(self, index: int, rest: Said, ended: Ended) -> list[dict[str, Any]]:
-        """The text that is left, and why it ended."""
-        return [self.chunk([{"index": index, "text": rest.content, "logprobs": None, **self._end(ended)}])]
+        """The text that is left, why it ended, and of a prompt told back all log-probabilities."""
+        piece = {"index": index, "text": rest.content, "logprobs": None, **self._end(ended)}
+        return [self.chunk([{**piece, **self._scores(index)}])]
 
     def _choice(self, index: int, choice: Choice, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
         assert choice.ended is not None
         ids = self._ids(choice.deltas)
+        prompt = prompts[index // self._body.n]
         if ids:
-            ids["prompt_token_ids"] = list(prompts[index // self._body.n])
+            ids["prompt_token_ids"] = list(prompt)
         return {
             "index": index,
-            "text": choice.ended.text,
-            "logprobs": self._logprobs(index, choice.deltas),
+            "text": self._echo(index, prompt) + choice.ended.text,
+            "logprobs": None if self._body.echo else self._logprobs(index, choice.deltas),
             **self._end(choice.ended),
             **ids,
+            **self._scores(index),
         }
+
+    def _echo(self, index: int, prompt: Sequence[int]) -> str:
+        """The prompt where it is told back: as it was given, or the text of its tokens."""
+        if not self._body.echo:
+            return ""
+        given = self._given[index // self._body.n]
+        return given if isinstance(given, str) else self._chat.text(prompt, special=True)
+
+    def _scores(self, index: int) -> dict[str, Any]:
+        """The log-probabilities of a choice whose prompt is told back."""
+        echoed = self.echoed.get(index)
+        if echoed is None:
+            return {}
+        given = zip(echoed.tokens[1:], echoed.scored.logprobs, strict=True)
+        tops = zip(echoed.scored.tops, given, strict=True) if self._body.logprobs else ()
+        logprobs = {
+            "tokens": [self._name(token) for token in echoed.tokens],
+            "token_logprobs": [None, *echoed.scored.logprobs],
+            "top_logprobs": [None, *(self._named(*one) for one in tops)] if self._body.logprobs else None,
+            "text_offset": self._text_offsets(index, echoed.tokens),
+        }
+        return {"logprobs": logprobs, "logprobs_policy_version": echoed.scored.version}
+
+    def _named(self, top: Mapping[int, float], given: tuple[int, float]) -> dict[str, float]:
+        """The likeliest tokens and the given one; of those of one text, as halves of characters, the best."""
+        named: dict[str, float] = {}
+        for token, logprob in (*top.items(), given):
+            named.setdefault(self._name(token), logprob)
+        return named
+
+    def _text_offsets(self, index: int, tokens: Sequence[int]) -> list[int]:
+        """Where in the choice's text each token begins."""
+        stream = TextStream(lambda ids: self._chat.text(ids, special=True))
+        offsets, text = [], ""
+        for token in tokens:
+            offsets.append(len(text))
+            text += stream.feed([token])
+        given = self._given[index // self._body.n]
+        # What the tokenizer has put before a text is not told back.
+        before = max(0, text.find(given)) if isinstance(given, str) else 0
+        return [max(0, offset - before) for offset in offsets]
 
     def _logprobs(self, index: int, deltas: Sequence[Delta]) -> dict[str, Any] | None:
         if self._body.logprobs is None:

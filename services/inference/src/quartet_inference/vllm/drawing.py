@@ -10,6 +10,8 @@ top-k and top-p; a trainer needs the ones between. So this processor does all th
    restart with a request and whose CPU kind ends the engine when a prefill is split, are never used.
 4. A forced row gets the token that it names: that is how the last token of a scored sequence is scored. The
    others, a prompt to vLLM, are reported as log-probabilities: its runner looks at the mode again for them.
+5. An open forced row keeps its other tokens too. The forced one has its sign turned (`sign_turned`), so that
+   it is still the largest: no log-probability is above 0.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ class Draw:
     seed: int = 0
     resumed: int = 0  # the last tokens of the prompt were sampled by it before
     forced: int | None = None
+    open: bool = False  # the others of a forced row are asked for
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -48,7 +51,7 @@ class Draw:
     def of(cls, sampling: Sampling, seed: int, resumed: int) -> Draw:
         """The Draw of a completion."""
         return cls(
-            seed, resumed, None, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p,
+            seed, resumed, None, False, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p,
             sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty,
         )  # fmt: skip
 
@@ -151,7 +154,17 @@ class DrawTokens(LogitsProcessor):  # type: ignore[misc]
             if row.draw.forced is not None:
                 tokens[index] = row.draw.forced
         alone = torch.full_like(logprobs, -torch.inf)
-        return alone.scatter_(-1, tokens[:, None], logprobs.gather(-1, tokens[:, None]))
+        alone.scatter_(-1, tokens[:, None], logprobs.gather(-1, tokens[:, None]))
+        for index, row in enumerate(self._batch):
+            if row.draw.open:
+                alone[index] = logprobs[index]
+                alone[index, row.draw.forced] = sign_turned(logprobs[index, row.draw.forced])
+        return alone
+
+
+def sign_turned(logprob: Any) -> Any:
+    """Of the forced token of an open row, there and back: exact, as no sum would be."""
+    return -logprob
 
 
 def _draw_of(params: SamplingParams) -> Draw:

@@ -47,7 +47,7 @@ from quartet_inference.sampler import seeds_of
 from quartet_inference.text_stream import Detokenize
 from quartet_inference.vllm.adapters import Adapters
 from quartet_inference.vllm.checkpoint import Checkpoint
-from quartet_inference.vllm.flight import Flight, Moved, NonFiniteLogits, Submission, scored
+from quartet_inference.vllm.flight import Flight, Moved, NonFiniteLogits, Rows, Submission, scored
 from quartet_inference.vllm.running import Running
 from quartet_inference.vllm.staging import StagedAdapter, StagedFile, Staging
 from quartet_inference.vllm.workers import Workers
@@ -211,11 +211,11 @@ class VllmEngine:
             while True:
                 adapter, epoch = self._adapters.get(request.run_id), self._epoch
                 async with self._adapters.using(adapter) as lora:
-                    logprobs = await self._logprobs(request, lora)
+                    logprobs, tops = await self._logprobs(request, lora)
                 now = self._running.info.serving(request.run_id)
                 refused = refusal(request, now)
                 if epoch == self._epoch and adapter is self._adapters.get(request.run_id):
-                    return Scored(logprobs, served.version)
+                    return Scored(logprobs, served.version, tops)
                 if refused is not None:
                     raise refused
                 assert now is not None, "it is not refused"
@@ -227,14 +227,14 @@ class VllmEngine:
             self._running.core_ended()
             raise not_ready() from None
 
-    async def _logprobs(self, request: ScoreRequest, lora: LoRARequest | None) -> list[float]:
+    async def _logprobs(self, request: ScoreRequest, lora: LoRARequest | None) -> Rows:
         async with Submission(self._running.llm, uuid.uuid4().hex, self._on_step) as submission:
             return await scored(submission, request, self._salt(), lora)
 
     async def score_unnamed(self, request: ScoreRequest) -> list[float]:
         """What the weights inside say, whatever they are called. Errors: INTERNAL, NOT_READY."""
         try:
-            return await self._logprobs(request, None)
+            return (await self._logprobs(request, None))[0]
         except EngineDeadError:
             self._running.core_ended()
             raise not_ready() from None

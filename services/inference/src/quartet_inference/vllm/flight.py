@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,11 +24,14 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from quartet_inference.completion import FLUSH_TOKENS, Completion
 from quartet_inference.engine import Event, Request, ScoreRequest, ServedWeights
-from quartet_inference.vllm.drawing import KEY, Draw
+from quartet_inference.vllm.drawing import KEY, Draw, sign_turned
 from quartet_inference.vllm.staging import StagedAdapter
 
 #: vLLM's label of the weights that it was started with.
 FIRST_LABEL = "default"
+
+#: Of each covered token its log-probability, and the likeliest tokens there where they were asked for.
+Rows = tuple[list[float], list[dict[int, float]]]
 
 
 class NonFiniteLogits(QuartetError):
@@ -181,20 +184,37 @@ class Submission:
             self._queue.close()
 
 
-async def scored(
-    submission: Submission, request: ScoreRequest, salt: str, lora: LoRARequest | None
-) -> list[float]:
-    """The log-probabilities of the covered tokens. Errors: INTERNAL where one is no number."""
+async def scored(submission: Submission, request: ScoreRequest, salt: str, lora: LoRARequest | None) -> Rows:
+    """Score what is covered. Errors: INTERNAL where a log-probability is no number."""
     tokens = request.tokens
     await submission.submit(tokens[:-1], salt, _score_params(request), lora, request.ahead)
     output = await submission.next()
-    known = [float("nan")]
-    known += [output.prompt_logprobs[at][tokens[at]].logprob for at in range(1, len(tokens) - 1)]
-    known += output.outputs[0].logprobs.logprobs
-    covered = [known[at] for start, length in request.covered for at in range(start, start + length)]
-    if not all(map(math.isfinite, covered)):
+    positions = [at for start, length in request.covered for at in range(start, start + length)]
+    # The last position alone was sampled, the others are a prompt's.
+    rows = (
+        _row(output.prompt_logprobs[at]) if at < len(tokens) - 1 else _last_row(output, request)
+        for at in positions
+    )
+    logprobs, tops = [], []
+    for at, row in zip(positions, rows, strict=True):
+        logprobs.append(row[tokens[at]])
+        if request.top:
+            best = sorted(row.items(), key=lambda pair: -pair[1])
+            tops.append(dict(best[: request.top]))
+    if not all(map(math.isfinite, logprobs)):
         raise NonFiniteLogits()
-    return covered
+    return logprobs, tops
+
+
+def _row(told: Mapping[int, Any]) -> dict[int, float]:
+    return {token: one.logprob for token, one in told.items()}
+
+
+def _last_row(output: Any, request: ScoreRequest) -> dict[int, float]:
+    row = _row(output.outputs[0].logprobs[0])
+    if request.top:
+        row[request.tokens[-1]] = sign_turned(row[request.tokens[-1]])
+    return row
 
 
 def _score_params(request: ScoreRequest) -> SamplingParams:
@@ -203,10 +223,11 @@ def _score_params(request: ScoreRequest) -> SamplingParams:
         temperature=0.0,
         max_tokens=1,
         ignore_eos=True,
-        logprobs=0,
-        prompt_logprobs=0,
+        # The forced token is among the best of an open row, whichever it is.
+        logprobs=request.top + 1 if request.top else 0,
+        prompt_logprobs=request.top,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={KEY: asdict(Draw(forced=request.tokens[-1]))},
+        extra_args={KEY: asdict(Draw(forced=request.tokens[-1], open=request.top > 0))},
     )

@@ -25,7 +25,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from quartet_inference.config import GIB, InferenceConfig
 from quartet_inference.embedded import model
-from quartet_inference.engine import ServedWeights
+from quartet_inference.engine import MAX_TOP, ServedWeights
 from quartet_inference.text_stream import Detokenize
 from quartet_inference.vllm import environment, faults, probe
 from quartet_inference.vllm.checkpoint import Checkpoint
@@ -141,6 +141,7 @@ def engine_args(config: InferenceConfig) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # not the folder's idea of sampling
         "logprobs_mode": "processed_logits",
+        "max_logprobs": MAX_TOP + 1,  # beside the token itself
         "scheduling_policy": "priority",  # what has none keeps its order; a canary goes first
         "logits_processors": ["quartet_inference.vllm.drawing:DrawTokens"],
         "worker_extension_cls": "quartet_inference.vllm.worker.WeightWorker",
