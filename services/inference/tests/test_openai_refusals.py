@@ -104,6 +104,10 @@ async def test_raw_bodies_urls_and_methods(door: Door) -> None:
             error = (await response.json())["error"]
             assert (response.status, error["code"]) == (404, "unknown_url")
             assert "/v1/chat/completions" in error["message"]
+        async with session.post("/v1/responses", json={"model": door.model, "input": "hi"}) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["code"]) == (404, "unknown_url")
+            assert 'set_default_openai_api("chat_completions")' in error["message"]
         async with session.get("/v1/chat/completions") as response:
             assert response.status == 405 and (await response.json())["error"]
         async with session.get("/health") as response:

@@ -41,6 +41,11 @@ from quartet_inference.openai.wishes import WISHES_HEADER
 MAX_BODY_BYTES = 4 << 20
 # What a wrong URL is told, such as a client's base_url without /v1.
 SERVED_HERE = "/v1/chat/completions, /v1/completions, /v1/models and /health are"
+# What agents' frameworks ask for by default, and where they are told not to.
+INSTEAD = {
+    "/v1/responses": "use /v1/chat/completions: OpenAI's Agents SDK does after "
+    'set_default_openai_api("chat_completions"), inspect-ai with responses_api=False',
+}
 
 #: The wishes of a request, for the head of its answer.
 WISHES = web.RequestKey("wishes", list[str])
@@ -107,7 +112,7 @@ class Front:
                 finally:
                     self._running -= 1
             except (OpenAiError, QuartetError, web.HTTPException) as error:
-                answer = _as_error(error)
+                answer = _as_error(error, request.path)
             except Exception:
                 log.exception("a request failed", path=request.path)
                 answer = from_quartet(QuartetError("INTERNAL", "fault"))
@@ -227,7 +232,7 @@ class Front:
             return await whole(body, reply, events, len(requests), limit_s)
 
 
-def _as_error(error: OpenAiError | QuartetError | web.HTTPException) -> OpenAiError:
+def _as_error(error: OpenAiError | QuartetError | web.HTTPException, path: str) -> OpenAiError:
     if isinstance(error, OpenAiError):
         return error
     if isinstance(error, QuartetError):
@@ -235,7 +240,8 @@ def _as_error(error: OpenAiError | QuartetError | web.HTTPException) -> OpenAiEr
     if error.status == 413:
         return OpenAiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
     if error.status == 404:
-        return OpenAiError(404, f"nothing is served at this URL; {SERVED_HERE}", code="unknown_url")
+        remedy = INSTEAD.get(path, SERVED_HERE)
+        return OpenAiError(404, f"nothing is served at this URL; {remedy}", code="unknown_url")
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
         message = f"{error.method} is not served at this URL; {allowed} is"
