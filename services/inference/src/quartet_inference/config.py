@@ -25,6 +25,7 @@ OWNED_VLLM_ARGS = {
     "max_num_seqs": "give vllm.max_num_seqs",
     "kv_cache_memory_bytes": "give vllm.kv_cache_bytes",
     "logprobs_mode": "log-probabilities are those of the distribution that was sampled",
+    "max_logprobs": "how many alternatives are told is said by the front",
     "logits_processors": "tokens are drawn by Quartet's own sampler",
     "worker_extension_cls": "weights are changed by Quartet's own extension",
     "generation_config": "how tokens are drawn is said by each request",
