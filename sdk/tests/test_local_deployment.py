@@ -84,6 +84,29 @@ def test_the_services_point_at_each_other(tmp_path: Path) -> None:
         assert written["server"]["port_file"] == str(spec.port_file)
 
 
+def test_services_on_loopback_ask_for_the_token_of_the_launch_or_for_their_own(tmp_path: Path) -> None:
+    """deployment.py 4."""
+    tables: dict[str, dict[str, object]] = {name: {} for name in SERVICES}
+    tables["trainer"] = {"server": {"token_file": "mine"}}
+    tables["envhost"] = {"server": {"tls": {"cert_file": "c", "key_file": "k", "client_ca_file": "a"}}}
+    token = tmp_path / "data" / "token"
+    specs = {spec.name: spec for spec in write(wire("m", tmp_path / "data", tables), tmp_path)}
+    asked = {
+        name: tomllib.loads(Path(spec.command[-1]).read_text())["server"] for name, spec in specs.items()
+    }
+    assert {name: server.get("token_file") for name, server in asked.items()} == {
+        "trainer": "mine", "inference": str(token), "envhost": None, "orchestrator": str(token)
+    }  # fmt: skip
+    announced = {name for name, spec in specs.items() if spec.token_file == token}
+    assert announced == {"inference", "orchestrator"}
+    first = token.read_text()
+    write(wire("m", tmp_path / "data", {"trainer": {}}), tmp_path)
+    assert token.read_text() != first and token.stat().st_mode & 0o777 == 0o600
+    everywhere = {"address": "0.0.0.0:0", "insecure_ok_off_loopback": True}
+    wired = wire("m", tmp_path / "data", {"inference": {"server": everywhere}})
+    assert "token_file" not in wired["inference"]["server"], "others are let in on purpose"
+
+
 def test_replicas_of_inference_are_processes_of_one_config(tmp_path: Path) -> None:
     tables: dict[str, dict[str, object]] = {name: {} for name in SERVICES}
     tables["inference"] = {"replicas": 3, "max_num_seqs": 7}

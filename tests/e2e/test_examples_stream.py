@@ -24,11 +24,13 @@ STEPS = 6
 
 
 @contextmanager
-def evaluating(orchestrator: str) -> Iterator[Iterator[EvaluateResponse]]:
+def evaluating(orchestrator: str, token_file: Path) -> Iterator[Iterator[EvaluateResponse]]:
     """What an evaluation says from its first heartbeat on."""
     request = EvaluateRequest(run_id=RUN, config_toml="num_examples = 4\nrollouts_per_example = 2")
     with grpc.insecure_channel(orchestrator, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        frames = OrchestratorServiceStub(channel).Evaluate(request, timeout=SECONDS)  # type: ignore[no-untyped-call]
+        stub = OrchestratorServiceStub(channel)  # type: ignore[no-untyped-call]
+        shown = [("authorization", f"Bearer {token_file.read_text().strip()}")]
+        frames = stub.Evaluate(request, timeout=SECONDS, metadata=shown)
         assert next(frames).HasField("heartbeat")
         yield frames
 
@@ -49,7 +51,10 @@ def test_a_foreign_trainer_killed_on_the_way_trains_every_step_once(tiny_model: 
         with running(program, first) as trainer:
             # Trained, on its disk, and not acknowledged.
             wait_until(lambda: 2 in steps_in(first), launcher, trainer, seconds=SECONDS)
-        with evaluating(served["orchestrator"]) as frames, running(program, second) as trainer:
+        with (
+            evaluating(served["orchestrator"], output / "data" / "token") as frames,
+            running(program, second) as trainer,
+        ):
             # It waited for the step that the dead trainer left, and the next step waits for it.
             *rollouts, last = (frame for frame in frames if not frame.HasField("heartbeat"))
             assert trainer.wait(SECONDS) == 0, second.read_text()

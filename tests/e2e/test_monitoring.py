@@ -146,6 +146,7 @@ def test_a_run_that_is_elsewhere_is_recorded_and_reported_by_who_watches(followe
             assert orchestrator.poll() is None, orchestrator.communicate()[0]
             time.sleep(0.05)
         watch = ["watch", "run", "--orchestrator", port_file.read_text().strip(), "--output-dir", there]
+        watch[2:2] = ["--token-file", followed.output / "data" / "token"]
         for _ in range(2):
             done = quartet(*watch, "--wandb.project", "mine", "--wandb.mode", "offline")
             assert done.returncode == 0 and "wandb sync" in done.stdout, done.stdout + done.stderr

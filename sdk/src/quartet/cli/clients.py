@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, takes_run: bool) -> None:
         ("ca-file", "certificate authority of the orchestrator's certificate; switches TLS on"),
         ("cert-file", "own certificate, for an orchestrator that asks for one"),
         ("key-file", "its key"),
-        ("token-file", "file with the bearer token"),
+        ("token-file", "file with the bearer token; of your own quartet rl on this machine it is found"),
     ):
         parser.add_argument(f"--{name}", help=text)
     parser.add_argument(

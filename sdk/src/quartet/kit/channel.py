@@ -2,7 +2,8 @@
 
 1. Two channels per peer where payloads are fetched: `bulk=True` has a connection of its own.
 2. Every call carries x-request-id (the one of the request being handled, else a new one) and the token, if
-   there is one.
+   there is one: where a launcher of this user has a service at the address, that launch's (launched.py), else
+   the configured one.
 3. A call never outlives the RPC in whose handling it is made, and a unary call always has a deadline.
 4. A channel belongs to the event loop it is made on.
 
@@ -18,8 +19,9 @@ from typing import Any, Final
 import grpc
 
 from quartet.kit import context as request_context
+from quartet.kit.launched import token_at
 from quartet.kit.options import client_options
-from quartet.kit.security import ClientSecurity, TokenFile, check_client, client_credentials
+from quartet.kit.security import ClientSecurity, TokenFile, check_client, client_credentials, is_loopback
 
 __all__ = ["ClientSecurity", "connect"]
 
@@ -42,7 +44,14 @@ def connect(
         inner = grpc.aio.secure_channel(address, client_credentials(security), options=options)
     else:
         inner = grpc.aio.insecure_channel(address, options=options)
-    return _Channel(inner, TokenFile(security.token_file) if security.token_file else None)
+    return _Channel(inner, _token(address, security))
+
+
+def _token(address: str, security: ClientSecurity) -> TokenFile | None:
+    launched = token_at(address) if is_loopback(address) else None
+    if launched is not None or security.token_file is None:
+        return launched
+    return TokenFile(security.token_file)
 
 
 class _Channel(grpc.aio.Channel):  # type: ignore[misc]

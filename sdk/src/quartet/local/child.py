@@ -52,6 +52,8 @@ class ChildSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     #: Where it may be a fork: the module that imports what it needs. Its command is `PYTHON -m MODULE ...`.
     preload: str = ""
+    #: The launch's token, where it asks for that.
+    token_file: Path | None = None
 
     def as_request(self) -> Request:
         """For the fork server."""

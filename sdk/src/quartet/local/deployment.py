@@ -10,6 +10,8 @@ checked before anything starts.
 3. `check` runs every service's own `--preflight` on the files it would be started with: whatever a
    service would refuse is refused here, in its own sentence, before any service runs. It runs in this process
    where the service would run with this interpreter, unless it is told to run apart.
+4. Every service on loopback asks for the launch's token (quartet.kit.launched), which `write` makes, but
+   where the user gave it a token or TLS of its own.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from typing import Any
 
 from quartet.config import ConfigError
 from quartet.config.refusals import ALSO, together
+from quartet.kit.launched import make_token
+from quartet.kit.security import is_loopback
 from quartet.local.child import ChildSpec, child_environment
 from quartet.local.devices import shared_out
 from quartet.local.fork_client import possible
@@ -79,9 +83,15 @@ def wire(model: str, data: Path, tables: Mapping[str, Table]) -> dict[str, Table
     }
     wired: dict[str, Table] = {}
     for (name, table), server, address in zip(processes.items(), servers, resolved, strict=True):
+        if is_loopback(address) and not server.get("token_file") and not server.get("tls"):
+            server["token_file"] = str(_token_file(data))
         server |= {"address": address, "port_file": str(data / f"{name}.port")}
         wired[name] = {**known[service_of(name)], **table, "server": server}
     return wired
+
+
+def _token_file(data: Path) -> Path:
+    return data.absolute() / "token"
 
 
 def _by_field(table: Mapping[str, Any]) -> Table:
@@ -129,14 +139,20 @@ def write(wired: Mapping[str, Table], root: Path) -> list[ChildSpec]:
         config_file.write_text(dumps(own), encoding="utf-8")
         port_file = Path(table["server"]["port_file"])
         port_file.parent.mkdir(parents=True, exist_ok=True)
+        token_file = _token_file(port_file.parent)
+        token = token_file if table["server"].get("token_file") == str(token_file) else None
         python, module = _interpreter(name, table), f"quartet_{service_of(name)}"
         command = [python, "-m", module, "@", str(config_file)]
         log_file = root / "logs" / f"{name}.log"
         environment = {VISIBLE: ",".join(table["gpus"])} if "gpus" in table else {}
         preload = f"{module}.preload" if _by_fork(name, table, python) else ""
         specs.append(
-            ChildSpec(name, command, table["server"]["address"], log_file, port_file, environment, preload)
+            ChildSpec(
+                name, command, table["server"]["address"], log_file, port_file, environment, preload, token
+            )
         )
+    for file in {spec.token_file for spec in specs if spec.token_file is not None}:
+        make_token(file)
     return specs
 
 

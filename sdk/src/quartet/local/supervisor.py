@@ -6,6 +6,7 @@
 2. A service that never bound, or that was started again MAX_RESTARTS_IN_A_ROW times without listening for
    that long, is FAILED: `wait_failed` raises with the end of its log, and it is not started again.
 3. `stop` ends all services at once, in bounded time, and their process groups with them.
+4. From `start` to the end clients of the same user find the launch's token (quartet.kit.launched).
 
 States: STARTING -> UP -> BACKOFF -> STARTING; STARTING | BACKOFF -> FAILED; any -> STOPPED.
 """
@@ -16,7 +17,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
+from quartet.kit.launched import Announcement
 from quartet.local.child import Child, ChildSpec, child_environment
 from quartet.local.fork_client import ForkServer
 
@@ -114,6 +117,7 @@ class Supervisor:
         self._forks = ForkServer(list(preloads), child_environment())
         self._keepers = [Keeper(spec, self._forks, bind_seconds) for spec in specs]
         self._tasks: list[asyncio.Task[None]] = []
+        self._announcements: list[Announcement] = []
 
     @property
     def statuses(self) -> list[Status]:
@@ -126,7 +130,12 @@ class Supervisor:
         return {status.name: status.restarts for status in self.statuses}
 
     def start(self) -> None:
-        """Start all services at once."""
+        """Start all services at once. Raises ConfigError where their token cannot be announced."""
+        addresses: dict[Path, list[str]] = {}
+        for keeper in self._keepers:
+            if (file := keeper.spec.token_file) is not None:
+                addresses.setdefault(file, []).append(keeper.spec.address)
+        self._announcements = [Announcement(found, file) for file, found in addresses.items()]
         self._tasks = [asyncio.create_task(keeper.keep(), name=keeper.spec.name) for keeper in self._keepers]
 
     async def wait_bound(self) -> None:
@@ -172,6 +181,11 @@ class Supervisor:
             if keeper.child is not None:
                 keeper.child.kill_group()
         self._forks.kill_now()
+        self._withdraw()
+
+    def _withdraw(self) -> None:
+        while self._announcements:
+            self._announcements.pop().close()
 
     async def _end_keeping(self) -> None:
         for task in self._tasks:
@@ -180,6 +194,7 @@ class Supervisor:
 
     async def _stopped(self, children: Sequence[Child]) -> None:
         await self._forks.close()
+        self._withdraw()
         for child in children:
             child.kill_group()
         for status in self.statuses:

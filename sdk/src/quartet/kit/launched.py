@@ -1,0 +1,116 @@
+"""The token of services that a launcher started on this machine, and how clients of the same user find it.
+
+1. Each launch has a token of its own, in a file for its owner alone. It is on no command line and in no log.
+2. A launch that goes on is announced in a folder for its user alone: a link for each of its addresses, to the
+   token's file. A client finds the token by the address and shows it there and nowhere else: not to a service
+   that was started otherwise, whatever the configuration says of that.
+3. The launcher holds a lock on the file. What one that was killed left behind counts for nothing, and the
+   next launch removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO
+
+from quartet.config import ConfigError
+from quartet.kit.security import TokenFile
+
+TOKEN_BYTES = 32
+#: Not TMPDIR, which the other terminal of the same user may have set otherwise.
+PARENT = Path("/tmp")
+
+
+def make_token(file: Path) -> None:
+    """A fresh token, in place of an older one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    made = file.with_name(f".{file.name}.{os.getpid()}")
+    made.unlink(missing_ok=True)
+    with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as opened:
+        opened.write(secrets.token_urlsafe(TOKEN_BYTES) + "\n")
+    made.replace(file)
+
+
+class Announcement:
+    """A launch that goes on: its addresses and its token, until it is closed."""
+
+    def __init__(self, addresses: Iterable[str], file: Path) -> None:
+        """Raises ConfigError where the user's folder cannot be his alone."""
+        folder = _folder()
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be made: {error.strerror}; make room in {PARENT}") from None
+        if not _private(folder, stat.S_ISDIR):
+            raise ConfigError(
+                f"{folder}, where the clients of this user find his services, is not his alone; remove it"
+            )
+        self._file = file.absolute()
+        self._lock: IO[bytes] = self._file.open("r+b")
+        # Clients hold it for as long as they take to ask whether it is held.
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        for left in folder.iterdir():
+            if _held(left) is None:
+                left.unlink(missing_ok=True)
+        self._links = [folder / _name(address) for address in addresses]
+        for link in self._links:
+            made = link.with_name(f".{link.name}.{os.getpid()}")
+            made.unlink(missing_ok=True)
+            made.symlink_to(self._file)
+            made.replace(link)
+
+    def close(self) -> None:
+        """Whoever asks finds no token. Its file stays: the configurations name it."""
+        for link in self._links:
+            with contextlib.suppress(OSError):
+                if link.readlink() == self._file:
+                    link.unlink()
+        self._lock.close()
+
+
+def token_at(address: str) -> TokenFile | None:
+    """The token of a launch of this user that goes on and has a service at the address."""
+    folder = _folder()
+    if "/" in address or not _private(folder, stat.S_ISDIR):
+        return None
+    file = _held(folder / _name(address))
+    return TokenFile(file) if file is not None else None
+
+
+def _folder() -> Path:
+    return PARENT / f"quartet-{os.geteuid()}"
+
+
+def _name(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    return f"{'127.0.0.1' if host == 'localhost' else host}:{port}"
+
+
+def _private(path: Path, kind: Callable[[int], bool]) -> bool:
+    """Whether it is of the kind, this user's, and nobody else can do anything with it."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return kind(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def _held(link: Path) -> Path | None:
+    """The token's file, if the launcher that announced it lives."""
+    try:
+        file = link.readlink()
+        if not _private(file, stat.S_ISREG):
+            return None
+        with file.open("rb") as opened:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return file
+    except OSError:
+        return None
+    return None

@@ -1,0 +1,122 @@
+"""The token of a launch and who finds it (quartet.kit.launched, invariants 1 to 3)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from quartet.config import ConfigError
+from quartet.errors import QuartetError
+from quartet.kit import launched
+from quartet.kit.call import unary
+from quartet.kit.channel import ClientSecurity, connect
+from quartet.kit.health import Health
+from quartet.kit.launched import Announcement, make_token, token_at
+from quartet.kit.server import ServerConfig, start
+from quartet.v1 import weights_pb2 as pb
+from quartet.v1 import weights_pb2_grpc as rpc
+from test_kit_security import SERVICE
+
+ADDRESS = "127.0.0.1:5001"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this user's launches are announced."""
+    monkeypatch.setattr(launched, "PARENT", tmp_path)
+    return tmp_path / f"quartet-{os.geteuid()}"
+
+
+def test_each_launch_has_a_token_of_its_own(tmp_path: Path) -> None:
+    """launched.py 1."""
+    file = tmp_path / "data" / "token"
+    make_token(file)
+    first = file.read_text()
+    make_token(file)
+    assert len(first.strip()) >= launched.TOKEN_BYTES and file.read_text() != first
+    assert file.stat().st_mode & 0o777 == 0o600 and list(file.parent.iterdir()) == [file]
+
+
+def test_a_launch_that_goes_on_is_found_by_its_addresses_alone(folder: Path, tmp_path: Path) -> None:
+    """launched.py 2."""
+    file = tmp_path / "token"
+    make_token(file)
+    assert token_at(ADDRESS) is None
+    announced = Announcement([ADDRESS], file)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    for address in (ADDRESS, "localhost:5001"):
+        found = token_at(address)
+        assert found is not None and found.accepts(file.read_text().strip())
+    for address in ("127.0.0.1:5002", "[::1]:5001", f"../{ADDRESS}"):
+        assert token_at(address) is None, address
+    announced.close()
+    assert token_at(ADDRESS) is None and not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("of", ["folder", "file"])
+def test_what_others_could_have_written_is_not_used(folder: Path, tmp_path: Path, of: str) -> None:
+    """launched.py 2."""
+    file = tmp_path / "token"
+    make_token(file)
+    announced = Announcement([ADDRESS], file)
+    assert token_at(ADDRESS) is not None
+    (folder if of == "folder" else file).chmod(0o755)
+    assert token_at(ADDRESS) is None
+    if of == "folder":
+        with pytest.raises(ConfigError, match="is not his alone; remove it"):
+            Announcement([ADDRESS], file)
+    announced.close()
+
+
+def test_a_killed_launcher_counts_for_nothing(folder: Path, tmp_path: Path) -> None:
+    """launched.py 3."""
+    file = tmp_path / "token"
+    make_token(file)
+    script = f"""
+import os, pathlib
+from quartet.kit import launched
+launched.PARENT = pathlib.Path({str(tmp_path)!r})
+kept = launched.Announcement([{ADDRESS!r}], pathlib.Path({str(file)!r}))
+os.kill(os.getpid(), 9)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
+    assert (folder / ADDRESS).is_symlink() and token_at(ADDRESS) is None
+    other = tmp_path / "other"
+    make_token(other)
+    announced = Announcement(["127.0.0.1:5002"], other)
+    assert [link.name for link in folder.iterdir()] == ["127.0.0.1:5002"]
+    announced.close()
+
+
+async def test_a_client_shows_it_there_whatever_it_was_given_for_others(folder: Path, tmp_path: Path) -> None:
+    """launched.py 2."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    make_token(ours)
+    make_token(theirs)
+    config = [ServerConfig(address="127.0.0.1:0", token_file=file) for file in (ours, theirs)]
+    servers = [await start([SERVICE], one, Health()) for one in config]
+    announced = await asyncio.to_thread(Announcement, [servers[0].address], ours)
+
+    async def ask(address: str, security: ClientSecurity) -> str:
+        async with connect(address, security=security) as channel:
+            try:
+                await unary(rpc.WeightServiceStub(channel).GetManifest, pb.GetManifestRequest(), timeout_s=3)
+            except QuartetError as error:
+                return error.reason
+        return "OK"
+
+    given = ClientSecurity(token_file=theirs)
+    try:
+        for server in servers:
+            assert await ask(server.address, given) == "OK"
+        assert await ask(servers[0].address, ClientSecurity()) == "OK"
+        assert await ask(servers[1].address, ClientSecurity()) == "UNAUTHENTICATED", "ours is not shown there"
+        announced.close()
+        assert await ask(servers[0].address, ClientSecurity()) == "UNAUTHENTICATED"
+    finally:
+        for server in servers:
+            await server.stop(0)
