@@ -10,16 +10,12 @@ from pathlib import Path
 
 import pytest
 from quartet.config import ConfigError
-from quartet.errors import QuartetError
 from quartet.kit import launched
-from quartet.kit.call import unary
-from quartet.kit.channel import ClientSecurity, connect
+from quartet.kit.channel import ClientSecurity
 from quartet.kit.health import Health
 from quartet.kit.launched import Announcement, make_token, token_at
 from quartet.kit.server import ServerConfig, start
-from quartet.v1 import weights_pb2 as pb
-from quartet.v1 import weights_pb2_grpc as rpc
-from test_kit_security import SERVICE
+from test_kit_security import SERVICE, ask
 
 ADDRESS = "127.0.0.1:5001"
 
@@ -100,14 +96,6 @@ async def test_a_client_shows_it_there_whatever_it_was_given_for_others(folder: 
     config = [ServerConfig(address="127.0.0.1:0", token_file=file) for file in (ours, theirs)]
     servers = [await start([SERVICE], one, Health()) for one in config]
     announced = await asyncio.to_thread(Announcement, [servers[0].address], ours)
-
-    async def ask(address: str, security: ClientSecurity) -> str:
-        async with connect(address, security=security) as channel:
-            try:
-                await unary(rpc.WeightServiceStub(channel).GetManifest, pb.GetManifestRequest(), timeout_s=3)
-            except QuartetError as error:
-                return error.reason
-        return "OK"
 
     given = ClientSecurity(token_file=theirs)
     try:

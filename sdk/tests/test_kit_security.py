@@ -30,7 +30,7 @@ class Open(rpc.WeightServiceServicer):
 SERVICE = Service("quartet.v1.WeightService", rpc.add_WeightServiceServicer_to_server, Open())
 
 
-async def _ask(address: str, security: ClientSecurity) -> str:
+async def ask(address: str, security: ClientSecurity) -> str:
     """ "OK", or the reason of the refusal."""
     async with connect(address, security=security) as channel:
         try:
@@ -125,9 +125,9 @@ async def test_tokens_are_demanded_and_follow_their_file(tmp_path: Path) -> None
     running = await start([SERVICE], ServerConfig(token_file=served), Health())
     try:
         good = ClientSecurity(token_file=held)
-        assert await _ask(running.address, good) == "OK"
-        assert await _ask(running.address, ClientSecurity()) == "UNAUTHENTICATED"
-        assert await _ask(running.address, ClientSecurity(token_file=wrong)) == "UNAUTHENTICATED"
+        assert await ask(running.address, good) == "OK"
+        assert await ask(running.address, ClientSecurity()) == "UNAUTHENTICATED"
+        assert await ask(running.address, ClientSecurity(token_file=wrong)) == "UNAUTHENTICATED"
         async with connect(running.address) as channel:
             bare = rpc.WeightServiceStub(channel).GetManifest
             for metadata, says in (
@@ -138,7 +138,7 @@ async def test_tokens_are_demanded_and_follow_their_file(tmp_path: Path) -> None
                 with pytest.raises(grpc.RpcError, match=says):
                     await bare(pb.GetManifestRequest(), metadata=metadata, timeout=3)
         served.write_text("second-token")
-        assert await _ask(running.address, good) == "UNAUTHENTICATED"
+        assert await ask(running.address, good) == "UNAUTHENTICATED"
         async with connect(running.address, security=good) as channel:
             held.write_text("second-token")
             method = rpc.WeightServiceStub(channel).GetManifest
@@ -175,7 +175,7 @@ async def test_tokens_are_never_logged(tmp_path: Path) -> None:
     (tmp_path / "held").write_text("wrong-token")
     with structlog.testing.capture_logs() as logs:
         running = await start([SERVICE], ServerConfig(token_file=tmp_path / "served"), Health())
-        await _ask(running.address, ClientSecurity(token_file=tmp_path / "held"))
+        await ask(running.address, ClientSecurity(token_file=tmp_path / "held"))
         await running.stop(0)
     assert logs and "-token" not in str(logs)
 
@@ -190,9 +190,9 @@ async def test_mutual_tls_lets_in_only_our_ca(pki: Path) -> None:
         return ClientSecurity(ca_file=pki / f"{ca}.crt", cert_file=cert, key_file=key)
 
     try:
-        assert await _ask(running.address, client("client")) == "OK"
+        assert await ask(running.address, client("client")) == "OK"
         for refused in (client("stranger"), client(None), client("client", ca="other"), ClientSecurity()):
-            assert await _ask(running.address, refused) in ("NOT_READY", "DEADLINE")
+            assert await ask(running.address, refused) in ("NOT_READY", "DEADLINE")
     finally:
         await running.stop(0)
 
@@ -205,10 +205,10 @@ async def test_certificates_follow_their_files(pki: Path, tmp_path: Path) -> Non
     running = await start([SERVICE], ServerConfig(tls=tls), Health())
     ours, others = ClientSecurity(ca_file=pki / "ca.crt"), ClientSecurity(ca_file=pki / "other.crt")
     try:
-        assert await _ask(running.address, ours) == "OK"
+        assert await ask(running.address, ours) == "OK"
         for end in ("crt", "key"):
             await asyncio.to_thread(shutil.copy, pki / f"stranger.{end}", tmp_path / f"s.{end}")
-        assert await _ask(running.address, others) == "OK"
+        assert await ask(running.address, others) == "OK"
     finally:
         await running.stop(0)
 
