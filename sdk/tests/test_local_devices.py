@@ -52,6 +52,17 @@ def test_devices_are_those_that_the_launcher_sees(tmp_path: Path, monkeypatch: p
     assert config["device"] == "cuda", "and never the CPU, which auto would take where there is none"
 
 
+def test_the_embedded_engine_has_a_replica_on_each_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """devices.py 3: and computes there or not at all."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    specs = started(tmp_path, {"gpus": 2, "embedded": {"max_num_seqs": 8}}, {"gpus": 1})
+    assert visible(specs) == {"inference-1": "0", "inference-2": "1", "trainer": "2"}
+    config = tomllib.loads(Path(specs["inference-1"].command[-1]).read_text())
+    assert config["embedded"] == {"device": "cuda", "max_num_seqs": 8}
+
+
 def test_none_is_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     specs = started(tmp_path, {"engine": "vllm", "gpus": 1}, {"gpus": 0})
@@ -82,7 +93,7 @@ def test_where_nobody_says_anything_nothing_is_set(tmp_path: Path) -> None:
             "-1,0",
             "inference.gpus = 1 is more than there is: CUDA_VISIBLE_DEVICES leaves 0",
         ),
-        ({"gpus": 2}, {"gpus": 1}, None, "the embedded engine computes on the CPU"),
+        ({"gpus": 2, "replicas": 3}, {"gpus": 1}, None, "inference.gpus are 2, but 3 replicas of 1 devices"),
         ({"gpus": [[0]]}, {"gpus": 1}, None, "inference.gpus = [[0]] is refused"),
         ({"engine": "vllm", "gpus": 1, "vllm": 3}, {"gpus": -1}, None, "trainer.gpus = -1 is refused"),
         (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from quartet_inference.embedded.kv_cache import KvCache, KvShape
 
-SHAPE = KvShape(layers=2, kv_heads=1, head_dim=4, dtype=torch.float32)
+SHAPE = KvShape(layers=2, kv_heads=1, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_rows_keep_their_positions_within_the_budget() -> None:

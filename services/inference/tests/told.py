@@ -83,6 +83,7 @@ def distribution(
 def behind_kept_keys(models: Mapping[int, Any], answer: Told) -> torch.Tensor:
     """The log-probabilities before each token where keys outlive an update: those of a token are computed by
     the version that samples the next one."""
+    from quartet_inference.embedded.hub import CACHE
     from transformers import DynamicCache
 
     cache, rows, first = DynamicCache(), [], 0
@@ -92,7 +93,7 @@ def behind_kept_keys(models: Mapping[int, Any], answer: Told) -> torch.Tensor:
         end = first + answer.versions.count(version)
         known = cache.get_seq_length()
         ids = torch.tensor([inputs[known : len(answer.prompt) + end - 1]])
-        logits = models[version](ids, past_key_values=cache, use_cache=True).logits[0]
+        logits = models[version](ids, use_cache=True, **{CACHE: cache}).logits[0]
         rows.append(torch.log_softmax(logits[-(end - first) :].float(), -1))
         first = end
     return torch.cat(rows)

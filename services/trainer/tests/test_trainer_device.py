@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from simulated_device import NAME
 
-from .other_device import CASES, NAME, VOCAB
+from .other_device import CASES, VOCAB
 
 SIZES = {
     "vocab_size": VOCAB,
@@ -45,7 +47,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     )
     command = [sys.executable, "-m", "tests.other_device", *map(str, folders)]
     done = subprocess.run(
-        command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=300
+        command,
+        cwd=Path(__file__).parent.parent,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3] / "tests/devices")},
+        capture_output=True,
+        text=True,
+        timeout=CHILD_SECONDS,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     answer: Found = json.loads(done.stdout.splitlines()[-1])

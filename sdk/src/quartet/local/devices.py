@@ -4,8 +4,8 @@
    handed out in order, inference first, past those that a list names; no device is given twice.
 2. One that says nothing beside one that does is refused: it would take a device that is not its own. `gpus =
    0` computes on the CPU. Where neither says anything every process sees what the launcher sees.
-3. The trainer gets a rank for each of its devices, and computes there or not at all; inference, by vLLM, a
-   replica for each set that its engine spans.
+3. The trainer gets a rank for each of its devices, inference a replica for each, or by vLLM for each set that
+   its engine spans; they compute there or not at all.
 
 Devices are counted among those that CUDA_VISIBLE_DEVICES leaves the launcher. Pure.
 """
@@ -107,11 +107,13 @@ def _ranks(trainer: Table) -> Table:
 
 def _replicas(inference: Table) -> Table:
     if inference.get("engine") != "vllm":
-        raise ConfigError(
-            f"inference.gpus are {len(inference['gpus'])}, and the embedded engine computes on the CPU; set "
-            'inference.engine = "vllm", or inference.gpus = 0'
-        )
-    spans = _spans(inference.get("vllm"))
+        embedded = inference.get("embedded", {})
+        # As for the trainer. What is no table the service refuses.
+        if isinstance(embedded, dict):
+            inference["embedded"] = {"device": "cuda", **embedded}
+        spans = [1]
+    else:
+        spans = _spans(inference.get("vllm"))
     span = prod(spans)
     devices = len(inference["gpus"])
     replicas = inference.setdefault("replicas", devices // span)

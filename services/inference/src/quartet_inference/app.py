@@ -20,7 +20,7 @@ from quartet_inference.answering import Answerer
 from quartet_inference.canary import Gate
 from quartet_inference.chat import Chat
 from quartet_inference.config import InferenceConfig
-from quartet_inference.embedded import model
+from quartet_inference.embedded import device, model
 from quartet_inference.embedded.engine import EmbeddedEngine
 from quartet_inference.embedded.limits import Limits
 from quartet_inference.ending import end_with
@@ -48,7 +48,9 @@ def _embedded(config: InferenceConfig, chat: Chat, health: Health) -> EmbeddedEn
     torch.set_num_threads(settings.threads)
     # A bar has no place in a service's log, and a thread that watches it for ever none in the process.
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    network = model.load(config.model, settings.dtype, weights_follow=bool(config.weights_address))
+    where = device.chosen(settings.device)
+    dtype = device.dtype_on(where, settings.dtype)
+    network = model.load(config.model, dtype, weights_follow=bool(config.weights_address)).to(where)
     limits = Limits(
         max_model_len=model.made_for(network, config.max_model_len),
         max_num_seqs=settings.max_num_seqs,

@@ -59,8 +59,11 @@ SERVED_BY_VLLM = {
 class EmbeddedConfig(Config):
     """The embedded engine."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    # Threads of one operation. More than one pays only on cores that nobody else uses.
+    # auto: CUDA where there is a device.
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    # auto: float32 on a CPU, bfloat16 on an accelerator, as the trainer computes there.
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    # Threads of one operation on a CPU. More than one pays only on cores that nobody else uses.
     threads: int = pydantic.Field(default=1, ge=1, le=256)
     max_num_seqs: int = pydantic.Field(default=128, ge=1, le=4096)
     max_waiting: int = pydantic.Field(default=4096, ge=1, le=1_000_000)

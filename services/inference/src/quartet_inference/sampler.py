@@ -69,11 +69,11 @@ class Row(Protocol):
         ...
 
     def token_counts(self, vocabulary: int) -> Tensor:
-        """How often each token was sampled so far, on the device of the logits."""
+        """How often each token was sampled so far."""
         ...
 
     def prompt_tokens_seen(self, vocabulary: int) -> Tensor:
-        """Which tokens the prompt contains, on the device of the logits."""
+        """Which tokens the prompt contains."""
         ...
 
 
@@ -135,8 +135,9 @@ class Sampler:
 
     def _penalise(self, logits: Tensor) -> Tensor:
         rows = [self._rows[i] for i in self._penalised]
-        counts = torch.stack([row.token_counts(logits.shape[-1]) for row in rows])
-        seen = torch.stack([row.prompt_tokens_seen(logits.shape[-1]) for row in rows]) | (counts > 0)
+        counts = torch.stack([row.token_counts(logits.shape[-1]) for row in rows]).to(logits.device)
+        prompted = torch.stack([row.prompt_tokens_seen(logits.shape[-1]) for row in rows]).to(logits.device)
+        seen = prompted | (counts > 0)
         repeated = torch.where(logits > 0, logits / self._repetition, logits * self._repetition)
         logits = torch.where(seen, repeated, logits)
         return logits - self._frequency * counts - self._presence * (counts > 0)

@@ -4,6 +4,7 @@
    keys and values give equal bits, in a decode step as in a prefill, and in a trainer that does the same.
 2. `use` gives transformers' own models this attention; in other dtypes than float32 they keep sdpa.
 3. At most WIDENED_ELEMENTS of keys and values exist in float64 at a time, or those of one row.
+4. On other devices than the CPU it is transformers' sdpa attention, as it is a trainer's there.
 
 Where a model hesitates between two keys, float32 scores alone move a log-probability by 1e-5
 (docs/numerics.md).
@@ -85,7 +86,7 @@ def hub_attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """An attention function of transformers, whose models give the mask by position or by this name."""
-    if query.dtype != torch.float32:
+    if query.dtype != torch.float32 or query.device.type != "cpu":
         plain, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return plain, None
     q, k, v = query.double(), key.double(), value.double()

@@ -53,8 +53,9 @@ class Batch:
         self._cache = cache
         self._prefixes = prefixes
         self._epoch = 0
-        self._ids = torch.zeros(cache.max_rows, dtype=torch.long)
-        self._positions = torch.zeros(cache.max_rows, dtype=torch.long)  # of the token in _ids
+        self._device = cache.shape.device
+        self._ids = torch.zeros(cache.max_rows, dtype=torch.long, device=self._device)
+        self._positions = torch.zeros_like(self._ids)  # of the token in _ids
         self._sampler: Sampler | None = None
         self.rows: list[RunningSequence] = []
 
@@ -102,7 +103,7 @@ class Batch:
         self.rows.extend(new)
         self._bank.set_rows(first, [sequence.slot for sequence in new])
         self._sampler = None
-        drawn = self._draw(new, Sampler(new), logits[order])
+        drawn = self._draw(new, Sampler(new, self._device), logits[order])
         self._ids[first : len(self.rows)] = torch.tensor([item.token for item in drawn])
         self._positions[first : len(self.rows)] = torch.tensor([len(sequence.tokens) for sequence in new])
         return drawn
@@ -152,7 +153,7 @@ class Batch:
         self._cache.reserve(count, context)
         logits = self._forward(0, self._ids[:count, None], self._positions[:count, None], context, None)
         if self._sampler is None:
-            self._sampler = Sampler(list(self.rows))
+            self._sampler = Sampler(list(self.rows), self._device)
         return self._draw(self.rows, self._sampler, logits, to_rows=True)
 
     def _draw(
@@ -162,7 +163,9 @@ class Batch:
         if to_rows:
             self._ids[: len(rows)] = tokens
             self._positions[: len(rows)] += 1
-        return [Drawn(*item) for item in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)]
+        return [
+            Drawn(*item) for item in zip(rows, tokens.cpu().tolist(), logprobs.cpu().tolist(), strict=True)
+        ]
 
     def remove(self, sequence: RunningSequence, keep_prefix: bool = False) -> None:
         """Take a row out; its place goes to the last row."""

@@ -46,7 +46,7 @@ class EmbeddedEngine:
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
         """Take over a loaded model. `served` names its weights; None: unverified, nothing is generated."""
-        self._dtype = next(network.parameters()).dtype
+        self._weight = next(network.parameters())
         self._commands = Commands(limits.max_waiting)
         self._decoder = Decoder(network, limits, end_tokens, detokenize, served, on_step, self._commands)
         self._thread = threading.Thread(target=self._decoder.run, name="decode", daemon=True)
@@ -116,7 +116,7 @@ class EmbeddedEngine:
 
         def stage() -> Matrices:
             adapter = read_adapter(config_json, tensors, self._decoder.weights.layout())
-            return Matrices.of(adapter, self._dtype)
+            return Matrices.of(adapter, self._weight)
 
         return await asyncio.to_thread(stage)
 

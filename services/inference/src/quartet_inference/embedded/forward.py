@@ -4,8 +4,8 @@
    positions of a range of neighbouring rows, attends causally over positions below `context`, and returns the
    logits at one chosen token of each row.
 2. `LeanForward` and `HubForward` agree to float32 rounding. Lean runs the decoder family named in LEAN_MODELS
-   with fused projections and grouped attention, HubForward (hub.py) any other causal decoder through its own
-   transformers code.
+   in float32 on a CPU with fused projections and grouped attention, HubForward (hub.py) any other causal
+   decoder, and any on another device, through its own transformers code.
 3. Fused projections are the storage of the module's own parameters, which become views: copying new weights
    into the parameters is all that a weight update has to do.
 4. Every row of the cache gets the low-rank products of the adapter that the bank says it has.
@@ -75,7 +75,8 @@ def choose(model: nn.Module, cache: KvCache, bank: Bank) -> Forward:
     if (
         config.model_type in LEAN_MODELS
         and config.hidden_act == "silu"
-        and next(model.parameters()).dtype == torch.float32
+        and cache.shape.dtype == torch.float32
+        and cache.shape.device.type == "cpu"
     ):
         return LeanForward(model, cache, bank)
     return HubForward(model, cache, bank)
@@ -95,7 +96,7 @@ class _Pass:
 
 
 class LeanForward:
-    """Llama, Qwen2 and Qwen3 in float32 with few, large operations."""
+    """Llama, Qwen2 and Qwen3 in float32 on a CPU with few, large operations."""
 
     def __init__(self, model: nn.Module, cache: KvCache, bank: Bank) -> None:
         base: Any = model.get_submodule("model")

@@ -13,6 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -21,6 +23,8 @@ from quartet_inference.embedded.lora import Bank
 
 #: What transformers' code raises where it takes something else than a mask, positions, or this cache.
 UNSERVED = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+#: Under which name a model takes a cache: another one since 5.24, and that alone from 5.40 on.
+CACHE = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
 
 
 def causal_mask(positions_BT: Tensor, context: int) -> Tensor:
@@ -48,19 +52,21 @@ class HubForward:
         self, first_row: int, ids_BT: Tensor, positions_BT: Tensor, context: int, last_B: Tensor | None
     ) -> Tensor:
         rows, tokens = ids_BT.shape
-        if last_B is None:
-            last_B = torch.full((rows,), tokens - 1)
+        device = self._cache.shape.device
+        # Those of prompts come from the CPU.
+        ids_BT, positions_BT = ids_BT.to(device), positions_BT.to(device)
+        last_B = torch.full((rows,), tokens - 1) if last_B is None else last_B
         wanted, where_B = torch.unique(last_B, return_inverse=True)
         with self._bank.active(self._bank.plan(first_row, rows)):
             out = self._model(
                 input_ids=ids_BT,
                 attention_mask=_mask_for(self._model, causal_mask(positions_BT, context)),
                 position_ids=positions_BT,
-                past_key_values=_RowsCache(self._cache, first_row, positions_BT, context),
                 use_cache=True,
-                logits_to_keep=wanted,
+                logits_to_keep=wanted.to(device),
+                **{CACHE: _RowsCache(self._cache, first_row, positions_BT, context)},
             )
-        logits: Tensor = out.logits[torch.arange(rows), where_B]
+        logits: Tensor = out.logits[torch.arange(rows, device=device), where_B.to(device)]
         return logits.float()
 
 
@@ -108,7 +114,8 @@ def kv_shape(model: Any) -> KvShape:
 
     Where layers, or keys and values, have other sizes, the largest of them.
     """
-    shapes, positions = _Shapes(), torch.zeros(1, 1, dtype=torch.long)
+    weight = next(model.parameters())
+    shapes, positions = _Shapes(), torch.zeros(1, 1, dtype=torch.long, device=weight.device)
     name = type(model).__name__
     try:
         with torch.inference_mode():
@@ -116,8 +123,8 @@ def kv_shape(model: Any) -> KvShape:
                 input_ids=positions,
                 position_ids=positions,
                 attention_mask=_mask_for(model, causal_mask(positions, 1)),
-                past_key_values=shapes,
                 use_cache=True,
+                **{CACHE: shapes},
             )
     except UNSERVED as error:
         raise ValueError(not_decoded(name, error)) from error
@@ -128,7 +135,8 @@ def kv_shape(model: Any) -> KvShape:
         layers=max(shapes.seen) + 1,
         kv_heads=max(size[1] for size in sizes),
         head_dim=max(size[3] for size in sizes),
-        dtype=next(model.parameters()).dtype,
+        dtype=weight.dtype,
+        device=weight.device,
     )
 
 

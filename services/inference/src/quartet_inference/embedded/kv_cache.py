@@ -27,6 +27,7 @@ class KvShape:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    device: torch.device
 
     @property
     def bytes_per_token(self) -> int:
@@ -59,7 +60,7 @@ class KvCache:
     def _allocate(self, rows: int, length: int) -> Tensor:
         # Zeros and not empty: a masked value is multiplied by zero, and zero times NaN is NaN.
         size = (self.shape.layers, rows, length, 2, self.shape.kv_heads, self.shape.head_dim)
-        return torch.zeros(size, dtype=self.shape.dtype)
+        return torch.zeros(size, dtype=self.shape.dtype, device=self.shape.device)
 
     def fits(self, rows: int, length: int) -> bool:
         """Whether `rows` sequences of up to `length` positions can be held together."""

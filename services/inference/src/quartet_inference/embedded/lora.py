@@ -33,17 +33,18 @@ class Matrices:
 
     scale: float
     nbytes: int
+    device: torch.device
     modules: dict[str, tuple[Tensor, Tensor]]
 
     @classmethod
-    def of(cls, adapter: LoraTensors, dtype: torch.dtype) -> Matrices:
-        """Copies: the payload that they came in can go."""
+    def of(cls, adapter: LoraTensors, like: Tensor) -> Matrices:
+        """Copies, of this tensor's type and on its device: the payload that they came in can go."""
         modules = {
-            name: (as_torch(low).to(dtype).clone(), as_torch(high).to(dtype).clone())
+            name: (as_torch(low).to(like, copy=True), as_torch(high).to(like, copy=True))
             for name, (low, high) in adapter.modules.items()
         }
         nbytes = sum(one.nbytes for pair in modules.values() for one in pair)
-        return cls(adapter.scale, nbytes, modules)
+        return cls(adapter.scale, nbytes, like.device, modules)
 
 
 @dataclass(eq=False)
@@ -179,7 +180,9 @@ def plan_of(slots: Sequence[Slot | None]) -> Plan:
     for row, slot in enumerate(slots):
         if slot is not None:
             found.setdefault(id(slot), []).append(row)
-    groups = tuple(
-        (by_id[key], None if len(rows) == len(slots) else torch.tensor(rows)) for key, rows in found.items()
-    )
-    return Plan(len(slots), groups)
+    groups = []
+    for key, rows in found.items():
+        slot = by_id[key]
+        everywhere = len(rows) == len(slots)
+        groups.append((slot, None if everywhere else torch.tensor(rows, device=slot.matrices.device)))
+    return Plan(len(slots), tuple(groups))

@@ -37,7 +37,10 @@ def has_weights(folder: Path) -> bool:
 
 
 def load(folder: Path, dtype: str, *, weights_follow: bool) -> nn.Module:
-    """The causal LM of a local folder. Where its first weights come from a trainer, config.json is enough."""
+    """The causal LM of a local folder, on the CPU.
+
+    Where its first weights come from a trainer, config.json is enough.
+    """
     try:
         if weights_follow and not has_weights(folder):
             config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
@@ -70,8 +73,8 @@ def as_torch(tensor: Tensor) -> torch.Tensor:
 
 
 def as_wire(tensor: torch.Tensor) -> Tensor:
-    """A tensor as a version has it: a view where it lies in one piece."""
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    """A tensor as a version has it: a view where it lies on the CPU in one piece."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return Tensor(SAFETENSORS_NAMES[tensor.dtype], tuple(tensor.shape), memoryview(flat.numpy().data))
 
 
@@ -92,7 +95,8 @@ def made_for(model: nn.Module, asked: int | None) -> int:
 
 @dataclass(frozen=True)
 class StagedWeights:
-    """Checked tensors, ready to be copied. They may be views of the payload they came in."""
+    """Checked tensors on the device of the model, ready to be copied. On the CPU they may be views of the
+    payload they came in."""
 
     tensors: dict[str, torch.Tensor]
 
@@ -112,7 +116,7 @@ class ModelWeights:
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is held now, as a version has it: views."""
+        """What is held now, as a version has it: views, where the model is on the CPU."""
         return {name: as_wire(parameter) for name, parameter in self._parameters.items()}
 
     def digest(self) -> bytes:
@@ -124,7 +128,7 @@ class ModelWeights:
         check_layout(layout_of(tensors), self.layout())
         staged = {}
         for name, parameter in self._parameters.items():
-            staged[name] = as_torch(tensors[name]).to(parameter.dtype).view(parameter.shape)
+            staged[name] = as_torch(tensors[name]).to(parameter).view(parameter.shape)
         return StagedWeights(staged)
 
     def apply(self, staged: StagedWeights) -> None:

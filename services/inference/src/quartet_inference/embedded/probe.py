@@ -112,6 +112,7 @@ def _engine_logprobs(run: Forward, cache: KvCache, sequences: list[list[int]]) -
 
 def _plain_logprobs(model: Any, sequences: list[list[int]]) -> Tensor:
     """The same by the model's own forward pass, one sequence at a time."""
-    logits = [model(input_ids=torch.tensor([one]), use_cache=False).logits[0].float() for one in sequences]
+    ids = [torch.tensor([one], device=model.device) for one in sequences]
+    logits = [model(input_ids=one, use_cache=False).logits[0].float() for one in ids]
     at = [_positions(one) for one in sequences]
     return torch.cat([one[places] for one, places in zip(logits, at, strict=True)]).log_softmax(-1)

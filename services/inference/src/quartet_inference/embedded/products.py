@@ -1,9 +1,9 @@
 """Products of rows with matrices.
 
-1. In float32 they are oneDNN's: PyTorch takes MKL for these, whose kernels for processors that are not
-   Intel's have half the speed. In other dtypes they are PyTorch's own, and so are those of modules that are
-   no plain nn.Linear.
-2. In float32 the bits of a row do not depend on how many rows there are, nor on what else the matrix holds
+1. In float32 on a CPU they are oneDNN's: PyTorch takes MKL for these, whose kernels for processors that are
+   not Intel's have half the speed. In other dtypes and on other devices they are PyTorch's own, and so are
+   those of modules that are no plain nn.Linear.
+2. Of the first the bits of a row do not depend on how many rows there are, nor on what else the matrix holds
    (docs/numerics.md), but for one row alone with a large matrix.
 3. Rows are filled up to one of SIZES_PER_DOUBLING sizes between a number and its double: oneDNN compiles
    kernels for each, which take it a millisecond and half a megabyte.
@@ -31,7 +31,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Matrix libraries sum a product of fewer rows in another order. One row alone keeps it where the matrix is
     large: there it costs half as much.
     """
-    if x.dtype != torch.float32:
+    if not _is_onednns(x):
         return F.linear(x, weight, bias)
     rows = len(x)
     size = rows if rows == 1 and weight.numel() > SMALL_MATRIX else size_of(rows)
@@ -47,11 +47,15 @@ def size_of(rows: int) -> int:
 
 
 def use(model: nn.Module) -> None:
-    """Let the linear modules of a model in float32 compute so, where transformers' own code runs it."""
+    """Let the linear modules of a model in float32 on a CPU compute so, where transformers' code runs it."""
     for module in model.modules():
         # Subclasses have code of their own.
-        if type(module) is nn.Linear and module.weight.dtype == torch.float32:
+        if type(module) is nn.Linear and _is_onednns(module.weight):
             module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+
+
+def _is_onednns(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:

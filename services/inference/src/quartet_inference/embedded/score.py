@@ -24,6 +24,7 @@ from quartet.errors import QuartetError
 from torch import nn
 from transformers import DynamicCache
 
+from quartet_inference.embedded.hub import CACHE
 from quartet_inference.embedded.lora import Bank, Slot, plan_of
 from quartet_inference.engine import Scored, ScoreRequest, ServedWeights, refusal
 
@@ -176,7 +177,7 @@ class Scorer:
         ids = torch.tensor([job.request.tokens[start:end]], device=self._device)
         positions = torch.arange(start, end, device=self._device)[None]
         logits = self._network(
-            input_ids=ids, position_ids=positions, past_key_values=job.cache, use_cache=True
+            input_ids=ids, position_ids=positions, use_cache=True, **{CACHE: job.cache}
         ).logits
         begun = len(job.logprobs)
         here = [position for position in job.covered[begun : begun + end - start] if position <= end]
@@ -192,11 +193,11 @@ class Scorer:
         chosen = logits_TV[rows].float()
         picked = chosen.gather(1, targets[:, None])[:, 0]
         mass = chosen.logsumexp(-1)
-        job.logprobs.extend((picked - mass).tolist())
+        job.logprobs.extend((picked - mass).cpu().tolist())
         if job.request.top:
             best = chosen.topk(min(job.request.top, chosen.shape[-1]), -1)
-            values = (best.values - mass[:, None]).tolist()
-            pairs = zip(best.indices.tolist(), values, strict=True)
+            values = (best.values - mass[:, None]).cpu().tolist()
+            pairs = zip(best.indices.cpu().tolist(), values, strict=True)
             job.tops.extend(dict(zip(*row, strict=True)) for row in pairs)
 
 
