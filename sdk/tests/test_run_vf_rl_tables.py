@@ -43,11 +43,12 @@ def test_arguments_of_vllm_reach_the_engine() -> None:
     embedded = translate(given)
     assert embedded.tables["inference"] == {
         "engine": "embedded",
-        "gpus": 0,
+        "gpus": 4,
         "max_model_len": 4096,
         "embedded": {"max_num_seqs": 64, "dtype": "bfloat16"},
     }
-    assert shared_out(embedded.tables, None)["trainer"]["gpus"] == ["0", "1"], "the engine needs none"
+    placed = shared_out(embedded.tables, None)
+    assert (placed["inference"]["replicas"], placed["trainer"]["gpus"]) == (4, ["4", "5"])
     assert any("inference.args.enforce_eager = true (of vLLM" in line for line in embedded.without_effect)
     given["inference"]["args"]["tensor-parallel-size"] = 3
     with pytest.raises(ConfigError, match=r"inference\.gpus are 4, but 1 replicas of 3 devices"):

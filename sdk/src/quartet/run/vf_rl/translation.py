@@ -277,13 +277,16 @@ def _inference(given: Given, run: _Run, engine: Engine) -> None:
         for key, value in args.items():
             run.put(f"inference.vllm.args.{key}", value, f"inference.args.{key}")
         return
-    if given.trainer_gpus == 1:
-        run.unread.append(shown("trainer.gpus", 1, "without vLLM the trainer takes a GPU or the CPU"))
-    else:
-        run.put("trainer.gpus", given.trainer_gpus, "trainer.gpus")
-        run.put("inference.gpus", 0, "inference.gpus")
-    told = {"inference.gpus": given.inference_gpus} | {f"inference.args.{key}": args[key] for key in args}
-    run.unread += [shown(key, value, "of vLLM, which is not installed here") for key, value in told.items()]
+    for service, gpus in (("trainer", given.trainer_gpus), ("inference", given.inference_gpus)):
+        # One for the trainer is what a file says that says nothing, also for a machine without any.
+        if given.trainer_gpus == 1:
+            run.unread.append(shown(f"{service}.gpus", gpus, "without vLLM it takes a GPU or the CPU"))
+        else:
+            run.put(f"{service}.gpus", gpus, f"{service}.gpus")
+    run.unread += [
+        shown(f"inference.args.{key}", value, "of vLLM, which is not installed here")
+        for key, value in args.items()
+    ]
 
 
 def _reports(given: Given, run: _Run, wandb_project: str | None) -> None:
