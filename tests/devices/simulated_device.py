@@ -9,6 +9,11 @@ In a process of its own, because torch knows of one such backend at most, and fo
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +22,33 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 NAME = "elsewhere"
+#: A dozen small cases, half of them on a device of Python, on a machine that is shared.
+CHILD_SECONDS = 300
+
+#: What was told: by case and device.
+Found = dict[str, dict[str, list[float]]]
+
+
+def found_by(service: Path, *arguments: Path) -> Found:
+    """What tests/other_device.py of a service prints, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.other_device", *map(str, arguments)],
+        cwd=service,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        timeout=CHILD_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    answer: Found = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+#: Elements that left the device for another type. On an accelerator they travel as they are, and the CPU casts
+#: them.
+CAST_BY_HOST: list[int] = []
+#: Tensors that came to the device. On an accelerator each waits for all that was begun there.
+ARRIVED: list[str] = []
 _COPY, _MOVE = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
 
 
@@ -58,12 +90,25 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         to_there = isinstance(args[0], Elsewhere)
     else:
         to_there = bool(there) if asked is None else torch.device(asked).type == NAME
+    _count(func, tensors, to_there, kwargs.get("dtype"))
     if asked is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     out = _on_cpu(func, _held(args), _held(kwargs))
     if not to_there:
         return out
     return return_and_correct_aliasing(func, args, kwargs, tree_map_only(torch.Tensor, Elsewhere, out))
+
+
+def _count(func: Any, tensors: list[torch.Tensor], to_there: bool, dtype: torch.dtype | None) -> None:
+    if func not in (_COPY, _MOVE):
+        return
+    source = tensors[-1]
+    if to_there and not isinstance(source, Elsewhere):
+        ARRIVED.append(str(source.dtype))
+    if not to_there and isinstance(source, Elsewhere):
+        target = tensors[0].dtype if func is _COPY else dtype or source.dtype
+        if target != source.dtype:
+            CAST_BY_HOST.append(source.numel())
 
 
 def _on_cpu(func: Any, args: Any, kwargs: Any) -> Any:

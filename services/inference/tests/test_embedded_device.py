@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from quartet.config import ConfigError
 from quartet_inference.embedded import device
-from simulated_device import NAME
+from simulated_device import CHILD_SECONDS, NAME, Found, found_by
 
 from .other_device import CASES
-
-#: A dozen small engines, half of them on a device of Python, on a machine that is shared.
-CHILD_SECONDS = 300
-
-Found = dict[str, dict[str, list[float]]]
 
 
 @pytest.fixture(scope="module")
 def found() -> Found:
     """By case and device."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.other_device"],
-        cwd=Path(__file__).parent.parent,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3] / "tests/devices")},
-        capture_output=True,
-        text=True,
-        timeout=CHILD_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    answer: Found = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    return found_by(Path(__file__).parent.parent)
 
 
 @pytest.mark.timeout(CHILD_SECONDS)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from simulated_device import NAME
+from simulated_device import NAME, Found, found_by
 
 from .other_device import CASES, VOCAB
 
@@ -29,11 +25,6 @@ SIZES = {
     "tie_word_embeddings": False,
 }
 
-#: Sixteen small runs, half of them on a device of Python, on a machine that is shared.
-CHILD_SECONDS = 300
-
-Found = dict[str, dict[str, list[float]]]
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
@@ -45,18 +36,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **mixture)).save_pretrained(
         folders[1]
     )
-    command = [sys.executable, "-m", "tests.other_device", *map(str, folders)]
-    done = subprocess.run(
-        command,
-        cwd=Path(__file__).parent.parent,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3] / "tests/devices")},
-        capture_output=True,
-        text=True,
-        timeout=CHILD_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    answer: Found = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    return found_by(Path(__file__).parent.parent, *folders)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -67,3 +47,8 @@ def test_a_run_on_another_device_gives_what_it_gives_on_the_cpu(case: str, found
     assert len(here) == len(there) > 50
     assert all(map(math.isfinite, there))
     assert there == pytest.approx(here, rel=tolerance, abs=tolerance)
+
+
+def test_what_is_published_is_cast_before_it_leaves_the_device(found: Found) -> None:
+    """Half the way, and no work for the CPU."""
+    assert found["bfloat16"]["cast by the host"] == [0]
