@@ -6,16 +6,20 @@ on one batch:
 
 1. `one sequence`: one sample of 16,384 tokens, nearly all of them covered.
 2. `groups of 8`: ragged samples behind prompts that they share, about as many tokens; a shared prompt counts
-   once, as it is computed.
+   once, however often it is computed (`--row-tokens`).
+
+Kernels are as the service has them: deterministic, unless `--no-deterministic`.
 
 prime-rl states 11,900 tokens per second and 12.5 GiB for the first on one H100 (Qwen3-0.6B, RL, full, 16k;
 its moments are kept in the host's memory, ours on the device).
 
-    python benchmarks/gpu_train.py [--tokens 16384] [--steps 8] [--json FILE]
+    python benchmarks/gpu_train.py [--tokens 16384] [--steps 8] [--row-tokens N] [--no-deterministic]
+        [--json FILE]
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import tempfile
 import time
@@ -25,6 +29,7 @@ import gpu_shape
 import numpy as np
 from figures import Figure, arguments, report
 from peak_memory import GIB, Watch
+from quartet_trainer import libraries
 from quartet_trainer.sample import Sample, make_sample
 
 #: Kernels are chosen, and memory of the sizes is taken, in these.
@@ -39,8 +44,14 @@ def main() -> None:
     gpu_shape.add_arguments(parser)
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--row-tokens", type=int, help="as the trainer's row_tokens")
+    parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
+    libraries.configure(threads=1)
     gpu_shape.require(options.device)
+    from quartet_trainer.worker import prepare
+
+    prepare(threads=1, deterministic=options.deterministic)
     figures = []
     with tempfile.TemporaryDirectory(prefix="quartet-gpu-") as folder:
         model = gpu_shape.model(0, trial=options.trial)
@@ -49,8 +60,11 @@ def main() -> None:
         del model
         for name, make in (("one sequence", one_sequence), ("groups of 8", in_groups)):
             batches = [make(options.tokens, vocabulary, seed) for seed in range(WARM_UP + options.steps)]
-            figures += measure(name, batches, Path(folder), options.device, options.tokens)
-    report(figures, options.json, device=gpu_shape.named(options.device), tokens=options.tokens)
+            figures += measure(
+                name, batches, Path(folder), options.device, options.tokens, options.row_tokens
+            )
+    asked = {name: getattr(options, name) for name in ("tokens", "row_tokens", "deterministic")}
+    report(figures, options.json, device=gpu_shape.named(options.device), **asked)
 
 
 def one_sequence(tokens: int, vocabulary: int, seed: int) -> list[Sample]:
@@ -97,7 +111,14 @@ def computed(batch: list[Sample]) -> int:
     return sum(map(len, prompts)) + sum(len(one.covered_K) for one in batch)
 
 
-def measure(name: str, batches: list[list[Sample]], folder: Path, device: str, budget: int) -> list[Figure]:
+def measure(
+    name: str,
+    batches: list[list[Sample]],
+    folder: Path,
+    device: str,
+    budget: int,
+    row_tokens: int | None = None,
+) -> list[Figure]:
     """Steps of a run on these batches."""
     import torch
     from quartet.weights.store import WeightStore
@@ -105,10 +126,13 @@ def measure(name: str, batches: list[list[Sample]], folder: Path, device: str, b
     from quartet_trainer.passes import Machine
     from quartet_trainer.run import Run
     from quartet_trainer.spec import LossKind, LossSpec, OptimizerSpec, Ratio, RunSpec
+    from quartet_trainer.worker import release_memory
 
+    # A model refers to itself: that of the case before would be given back while this one is measured.
+    release_memory()
     place = torch.device(device)
     watch = Watch(place)
-    machine = Machine(place, budget, None, False, gradient_checkpointing=True)
+    machine = Machine(place, budget, row_tokens, False, gradient_checkpointing=True)
     spec = RunSpec(base_model=str(folder), optimizer=OptimizerSpec(learning_rate=LEARNING_RATE))
     loss = LossSpec(kind=LossKind.POLICY_GRADIENT, ratio=Ratio.PPO, clip_low=CLIP, clip_high=CLIP)
     run = Run("r", spec, machine, WeightStore(1), lambda: None, Bases())

@@ -44,8 +44,8 @@ def found_by(service: Path, *arguments: Path) -> Found:
     return answer
 
 
-#: Elements that left the device for another type. On an accelerator they travel as they are, and the CPU casts
-#: them.
+#: Elements that left the device for another type. On an accelerator they travel as they are, and the CPU
+#: casts them.
 CAST_BY_HOST: list[int] = []
 #: Tensors that came to the device. On an accelerator each waits for all that was begun there.
 ARRIVED: list[str] = []

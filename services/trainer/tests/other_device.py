@@ -26,7 +26,7 @@ from quartet_trainer.spec import LoraSpec, ReferenceSpec, RunSpec
 from quartet_trainer.spec.optimizer import OptimizerSpec
 from quartet_trainer.states import StateStore
 from quartet_trainer.wire import loss_spec
-from simulated_device import NAME, Simulated, register
+from simulated_device import CAST_BY_HOST, NAME, Simulated, register
 
 VOCAB = 96
 STEPS = 3
@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "moving reference": {"reference": ReferenceSpec(sync_steps=1, mixup_alpha=0.5)},
     "recomputing": {"gradient_checkpointing": True},
     "adapter": {"lora": LoraSpec(rank=4, alpha=8)},
+    "merged adapter": {"lora": LoraSpec(rank=4, alpha=8, publish_merged=True)},
     "bfloat16": {"compute_dtype": "bfloat16", "served_dtype": "bfloat16"},
     "experts": {},
 }
@@ -103,7 +104,9 @@ def main() -> None:
         for name, simulating in (("cpu", nullcontext()), (NAME, Simulated())):
             with tempfile.TemporaryDirectory() as work, simulating:
                 model = experts if case == "experts" else folder
+                CAST_BY_HOST.clear()
                 found[case][name] = trained(torch.device(name), model, Path(work), changes)
+        found[case]["cast by the host"] = [float(sum(CAST_BY_HOST))]
     assert kept
     print(json.dumps(found))
 

@@ -114,11 +114,12 @@ class PolicyForward(nn.Module):
         narrows = self._autocast_dtype is not None and not full_precision
         as_they_are = linear_weights(self.model) if narrows else frozenset()
         held = {} if narrows else self._held_narrow(placed)
-        # Moved as they are and widened there: in one call the CPU would widen them first.
-        moved = {name: tensor.to(self._device) for name, tensor in (held | dict(placed)).items()}
+        # Moved as they are and widened there: in one call the CPU would widen them first. One by one, so that
+        # none is there in two types for longer than that takes.
         named = {
-            f"model.{name}": tensor if name in as_they_are else tensor.float()
-            for name, tensor in moved.items()
+            f"model.{name}": moved if name in as_they_are else moved.float()
+            for name, tensor in (held | dict(placed)).items()
+            for moved in (tensor.to(self._device),)
         }
         yield lambda *arguments: functional_call(self, named, arguments)
 

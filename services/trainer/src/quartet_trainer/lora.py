@@ -182,19 +182,19 @@ class Adapter:
 
     def published(self, masters: Masters, served_dtype: str) -> Snapshot:
         """The adapter, or the merged model."""
-        whole = self._merged(masters, self._shared.frozen()) if self._spec.publish_merged else masters
-        return cast(whole.items(), served_dtype)
+        merges = self._spec.publish_merged
+        named = self._merged(masters, self._shared.frozen()) if merges else masters.items()
+        return cast(named, served_dtype)
 
-    def _merged(self, masters: Masters, plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        merged = {}
+    def _merged(self, masters: Masters, plain: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """One by one: beside the model there is no room for another in float32."""
         for name, weight in plain.items():
             module = PREFIX + name.removesuffix(".weight")
             one = masters.get(PREFIX + name, weight.detach())
             if module + _A in masters:
                 low, high = masters[module + _A].detach(), masters[module + _B].detach()
                 one = one + like((high.to(one.device) @ low.to(one.device)) * self._scale, one)
-            merged[name] = one
-        return merged
+            yield name, one
 
     @contextmanager
     def standing(self, weights: Snapshot | None) -> Iterator[Mapping[str, Tensor]]:
@@ -252,7 +252,7 @@ class Adapter:
         plain = {
             plain_name(name): tensor for name, tensor in base.untied(self.model).items() if _is_frozen(name)
         }
-        merged = gathered(self._merged(self.parameters, plain).items(), served_dtype, writes)
+        merged = gathered(self._merged(self.parameters, plain), served_dtype, writes)
         if not writes:
             return
         base.export_folder(self.model, merged, source, target, served_dtype)

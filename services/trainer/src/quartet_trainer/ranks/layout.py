@@ -55,6 +55,9 @@ def part(tensor: Any) -> Tensor:
 def on_host(tensor: Any, dtype: torch.dtype) -> Tensor:
     """A copy on the CPU, contiguous, spread alike."""
     mine = part(tensor.detach())
+    if mine.device.type != "cpu":
+        # There, before it travels: the other way round it travels as wide as it is, and the CPU casts it.
+        mine = mine.to(dtype)
     memory = np.frombuffer(pages.take(mine.numel() * dtype.itemsize), np.uint8)
     copy = torch.from_numpy(memory).view(dtype).view(mine.shape).copy_(mine)
     if is_whole(tensor):
