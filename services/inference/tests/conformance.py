@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from quartet_inference import app
 from quartet_inference.config import InferenceConfig
 from quartet_inference.vllm import environment
 
+from .openai_door import Door, watched
 from .random_models import weights_of
 from .told import TOLERANCE, Told
 
@@ -45,10 +46,13 @@ VLLM_ARGS = {"max_num_batched_tokens": 64}
 
 
 class Replica:
-    """A running service, its trainer, and the models whose weights it has served."""
+    """A running service and its OpenAI front, its trainer, and the models whose weights it has served."""
 
-    def __init__(self, engine: str, channel: grpc.aio.Channel, store: WeightStore, make: Make) -> None:
+    def __init__(
+        self, engine: str, channel: grpc.aio.Channel, store: WeightStore, make: Make, door: Door
+    ) -> None:
         self.engine = engine
+        self.door = door
         self.tolerance = TOLERANCE[engine]
         self.stub: Any = rpc.InferenceServiceStub(channel)
         self.models: dict[int, Any] = {}
@@ -143,13 +147,17 @@ async def serving(engine: str, folder: Path, make: Make, **settings: Any) -> Asy
     )  # fmt: skip
     config = InferenceConfig(
         model=folder, engine=engine, max_model_len=CONTEXT, weights_address=trainer.address, run_id=RUN,
+        openai={"address": "127.0.0.1:0"},
         **{engine: {"max_num_seqs": SLOTS, "kv_cache_bytes": 1 << 25, **settings}},
     )  # fmt: skip
     health = Health()
-    async with app.services(config, health) as services:
+    async with AsyncExitStack() as stack:
+        with watched() as caught:
+            services = await stack.enter_async_context(app.services(config, health))
         server = await start(services, config.server, health)
-        async with connect(server.address) as channel:
-            yield Replica(engine, channel, store, make)
+        door = caught.door(folder, health)
+        async with connect(server.address) as channel, door.plain:
+            yield Replica(engine, channel, store, make, door)
         await server.stop(0)
     await trainer.stop(0)
 

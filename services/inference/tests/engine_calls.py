@@ -18,7 +18,7 @@ from .random_models import weights_of
 from .told import Told
 
 END = frozenset({258})
-OF_REQUEST = {"seeds", "run_id", "min_version", "exact_version", "keep_prefix"}
+OF_REQUEST = {"seeds", "run_id", "min_version", "exact_version", "keep_prefix", "resumed", "top"}
 UNTIL_SECONDS = 30
 
 
@@ -48,8 +48,8 @@ async def complete(engine: Engine, prompt: list[int], n: int = 1, **wanted: Any)
     async for event in engine.generate(request):
         one = told[event.index]
         if isinstance(event, Delta):
-            spans = [(span.start, span.length, span.version) for span in event.spans]
-            one.extend(event.token_ids, event.logprobs, spans)
+            spans = [(span.start - request.resumed, span.length, span.version) for span in event.spans]
+            one.extend(event.token_ids, event.logprobs, spans, event.tops)
         else:
             assert one.finish is None
             one.finish = event

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,23 +76,39 @@ async def opened(folder: Path, **settings: Any) -> AsyncIterator[Door]:
             **settings,
         }
     )
-    caught: dict[str, Any] = {}
+    health = Health()
+    with watched() as caught:
+        async with app.services(config, health):
+            door = caught.door(folder, health)
+            async with door.plain:
+                yield door
+
+
+class Caught:
+    """The front that was started while it was watched for."""
+
+    address: str
+    front: Front
+
+    def door(self, folder: Path, health: Health) -> Door:
+        return Door(self.address, folder.name, self.front, self.front._engine, health)
+
+
+@contextmanager
+def watched() -> Iterator[Caught]:
+    """Note where a front that is started meanwhile listens."""
+    caught = Caught()
     original = server.serving
 
     @asynccontextmanager
     async def listening(front: Any, *arguments: Any) -> AsyncIterator[str]:
         async with original(front, *arguments) as address:
-            caught.update(address=address, front=front)
+            caught.address, caught.front = address, front
             yield address
 
-    health = Health()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server, "serving", listening)
-        async with app.services(config, health):
-            front = caught["front"]
-            door = Door(caught["address"], folder.name, front, front._engine, health)
-            async with door.plain:
-                yield door
+        yield caught
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from quartet_inference.embedded.decoder import Decoder
 from quartet_inference.embedded.engine import EmbeddedEngine
 from quartet_inference.embedded.limits import Limits
 from quartet_inference.engine import ScoreRequest, ServedWeights
-from simulated_device import NAME, Simulated, register
+from simulated_device import ARRIVED, NAME, Simulated, register
 
 from .adapters import random_adapter
 from .engine_calls import END, complete, load, text_of, until, update
@@ -53,14 +53,15 @@ async def running(device: str, seed: int = 0, **changes: Any) -> AsyncIterator[E
 
 
 def numbers(told: list[Told]) -> Floats:
-    return [value for one in told for value in (*map(float, one.tokens), *one.logprobs)]
+    tops = [value for one in told for top in one.tops for value in top.values()]
+    return [*(value for one in told for value in (*map(float, one.tokens), *one.logprobs)), *tops]
 
 
 async def sampled(device: str) -> Floats:
     """Rows of other lengths and parameters side by side."""
     shaped: list[dict[str, Any]] = [
         {"temperature": 0.0},
-        {"n": 3, "temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.2},
+        {"n": 3, "temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.2, "top": 4},
         {"n": 2, "top_k": 5, "top_p": 0.9, "min_p": 0.01},
     ]
     async with running(device) as engine:
@@ -131,6 +132,17 @@ async def narrow(device: str) -> Floats:
         return (await engine.score(ScoreRequest(tuple(LONG), ((1, 299),)))).logprobs
 
 
+async def arriving(device: str) -> Floats:
+    """How many tensors come to the device in each decode step."""
+    came = []
+    async with running(device) as engine:
+        for tokens in (1, 11, 51):  # the prompt is known from the first on
+            ARRIVED.clear()
+            await complete(engine, PROMPTS[0], seed=SEED, max_tokens=tokens, ignore_eos=True)
+            came.append(len(ARRIVED))
+    return [(came[2] - came[1]) / 40]
+
+
 CASES: dict[str, Callable[[str], Awaitable[Floats]]] = {
     case.__name__: case for case in (sampled, updated, kept, scored, adapted, narrow)
 }
@@ -154,6 +166,7 @@ def main() -> None:
         with mode():
             for case, work in CASES.items():
                 found[case][name] = asyncio.run(work(name))  # type: ignore[arg-type]
+            found.setdefault("arriving", {})[name] = asyncio.run(arriving(name))
     assert registered
     print(json.dumps(found))
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from quartet.config import ConfigError
-from quartet_inference.embedded import device
+from quartet.errors import QuartetError
+from quartet.weights.tensor import Tensor
+from quartet_inference.embedded import device, model
 from simulated_device import CHILD_SECONDS, NAME, Found, found_by
 
+from .engine_calls import complete, running
 from .other_device import CASES
+from .random_models import qwen3, weights_of
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +35,11 @@ def test_an_engine_on_another_device_tells_what_it_tells_on_the_cpu(case: str, f
     assert there == pytest.approx(here, rel=tolerance, abs=tolerance)
 
 
+def test_a_decode_step_brings_nothing_to_the_device_but_the_numbers_that_it_draws_by(found: Found) -> None:
+    """Each copy waits for all that was begun there."""
+    assert found["arriving"][NAME] == [1]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_where_there_is_none_is_refused_and_never_a_cpu() -> None:
     """device.py 1."""
@@ -42,3 +52,27 @@ def test_the_type_follows_the_device_unless_it_is_said() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert [device.dtype_on(cpu, "auto"), device.dtype_on(cuda, "auto")] == ["float32", "bfloat16"]
     assert device.dtype_on(cuda, "float32") == "float32"
+
+
+async def test_a_version_for_which_a_device_has_no_room_is_overloaded_and_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """device.py 2."""
+    tensors, converted = weights_of(qwen3(1)), []
+
+    def as_torch(tensor: Tensor) -> torch.Tensor:
+        if len(converted) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 594.00 MiB. GPU 0 has ...")
+        made = plain(tensor).clone()
+        converted.append(weakref.ref(made))
+        return made
+
+    async with running(qwen3(0)) as engine:
+        plain = model.as_torch
+        monkeypatch.setattr(model, "as_torch", as_torch)
+        with pytest.raises(QuartetError, match=r"memory of the device does not reach \(CUDA out") as refused:
+            await engine.stage(tensors)
+        assert refused.value.reason == "OVERLOADED"
+        assert [one() for one in converted] == [None] * 3
+        (told,) = await complete(engine, [5, 9], max_tokens=4, ignore_eos=True)
+    assert len(told.tokens) == 4

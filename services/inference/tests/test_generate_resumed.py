@@ -192,7 +192,8 @@ def test_conversations_are_bounded() -> None:
 async def test_what_came_together_is_told_together() -> None:
     def delta(start: int, count: int, version: int, index: int = 0) -> Delta:
         tokens = list(range(start, start + count))
-        return Delta(index, tokens, [float(t) for t in tokens], [Span(start, count, version)])
+        tops = [{token: 0.0} for token in tokens]
+        return Delta(index, tokens, [float(t) for t in tokens], [Span(start, count, version)], tops)
 
     sent: list[Any] = [
         Started((1,), [], True, True),
@@ -225,5 +226,8 @@ async def test_what_came_together_is_told_together() -> None:
         mine = [event for event in told if isinstance(event, Delta) and event.index == index]
         assert all(len(event.token_ids) <= 64 for event in mine)
         assert [t for event in mine for t in event.token_ids] == list(range(spans[-1][0] + spans[-1][1]))
+        assert [
+            list(top) == [t] for event in mine for t, top in zip(event.token_ids, event.tops, strict=True)
+        ]
         assert [(s.start, s.length, s.version) for event in mine for s in event.spans] == spans
     assert len(told) == 5

@@ -207,3 +207,48 @@ async def test_offsets_of_a_streamed_completion_go_on_from_chunk_to_chunk(door: 
     assert [offsets[choice.index] for choice in whole.choices] == [
         choice.logprobs.text_offset for choice in whole.choices
     ]
+
+
+async def test_alternatives_have_texts_and_the_bytes_of_these(door: Door) -> None:
+    asked: dict[str, Any] = {**SEEDED, "logprobs": True, "top_logprobs": 4}
+    (choice,) = (await door.chat(**asked, extra_body={"ignore_eos": True})).choices
+    assert len(choice.logprobs.content) == 40
+    for entry in choice.logprobs.content:
+        assert len(entry.top_logprobs) == 4
+        assert all(one.bytes == list(one.token.encode()) for one in (entry, *entry.top_logprobs))
+        same = [one.logprob for one in entry.top_logprobs if one.token == entry.token]
+        assert entry.logprob in same or entry.logprob <= entry.top_logprobs[-1].logprob
+    texts = {one.token for entry in choice.logprobs.content for one in entry.top_logprobs}
+    assert len(texts) > 20 and "\ufffd" in texts
+
+    messages: Any = [{"role": "user", "content": "hi"}]
+    asked |= {"model": door.model, "messages": messages, "extra_body": {"ignore_eos": True}}
+    async with door.plain.chat.completions.stream(**asked) as stream:
+        async for _ in stream:
+            pass
+        (streamed,) = stream.current_completion_snapshot.choices
+    assert streamed.logprobs is not None and streamed.logprobs.content is not None
+    for have, want in zip(streamed.logprobs.content, choice.logprobs.content, strict=True):
+        assert [one.token for one in have.top_logprobs] == [one.token for one in want.top_logprobs]
+        assert have.logprob == pytest.approx(want.logprob, abs=1e-6)
+
+
+async def test_of_tokens_of_one_text_the_best_is_told(door: Door) -> None:
+    """/v1/completions names alternatives by their texts: halves of characters have one and the same."""
+    (choice,) = (await door.complete(**SEEDED, logprobs=20, extra_body={"ignore_eos": True})).choices
+    named = choice.logprobs.top_logprobs
+    assert len(named) == 40 and all(len(top) <= 21 for top in named)
+    assert any(len(top) < 20 and "\ufffd" in top for top in named)
+    for token, logprob, top in zip(
+        choice.logprobs.tokens, choice.logprobs.token_logprobs, named, strict=True
+    ):
+        assert top[token] == logprob or (token == "\ufffd" and top[token] > logprob)
+
+
+async def test_a_request_with_alternatives_in_an_answer_too_large_is_refused(door: Door) -> None:
+    """The context counts where it is shorter than max_tokens: 256 tokens, 21 log-probabilities each."""
+    asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 20}
+    assert (await door.chat(**asked, max_tokens=2, n=200)).choices
+    with pytest.raises(openai.BadRequestError, match="at most 900000 log-probabilities"):
+        await door.chat(**asked, n=168)
+    assert (await door.chat(**asked, n=1, max_tokens=2**31)).choices

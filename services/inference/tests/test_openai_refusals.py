@@ -19,7 +19,12 @@ from quartet_inference.openai import answers, server
 from .openai_door import TOOL, Door, opened, say, until
 
 BAD: list[tuple[dict[str, Any], int, str | None, str]] = [
-    ({"top_logprobs": 3, "logprobs": True}, 400, "top_logprobs", "unsupported_parameter"),
+    ({"top_logprobs": 21, "logprobs": True}, 400, "top_logprobs", "invalid_value"),
+    ({"top_logprobs": -1, "logprobs": True}, 400, "top_logprobs", "invalid_value"),
+    ({"top_logprobs": True, "logprobs": True}, 400, "top_logprobs", "invalid_value"),
+    ({"top_logprobs": 3}, 400, "top_logprobs", "invalid_value"),
+    ({"top_logprobs": 3, "logprobs": False}, 400, "top_logprobs", "invalid_value"),
+    ({"top_logprobs": 20, "logprobs": True, "n": 256}, 400, "top_logprobs", "invalid_value"),
     ({"logit_bias": {"5": 1}}, 400, "logit_bias", "unsupported_parameter"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format", "unsupported_parameter"),
     ({"tools": [TOOL], "tool_choice": "required"}, 400, "tool_choice", "unsupported_parameter"),
@@ -68,8 +73,11 @@ async def test_what_is_not_served_is_refused_by_name(model_folder: Path) -> None
         }
         assert (await door.chat(max_tokens=2, **harmless, **neutral)).choices
         completion_bad: list[tuple[dict[str, Any], str]] = [
-            ({"logprobs": 2}, "logprobs"),
+            ({"logprobs": 21}, "logprobs"),
+            ({"logprobs": -1}, "logprobs"),
             ({"logprobs": 21, "echo": True}, "logprobs"),
+            ({"logprobs": 20, "max_tokens": 43_000}, "prompt"),
+            ({"top_logprobs": 3}, "top_logprobs"),
             ({"max_tokens": 0}, "max_tokens"),
             ({"suffix": "x"}, "suffix"),
             ({"prompt": []}, "prompt"),

@@ -15,9 +15,9 @@ from quartet_inference.text_stream import MAX_HALF_TOKENS, TextStream
 
 
 def row(
-    seed: int = 0, prompt: tuple[int, ...] = (0,), out: tuple[int, ...] = (), **sampling: Any
+    seed: int = 0, prompt: tuple[int, ...] = (0,), out: tuple[int, ...] = (), top: int = 0, **sampling: Any
 ) -> RunningSequence:
-    request = Request(prompt, Sampling(100, **sampling))
+    request = Request(prompt, Sampling(100, **sampling), top=top)
     sequence = RunningSequence(request, 0, seed, frozenset(), None, None, None)
     for token in out:
         sequence.accept(token, 0.0, 0)
@@ -28,7 +28,7 @@ def frequencies(
     logits: torch.Tensor, draws: int = 20_000, **sampling: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     sampler = Sampler([row(seed, **sampling) for seed in range(draws)])
-    tokens, logprobs = sampler.draw(logits.expand(draws, -1).contiguous())
+    tokens, logprobs, _ = sampler.draw(logits.expand(draws, -1).contiguous())
     return torch.bincount(tokens, minlength=len(logits)) / draws, logprobs
 
 
@@ -81,11 +81,11 @@ def test_penalties_as_vllm_has_them() -> None:
             [1.0, -1.0, 2.0, 0.5, 0.0],
         ]
     )
-    _, logprobs = Sampler(rows).draw(logits)
+    _, logprobs, _ = Sampler(rows).draw(logits)
     torch.testing.assert_close(logprobs, torch.log_softmax(expected, -1).amax(-1))
     rows[2].accept(2, 0.0, 0)  # counts follow the tokens
     expected[2, 2] = 0.5
-    tokens, logprobs = Sampler(rows).draw(logits)
+    tokens, logprobs, _ = Sampler(rows).draw(logits)
     torch.testing.assert_close(logprobs, torch.log_softmax(expected, -1).amax(-1))
     assert tokens.tolist()[2] == 0
 
@@ -103,9 +103,45 @@ def test_rows_do_not_influence_each_other() -> None:
     rows = [row(seed, out=(1, 2), **kinds[seed % 5]) for seed in range(64)]
     together = Sampler(rows).draw(logits)
     for i in range(64):
-        token, logprob = Sampler([rows[i]]).draw(logits[i : i + 1])
+        token, logprob, _ = Sampler([rows[i]]).draw(logits[i : i + 1])
         assert token[0] == together[0][i]
         torch.testing.assert_close(logprob[0], together[1][i])
+
+
+def test_rows_that_ask_get_the_likeliest_of_the_distribution_before_truncation() -> None:
+    """Point 5: each as many as it asks for, or as there are tokens."""
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"top": 2, "top_k": 1},
+        {"top": 3, "temperature": 2.0},
+        {"top": 20, "temperature": 0.0},
+        {"top": 1, "out": (0,), "presence_penalty": 5.0},
+    ]
+    _, _, tops = Sampler([row(seed, **kind) for seed, kind in enumerate(kinds)]).draw(LOGITS.repeat(5, 1))
+    plain = torch.log_softmax(LOGITS, -1).tolist()
+    warm = torch.log_softmax(LOGITS / 2.0, -1).tolist()
+    penalised = torch.log_softmax(LOGITS - torch.tensor([5.0, 0, 0, 0, 0, 0, 0]), -1).tolist()
+    assert {index: list(top) for index, top in tops.items()} == {
+        1: [0, 1], 2: [0, 1, 2], 3: [0, 1, 2, 3, 4, 5, 6], 4: [1],
+    }  # fmt: skip
+    assert [*tops[1].values(), *tops[2].values()] == pytest.approx([*plain[:2], *warm[:3]])
+    assert [*tops[3].values(), *tops[4].values()] == pytest.approx([*plain, penalised[1]])
+
+
+def test_rows_that_ask_for_no_alternatives_pay_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Point 4."""
+    looked: list[tuple[int, ...]] = []
+    topk = torch.Tensor.topk
+
+    def spied(rows: torch.Tensor, *arguments: Any) -> Any:
+        looked.append(tuple(rows.shape))
+        return topk(rows, *arguments)
+
+    monkeypatch.setattr(torch.Tensor, "topk", spied)
+    logits = LOGITS.repeat(4, 1)
+    assert Sampler([row(seed, top_k=3) for seed in range(4)]).draw(logits)[2] == {} and not looked
+    Sampler([row(seed, top=seed % 2) for seed in range(4)]).draw(logits)
+    assert looked == [(2, len(LOGITS))], "the rows that ask, alone"
 
 
 def test_uniforms_depend_on_seed_and_position_and_fill_the_interval() -> None:
@@ -146,3 +182,18 @@ def test_texts_grow_by_whole_characters_and_a_feed_costs_no_more_for_what_was_be
     assert "".join(stream.feed([byte]) for byte in "\ufffd é".encode() * 50)
     assert "".join(stream.feed([0xE2]) for _ in range(500)), "half characters without an end are told too"
     assert longest <= MAX_HALF_TOKENS + 2
+
+
+def test_alternatives_are_told_once_with_their_tokens_and_held_no_longer() -> None:
+    """completion.py 4, and 3: of tokens that were sampled elsewhere there are none."""
+    sequence = RunningSequence(
+        Request((1, 2, 3), Sampling(9), resumed=1, top=1), 0, 0, frozenset(), None, None, None
+    )
+    for token in (4, 5):
+        sequence.accept(token, -1.0, 0, {token: -1.0})
+    first = sequence.tell()
+    assert (first.token_ids, list(first.tops)) == ([4, 5], [{4: -1.0}, {5: -1.0}])
+    assert sequence._tops == []
+    sequence.accept(6, -2.0, 0, {7: -0.5})
+    assert list(sequence.tell().tops) == [{7: -0.5}]
+    assert len(first.tops) == 2, "what was told is not taken back"

@@ -15,11 +15,12 @@ import pytest_asyncio
 import torch
 from quartet.errors import QuartetError
 from quartet.weights.tensor import Tensor
+from quartet_inference.completion import Completion
 from quartet_inference.engine import Request, Sampling, ScoreRequest, ServedWeights
 
-from .engine_calls import complete, running, until
+from .engine_calls import complete, running, until, update
 from .random_models import weights_of
-from .told import TOLERANCE, Told, behind_kept_keys, best, chosen, scores
+from .told import TOLERANCE, Told, behind_kept_keys, best, chosen, scores, tops_difference
 from .vllm_driver import PROMPT, Driver, Make, launch, tear
 
 pytest.importorskip("vllm", reason="vLLM is not installed in this interpreter (make install-vllm)")
@@ -272,6 +273,40 @@ async def test_the_likeliest_tokens_of_each_position_come_with_it(keeping: Drive
             assert len(have.keys() & want.keys()) == 20
         assert keeping.difference(await noise) <= TOLERANCE["vllm"]
     assert (await keeping.engine.score(replace(request, top=0))).tops == []
+
+
+async def test_of_what_is_no_number_there_are_no_alternatives(keeping: Driver) -> None:
+    broken = keeping.make(16)
+    with torch.no_grad():
+        broken.model.layers[1].self_attn.v_proj.weight.fill_(float("nan"))
+    await update(keeping.engine, broken, ServedWeights("r", max(keeping.models) + 1, b""))
+    for call in (
+        complete(keeping.engine, PROMPT, n=3, top=5),
+        keeping.engine.score(ScoreRequest((1, 2, 3), ((1, 2),), top=5)),
+        keeping.engine.score(ScoreRequest((1, 2, 3), ((2, 1),))),
+    ):
+        with pytest.raises(QuartetError, match="the weights give non-finite logits"):
+            await call
+    keeping.models[max(keeping.models) + 1] = broken
+    await keeping.update(17)
+    told = await keeping.ask(PROMPT, top=5)
+    assert tops_difference(told, keeping.models, 5) <= TOLERANCE["vllm"]
+
+
+async def test_vllm_is_never_asked_for_more_than_there_are_tokens(keeping: Driver) -> None:
+    """It would end its core: topk has no such index."""
+    from quartet_inference.vllm import flight
+
+    few = replace(keeping.engine.info(), vocab_size=12)
+    request = Request((1, 2), Sampling(5), top=20)
+    completion = Completion(request, 0, 1, frozenset(), None)
+    asked = [
+        flight.Flight(replace(request, top=top), completion, asyncio.Queue(), 0).params(info).logprobs
+        for top, info in ((0, few), (3, few), (20, few), (20, keeping.engine.info()))
+    ]
+    assert asked == [0, 4, 12, 21]
+    scored = flight._score_params(ScoreRequest((1, 2), ((1, 1),), top=20), 12)
+    assert (scored.logprobs, scored.prompt_logprobs) == (12, 12)
 
 
 async def test_both_engines_draw_the_same_tokens_for_a_seed(keeping: Driver) -> None:

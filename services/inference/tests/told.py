@@ -22,6 +22,7 @@ class Told:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    tops: list[dict[int, float]] = field(default_factory=list)
     finish: Any = None
 
     @property
@@ -34,7 +35,13 @@ class Told:
         """Prompt tokens that were not computed, as the engine has it."""
         return int(self.finish.cached_tokens)
 
-    def extend(self, ids: Sequence[int], logprobs: Sequence[float], spans: Sequence[tuple[int, ...]]) -> None:
+    def extend(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        spans: Sequence[tuple[int, ...]],
+        tops: Sequence[dict[int, float]] = (),
+    ) -> None:
         """Take one delta; its spans (start, length, version) go on where those before ended."""
         assert self.finish is None and 1 <= len(ids) <= 64
         for start, length, version in spans:
@@ -42,6 +49,8 @@ class Told:
             self.versions.extend([version] * length)
         self.tokens.extend(ids)
         self.logprobs.extend(logprobs)
+        self.tops.extend(tops)
+        assert len(self.tops) in (0, len(self.tokens))
         assert len(self.versions) == len(self.tokens) == len(self.logprobs)
 
     def difference(self, models: Mapping[int, Any], **shaping: Any) -> float:
@@ -52,6 +61,26 @@ class Told:
             mine = torch.tensor(self.versions) == version
             worst = max(worst, (plain - torch.tensor(self.logprobs))[mine].abs().max().item())
         return worst
+
+
+def tops_difference(told: Told, models: Mapping[int, Any], top: int, **shaping: Any) -> float:
+    """The largest |engine - plain forward| over the `top` alternatives of all tokens, the best first.
+
+    Both of the alternatives that were told, and of those that should have been: they differ where tokens tie.
+    """
+    assert len(told.tops) == len(told.tokens) > 0
+    worst = 0.0
+    rows = {v: distribution(models[v], told.prompt, told.tokens, **shaping) for v in set(told.versions)}
+    for at, have in enumerate(told.tops):
+        plain = rows[told.versions[at]][at]
+        values = torch.tensor(list(have.values()))
+        assert len(have) == top and values.tolist() == sorted(values.tolist(), reverse=True)
+        for wanted in (plain[list(have)], plain.topk(top).values):
+            worst = max(worst, (values - wanted).abs().max().item())
+        token, logprob = told.tokens[at], told.logprobs[at]
+        assert have.get(token, logprob) == logprob, "the token's own, to the bit"
+        assert token in have or logprob <= values[-1]
+    return worst
 
 
 @torch.no_grad()

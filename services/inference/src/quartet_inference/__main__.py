@@ -8,6 +8,7 @@ import sys
 import uvloop
 from quartet.config import main
 from quartet.kit import logs
+from quartet.kit.accelerator import check_device
 from quartet.kit.door import check_door
 from quartet.kit.imports import uncollected
 from quartet.kit.server import check_here
@@ -39,6 +40,8 @@ def _preflight(config: InferenceConfig) -> None:
     check_door(config.openai, "openai.")
     if config.engine == "vllm":
         environment.check_here()
+    else:
+        check_device(config.embedded.device, "embedded.device")
 
 
 if __name__ == "__main__":

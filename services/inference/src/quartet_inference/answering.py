@@ -13,7 +13,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import prometheus_client
@@ -111,10 +111,14 @@ class Answerer:
         self.prefix_breaks = 0
 
     async def answer(
-        self, request: pb.GenerateRequest, remaining_s: float | None
+        self, request: pb.GenerateRequest, remaining_s: float | None, top: int = 0
     ) -> AsyncIterator[Started | Delta | Ended]:
-        """The start, deltas and ends of a request. Errors: those of Generate."""
+        """The start, deltas and ends of a request. Errors: those of Generate.
+
+        `top` alternatives of each token come with the deltas: no message of the contract has them.
+        """
         prompt, wanted = await self._prepared(request, remaining_s, room_for=1)
+        wanted = replace(wanted, top=top) if top else wanted
         sampled: list[list[int]] = [list(prompt.sampled) for _ in range(wanted.n)]
         async with aclosing(self._engine.generate(wanted)) as events:  # type: ignore[type-var]
             begun: Started | None = Started(prompt.given, prompt.tools, prompt.rendered, prompt.kept)

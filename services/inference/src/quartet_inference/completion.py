@@ -5,6 +5,7 @@
 2. Tokens leave in pieces of at most FLUSH_TOKENS, and at the end; each is told exactly once.
 3. Tokens that were sampled elsewhere (Request.resumed) count as sampled in every respect and are not told:
    positions go on after them, and a completion that they end is ended.
+4. Alternatives are held until they are told, and no longer.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quartet_inference.engine import Delta, Finish, Reason, Request, Sampling, Span
+from quartet_inference.engine import Delta, Finish, Reason, Request, Sampling, Span, Top
 from quartet_inference.text_stream import Detokenize, TextStream
 
 #: Tokens per message: small enough to follow a completion, large enough that messages cost little.
@@ -52,6 +53,7 @@ class Completion:
     logprobs: list[float] = field(default_factory=list, init=False)  # of those that were sampled here
     finish: Finish | None = field(default=None, init=False)
     _told: int = field(default=0, init=False)
+    _tops: list[Top] = field(default_factory=list, init=False)  # of the untold, where they are asked for
     _marks: list[tuple[int, int]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -68,16 +70,23 @@ class Completion:
         return self.request.sampling
 
     @property
+    def top(self) -> int:
+        """How many alternatives of each token are asked for."""
+        return self.request.top
+
+    @property
     def sampled(self) -> int:
         """How many tokens were sampled so far."""
         return len(self.out)
 
-    def accept(self, token: int, logprob: float, version: int) -> Finish | None:
-        """Append a sampled token; the end, if it is one."""
+    def accept(self, token: int, logprob: float, version: int, top: Top | None = None) -> Finish | None:
+        """Append a sampled token, with its alternatives where they are asked for; the end, if it is one."""
         if not self._marks or self._marks[-1][1] != version:
             self._marks.append((len(self.out), version))
         self.out.append(token)
         self.logprobs.append(logprob)
+        if top is not None:
+            self._tops.append(top)
         self.finish = self._end_at(token)
         return self.finish
 
@@ -110,4 +119,6 @@ class Completion:
             first, last = max(first, start), min(last, end)
             if first < last:
                 spans.append(Span(first, last - first, version))
-        return Delta(self.index, self.out[start:end], self.logprobs[start - elsewhere :], spans)
+        tops = tuple(self._tops)
+        self._tops.clear()
+        return Delta(self.index, self.out[start:end], self.logprobs[start - elsewhere :], spans, tops)

@@ -16,7 +16,7 @@ A stream of tokens for each request, and weights that change between two steps.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -26,8 +26,10 @@ from quartet.weights.tensor import Tensor
 
 from quartet_inference.layout import Layout
 
-#: Alternatives of a position that a score may ask for.
+#: Alternatives of a position that a request or a score may ask for.
 MAX_TOP = 20
+#: The likeliest tokens of a position with their log-probabilities, the best first.
+Top = dict[int, float]
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Request:
     keep_prefix: bool = False  # a later prompt will probably extend what is sampled
     # The last so many tokens of the prompt were sampled by this completion, elsewhere; only with n = 1.
     resumed: int = 0
+    top: int = 0  # so many of the likeliest tokens in the place of each sampled one too, at most MAX_TOP
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,8 @@ class Delta:
     token_ids: list[int]
     logprobs: list[float]
     spans: list[Span]
+    # Of each token, where they were asked for, and of the distribution that its log-probability is of.
+    tops: Sequence[Top] = ()
 
 
 class Reason(Enum):
@@ -142,8 +147,8 @@ class Scored:
 
     logprobs: list[float]
     version: int
-    # Of each covered position, where they were asked for: its likeliest tokens, the best first.
-    tops: list[dict[int, float]] = field(default_factory=list)
+    # Of each covered position, where they were asked for.
+    tops: list[Top] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -244,9 +249,9 @@ class Engine(Protocol):
         ...
 
     async def stage(self, tensors: Mapping[str, Tensor]) -> Any:
-        """Check names, shapes and dtypes, all of them, and prepare the tensors for `swap`. Errors.
+        """Check names, shapes and dtypes, all of them, and prepare the tensors for `swap`.
 
-        INVALID_REQUEST.
+        Errors: INVALID_REQUEST, OVERLOADED (no room to prepare them).
         """
         ...
 

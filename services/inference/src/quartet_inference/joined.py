@@ -91,4 +91,10 @@ def _one(first: Delta, second: Delta) -> Delta:
             spans[-1] = Span(spans[-1].start, spans[-1].length + span.length, span.version)
         else:
             spans.append(span)
-    return Delta(first.index, first.token_ids + second.token_ids, first.logprobs + second.logprobs, spans)
+    return Delta(
+        first.index,
+        first.token_ids + second.token_ids,
+        first.logprobs + second.logprobs,
+        spans,
+        (*first.tops, *second.tops),
+    )

@@ -7,6 +7,8 @@
 3. Penalties, then temperature, then min-p, then top-k, then top-p over what top-k left: vLLM's order and
    meaning.
 4. Rows that need none of this pay for none of it.
+5. The alternatives that a row asks for are the likeliest tokens of the distribution of its log-probability,
+   excluded ones among them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import torch
 from quartet.seeds import completion_seeds
 from torch import Tensor
 
-from quartet_inference.engine import Request, Sampling
+from quartet_inference.engine import Request, Sampling, Top
 
 U64 = npt.NDArray[np.uint64]
 
@@ -64,6 +66,11 @@ class Row(Protocol):
         ...
 
     @property
+    def top(self) -> int:
+        """How many alternatives of each of its tokens are asked for."""
+        ...
+
+    @property
     def sampled(self) -> int:
         """How many tokens were sampled so far."""
         ...
@@ -91,6 +98,8 @@ class Sampler:
         self._greedy = torch.tensor(greedy, device=device) if any(greedy) else None
         self._penalised = [i for i, s in enumerate(sampling) if s.penalises]
         self._truncated = [i for i, s in enumerate(sampling) if s.truncates and s.temperature > 0]
+        #: How many alternatives each row asks for, of the rows that do.
+        self.asking = {i: row.top for i, row in enumerate(rows) if row.top}
         if self._penalised:
             chosen = [sampling[i] for i in self._penalised]
             self._repetition = self._column([s.repetition_penalty for s in chosen])
@@ -105,10 +114,14 @@ class Sampler:
     def _column(self, values: Sequence[float], dtype: torch.dtype | None = None) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self._device)[:, None]
 
-    def draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Token and log-probability of each row, from float32 logits [rows, vocabulary]."""
+    def draw(self, logits: Tensor) -> tuple[Tensor, Tensor, dict[int, Top]]:
+        """Token and log-probability of each row, from float32 logits [rows, vocabulary].
+
+        And the alternatives of each row that asks for them.
+        """
         tokens, logprobs = self.choose(logits)
-        return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+        tops = self._tops(logprobs) if self.asking else {}
+        return tokens, logprobs.gather(-1, tokens[:, None])[:, 0], tops
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The token of each row, and the log-probabilities of all."""
@@ -132,6 +145,15 @@ class Sampler:
         if self._greedy is not None:
             tokens = torch.where(self._greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
         return tokens[:, 0], logprobs
+
+    def _tops(self, logprobs: Tensor) -> dict[int, Top]:
+        most = min(max(self.asking.values()), logprobs.shape[-1])
+        best = logprobs[list(self.asking)].topk(most, -1)
+        pairs = zip(best.indices.cpu().tolist(), best.values.cpu().tolist(), strict=True)
+        return {
+            row: dict(zip(tokens[:top], values[:top], strict=True))
+            for (row, top), (tokens, values) in zip(self.asking.items(), pairs, strict=True)
+        }
 
     def _penalise(self, logits: Tensor) -> Tensor:
         rows = [self._rows[i] for i in self._penalised]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,19 +24,20 @@ from quartet_inference.embedded.lora import Bank, Slot
 from quartet_inference.embedded.prefill import PREFILL_TOKENS, prefill
 from quartet_inference.embedded.prefix_cache import Key, Prefix, PrefixCache
 from quartet_inference.embedded.sequence import RunningSequence
+from quartet_inference.engine import Top
 from quartet_inference.sampler import Sampler
 
 #: Steps that must fit before a row may join, so that it does not join and leave again all the time.
 JOIN_SLACK = 64
 
 
-@dataclass(frozen=True)
-class Drawn:
+class Drawn(NamedTuple):
     """One sampled token; a non-finite log-probability means that the weights are broken."""
 
     row: RunningSequence
     token: int
     logprob: float
+    top: Top | None = None  # its alternatives, where the row asks for them
 
     @property
     def sound(self) -> bool:
@@ -159,13 +160,16 @@ class Batch:
     def _draw(
         self, rows: Sequence[RunningSequence], sampler: Sampler, logits: Tensor, to_rows: bool = False
     ) -> list[Drawn]:
-        tokens, logprobs = sampler.draw(logits)
+        tokens, logprobs, tops = sampler.draw(logits)
         if to_rows:
             self._ids[: len(rows)] = tokens
             self._positions[: len(rows)] += 1
-        return [
+        drawn = [
             Drawn(*item) for item in zip(rows, tokens.cpu().tolist(), logprobs.cpu().tolist(), strict=True)
         ]
+        for index, top in tops.items():
+            drawn[index] = drawn[index]._replace(top=top)
+        return drawn
 
     def remove(self, sequence: RunningSequence, keep_prefix: bool = False) -> None:
         """Take a row out; its place goes to the last row."""

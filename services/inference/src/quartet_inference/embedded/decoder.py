@@ -168,7 +168,7 @@ class Decoder:
                 continue
             row = item.row
             version = (served if row.slot is None else row.slot.weights).version
-            finish = row.accept(item.token, item.logprob, version)
+            finish = row.accept(item.token, item.logprob, version, item.top)
             if finish is not None:
                 self._send(row.ticket, row.tell())
                 self._send(row.ticket, finish)

@@ -2,13 +2,20 @@
 
 1. What is asked for is what is taken: "cuda" never falls back to a CPU. "auto" takes what there is, and the
    log says which.
+2. What the device has no room for is OVERLOADED, as another process there may give back what it takes now.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import structlog
 import torch
 from quartet.config import ConfigError
+from quartet.errors import QuartetError
+
+T = TypeVar("T")
 
 log = structlog.get_logger()
 
@@ -31,3 +38,19 @@ def dtype_on(device: torch.device, wanted: str) -> str:
     if wanted != "auto":
         return wanted
     return "float32" if device.type == "cpu" else "bfloat16"
+
+
+def within_memory(job: Callable[[], T]) -> T:
+    """Do a job. Errors: OVERLOADED where the device has no room for it, and those of the job."""
+    try:
+        return job()
+    except torch.OutOfMemoryError as error:
+        why = str(error).partition("\n")[0].rstrip(".")
+    # Outside of the handler: until its end the error holds on to all that the job did.
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    raise QuartetError(
+        "OVERLOADED",
+        f"the memory of the device does not reach ({why}); lower embedded.kv_cache_bytes, or give the engine "
+        "a device of its own",
+    )

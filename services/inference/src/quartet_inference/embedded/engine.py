@@ -21,6 +21,7 @@ from torch import nn
 from quartet_inference.embedded import model
 from quartet_inference.embedded.commands import Commands
 from quartet_inference.embedded.decoder import Decoder
+from quartet_inference.embedded.device import within_memory
 from quartet_inference.embedded.limits import Limits
 from quartet_inference.embedded.lora import Matrices
 from quartet_inference.embedded.score import ScoreJob
@@ -105,7 +106,7 @@ class EmbeddedEngine:
 
     async def stage(self, tensors: Mapping[str, Tensor]) -> model.StagedWeights:
         """Check a version against the model."""
-        return await asyncio.to_thread(self._decoder.weights.stage, tensors)
+        return await asyncio.to_thread(within_memory, lambda: self._decoder.weights.stage(tensors))
 
     async def swap(self, staged: model.StagedWeights | None, weights: ServedWeights) -> None:
         """Serve staged weights, or the ones held, under a name."""
@@ -118,7 +119,7 @@ class EmbeddedEngine:
             adapter = read_adapter(config_json, tensors, self._decoder.weights.layout())
             return Matrices.of(adapter, self._weight)
 
-        return await asyncio.to_thread(stage)
+        return await asyncio.to_thread(within_memory, stage)
 
     async def swap_adapter(self, staged: Matrices | None, weights: ServedWeights) -> None:
         """Serve a staged adapter, or the one held, under a name."""

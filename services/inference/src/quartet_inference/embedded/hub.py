@@ -51,22 +51,26 @@ class HubForward:
     def __call__(
         self, first_row: int, ids_BT: Tensor, positions_BT: Tensor, context: int, last_B: Tensor | None
     ) -> Tensor:
-        rows, tokens = ids_BT.shape
+        rows = len(ids_BT)
         device = self._cache.shape.device
         # Those of prompts come from the CPU.
         ids_BT, positions_BT = ids_BT.to(device), positions_BT.to(device)
-        last_B = torch.full((rows,), tokens - 1) if last_B is None else last_B
-        wanted, where_B = torch.unique(last_B, return_inverse=True)
+        kept: Any = 1  # so many of the last
+        chosen: Any = (slice(None), -1)
+        if last_B is not None:
+            # Copied before the pass: a copy waits for all that the device was given before.
+            kept, where_B = (one.to(device) for one in torch.unique(last_B, return_inverse=True))
+            chosen = (torch.arange(rows, device=device), where_B)
         with self._bank.active(self._bank.plan(first_row, rows)):
             out = self._model(
                 input_ids=ids_BT,
                 attention_mask=_mask_for(self._model, causal_mask(positions_BT, context)),
                 position_ids=positions_BT,
                 use_cache=True,
-                logits_to_keep=wanted.to(device),
+                logits_to_keep=kept,
                 **{CACHE: _RowsCache(self._cache, first_row, positions_BT, context)},
             )
-        logits: Tensor = out.logits[torch.arange(rows, device=device), where_B.to(device)]
+        logits: Tensor = out.logits[chosen]
         return logits.float()
 
 

@@ -16,3 +16,6 @@ def configure(threads: int) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     choose_numpy_kernels()
     bound_compiled_kernels()
+    # Of a GPU: the cache of keys grows, and passes differ in their shapes. In segments of fixed size they
+    # would leave holes.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

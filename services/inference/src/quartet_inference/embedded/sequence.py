@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quartet_inference.completion import Completion
 from quartet_inference.embedded.lora import Slot
-from quartet_inference.engine import Finish
+from quartet_inference.engine import Finish, Top
 
 
 @dataclass(eq=False)
@@ -38,12 +38,12 @@ class RunningSequence(Completion):
         super().__post_init__()
         self.tokens = list(self.request.prompt)
 
-    def accept(self, token: int, logprob: float, version: int) -> Finish | None:
-        """Append a sampled token; the end, if it is one."""
+    def accept(self, token: int, logprob: float, version: int, top: Top | None = None) -> Finish | None:
+        """Append a sampled token, with its alternatives where they are asked for; the end, if it is one."""
         self.tokens.append(token)
         if self._counts is not None:
             self._counts[token] += 1
-        return super().accept(token, logprob, version)
+        return super().accept(token, logprob, version, top)
 
     def token_counts(self, vocabulary: int) -> Tensor:
         """How often each token was sampled so far."""

@@ -76,7 +76,7 @@ async def whole(
         return json.dumps(reply.whole(choices, given)).encode()
 
     tokens = sum(choice.ended.completion_tokens for choice in choices if choice.ended is not None)
-    small = tokens <= INLINE_TOKENS and not _echoes(body)
+    small = tokens <= INLINE_TOKENS and not _much(body)
     answer = write() if small else await asyncio.to_thread(write)
     return web.Response(body=answer, content_type="application/json")
 
@@ -103,12 +103,12 @@ async def stream(
                 if item is None:
                     await response.write(b": alive\n\n")
                     continue
-                if _echoes(body):  # a prompt may be long
-                    chunks = await asyncio.to_thread(teller.tell, *item)
+                if _much(body):
+                    told = await asyncio.to_thread(teller.tell, *item)
                 else:
-                    chunks = teller.tell(*item)  # at most a delta's tokens: cheaper than the way there
-                if chunks:
-                    await response.write(b"".join(map(_event, chunks)))
+                    told = teller.tell(*item)  # at most a delta's tokens: cheaper than the way there
+                if told:
+                    await response.write(told)
     except QuartetError as error:
         if not response.prepared:
             raise
@@ -120,8 +120,9 @@ async def stream(
     return response
 
 
-def _echoes(body: ChatBody | CompletionBody) -> bool:
-    return isinstance(body, CompletionBody) and body.echo
+def _much(body: ChatBody | CompletionBody) -> bool:
+    """Whether a piece of the answer takes long to write: a prompt in it, or alternatives of each token."""
+    return body.alternatives > 0 or (isinstance(body, CompletionBody) and body.echo)
 
 
 async def _last_words(
@@ -138,7 +139,7 @@ async def _last_words(
 
 
 class _Teller:
-    """Chunks for events."""
+    """Chunks for events, as they are written."""
 
     def __init__(self, reply: Reply, n: int) -> None:
         self._reply = reply
@@ -151,7 +152,10 @@ class _Teller:
         """The ends, in the order of their choices."""
         return [ended for _, ended in sorted(self._ended.items())]
 
-    def tell(self, number: int, event: Part) -> list[dict[str, Any]]:
+    def tell(self, number: int, event: Part) -> bytes:
+        return b"".join(map(_event, self._chunks(number, event)))
+
+    def _chunks(self, number: int, event: Part) -> list[dict[str, Any]]:
         first = number * self._n
         if isinstance(event, Started):
             chunks = []

@@ -21,7 +21,7 @@ from quartet_inference.openai.wishes import without_wishes
 
 #: Choices of one call, over all of its prompts.
 MAX_CHOICES = 256
-#: Log-probabilities of one answer, alternatives included: 40 bytes of JSON each, and more in memory.
+#: Log-probabilities of one answer, alternatives included: 40 bytes of JSON each, in chat 100, more in memory.
 MAX_LOGPROBS = 900_000
 #: What the API's documentation gives /v1/completions where max_tokens is left out.
 COMPLETION_TOKENS = 16
@@ -154,6 +154,12 @@ class ChatBody(_Sampling):
     tool_choice: Literal["auto", "none"] = "auto"
     max_completion_tokens: Annotated[int, pydantic.Field(ge=1, lt=2**32)] | None = None
     logprobs: bool = False
+    top_logprobs: Annotated[int, pydantic.Field(ge=0, le=MAX_TOP)] = 0
+
+    @property
+    def alternatives(self) -> int:
+        """Told of each token."""
+        return self.top_logprobs
 
     def limit(self) -> int | None:
         """`max_completion_tokens` is the newer name; where both are given they must agree."""
@@ -162,8 +168,13 @@ class ChatBody(_Sampling):
             raise malformed("max_completion_tokens", "differs from max_tokens; send one of them")
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def requests(self) -> list[pb.GenerateRequest]:
-        """The one request that this is."""
+    def requests(self, room: int) -> list[pb.GenerateRequest]:
+        """The one request that this is; `room` is the most tokens that a choice can have."""
+        if self.top_logprobs and not self.logprobs:
+            raise malformed("top_logprobs", "only with logprobs = true")
+        if self.top_logprobs:
+            tokens = self.n * min(self.limit() or room, room)
+            _check_logprobs(tokens, self.top_logprobs, "top_logprobs", "send max_tokens, or fewer of them")
         request = self.request()
         for index, message in enumerate(self.messages):
             request.messages.messages.append(message.wire(f"messages[{index}]"))
@@ -186,6 +197,11 @@ class CompletionBody(_Sampling):
     logprobs: Annotated[int, pydantic.Field(ge=0, le=MAX_TOP)] | None = None
     add_special_tokens: bool = True
 
+    @property
+    def alternatives(self) -> int:
+        """Told of each token."""
+        return self.logprobs or 0
+
     def limit(self) -> int | None:
         """The documented default is short."""
         return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
@@ -203,16 +219,13 @@ class CompletionBody(_Sampling):
 
     def requests(self, token_ids: list[list[int]]) -> list[pb.GenerateRequest]:
         """One request for each prompt."""
-        if self.logprobs and not self.echo:
-            remedy = "ask for 0: log-probabilities are those of the tokens drawn, no others; or send echo"
-            raise unsupported("logprobs", remedy)
         if self.max_tokens == 0 and not self.echo:
             raise malformed("max_tokens", "send at least 1, or echo: nothing would be told")
-        if self.echo and self.logprobs is not None:
-            texts = self.n * sum(len(ids) + (self.limit() or 0) for ids in token_ids)
-            if texts * (1 + self.logprobs) > MAX_LOGPROBS:
-                few = f"an answer has at most {MAX_LOGPROBS} log-probabilities, alternatives included"
-                raise malformed("prompt", f"{few}; send fewer prompts, or max_tokens or logprobs below")
+        if self.logprobs or (self.echo and self.logprobs is not None):
+            told = [len(ids) if self.echo else 0 for ids in token_ids]
+            tokens = self.n * sum(prompt + (self.limit() or 0) for prompt in told)
+            remedy = "send fewer prompts, or max_tokens or logprobs below"
+            _check_logprobs(tokens, self.alternatives, "prompt", remedy)
         requests = []
         for ids in token_ids:
             if any(not 0 <= token < 2**32 for token in ids):
@@ -223,6 +236,13 @@ class CompletionBody(_Sampling):
             request.tokens.token_ids.extend(ids)
             requests.append(request)
         return requests
+
+
+def _check_logprobs(tokens: int, alternatives: int, field: str, remedy: str) -> None:
+    """Raises OpenAiError where so many tokens might have more than one answer holds."""
+    if tokens * (1 + alternatives) > MAX_LOGPROBS:
+        few = f"an answer has at most {MAX_LOGPROBS} log-probabilities, alternatives included"
+        raise malformed(field, f"{few}; {remedy}")
 
 
 def parse_chat(raw: bytes, best_effort: bool = False) -> tuple[ChatBody, list[str]]:

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import structlog
@@ -191,7 +192,8 @@ class Front:
         small = len(raw) <= INLINE_BYTES
         body, wishes = parse_chat(*taken) if small else await asyncio.to_thread(parse_chat, *taken)
         request[WISHES] = wishes
-        return await self._complete(request, body, body.requests(), ChatReply)
+        room = self._engine.info().max_model_len
+        return await self._complete(request, body, body.requests(room), ChatReply)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         raw = await self._body(request)
@@ -222,7 +224,8 @@ class Front:
         fingerprint = f"{served.run_id or self._name}@{served.version}" if served is not None else ""
         reply = reply_type(self._chat, body, fingerprint)
         limit_s = self._config.request_seconds
-        answer: Callable[[pb.GenerateRequest, float], AsyncIterator[Part]] = self._answerer.answer
+        answer: Callable[[pb.GenerateRequest, float], AsyncIterator[Part]]
+        answer = partial(self._answerer.answer, top=body.alternatives)
         if isinstance(body, CompletionBody) and body.echo:
             answer = Echo(self._answerer, self._engine, body).answer
         answers = [answer(request, limit_s) for request in requests]

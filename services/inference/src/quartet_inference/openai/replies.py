@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 from quartet_inference.answering import Ended
 from quartet_inference.chat import Chat, FormatReader, Said
-from quartet_inference.engine import Delta
+from quartet_inference.engine import Delta, Top
 from quartet_inference.openai.bodies import ChatBody, CompletionBody
 from quartet_inference.openai.choices import FINISH_REASONS, Choice, Speaker, tool_calls, versions_of
 from quartet_inference.openai.echo import Echoed
@@ -175,13 +176,15 @@ class ChatReply(Reply):
     def _logprobs(self, deltas: Sequence[Delta]) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        content = []
-        for token, logprob in _pairs(deltas):
-            name = self._name(token)
-            content.append(
-                {"token": name, "logprob": logprob, "bytes": list(name.encode()), "top_logprobs": []}
-            )
+        content = [
+            {**self._entry(token, logprob), "top_logprobs": [self._entry(*one) for one in top.items()]}
+            for token, logprob, top in _sampled(deltas)
+        ]
         return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        name = self._name(token)
+        return {"token": name, "logprob": logprob, "bytes": list(name.encode())}
 
 
 class CompletionReply(Reply):
@@ -264,7 +267,7 @@ class CompletionReply(Reply):
         }
         return {"logprobs": logprobs, "logprobs_policy_version": echoed.scored.version}
 
-    def _named(self, top: Mapping[int, float], given: tuple[int, float]) -> dict[str, float]:
+    def _named(self, top: Top, given: tuple[int, float]) -> dict[str, float]:
         """The likeliest tokens and the given one; of those of one text, as halves of characters, the best."""
         named: dict[str, float] = {}
         for token, logprob in (*top.items(), given):
@@ -286,18 +289,28 @@ class CompletionReply(Reply):
     def _logprobs(self, index: int, deltas: Sequence[Delta]) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
-        tokens, values, offsets, at = [], [], [], self._offsets.get(index, 0)
-        for token, logprob in _pairs(deltas):
+        tokens, values, tops, offsets, at = [], [], [], [], self._offsets.get(index, 0)
+        for token, logprob, top in _sampled(deltas):
             tokens.append(self._name(token))
             values.append(logprob)
+            if self._body.logprobs:
+                tops.append(self._named(top, (token, logprob)))
             offsets.append(at)
             at += len(tokens[-1])
         self._offsets[index] = at
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+        return {
+            "tokens": tokens,
+            "token_logprobs": values,
+            "top_logprobs": tops if self._body.logprobs else None,
+            "text_offset": offsets,
+        }
 
 
-def _pairs(deltas: Sequence[Delta]) -> list[tuple[int, float]]:
-    return [pair for delta in deltas for pair in zip(delta.token_ids, delta.logprobs, strict=True)]
+def _sampled(deltas: Sequence[Delta]) -> Iterator[tuple[int, float, Top]]:
+    """Each token with its log-probability, and its alternatives where they are asked for."""
+    for delta in deltas:
+        tops = delta.tops or repeat(Top(), len(delta.token_ids))
+        yield from zip(delta.token_ids, delta.logprobs, tops, strict=True)
 
 
 def _told(said: Said) -> dict[str, Any]:

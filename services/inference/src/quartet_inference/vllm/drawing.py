@@ -10,8 +10,8 @@ top-k and top-p; a trainer needs the ones between. So this processor does all th
    restart with a request and whose CPU kind ends the engine when a prefill is split, are never used.
 4. A forced row gets the token that it names: that is how the last token of a scored sequence is scored. The
    others, a prompt to vLLM, are reported as log-probabilities: its runner looks at the mode again for them.
-5. An open forced row keeps its other tokens too. The forced one has its sign turned (`sign_turned`), so that
-   it is still the largest: no log-probability is above 0.
+5. A row whose alternatives are asked for keeps its other tokens too. The drawn or forced one has its sign
+   turned (`sign_turned`), so that it is still the largest: no log-probability is above 0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Draw:
     seed: int = 0
     resumed: int = 0  # the last tokens of the prompt were sampled by it before
     forced: int | None = None
-    open: bool = False  # the others of a forced row are asked for
+    top: int = 0  # so many alternatives of each token are asked for
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -48,10 +48,10 @@ class Draw:
     frequency_penalty: float = 0.0
 
     @classmethod
-    def of(cls, sampling: Sampling, seed: int, resumed: int) -> Draw:
+    def of(cls, sampling: Sampling, seed: int, resumed: int, top: int) -> Draw:
         """The Draw of a completion."""
         return cls(
-            seed, resumed, None, False, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p,
+            seed, resumed, None, top, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p,
             sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty,
         )  # fmt: skip
 
@@ -84,6 +84,11 @@ class Drawn:
     def seed(self) -> int:
         """Its own seed."""
         return self.draw.seed
+
+    @property
+    def top(self) -> int:
+        """How many alternatives of each of its tokens are asked for."""
+        return self.draw.top
 
     @property
     def sampled(self) -> int:
@@ -121,6 +126,8 @@ class DrawTokens(LogitsProcessor):  # type: ignore[misc]
         self._rows: dict[int, Drawn] = {}
         self._batch: list[Drawn] = []
         self._sampler: Sampler | None = None
+        self._forced: list[tuple[int, int]] = []  # rows and their tokens
+        self._open: Tensor | None = None  # rows whose alternatives are asked for
         # vLLM's sampler has taken over "processed_logits" by now; what reads it later are prompts' scores.
         vllm_config.model_config.logprobs_mode = "processed_logprobs"
 
@@ -146,24 +153,31 @@ class DrawTokens(LogitsProcessor):  # type: ignore[misc]
         self._sampler = None
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Log-probabilities, and in each row the drawn token alone."""
-        if self._sampler is None:
-            self._sampler = Sampler(self._batch, self._device)
-        tokens, logprobs = self._sampler.choose(logits)
-        for index, row in enumerate(self._batch):
-            if row.draw.forced is not None:
-                tokens[index] = row.draw.forced
+        """Log-probabilities, and in each row the drawn token alone but where alternatives are asked for."""
+        sampler = self._arranged() if self._sampler is None else self._sampler
+        tokens, logprobs = sampler.choose(logits)
+        for index, token in self._forced:
+            tokens[index] = token
+        drawn = logprobs.gather(-1, tokens[:, None])
         alone = torch.full_like(logprobs, -torch.inf)
-        alone.scatter_(-1, tokens[:, None], logprobs.gather(-1, tokens[:, None]))
-        for index, row in enumerate(self._batch):
-            if row.draw.open:
-                alone[index] = logprobs[index]
-                alone[index, row.draw.forced] = sign_turned(logprobs[index, row.draw.forced])
+        alone.scatter_(-1, tokens[:, None], drawn)
+        if self._open is not None:
+            rows = logprobs[self._open]
+            rows.scatter_(-1, tokens[self._open, None], sign_turned(drawn[self._open]))
+            alone[self._open] = rows
         return alone
+
+    def _arranged(self) -> Sampler:
+        """The sampler of the rows that there are now."""
+        sampler = self._sampler = Sampler(self._batch, self._device)
+        forced = ((index, row.draw.forced) for index, row in enumerate(self._batch))
+        self._forced = [(index, token) for index, token in forced if token is not None]
+        self._open = torch.tensor(list(sampler.asking), device=self._device) if sampler.asking else None
+        return sampler
 
 
 def sign_turned(logprob: Any) -> Any:
-    """Of the forced token of an open row, there and back: exact, as no sum would be."""
+    """Of the drawn token of an open row, there and back: exact, as no sum would be."""
     return -logprob
 
 

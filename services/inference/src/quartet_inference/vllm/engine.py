@@ -170,7 +170,7 @@ class VllmEngine:
     async def _attempt(self, flight: Flight) -> bool:
         """Submit a completion and follow it; False where new weights came before its first token."""
         flight.again = False
-        params = flight.params(self._running.info.end_token_ids)
+        params = flight.params(self._running.info)
         async with (
             self._adapters.using(flight.adapter) as lora,
             Submission(self._running.llm, uuid.uuid4().hex, self._on_step) as submission,
@@ -229,7 +229,8 @@ class VllmEngine:
 
     async def _logprobs(self, request: ScoreRequest, lora: LoRARequest | None) -> Rows:
         async with Submission(self._running.llm, uuid.uuid4().hex, self._on_step) as submission:
-            return await scored(submission, request, self._salt(), lora)
+            vocabulary = self._running.info.vocab_size
+            return await scored(submission, request, self._salt(), lora, vocabulary)
 
     async def score_unnamed(self, request: ScoreRequest) -> list[float]:
         """What the weights inside say, whatever they are called. Errors: INTERNAL, NOT_READY."""

@@ -5,14 +5,17 @@
 2. A submission whose weights were replaced before its first token arrived is submitted again where keys are
    kept: what it has computed, or found in the prefix cache, comes from older weights.
 3. However it ends, its request has left vLLM.
+4. An open row (`drawing` 5) is reported with as many of its best as there are alternatives, and one more: its
+   own token, whose sign is turned, is among them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import repeat
 from typing import Any
 
 from quartet.errors import QuartetError
@@ -23,7 +26,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from quartet_inference.completion import FLUSH_TOKENS, Completion
-from quartet_inference.engine import Event, Request, ScoreRequest, ServedWeights
+from quartet_inference.engine import EngineInfo, Event, Request, ScoreRequest, ServedWeights, Top
 from quartet_inference.vllm.drawing import KEY, Draw, sign_turned
 from quartet_inference.vllm.staging import StagedAdapter
 
@@ -31,7 +34,7 @@ from quartet_inference.vllm.staging import StagedAdapter
 FIRST_LABEL = "default"
 
 #: Of each covered token its log-probability, and the likeliest tokens there where they were asked for.
-Rows = tuple[list[float], list[dict[int, float]]]
+Rows = tuple[list[float], list[Top]]
 
 
 class NonFiniteLogits(QuartetError):
@@ -57,22 +60,22 @@ class Flight:
     received: int = 0
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
-    def params(self, end_tokens: Sequence[int]) -> SamplingParams:
+    def params(self, info: EngineInfo) -> SamplingParams:
         """What vLLM must know: it stops where a token says so, and draws as DrawTokens does."""
-        sampling, completion = self.request.sampling, self.completion
-        stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(end_tokens))
+        sampling, completion, top = self.request.sampling, self.completion, self.request.top
+        stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(info.end_token_ids))
         return SamplingParams(
             temperature=0.0,
             max_tokens=sampling.max_tokens - completion.sampled,
             stop_token_ids=sorted(stops),
             ignore_eos=True,
-            logprobs=0,
+            logprobs=_reported(top, info.vocab_size),
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
             # A stop string is looked for in every token, so that few are sampled in vain.
             stream_interval=1 if completion.watch is not None else FLUSH_TOKENS,
-            extra_args={KEY: asdict(Draw.of(sampling, completion.seed, completion.sampled))},
+            extra_args={KEY: asdict(Draw.of(sampling, completion.seed, completion.sampled, top))},
         )
 
     def prompt(self) -> list[int]:
@@ -88,12 +91,12 @@ class Flight:
         part = output.outputs[0]
         if self.completion.cached_tokens is None:
             self.completion.cached_tokens = output.num_cached_tokens or 0
-        logprobs = part.logprobs.logprobs if part.token_ids else []
         first = self.received
-        for token, logprob in zip(part.token_ids, logprobs, strict=True):
+        for token, logprob, top in _sampled(part, self.request.top):
             if not math.isfinite(logprob):
                 raise NonFiniteLogits()
-            finish = self.completion.accept(int(token), logprob, self._version_at(self.received, starts))
+            version = self._version_at(self.received, starts)
+            finish = self.completion.accept(token, logprob, version, top)
             self.received += 1
             if finish is not None or self.completion.untold >= FLUSH_TOKENS:
                 self.events.put_nowait(self.completion.tell())
@@ -107,6 +110,22 @@ class Flight:
             return self.adapter.weights.version
         label = next(label for label, start in reversed(starts) if start <= position)
         return self.first_version if label == FIRST_LABEL else int(label)
+
+
+def _sampled(part: Any, top: int) -> Iterable[tuple[int, float, Top | None]]:
+    """What vLLM has sampled, with log-probabilities, and alternatives where they are asked for."""
+    if not part.token_ids:
+        return ()
+    told = part.logprobs
+    if not top:
+        return zip(map(int, part.token_ids), told.logprobs, repeat(None, len(told.logprobs)), strict=True)
+    rows = (
+        dict(zip(told.token_ids[start:end], told.logprobs[start:end], strict=True))
+        for start, end in zip(told.start_indices, told.end_indices, strict=True)
+    )
+    return (
+        (token, *_opened(row, token, top)) for token, row in zip(map(int, part.token_ids), rows, strict=True)
+    )
 
 
 @dataclass(eq=False)
@@ -184,10 +203,12 @@ class Submission:
             self._queue.close()
 
 
-async def scored(submission: Submission, request: ScoreRequest, salt: str, lora: LoRARequest | None) -> Rows:
+async def scored(
+    submission: Submission, request: ScoreRequest, salt: str, lora: LoRARequest | None, vocabulary: int
+) -> Rows:
     """Score what is covered. Errors: INTERNAL where a log-probability is no number."""
     tokens = request.tokens
-    await submission.submit(tokens[:-1], salt, _score_params(request), lora, request.ahead)
+    await submission.submit(tokens[:-1], salt, _score_params(request, vocabulary), lora, request.ahead)
     output = await submission.next()
     positions = [at for start, length in request.covered for at in range(start, start + length)]
     # The last position alone was sampled, the others are a prompt's.
@@ -199,35 +220,49 @@ async def scored(submission: Submission, request: ScoreRequest, salt: str, lora:
     for at, row in zip(positions, rows, strict=True):
         logprobs.append(row[tokens[at]])
         if request.top:
-            best = sorted(row.items(), key=lambda pair: -pair[1])
-            tops.append(dict(best[: request.top]))
+            tops.append(_best(row, request.top))
     if not all(map(math.isfinite, logprobs)):
         raise NonFiniteLogits()
     return logprobs, tops
 
 
-def _row(told: Mapping[int, Any]) -> dict[int, float]:
+def _row(told: Mapping[int, Any]) -> Top:
     return {token: one.logprob for token, one in told.items()}
 
 
-def _last_row(output: Any, request: ScoreRequest) -> dict[int, float]:
-    row = _row(output.outputs[0].logprobs[0])
-    if request.top:
-        row[request.tokens[-1]] = sign_turned(row[request.tokens[-1]])
+def _last_row(output: Any, request: ScoreRequest) -> Top:
+    row, token = _row(output.outputs[0].logprobs[0]), request.tokens[-1]
+    # Of what is no number vLLM takes any token as the largest, not the forced one.
+    logprob = row.get(token, math.nan)
+    row[token] = sign_turned(logprob) if request.top else logprob
     return row
 
 
-def _score_params(request: ScoreRequest) -> SamplingParams:
+def _opened(row: Top, token: int, top: int) -> tuple[float, Top]:
+    """Log-probability of an open row's token, and the best of the row."""
+    row[token] = sign_turned(row[token])
+    return row[token], _best(row, top)
+
+
+def _best(row: Top, top: int) -> Top:
+    return dict(sorted(row.items(), key=lambda pair: -pair[1])[:top])
+
+
+def _reported(top: int, vocabulary: int) -> int:
+    """So many tokens of a row vLLM reports beside its own; more than there are would end its core."""
+    return min(top + 1, vocabulary) if top else 0
+
+
+def _score_params(request: ScoreRequest, vocabulary: int) -> SamplingParams:
     """Everything but the last token is a prompt; the last one is forced."""
     return SamplingParams(
         temperature=0.0,
         max_tokens=1,
         ignore_eos=True,
-        # The forced token is among the best of an open row, whichever it is.
-        logprobs=request.top + 1 if request.top else 0,
-        prompt_logprobs=request.top,
+        logprobs=_reported(request.top, vocabulary),
+        prompt_logprobs=min(request.top, vocabulary),
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={KEY: asdict(Draw(forced=request.tokens[-1], open=request.top > 0))},
+        extra_args={KEY: asdict(Draw(forced=request.tokens[-1], top=request.top))},
     )
