@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quartet.config import ConfigError
+from quartet.kit import accelerator
 from quartet.local import deployment
 from quartet.local.child import ChildSpec
 from quartet.local.deployment import SERVICES, check, wire, write
@@ -254,7 +255,7 @@ async def test_a_preflight_apart_leaves_this_process_alone(
 
 def test_services_with_large_imports_are_forks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = tmp_path / "driver"
-    monkeypatch.setattr(deployment, "DRIVERS", (driver,))
+    monkeypatch.setattr(accelerator, "DRIVERS", (driver,))
     monkeypatch.setattr(deployment, "possible", lambda: True)
 
     def forked(*, ranks: int = 1, **inference: object) -> list[str]:

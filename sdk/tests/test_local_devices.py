@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from quartet.config import ConfigError
+from quartet.kit import accelerator
 from quartet.local.child import Child, ChildSpec
-from quartet.local.deployment import SERVICES, wire, write
+from quartet.local.deployment import SERVICES, check, wire, write
 from quartet.local.devices import shared_out
 from quartet.local.fork_client import ForkServer
 
@@ -130,3 +131,24 @@ async def test_a_process_sees_what_it_was_given(tmp_path: Path) -> None:
     child = await Child.start(spec, ForkServer([], {}))
     assert await asyncio.wait_for(child.wait(), 20) == 0
     assert "sees 2,3" in log.read_text()
+
+
+async def test_gpus_where_there_is_none_are_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerator.py: by the keys that were written."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(accelerator, "DRIVERS", (tmp_path / "none",))
+    specs = list(started(tmp_path, {"gpus": 1}, {"gpus": 1}).values())
+    with pytest.raises(ConfigError, match=r"inference\.gpus and trainer\.gpus ask for GPUs, and"):
+        await check(specs)
+
+
+def test_cuda_is_refused_where_no_driver_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "DRIVERS", (tmp_path / "driver",))
+    with pytest.raises(ConfigError, match=r'trainer\.device = "cuda", but this machine has no GPU'):
+        accelerator.check_device("cuda", "trainer.device")
+    for device in ("auto", "cpu"):
+        accelerator.check_device(device, "device")
+    (tmp_path / "driver").touch()
+    accelerator.check_device("cuda", "device")

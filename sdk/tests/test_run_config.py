@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from typing import Any
 
 import pytest
 from quartet.config import ConfigError
@@ -158,7 +159,7 @@ def test_defaults_are_not_shared_between_runs() -> None:
         ("", "[critic]\nlr = 1e-5", "unknown key 'critic'; there is no critic: rollouts of one task are"),
         ("", "[trainer]\ntotal_epochs = 3", "'total_epochs' is no key of [trainer]; set 'max_steps', of"),
         ("", "[lora]\ndropout = 1.0", "lora.dropout = 1.0 is refused"),
-        ("", '[lora]\nmodules_to_save = ["norm"]', "modules_to_save are no part of a served adapter"),
+        ("", '[lora]\nenabled = true\nmodules_to_save = ["norm"]', "modules_to_save are no part of a served"),
         ('lr_scheduler = "step"', "", "lr_scheduler = 'step' is refused: should be 'constant'"),
         ("", "weight = 0", "env.0.weight = 0 is refused: should be greater than 0"),
         ("", "wieght = 1", "unknown key 'env.0.wieght'; did you mean 'env.0.weight'?"),
@@ -350,3 +351,21 @@ def test_a_constant_normaliser_need_not_be_the_longest_answer() -> None:
     assert parse_run(parse + table + "constant_tokens = 64").constant_tokens == 64
     alone = '[algorithm]\naggregation = "constant"\nconstant_tokens = 64'
     assert parse_run(parse + alone).sampling.max_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"lora": {"r": 8}}, "r is set, and the table is off; write enabled = true beside it"),
+        ({"difficulty_filter": {"max_reward": 0.9}}, "max_reward is set, and the table is off"),
+        ({"kl_penalty": {"beta": 0.2}}, "beta is set, and the table is off"),
+    ],
+)
+def test_a_table_that_does_not_say_whether_it_is_on_is_refused(table: dict[str, Any], said: str) -> None:
+    """switched.py: without effect, in silence, is what nobody wants of `[lora] r = 8`."""
+    ((name, keys),) = table.items()
+    with pytest.raises(ConfigError, match=said):
+        parse_run('model = "m"\n' + ENV + dumps(table))
+    for enabled in (False, True):
+        run = parse_run('model = "m"\n' + ENV + dumps({name: {"enabled": enabled, **keys}}))
+        assert getattr(run, name).enabled is enabled

@@ -39,7 +39,7 @@ def step_line(progress: Progress) -> str:
     parts = [f"step {progress.step}/{progress.run.max_steps}"]
     for name, label, form in (
         ("train/reward", "reward", ".3f"),
-        ("train/loss", "loss", "+.4f"),
+        ("train/loss", "loss", "+.4g"),
         ("train/learning_rate", "lr", ".1e"),
         ("train/mismatch_kl", "mismatch kl", ".1e"),
         ("train/reference_kl", "reference kl", ".1e"),

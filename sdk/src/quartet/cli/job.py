@@ -119,7 +119,8 @@ def model_path(model: str) -> str:
         if (snapshot / "config.json").is_file():
             return _whole(model, snapshot)
     neither = "neither a folder here nor a model in the Hugging Face cache"
-    raise ConfigError(f"model = {model!r} is {neither}; {_instead(folder)}")
+    here = "" if folder.is_absolute() else f" (here is {Path.cwd()})"
+    raise ConfigError(f"model = {model!r} is {neither}{here}; {_instead(folder)}")
 
 
 def _inside(folder: Path) -> str:

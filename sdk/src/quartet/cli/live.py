@@ -61,7 +61,7 @@ def figures_table(progress: Progress) -> Table:
     table.add_row("step", f"{progress.step} of {progress.run.max_steps}")
     for name, label, form in (
         ("train/reward", "reward", ".3f"),
-        ("train/loss", "loss", "+.5f"),
+        ("train/loss", "loss", "+.5g"),
         ("train/learning_rate", "learning rate", ".1e"),
         ("train/mismatch_kl", "mismatch (KL)", ".1e"),
         ("train/reference_kl", "KL to the reference", ".1e"),

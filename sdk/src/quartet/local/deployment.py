@@ -30,6 +30,7 @@ from typing import Any
 
 from quartet.config import ConfigError
 from quartet.config.refusals import ALSO, together
+from quartet.kit.accelerator import has_driver
 from quartet.kit.launched import make_token
 from quartet.kit.security import is_loopback
 from quartet.local.child import ChildSpec, child_environment
@@ -44,8 +45,6 @@ ANY_PORT = "127.0.0.1:0"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: Services whose imports take seconds. Each has a module `preload` for the fork server.
 LARGE = ("trainer", "inference")
-#: One exists where a GPU's driver is loaded. An import may initialise it, and no fork can use it then.
-DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
 MAX_REPLICAS = 64  # of one machine; each is a process with the whole model
 # Of another interpreter: a preflight imports pydantic and grpc only; more means a broken installation.
 CHECK_SECONDS = 60.0
@@ -164,7 +163,8 @@ def _by_fork(process: str, table: Table, python: str) -> bool:
         and table.get("engine") != "vllm"
         # Ranks are processes of torchrun.
         and table.get("ranks", 1) == 1
-        and not any(driver.exists() for driver in DRIVERS)
+        # An import may initialise the driver, and no fork can use it then.
+        and not has_driver()
         and possible()
     )
 
@@ -195,6 +195,12 @@ async def check(specs: Sequence[ChildSpec], *, apart: bool = False, of_machine: 
             "run of its own; unset both, and start it once. Ranks on this machine are trainer.ranks; those "
             "of a trainer on several machines are started by torchrun -m quartet_trainer, and its runs by "
             "'quartet submit' (docs/ranks.md)"
+        )
+    given = sorted({service_of(spec.name) for spec in specs if spec.environment.get(VISIBLE)})
+    if of_machine and given and not has_driver():
+        raise ConfigError(
+            f"{' and '.join(f'{service}.gpus' for service in given)} ask for GPUs, and this machine has none "
+            "(no driver is loaded); leave gpus out of [trainer] and [inference], or set them to 0"
         )
     flag = "--preflight" if of_machine else "--dry-run"
     said = await asyncio.gather(*(_refusal(spec, apart, flag) for spec in specs))

@@ -16,6 +16,7 @@ from pydantic import Field
 from quartet.config import Config
 from quartet.config.model import rule
 from quartet.run.presets import OF_THE_LOSS, PRESETS
+from quartet.run.switched import SwitchedConfig
 from quartet.run.values import Count, NonNegative, Number, Positive, PositiveCount, Text
 
 #: Each is a pass over the batch; what so many do not teach it, another batch will.
@@ -242,10 +243,9 @@ class AlgorithmConfig(Config):
             raise ValueError('custom names the function of loss = "custom"; give both or neither')
 
 
-class KlPenaltyConfig(Config):
+class KlPenaltyConfig(SwitchedConfig):
     """The [kl_penalty] table: algorithm.kl_coef and algorithm.target_kl by the names of other trainers."""
 
-    enabled: bool = False
     beta: Positive = 0.1
     target_kl: Positive | None = None
 

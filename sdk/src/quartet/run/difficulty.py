@@ -10,15 +10,14 @@ from typing import Annotated, Self
 import pydantic
 from pydantic import Field
 
-from quartet.config import Config
 from quartet.run.algorithm import DEFAULT_RESAMPLE, MAX_RESAMPLE
+from quartet.run.switched import SwitchedConfig
 from quartet.run.values import NonNegative, Number
 
 
-class DifficultyFilterConfig(Config):
+class DifficultyFilterConfig(SwitchedConfig):
     """Bounds on the rewards of a group; one outside of them is replaced by a fresh one."""
 
-    enabled: bool = False
     #: Of the population of its rewards: 8 rollouts of which one earns 1 have 0.109. One whose rewards are all
     #: alike is out in any case.
     min_reward_variance: NonNegative = 0.0

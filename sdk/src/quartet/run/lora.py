@@ -7,17 +7,16 @@ from typing import Annotated, Literal, Self
 import pydantic
 from pydantic import Field
 
-from quartet.config import Config
+from quartet.run.switched import SwitchedConfig
 from quartet.run.values import Positive, Text
 
 #: The trainer's bound.
 MAX_RANK = 4096
 
 
-class LoraConfig(Config):
+class LoraConfig(SwitchedConfig):
     """LoRA (arXiv 2106.09685), by the names of peft."""
 
-    enabled: bool = False
     r: Annotated[int, Field(ge=1, le=MAX_RANK, strict=True)] = 16
     alpha: Positive = 32.0
     dropout: Annotated[float, Field(ge=0, lt=1, strict=True)] = 0.0

@@ -11,6 +11,7 @@ import sys
 import uvloop
 from quartet.config import ConfigError, main
 from quartet.kit import logs
+from quartet.kit.accelerator import check_device
 from quartet.kit.imports import uncollected
 from quartet.kit.server import check_here
 
@@ -53,6 +54,7 @@ def run(config: TrainerConfig) -> None:
 def preflight(config: TrainerConfig) -> None:
     """Whether this machine lets the trainer start; nothing is made. Raises ConfigError."""
     check_here(config.server)
+    check_device(config.device, "device")
     check_state_root(config.state_dir)
     check_kernels(config.liger, config.device)
 

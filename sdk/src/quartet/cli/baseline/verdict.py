@@ -104,5 +104,7 @@ def _no_diversity(truncated: float, setting: Setting) -> list[str]:
 def _cut(truncated: float, setting: Setting) -> list[str]:
     if truncated < MUCH_CUT:
         return []
-    limit = "the context's end" if setting.max_tokens is None else f"{setting.max_tokens}"
-    return [f"sampling.max_tokens (now {limit}): {truncated:.0%} of the answers were cut; raise it"]
+    if setting.max_tokens is None:
+        return [f"a model that ends its answers: {truncated:.0%} of them ran to the context's end"]
+    limit = f"sampling.max_tokens (now {setting.max_tokens})"
+    return [f"{limit}: {truncated:.0%} of the answers were cut; raise it"]

@@ -143,9 +143,11 @@ def _remedy(module: str, python: str, installed: Sequence[str], *, for_this: boo
             return f"{other} has it: name no envhost.python, or add --envhost.python {other}"
     folders = [file.parent for file in Path("environments").glob("*/pyproject.toml")]
     if here := next((folder for folder in folders if folder.name == module), None):
+        own = f"give it an interpreter: quartet env install {here}"
         if for_this:
-            return f"install it there: {python} -m pip install -e {here}"
-        return f"give it an interpreter: quartet env install {here}"
+            there = f"install it there: {python} -m pip install -e {here}"
+            return f"{own} (and name no envhost.python), or {there}"
+        return own
     known = {name.replace("_", "-").lower() for name in (*installed, *(folder.name for folder in folders))}
     if close := difflib.get_close_matches(module.replace("_", "-"), sorted(known), n=1):
         return f"did you mean {close[0]!r}?"
