@@ -18,7 +18,7 @@ def row(
     seed: int = 0, prompt: tuple[int, ...] = (0,), out: tuple[int, ...] = (), top: int = 0, **sampling: Any
 ) -> RunningSequence:
     request = Request(prompt, Sampling(100, **sampling), top=top)
-    sequence = RunningSequence(request, 0, seed, frozenset(), None, None, None)
+    sequence = RunningSequence(request, 0, seed, frozenset(), None, None, None, torch.device("cpu"))
     for token in out:
         sequence.accept(token, 0.0, 0)
     return sequence
@@ -187,7 +187,14 @@ def test_texts_grow_by_whole_characters_and_a_feed_costs_no_more_for_what_was_be
 def test_alternatives_are_told_once_with_their_tokens_and_held_no_longer() -> None:
     """completion.py 4, and 3: of tokens that were sampled elsewhere there are none."""
     sequence = RunningSequence(
-        Request((1, 2, 3), Sampling(9), resumed=1, top=1), 0, 0, frozenset(), None, None, None
+        Request((1, 2, 3), Sampling(9), resumed=1, top=1),
+        0,
+        0,
+        frozenset(),
+        None,
+        None,
+        None,
+        torch.device("cpu"),
     )
     for token in (4, 5):
         sequence.accept(token, -1.0, 0, {token: -1.0})

@@ -76,11 +76,11 @@ class Row(Protocol):
         ...
 
     def token_counts(self, vocabulary: int) -> Tensor:
-        """How often each token was sampled so far."""
+        """How often each token was sampled so far, on the device of the logits."""
         ...
 
     def prompt_tokens_seen(self, vocabulary: int) -> Tensor:
-        """Which tokens the prompt contains."""
+        """Which tokens the prompt contains, on the device of the logits."""
         ...
 
 
@@ -96,20 +96,28 @@ class Sampler:
         self._temperatures = self._column(temperatures) if any(t != 1.0 for t in temperatures) else None
         greedy = [s.temperature == 0 for s in sampling]
         self._greedy = torch.tensor(greedy, device=device) if any(greedy) else None
-        self._penalised = [i for i, s in enumerate(sampling) if s.penalises]
-        self._truncated = [i for i, s in enumerate(sampling) if s.truncates and s.temperature > 0]
+        penalised = [i for i, s in enumerate(sampling) if s.penalises]
+        truncated = [i for i, s in enumerate(sampling) if s.truncates and s.temperature > 0]
         #: How many alternatives each row asks for, of the rows that do.
         self.asking = {i: row.top for i, row in enumerate(rows) if row.top}
-        if self._penalised:
-            chosen = [sampling[i] for i in self._penalised]
+        self._penalised, self._truncated, self._asking = map(
+            self._places, (penalised, truncated, list(self.asking))
+        )
+        if penalised:
+            chosen = [sampling[i] for i in penalised]
+            self._penalised_rows = [rows[i] for i in penalised]
             self._repetition = self._column([s.repetition_penalty for s in chosen])
             self._presence = self._column([s.presence_penalty for s in chosen])
             self._frequency = self._column([s.frequency_penalty for s in chosen])
-        if self._truncated:
-            chosen = [sampling[i] for i in self._truncated]
+        if truncated:
+            chosen = [sampling[i] for i in truncated]
             self._top_k = self._column([s.top_k for s in chosen])
             self._top_p = self._column([s.top_p for s in chosen], torch.float64)
             self._min_p = self._column([s.min_p for s in chosen])
+
+    def _places(self, rows: Sequence[int]) -> Tensor | None:
+        """As an index; a list would be copied to the device in every step. None: there are none."""
+        return torch.tensor(rows, device=self._device) if rows else None
 
     def _column(self, values: Sequence[float], dtype: torch.dtype | None = None) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self._device)[:, None]
@@ -120,18 +128,18 @@ class Sampler:
         And the alternatives of each row that asks for them.
         """
         tokens, logprobs = self.choose(logits)
-        tops = self._tops(logprobs) if self.asking else {}
+        tops = {} if self._asking is None else self._tops(logprobs[self._asking])
         return tokens, logprobs.gather(-1, tokens[:, None])[:, 0], tops
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The token of each row, and the log-probabilities of all."""
-        if self._penalised:
+        if self._penalised is not None:
             logits = logits.clone()
             logits[self._penalised] = self._penalise(logits[self._penalised])
         scaled = logits if self._temperatures is None else logits / self._temperatures
         logprobs = torch.log_softmax(scaled, -1)
         kept = logprobs
-        if self._truncated:
+        if self._truncated is not None:
             kept = logprobs.clone()
             kept[self._truncated] = self._truncate(logprobs[self._truncated])
         counts = np.fromiter((row.sampled for row in self._rows), dtype=np.uint64, count=len(self._rows))
@@ -147,8 +155,9 @@ class Sampler:
         return tokens[:, 0], logprobs
 
     def _tops(self, logprobs: Tensor) -> dict[int, Top]:
+        """Of the rows that ask."""
         most = min(max(self.asking.values()), logprobs.shape[-1])
-        best = logprobs[list(self.asking)].topk(most, -1)
+        best = logprobs.topk(most, -1)
         pairs = zip(best.indices.cpu().tolist(), best.values.cpu().tolist(), strict=True)
         return {
             row: dict(zip(tokens[:top], values[:top], strict=True))
@@ -156,10 +165,9 @@ class Sampler:
         }
 
     def _penalise(self, logits: Tensor) -> Tensor:
-        rows = [self._rows[i] for i in self._penalised]
-        counts = torch.stack([row.token_counts(logits.shape[-1]) for row in rows]).to(logits.device)
-        prompted = torch.stack([row.prompt_tokens_seen(logits.shape[-1]) for row in rows]).to(logits.device)
-        seen = prompted | (counts > 0)
+        rows, vocabulary = self._penalised_rows, logits.shape[-1]
+        counts = torch.stack([row.token_counts(vocabulary) for row in rows])
+        seen = torch.stack([row.prompt_tokens_seen(vocabulary) for row in rows]) | (counts > 0)
         repeated = torch.where(logits > 0, logits / self._repetition, logits * self._repetition)
         logits = torch.where(seen, repeated, logits)
         return logits - self._frequency * counts - self._presence * (counts > 0)

@@ -54,8 +54,8 @@ class Batch:
         self._cache = cache
         self._prefixes = prefixes
         self._epoch = 0
-        self._device = cache.shape.device
-        self._ids = torch.zeros(cache.max_rows, dtype=torch.long, device=self._device)
+        self.device = cache.shape.device
+        self._ids = torch.zeros(cache.max_rows, dtype=torch.long, device=self.device)
         self._positions = torch.zeros_like(self._ids)  # of the token in _ids
         self._sampler: Sampler | None = None
         self.rows: list[RunningSequence] = []
@@ -104,7 +104,7 @@ class Batch:
         self.rows.extend(new)
         self._bank.set_rows(first, [sequence.slot for sequence in new])
         self._sampler = None
-        drawn = self._draw(new, Sampler(new, self._device), logits[order])
+        drawn = self._draw(new, Sampler(new, self.device), logits[order])
         self._ids[first : len(self.rows)] = torch.tensor([item.token for item in drawn])
         self._positions[first : len(self.rows)] = torch.tensor([len(sequence.tokens) for sequence in new])
         return drawn
@@ -154,7 +154,7 @@ class Batch:
         self._cache.reserve(count, context)
         logits = self._forward(0, self._ids[:count, None], self._positions[:count, None], context, None)
         if self._sampler is None:
-            self._sampler = Sampler(list(self.rows), self._device)
+            self._sampler = Sampler(list(self.rows), self.device)
         return self._draw(self.rows, self._sampler, logits, to_rows=True)
 
     def _draw(

@@ -200,7 +200,9 @@ class Decoder:
             stops = request.sampling.stop
             watch = StopWatch(stops, self._detokenize) if stops else None
             slot = self._bank.slots.get(request.run_id)
-            sequence = RunningSequence(request, index, seed, self._end_tokens, watch, ticket, slot)
+            sequence = RunningSequence(
+                request, index, seed, self._end_tokens, watch, ticket, slot, self._batch.device
+            )
             if sequence.finish is not None:  # it ended where it ran before
                 self._commands.admitted(-1)
                 self._send(ticket, sequence.finish)

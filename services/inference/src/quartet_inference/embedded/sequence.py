@@ -23,6 +23,7 @@ class RunningSequence(Completion):
     ticket: Any  # the request that it belongs to, for whoever delivers its events
     tokens: list[int] = field(default_factory=list, init=False)
     slot: Slot | None  # of its run's adapter; None: the base model answers
+    device: torch.device  # of the model
     row: int | None = field(default=None, init=False)  # of the KV cache, while it is in the batch
     # The weights that all of its keys and values come from: the base's epoch and the adapter's serial.
     kv_of: tuple[int, int] | None = field(default=None, init=False)
@@ -48,13 +49,13 @@ class RunningSequence(Completion):
     def token_counts(self, vocabulary: int) -> Tensor:
         """How often each token was sampled so far."""
         if self._counts is None:
-            sampled = torch.tensor(self.out, dtype=torch.long)
+            sampled = torch.tensor(self.out, dtype=torch.long, device=self.device)
             self._counts = torch.bincount(sampled, minlength=vocabulary).float()
         return self._counts
 
     def prompt_tokens_seen(self, vocabulary: int) -> Tensor:
         """Which tokens the prompt contains."""
         if self._seen is None:
-            self._seen = torch.zeros(vocabulary, dtype=torch.bool)
-            self._seen[torch.tensor(self.request.prompt)] = True
+            self._seen = torch.zeros(vocabulary, dtype=torch.bool, device=self.device)
+            self._seen[torch.tensor(self.request.prompt, device=self.device)] = True
         return self._seen
