@@ -133,14 +133,18 @@ async def narrow(device: str) -> Floats:
 
 
 async def arriving(device: str) -> Floats:
-    """How many tensors come to the device in each decode step."""
-    came = []
+    """How many tensors come to the device in a decode step: of a plain row, and of one that asks for all."""
+    all_of_it = {"repetition_penalty": 1.2, "frequency_penalty": 0.1, "top_p": 0.9, "top_k": 20, "top": 3}
+    found = []
     async with running(device) as engine:
-        for tokens in (1, 11, 51):  # the prompt is known from the first on
-            ARRIVED.clear()
-            await complete(engine, PROMPTS[0], seed=SEED, max_tokens=tokens, ignore_eos=True)
-            came.append(len(ARRIVED))
-    return [(came[2] - came[1]) / 40]
+        for asked in ({}, all_of_it):
+            came = []
+            for tokens in (1, 11, 51):  # the prompt is known from the first on
+                ARRIVED.clear()
+                await complete(engine, PROMPTS[0], seed=SEED, max_tokens=tokens, ignore_eos=True, **asked)
+                came.append(len(ARRIVED))
+            found.append((came[2] - came[1]) / 40)
+    return found
 
 
 CASES: dict[str, Callable[[str], Awaitable[Floats]]] = {
