@@ -369,3 +369,10 @@ def test_a_table_that_does_not_say_whether_it_is_on_is_refused(table: dict[str, 
     for enabled in (False, True):
         run = parse_run('model = "m"\n' + ENV + dumps({name: {"enabled": enabled, **keys}}))
         assert getattr(run, name).enabled is enabled
+
+
+def test_all_that_is_wrong_of_such_a_table_is_told() -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_run('model = "m"\n' + ENV + '[lora]\nmodules_to_save = ["norm"]')
+    said = [str(one).partition("refused: ")[2] for one in refused.value.each]
+    assert [one.split(" ", 2)[:2] for one in said] == [["modules_to_save", "is"], ["modules_to_save", "are"]]

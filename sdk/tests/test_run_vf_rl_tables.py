@@ -55,6 +55,15 @@ def test_arguments_of_vllm_reach_the_engine() -> None:
         shared_out(translate(given, "vllm").tables, None)
 
 
+def test_devices_that_a_file_names_are_those_of_the_embedded_engine_too() -> None:
+    """One each is also what a file says that says nothing; 0 is the CPU."""
+    given = tables()
+    assert "gpus" not in translate(given).tables["inference"], "one each"
+    given["inference"]["gpus"] = 0
+    placed = shared_out(translate(given).tables, None)
+    assert (placed["inference"]["gpus"], placed["trainer"]["gpus"]) == ([], ["0"])
+
+
 def test_an_algorithm_of_ones_own_beside_it() -> None:
     """What the refusals of older names say to write is read."""
     given = tables()

@@ -176,6 +176,23 @@ async def test_a_fault_in_a_step_fails_its_requests_and_no_others(
     assert max(r.difference({0: make_model(0)}) for r in results) <= TOLERANCE["embedded"]
 
 
+async def test_a_step_for_which_a_device_has_no_room_is_overloaded(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """decoder.py 5: whoever asked may ask again, here or elsewhere."""
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 594.00 MiB. GPU 0 has ...")
+
+    async with running(make_model(0)) as engine:
+        monkeypatch.setattr(engine._decoder._batch, "_forward", full)
+        with pytest.raises(QuartetError, match="memory of the device does not reach") as failure:
+            await complete(engine, [1, 2], n=2)
+        assert failure.value.reason == "OVERLOADED"
+        monkeypatch.undo()
+        await complete(engine, [1, 2], n=2)
+
+
 async def test_a_fault_before_anything_joins_fails_who_waits(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

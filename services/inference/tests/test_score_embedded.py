@@ -217,3 +217,21 @@ async def test_broken_weights_are_an_error_not_a_score(make_model: Make) -> None
         with pytest.raises(QuartetError) as caught:
             await engine.score(ScoreRequest((1, 2), ((1, 1),)))
         assert caught.value.reason == "INTERNAL"
+
+
+async def test_a_score_for_which_a_device_has_no_room_is_overloaded(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """device.py 2: an INTERNAL one would tell the canary that the weights are wrong."""
+
+    def full(**_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 594.00 MiB. GPU 0 has ...")
+
+    request = ScoreRequest((1, 2, 3), ((1, 2),))
+    async with running(make_model(0)) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._decoder._scorer, "_network", full)
+            with pytest.raises(QuartetError, match="memory of the device does not reach") as caught:
+                await engine.score(request)
+        assert caught.value.reason == "OVERLOADED"
+        assert near((await engine.score(request)).logprobs, expected(make_model(0), request))

@@ -55,7 +55,7 @@ def trained_groups(world):
 def test_a_group_is_judged_by_its_mean_and_its_variance(rewards, reason) -> None:
     """difficulty.py 1."""
     assert verdict(BOUNDS, rewards, [rewards]) == reason
-    off = DifficultyFilterConfig(min_reward_variance=0.1, min_reward=0.05, max_reward=0.95)
+    off = DifficultyFilterConfig(enabled=False, min_reward_variance=0.1, min_reward=0.05, max_reward=0.95)
     assert verdict(off, rewards, [rewards]) == (NO_SPREAD if len(set(rewards)) == 1 else None)
 
 

@@ -5,11 +5,11 @@ Off, every complete group is trained on, but for what algorithm.dynamic_sampling
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated
 
-import pydantic
 from pydantic import Field
 
+from quartet.config.model import rule
 from quartet.run.algorithm import DEFAULT_RESAMPLE, MAX_RESAMPLE
 from quartet.run.switched import SwitchedConfig
 from quartet.run.values import NonNegative, Number
@@ -27,11 +27,10 @@ class DifficultyFilterConfig(SwitchedConfig):
     #: So many times for one place of a batch; then such a group is kept.
     max_resample: Annotated[int, Field(ge=1, le=MAX_RESAMPLE, strict=True)] = DEFAULT_RESAMPLE
 
-    @pydantic.model_validator(mode="after")
-    def _leaves_something(self) -> Self:
+    @rule
+    def _leaves_something(self) -> None:
         if self.min_reward is not None and self.max_reward is not None and self.min_reward >= self.max_reward:
             raise ValueError(
                 f"min_reward = {self.min_reward} and max_reward = {self.max_reward} leave nothing between "
                 "them; lower min_reward"
             )
-        return self

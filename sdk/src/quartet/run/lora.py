@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-import pydantic
 from pydantic import Field
 
+from quartet.config.model import rule
 from quartet.run.switched import SwitchedConfig
 from quartet.run.values import Positive, Text
 
@@ -29,10 +29,9 @@ class LoraConfig(SwitchedConfig):
     #: As an adapter that is served upon the base model, or as whole models.
     publish: Literal["adapter", "merged"] = "adapter"
 
-    @pydantic.model_validator(mode="after")
-    def _is_served(self) -> Self:
+    @rule
+    def _is_served(self) -> None:
         if self.modules_to_save and self.publish == "adapter":
             raise ValueError(
                 'modules_to_save are no part of a served adapter; set publish = "merged", or remove them'
             )
-        return self

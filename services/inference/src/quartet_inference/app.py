@@ -10,6 +10,7 @@ from typing import cast
 import torch
 import transformers
 from quartet.config import ConfigError
+from quartet.errors import QuartetError
 from quartet.inference import INFERENCE
 from quartet.kit.health import Health
 from quartet.kit.server import Service, serve
@@ -50,7 +51,12 @@ def _embedded(config: InferenceConfig, chat: Chat, health: Health) -> EmbeddedEn
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     where = device.chosen(settings.device)
     dtype = device.dtype_on(where, settings.dtype)
-    network = model.load(config.model, dtype, weights_follow=bool(config.weights_address)).to(where)
+    try:
+        network = device.within_memory(
+            lambda: model.load(config.model, dtype, weights_follow=bool(config.weights_address)).to(where)
+        )
+    except QuartetError as error:
+        raise ConfigError(f"model = {str(config.model)!r} cannot be loaded: {error.message}") from error
     limits = Limits(
         max_model_len=model.made_for(network, config.max_model_len),
         max_num_seqs=settings.max_num_seqs,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import structlog
 import torch
 import transformers
 from quartet.config import ConfigError
+from quartet.kit.accelerator import has_driver
 from quartet.kit.health import Health
 from quartet.kit.server import Service, serve
 from quartet.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
@@ -34,8 +34,6 @@ from quartet_trainer.worker import STUCK_SECONDS, Worker
 
 TRAINER = "quartet.v1.TrainerService"
 WEIGHTS = "quartet.v1.WeightService"
-#: There where a driver is loaded.
-NVIDIA_DRIVER = Path("/dev/nvidiactl")
 
 log = structlog.get_logger()
 
@@ -123,6 +121,6 @@ def device_of(wanted: str) -> torch.device:
         )
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
-        if wanted == "cpu" and NVIDIA_DRIVER.exists():
-            log.warning("no_cuda", why="there is an NVIDIA driver, but this torch finds no CUDA device")
+        if wanted == "cpu" and has_driver():
+            log.warning("no_cuda", why="a GPU's driver is loaded, but this torch finds no CUDA device")
     return torch.device(wanted)

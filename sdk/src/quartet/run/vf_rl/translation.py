@@ -278,8 +278,8 @@ def _inference(given: Given, run: _Run, engine: Engine) -> None:
             run.put(f"inference.vllm.args.{key}", value, f"inference.args.{key}")
         return
     for service, gpus in (("trainer", given.trainer_gpus), ("inference", given.inference_gpus)):
-        # One for the trainer is what a file says that says nothing, also for a machine without any.
-        if given.trainer_gpus == 1:
+        # One each is what a file says that says nothing, also for a machine without any.
+        if given.trainer_gpus == given.inference_gpus == 1:
             run.unread.append(shown(f"{service}.gpus", gpus, "without vLLM it takes a GPU or the CPU"))
         else:
             run.put(f"{service}.gpus", gpus, f"{service}.gpus")

@@ -6,7 +6,8 @@
 3. Weights change in a command, hence between two steps; requests pinned to something else fail there, before
    another token.
 4. While sequences wait to be scored, one bounded piece of that is computed after each decode step.
-5. A fault in a step fails the requests in it with INTERNAL, or else the first that waits; the thread goes on.
+5. A fault in a step fails the requests in it with INTERNAL, or with OVERLOADED where the device had no room,
+   or else the first that waits; the thread goes on.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from quartet_inference.completion import FLUSH_TOKENS, StopWatch
 from quartet_inference.embedded import forward, hub, model, probe, products
 from quartet_inference.embedded.batch import Batch, Drawn
 from quartet_inference.embedded.commands import Commands
+from quartet_inference.embedded.device import within_memory
 from quartet_inference.embedded.kv_cache import KvCache
 from quartet_inference.embedded.limits import Limits
 from quartet_inference.embedded.lora import Bank, Matrices, Slot
@@ -141,17 +143,19 @@ class Decoder:
             joiners = [self._waiting.popitem(last=False)[0] for _ in range(room)]
             if joiners:
                 self._commands.admitted(-len(joiners))
-                self._accept(self._batch.join(joiners))
+                self._accept(within_memory(lambda: self._batch.join(joiners)))
             if self._batch.rows:
                 self._hand_back(self._batch.make_room())
-                self._accept(self._batch.step())
-        except Exception:
+                self._accept(within_memory(self._batch.step))
+        except Exception as error:
             log.exception("decode step failed")
+            internal = QuartetError("INTERNAL", "the decode step failed")
+            why = error if isinstance(error, QuartetError) else internal
             # Where nothing had joined, the first that waits must go, or the next cycle fails as this one did.
             rows = [*self._batch.rows, *joiners] or list(islice(self._waiting, 1))
             failed = {row.ticket: None for row in rows}
             for ticket in failed:
-                self._fail(ticket, QuartetError("INTERNAL", "the decode step failed"))
+                self._fail(ticket, why)
         if self._scorer:
             assert self.info.served is not None
             self._scorer.piece(self.info.served)

@@ -2,7 +2,8 @@
 
 1. What is asked for is what is taken: "cuda" never falls back to a CPU. "auto" takes what there is, and the
    log says which.
-2. What the device has no room for is OVERLOADED, as another process there may give back what it takes now.
+2. A version, an adapter, a score or a step that the device has no room for is OVERLOADED, as another process
+   there may give back what it takes now. A canary that was not scored for that says nothing of the weights.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import structlog
 import torch
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
+from quartet.kit.accelerator import has_driver
 
 T = TypeVar("T")
 
@@ -28,6 +30,8 @@ def chosen(wanted: str) -> torch.device:
             'embedded.device = "cuda", but torch finds no CUDA device; set embedded.device = "cpu" or mend '
             "the driver"
         )
+    if wanted == "auto" and not present and has_driver():
+        log.warning("no_cuda", why="a GPU's driver is loaded, but this torch finds no CUDA device")
     device = torch.device("cuda" if present and wanted != "cpu" else "cpu")
     log.info("engine_device", device=str(device), setting=wanted)
     return device

@@ -24,6 +24,7 @@ from quartet.errors import QuartetError
 from torch import nn
 from transformers import DynamicCache
 
+from quartet_inference.embedded.device import within_memory
 from quartet_inference.embedded.hub import CACHE
 from quartet_inference.embedded.lora import Bank, Slot, plan_of
 from quartet_inference.engine import Scored, ScoreRequest, ServedWeights, refusal
@@ -128,14 +129,15 @@ class Scorer:
         try:
             with self._bank.active(plan_of([slot] * len(jobs))):
                 if len(jobs) == 1 and jobs[0].needed > self._piece_tokens:
-                    self._long(jobs[0])
+                    within_memory(lambda: self._long(jobs[0]))
                 else:
-                    self._short(jobs)
-        except Exception:
+                    within_memory(lambda: self._short(jobs))
+        except Exception as error:
             log.exception("scoring failed")
+            refused = error if isinstance(error, QuartetError) else QuartetError("INTERNAL", "scoring failed")
             for job in jobs:
                 del self._jobs[job]
-                job.settle(QuartetError("INTERNAL", "scoring failed"))
+                job.settle(refused)
             return
         for job in jobs:
             if len(job.logprobs) == len(job.covered):
