@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import openai
 import pytest
 import torch
 from quartet_inference.engine import Delta, Finish, Request, ScoreRequest, ServedWeights
+from quartet_inference.openai import answers
 from tokenizers.processors import TemplateProcessing
 
 from .engine_calls import update
@@ -166,3 +170,24 @@ async def test_a_request_is_scored_for_its_run(door: Door, monkeypatch: pytest.M
     await door.complete(prompt=[1, 2], echo=True, logprobs=3, max_tokens=0, n=2,
                         extra_body={"exact_policy_version": 0})  # fmt: skip
     assert asked == [ScoreRequest((1, 2), ((1, 1),), "", 0, top=3)] * 2
+
+
+async def test_large_answers_are_made_into_json_one_at_a_time(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """answers.py 4."""
+    under_way, most = [0], [0]
+
+    class Slow:
+        @staticmethod
+        def dumps(answer: Any) -> str:
+            under_way[0] += 1
+            most[0] = max(most[0], under_way[0])
+            time.sleep(0.05)
+            under_way[0] -= 1
+            return json.dumps(answer)
+
+    monkeypatch.setattr(answers, "json", Slow)
+    asked = [door.complete(prompt=[3, 5, 7], echo=True, logprobs=2, max_tokens=1) for _ in range(4)]
+    assert [len(one.choices[0].logprobs.tokens) for one in await asyncio.gather(*asked)] == [4] * 4
+    assert most == [1]

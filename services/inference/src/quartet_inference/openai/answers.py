@@ -5,6 +5,7 @@
 2. A stream that is idle shows a sign of life. What goes wrong before its first event is an answer with a
    status of its own, what goes wrong later is its last event.
 3. What a caller has not read holds up its own generation, and no other.
+4. Large answers are made into JSON one at a time: that takes several times the bytes that come of it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -29,6 +31,9 @@ from quartet_inference.openai.replies import Reply
 
 #: For the end of a stream: a caller that reads at all takes it at once.
 LAST_WORDS_SECONDS = 5.0
+
+#: Of all fronts of a process.
+_WRITER = ThreadPoolExecutor(1, thread_name_prefix="large-answers")
 
 #: One of an answer, with the number of its prompt.
 Event = tuple[int, Part]
@@ -77,7 +82,7 @@ async def whole(
 
     tokens = sum(choice.ended.completion_tokens for choice in choices if choice.ended is not None)
     small = tokens <= INLINE_TOKENS and not _much(body)
-    answer = write() if small else await asyncio.to_thread(write)
+    answer = write() if small else await asyncio.get_running_loop().run_in_executor(_WRITER, write)
     return web.Response(body=answer, content_type="application/json")
 
 
