@@ -100,9 +100,9 @@ class Sampler:
         truncated = [i for i, s in enumerate(sampling) if s.truncates and s.temperature > 0]
         #: How many alternatives each row asks for, of the rows that do.
         self.asking = {i: row.top for i, row in enumerate(rows) if row.top}
-        self._penalised, self._truncated, self._asking = map(
-            self._places, (penalised, truncated, list(self.asking))
-        )
+        self._penalised, self._truncated = self._places(penalised), self._places(truncated)
+        #: Those rows, as an index; None: there are none.
+        self.asking_rows = self._places(list(self.asking))
         if penalised:
             chosen = [sampling[i] for i in penalised]
             self._penalised_rows = [rows[i] for i in penalised]
@@ -128,7 +128,7 @@ class Sampler:
         And the alternatives of each row that asks for them.
         """
         tokens, logprobs = self.choose(logits)
-        tops = {} if self._asking is None else self._tops(logprobs[self._asking])
+        tops = {} if self.asking_rows is None else self._tops(logprobs[self.asking_rows])
         return tokens, logprobs.gather(-1, tokens[:, None])[:, 0], tops
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -127,7 +127,6 @@ class DrawTokens(LogitsProcessor):  # type: ignore[misc]
         self._batch: list[Drawn] = []
         self._sampler: Sampler | None = None
         self._forced: list[tuple[int, int]] = []  # rows and their tokens
-        self._open: Tensor | None = None  # rows whose alternatives are asked for
         # vLLM's sampler has taken over "processed_logits" by now; what reads it later are prompts' scores.
         vllm_config.model_config.logprobs_mode = "processed_logprobs"
 
@@ -161,10 +160,10 @@ class DrawTokens(LogitsProcessor):  # type: ignore[misc]
         drawn = logprobs.gather(-1, tokens[:, None])
         alone = torch.full_like(logprobs, -torch.inf)
         alone.scatter_(-1, tokens[:, None], drawn)
-        if self._open is not None:
-            rows = logprobs[self._open]
-            rows.scatter_(-1, tokens[self._open, None], sign_turned(drawn[self._open]))
-            alone[self._open] = rows
+        if (asking := sampler.asking_rows) is not None:
+            rows = logprobs[asking]
+            rows.scatter_(-1, tokens[asking, None], sign_turned(drawn[asking]))
+            alone[asking] = rows
         return alone
 
     def _arranged(self) -> Sampler:
@@ -172,7 +171,6 @@ class DrawTokens(LogitsProcessor):  # type: ignore[misc]
         sampler = self._sampler = Sampler(self._batch, self._device)
         forced = ((index, row.draw.forced) for index, row in enumerate(self._batch))
         self._forced = [(index, token) for index, token in forced if token is not None]
-        self._open = torch.tensor(list(sampler.asking), device=self._device) if sampler.asking else None
         return sampler
 
 
