@@ -11,10 +11,10 @@ on one batch:
 Kernels are as the service has them: deterministic, unless `--no-deterministic`.
 
 prime-rl states 11,900 tokens per second and 12.5 GiB for the first on one H100 (Qwen3-0.6B, RL, full, 16k;
-its moments are kept in the host's memory, ours on the device).
+its moments are kept in the host's memory, as ours are with `--optimizer-offload`).
 
     python benchmarks/gpu_train.py [--tokens 16384] [--steps 8] [--row-tokens N] [--no-deterministic]
-        [--json FILE]
+        [--optimizer-offload] [--json FILE]
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import gpu_shape
 import numpy as np
@@ -31,6 +32,9 @@ from figures import Figure, arguments, report
 from peak_memory import GIB, Watch
 from quartet_trainer import libraries
 from quartet_trainer.sample import Sample, make_sample
+
+if TYPE_CHECKING:
+    from quartet_trainer.passes import Machine
 
 #: Kernels are chosen, and memory of the sizes is taken, in these.
 WARM_UP = 2
@@ -46,6 +50,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--row-tokens", type=int, help="as the trainer's row_tokens")
     parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--optimizer-offload", action="store_true", help="as the trainer's optimizer_offload")
     options = parser.parse_args()
     libraries.configure(threads=1)
     gpu_shape.require(options.device)
@@ -60,10 +65,9 @@ def main() -> None:
         del model
         for name, make in (("one sequence", one_sequence), ("groups of 8", in_groups)):
             batches = [make(options.tokens, vocabulary, seed) for seed in range(WARM_UP + options.steps)]
-            figures += measure(
-                name, batches, Path(folder), options.device, options.tokens, options.row_tokens
-            )
-    asked = {name: getattr(options, name) for name in ("tokens", "row_tokens", "deterministic")}
+            figures += measure(name, batches, Path(folder), machine_of(options))
+    named = ("tokens", "row_tokens", "deterministic", "optimizer_offload")
+    asked = {name: getattr(options, name) for name in named}
     report(figures, options.json, device=gpu_shape.named(options.device), **asked)
 
 
@@ -111,28 +115,33 @@ def computed(batch: list[Sample]) -> int:
     return sum(map(len, prompts)) + sum(len(one.covered_K) for one in batch)
 
 
-def measure(
-    name: str,
-    batches: list[list[Sample]],
-    folder: Path,
-    device: str,
-    budget: int,
-    row_tokens: int | None = None,
-) -> list[Figure]:
+def machine_of(options: argparse.Namespace) -> Machine:
+    """A micro-batch has all tokens of a batch."""
+    import torch
+    from quartet_trainer.passes import Machine
+
+    return Machine(
+        torch.device(options.device),
+        options.tokens,
+        options.row_tokens,
+        False,
+        gradient_checkpointing=True,
+        optimizer_offload=options.optimizer_offload,
+    )
+
+
+def measure(name: str, batches: list[list[Sample]], folder: Path, machine: Machine) -> list[Figure]:
     """Steps of a run on these batches."""
     import torch
     from quartet.weights.store import WeightStore
     from quartet_trainer.bases import Bases
-    from quartet_trainer.passes import Machine
     from quartet_trainer.run import Run
     from quartet_trainer.spec import LossKind, LossSpec, OptimizerSpec, Ratio, RunSpec
     from quartet_trainer.worker import release_memory
 
     # A model refers to itself: that of the case before would be given back while this one is measured.
     release_memory()
-    place = torch.device(device)
-    watch = Watch(place)
-    machine = Machine(place, budget, row_tokens, False, gradient_checkpointing=True)
+    watch = Watch(machine.device)
     spec = RunSpec(base_model=str(folder), optimizer=OptimizerSpec(learning_rate=LEARNING_RATE))
     loss = LossSpec(kind=LossKind.POLICY_GRADIENT, ratio=Ratio.PPO, clip_low=CLIP, clip_high=CLIP)
     run = Run("r", spec, machine, WeightStore(1), lambda: None, Bases())
@@ -141,12 +150,12 @@ def measure(
         began = time.perf_counter()
         run.forward_backward(batch, loss, 1000.0, False)
         done = run.optim_step(None)
-        if place.type == "cuda":
+        if machine.device.type == "cuda":
             torch.cuda.synchronize()
         rates.append(computed(batch) / (time.perf_counter() - began))
         assert np.isfinite(done.grad_norm) and not done.skipped_nonfinite
     peak = watch.stop()
-    first = name == "one sequence" and device == "cuda"
+    first = name == "one sequence" and machine.device.type == "cuda"
     bar = f">= {PRIME_RL_TOKENS_PER_SECOND}" if first else ""
     return [
         Figure(f"{name}: a step", statistics.median(rates[WARM_UP:]), "tokens/s", bar),

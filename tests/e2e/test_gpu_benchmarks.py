@@ -6,6 +6,7 @@ import importlib
 import math
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
-@pytest.mark.parametrize("kind", ["one_sequence", "in_groups"])
-def test_the_training_benchmark_measures_steps(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "offloaded"), [("one_sequence", False), ("in_groups", True)])
+def test_the_training_benchmark_measures_steps(kind: str, offloaded: bool, tmp_path: Path) -> None:
     shape, train = (importlib.import_module(name) for name in ("gpu_shape", "gpu_train"))
     shape.model(0, trial=True).save_pretrained(tmp_path)
     batches = [getattr(train, kind)(512, 512, seed) for seed in range(train.WARM_UP + 1)]
     assert all(400 < train.computed(batch) < 620 for batch in batches)
-    rate, memory = train.measure(kind.replace("_", " "), batches, tmp_path, "cpu", 512)
+    asked = Namespace(device="cpu", tokens=512, row_tokens=None, optimizer_offload=offloaded)
+    rate, memory = train.measure(kind.replace("_", " "), batches, tmp_path, train.machine_of(asked))
     assert rate.value > 0 and math.isfinite(memory.value)
     assert not rate.bar, "the bar is of a GPU"
 

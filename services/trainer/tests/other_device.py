@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "merged adapter": {"lora": LoraSpec(rank=4, alpha=8, publish_merged=True)},
     "bfloat16": {"compute_dtype": "bfloat16", "served_dtype": "bfloat16"},
     "experts": {},
+    "offloaded": {},
 }
 
 
@@ -57,7 +58,9 @@ def samples() -> list[Sample]:
     return made
 
 
-def trained(device: torch.device, folder: Path, work: Path, changes: dict[str, Any]) -> list[float]:
+def trained(
+    device: torch.device, folder: Path, work: Path, changes: dict[str, Any], offloaded: bool
+) -> list[float]:
     """What a run finds that trains, verifies, publishes, scores, exports, is saved, restored, goes on."""
     settings = {"reference": ReferenceSpec(), "optimizer": OptimizerSpec(learning_rate=1e-3)} | changes
     float32 = {"compute_dtype": "float32", "served_dtype": "float32"}
@@ -68,7 +71,7 @@ def trained(device: torch.device, folder: Path, work: Path, changes: dict[str, A
     batch = samples()
 
     def opened() -> Run:
-        machine = Machine(device, 64, None, False)
+        machine = Machine(device, 64, None, False, optimizer_offload=offloaded)
         return Run("r", spec, machine, WeightStore(4), lambda: None, Bases())
 
     def stepped(run: Run) -> list[float]:
@@ -91,7 +94,11 @@ def trained(device: torch.device, folder: Path, work: Path, changes: dict[str, A
     assert newest is not None
     again = opened()
     again.restore(newest[1])
-    return found + stepped(again)
+    found += stepped(again)
+    for one in (run, again):
+        moments = one.content(0).tensors["moments"].values()
+        assert moments and {moment.device.type for moment in moments} == {"cpu" if offloaded else device.type}
+    return found
 
 
 def main() -> None:
@@ -105,7 +112,9 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as work, simulating:
                 model = experts if case == "experts" else folder
                 CAST_BY_HOST.clear()
-                found[case][name] = trained(torch.device(name), model, Path(work), changes)
+                found[case][name] = trained(
+                    torch.device(name), model, Path(work), changes, case == "offloaded"
+                )
         found[case]["cast by the host"] = [float(sum(CAST_BY_HOST))]
     assert kept
     print(json.dumps(found))

@@ -136,6 +136,35 @@ def test_parts_and_wholes_become_each_other(alone_in_a_group: None) -> None:
     assert served.dtype == torch.bfloat16 and torch.equal(layout.whole(served), values.bfloat16())
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_moments_of_spread_parameters_rest_spread(alone_in_a_group: None, kind: str) -> None:
+    """offload.py 3: the same bits, saved and put back."""
+    from quartet_trainer.optimizer import Optimizer
+
+    spec, found = OptimizerSpec(kind=kind, learning_rate=0.1), []
+    for offloaded in (False, True):
+        values = torch.arange(15.0).view(5, 3) / 15
+        named = {"m": torch.nn.Parameter(layout.spread(values)), "v": torch.nn.Parameter(values[0].clone())}
+        optimizer = Optimizer(named.items(), spec, (), offloaded)
+        for step in range(4):
+            for parameter in named.values():
+                parameter.grad = layout.like(
+                    torch.sin(layout.whole(parameter.detach()) * (step + 9)), parameter
+                )
+            optimizer.step(0.1, 1.0)
+            if step == 1:
+                moments = optimizer.moments()
+                optimizer = Optimizer(named.items(), spec, (), offloaded)
+                optimizer.restore(moments, 2)
+        moments = optimizer.moments()
+        assert {name: layout.is_whole(one) for name, one in moments.items()} == {
+            name: not name.endswith("m") for name in moments
+        }
+        found.append([layout.whole(one.detach()) for one in (*named.values(), *moments.values())])
+    assert len(found[0]) == len(found[1]) > 4
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_one_process_imports_no_spread_tensors() -> None:
     code = (
         "import sys, quartet_trainer.assembly; "

@@ -9,6 +9,7 @@ import pytest
 import torch
 from quartet.errors import QuartetError
 from quartet.v1 import trainer_service_pb2 as pb
+from quartet_trainer import offload
 from quartet_trainer.optimizer import Optimizer
 from quartet_trainer.schedule import scheduled_rate
 from quartet_trainer.spec.optimizer import OptimizerKind, OptimizerSpec, Schedule
@@ -182,6 +183,39 @@ def test_restored_state_continues_bit_equal(kind: OptimizerKind) -> None:
         set_gradients(of, 9)
         one.step(0.1, one.gradient_norm())
     assert all(torch.equal(held[name], copies[name]) for name in held)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 60, 1 << 20], ids=["one each", "some", "all"])
+@pytest.mark.parametrize("kind", list(OptimizerKind))
+def test_offloaded_moments_move_parameters_to_the_same_bits(
+    kind: OptimizerKind, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """offload.py 1, through a restart and over a parameter without a gradient."""
+    monkeypatch.setattr(offload, "BUCKET_BYTES", bucket_bytes)
+    spec = OptimizerSpec(kind=kind, learning_rate=0.1, weight_decay=0.05)
+    found = []
+    for offloaded in (False, True):
+        held = parameters() | {"embedding": torch.nn.Parameter(torch.ones(5, 3))}
+        optimizer = Optimizer(held.items(), spec, {"embedding"}, offloaded)
+        for step in range(4):
+            set_gradients(held, step)
+            if step == 0:
+                held["norm"].grad = None
+            optimizer.step(0.1, optimizer.gradient_norm())
+            if step == 2:
+                moments = {name: one.clone() for name, one in optimizer.moments().items()}
+                optimizer = Optimizer(held.items(), spec, {"embedding"}, offloaded)
+                optimizer.restore(moments, 3)
+        found.append([*held.values(), *optimizer.moments().values()])
+    assert len(found[0]) == len(found[1]) > 3
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_buckets_have_every_parameter_once_and_a_bound() -> None:
+    named = {str(size): torch.nn.Parameter(torch.zeros(size << 18)) for size in (3, 100, 300, 2, 200, 50, 6)}
+    found = [list(bucket) for bucket in offload.buckets(named)]
+    assert found == [["3", "100"], ["300"], ["2", "200", "50"], ["6"]]
+    assert offload.BUCKET_BYTES == 256 << 20
 
 
 def test_what_no_single_key_is_at_fault_for_is_refused_by_its_table() -> None:

@@ -108,6 +108,7 @@ OTHERWISE: Mapping[str, str] = {
     "max_model_len": _LENGTH,
     "max_seq_len": _LENGTH,
     "gradient_checkpointing": "set 'gradient_checkpointing' in the table [trainer]",
+    "optim_cpu_offload": "set 'optimizer_offload' in the table [trainer]",
     "bf16": "set 'compute_dtype' to \"bfloat16\"",
     "dtype": "set 'compute_dtype', and 'served_dtype' where the two differ",
     "scale_rewards": "set 'algorithm.advantage': dr_grpo does not divide by the group's deviation, grpo does",

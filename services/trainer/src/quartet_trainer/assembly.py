@@ -65,6 +65,7 @@ def machine_of(
         losses,
         ranks or Alone(),
         chosen(config.liger, device.type),
+        config.optimizer_offload and device.type != "cpu",
     )
 
 

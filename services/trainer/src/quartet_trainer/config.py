@@ -31,6 +31,8 @@ class TrainerConfig(Config):
     row_tokens: int | None = Field(default=None, ge=1, le=65536)
     #: Compute activations anew in the backward pass of every run instead of keeping them; a run may ask, too.
     gradient_checkpointing: bool = False
+    #: Moments of the optimizers rest in host memory between steps; on a CPU they are there anyway.
+    optimizer_offload: bool = False
     #: Published versions of a run that stay fetchable.
     published_versions: int = Field(default=2, ge=1, le=64)
     #: Runs held in memory at once.

@@ -8,6 +8,7 @@
    moves the rest: vectors, embeddings and head, stacks of matrices.
 4. A rate given for a step is that of the spec's learning_rate; the rate of Muon's AdamW part keeps its
    proportion to it.
+5. Where moments are offloaded they rest in host memory between steps; bits are the same (offload.py).
 
 The arithmetic is torch.optim's.
 """
@@ -15,20 +16,20 @@ The arithmetic is torch.optim's.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quartet_trainer.ranks.layout import is_whole, like, whole
+from quartet_trainer.offload import Named, brought, buckets
+from quartet_trainer.ranks.layout import host_like, is_whole, like, whole
 from quartet_trainer.spec.optimizer import OptimizerKind, OptimizerSpec
 
 SGD_MOMENTUM = 0.9
 MUON_MOMENTUM = 0.95
 #: What torch keeps for a parameter, and how its name begins in a saved state.
 STEMS = {"exp_avg": "first.", "exp_avg_sq": "second.", "momentum_buffer": "momentum."}
-
-Named = Mapping[str, nn.Parameter]
 
 
 class Optimizer:
@@ -39,27 +40,18 @@ class Optimizer:
         parameters: Iterable[tuple[str, nn.Parameter]],
         spec: OptimizerSpec,
         embeddings: Collection[str] = (),
+        offloaded: bool = False,
     ) -> None:
         """`embeddings` names the parameters among them that embed tokens or read them out."""
         self._spec = spec
+        self._offloaded = offloaded
         self._parameters = dict(parameters)
         #: Each of torch's optimizers, and its rate as a multiple of the step's.
-        self._parts: list[tuple[torch.optim.Optimizer, float]] = []
-        matrices = {name: one for name, one in self._parameters.items() if one.ndim >= 2}
-        vectors = {name: one for name, one in self._parameters.items() if one.ndim < 2}
-        if spec.kind is OptimizerKind.ADAMW:
-            self._parts = [(_adamw(spec, matrices, vectors), 1.0)]
-        elif spec.kind is OptimizerKind.SGD:
-            self._parts = [(_sgd(spec, matrices, vectors), 1.0)]
-        else:
-            blocks = {name: one for name, one in matrices.items() if one.ndim == 2 and name not in embeddings}
-            others = {name: one for name, one in matrices.items() if name not in blocks}
-            if blocks:
-                self._parts.append((_muon(spec, blocks), 1.0))
-            if others or vectors:
-                rate = spec.learning_rate if spec.adamw_learning_rate is None else spec.adamw_learning_rate
-                share = rate / spec.learning_rate if spec.learning_rate else 1.0
-                self._parts.append((_adamw(spec, others, vectors), share))
+        self._parts = [
+            mover
+            for bucket in (buckets(self._parameters) if offloaded else [self._parameters])
+            for mover in _movers(bucket, spec, embeddings)
+        ]
 
     @property
     def has_gradients(self) -> bool:
@@ -80,7 +72,8 @@ class Optimizer:
         for part, share in self._parts:
             for group in part.param_groups:
                 group["lr"] = rate * share
-            part.step()
+            with brought(part, STEMS) if self._offloaded else nullcontext():
+                part.step()
         self.clear()
 
     def clear(self) -> None:
@@ -101,7 +94,7 @@ class Optimizer:
         for name, parameter, part in self._moved():
             part.state.pop(parameter, None)
             state: dict[str, Any] = {
-                key: like(moments[stem + name], parameter)
+                key: (host_like if self._offloaded else like)(moments[stem + name], parameter)
                 for key, stem in STEMS.items()
                 if stem + name in moments
             }
@@ -117,6 +110,28 @@ class Optimizer:
         }
         for name, parameter in self._parameters.items():
             yield name, parameter, movers[id(parameter)]
+
+
+def _movers(
+    parameters: Named, spec: OptimizerSpec, embeddings: Collection[str]
+) -> list[tuple[torch.optim.Optimizer, float]]:
+    """What moves them, each with its rate as a multiple of the step's."""
+    matrices = {name: one for name, one in parameters.items() if one.ndim >= 2}
+    vectors = {name: one for name, one in parameters.items() if one.ndim < 2}
+    if spec.kind is OptimizerKind.ADAMW:
+        return [(_adamw(spec, matrices, vectors), 1.0)]
+    if spec.kind is OptimizerKind.SGD:
+        return [(_sgd(spec, matrices, vectors), 1.0)]
+    movers: list[tuple[torch.optim.Optimizer, float]] = []
+    blocks = {name: one for name, one in matrices.items() if one.ndim == 2 and name not in embeddings}
+    others = {name: one for name, one in matrices.items() if name not in blocks}
+    if blocks:
+        movers.append((_muon(spec, blocks), 1.0))
+    if others or vectors:
+        rate = spec.learning_rate if spec.adamw_learning_rate is None else spec.adamw_learning_rate
+        share = rate / spec.learning_rate if spec.learning_rate else 1.0
+        movers.append((_adamw(spec, others, vectors), share))
+    return movers
 
 
 def _adamw(spec: OptimizerSpec, matrices: Named, vectors: Named) -> torch.optim.Optimizer:

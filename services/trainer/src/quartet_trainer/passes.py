@@ -49,6 +49,8 @@ class Machine:
     ranks: Ranks = field(default_factory=Alone)
     # Whether models use Liger's kernels.
     liger: bool = False
+    # Whether moments rest in host memory (offload.py).
+    optimizer_offload: bool = False
 
     def folder_of(self, model: str) -> Path:
         """Where a model lies. Errors: INVALID_CONFIG, in every rank where one lacks it."""

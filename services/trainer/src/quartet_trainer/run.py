@@ -95,7 +95,9 @@ class Run:
         self._counts = self._trained.counts()
         parameters = self._trained.parameters
         self._gradients = Gradients(parameters.items(), machine.ranks)
-        self._optimizer = Optimizer(parameters.items(), spec.optimizer, self._trained.embeddings)
+        self._optimizer = Optimizer(
+            parameters.items(), spec.optimizer, self._trained.embeddings, machine.optimizer_offload
+        )
         config = self._trained.adapter_config
         self._versions = Versions(
             run_id, store, spec.retain_versions, self._canary, config, ranks=machine.ranks

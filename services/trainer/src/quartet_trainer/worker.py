@@ -74,7 +74,8 @@ def within_memory(job: Callable[[], T]) -> T:
     raise QuartetError(
         "OVERLOADED",
         f"the memory of the trainer does not reach ({why}); lower microbatch_tokens, set "
-        "gradient_checkpointing = true in the trainer's configuration, train a LoRA, or give it more ranks",
+        "gradient_checkpointing = true (on a GPU optimizer_offload = true, too) in the trainer's "
+        "configuration, train a LoRA, or give it more ranks",
     )
 
 
