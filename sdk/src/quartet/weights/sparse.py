@@ -128,15 +128,17 @@ def encode(base: memoryview | bytes, new: memoryview | bytes, dtype: str) -> lis
     """The blob that leads from one tensor to another of the same size, in parts."""
     elements = _Elements(dtype)
     old_values, new_values = elements.values(base), elements.values(new)
+    compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
     parts: list[bytes] = []
     for at in range(0, len(new_values), SEGMENT_VALUES):
-        parts += _encode_segment(
-            elements, old_values[at : at + SEGMENT_VALUES], new_values[at : at + SEGMENT_VALUES]
-        )
+        old, new_ones = old_values[at : at + SEGMENT_VALUES], new_values[at : at + SEGMENT_VALUES]
+        parts += _encode_segment(elements, compressor, old, new_ones)
     return parts
 
 
-def _encode_segment(elements: _Elements, base: Ints, new: Ints) -> list[bytes]:
+def _encode_segment(
+    elements: _Elements, compressor: zstandard.ZstdCompressor, base: Ints, new: Ints
+) -> list[bytes]:
     positions = _few_positions(base, new)
     if positions is None:
         form, listed, streams = EVERY, len(new), []
@@ -150,7 +152,10 @@ def _encode_segment(elements: _Elements, base: Ints, new: Ints) -> list[bytes]:
     escaped = np.concatenate(escapes)
     streams.append(np.concatenate(codes))
     streams += [np.ascontiguousarray(plane) for plane in escaped.view(np.uint8).reshape(-1, elements.width).T]
-    return [_HEAD.pack(form, listed, len(escaped)), *(part for one in streams for part in _stream(one))]
+    return [
+        _HEAD.pack(form, listed, len(escaped)),
+        *(part for one in streams for part in _stream(compressor, one)),
+    ]
 
 
 def _few_positions(base: Ints, new: Ints) -> NDArray[np.int64] | None:
@@ -185,8 +190,8 @@ def _pack(codes: Bytes) -> Bytes:
     return words.astype(np.uint8)
 
 
-def _stream(data: Bytes) -> Iterator[bytes]:
-    packed = _packed(data)
+def _stream(compressor: zstandard.ZstdCompressor, data: Bytes) -> Iterator[bytes]:
+    packed = _packed(compressor, data)
     if packed is None:
         yield _SIZE.pack(len(data))
         yield data.tobytes()
@@ -195,12 +200,15 @@ def _stream(data: Bytes) -> Iterator[bytes]:
         yield packed
 
 
-def _packed(data: Bytes) -> bytes | None:
+def _packed(compressor: zstandard.ZstdCompressor, data: Bytes) -> bytes | None:
     """The stream compressed; None where that does not make it smaller."""
-    compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
-    probe = data[:PROBE_BYTES]
-    if not len(data) or len(compressor.compress(probe.data)) >= len(probe):
+    if not len(data):
         return None
+    probe = compressor.compress(data[:PROBE_BYTES].data)
+    if len(probe) >= min(len(data), PROBE_BYTES):
+        return None
+    if len(data) <= PROBE_BYTES:
+        return probe
     packed = compressor.compress(data.data)
     return packed if len(packed) < len(data) else None
 
@@ -270,6 +278,7 @@ class _Reader:
 
     def __init__(self, blob: memoryview) -> None:
         self._blob, self._at = blob, 0
+        self._decompressor = zstandard.ZstdDecompressor()
 
     def take(self, size: int) -> memoryview:
         part = self._blob[self._at : self._at + size]
@@ -286,7 +295,7 @@ class _Reader:
         if length != size and (size is not None or most is None or not 0 < length <= most):
             raise ValueError(f"a stream of {length} bytes where {size or most} are due")
         if stored & _COMPRESSED:
-            return np.frombuffer(zstandard.ZstdDecompressor().decompress(data), np.uint8)
+            return np.frombuffer(self._decompressor.decompress(data), np.uint8)
         return np.frombuffer(data, np.uint8)
 
     def finish(self) -> None:
