@@ -8,10 +8,12 @@ import sys
 import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from certificates import needs_openssl
 from quartet.errors import QuartetError
+from quartet.kit.build import Build, build_of
 from quartet.kit.health import Health
 from quartet.kit.security import ServerTls
 from quartet.kit.server import ServerConfig, Service, start
@@ -31,6 +33,8 @@ class Orchestrator(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
         self.evaluated: list[dict[str, object]] = []
         # Of every run, before the phase that it is in.
         self.past: list[pb.RunPhase] = []
+        self.services: list[pb.ServiceStatus] = []
+        self.knows_services = True
 
     def _run(self, run_id: str) -> pb.Run:
         if run_id not in self.runs:
@@ -45,7 +49,13 @@ class Orchestrator(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
         return pb.SubmitRunResponse(run=run)
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: object) -> pb.ListRunsResponse:
-        return pb.ListRunsResponse(runs=self.runs.values())
+        if request.services and not self.knows_services:
+            raise QuartetError(
+                "NOT_IMPLEMENTED", "ListRunsRequest, field 1, which this release does not know"
+            )
+        return pb.ListRunsResponse(
+            runs=self.runs.values(), services=self.services if request.services else []
+        )
 
     async def GetRunStatus(self, request: pb.GetRunStatusRequest, context: object) -> pb.GetRunStatusResponse:
         return pb.GetRunStatusResponse(run=self._run(request.run_id))
@@ -221,6 +231,11 @@ async def test_a_run_is_recorded_where_it_is_watched(
     assert {file.name for file in folder.iterdir()} == {".lock", "rollouts", "watched.json"}
     code, printed = await quartet("watch", "other", *watch)
     assert code == 2 and "holds something else than the run 'other'" in printed
+    code, printed = await quartet("watch", "r", "--orchestrator", address, "--keep-rollouts", "3")
+    assert code == 2 and "--keep-rollouts is about what --output-dir records" in printed
+    code, printed = await quartet("watch", "r", *watch, "--keep-rollouts", "0")
+    assert code == 2 and "give a number of steps from 1 on" in printed
+    assert (await quartet("watch", "r", *watch, "--keep-rollouts", "3"))[0] == 0
 
 
 async def test_a_policy_is_measured_and_only_what_was_said_is_sent(
@@ -244,6 +259,54 @@ async def test_a_policy_is_measured_and_only_what_was_said_is_sent(
     assert (await quartet(*asked))[0] == 1, "something is missing"
     code, printed = await quartet(*asked, "--interval", "2")
     assert code == 2 and "interval" in printed and len(servicer.evaluated) == 2
+
+
+async def test_an_evaluation_takes_the_short_flags_of_eval(orchestrator: tuple[Orchestrator, str]) -> None:
+    servicer, address = orchestrator
+    servicer.runs["r"] = pb.Run(run_id="r")
+    short = ["-n", "4", "-r", "2", "-c", "8", "-t", "9", "-T", "0"]
+    code, printed = await quartet("evaluate", "r", *short, "--orchestrator", address)
+    assert code == 0, printed
+    sampling = {"max_tokens": 9, "temperature": 0.0}
+    assert servicer.evaluated == [
+        {"num_examples": 4, "rollouts_per_example": 2, "max_concurrent": 8, "sampling": sampling}
+    ]
+    code, printed = await quartet("evaluate", "r", "-n", "-1", "--orchestrator", address)
+    assert code == 2 and "num_examples = -1 is refused" in printed
+
+
+async def test_runs_tells_what_they_do_and_which_services_to_see_to(
+    orchestrator: tuple[Orchestrator, str],
+) -> None:
+    servicer, address = orchestrator
+    at = ["--orchestrator", address]
+    doing = "training step 3 for 9 s; the trainer is away"
+    servicer.runs["r"] = pb.Run(run_id="r", phase=pb.RUN_PHASE_TRAINING, step=2, max_steps=5, doing=doing)
+    line, here = f"r  training  step 2/5  {doing}\n", build_of()
+    same: dict[str, Any] = {"release": here.release, "sdk_build": here.sdk, "ready": True}
+    servicer.services = [
+        pb.ServiceStatus(service="orchestrator", build="o", **same),
+        pb.ServiceStatus(service="inference", address="h:1", build="i", **same),
+        pb.ServiceStatus(service="inference", address="h:2", build="i", **same),
+    ]
+    assert await quartet("runs", *at) == (0, line), "nothing where nothing is to be said"
+    code, printed = await quartet("runs", *at, "--services")
+    assert printed == line + "".join(
+        f"{name}: ready, {Build(here.release, here.sdk, own)}\n"
+        for name, own in (("orchestrator", "o"), ("inference at h:1", "i"), ("inference at h:2", "i"))
+    )
+    servicer.services[2].build, servicer.services[1].ready = "older", False
+    assert "inference at h:1: not ready, its log says why" in (await quartet("runs", *at, "--services"))[1]
+    servicer.services.append(pb.ServiceStatus(service="trainer", address="h:3", error="Connection refused"))
+    code, printed = await quartet("runs", *at)
+    assert code == 0 and line in printed
+    assert "trainer at h:3 does not answer: Connection refused\n" in printed
+    assert (
+        f"builds differ: this command {here}, orchestrator {here.release} (sdk {here.sdk}, own o)" in printed
+    )
+    assert f"inference {here.release} (sdk {here.sdk}, own older)\n" in printed
+    servicer.knows_services = False
+    assert await quartet("runs", *at) == (0, line), "of an orchestrator of an earlier release"
 
 
 async def test_errors_are_one_sentence(orchestrator: tuple[Orchestrator, str]) -> None:

@@ -365,6 +365,11 @@ def test_the_table_says_from_which_reward_on_a_result_passes() -> None:
     [
         ("eval", ["-s"], "-s is a flag of Verifiers' command, not of this one: results are always written"),
         ("eval", ["--save_results"], "--save-results is a flag of Verifiers' command"),
+        ("eval", ["--select.skip", "3"], "examples are the first --num-examples of a split"),
+        ("eval", ["--env.taskset.system-prompt", "x"], "arguments of the environment are --env-args"),
+        ("eval", ["--env.timeout.episode=3"], "write timeout_seconds in [[eval]] of a file"),
+        ("eval", ["--run.dir", "x"], "write --output-dir and --run-id"),
+        ("eval", ["--no-push"], "nothing is uploaded; leave it out"),
         ("eval", ["-S", '{"top_p": 0.9}'], "each other key as --sampling.top-p 0.9"),
         ("eval", ["-p", "./environments"], "found in its own interpreter, where quartet env install"),
         ("gepa", ["--sampling-args={}"], "write --temperature 0.7"),

@@ -69,3 +69,14 @@ def test_a_run_that_somebody_else_trained_has_no_model_here(
     assert main(["export", str(tmp_path), "model"]) == 2
     assert "the weights are with the program that trains" in capsys.readouterr().err
     assert asked == []
+
+
+def test_a_folder_that_is_not_there_is_refused_before_torch_is_loaded(
+    tmp_path: Path, asked: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "first").mkdir()
+    assert main(["export", str(tmp_path / "frist"), "model"]) == 2
+    assert f"did you mean '{tmp_path / 'first'}'?" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "nothing-like-it"), "model"]) == 2
+    assert "is no folder; name the output folder of a run" in capsys.readouterr().err
+    assert asked == []

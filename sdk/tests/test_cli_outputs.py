@@ -153,6 +153,43 @@ def test_a_line_that_finds_no_room_leaves_nothing(tmp_path: Path) -> None:
     assert [row["event"] for row in recover_lines(file)] == [1, 2]
 
 
+def step_files(folder: Path) -> list[str]:
+    return sorted(file.name for file in (folder / "rollouts").glob("step_*"))
+
+
+@pytest.mark.parametrize("cut", range(len(history()) + 1))
+def test_rollouts_of_the_newest_steps_are_kept_wherever_it_was_killed(tmp_path: Path, cut: int) -> None:
+    """outputs.py 4: the metrics and where to go on are those of a folder that keeps all."""
+    whole, events = Outputs(tmp_path / "whole"), history()
+    kept = Outputs(tmp_path / "kept", keep_rollouts=2)
+    for event in events:
+        whole.record(event)
+    for event in events[:cut]:
+        kept.record(event)
+        assert len(step_files(kept.folder)) <= 3, "those of two steps, and of the one under way"
+    again = Outputs(tmp_path / "kept", keep_rollouts=2)
+    for event in events[again.progress.last_event :]:
+        again.record(event)
+    assert step_files(again.folder) == ["step_0003.jsonl", "step_0004.jsonl"]
+    assert again.metrics_file.read_text() == whole.metrics_file.read_text()
+    late = rollout(1, 0)
+    again.record(WatchRunResponse(event=len(events) + 1, at_ms=1, rollout=late))
+    assert step_files(again.folder) == ["step_0003.jsonl", "step_0004.jsonl"], "it came after its step"
+    assert Outputs(tmp_path / "kept").progress.last_event == whole.progress.last_event - 1
+
+
+def test_a_folder_that_kept_all_is_cut_down_when_it_is_opened(tmp_path: Path) -> None:
+    """outputs.py 4: a process that was killed before it removed them, or a setting that is new."""
+    outputs = Outputs(tmp_path)
+    for event in history():
+        outputs.record(event)
+    (tmp_path / "rollouts" / "eval_0000.jsonl").write_text("")
+    assert len(step_files(tmp_path)) == STEPS
+    Outputs(tmp_path, keep_rollouts=1)
+    assert step_files(tmp_path) == ["step_0004.jsonl"]
+    assert (tmp_path / "rollouts" / "eval_0000.jsonl").exists(), "of evaluations all stay"
+
+
 def test_a_replayed_stream_changes_nothing(tmp_path: Path) -> None:
     outputs = Outputs(tmp_path)
     for event in history():

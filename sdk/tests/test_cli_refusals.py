@@ -227,3 +227,14 @@ def test_a_run_that_is_gone_on_with_has_its_own_name(work: Path, capsys: pytest.
     (work / "run" / "run.json").write_text(json.dumps({"run_id": "mine", "config_toml": job.config_toml}))
     (line,) = _lines([*going_on, "--run-id", "other"], capsys)
     assert line.startswith("--run-id 'other': ") and "holds the run 'mine'; leave it out" in line
+
+
+def test_a_misspelt_command_is_told_by_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, meant in ((["ini"], "init"), (["env", "chek"], "check"), (["submitt"], "submit")):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert ended.value.code == 2 and said.endswith(f"; did you mean {meant!r}?")
+    with pytest.raises(SystemExit):
+        main(["xyzzy"])
+    assert "did you mean" not in capsys.readouterr().err

@@ -11,6 +11,7 @@ from planned_runs import CONFIG, planned
 from quartet.cli.__main__ import build_parser, main
 from quartet.cli.job import RECORD, Job, default_folder, model_path
 from quartet.config import ConfigError
+from quartet.local.deployment import SERVICES
 from quartet.run.config import RunConfig, parse_run
 
 
@@ -21,11 +22,14 @@ def test_the_demo_config_is_the_recipe(config: RunConfig) -> None:
 
 
 def test_the_submitted_toml_is_the_same_run(config: RunConfig) -> None:
+    config = config.model_copy(update={"keep_rollouts": 5})
     job = Job(config, "r", Path("."))
     again = parse_run(job.config_toml)
+    assert "keep_rollouts" not in job.config_toml, "it is about the folder of whoever follows the run"
     assert again == config.model_copy(
-        update={"trainer": {}, "orchestrator": {}, "inference": {}, "envhost": {}}
+        update={"trainer": {}, "orchestrator": {}, "inference": {}, "envhost": {}, "keep_rollouts": None}
     )
+    assert again.is_same_run(config.model_copy(update={name: {} for name in SERVICES}))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import quartet.grpo as vf
 from grpo_script import translated
+from quartet.cli.wandb import reporter
 from quartet.grpo.handles import Model, Tokenizer
 from quartet.grpo.untranslated import REFUSED
 
@@ -111,3 +112,24 @@ def test_what_is_looked_for_in_an_object_is_said_to_be_elsewhere(holder: Any, na
     with pytest.raises(AttributeError, match=said):
         getattr(holder, name)
     assert not hasattr(holder, name)
+
+
+def test_a_run_that_wandb_cannot_show_is_told_in_the_words_of_the_script(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """grpo_defaults asks for it, and transformers has a project for it: the script may have said neither."""
+    trainer = object.__new__(vf.GRPOTrainer)
+    trainer.args = vf.grpo_defaults("r")
+    lacking = reporter.Lacking(
+        "no API key is found", "run 'wandb login', set WANDB_API_KEY", "set wandb.mode"
+    )
+    monkeypatch.setattr(reporter, "lacks", lambda config: lacking)
+    assert trainer._wandb_project() is None
+    (said,) = caplog.messages
+    assert said.startswith(
+        "the run is not shown in Weights & Biases: no API key is found; run 'wandb login', "
+    )
+    assert said.endswith("or args.report_to = 'none' says that it need not be")
+    assert "huggingface" not in said and "wandb.mode" not in said
+    monkeypatch.setattr(reporter, "lacks", lambda config: None)
+    assert trainer._wandb_project() == trainer.args.project

@@ -11,7 +11,7 @@ import pytest
 from quartet.config import ConfigError
 from quartet.kit import accelerator
 from quartet.local.child import Child, ChildSpec
-from quartet.local.deployment import SERVICES, check, wire, write
+from quartet.local.deployment import SERVICES, check, wire, without_device, write
 from quartet.local.devices import shared_out
 from quartet.local.fork_client import ForkServer
 
@@ -142,6 +142,25 @@ async def test_gpus_where_there_is_none_are_refused_before_anything_starts(
     specs = list(started(tmp_path, {"gpus": 1}, {"gpus": 1}).values())
     with pytest.raises(ConfigError, match=r"inference\.gpus and trainer\.gpus ask for GPUs, and"):
         await check(specs)
+
+
+async def test_a_dry_run_needs_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it needs of a machine is left out; all else of it is looked at."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(accelerator, "DRIVERS", (tmp_path / "none",))
+    specs = list(started(tmp_path, {"gpus": 1}, {"gpus": 1}).values())
+    assert without_device(specs) == ["inference", "trainer"]
+    await check([spec for spec in specs if spec.name == "trainer"], needs_gpus=False)
+    specs = list(started(tmp_path / "two", {}, {"device": "cuda"}).values())
+    assert without_device(specs) == ["trainer"]
+    await check([spec for spec in specs if spec.name == "trainer"], needs_gpus=False)
+    with pytest.raises(ConfigError, match=r'^\[trainer\] device = "cuda", but this machine has no GPU'):
+        await check([spec for spec in specs if spec.name == "trainer"])
+    specs = list(started(tmp_path / "three", {"gpus": 0}, {"gpus": 1, "nonsense": 1}).values())
+    with pytest.raises(ConfigError, match=r"^\[trainer\] unknown key 'nonsense'"):
+        await check([spec for spec in specs if spec.name == "trainer"], needs_gpus=False)
+    (tmp_path / "none").touch()
+    assert without_device(specs) == []
 
 
 def test_cuda_is_refused_where_no_driver_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

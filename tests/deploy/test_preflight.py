@@ -96,6 +96,24 @@ def test_a_preflight_looks_at_the_server_and_makes_nothing(places: dict[str, str
     assert [one.name for one in Path(places["tmp"]).iterdir()] == ["model"]
 
 
+@pytest.mark.parametrize("name", REQUIRED)
+def test_a_service_that_is_started_tells_a_taken_port_before_it_loads_anything(
+    places: dict[str, str], name: str
+) -> None:
+    """quartet.config.main 3. Its own imports, torch among them, take seconds, and a model minutes."""
+    for key in ("address", "metrics_address"):
+        filled = [one.format(**places) for one in REQUIRED[name]]
+        command = [
+            *(sys.executable, "-X", "importtime", "-m", f"quartet_{name}", *filled),
+            *(f"--server.{key}", places["busy"]),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=places["tmp"])
+        last = done.stderr.splitlines()[-1]
+        assert done.returncode == 2 and last.startswith(f"error: server.{key} = '{places['busy']}' cannot be")
+        imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+        assert not imported & {"torch", "transformers", "verifiers"} and "grpc" in imported
+
+
 async def test_the_launcher_refuses_before_anything_starts(places: dict[str, str], tmp_path: Path) -> None:
     for name, table, says in (
         ("trainer", {"server": {"token_file": "/none"}}, r"^\[trainer\] server.token_file = '/none'"),

@@ -56,6 +56,8 @@ class FakeTrainer(TrainerServiceServicer):
         self.closed: list[str] = []
         self.lose_answer_of: set[int] = set()
         self.model_missing = False
+        self.checked: list[tpb.CheckRunRequest] = []
+        self.refuses: QuartetError | None = None
         # So many calls of CreateRun answer INTERNAL.
         self.faults = 0
         self._newer = asyncio.Event()
@@ -72,6 +74,12 @@ class FakeTrainer(TrainerServiceServicer):
     async def wait_version(self, run_id: str, version: int) -> None:
         while self.latest.get(run_id, -1) < version:
             await self._newer.wait()
+
+    async def CheckRun(self, request, context):
+        self.checked.append(request)
+        if self.refuses is not None:
+            raise self.refuses
+        return tpb.CheckRunResponse()
 
     async def CreateRun(self, request, context):
         if self.faults:

@@ -90,16 +90,33 @@ async def test_a_loss_that_returns_nonsense_is_refused_and_nothing_is_applied(
         assert (await trainer.refused(trainer.optim_step(1), "INVALID_REQUEST")).metadata["field"] == "seq_id"
 
 
-def test_functions_that_cannot_be_loaded_are_refused_in_one_sentence() -> None:
+def own_of_one(tokens: Any) -> torch.Tensor:
+    return -tokens.logp_K
+
+
+def own_with_more(spec: LossSpec, tokens: Any, scale: float) -> torch.Tensor:
+    return -scale * tokens.logp_K
+
+
+def test_functions_that_cannot_be_loaded_are_refused_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """custom.py 1"""
     from quartet_trainer.assembly import assemble
 
+    (tmp_path / "broken_module.py").write_text("f = nothing_of_the_kind\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
     for path, why in {
         "no_colon": "write",
         "absent_module:f": "cannot be imported",
         f"{HERE}:absent": "cannot be imported",
         f"{HERE}:HERE": "not a function",
+        f"{HERE}:own_of_one": r"cannot be called as function\(spec, tokens\): too many positional arguments",
+        f"{HERE}:own_with_more": "missing a required argument: 'scale'",
+        "broken_module:f": r"cannot be imported: NameError\(",
     }.items():
         with pytest.raises(ValueError, match=why):
             load_losses({"mine": path})
+    load_losses({"mine": "operator:sub"})  # written in C
     with pytest.raises(ConfigError, match=r"losses\.mine"):
         assemble(TrainerConfig(losses={"mine": "absent_module:f"}))

@@ -8,11 +8,14 @@ wrong), 130 stopped by Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import os
+import platform
+import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from quartet.cli import exits
 from quartet.cli.env.installed import REFUSALS
@@ -28,6 +31,9 @@ TAKE_KEYS = ("rl", "sft", "eval", "env", "baseline", "gepa", "submit", "evaluate
 
 #: A pipe whose reader left (`| head`), a terminal that was closed.
 NOBODY_READS = (errno.EPIPE, errno.EIO)
+
+#: What argparse says of one.
+INVALID_CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<known>.*)\)$")
 
 DESCRIPTION = """\
 Quartet trains language models with reinforcement learning on Verifiers environments.
@@ -65,12 +71,33 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
         self.set_defaults(flags=self._flags)
 
+    def error(self, message: str) -> NoReturn:
+        """Also say which command was meant."""
+        if wrong := INVALID_CHOICE.search(message):
+            known = re.findall(r"[\w-]+", wrong["known"])
+            if close := difflib.get_close_matches(wrong["given"], known, n=1):
+                message = f"{message}; did you mean {close[0]!r}?"
+        super().error(message)
+
     def add_argument(self, *names: Any, **kwargs: Any) -> argparse.Action:
         """Also note the long options; and no path is empty, as a shell's variable is that nobody set."""
         self._flags += [name for name in names if name.startswith("--")]
         if kwargs.get("type") is Path:
             kwargs["type"] = _path
         return super().add_argument(*names, **kwargs)
+
+
+class _Version(argparse.Action):
+    """Looks at the files only where somebody asks."""
+
+    def __init__(self, option_strings: list[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from quartet.kit.build import build_of
+
+        print(f"quartet {build_of()}, Python {platform.python_version()}")
+        parser.exit()
 
 
 def _path(text: str) -> Path:
@@ -91,6 +118,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action=_Version, help="which release and build this is")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_training(commands)
     _add_environments(commands)
@@ -156,6 +184,7 @@ def _add_models(commands: Any) -> None:
 def _add_clients(commands: Any) -> None:
     """What asks an orchestrator that is elsewhere."""
     from quartet.cli import clients, follow
+    from quartet.cli.eval.arguments import add_keys
 
     for name, text, takes_run in (
         ("submit", "hand a run (@ run.toml --key value) to an orchestrator", False),
@@ -170,6 +199,10 @@ def _add_clients(commands: Any) -> None:
         if name == "submit":
             client.add_argument("--run-id", help="name of the run (default: run-<time>)")
             client.add_argument("--dry-run", action="store_true", help="only check")
+        if name == "evaluate":
+            add_keys(client, clients.EVALUATE_KEYS)
+        if name == "runs":
+            client.add_argument("--services", action="store_true", help="also each service and its build")
         if name == "watch":
             follow.add_arguments(client)
 

@@ -9,12 +9,14 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+from quartet.cli.eval.arguments import Keys, given_keys
 from quartet.cli.follow import watch
 from quartet.cli.progress import phase_name
 from quartet.cli.run_file import load_run
 from quartet.config import ConfigError, load
 from quartet.config.load import Draft, validate
 from quartet.errors import QuartetError
+from quartet.kit.build import Build, build_of
 from quartet.kit.call import RetryBudget, stream, unary
 from quartet.kit.channel import ClientSecurity, connect
 from quartet.kit.security import check_client
@@ -22,15 +24,17 @@ from quartet.kit.standard_streams import shown
 from quartet.kit.stream import IDLE_TIMEOUT_SECONDS
 from quartet.local.deployment import SERVICES
 from quartet.local.toml_text import dumps
-from quartet.run.config import RunConfig
+from quartet.run.config import SHOWN, RunConfig
 from quartet.run.evaluation import EvaluateConfig
 from quartet.run.name import RULE, is_run_id
 from quartet.v1.orchestrator_service_pb2 import (
     EvalEvent,
     EvaluateRequest,
     ListRunsRequest,
+    ListRunsResponse,
     ResumeRunRequest,
     Run,
+    ServiceStatus,
     StopRunRequest,
     SubmitRunRequest,
 )
@@ -53,6 +57,15 @@ TLS_OF_ONE_SIDE = {
 }
 #: The environments are loaded to check the configuration: their hosts say how long that may take.
 SUBMIT_SECONDS = 7200.0
+
+#: As of `quartet eval`; what is left out is the run's, or the default here.
+EVALUATE_KEYS: Keys = {
+    ("-n", "--num-examples"): ("num_examples", "examples of each environment (default: 64)"),
+    ("-r", "--rollouts-per-example"): ("rollouts_per_example", "rollouts of each example (default: 1)"),
+    ("-c", "--max-concurrent"): ("max_concurrent", "rollouts under way at once (default: 32)"),
+    ("-t", "--max-tokens"): ("sampling.max_tokens", "most tokens of a turn (default: the run's)"),
+    ("-T", "--temperature"): ("sampling.temperature", "0 is greedy (default: the run's)"),
+}
 
 Client = Callable[[OrchestratorServiceStub, argparse.Namespace, list[str]], Awaitable[int]]
 
@@ -129,7 +142,7 @@ async def submit(stub: OrchestratorServiceStub, options: argparse.Namespace, res
 
 def _not_sent(config: RunConfig) -> set[str]:
     """[wandb] goes along where it says something, for `quartet watch --wandb`."""
-    return {*SERVICES} if config.wandb.project else {*SERVICES, "wandb"}
+    return {*SERVICES, *SHOWN} - ({"wandb"} if config.wandb.project else set())
 
 
 def _leave_services_alone(config: RunConfig, rest: Sequence[str]) -> None:
@@ -144,14 +157,38 @@ def _leave_services_alone(config: RunConfig, rest: Sequence[str]) -> None:
     unread = [f"[{name}]" for name in SERVICES if getattr(config, name)]
     if unread:
         print(f"not read, the services are running already: {', '.join(unread)}", file=sys.stderr)
+    if config.keep_rollouts is not None:
+        print(
+            "not read, whoever watches the run records it: keep_rollouts; give that --keep-rollouts",
+            file=sys.stderr,
+        )
 
 
 async def runs(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:
-    """All runs, newest first."""
-    answer = await unary(stub.ListRuns, ListRunsRequest(), timeout_s=CALL_SECONDS, budget=RetryBudget())
+    """All runs, newest first; and of the services what somebody has to see to, or all of it."""
+    answer = await _listed(stub)
     for one in answer.runs:
         print(run_line(one))
+    if options.services:
+        for service in answer.services:
+            print(service_line(service))
+        return 0
+    for said in worth_seeing(answer.services):
+        print(said, file=sys.stderr)
     return 0
+
+
+async def _listed(stub: OrchestratorServiceStub) -> ListRunsResponse:
+    response: ListRunsResponse
+    for request in (ListRunsRequest(services=True), ListRunsRequest()):
+        try:
+            response = await unary(stub.ListRuns, request, timeout_s=CALL_SECONDS, budget=RetryBudget())
+        except QuartetError as error:
+            if error.reason != "NOT_IMPLEMENTED" or not request.services:
+                raise
+            continue  # an earlier release, which cannot say
+        break
+    return response
 
 
 async def stop(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:
@@ -172,7 +209,8 @@ async def resume(stub: OrchestratorServiceStub, options: argparse.Namespace, res
 
 async def evaluate(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:
     """Measure what the run's policy earns now; 0 where every rollout has a result."""
-    asked = load(EvaluateConfig, rest, Draft(flags=options.flags)).config
+    keys = [*rest, *given_keys(options, EVALUATE_KEYS)]
+    asked = load(EvaluateConfig, keys, Draft(flags=options.flags)).config
     # What was not said is the run's to say.
     toml = dumps(asked.model_dump(mode="json", exclude_unset=True, exclude_none=True))
     request = EvaluateRequest(run_id=options.run, config_toml=toml)
@@ -186,9 +224,36 @@ async def evaluate(stub: OrchestratorServiceStub, options: argparse.Namespace, r
     return 0 if result.metrics["eval/coverage"] == 1 else 1
 
 
+def service_line(one: ServiceStatus) -> str:
+    """A service in one line."""
+    stands = shown(one.error) or ("ready" if one.ready else "not ready, its log says why")
+    return f"{_named(one)}: {stands}{f', {_build(one)}' if one.release else ''}"
+
+
+def worth_seeing(services: Sequence[ServiceStatus]) -> list[str]:
+    """What is not as it should be, a sentence each: who does not answer, and builds that differ."""
+    said = [f"{_named(one)} does not answer: {shown(one.error)}" for one in services if one.error]
+    here, known = build_of(), [one for one in services if one.release]
+    builds = {(here.release, here.sdk), *((one.release, one.sdk_build) for one in known)}
+    own = {(one.service, one.build) for one in known}
+    if len(builds) > 1 or len(own) > len({one.service for one in known}):
+        told = dict.fromkeys([f"this command {here}", *(f"{one.service} {_build(one)}" for one in known)])
+        said.append(f"builds differ: {', '.join(told)}")
+    return said
+
+
+def _named(one: ServiceStatus) -> str:
+    return f"{one.service} at {one.address}" if one.address else one.service
+
+
+def _build(one: ServiceStatus) -> Build:
+    return Build(one.release, one.sdk_build, one.build)
+
+
 def run_line(one: Run) -> str:
     """A run in one line."""
     reward = f"  reward before {one.reward_before:.3f}" if one.HasField("reward_before") else ""
     reward += f", after {one.reward_after:.3f}" if one.HasField("reward_after") else ""
     error = f"  {shown(one.error)}" if one.error else ""
-    return f"{one.run_id}  {phase_name(one.phase)}  step {one.step}/{one.max_steps}{reward}{error}"
+    doing = f"  {shown(one.doing)}" if one.doing else ""
+    return f"{one.run_id}  {phase_name(one.phase)}  step {one.step}/{one.max_steps}{reward}{doing}{error}"

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
 import json
 import os
@@ -54,6 +55,13 @@ def export_command(folder: Path, target: Path, state: str | None = None) -> list
 
 def _states(folder: Path) -> Path:
     """Where a run's states are."""
+    if not folder.is_dir():
+        beside = [one.name for one in folder.parent.glob("*") if one.is_dir()]
+        close = [str(folder.with_name(one)) for one in difflib.get_close_matches(folder.name, beside, n=1)]
+        raise ConfigError(
+            f"{str(folder)!r} is no folder; "
+            + (f"did you mean {close[0]!r}?" if close else "name the output folder of a run, or its states'")
+        )
     record, trainer = folder / RECORD, folder / "config" / "trainer.toml"
     if not record.is_file():
         return folder

@@ -52,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--after-event", type=int, default=0, help="leave out events up to this number")
     parser.add_argument("--output-dir", type=Path, help="record metrics.jsonl and rollouts/ in this folder")
     parser.add_argument(
+        "--keep-rollouts", type=int, metavar="STEPS", help="of so many of the newest steps (default: of all)"
+    )
+    parser.add_argument(
         "--wandb",
         action="store_true",
         help="report to Weights & Biases, as the run's [wandb] says, and --wandb.project NAME, --wandb.mode "
@@ -63,6 +66,9 @@ async def watch(stub: OrchestratorServiceStub, options: argparse.Namespace, rest
     """One line for each event until the run ends."""
     if not 0 <= options.after_event < 2**63:
         raise ConfigError(f"--after-event {options.after_event} is refused; give the number of an event")
+    keep: int | None = options.keep_rollouts
+    if keep is not None and keep < 1:
+        raise ConfigError(f"--keep-rollouts {keep} is refused; give a number of steps from 1 on")
     status = await unary(
         stub.GetRunStatus,
         GetRunStatusRequest(run_id=options.run),
@@ -75,12 +81,14 @@ async def watch(stub: OrchestratorServiceStub, options: argparse.Namespace, rest
     if config.project is not None:
         folder = folder or Path("outputs/watched") / run.run_id
     if folder is None:
+        if keep is not None:
+            raise ConfigError("--keep-rollouts is about what --output-dir records; give that, too")
         return await _shown(stub, run, options.after_event)
     if options.after_event:
         raise ConfigError("--after-event leaves out events, and the folder is to have all; remove it")
     wandb.check(config)
     with taken(folder, run):
-        return await _recorded(stub, run, folder.absolute(), config)
+        return await _recorded(stub, run, Outputs(folder.absolute(), keep), config)
 
 
 def wandb_of(run: Run, arguments: Sequence[str], *, asked: bool, flags: Collection[str] = ()) -> WandbConfig:
@@ -108,8 +116,8 @@ async def _shown(stub: OrchestratorServiceStub, run: Run, after_event: int) -> i
     return exits.of_run(progress.run)
 
 
-async def _recorded(stub: OrchestratorServiceStub, run: Run, folder: Path, config: WandbConfig) -> int:
-    outputs, display = Outputs(folder), Plain(submitted_at_ms=run.submitted_at_ms)
+async def _recorded(stub: OrchestratorServiceStub, run: Run, outputs: Outputs, config: WandbConfig) -> int:
+    folder, display = outputs.folder, Plain(submitted_at_ms=run.submitted_at_ms)
     outputs.progress.begin(run)
     display.say(f"run {run.run_id} is recorded in {folder}")
     with wandb.reporting(config, folder, display.say, here=False) as reporter:

@@ -29,7 +29,7 @@ from quartet.cli.summary import is_completed, summary_of
 from quartet.config import ConfigError
 from quartet.local.deployment import SERVICES
 from quartet.local.toml_text import dumps
-from quartet.run.config import RunConfig, parse_run
+from quartet.run.config import SHOWN, RunConfig, parse_run
 from quartet.run.name import RULE, is_run_id
 
 RECORD = "run.json"
@@ -83,7 +83,7 @@ class Job:
     def config_toml(self) -> str:
         """The run as the orchestrator gets it: without the deployment and without where it is shown, so other
         ports are the same run, and so is another project of Weights & Biases."""
-        return dumps(self.config.model_dump(mode="json", exclude={*SERVICES, "wandb"}, exclude_none=True))
+        return dumps(self.config.model_dump(mode="json", exclude={*SERVICES, *SHOWN}, exclude_none=True))
 
 
 def how_to_resume(folder: Path | None) -> str:

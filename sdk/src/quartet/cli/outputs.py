@@ -14,6 +14,9 @@
 2. What is written to be moved to its place has one name in every process, so what a killed one left of it is
    replaced by the next. Whoever writes has the folder locked.
 3. What holds the arguments of environments is readable by its owner alone (PRIVATE).
+4. Where somebody says how many steps keep their rollouts, the files of earlier ones are removed once a later
+   one is written down; one that was killed in between removes them when the folder is opened again. Files of
+   evaluations stay. Nothing else reads the files of steps but W&B's table of the step (wandb/rows.py).
 """
 
 from __future__ import annotations
@@ -43,9 +46,11 @@ PRIVATE = 0o600
 class Outputs:
     """Writes the folder. `progress` holds what the folder already tells."""
 
-    def __init__(self, folder: Path) -> None:
-        """Open the folder, new or begun."""
+    def __init__(self, folder: Path, keep_rollouts: int | None = None) -> None:
+        """Open the folder, new or begun, in which so many of the newest steps keep their rollouts: all of
+        them where nothing is said."""
         self.folder = folder
+        self._keep_rollouts = keep_rollouts
         self.metrics_file = folder / "metrics.jsonl"
         self.rollouts = folder / "rollouts"
         self.rollouts.mkdir(parents=True, exist_ok=True)
@@ -64,6 +69,7 @@ class Outputs:
         for file in self.rollouts.glob("*.jsonl"):
             last = max([last, *(int(row["event"]) for row in recover_lines(file))])
         self.progress.last_event = last
+        self._remove_old()
 
     def record(self, event: WatchRunResponse) -> bool:
         """Take one event into the progress and the files. Whether it was new."""
@@ -76,6 +82,7 @@ class Outputs:
                 append_line(
                     self.metrics_file, {**head, "step": event.step.step, **dict(event.step.metrics), **ledger}
                 )
+                self._remove_old()
             case "eval":
                 row = {**head, "step": event.eval.step, "policy_version": event.eval.policy_version}
                 append_line(self.metrics_file, row | dict(event.eval.metrics))
@@ -85,10 +92,24 @@ class Outputs:
 
     def _rollout(self, head: Row, event: RolloutEvent) -> None:
         if event.HasField("step"):
+            if event.step < self._oldest_kept:
+                return  # it ended after its step had been trained without it
             name = f"step_{event.step:04d}.jsonl"
         else:
             name = f"eval_{self.progress.step:04d}.jsonl"
         append_line(self.rollouts / name, head | rollout_row(event))
+
+    @property
+    def _oldest_kept(self) -> int:
+        """The first step whose rollouts are kept."""
+        return 0 if self._keep_rollouts is None else self.progress.step - self._keep_rollouts + 1
+
+    def _remove_old(self) -> None:
+        if self._keep_rollouts is None:
+            return
+        for file in self.rollouts.glob("step_*.jsonl"):
+            if int(file.stem.removeprefix("step_")) < self._oldest_kept:
+                file.unlink(missing_ok=True)
 
     def draw(self, title: str) -> None:
         """Write the figure of what was recorded."""

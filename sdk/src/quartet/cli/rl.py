@@ -51,7 +51,7 @@ from quartet.config.refusals import together
 from quartet.errors import QuartetError
 from quartet.kit.standard_streams import say
 from quartet.local.child import ChildSpec
-from quartet.local.deployment import check, wire, write
+from quartet.local.deployment import check, wire, without_device, write
 from quartet.local.devices import ON_DEVICES
 from quartet.local.supervisor import ServiceFailed
 from quartet.run.config import RunConfig
@@ -127,7 +127,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         raise together([error, *refused_by_services(found.config.model_dump())]) from None
     if (done := completed_before(job)) is not None and not options.dry_run:
         return _completed_again(job, done)
-    check_services(job)
+    check_services(job, needs_gpus=not options.dry_run)
     if options.dry_run:
         print(job.config.model_dump_json(indent=2, exclude_none=True))
         return 0
@@ -181,7 +181,7 @@ def launch(
 
 def _in_folder(job: Job, open_display: Callable[[], Display], started: float, listen: Listen) -> Ended:
     specs = _deploy(job, job.folder)
-    outputs = Outputs(job.folder)
+    outputs = Outputs(job.folder, job.config.keep_rollouts)
 
     def accepted() -> None:
         if job.extended:
@@ -235,9 +235,10 @@ def _deploy(job: Job, folder: Path) -> list[ChildSpec]:
     return write(wire(job.config.model, folder / "data", tables_of(job.config)), folder)
 
 
-def check_services(job: Job, *, apart: bool = False) -> None:
+def check_services(job: Job, *, apart: bool = False, needs_gpus: bool = True) -> None:
     """Let every service check its config, in a folder that is thrown away; `apart` in processes of their own,
-    which leave the output and the arguments of this one alone. Raises ConfigError.
+    which leave the output and the arguments of this one alone. Where GPUs are not needed yet and are not here
+    that is said, and no refusal. Raises ConfigError.
     """
     check_wandb(job.config.wandb)
     with tempfile.TemporaryDirectory(prefix="quartet-check-") as scratch:
@@ -246,7 +247,13 @@ def check_services(job: Job, *, apart: bool = False) -> None:
         except ConfigError as error:
             others = refused_by_services(job.config.model_dump(), apart=apart)
             raise together([error, *others]) from None
-        asyncio.run(check(specs, apart=apart))
+        if not needs_gpus and (services := without_device(specs)):
+            print(
+                f"{' and '.join(services)} would compute on GPUs, and this machine has none (no driver is "
+                "loaded): the run is refused here, and what they need of a machine is not checked",
+                file=sys.stderr,
+            )
+        asyncio.run(check(specs, apart=apart, needs_gpus=needs_gpus))
 
 
 def _ending(summary: dict[str, Any]) -> Ending:

@@ -4,7 +4,9 @@
    for a configuration that is refused.
 2. `--dry-run` looks at the configuration alone, so that a deployment's files can be checked anywhere.
    `--preflight` also looks at this machine (ports, folders, secrets), starting and making nothing.
-3. A service that runs may open as many files as the system lets it: a thousand rollouts hold more than a
+3. A service that is to run looks at this machine first, too: what it would find after loading for minutes, a
+   port in use, is told at once.
+4. A service that runs may open as many files as the system lets it: a thousand rollouts hold more than a
    shell's limit, in an environment's processes as in a server.
 """
 
@@ -42,7 +44,7 @@ def main(
         if "--help" in arguments or "-h" in arguments:
             return _say(usage(model))
         loaded = load(model, arguments, Draft(flags=FLAGS))
-        if loaded.preflight and preflight is not None:
+        if preflight is not None and not loaded.dry_run:
             preflight(loaded.config)
         if loaded.dry_run or loaded.preflight:
             return _say(loaded.config.model_dump_json(indent=2))

@@ -247,19 +247,23 @@ class GRPOTrainer:
 
     def _wandb_project(self) -> str | None:
         """The project in Weights & Biases, where the run is to be reported and can be."""
-        from quartet.cli.wandb.reporter import check
+        from quartet.cli.wandb.reporter import lacks
         from quartet.run.wandb import WandbConfig
 
         if "wandb" not in reports_to(self.args):
             return None
         project = os.environ.get("WANDB_PROJECT") or self.args.project
-        try:
-            check(WandbConfig(project=project))
-        except ConfigError as error:
-            # grpo_defaults asks for it; a run is no worse for not being shown there.
-            logger.warning("args.report_to = %r is without effect: %s", self.args.report_to, error)
-            return None
-        return project
+        if (lacking := lacks(WandbConfig(project=project))) is None:
+            return project
+        # grpo_defaults asks for it, so the script may have said nothing; a run is no worse for not being
+        # shown there.
+        logger.warning(
+            "the run is not shown in Weights & Biases: %s; %s, or args.report_to = 'none' says that it need "
+            "not be",
+            lacking.why,
+            lacking.remedy,
+        )
+        return None
 
     def _resumes(self, asked: bool | str | Path | None) -> bool:
         if isinstance(asked, str | Path):

@@ -1,10 +1,11 @@
-"""Whether this machine has an accelerator, asked without importing torch.
+"""This machine's accelerator, without importing torch: whether there is one, and how torch takes its memory.
 
 A driver that is loaded has a device file; where there is none, torch finds no device either.
 """
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +13,17 @@ from quartet.config import ConfigError
 
 #: NVIDIA's, that of its boards with memory in common, AMD's, and Windows' under Linux.
 DRIVERS: Final = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")))
+
+
+#: Where torch reads how to allocate: the first wins, so what is said in an older one would be lost beside it.
+ALLOCATOR: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+def allocate_expandably(environment: MutableMapping[str, str]) -> None:
+    """Segments that grow, for tensors that differ in shape; nothing where somebody said how to allocate.
+    Before torch is imported."""
+    if not any(name in environment for name in ALLOCATOR):
+        environment[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def has_driver() -> bool:

@@ -7,6 +7,7 @@
    not make it load them faster.
 4. `progress` and the setters may be called from any thread.
 5. Whoever asks needs no token, so those who watch are bounded in number (MAX_WATCHERS).
+6. An answer to Check tells which code the process runs (quartet.kit.build).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quartet.errors import QuartetError
+from quartet.kit.build import METADATA_KEY, Build
 from quartet.kit.metrics import LOOP_LAG
 
 LIVENESS: Final = "liveness"
@@ -121,14 +123,16 @@ class Health:
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """grpc.health.v1 over a Health."""
 
-    def __init__(self, health: Health) -> None:
-        """Serve `health`."""
+    def __init__(self, health: Health, build: Build) -> None:
+        """Serve `health` of a process that runs `build`."""
         self._health = health
+        self._build = ((METADATA_KEY, build.text),)
         self._watchers = 0
 
     async def Check(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         """The status of one key; NOT_FOUND for an unknown one."""
         status = self._status(request.service)
+        context.set_trailing_metadata(self._build)
         if status == _SERVICE_UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} here")
         return health_pb2.HealthCheckResponse(status=status)

@@ -131,15 +131,24 @@ class MetricsServer:
 
 def start_metrics(address: str) -> MetricsServer:
     """Serve the metrics on "host:port". Raises ConfigError."""
+    server = _bound(address)
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
+    return MetricsServer(server, thread)
+
+
+def check_metrics(address: str) -> None:
+    """Whether `start_metrics` would; the port is let go at once. Raises ConfigError."""
+    _bound(address).server_close()
+
+
+def _bound(address: str) -> _Server:
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"server.metrics_address = {address!r} is refused: should be 'host:port'")
     try:
-        server = _Server(host.strip("[]") or "127.0.0.1", int(port))
+        return _Server(host.strip("[]") or "127.0.0.1", int(port))
     except OSError as error:
         raise ConfigError(
             f"server.metrics_address = {address!r} cannot be bound: {error.strerror}; choose another port"
         ) from None
-    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
-    thread.start()
-    return MetricsServer(server, thread)

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import platform
 import re
 import signal
 import socket
@@ -30,11 +31,12 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from quartet.config import Config, ConfigError
+from quartet.kit import build
 from quartet.kit.folder import check_folder
 from quartet.kit.health import Health, HealthServicer
 from quartet.kit.intercept import ServerInterceptor
 from quartet.kit.memory import tune_allocator
-from quartet.kit.metrics import MetricsServer, start_metrics
+from quartet.kit.metrics import MetricsServer, check_metrics, start_metrics
 from quartet.kit.options import server_options
 from quartet.kit.security import MAX_PORT, ServerTls, TokenFile, check_server, host_port, server_credentials
 
@@ -128,7 +130,7 @@ def check_here(config: ServerConfig) -> None:
     if not config.address.startswith("unix:"):
         check_free(config.address)
     if config.metrics_address:
-        start_metrics(config.metrics_address).close()
+        check_metrics(config.metrics_address)
     if config.port_file:
         check_port_file(config.port_file)
 
@@ -144,11 +146,14 @@ async def start(services: Sequence[Service], config: ServerConfig, health: Healt
     table = _MethodTable(server)
     for service in services:
         service.add(service.servicer, table)
-    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(health), table)
+    runs = build.of_servicer(services[0].servicer) if services else build.build_of()
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(health, runs), table)
     if config.reflection:
         reflection.enable_server_reflection((*names, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
     address = _bind(server, config)
     metrics = start_metrics(config.metrics_address) if config.metrics_address else None
+    if names:
+        build.scraped(names[0], runs)
     await server.start()
     watchdog = asyncio.create_task(health.watchdog(), name="health-watchdog")
     running = RunningServer(server, address, watchdog, metrics)
@@ -158,7 +163,7 @@ async def start(services: Sequence[Service], config: ServerConfig, health: Healt
         except ConfigError:
             await running.stop(0)
             raise
-    log.info("serving", address=address, services=names)
+    log.info("serving", address=address, services=names, build=str(runs), python=platform.python_version())
     return running
 
 

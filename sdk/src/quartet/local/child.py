@@ -54,6 +54,8 @@ class ChildSpec:
     preload: str = ""
     #: The launch's token, where it asks for that.
     token_file: Path | None = None
+    #: Whether it computes on a GPU or not at all.
+    on_device: bool = False
 
     def as_request(self) -> Request:
         """For the fork server."""

@@ -43,6 +43,7 @@ from quartet.local.toml_text import dumps
 SERVICES = ("trainer", "inference", "envhost", "orchestrator")
 ANY_PORT = "127.0.0.1:0"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+CUDA = "cuda"
 #: Services whose imports take seconds. Each has a module `preload` for the fork server.
 LARGE = ("trainer", "inference")
 MAX_REPLICAS = 64  # of one machine; each is a process with the whole model
@@ -147,7 +148,15 @@ def write(wired: Mapping[str, Table], root: Path) -> list[ChildSpec]:
         preload = f"{module}.preload" if _by_fork(name, table, python) else ""
         specs.append(
             ChildSpec(
-                name, command, table["server"]["address"], log_file, port_file, environment, preload, token
+                name,
+                command,
+                table["server"]["address"],
+                log_file,
+                port_file,
+                environment,
+                preload,
+                token,
+                on_device=bool(table.get("gpus")) or CUDA in (table.get("device"), _embedded_device(table)),
             )
         )
     for file in {spec.token_file for spec in specs if spec.token_file is not None}:
@@ -169,6 +178,11 @@ def _by_fork(process: str, table: Table, python: str) -> bool:
     )
 
 
+def _embedded_device(table: Table) -> Any:
+    embedded = table.get("embedded")
+    return embedded.get("device") if isinstance(embedded, dict) else None
+
+
 def _of_the_launcher(process: str) -> tuple[str, ...]:
     return ("gpus", "python") if service_of(process) == "inference" else ("gpus",)
 
@@ -184,9 +198,12 @@ def _interpreter(process: str, table: Table) -> str:
     return os.path.abspath(found)
 
 
-async def check(specs: Sequence[ChildSpec], *, apart: bool = False, of_machine: bool = True) -> None:
+async def check(
+    specs: Sequence[ChildSpec], *, apart: bool = False, of_machine: bool = True, needs_gpus: bool = True
+) -> None:
     """Let every service look at its config, and unless told otherwise at the machine; `apart` never in this
-    process. Raises ConfigError with every refusal.
+    process. Without `needs_gpus` one that wants a device which is not here looks at its config alone. Raises
+    ConfigError with every refusal.
     """
     services = {service_of(spec.name) for spec in specs}
     if of_machine and "trainer" in services and (ranks := rank_said(os.environ)) is not None:
@@ -197,13 +214,17 @@ async def check(specs: Sequence[ChildSpec], *, apart: bool = False, of_machine: 
             "'quartet submit' (docs/ranks.md)"
         )
     given = sorted({service_of(spec.name) for spec in specs if spec.environment.get(VISIBLE)})
-    if of_machine and given and not has_driver():
+    if of_machine and needs_gpus and given and not has_driver():
         raise ConfigError(
             f"{' and '.join(f'{service}.gpus' for service in given)} ask for GPUs, and this machine has none "
             "(no driver is loaded); leave gpus out of [trainer] and [inference], or set them to 0"
         )
-    flag = "--preflight" if of_machine else "--dry-run"
-    said = await asyncio.gather(*(_refusal(spec, apart, flag) for spec in specs))
+    elsewhere = set() if needs_gpus else set(without_device(specs))
+
+    def flag(spec: ChildSpec) -> str:
+        return "--preflight" if of_machine and service_of(spec.name) not in elsewhere else "--dry-run"
+
+    said = await asyncio.gather(*(_refusal(spec, apart, flag(spec)) for spec in specs))
     refusals = [
         ConfigError(f"[{service_of(spec.name)}] {one}")
         for spec, refusal in zip(specs, said, strict=True)
@@ -212,6 +233,11 @@ async def check(specs: Sequence[ChildSpec], *, apart: bool = False, of_machine: 
     ]
     if refusals:
         raise together(refusals)
+
+
+def without_device(specs: Sequence[ChildSpec]) -> list[str]:
+    """The services that compute on GPUs or not at all, where this machine has none."""
+    return [] if has_driver() else sorted({service_of(spec.name) for spec in specs if spec.on_device})
 
 
 async def _refusal(spec: ChildSpec, apart: bool, flag: str) -> str:

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import pydantic
 from pydantic import Field
@@ -73,6 +73,10 @@ class ChecksConfig(Config):
     verify_logprobs: bool = False
 
 
+#: Keys that belong to whoever follows a run: others, or none, are the same run.
+SHOWN: Final = ("keep_rollouts", "wandb")
+
+
 class RunConfig(Config):
     """A run."""
 
@@ -104,6 +108,8 @@ class RunConfig(Config):
     max_concurrent: PositiveCount = 1024
     #: Of how many members of each group the conversation is kept with the rollout.
     messages_of_members: Annotated[int, Field(ge=0, le=MAX_GROUP, strict=True)] = 1
+    #: Steps whose rollouts stay in the folder of whoever follows the run; default: all. No part of the run.
+    keep_rollouts: PositiveCount | None = None
     microbatch_tokens: Count = 0
     #: What the trainer computes in; default: float32 on a CPU, bfloat16 (with float32 masters) on a GPU.
     compute_dtype: Literal["float32", "bfloat16"] | None = None
@@ -129,7 +135,7 @@ class RunConfig(Config):
 
     def is_same_run(self, other: RunConfig) -> bool:
         """Whether they differ in nothing, or only in where the run is shown."""
-        return self == other.model_copy(update={"wandb": self.wandb})
+        return self == other.model_copy(update={name: getattr(self, name) for name in SHOWN})
 
     @property
     def versions_per_step(self) -> int:

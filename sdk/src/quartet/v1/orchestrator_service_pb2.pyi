@@ -57,7 +57,7 @@ class Ledger(_message.Message):
     def __init__(self, dispatched: _Optional[int] = ..., trained: _Optional[int] = ..., discarded: _Optional[_Mapping[str, int]] = ..., in_flight: _Optional[int] = ...) -> None: ...
 
 class Run(_message.Message):
-    __slots__ = ("run_id", "phase", "step", "max_steps", "reward_before", "reward_after", "ledger", "max_off_policy_steps_seen", "max_logprob_difference", "error", "config_toml", "submitted_at_ms", "model_path", "last_event")
+    __slots__ = ("run_id", "phase", "step", "max_steps", "reward_before", "reward_after", "ledger", "max_off_policy_steps_seen", "max_logprob_difference", "error", "config_toml", "submitted_at_ms", "model_path", "last_event", "doing")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class Run(_message.Message):
     SUBMITTED_AT_MS_FIELD_NUMBER: _ClassVar[int]
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
     LAST_EVENT_FIELD_NUMBER: _ClassVar[int]
+    DOING_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     phase: RunPhase
     step: int
@@ -86,7 +87,8 @@ class Run(_message.Message):
     submitted_at_ms: int
     model_path: str
     last_event: int
-    def __init__(self, run_id: _Optional[str] = ..., phase: _Optional[_Union[RunPhase, str]] = ..., step: _Optional[int] = ..., max_steps: _Optional[int] = ..., reward_before: _Optional[float] = ..., reward_after: _Optional[float] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., max_off_policy_steps_seen: _Optional[int] = ..., max_logprob_difference: _Optional[float] = ..., error: _Optional[str] = ..., config_toml: _Optional[str] = ..., submitted_at_ms: _Optional[int] = ..., model_path: _Optional[str] = ..., last_event: _Optional[int] = ...) -> None: ...
+    doing: str
+    def __init__(self, run_id: _Optional[str] = ..., phase: _Optional[_Union[RunPhase, str]] = ..., step: _Optional[int] = ..., max_steps: _Optional[int] = ..., reward_before: _Optional[float] = ..., reward_after: _Optional[float] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., max_off_policy_steps_seen: _Optional[int] = ..., max_logprob_difference: _Optional[float] = ..., error: _Optional[str] = ..., config_toml: _Optional[str] = ..., submitted_at_ms: _Optional[int] = ..., model_path: _Optional[str] = ..., last_event: _Optional[int] = ..., doing: _Optional[str] = ...) -> None: ...
 
 class SubmitRunRequest(_message.Message):
     __slots__ = ("run_id", "config_toml", "dry_run")
@@ -117,14 +119,36 @@ class GetRunStatusResponse(_message.Message):
     def __init__(self, run: _Optional[_Union[Run, _Mapping]] = ...) -> None: ...
 
 class ListRunsRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("services",)
+    SERVICES_FIELD_NUMBER: _ClassVar[int]
+    services: bool
+    def __init__(self, services: _Optional[bool] = ...) -> None: ...
 
 class ListRunsResponse(_message.Message):
-    __slots__ = ("runs",)
+    __slots__ = ("runs", "services")
     RUNS_FIELD_NUMBER: _ClassVar[int]
+    SERVICES_FIELD_NUMBER: _ClassVar[int]
     runs: _containers.RepeatedCompositeFieldContainer[Run]
-    def __init__(self, runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ...) -> None: ...
+    services: _containers.RepeatedCompositeFieldContainer[ServiceStatus]
+    def __init__(self, runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., services: _Optional[_Iterable[_Union[ServiceStatus, _Mapping]]] = ...) -> None: ...
+
+class ServiceStatus(_message.Message):
+    __slots__ = ("service", "address", "release", "sdk_build", "build", "error", "ready")
+    SERVICE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    SDK_BUILD_FIELD_NUMBER: _ClassVar[int]
+    BUILD_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    service: str
+    address: str
+    release: str
+    sdk_build: str
+    build: str
+    error: str
+    ready: bool
+    def __init__(self, service: _Optional[str] = ..., address: _Optional[str] = ..., release: _Optional[str] = ..., sdk_build: _Optional[str] = ..., build: _Optional[str] = ..., error: _Optional[str] = ..., ready: _Optional[bool] = ...) -> None: ...
 
 class StopRunRequest(_message.Message):
     __slots__ = ("run_id",)

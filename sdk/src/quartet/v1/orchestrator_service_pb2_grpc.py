@@ -84,9 +84,9 @@ class OrchestratorServiceServicer:
     def SubmitRun(self, request, context):
         """SubmitRun checks a configuration against the other services and starts the run. Idempotent by run_id and contents. A run that is COMPLETED
         is extended by its own configuration with a larger max_steps: it goes on from its last state, its events after those that there are.
-        Errors: INVALID_REQUEST (run_id), INVALID_CONFIG (key, value, remedy), RUN_CONFLICT, ENVIRONMENT_UNKNOWN, ENVIRONMENT_UNAVAILABLE, NOT_READY (no
-        environment host answers), CHECKSUM_MISMATCH (the journal of the run that has this id is damaged), INTERNAL (its journal cannot be written:
-        there is no run; or not be synced: there is one).
+        Errors: INVALID_REQUEST (run_id), INVALID_CONFIG (key, value, remedy; also where a trainer that answers refuses it: a model that it does not
+        have), RUN_CONFLICT, ENVIRONMENT_UNKNOWN, ENVIRONMENT_UNAVAILABLE, NOT_READY (no environment host answers), CHECKSUM_MISMATCH (the journal of
+        the run that has this id is damaged), INTERNAL (its journal cannot be written: there is no run; or not be synced: there is one).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -101,7 +101,7 @@ class OrchestratorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListRuns(self, request, context):
-        """ListRuns lists all runs. Read-only.
+        """ListRuns lists all runs, and on demand the services that they are run by. Read-only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -117,7 +117,7 @@ class OrchestratorServiceServicer:
 
     def ResumeRun(self, request, context):
         """ResumeRun goes on with a stopped run, or begins one again that failed before anything was dispatched (its model was missing). Idempotent.
-        Errors: RUN_UNKNOWN, INVALID_REQUEST (completed, or failed later), INVALID_CONFIG (this version refuses its configuration),
+        Errors: RUN_UNKNOWN, INVALID_REQUEST (completed, or failed later), INVALID_CONFIG (this version, or the trainer, refuses its configuration),
         CHECKSUM_MISMATCH (its journal is damaged), NOT_READY (as StopRun).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

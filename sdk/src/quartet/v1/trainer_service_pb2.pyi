@@ -391,6 +391,18 @@ class RunState(_message.Message):
     skipped_steps: int
     def __init__(self, run_id: _Optional[str] = ..., applied_seq_id: _Optional[int] = ..., policy_version: _Optional[int] = ..., trainable_parameters: _Optional[int] = ..., parameters: _Optional[int] = ..., published_version: _Optional[int] = ..., skipped_steps: _Optional[int] = ...) -> None: ...
 
+class CheckRunRequest(_message.Message):
+    __slots__ = ("spec", "custom_loss")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    CUSTOM_LOSS_FIELD_NUMBER: _ClassVar[int]
+    spec: RunSpec
+    custom_loss: str
+    def __init__(self, spec: _Optional[_Union[RunSpec, _Mapping]] = ..., custom_loss: _Optional[str] = ...) -> None: ...
+
+class CheckRunResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class GetRunRequest(_message.Message):
     __slots__ = ("run_id",)
     RUN_ID_FIELD_NUMBER: _ClassVar[int]

@@ -40,6 +40,11 @@ class TrainerServiceStub:
                 request_serializer=quartet_dot_v1_dot_trainer__service__pb2.CreateRunRequest.SerializeToString,
                 response_deserializer=quartet_dot_v1_dot_trainer__service__pb2.CreateRunResponse.FromString,
                 _registered_method=True)
+        self.CheckRun = channel.unary_unary(
+                '/quartet.v1.TrainerService/CheckRun',
+                request_serializer=quartet_dot_v1_dot_trainer__service__pb2.CheckRunRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_trainer__service__pb2.CheckRunResponse.FromString,
+                _registered_method=True)
         self.GetRun = channel.unary_unary(
                 '/quartet.v1.TrainerService/GetRun',
                 request_serializer=quartet_dot_v1_dot_trainer__service__pb2.GetRunRequest.SerializeToString,
@@ -98,6 +103,17 @@ class TrainerServiceServicer:
         RUN_CONFLICT, OVERLOADED (too many open runs; see CloseRun),
         CHECKSUM_MISMATCH (the published version of the saved state comes out otherwise here), NOT_READY (the disk of the states is away: nothing is
         opened, the same call succeeds once it is there).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckRun(self, request, context):
+        """CheckRun refuses what CreateRun, or the first ForwardBackward, would refuse of a run without looking at its weights: a spec, a model or a
+        reference that is not there or that no release here knows, a loss that the trainer's configuration does not name. Read-only, and at any
+        moment: it waits for no call under way, and loads, opens and keeps nothing (of a hub id it may fetch the configuration). An answer without an
+        error is no promise. Errors: INVALID_CONFIG (key, value, remedy; "custom_loss" for the loss).
+        Example: CheckRun{spec{base_model "models/tiny"}, custom_loss "mine"} -> {}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -190,6 +206,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     request_deserializer=quartet_dot_v1_dot_trainer__service__pb2.CreateRunRequest.FromString,
                     response_serializer=quartet_dot_v1_dot_trainer__service__pb2.CreateRunResponse.SerializeToString,
             ),
+            'CheckRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckRun,
+                    request_deserializer=quartet_dot_v1_dot_trainer__service__pb2.CheckRunRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_trainer__service__pb2.CheckRunResponse.SerializeToString,
+            ),
             'GetRun': grpc.unary_unary_rpc_method_handler(
                     servicer.GetRun,
                     request_deserializer=quartet_dot_v1_dot_trainer__service__pb2.GetRunRequest.FromString,
@@ -264,6 +285,33 @@ class TrainerService:
             '/quartet.v1.TrainerService/CreateRun',
             quartet_dot_v1_dot_trainer__service__pb2.CreateRunRequest.SerializeToString,
             quartet_dot_v1_dot_trainer__service__pb2.CreateRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.TrainerService/CheckRun',
+            quartet_dot_v1_dot_trainer__service__pb2.CheckRunRequest.SerializeToString,
+            quartet_dot_v1_dot_trainer__service__pb2.CheckRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -17,7 +17,10 @@ from quartet.run.name import RULE, is_run_id
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 
 from quartet_orchestrator.envhosts import EnvHosts
+from quartet_orchestrator.outage import AWAY
 from quartet_orchestrator.requests import environment_ref
+from quartet_orchestrator.specs import run_spec
+from quartet_orchestrator.trainer_client import TrainerClient
 
 C = TypeVar("C")
 
@@ -96,6 +99,25 @@ def check_trainer(config: RunConfig, has_trainer: bool, has_policies: bool) -> N
             external,
             "this orchestrator sees no version that is pushed; give it inference_addresses",
         )
+
+
+async def check_at_trainer(config: RunConfig, trainer: TrainerClient | None) -> str:
+    """Whether the trainer has the model and the loss. One that is away, or of a release that does not say, is
+    no reason to refuse a run: it waits for it, and ends with the reason. What a person should know then.
+    Raises INVALID_CONFIG."""
+    if config.external_trainer or trainer is None:
+        return ""
+    try:
+        await trainer.check(run_spec(config), config.algorithm.custom or "")
+    except QuartetError as error:
+        if error.reason == "INVALID_CONFIG":
+            raise
+        if error.reason in AWAY:
+            return (
+                f"the trainer at {trainer.address} was away when the run was submitted ({error.message}): "
+                "whether it has the model is seen when the run begins"
+            )
+    return ""
 
 
 async def describe_trials(trials: Sequence[EvalTrial], hosts: EnvHosts) -> list[EnvironmentInfo]:

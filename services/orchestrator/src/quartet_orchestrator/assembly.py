@@ -78,9 +78,10 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
     model = outage("the model")
     permits, host = Permits(config.max_concurrent), outage("the environment host")
     reference = config.algorithm.reference
-    teacher = None
+    teacher, outages = None, [host, model]
     if reference is not None and reference.address:
-        teacher = services.teachers.at(reference.address, outage("the teacher"))
+        outages.append(outage("the teacher"))
+        teacher = services.teachers.at(reference.address, outages[-1])
     pace = Pace(
         max_off_policy_steps=config.max_off_policy_steps,
         groups_per_batch=config.groups_per_batch,
@@ -132,8 +133,22 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
     keeping_up = KeepingUp(serving, still_serving, services.patience_s, book.note)
     training, covered = _training(book, config, services, serving, keeping_up)
     compaction = Compaction(book, covered, services.journal_keep_bytes)
+
+    def troubles() -> list[str]:
+        away = [one.trouble for one in outages if one.trouble]
+        return [*training.troubles, *away, *reach.troubles, *rollouts.troubles]
+
     return TrainingRun(
-        book, config, training, rollouts, evaluation, measurable, turn, policy_ready, compaction.run
+        book,
+        config,
+        training,
+        rollouts,
+        evaluation,
+        measurable,
+        turn,
+        policy_ready,
+        compaction.run,
+        troubles,
     )
 
 

@@ -127,6 +127,10 @@ class EnvHosts:
                 host.under_way -= len(wanted)
                 call.cancel()
 
+    async def here(self) -> list[Peer[EnvHostServiceStub]]:
+        """Every host that there is. Raises NOT_READY while no name has any address."""
+        return await self._hosts.now()
+
     def _look(self, host: Peer[EnvHostServiceStub], held_up: str) -> None:
         """Remembers whether it reaches inference. Raises QuartetError where another host should be asked."""
         now = time.monotonic()

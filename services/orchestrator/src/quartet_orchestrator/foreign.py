@@ -77,8 +77,21 @@ class ForeignTraining:
         self._stream: RolloutStream | None = None
         self._away_since = time.monotonic()
         self._batch = HandedOut(BatchClosed(), 0.0, {})
+        # Why no replica serves the version that is waited for.
+        self._unserved = ""
         self.news = News()
         self.over: Over | None = None
+
+    @property
+    def troubles(self) -> list[str]:
+        """What keeps it from being trained now, for a person."""
+        if self._stream is not None or not (self._unserved or self.waiting()):
+            return [self._unserved] if self._unserved else []
+        away_s = time.monotonic() - self._away_since
+        return [
+            f"no trainer calls StreamRollouts of it for {away_s:.0f} s; start it, or the run stops, "
+            f"resumable, after patience_seconds = {self._patience_s:g}"
+        ]
 
     async def open(self) -> None:
         """The trainer comes by itself. Returns once a replica serves the version that the book stands at."""
@@ -160,17 +173,21 @@ class ForeignTraining:
 
     async def _served(self, steps: int) -> None:
         version, since, noted = steps * self._config.versions_per_step, time.monotonic(), False
-        while True:
-            try:
-                return await self._serving(version)
-            except QuartetError as error:
-                if error.reason not in AWAY:
-                    raise
-                if not noted and time.monotonic() - since > NOTE_AFTER_S:
-                    noted = True
-                    self._book.note(f"waits until its trainer has pushed version {version}: {error.message}")
-            self._check_patience()
-            await asyncio.sleep(LOOK_S)
+        try:
+            while True:
+                try:
+                    return await self._serving(version)
+                except QuartetError as error:
+                    if error.reason not in AWAY:
+                        raise
+                    self._unserved = f"waits until its trainer has pushed version {version}: {error.message}"
+                    if not noted and time.monotonic() - since > NOTE_AFTER_S:
+                        noted = True
+                        self._book.note(self._unserved)
+                self._check_patience()
+                await asyncio.sleep(LOOK_S)
+        finally:
+            self._unserved = ""
 
     def _check_patience(self) -> None:
         away_s = time.monotonic() - self._away_since

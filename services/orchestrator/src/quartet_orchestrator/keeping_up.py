@@ -22,6 +22,8 @@ from quartet_orchestrator.trouble import Note, Trouble
 
 # A version of a large model takes its time on the way.
 NOTE_AFTER_S = 30.0
+# Whoever asks is told sooner, and not of every version.
+SHOWN_AFTER_S = 5.0
 
 
 class KeepingUp:
@@ -42,6 +44,17 @@ class KeepingUp:
         self._behind = Trouble(note, clock)
         self._seen: int | None = None
         self._asked: int | None = None
+
+    @property
+    def trouble(self) -> str:
+        """What there is now, and what to do, for a person; empty where inference serves the version, or may
+        just be fetching it."""
+        if self._behind.lasted_s < SHOWN_AFTER_S:
+            return ""
+        return (
+            f"{self._behind.said} (for {self._behind.lasted_s:.0f} s; see to it, or the run stops, "
+            f"resumable, after patience_seconds = {self._patience_s:g})"
+        )
 
     def interrupted(self) -> None:
         """The trainer was away, so nobody could fetch: the time begins anew."""

@@ -101,6 +101,16 @@ class Outage:
                 f"{message}; start it again, then resume the run"
             )
 
+    @property
+    def trouble(self) -> str:
+        """What there is now, and what to do, for a person; empty where the service is there."""
+        if not self._absence.said:
+            return ""
+        return (
+            f"{self._absence.said} (for {self._absence.lasted_s:.0f} s; see to it, or the run stops, "
+            f"resumable, after patience_seconds = {self._patience_s:g})"
+        )
+
     def now(self) -> float:
         """By the clock that measures patience."""
         return self._clock()

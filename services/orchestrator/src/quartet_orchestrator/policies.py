@@ -72,6 +72,10 @@ class Policies:
         if len(refusals) == len(peers):
             raise QuartetError("NOT_READY", f"no inference replica is in service ({_told(peers, refusals)})")
 
+    async def here(self) -> list[Peer[InferenceServiceStub]]:
+        """Every replica that there is. Raises NOT_READY while no name has any address."""
+        return await self._peers.now() if self._peers is not None else []
+
     async def _model(self, peer: Peer[InferenceServiceStub]) -> ipb.GetModelResponse | QuartetError:
         with peer.called():
             return await _in_service(peer.stub)

@@ -25,6 +25,11 @@ class Reach:
         # By address; of those alone that ever said so.
         self._lost: dict[str, Trouble] = {}
 
+    @property
+    def troubles(self) -> list[str]:
+        """What the hosts say now, for a person; of those alone that reach no replica."""
+        return [lost.said for lost in self._lost.values() if lost.said]
+
     def heard(self, address: str, held_up: str) -> None:
         """What the host at an address says: nothing, or why no rollout of it can go on."""
         if held_up:

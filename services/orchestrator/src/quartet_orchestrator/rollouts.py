@@ -88,6 +88,16 @@ class Rollouts:
         self._pace.publish(version)
         self._wake.set()
 
+    @property
+    def troubles(self) -> list[str]:
+        """Of each environment whose last groups failed: how many, and why, for a person."""
+        return [
+            f"{len(failed)} groups in a row of environment {self._config.env[at].label!r} failed, the last "
+            f"as {failed[-1]}; {MAX_FAILED_GROUPS} stop the run, resumable"
+            for at, failed in self._failed_in_a_row.items()
+            if failed
+        ]
+
     async def batch(self, batch: int) -> list[Group]:
         """The batch's groups, once all of them are complete and found to be good."""
         await self._taken_up.wait()
@@ -213,10 +223,9 @@ class Rollouts:
         if reason in REPLACED:
             failed.clear()
             return
-        failed.append(reason)
+        failed.append(f"{reason}: {message}" if message else reason)
         if len(failed) >= MAX_FAILED_GROUPS:
-            env_id = self._config.env[group.environment].label
-            why = f"{reason}: {message}" if message else reason
+            env_id, why = self._config.env[group.environment].label, failed[-1]
             raise RunInterrupted(
                 f"{len(failed)} groups in a row of environment {env_id!r} ended with nothing to train on, "
                 f"the last as {why}; see to the environment, its host and the model, then resume the run"

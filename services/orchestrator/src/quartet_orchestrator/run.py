@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from quartet.errors import QuartetError
@@ -36,6 +36,9 @@ from quartet_orchestrator.together import alongside
 from quartet_orchestrator.training import Training
 
 T = TypeVar("T")
+
+# What a run does for less long is not worth a number.
+STILL_S = 5.0
 
 
 class StopAsked(Exception):
@@ -56,6 +59,7 @@ class TrainingRun:
         turn: Callable[[], Coroutine[Any, Any, None]],
         policy_ready: Callable[[], Coroutine[Any, Any, None]],
         compact: Callable[[], Coroutine[Any, Any, None]],
+        troubles: Callable[[], list[str]],
     ) -> None:
         self._book = book
         self._config = config
@@ -71,9 +75,20 @@ class TrainingRun:
         self._stop = asyncio.Event()
         # What others need to measure its policy.
         self.measurable = measurable
+        # What keeps it from what it does, for people; empty where nothing does.
+        self._troubles = troubles
         # For people, and since when it is more than waiting for its turn, on the monotonic clock.
         self.doing = "waiting for its turn"
         self.turn_at: float | None = None
+
+    def told(self, before: Sequence[str]) -> str:
+        """What it does, and what keeps it from that, for a person; `before` have their turn before it."""
+        if self.turn_at is None:
+            names = ", ".join(map(repr, before))
+            return f"waits for its turn behind run {names}: stop that, or wait for its end" if names else ""
+        still_s = time.monotonic() - max(self._book.moved_at, self.turn_at)
+        for_so_long = f" for {still_s:.0f} s" if still_s >= STILL_S else ""
+        return "; ".join([f"{self.doing}{for_so_long}", *self._troubles()])
 
     def stop(self) -> None:
         """Ends the run after the step under way."""

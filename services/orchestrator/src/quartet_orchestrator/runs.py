@@ -10,6 +10,7 @@
    stayed away), FAILED. A process that ends leaves the phase as it is. Of what rests only the book stays.
 5. What rests is resumed, or submitted again with more steps (going_on.py), and is the same run then: the same
    book, and the same run of the trainer, which stands where it ended.
+6. A run says what it does, and what keeps it from that, for as long as something works at it (`doing`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import structlog
 from quartet.errors import QuartetError
+from quartet.kit.build import build_of
 from quartet.kit.unknown import enum_name
 from quartet.run.config import RunConfig
 from quartet.v1 import orchestrator_service_pb2 as pb
@@ -32,6 +34,7 @@ from quartet_orchestrator.book import Book
 from quartet_orchestrator.foreign import RolloutStream
 from quartet_orchestrator.on_demand import EvaluationOnDemand
 from quartet_orchestrator.outage import RunInterrupted
+from quartet_orchestrator.roll_call import roll_call
 from quartet_orchestrator.run import StopAsked, TrainingRun
 from quartet_orchestrator.state import RunState
 from quartet_orchestrator.together import first_cause
@@ -129,12 +132,15 @@ class Runs:
         return book.run()
 
     async def _submit(self, run_id: str, config_toml: str, config: RunConfig, *, dry_run: bool) -> pb.Run:
-        # A host may have to start workers for it: minutes.
+        # At once; a host may have to start workers for an environment, which takes minutes.
+        unseen = await admission.check_at_trainer(config, self._services.trainer)
         environments = await admission.describe_environments(config, self._services.hosts)
         if dry_run:
             return pb.Run(run_id=run_id, config_toml=config_toml, max_steps=config.max_steps)
         held = _Held(self._create(run_id, config_toml, config, environments), config)
         try:
+            if unseen:
+                held.book.note(unseen, warning=True)
             await held.book.settled()
         except OSError as error:
             raise QuartetError(
@@ -157,12 +163,20 @@ class Runs:
         """The run; one that was set aside is FAILED, with the reason."""
         if run_id in self._set_aside:
             return pb.Run(run_id=run_id, phase=state.FAILED, error=self._set_aside[run_id].message)
-        return self._find(run_id).book.run()
+        held = self._find(run_id)
+        run = held.book.run()
+        if held.run is not None and run.phase not in state.RESTING:
+            run.doing = held.run.told(self._services.turns.before(run_id))
+        return run
 
     def all(self) -> list[pb.Run]:
         """Newest first."""
         runs = [self.status(run_id) for run_id in (*self._held, *self._set_aside)]
         return sorted(runs, key=lambda run: (run.submitted_at_ms, run.run_id), reverse=True)
+
+    async def roll_call(self, *, ready: bool) -> list[pb.ServiceStatus]:
+        """The services behind the runs, and the orchestrator itself, which is in service or not."""
+        return await roll_call(self._services, build_of(__package__), ready=ready)
 
     def states(self) -> list[RunState]:
         """Of every run; to read from any thread."""
@@ -240,8 +254,13 @@ class Runs:
         going_on.check_resumable(held.book.state)
         if held.book.state.phase in state.RESTING:
             held.config = held.config or self._parse(held.book.state.config_toml)
-            if await going_on.begin(held.book, lambda: held.book.enter(state.PENDING)):
-                self._launch(held)
+            await admission.check_at_trainer(held.config, self._services.trainer)
+            # It may have been gone on with meanwhile, even to its end.
+            going_on.check_resumable(held.book.state)
+        if held.book.state.phase not in state.RESTING:
+            return held.book.run()
+        if await going_on.begin(held.book, lambda: held.book.enter(state.PENDING)):
+            self._launch(held)
         return held.book.run()
 
     async def close(self) -> None:

@@ -44,7 +44,10 @@ class OrchestratorServicer(OrchestratorServiceServicer):
         return pb.GetRunStatusResponse(run=self._runs.status(request.run_id))
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: Any) -> pb.ListRunsResponse:
-        return listing(self._runs.all())
+        response = listing(self._runs.all())
+        if request.services:
+            response.services.extend(await self._runs.roll_call(ready=not self._health.why_not(SERVICE_NAME)))
+        return response
 
     async def StopRun(self, request: pb.StopRunRequest, context: Any) -> pb.StopRunResponse:
         return pb.StopRunResponse(run=self._runs.stop(request.run_id))

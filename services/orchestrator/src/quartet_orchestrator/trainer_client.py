@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import grpc
 from quartet.errors import QuartetError
 from quartet.kit.call import unary
 from quartet.kit.channel import ClientSecurity, connect
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
+# Looking for a folder; for a hub id over a network.
+CHECK_S = 30.0
 # Reading a run's state computes nothing.
 READ_S = 10.0
 # The same where somebody waits for the end of a run.
@@ -21,14 +24,32 @@ CREATE_S = 1800.0
 COMPUTE_S = 3600.0
 # Closing waits for the call under way; whoever does not wait leaves it to the trainer, which finishes it.
 CLOSE_S = 10.0
+# What whoever reads a refusal wrote, by the contract's word for it.
+WRITTEN = {
+    "base_model": "model",
+    "reference.model": "algorithm.reference.model",
+    "custom_loss": "algorithm.custom",
+}
 
 
 class TrainerClient:
     """A connection to the trainer, shared by all runs."""
 
     def __init__(self, address: str, security: ClientSecurity) -> None:
+        self.address = address
         self._channel = connect(address, security=security)
         self._stub = TrainerServiceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    async def check(self, spec: tpb.RunSpec, custom_loss: str) -> None:
+        """Whether the trainer knows nothing against a run; `custom_loss` is told as the run's
+        `algorithm.custom`, base_model as below."""
+        request = tpb.CheckRunRequest(spec=spec, custom_loss=custom_loss)
+        try:
+            await unary(self._stub.CheckRun, request, timeout_s=CHECK_S)
+        except QuartetError as error:
+            if error.metadata.get("key") not in WRITTEN:
+                raise
+            raise _in_words_of_a_run(error) from error
 
     async def create(self, run_id: str, spec: tpb.RunSpec) -> tpb.RunState:
         """Creates or finds the run; where it stands. A refused base_model is told as the run's `model`."""
@@ -36,7 +57,7 @@ class TrainerClient:
         try:
             response: tpb.CreateRunResponse = await unary(self._stub.CreateRun, request, timeout_s=CREATE_S)
         except QuartetError as error:
-            if error.metadata.get("key") != "base_model":
+            if error.metadata.get("key") not in WRITTEN:
                 raise
             raise _in_words_of_a_run(error) from error
         return response.run
@@ -89,13 +110,19 @@ class TrainerClient:
         )
         return list(response.states)
 
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """The connection."""
+        return self._channel
+
     async def close(self) -> None:
         """Closes the connection; calls under way are cancelled."""
         await self._channel.close()
 
 
 def _in_words_of_a_run(error: QuartetError) -> QuartetError:
-    """The contract's base_model is the run's model, which whoever reads the refusal wrote."""
-    model, remedy = (error.metadata.get(key, "") for key in ("value", "remedy"))
-    said = f"model = {model!r} is refused by the trainer: {error.message.removeprefix('base_model: ')}"
-    return QuartetError(error.reason, said, key="model", value=model, remedy=remedy)
+    """A refusal of one of WRITTEN, by the key of the run's file."""
+    named, value, remedy = (error.metadata.get(key, "") for key in ("key", "value", "remedy"))
+    why = error.message.removeprefix(f"{named}: ").removeprefix(f"{named} = {value!r} is refused: ")
+    said = f"{WRITTEN[named]} = {value!r} is refused by the trainer: {why}"
+    return QuartetError(error.reason, said, key=WRITTEN[named], value=value, remedy=remedy)

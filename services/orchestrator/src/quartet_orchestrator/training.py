@@ -89,6 +89,11 @@ class Training:
         self._asked = book.state.phase != PENDING or book.state.applied_seq_id > 0
         self._opened = False
 
+    @property
+    def troubles(self) -> list[str]:
+        """What keeps it from training now, for a person."""
+        return [said for said in (self._outage.trouble, self._keeping_up.trouble) if said]
+
     async def open(self) -> None:
         """Creates or finds the run on the trainer and brings it to where the book stands; version 0 is
         published."""

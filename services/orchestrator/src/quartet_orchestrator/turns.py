@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +46,10 @@ class Turns:
         """Ends the run's turn, or its waiting; nothing where it has neither."""
         self._line.pop(run_id, None)
         self._call_next()
+
+    def before(self, run_id: str) -> list[str]:
+        """Those who asked before a run that is in the line."""
+        return list(takewhile(lambda one: one != run_id, self._line))
 
     def _called(self) -> Iterator[_Turn]:
         """Those at the front of the line for whom there are places."""

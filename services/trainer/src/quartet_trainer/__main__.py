@@ -53,6 +53,8 @@ def run(config: TrainerConfig) -> None:
 
 def preflight(config: TrainerConfig) -> None:
     """Whether this machine lets the trainer start; nothing is made. Raises ConfigError."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return  # a rank: the first may have the port and the folder already
     check_here(config.server)
     check_device(config.device, "device")
     check_state_root(config.state_dir)

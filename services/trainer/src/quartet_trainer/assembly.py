@@ -16,6 +16,7 @@ from quartet.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_se
 from quartet.weights.service import WeightServicer, add_weight_service
 from quartet.weights.store import WeightStore
 
+from quartet_trainer.admission import check_run
 from quartet_trainer.bases import Bases
 from quartet_trainer.config import TrainerConfig
 from quartet_trainer.content import TensorFiles
@@ -94,9 +95,13 @@ def assemble(
 
     states = StateStore(state_root(config.state_dir), config.keep_last, files, health.progress)
     roster = Roster(make_run, states, worker, config.max_runs)
+
+    def check(spec: RunSpec, custom_loss: str) -> None:
+        check_run(spec, custom_loss, machine)
+
     health.watch_progress(STUCK_SECONDS, lambda: worker.busy)
     services = (
-        Service(TRAINER, add_TrainerServiceServicer_to_server, TrainerServicer(roster)),
+        Service(TRAINER, add_TrainerServiceServicer_to_server, TrainerServicer(roster, check)),
         Service(WEIGHTS, add_weight_service, WeightServicer(store, health.draining)),
     )
     for service in services:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from quartet.kit.accelerator import allocate_expandably
 from quartet.kit.processor import bound_compiled_kernels, choose_numpy_kernels
 
 
@@ -16,4 +17,4 @@ def configure(threads: int) -> None:
     bound_compiled_kernels()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Micro-batches differ in their shapes: in segments of fixed size they would leave holes.
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    allocate_expandably(os.environ)

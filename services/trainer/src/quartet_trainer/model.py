@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ COMPANION_PATTERNS = (
     "chat_template*",
     "generation_config.json",
 )
+#: What is fetched of a hub id.
+PATTERNS = ("config.json", "*.safetensors", "*.safetensors.index.json", *COMPANION_PATTERNS)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 #: Of what another token in the prompt changes, or of 1 where that is more. Float32 sums in another order
 #: differ by much less, whether weights are random (1e-6 of 1e-2) or trained (1e-4 of 10) ...
@@ -58,7 +60,7 @@ LONGROPE_FROM = "original_max_position_embeddings"
 PROBE_WINDOW = 6
 
 
-def resolve_folder(base_model: str, allow_hub: bool) -> Path:
+def resolve_folder(base_model: str, allow_hub: bool, patterns: Sequence[str] = PATTERNS) -> Path:
     """The folder of a base model, fetched from the hub where the name is a hub id. Errors: INVALID_CONFIG."""
     try:
         folder = Path(base_model).expanduser()
@@ -80,9 +82,8 @@ def resolve_folder(base_model: str, allow_hub: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    patterns = ["config.json", "*.safetensors", "*.safetensors.index.json", *COMPANION_PATTERNS]
     try:
-        return Path(snapshot_download(base_model, allow_patterns=patterns))
+        return Path(snapshot_download(base_model, allow_patterns=list(patterns)))
     except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise _refused(
             base_model,

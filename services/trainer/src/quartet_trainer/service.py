@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -18,7 +18,7 @@ from quartet.v1 import trainer_service_pb2_grpc as rpc
 from quartet_trainer.intake import Batch, Intake
 from quartet_trainer.roster import Entry, Roster
 from quartet_trainer.sample import Floats
-from quartet_trainer.spec import check_name
+from quartet_trainer.spec import RunSpec, check_name
 from quartet_trainer.states import StateInfo
 from quartet_trainer.wire import loss_spec, run_spec
 
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 class TrainerServicer(rpc.TrainerServiceServicer):
     """The trainer's RPCs over a roster of runs."""
 
-    def __init__(self, roster: Roster) -> None:
-        self._roster, self._intake = roster, Intake()
+    def __init__(self, roster: Roster, check: Callable[[RunSpec, str], None]) -> None:
+        """`check` says what is known against a run with a loss of one's own, by its name (admission.py)."""
+        self._roster, self._intake, self._check = roster, Intake(), check
 
     async def CreateRun(
         self, request: pb.CreateRunRequest, context: grpc.aio.ServicerContext
@@ -39,6 +40,13 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         creating = self._roster.create(request.run_id, run_spec(request.spec))
         entry = await asyncio.shield(asyncio.create_task(creating))
         return pb.CreateRunResponse(run=_run_state(request.run_id, entry))
+
+    async def CheckRun(
+        self, request: pb.CheckRunRequest, context: grpc.aio.ServicerContext
+    ) -> pb.CheckRunResponse:
+        """What is known against a run; beside the worker, which may train for minutes."""
+        await asyncio.to_thread(self._check, run_spec(request.spec), request.custom_loss)
+        return pb.CheckRunResponse()
 
     async def GetRun(self, request: pb.GetRunRequest, context: grpc.aio.ServicerContext) -> pb.GetRunResponse:
         """A run as it stands."""

@@ -25,16 +25,22 @@ Exit code 0: every rollout has a result; 1: some failed (they are counted apart,
 
 Keys = Mapping[tuple[str, ...], tuple[str, str]]
 
-#: Flags, the key that each sets, and what it is.
+#: Flags, the key that each sets, and what it is. The last are what Verifiers 0.4 calls them.
 MODEL_KEYS: Keys = {
     ("-m", "--model"): ("model", "model folder, or id in the file of endpoints"),
-    ("-b", "--base-url"): ("base_url", "OpenAI-compatible endpoint"),
-    ("-k", "--api-key-var"): ("api_key_var", "environment variable with its key"),
+    ("-b", "--base-url", "--client.base-url"): ("base_url", "OpenAI-compatible endpoint"),
+    ("-k", "--api-key-var", "--client.api-key-var"): ("api_key_var", "environment variable with its key"),
     ("-e", "--endpoints"): ("endpoints", "file of endpoints (default: configs/endpoints.toml)"),
 }
 PLAY_KEYS: Keys = {
-    ("-n", "--num-examples"): ("num_examples", "examples of each environment; -1 for all (default: 5)"),
-    ("-r", "--rollouts-per-example"): ("rollouts_per_example", "rollouts of each example (default: 3)"),
+    ("-n", "--num-examples", "--select.limit"): (
+        "num_examples",
+        "examples of each environment; -1 for all (default: 5)",
+    ),
+    ("-r", "--rollouts-per-example", "--num-rollouts"): (
+        "rollouts_per_example",
+        "rollouts of each example (default: 3)",
+    ),
     ("-c", "--max-concurrent"): ("max_concurrent", "rollouts under way at once (default: 32)"),
     ("-t", "--max-tokens"): ("sampling.max_tokens", "most tokens of a turn"),
     ("-T", "--temperature"): ("sampling.temperature", "0 is greedy"),

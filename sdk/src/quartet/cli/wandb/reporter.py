@@ -20,7 +20,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from quartet.cli.outputs import PRIVATE, write_json
@@ -47,9 +47,27 @@ DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 def check(config: WandbConfig) -> None:
     """Whether the run can be reported from here; nothing is sent. Raises ConfigError."""
+    if (lacking := lacks(config)) is not None:
+        raise ConfigError(
+            f"wandb.project = {config.project!r} is set, and {lacking.why}; {lacking.remedy}, or "
+            f"{lacking.instead}"
+        )
+
+
+@dataclass(frozen=True)
+class Lacking:
+    """Why a run cannot be reported from here, and what to do: about that, or to the run's file."""
+
+    why: str
+    remedy: str
+    instead: str
+
+
+def lacks(config: WandbConfig) -> Lacking | None:
+    """What there is not here that reporting needs; nothing is sent."""
     mode = config.mode_in(os.environ)
     if mode == "disabled":
-        return
+        return None
     with tempfile.TemporaryDirectory(prefix="quartet-wandb-") as scratch:
         # The key's owner would be asked for, over the network, for as long as there is none.
         environment = environment_of(Path(scratch), scratch) | {"WANDB_X_DISABLE_VIEWER": "true"}
@@ -64,20 +82,17 @@ def check(config: WandbConfig) -> None:
                 timeout=limit,
             )
         except subprocess.TimeoutExpired:
-            return  # no reason to refuse a run
+            return None  # no reason to refuse a run
     words = [json.loads(line) for line in done.stdout.splitlines()]
     said = words[-1]["said"] if words and words[-1]["state"] == FAILED else ""
     if said == NO_PACKAGE:
-        raise ConfigError(
-            f"wandb.project = {config.project!r} is set, and wandb is not installed; in the repository: "
-            "pip install './sdk[wandb]', or remove [wandb]"
+        return Lacking(
+            "wandb is not installed", "in the repository: pip install './sdk[wandb]'", "remove [wandb]"
         )
     if done.returncode and mode == "online":
         why = "no API key is found" if said == NO_KEY else said or done.stderr.strip().rpartition("\n")[2]
-        raise ConfigError(
-            f"wandb.project = {config.project!r} is set, and {why}; run 'wandb login', set WANDB_API_KEY, or "
-            'set wandb.mode to "offline"'
-        )
+        return Lacking(why, "run 'wandb login', set WANDB_API_KEY", 'set wandb.mode to "offline"')
+    return None
 
 
 def id_of(run_id: str, submitted_at_ms: int) -> str:

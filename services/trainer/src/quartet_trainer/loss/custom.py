@@ -6,15 +6,18 @@ A function gets the LossSpec and the Tokens of one micro-batch, and returns the 
     def my_loss(spec: LossSpec, tokens: Tokens) -> Tensor:      # [K]
         return -tokens.advantages_K * tokens.logp_K
 
-1. What it returns is checked at every call: one finite number for each covered token, depending on logp_K
+1. One that cannot be imported, or not be called with the two, keeps the trainer from starting. A run that
+   asks for one that is not named is refused before it is created (CheckRun).
+2. What it returns is checked at every call: one finite number for each covered token, depending on logp_K
    where there is something to learn. Anything else is INVALID_REQUEST, and the batch is not applied. (Where
    the model itself gave no finite number, the loss may have none: the step is skipped, as for any loss.)
-2. Divergence, entropy, aggregation and normalizer are applied to it like to any other loss.
+3. Divergence, entropy, aggregation and normalizer are applied to it like to any other loss.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -77,9 +80,18 @@ def _load(name: str, path: str) -> Function:
         raise ValueError(f'losses.{name} = {path!r} is no import path; write "module:function"')
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"losses.{name} = {path!r} cannot be imported: {error}") from error
+    except Exception as error:  # a module of one's own may raise anything
+        why = str(error) if isinstance(error, (ImportError, AttributeError)) else repr(error)
+        raise ValueError(f"losses.{name} = {path!r} cannot be imported: {why}") from error
     if not callable(function):
         raise ValueError(f"losses.{name} = {path!r} is {type(function).__name__}, not a function")
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise ValueError(
+            f"losses.{name} = {path!r} cannot be called as function(spec, tokens): {error}"
+        ) from error
+    except ValueError:
+        pass  # written in C: it does not say what it takes
     loaded: Function = function
     return loaded

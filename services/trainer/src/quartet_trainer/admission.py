@@ -1,0 +1,49 @@
+"""What can be said against a run before anything of it is loaded (CheckRun).
+
+1. It refuses nothing that CreateRun, or the first ForwardBackward, would take.
+2. It computes nothing and holds nothing: it may be asked while another run trains. Of a hub id it fetches the
+   configuration alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from quartet.errors import QuartetError
+
+from quartet_trainer.model import resolve_folder
+from quartet_trainer.passes import Machine
+from quartet_trainer.spec import RunSpec
+from quartet_trainer.wire.refusal import config
+
+
+def check_run(spec: RunSpec, custom_loss: str, machine: Machine) -> None:
+    """Whether nothing is known against it. Errors: INVALID_CONFIG."""
+    if custom_loss and custom_loss not in machine.losses:
+        named = ", ".join(sorted(machine.losses))
+        remedy = f'start the trainer with losses.{custom_loss} = "package.module:function"'
+        why = f"its losses are {named}; name one of them, or {remedy}" if named else f"it has none; {remedy}"
+        raise config("custom_loss", custom_loss, why)
+    _check_model(spec.base_model, machine.hub, "base_model", weights=not spec.from_scratch)
+    if spec.reference is not None and spec.reference.model:
+        _check_model(spec.reference.model, machine.hub, "reference.model", weights=True)
+
+
+def _check_model(model: str, hub: bool, key: str, *, weights: bool) -> None:
+    try:
+        folder = resolve_folder(model, hub, ("config.json",))
+    except QuartetError as error:
+        if key == "base_model":
+            raise
+        told, remedy = error.message.replace("base_model", key, 1), error.metadata["remedy"]
+        raise QuartetError(error.reason, told, key=key, value=model, remedy=remedy) from error
+    try:
+        # Its own code is never run (model.py 5).
+        transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise config(key, model, f"the configuration in {folder} cannot be read: {why}") from error
+    if weights and Path(model).expanduser().is_dir() and not any(folder.glob("*.safetensors")):
+        raise config(key, model, f"{folder} has no weights (*.safetensors); name a whole model folder")
