@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from quartet.kit.accelerator import allocate_expandably
 from quartet.kit.processor import bound_compiled_kernels, choose_numpy_kernels
 
 
@@ -18,4 +19,4 @@ def configure(threads: int) -> None:
     bound_compiled_kernels()
     # Of a GPU: the cache of keys grows, and passes differ in their shapes. In segments of fixed size they
     # would leave holes.
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    allocate_expandably(os.environ)
