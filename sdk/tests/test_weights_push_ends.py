@@ -80,7 +80,8 @@ async def test_an_upload_that_trickles_is_given_up(taker: Taker, monkeypatch: py
 
     with pytest.raises(grpc.RpcError) as caught:
         await asyncio.wait_for(method(messages()), 20)
-    assert from_rpc(caught.value).reason == "DEADLINE" and taker.versions() == []
+    # grpc.aio may lose the reason where it comes in the midst of a write (grpc/grpc#36066).
+    assert from_rpc(caught.value).reason in ("DEADLINE", "INTERNAL") and taker.versions() == []
     monkeypatch.setattr(push, "PUSH_SECONDS", 20.0)
     await push_version(taker.channel, "r", 1, model())
     assert taker.versions() == [1], "its place was given back"

@@ -19,6 +19,8 @@ from quartet.v1 import common_pb2, inference_service_pb2, inference_service_pb2_
 OPEN, CLOSE = 1, 2
 DELTA_TOKENS = 32
 NAME = "quartet.v1.InferenceService"
+#: Lists in lists that no reader of JSON follows; Python 3.13's goes on to 10,000.
+TOO_DEEP = 12_000
 
 
 def encode(text: str) -> list[int]:

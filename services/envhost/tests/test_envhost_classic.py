@@ -16,6 +16,7 @@ from quartet.errors import QuartetError, from_rpc
 from quartet.interact import interact
 from quartet.v1 import common_pb2, envhost_service_pb2
 from rollout_outcomes import kind
+from scripted_inference import TOO_DEEP
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ROOT = Path(__file__).resolve().parents[3]
@@ -70,7 +71,8 @@ async def test_a_group_is_scored_and_its_tokens_are_the_sampled_ones(classic: An
 
 async def test_turns_extend_the_sampled_tokens(classic: Any) -> None:
     """Invariant 6: turns merge by exact prefix; a break is counted."""
-    sampling = common_pb2.SamplingParams(seed=3, max_tokens=60, top_k=7, stop=["x"])
+    structure = common_pb2.Structure(regex="[a-z]+")
+    sampling = common_pb2.SamplingParams(seed=3, max_tokens=60, top_k=7, stop=["x"], structure=structure)
     (rollout,) = await classic.run("turns", sampling=sampling)
     first, second, third = classic.policy.requests
     assert first.HasField("messages") and second.HasField("tokens") and third.HasField("tokens")
@@ -82,6 +84,7 @@ async def test_turns_extend_the_sampled_tokens(classic: Any) -> None:
     assert covered == rollout.usage.completion_tokens < len(sample.token_ids)
     assert len(set(classic.policy.seeds)) == 3
     assert (third.sampling.max_tokens, third.sampling.top_k, list(third.sampling.stop)) == (60, 7, ["x"])
+    assert third.sampling.structure == structure
     classic.policy.forgets = True
     (rollout,) = await classic.run("turns")
     assert rollout.prefix_breaks == 2 and len(rollout.samples) == 3
@@ -151,7 +154,7 @@ async def test_tool_answers_are_carried_and_not_trained_on(classic: Any) -> None
             case "42":
                 return f'call add {{"a": {"9" * 5000}, "b": 2}}'
             case str() if "digits" in last:  # what the model wrote is no failure of the environment
-                return f"call add {'[' * 5000}{']' * 5000}"
+                return f"call add {'[' * TOO_DEEP}{']' * TOO_DEEP}"
             case str() if "recursion" in last:
                 return "it is 42"
         raise AssertionError(last)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from quartet.errors import QuartetError
 from quartet.v1 import common_pb2, rollout_pb2
+from scripted_inference import TOO_DEEP
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -113,6 +114,13 @@ async def test_seeds_differ_by_member_and_turn_and_repeat(hosted: Any) -> None:
     assert hosted.policy.seeds == []
 
 
+async def test_a_structure_is_asked_for_in_every_turn(hosted: Any) -> None:
+    """It is enforced or refused, never lost on the way."""
+    structure = common_pb2.Structure(regex="[a-z]+")
+    await hosted.run("two_turns", sampling=common_pb2.SamplingParams(structure=structure))
+    assert [r.sampling.structure for r in hosted.policy.requests] == [structure] * 3
+
+
 async def test_versions_and_run_are_passed_on(hosted: Any) -> None:
     await hosted.run("ok", min_policy_version=2, request_id="group-1")
     (sent,) = hosted.policy.requests
@@ -151,7 +159,7 @@ async def test_tool_answers_are_carried_and_not_trained_on(hosted: Any) -> None:
             case str() if "Expecting value" in last:  # what this reader of JSON takes as none
                 return f'call calc_add {{"a": {"9" * 5000}, "b": 2}}'
             case str() if "digits" in last:
-                return f"call calc_add {'[' * 5000}{']' * 5000}"
+                return f"call calc_add {'[' * TOO_DEEP}{']' * TOO_DEEP}"
             case str() if "too deeply" in last:
                 return f"call calc_add {'[' * 250}{']' * 250}"
             case str() if "depth exceeded" in last:

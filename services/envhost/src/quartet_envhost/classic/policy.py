@@ -123,6 +123,8 @@ class RolloutPolicy(vf.Client):  # type: ignore[misc]
         stop = values.get("stop") or []
         params.stop.extend([stop] if isinstance(stop, str) else stop)
         params.stop_token_ids.extend(values.get("stop_token_ids") or [])
+        if self._request.sampling.HasField("structure"):
+            params.structure.CopyFrom(self._request.sampling.structure)
         if values.get("seed") is not None:
             task_index, member = self._request.task_index, self._request.members[0]
             params.seed = turn_seed(values["seed"], task_index, member, self._calls)

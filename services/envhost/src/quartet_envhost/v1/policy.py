@@ -132,6 +132,8 @@ class RolloutPolicy(Client):  # type: ignore[misc]
         stop = values.get("stop", [])
         params.stop.extend([stop] if isinstance(stop, str) else stop)
         params.stop_token_ids.extend(values.get("stop_token_ids", []))
+        if self._request.sampling.HasField("structure"):
+            params.structure.CopyFrom(self._request.sampling.structure)
         if "seed" in values:
             params.seed = turn_seed(
                 values["seed"], self._request.task_index, self._request.members[0], self._calls
