@@ -19,11 +19,14 @@ from quartet_inference.embedded.decoder import Decoder
 from quartet_inference.embedded.engine import EmbeddedEngine
 from quartet_inference.embedded.limits import Limits
 from quartet_inference.engine import ScoreRequest, ServedWeights
+from quartet_inference.structure.following import Structures
+from quartet_inference.structure.grammar import grammar
+from quartet_inference.structure.vocabulary import ll_tokenizer
 from simulated_device import ARRIVED, NAME, Simulated, register
 
 from .adapters import random_adapter
 from .engine_calls import END, complete, load, text_of, until, update
-from .random_models import qwen3
+from .random_models import byte_tokenizer, qwen3
 from .told import Told
 
 #: Moving a model breaks its ties where the device is simulated, as it does not where it is real.
@@ -32,6 +35,7 @@ PROMPTS = ([5, 9, 7, 200, 31], [17] * 3, [*range(40, 64)])
 #: Longer than one piece of what is scored between two steps.
 LONG = [3 + 7 * place % 250 for place in range(300)]
 SEED = 11
+LETTERS = grammar("start: /([a-f]{3};){60}/", {})
 
 Floats = list[float]
 
@@ -43,7 +47,8 @@ async def running(device: str, seed: int = 0, **changes: Any) -> AsyncIterator[E
     if changes.pop("narrow", False):
         model = model.to(torch.bfloat16)
     limits = Limits(**{"max_model_len": 512, "max_num_seqs": 8, "kv_cache_bytes": 1 << 24} | changes)
-    engine = EmbeddedEngine(model.to(device), limits, END, text_of, None)
+    structures = Structures(lambda: ll_tokenizer(byte_tokenizer(), END), END)
+    engine = EmbeddedEngine(model.to(device), limits, END, text_of, None, structures=structures)
     assert engine._decoder._batch._cache.data.device.type == torch.device(device).type
     await engine.swap(None, ServedWeights("", 0, engine.base_digest()))
     try:
@@ -136,12 +141,29 @@ async def narrow(device: str) -> Floats:
         return (await engine.score(ScoreRequest(tuple(LONG), ((1, 299),)))).logprobs
 
 
+async def structured(device: str) -> Floats:
+    """Rows with and without a structure side by side."""
+    async with running(device) as engine:
+        shaped: list[dict[str, Any]] = [
+            {"temperature": 0.0, "grammar": LETTERS},
+            {"n": 2, "top_p": 0.9, "grammar": LETTERS, "top": 2},
+            {"n": 2, "temperature": 0.8},
+        ]
+        answers = await asyncio.gather(
+            *(complete(engine, prompt, seed=SEED, **how) for prompt, how in zip(PROMPTS, shaped, strict=True))
+        )
+        for one in (told for group in answers[:2] for told in group):
+            assert all(chr(token + 33) in "abcdef;" for token in one.tokens)
+    return [value for told in answers for value in numbers(told)]
+
+
 async def arriving(device: str) -> Floats:
-    """How many tensors come to the device in a decode step: of a plain row, and of one that asks for all."""
+    """How many tensors come to the device in a decode step: of a plain row, of one that asks for all, of one
+    that follows a structure, too."""
     all_of_it = {"repetition_penalty": 1.2, "frequency_penalty": 0.1, "top_p": 0.9, "top_k": 20, "top": 3}
     found = []
     async with running(device) as engine:
-        for asked in ({}, all_of_it):
+        for asked in ({}, all_of_it, {**all_of_it, "grammar": LETTERS}):
             came = []
             for tokens in (1, 11, 51):  # the prompt is known from the first on
                 ARRIVED.clear()
@@ -152,7 +174,7 @@ async def arriving(device: str) -> Floats:
 
 
 CASES: dict[str, Callable[[str], Awaitable[Floats]]] = {
-    case.__name__: case for case in (sampled, updated, kept, scored, adapted, narrow)
+    case.__name__: case for case in (sampled, updated, kept, scored, adapted, narrow, structured)
 }
 
 

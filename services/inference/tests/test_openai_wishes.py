@@ -1,4 +1,4 @@
-"""Forms of answers that nothing enforces: refused, or wishes; and pages of a browser."""
+"""Forms of answers that nothing enforces for a model: refused, or wishes; and pages of a browser."""
 
 from __future__ import annotations
 
@@ -11,33 +11,37 @@ import pydantic
 import pytest
 from quartet_inference.openai.config import OpenAiConfig
 
-from .openai_door import TOOL, Door, opened, say
+from .openai_door import TOOL, opened, say
 
 STRICT: Any = {"type": "function", "function": {**TOOL["function"], "strict": True}}
 SCHEMA: Any = {"type": "json_schema", "json_schema": {"name": "p", "schema": {"type": "object"}}}
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+CALL = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
 NAMES = {
     "tools[0].function.strict": {"tools": [STRICT]},
     "tool_choice": {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}},
-    "response_format": {"response_format": SCHEMA},
+    "response_format": {"tools": [TOOL], "response_format": SCHEMA},
+    "guided_regex": {"tools": [TOOL], "extra_body": {"guided_regex": "a"}},
     "parallel_tool_calls": {"tools": [TOOL], "parallel_tool_calls": False},
 }
+#: Its arguments are no JSON.
+CODER: Any = {"chat": {"tool_parser": "qwen3_coder"}}
 PAGE = {"Origin": "https://page.example:8443"}
 
 
-async def test_unless_configured_each_is_refused_by_name(door: Door) -> None:
+async def test_unless_configured_each_is_refused_by_name(model_folder: Path) -> None:
     """wishes.py 1."""
-    for name, asked in NAMES.items():
-        with pytest.raises(openai.BadRequestError, match=r"openai\.best_effort") as refused:
-            await door.chat(**asked)
-        assert (refused.value.param, refused.value.code) == (name, "unsupported_parameter")
+    async with opened(model_folder, **CODER) as door:
+        for name, asked in NAMES.items():
+            with pytest.raises(openai.BadRequestError, match=r"openai\.best_effort") as refused:
+                await door.chat(**asked)
+            assert (refused.value.param, refused.value.code) == (name, "unsupported_parameter")
 
 
 async def test_a_wish_changes_nothing_and_is_named(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """wishes.py 2."""
-    async with opened(model_folder, openai={"best_effort": True}) as door:
+    async with opened(model_folder, openai={"best_effort": True}, **CODER) as door:
         raw = door.plain.chat.completions.with_raw_response
         plain: Any = {"model": door.model, "messages": [{"role": "user", "content": "hi"}], "seed": 7}
         for name, asked in NAMES.items():
@@ -70,9 +74,6 @@ async def test_other_values_are_checked_as_ever(model_folder: Path) -> None:
             body = {"model": door.model, "messages": [{"role": "user", "content": "x"}], name: value}
             status, error = await door.refusal(**body)
             assert status == 400 and error["param"].startswith(name), (value, error)
-        bare = {"model": door.model, "prompt": "x", "response_format": SCHEMA}
-        status, error = await door.refusal("completions", **bare)
-        assert (status, error["param"]) == (400, "response_format"), "no form of a bare completion is a wish"
 
 
 async def test_pages_of_allowed_origins_may_ask_and_read(model_folder: Path, tmp_path: Path) -> None:

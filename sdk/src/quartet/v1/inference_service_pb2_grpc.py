@@ -79,7 +79,8 @@ class InferenceServiceServicer:
     def Generate(self, request, context):
         """Generate samples completions. Not idempotent without a seed; cancelling the call frees its slots within one step. Requests in flight
         survive weight updates; each token's version is stamped. Errors: INVALID_REQUEST, PROMPT_TOO_LONG, RUN_NOT_SERVED,
-        VERSION_UNAVAILABLE, OVERLOADED, NOT_READY, DEADLINE.
+        VERSION_UNAVAILABLE, OVERLOADED, NOT_READY, DEADLINE, NOT_IMPLEMENTED (a structure or a tool choice that this model's tokenizer or
+        format of calls does not let it enforce).
         Example: Generate{messages, sampling{max_tokens 64}} -> start{prompt_token_ids} delta{32 tokens} delta{9 tokens} finish{STOP, message}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -3,7 +3,8 @@
 1. Nothing is decided here but whether a request is well-formed and which weights it waits for.
 2. A request waits for its run and version within its deadline, and never longer than `version_wait_s`.
 3. Long texts are rendered and parsed in a thread; short ones at once, which costs less than the way there.
-4. Given tokens are never rendered again (invariant 6). Where a template leaves no sound way to append to
+4. A grammar is compiled, in a thread, before anything is queued: what cannot be enforced is refused here.
+5. Given tokens are never rendered again (invariant 6). Where a template leaves no sound way to append to
    them, the whole conversation is rendered if it is remembered, else refused; the break is counted.
 """
 
@@ -27,8 +28,10 @@ from quartet_inference.chat import Chat, Unextendable
 from quartet_inference.chat.lengths import too_long
 from quartet_inference.conversations import Conversations, Messages
 from quartet_inference.engine import Delta, Engine, Finish, Reason, Request, ServedWeights, refusal
+from quartet_inference.forms import form_of, unenforceable
 from quartet_inference.messages import from_turn, to_template, tool_to_template
 from quartet_inference.sampling import resolve
+from quartet_inference.structure.following import StructureError
 from quartet_inference.updates import ServedNews
 
 #: What takes less than 0.2 ms to render or to parse; the hop to a thread and back costs that much.
@@ -53,6 +56,8 @@ class _Prompt:
     kept: bool = True
     resumed: int = 0  # the last so many tokens were sampled by this completion
     messages: Messages | None = None  # the conversation, where it is known
+    grammar: str = ""  # of the completion; empty: anything
+    formed_by: str = ""  # the field that says it
 
     @property
     def given(self) -> tuple[int, ...]:
@@ -151,7 +156,9 @@ class Answerer:
         if request.n > MAX_COMPLETIONS:
             raise refused("n", request.n, f"ask for at most {MAX_COMPLETIONS} completions")
         small = request.ByteSize() <= INLINE_BYTES
-        prompt = self._prompt_of(request) if small else await asyncio.to_thread(self._prompt_of, request)
+        prompt = self._formed(request) if small else await asyncio.to_thread(self._formed, request)
+        if prompt.grammar and (prompt.resumed or not self._chat.structures.knows(prompt.grammar)):
+            await asyncio.to_thread(self._compile, prompt)
         wanted = self._request_of(request, prompt, room_for)
         await self._wait_for_weights(wanted, request.HasField("min_policy_version"), remaining_s)
         return prompt, wanted
@@ -162,6 +169,25 @@ class Answerer:
         served = info.serving(request.run_id)
         here = served is not None and served.version >= request.min_policy_version
         return "" if here else info.update_refused
+
+    def _formed(self, request: pb.GenerateRequest) -> _Prompt:
+        """The prompt, and the grammar of what may follow it."""
+        prompt = self._prompt_of(request)
+        form = form_of(request)
+        if form is None:
+            return prompt
+        grammar = self._chat.grammar(prompt.given, prompt.tools, form)
+        return replace(prompt, grammar=grammar, formed_by=form.field)
+
+    def _compile(self, prompt: _Prompt) -> None:
+        """Have the grammar of a prompt ready. Errors: INVALID_REQUEST, NOT_IMPLEMENTED."""
+        structures = self._chat.structures
+        try:
+            structures.compile(prompt.grammar)
+        except StructureError as error:
+            raise unenforceable(prompt.formed_by, error) from error
+        if prompt.resumed and structures.follower(prompt.grammar, prompt.sampled).stuck:
+            raise refused("resumed_tokens", prompt.resumed, "send tokens that the structure allows")
 
     def _prompt_of(self, request: pb.GenerateRequest) -> _Prompt:
         kind = request.WhichOneof("prompt")
@@ -231,7 +257,7 @@ class Answerer:
             raise too_long(f"{len(prompt.token_ids)}", len(prompt.token_ids), info.max_model_len)
         return Request(
             prompt=prompt.token_ids,
-            sampling=resolve(request.sampling, room, info.vocab_size),
+            sampling=resolve(request.sampling, room, info.vocab_size, prompt.grammar),
             n=max(1, request.n),
             seeds=tuple(requested_seeds(request)),
             run_id=request.run_id,

@@ -6,6 +6,7 @@
 3. Tokens that were sampled elsewhere (Request.resumed) count as sampled in every respect and are not told:
    positions go on after them, and a completion that they end is ended.
 4. Alternatives are held until they are told, and no longer.
+5. Where it follows a structure here (`follower`), every sampled token is accepted there too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quartet_inference.engine import Delta, Finish, Reason, Request, Sampling, Span, Top
+from quartet_inference.structure.following import Follower
 from quartet_inference.text_stream import Detokenize, TextStream
 
 #: Tokens per message: small enough to follow a completion, large enough that messages cost little.
@@ -52,6 +54,8 @@ class Completion:
     out: list[int] = field(default_factory=list, init=False)  # all that were sampled
     logprobs: list[float] = field(default_factory=list, init=False)  # of those that were sampled here
     finish: Finish | None = field(default=None, init=False)
+    # Behind what was sampled; None: anything may be sampled, or another process sees to it.
+    follower: Follower | None = field(default=None, init=False)
     _told: int = field(default=0, init=False)
     _tops: list[Top] = field(default_factory=list, init=False)  # of the untold, where they are asked for
     _marks: list[tuple[int, int]] = field(default_factory=list, init=False)
@@ -87,6 +91,8 @@ class Completion:
         self.logprobs.append(logprob)
         if top is not None:
             self._tops.append(top)
+        if self.follower is not None:
+            self.follower.accept(token)
         self.finish = self._end_at(token)
         return self.finish
 

@@ -56,6 +56,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    grammar: str = ""  # that the completion must follow, as `structure` compiled it; empty: none
 
     @property
     def truncates(self) -> bool:

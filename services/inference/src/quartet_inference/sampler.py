@@ -1,14 +1,16 @@
 """Drawing tokens for all rows at once, in both engines.
 
-1. The log-probability reported is that of the distribution after penalties and temperature and before top-k,
-   top-p and min-p; for greedy rows it is taken at temperature 1.
+1. The log-probability reported is that of the distribution after penalties and temperature and before any
+   restriction: structure, top-k, top-p and min-p; for greedy rows it is taken at temperature 1.
 2. A draw inverts the cumulative distribution at a number that depends only on the row's seed and on how many
    tokens it has sampled: equal seeds, weights and prompts give equal tokens, whoever else is in the batch.
-3. Penalties, then temperature, then min-p, then top-k, then top-p over what top-k left: vLLM's order and
-   meaning.
+3. Penalties, then temperature, then the structure, then min-p, then top-k, then top-p over what top-k left:
+   vLLM's order and meaning. What a structure forbids is sampled by no row that follows it, greedy ones
+   included, however improbable all that it allows is.
 4. Rows that need none of this pay for none of it.
 5. The alternatives that a row asks for are the likeliest tokens of the distribution of its log-probability,
    excluded ones among them.
+6. A row that its structure allows nothing has the log-probability infinity, which no distribution gives.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from quartet.seeds import completion_seeds
 from torch import Tensor
 
 from quartet_inference.engine import Request, Sampling, Top
+from quartet_inference.structure.following import Follower
+from quartet_inference.structure.masks import Masks
 
 U64 = npt.NDArray[np.uint64]
 
@@ -75,6 +79,11 @@ class Row(Protocol):
         """How many tokens were sampled so far."""
         ...
 
+    @property
+    def follower(self) -> Follower | None:
+        """Where it is in its structure, all of its tokens accepted; None: it has none."""
+        ...
+
     def token_counts(self, vocabulary: int) -> Tensor:
         """How often each token was sampled so far, on the device of the logits."""
         ...
@@ -103,6 +112,11 @@ class Sampler:
         self._penalised, self._truncated = self._places(penalised), self._places(truncated)
         #: Those rows, as an index; None: there are none.
         self.asking_rows = self._places(list(self.asking))
+        self._bound_rows = [i for i, row in enumerate(rows) if row.follower is not None]
+        self._bound = self._places(self._bound_rows)
+        self._masks = Masks([rows[i] for i in self._bound_rows], device) if self._bound_rows else None
+        #: The rows whose structure allowed nothing in the last step.
+        self.stuck: list[int] = []
         if penalised:
             chosen = [sampling[i] for i in penalised]
             self._penalised_rows = [rows[i] for i in penalised]
@@ -133,15 +147,20 @@ class Sampler:
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The token of each row, and the log-probabilities of all."""
+        # First of all: a device goes on computing the logits meanwhile.
+        forbidden = None if self._masks is None else self._forbidden(self._masks, logits.shape[-1])
         if self._penalised is not None:
             logits = logits.clone()
             logits[self._penalised] = self._penalise(logits[self._penalised])
         scaled = logits if self._temperatures is None else logits / self._temperatures
         logprobs = torch.log_softmax(scaled, -1)
         kept = logprobs
-        if self._truncated is not None:
+        if forbidden is not None or self._truncated is not None:
             kept = logprobs.clone()
-            kept[self._truncated] = self._truncate(logprobs[self._truncated])
+        if forbidden is not None:
+            _restrict(kept, self._bound, forbidden)
+        if self._truncated is not None:
+            kept[self._truncated] = self._truncate(kept[self._truncated])
         counts = np.fromiter((row.sampled for row in self._rows), dtype=np.uint64, count=len(self._rows))
         # Float64: with a large vocabulary the float32 sum would drop the tail.
         cumulative = torch.cumsum(kept.exp(), -1, dtype=torch.float64)
@@ -151,8 +170,19 @@ class Sampler:
         # Only NaN in the logits leads past the end; the row is failed by its non-finite log-probability.
         tokens.clamp_(max=logits.shape[-1] - 1)
         if self._greedy is not None:
-            tokens = torch.where(self._greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
+            best = logits.argmax(-1, keepdim=True)
+            if forbidden is not None:
+                best[self._bound] = kept[self._bound].argmax(-1, keepdim=True)
+            tokens = torch.where(self._greedy[:, None], best, tokens)
+        for row in self.stuck:
+            logprobs[row] = torch.inf
         return tokens[:, 0], logprobs
+
+    def _forbidden(self, masks: Masks, vocabulary: int) -> Tensor:
+        """What the rows that follow a structure may not sample."""
+        forbidden, stuck = masks.forbidden(vocabulary)
+        self.stuck = [self._bound_rows[index] for index in stuck]
+        return forbidden
 
     def _tops(self, logprobs: Tensor) -> dict[int, Top]:
         """Of the rows that ask."""
@@ -185,3 +215,13 @@ class Sampler:
         excluded = (before >= self._top_p) & (self._top_p < 1.0)
         ordered = ordered.masked_fill(excluded & (ranks > 0), -torch.inf)
         return torch.empty_like(kept).scatter_(-1, order, ordered)
+
+
+def _restrict(logprobs: Tensor, rows: Tensor | None, forbidden: Tensor) -> None:
+    """Leave these rows what is not forbidden, the likeliest of it at 0: all may be too little for float32."""
+    everyone = len(forbidden) == len(logprobs)
+    bound = logprobs if everyone else logprobs[rows]
+    bound.masked_fill_(forbidden, -torch.inf)
+    bound -= bound.amax(-1, keepdim=True)
+    if not everyone:
+        logprobs[rows] = bound

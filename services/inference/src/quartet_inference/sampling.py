@@ -23,7 +23,7 @@ MAX_STOP_TOKENS = 256
 FLOAT32_ERROR = 2.0**-24
 
 
-def resolve(params: common_pb2.SamplingParams, room: int, vocab_size: int) -> Sampling:
+def resolve(params: common_pb2.SamplingParams, room: int, vocab_size: int, grammar: str = "") -> Sampling:
     """Check the parameters of a request that has room for `room` tokens. Errors: INVALID_REQUEST."""
 
     def number(field: str, default: float, low: float, high: float, above: bool = False) -> float:
@@ -55,6 +55,8 @@ def resolve(params: common_pb2.SamplingParams, room: int, vocab_size: int) -> Sa
             list(params.stop_token_ids),
             f"give at most {MAX_STOP_TOKENS} tokens below the vocabulary's size, {vocab_size}",
         )
+    if params.ignore_eos and grammar:
+        raise refused("ignore_eos", True, "leave it out: the end token is what a structure ends by")
     return Sampling(
         max_tokens=min(params.max_tokens, room) if params.HasField("max_tokens") else room,
         temperature=temperature,
@@ -67,4 +69,5 @@ def resolve(params: common_pb2.SamplingParams, room: int, vocab_size: int) -> Sa
         stop=tuple(params.stop),
         stop_token_ids=frozenset(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
+        grammar=grammar,
     )

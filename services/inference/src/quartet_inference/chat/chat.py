@@ -14,13 +14,27 @@ from typing import Any
 
 import structlog
 from quartet.config import ConfigError
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, TokenizersBackend
+from transformers import GenerationConfig, PreTrainedTokenizerBase, TokenizersBackend
 
 from quartet_inference.chat.calls import schemas_of
+from quartet_inference.chat.enforced import (
+    Thinking,
+    Thought,
+    TurnForm,
+    answers_unsupported,
+    calls_unsupported,
+    check_calls,
+    turn_grammar,
+)
 from quartet_inference.chat.formats import FORMATS, ToolFormat, format_of
 from quartet_inference.chat.lengths import check_length, longest_token
 from quartet_inference.chat.reader import THINKING_MARKS, DeclaredReader, FormatReader, TurnReader
+from quartet_inference.chat.spelling import spelling_of
 from quartet_inference.chat.template import Template
+from quartet_inference.chat.tokenizer import load_tokenizer
+from quartet_inference.structure.following import Structures
+from quartet_inference.structure.grammar import grammar, quoted
+from quartet_inference.structure.vocabulary import ll_tokenizer
 
 #: Tokens at a prompt's end among which an opened thinking or turn is looked for.
 OPENING_TOKENS = 64
@@ -39,7 +53,7 @@ class Chat:
         template_settings: Mapping[str, Any] | None = None,
     ) -> None:
         """Load the tokenizer. `tool_parser` is "auto", "none", or a name in FORMATS."""
-        self._tokenizer = _load(folder)
+        self._tokenizer = load_tokenizer(folder)
         if template_file is not None:
             self._tokenizer.chat_template = template_file.read_text(encoding="utf-8")
         self.template = Template(self._tokenizer, template_settings or {})
@@ -48,11 +62,17 @@ class Chat:
         declared = getattr(self._tokenizer, "response_template", None)
         self._declared: dict[str, Any] | None = declared if tool_parser == "auto" else None
         self._format = _choose(tool_parser, self.template.text)
+        self._spelling = None
+        if self._format is not None and self._declared is None:
+            self._spelling = spelling_of(self._format.name, self.template.text)
+        #: The grammars that completions have to follow, compiled for this tokenizer.
+        self.structures = Structures(lambda: ll_tokenizer(self._tokenizer, self.end_tokens), self.end_tokens)
         self._special = {
             token: str(added.content)
             for token, added in self._tokenizer.added_tokens_decoder.items()
             if added.special
         }
+        self._special_ids = {text: token for token, text in self._special.items()}
         self._decode = _decoder(self._tokenizer)
         self._longest_token = longest_token(self._tokenizer)
         self._token_texts: dict[int, str] = {}  # at most the vocabulary
@@ -139,22 +159,48 @@ class Chat:
             prefix = self.text(opening, special=True)
             return DeclaredReader(self._declared, prefix, tools), frozenset(self._special)
         form = self._format if tools else None
-        opened = False
-        if self._thinking is not None:
-            opened = self.text(opening, special=True).rstrip().endswith(self._thinking[0])
+        opened = self._thought(prompt).state is Thought.OPENED
         reader = FormatReader(self._thinking, opened, form, schemas_of(tools))
         return reader, self._wanted if form is None else self._wanted_with_calls
 
+    def _thought(self, prompt: Sequence[int]) -> Thinking:
+        """How what is sampled after a prompt thinks."""
+        if self._thinking is None:
+            return Thinking(Thought.NONE)
+        begin, end = self._thinking
+        text = self.text(prompt[-OPENING_TOKENS:], special=True).rstrip()
+        if text.endswith(begin):
+            return Thinking(Thought.OPENED, begin, end)
+        return Thinking(Thought.NONE if text.endswith(end) else Thought.MAY, begin, end)
 
-def _load(folder: Path) -> PreTrainedTokenizerBase:
-    try:
-        # Left out, transformers would ask at the terminal whether to run what the folder brings along.
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model = {str(folder)!r} has no tokenizer that can be loaded: {error}") from error
-    return tokenizer
+    @property
+    def enforces_calls(self) -> bool:
+        """Whether a grammar can say which calls a turn has."""
+        return self._spelling is not None
+
+    def grammar(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]], form: TurnForm) -> str:
+        """The grammar of what is sampled after a prompt; empty where anything may be.
+
+        Errors: INVALID_REQUEST, NOT_IMPLEMENTED.
+        """
+        calls = form.calls
+        check_calls(calls, tools)
+        if form.answer is None and not (tools and calls.enforced):
+            return ""
+        if form.from_first_token and form.answer is not None and not tools:
+            return grammar("start: @answer", {"answer": form.answer})
+        if tools:
+            if self._spelling is None:
+                raise calls_unsupported(self.tool_parser)
+        elif self._declared is not None:
+            raise answers_unsupported()
+        thinking = Thinking(Thought.NONE) if form.from_first_token else self._thought(prompt)
+        return turn_grammar(form, tools, self._spelling if tools else None, thinking, self._mark)
+
+    def _mark(self, text: str) -> str:
+        """A mark of the formats in Lark's notation."""
+        token = self._special_ids.get(text)
+        return quoted(text) if token is None else f"<[{token}]>"
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:

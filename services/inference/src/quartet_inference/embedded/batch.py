@@ -32,7 +32,7 @@ JOIN_SLACK = 64
 
 
 class Drawn(NamedTuple):
-    """One sampled token; a non-finite log-probability means that the weights are broken."""
+    """One sampled token; a log-probability that is no number means that the weights are broken."""
 
     row: RunningSequence
     token: int
@@ -43,6 +43,11 @@ class Drawn(NamedTuple):
     def sound(self) -> bool:
         """Whether it came from a distribution."""
         return math.isfinite(self.logprob)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the row's structure allowed no token."""
+        return math.isinf(self.logprob)
 
 
 class Batch:

@@ -49,6 +49,7 @@ from quartet_inference.engine import (
 )
 from quartet_inference.held import check_name
 from quartet_inference.sampler import seeds_of
+from quartet_inference.structure.following import Structures, stuck
 from quartet_inference.text_stream import Detokenize
 
 log = structlog.get_logger()
@@ -66,6 +67,7 @@ class Decoder:
         served: ServedWeights | None,
         on_step: Callable[[], None],
         commands: Commands,
+        structures: Structures | None = None,
     ) -> None:
         """As EmbeddedEngine; `commands` come from the event loops."""
         config: Any = network.config
@@ -77,6 +79,7 @@ class Decoder:
         self._end_tokens = end_tokens
         self._detokenize = detokenize
         self._on_step = on_step
+        self._structures = structures
         self.weights = model.ModelWeights(network)
         self.base_digest = self.weights.digest()
         cache = KvCache(
@@ -179,7 +182,9 @@ class Decoder:
                 ended.append(row)
             elif row.untold >= FLUSH_TOKENS:
                 self._send(row.ticket, row.tell())
-        self._fail_broken([item.row for item in drawn if not item.sound])
+        self._fail_broken([item.row for item in drawn if not (item.sound or item.stuck)])
+        for ticket in {item.row.ticket: None for item in drawn if item.stuck}:
+            self._fail(ticket, stuck())
         for row in ended:
             if row.row is None:  # a broken completion of the same request took it along
                 continue
@@ -207,6 +212,9 @@ class Decoder:
             sequence = RunningSequence(
                 request, index, seed, self._end_tokens, watch, ticket, slot, self._batch.device
             )
+            if request.sampling.grammar:
+                assert self._structures is not None, "it was compiled by them"
+                sequence.follower = self._structures.follower(request.sampling.grammar, sequence.out)
             if sequence.finish is not None:  # it ended where it ran before
                 self._commands.admitted(-1)
                 self._send(ticket, sequence.finish)

@@ -108,7 +108,7 @@ async def stream(
                 if item is None:
                     await response.write(b": alive\n\n")
                     continue
-                if _much(body):
+                if _much(body) or _long(item[1]):
                     told = await asyncio.to_thread(teller.tell, *item)
                 else:
                     told = teller.tell(*item)  # at most a delta's tokens: cheaper than the way there
@@ -117,11 +117,9 @@ async def stream(
     except QuartetError as error:
         if not response.prepared:
             raise
-        await _last_words(http, response, [from_quartet(error).body])
+        await _last_words(http, response, reply.told(reply.failure(from_quartet(error))))
         return response
-    usage = body.stream_options is not None and body.stream_options.include_usage
-    ends = [reply.chunk([], reply.usage(teller.ended))] if usage else []
-    await _last_words(http, response, ends, b"data: [DONE]\n\n")
+    await _last_words(http, response, reply.told(reply.end(teller.ended)) + reply.farewell)
     return response
 
 
@@ -130,13 +128,16 @@ def _much(body: ChatBody | CompletionBody) -> bool:
     return body.alternatives > 0 or (isinstance(body, CompletionBody) and body.echo)
 
 
-async def _last_words(
-    http: web.Request, response: web.StreamResponse, chunks: list[dict[str, Any]], close: bytes = b""
-) -> None:
+def _long(event: Part) -> bool:
+    """Whether it is the end of a long choice: some dialects tell the whole of it once more."""
+    return isinstance(event, Ended) and event.completion_tokens > INLINE_TOKENS
+
+
+async def _last_words(http: web.Request, response: web.StreamResponse, words: bytes) -> None:
     """End a stream. Whoever does not read its end loses the connection; who has left misses nothing."""
     try:
         async with asyncio.timeout(LAST_WORDS_SECONDS):
-            await response.write(b"".join(map(_event, chunks)) + close)
+            await response.write(words)
             await response.write_eof()
     except (TimeoutError, ConnectionResetError):
         if http.transport is not None:
@@ -158,7 +159,7 @@ class _Teller:
         return [ended for _, ended in sorted(self._ended.items())]
 
     def tell(self, number: int, event: Part) -> bytes:
-        return b"".join(map(_event, self._chunks(number, event)))
+        return self._reply.told(self._chunks(number, event))
 
     def _chunks(self, number: int, event: Part) -> list[dict[str, Any]]:
         first = number * self._n
@@ -174,11 +175,6 @@ class _Teller:
             return []
         speaker = self._speakers[index]
         if isinstance(event, Delta):
-            chunk = self._reply.delta(index, speaker.feed(event), event)
-            return [] if chunk is None else [chunk]
+            return self._reply.delta(index, speaker.feed(event), event)
         self._ended[index] = event
         return self._reply.last_chunks(index, self._reply.rest(speaker, event), event)
-
-
-def _event(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(chunk).encode() + b"\n\n"

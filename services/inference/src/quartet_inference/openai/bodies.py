@@ -16,8 +16,9 @@ from quartet.v1 import inference_service_pb2 as pb
 
 from quartet_inference.engine import MAX_TOP
 from quartet_inference.openai.errors import OpenAiError, malformed, unsupported
+from quartet_inference.openai.forms import Chosen, Forms, tool_choice
 from quartet_inference.openai.turns import Strict, TurnBody, without_restated
-from quartet_inference.openai.wishes import without_wishes
+from quartet_inference.openai.wishes import Wishing, without_wishes
 
 #: Choices of one call, over all of its prompts.
 MAX_CHOICES = 256
@@ -45,8 +46,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "logit_bias": ({},),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
-    "response_format": ({"type": "text"},),
     "top_logprobs": (0,),
     "prompt_logprobs": (),
     "min_tokens": (0,),
@@ -71,7 +70,7 @@ class _StreamOptions(Strict):
     include_obfuscation: bool = False  # nothing is obfuscated
 
 
-class _Sampling(Strict):
+class _Sampling(Forms):
     """What both kinds of completion have in common."""
 
     model: str
@@ -128,7 +127,15 @@ class _Sampling(Strict):
         sampling.ignore_eos = self.ignore_eos
         sampling.stop.extend([self.stop] if isinstance(self.stop, str) else self.stop or ())
         sampling.stop_token_ids.extend(self.stop_token_ids or ())
+        if (form := self.form()) is not None:
+            sampling.structure.CopyFrom(form[1])
         return request
+
+    @property
+    def form_name(self) -> str:
+        """What the client calls the form that it asks for; empty where it asks for none."""
+        form = self.form()
+        return "" if form is None else form[0]
 
 
 _SCALARS = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty")
@@ -138,7 +145,7 @@ class _Function(Strict):
     name: str
     description: str = ""
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] = False
+    strict: bool = False
 
 
 class _Tool(Strict):
@@ -151,7 +158,8 @@ class ChatBody(_Sampling):
 
     messages: Annotated[list[TurnBody], pydantic.Field(min_length=1)]
     tools: list[_Tool] | None = None
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: Literal["auto", "none", "required"] | Chosen = "auto"
+    parallel_tool_calls: bool = True
     max_completion_tokens: Annotated[int, pydantic.Field(ge=1, lt=2**32)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, pydantic.Field(ge=0, le=MAX_TOP)] = 0
@@ -178,13 +186,15 @@ class ChatBody(_Sampling):
         request = self.request()
         for index, message in enumerate(self.messages):
             request.messages.messages.append(message.wire(f"messages[{index}]"))
-        if self.tool_choice == "auto":
-            for tool in self.tools or ():
-                function = tool.function
-                parameters = "" if function.parameters is None else json.dumps(function.parameters)
-                request.tools.add(
-                    name=function.name, description=function.description, parameters_json=parameters
-                )
+        functions = [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
+        for function in functions:
+            tool = request.tools.add(name=function.name, description=function.description)
+            tool.parameters_json = "" if function.parameters is None else json.dumps(function.parameters)
+            tool.strict = function.strict
+        offered = [function.name for function in functions]
+        choice = tool_choice(self.tool_choice, not self.parallel_tool_calls, offered)
+        if choice is not None:
+            request.tool_choice.CopyFrom(choice)
         return [request]
 
 
@@ -231,6 +241,8 @@ class CompletionBody(_Sampling):
             if any(not 0 <= token < 2**32 for token in ids):
                 raise malformed("prompt", "tokens are from 0 up")
             request = self.request()
+            if request.sampling.HasField("structure"):
+                request.sampling.structure.from_first_token = True
             if self.max_tokens == 0:  # Echo samples nothing
                 request.sampling.ClearField("max_tokens")
             request.tokens.token_ids.extend(ids)
@@ -245,25 +257,31 @@ def _check_logprobs(tokens: int, alternatives: int, field: str, remedy: str) -> 
         raise malformed(field, f"{few}; {remedy}")
 
 
-def parse_chat(raw: bytes, best_effort: bool = False) -> tuple[ChatBody, list[str]]:
+def parse_chat(raw: bytes, wishing: Wishing) -> tuple[ChatBody, list[str]]:
     """A chat request, and the wishes that were taken from it. Raises OpenAiError."""
-    given, wishes = without_wishes(_fields(raw), best_effort)
+    return chat_of(json_object(raw), wishing)
+
+
+def chat_of(asked: dict[str, Any], wishing: Wishing) -> tuple[ChatBody, list[str]]:
+    """As `parse_chat`, of what was parsed already."""
+    given, wishes = without_wishes(asked, wishing)
     fields = _served(given, set(ChatBody.model_fields))
     for index, message in enumerate(_dicts(fields.get("messages"))):
-        fields["messages"][index] = without_restated(_given(message))
+        fields["messages"][index] = without_restated(without_nulls(message))
     for index, tool in enumerate(_dicts(fields.get("tools"))):
         function = tool.get("function")
         if isinstance(function, dict):
-            fields["tools"][index] = {**tool, "function": _given(function)}
-    return _validated(ChatBody, fields), wishes
+            fields["tools"][index] = {**tool, "function": without_nulls(function)}
+    return validated(ChatBody, fields), wishes
 
 
 def parse_completion(raw: bytes) -> CompletionBody:
     """A completion request. Raises OpenAiError."""
-    return _validated(CompletionBody, _served(_fields(raw), set(CompletionBody.model_fields)))
+    return validated(CompletionBody, _served(json_object(raw), set(CompletionBody.model_fields)))
 
 
-def _fields(raw: bytes) -> dict[str, Any]:
+def json_object(raw: bytes) -> dict[str, Any]:
+    """The body, without what is null. Raises OpenAiError."""
     try:
         text = raw.decode()
         body = json.loads(text)
@@ -273,7 +291,7 @@ def _fields(raw: bytes) -> dict[str, Any]:
         raise OpenAiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
     if not isinstance(body, dict):
         raise OpenAiError(400, "the body should be a JSON object", code="invalid_json")
-    return _given(body)
+    return without_nulls(body)
 
 
 def _served(fields: dict[str, Any], served: set[str]) -> dict[str, Any]:
@@ -286,7 +304,8 @@ def _served(fields: dict[str, Any], served: set[str]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name in served}
 
 
-def _given(fields: dict[str, Any]) -> dict[str, Any]:
+def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    """Null is the same as nothing."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -300,12 +319,13 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:80] + "..."
 
 
-def _validated(body: type[T], fields: dict[str, Any]) -> T:
+def validated(body: type[T], fields: dict[str, Any], where: str = "") -> T:
+    """The fields, checked; `where` they stand in the request. Raises OpenAiError."""
     try:
         return body.model_validate(fields)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        name = ""
+        name = where
         for part in first["loc"]:
             if isinstance(part, int):
                 name += f"[{part}]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from quartet.errors import QuartetError
@@ -9,6 +10,7 @@ from quartet.errors import QuartetError
 #: reason -> (HTTP status, type, code). Clients repeat 408, 409, 429 and everything from 500 on.
 _STATUS: dict[str, tuple[int, str, str | None]] = {
     "INVALID_REQUEST": (400, "invalid_request_error", None),
+    "NOT_IMPLEMENTED": (400, "invalid_request_error", "unsupported_parameter"),
     "PROMPT_TOO_LONG": (400, "invalid_request_error", "context_length_exceeded"),
     "RUN_NOT_SERVED": (404, "invalid_request_error", "model_not_found"),
     "VERSION_UNAVAILABLE": (412, "invalid_request_error", "version_unavailable"),
@@ -42,6 +44,13 @@ class OpenAiError(Exception):
         self.status = status
         self.retry_after_s = retry_after_s
         self._error = {"message": message, "type": kind, "param": param, "code": code}
+
+    def renamed(self, name: Callable[[str], str]) -> OpenAiError:
+        """The same where parameters have other names."""
+        renamed = OpenAiError(self.status, name(str(self)), retry_after_s=self.retry_after_s)
+        param = self._error["param"]
+        renamed._error = {**self._error, "message": str(renamed), "param": param and name(param)}
+        return renamed
 
     @property
     def body(self) -> dict[str, Any]:

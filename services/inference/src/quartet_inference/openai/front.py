@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 from aiohttp import web
@@ -35,23 +35,26 @@ from quartet_inference.openai.browsers import Origins
 from quartet_inference.openai.config import OpenAiConfig
 from quartet_inference.openai.echo import Echo, Part
 from quartet_inference.openai.errors import OpenAiError, from_quartet
+from quartet_inference.openai.forms import as_sent
 from quartet_inference.openai.replies import ChatReply, CompletionReply, Reply
-from quartet_inference.openai.wishes import WISHES_HEADER
+from quartet_inference.openai.responses.body import parse_responses, sent_as
+from quartet_inference.openai.responses.items import NOT_KEPT
+from quartet_inference.openai.responses.reply import ResponsesReply
+from quartet_inference.openai.wishes import WISHES_HEADER, Wishing
 
 #: As a message of the contract.
 MAX_BODY_BYTES = 4 << 20
 # What a wrong URL is told, such as a client's base_url without /v1.
-SERVED_HERE = "/v1/chat/completions, /v1/completions, /v1/models and /health are"
-# What agents' frameworks ask for by default, and where they are told not to.
-INSTEAD = {
-    "/v1/responses": "use /v1/chat/completions: OpenAI's Agents SDK does after "
-    'set_default_openai_api("chat_completions"), inspect-ai with responses_api=False',
-}
+SERVED_HERE = "/v1/chat/completions, /v1/responses, /v1/completions, /v1/models and /health are"
+
+# Of the Responses API, about a response that a server keeps.
+KEPT = (("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel"))
 
 #: The wishes of a request, for the head of its answer.
 WISHES = web.RequestKey("wishes", list[str])
 
 log = structlog.get_logger()
+B = TypeVar("B", ChatBody, CompletionBody)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -74,6 +77,7 @@ class Front:
         self._health = health
         self._base_model = base_model
         self._name = config.model_name or os.path.basename(os.path.normpath(base_model))
+        self._wishing = Wishing(config.best_effort, chat.enforces_calls)
         self._key = api_key(config, "openai.")
         self._origins = Origins(config.allowed_origins)
         self._running = 0
@@ -87,6 +91,9 @@ class Front:
         app.router.add_get("/v1/models/{name:.+}", self._model)
         app.router.add_post("/v1/chat/completions", self._chat_completions)
         app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/responses", self._responses)
+        for method, of_one in KEPT:
+            app.router.add_route(method, r"/v1/responses/{id:resp_[^/]+}" + of_one, _not_kept)
         app.on_response_prepare.append(self._head)
         return app
 
@@ -113,7 +120,7 @@ class Front:
                 finally:
                     self._running -= 1
             except (OpenAiError, QuartetError, web.HTTPException) as error:
-                answer = _as_error(error, request.path)
+                answer = _as_error(error)
             except Exception:
                 log.exception("a request failed", path=request.path)
                 answer = from_quartet(QuartetError("INTERNAL", "fault"))
@@ -188,12 +195,26 @@ class Front:
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
         raw = await self._body(request)
-        taken = (raw, self._config.best_effort)
+        taken = (raw, self._wishing)
         small = len(raw) <= INLINE_BYTES
         body, wishes = parse_chat(*taken) if small else await asyncio.to_thread(parse_chat, *taken)
         request[WISHES] = wishes
         room = self._engine.info().max_model_len
         return await self._complete(request, body, body.requests(room), ChatReply)
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        raw = await self._body(request)
+        taken = (raw, self._wishing)
+        small = len(raw) <= INLINE_BYTES
+        parsed = parse_responses(*taken) if small else await asyncio.to_thread(parse_responses, *taken)
+        asked, body, request[WISHES] = parsed
+        try:
+            requests = body.requests(self._engine.info().max_model_len)
+            return await self._complete(request, body, requests, partial(ResponsesReply, asked))
+        except OpenAiError as error:
+            raise error.renamed(sent_as) from None
+        except QuartetError as error:
+            raise from_quartet(error).renamed(sent_as) from error
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         raw = await self._body(request)
@@ -212,9 +233,9 @@ class Front:
     async def _complete(
         self,
         http: web.Request,
-        body: ChatBody | CompletionBody,
+        body: B,
         requests: list[pb.GenerateRequest],
-        reply_type: type[Reply],
+        reply_of: Callable[[Chat, B, str], Reply],
     ) -> web.StreamResponse:
         run_id = self._run_of(body.model)
         for request in requests:
@@ -222,20 +243,28 @@ class Front:
             request.session_id = request.session_id or http.headers.get("X-Session-ID", "")
         served = self._engine.info().serving(run_id)
         fingerprint = f"{served.run_id or self._name}@{served.version}" if served is not None else ""
-        reply = reply_type(self._chat, body, fingerprint)
+        reply = reply_of(self._chat, body, fingerprint)
         limit_s = self._config.request_seconds
         answer: Callable[[pb.GenerateRequest, float], AsyncIterator[Part]]
         answer = partial(self._answerer.answer, top=body.alternatives)
         if isinstance(body, CompletionBody) and body.echo:
             answer = Echo(self._answerer, self._engine, body).answer
         answers = [answer(request, limit_s) for request in requests]
-        async with aclosing(merged([numbered(*one) for one in enumerate(answers)])) as events:
-            if body.stream:
-                return await stream(http, body, reply, events, limit_s)
-            return await whole(body, reply, events, len(requests), limit_s)
+        try:
+            async with aclosing(merged([numbered(*one) for one in enumerate(answers)])) as events:
+                if body.stream:
+                    return await stream(http, body, reply, events, limit_s)
+                return await whole(body, reply, events, len(requests), limit_s)
+        except QuartetError as error:
+            raise as_sent(error, body.form_name) from error
 
 
-def _as_error(error: OpenAiError | QuartetError | web.HTTPException, path: str) -> OpenAiError:
+async def _not_kept(request: web.Request) -> web.StreamResponse:
+    message = f"Response with id {request.match_info['id']!r} not found; {NOT_KEPT}"
+    raise OpenAiError(404, message, code="not_found")
+
+
+def _as_error(error: OpenAiError | QuartetError | web.HTTPException) -> OpenAiError:
     if isinstance(error, OpenAiError):
         return error
     if isinstance(error, QuartetError):
@@ -243,8 +272,7 @@ def _as_error(error: OpenAiError | QuartetError | web.HTTPException, path: str) 
     if error.status == 413:
         return OpenAiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
     if error.status == 404:
-        remedy = INSTEAD.get(path, SERVED_HERE)
-        return OpenAiError(404, f"nothing is served at this URL; {remedy}", code="unknown_url")
+        return OpenAiError(404, f"nothing is served at this URL; {SERVED_HERE}", code="unknown_url")
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
         message = f"{error.method} is not served at this URL; {allowed} is"

@@ -8,6 +8,7 @@ that all of them are of.
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from quartet_inference.engine import Delta, Top
 from quartet_inference.openai.bodies import ChatBody, CompletionBody
 from quartet_inference.openai.choices import FINISH_REASONS, Choice, Speaker, tool_calls, versions_of
 from quartet_inference.openai.echo import Echoed
+from quartet_inference.openai.errors import OpenAiError
 from quartet_inference.text_stream import TextStream
 
 
@@ -29,6 +31,8 @@ class Reply:
     object = ""
     chunk_object = ""
     prefix = ""
+    #: After the last chunk of a stream.
+    farewell = b"data: [DONE]\n\n"
 
     def __init__(self, chat: Chat, body: ChatBody | CompletionBody, fingerprint: str) -> None:
         self._chat = chat
@@ -82,13 +86,33 @@ class Reply:
         """What a choice begins with."""
         raise NotImplementedError
 
-    def delta(self, index: int, said: Said, delta: Delta) -> dict[str, Any] | None:
-        """A piece of a choice; None where there is nothing to tell yet."""
+    def delta(self, index: int, said: Said, delta: Delta) -> list[dict[str, Any]]:
+        """A piece of a choice; nothing where there is nothing to tell yet."""
         raise NotImplementedError
 
     def last_chunks(self, index: int, rest: Said, ended: Ended) -> list[dict[str, Any]]:
         """What a choice ends with."""
         raise NotImplementedError
+
+    def end(self, ended: Sequence[Ended]) -> list[dict[str, Any]]:
+        """What a stream ends with when all of its choices have ended."""
+        options = self._body.stream_options
+        usage = options is not None and options.include_usage
+        return [self.chunk([], self.usage(ended))] if usage else []
+
+    def failure(self, error: OpenAiError) -> list[dict[str, Any]]:
+        """What a stream ends with that failed."""
+        return [error.body]
+
+    def told(self, chunks: Sequence[dict[str, Any]]) -> bytes:
+        """Chunks as server-sent events."""
+        return b"".join(
+            self.head(chunk) + b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks
+        )
+
+    def head(self, chunk: dict[str, Any]) -> bytes:
+        """What stands above the data of an event."""
+        return b""
 
     def _choice(self, index: int, choice: Choice, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
         raise NotImplementedError
@@ -136,14 +160,14 @@ class ChatReply(Reply):
         chunk = self.chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
         return [{**chunk, **self._prompt_ids([prompt])}]
 
-    def delta(self, index: int, said: Said, delta: Delta) -> dict[str, Any] | None:
-        """Reasoning and content; None where there is neither, nor log-probabilities or tokens to tell."""
+    def delta(self, index: int, said: Said, delta: Delta) -> list[dict[str, Any]]:
+        """Reasoning and content; nothing where there is neither, nor log-probabilities or tokens to tell."""
         told = _told(said)
         logprobs = self._logprobs([delta])
         if not told and logprobs is None and not self._body.return_token_ids:
-            return None
+            return []
         piece = {"index": index, "delta": told, "logprobs": logprobs, "finish_reason": None}
-        return self.chunk([{**piece, **self._ids([delta])}])
+        return [self.chunk([{**piece, **self._ids([delta])}])]
 
     def last_chunks(self, index: int, rest: Said, ended: Ended) -> list[dict[str, Any]]:
         """The text that is left, the calls of tools, and why it ended."""
@@ -217,13 +241,13 @@ class CompletionReply(Reply):
         ids = {"prompt_token_ids": list(prompt)} if self._body.return_token_ids else {}
         return [self.chunk([{**piece, **ids}])]
 
-    def delta(self, index: int, said: Said, delta: Delta) -> dict[str, Any] | None:
-        """Text; None where there is none, nor log-probabilities or tokens to tell."""
+    def delta(self, index: int, said: Said, delta: Delta) -> list[dict[str, Any]]:
+        """Text; nothing where there is none, nor log-probabilities or tokens to tell."""
         logprobs = None if self._body.echo else self._logprobs(index, [delta])
         if not said.content and logprobs is None and not self._body.return_token_ids:
-            return None
+            return []
         piece = {"index": index, "text": said.content, "logprobs": logprobs, "finish_reason": None}
-        return self.chunk([{**piece, **self._ids([delta])}])
+        return [self.chunk([{**piece, **self._ids([delta])}])]
 
     def last_chunks(self, index: int, rest: Said, ended: Ended) -> list[dict[str, Any]]:
         """The text that is left, why it ended, and of a prompt told back all log-probabilities."""

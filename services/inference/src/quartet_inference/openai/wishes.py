@@ -1,30 +1,46 @@
-"""What a request asks of an answer's form: nothing here enforces it, so it is refused, or taken as a wish.
+"""What a request asks of an answer's form and nothing here enforces: it is refused, or taken as a wish.
 
-Frameworks ask for such forms without being told to (`strict` of every tool, `tool_choice` "required" in loops
-of agents), and check what comes back themselves.
+Calls of tools are enforced where the model writes them in a form that a grammar is made for
+(`chat.spelling`). Elsewhere frameworks ask all the same, without being told to (`strict` of every tool,
+`tool_choice` "required" in loops of agents), and check what comes back themselves.
 
 1. Each is refused by name, unless the configuration's `best_effort` takes it as a wish.
 2. A wish changes nothing: prompt and tokens are those of the request without it. The answer names the
    wishes in the header WISHES_HEADER.
 3. Only the known forms are wishes. Anything else in their places is checked as ever.
+4. Where the model's calls cannot be said, an answer's form cannot either while it may call tools: the form
+   would forbid the calls.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from quartet_inference.openai.errors import unsupported
 
 WISHES_HEADER = "X-Quartet-Not-Enforced"
 _FORMATS = ("json_object", "json_schema")
+_EXTRA = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _CHOICES = ("function", "allowed_tools")  # of objects; of words "required"
 
 
-def without_wishes(fields: dict[str, Any], best_effort: bool) -> tuple[dict[str, Any], list[str]]:
+@dataclass(frozen=True)
+class Wishing:
+    """What is enforced, and what becomes of the rest."""
+
+    best_effort: bool = False
+    calls_enforced: bool = True
+
+
+def without_wishes(fields: dict[str, Any], wishing: Wishing) -> tuple[dict[str, Any], list[str]]:
     """The request without its wishes, and their names. Raises OpenAiError for the first that is refused."""
-    left, named = dict(fields), []
+    left = dict(fields)
+    named: list[str] = []
+    if wishing.calls_enforced:
+        return left, named
     for name, remedy in _wishes(fields):
-        if not best_effort:
+        if not wishing.best_effort:
             raise unsupported(name, f"{remedy}, or have the server take it as a wish (openai.best_effort)")
         named.append(name)
         left.pop(name, None)
@@ -38,13 +54,19 @@ def _wishes(fields: dict[str, Any]) -> list[tuple[str, str]]:
     found = []
     for index, tool in enumerate(_list(fields.get("tools"))):
         if _function(tool).get("strict") is True:
-            found.append((f"tools[{index}].function.strict", "send false: schemas are not enforced"))
+            found.append(
+                (f"tools[{index}].function.strict", "send false: this model's calls cannot be enforced")
+            )
     choice, form = fields.get("tool_choice"), fields.get("response_format")
     if choice == "required" or (isinstance(choice, dict) and choice.get("type") in _CHOICES):
         found.append(("tool_choice", 'choose "auto" or "none"'))
-    if isinstance(form, dict) and form.get("type") in _FORMATS:
-        found.append(("response_format", "leave it out: no form is enforced"))
-    if fields.get("parallel_tool_calls") is False:
+    may_call = bool(fields.get("tools")) and choice != "none"
+    if may_call and isinstance(form, dict) and form.get("type") in _FORMATS:
+        found.append(("response_format", "leave it out, or send no tools"))
+    for name in _EXTRA if may_call else ():
+        if fields.get(name) is not None:
+            found.append((name, "leave it out, or send no tools"))
+    if may_call and fields.get("parallel_tool_calls") is False:
         found.append(("parallel_tool_calls", "leave it out: the model may call several tools"))
     return found
 

@@ -12,11 +12,16 @@ top-k and top-p; a trainer needs the ones between. So this processor does all th
    others, a prompt to vLLM, are reported as log-probabilities: its runner looks at the mode again for them.
 5. A row whose alternatives are asked for keeps its other tokens too. The drawn or forced one has its sign
    turned (`sign_turned`), so that it is still the largest: no log-probability is above 0.
+6. A row that follows a structure accepts, before each step, what vLLM has sampled since. Its list is whole
+   then, also where steps are scheduled ahead: vLLM puts the tokens in before it calls logits processors that
+   are not its own. What takes a row up again (a preemption, an update) begins with all of its tokens.
+7. A row that is stuck (`sampler` 6) has infinity alone, its alternatives or not.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +29,16 @@ from torch import Tensor
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
+from quartet_inference.chat.tokenizer import load_tokenizer
 from quartet_inference.engine import Sampling
 from quartet_inference.sampler import Sampler
+from quartet_inference.structure.following import Follower, Structures
+from quartet_inference.structure.vocabulary import ll_tokenizer
 
 #: Where SamplingParams.extra_args carries a Draw.
 KEY = "quartet"
+#: Where the engine's additional_config says the model's end tokens.
+END_TOKENS = "quartet_end_tokens"
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,7 @@ class Draw:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    grammar: str = ""
 
     @classmethod
     def of(cls, sampling: Sampling, seed: int, resumed: int, top: int) -> Draw:
@@ -53,6 +64,7 @@ class Draw:
         return cls(
             seed, resumed, None, top, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p,
             sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty,
+            sampling.grammar,
         )  # fmt: skip
 
     def sampling(self) -> Sampling:
@@ -72,13 +84,28 @@ class Drawn:
     prompt: list[int]
     out: list[int]  # vLLM's own list, which grows with every step
     device: torch.device
+    structures: Structures
     sampling: Sampling = field(init=False)
+    _follower: Follower | None = None
+    _followed: int = 0
     _counts: Tensor | None = None
     _counted: int = 0
     _seen: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.sampling = self.draw.sampling()
+        if self.draw.grammar:
+            before = self.prompt[len(self.prompt) - self.draw.resumed :]
+            self._follower = self.structures.follower(self.draw.grammar, before)
+
+    @property
+    def follower(self) -> Follower | None:
+        """Where it is in its structure."""
+        if self._follower is not None:
+            for token in self.out[self._followed :]:
+                self._follower.accept(token)
+            self._followed = len(self.out)
+        return self._follower
 
     @property
     def seed(self) -> int:
@@ -127,6 +154,7 @@ class DrawTokens(LogitsProcessor):  # type: ignore[misc]
         self._batch: list[Drawn] = []
         self._sampler: Sampler | None = None
         self._forced: list[tuple[int, int]] = []  # rows and their tokens
+        self._structures = structures_of(vllm_config)
         # vLLM's sampler has taken over "processed_logits" by now; what reads it later are prompts' scores.
         vllm_config.model_config.logprobs_mode = "processed_logprobs"
 
@@ -141,7 +169,7 @@ class DrawTokens(LogitsProcessor):  # type: ignore[misc]
         for index in batch_update.removed:
             self._rows.pop(index, None)
         for index, params, prompt, out in batch_update.added:
-            self._rows[index] = Drawn(_draw_of(params), prompt or [], out, self._device)
+            self._rows[index] = Drawn(_draw_of(params), prompt or [], out, self._device, self._structures)
         for one, other, direction in batch_update.moved:
             moved, replaced = self._rows.pop(one, None), self._rows.pop(other, None)
             if moved is not None:
@@ -164,6 +192,9 @@ class DrawTokens(LogitsProcessor):  # type: ignore[misc]
             rows = logprobs[asking]
             rows.scatter_(-1, tokens[asking, None], sign_turned(drawn[asking]))
             alone[asking] = rows
+        for index in sampler.stuck:
+            alone[index] = -torch.inf
+            alone[index, tokens[index]] = torch.inf
         return alone
 
     def _arranged(self) -> Sampler:
@@ -172,6 +203,12 @@ class DrawTokens(LogitsProcessor):  # type: ignore[misc]
         forced = ((index, row.draw.forced) for index, row in enumerate(self._batch))
         self._forced = [(index, token) for index, token in forced if token is not None]
         return sampler
+
+
+def structures_of(vllm_config: Any) -> Structures:
+    """Those of the model that a worker serves."""
+    folder, end_tokens = vllm_config.model_config.model, vllm_config.additional_config.get(END_TOKENS, ())
+    return Structures(lambda: ll_tokenizer(load_tokenizer(Path(folder)), end_tokens), end_tokens)
 
 
 def sign_turned(logprob: Any) -> Any:

@@ -27,6 +27,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from quartet_inference.completion import FLUSH_TOKENS, Completion
 from quartet_inference.engine import EngineInfo, Event, Request, ScoreRequest, ServedWeights, Top
+from quartet_inference.structure.following import stuck
 from quartet_inference.vllm.drawing import KEY, Draw, sign_turned
 from quartet_inference.vllm.staging import StagedAdapter
 
@@ -86,14 +87,17 @@ class Flight:
     def take(self, output: Any, starts: Sequence[tuple[str, int]]) -> int:
         """Accept what vLLM has sampled, and tell it; the number of tokens accepted.
 
-        `starts` are the first positions of each label. Errors: INTERNAL.
+        `starts` are the first positions of each label. Errors: INTERNAL, INVALID_REQUEST (a structure that is
+        stuck).
         """
         part = output.outputs[0]
         if self.completion.cached_tokens is None:
             self.completion.cached_tokens = output.num_cached_tokens or 0
         first = self.received
         for token, logprob, top in _sampled(part, self.request.top):
-            if not math.isfinite(logprob):
+            if math.isinf(logprob):
+                raise stuck()
+            if math.isnan(logprob):
                 raise NonFiniteLogits()
             version = self._version_at(self.received, starts)
             finish = self.completion.accept(token, logprob, version, top)

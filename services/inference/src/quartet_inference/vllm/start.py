@@ -29,6 +29,7 @@ from quartet_inference.engine import MAX_TOP, ServedWeights
 from quartet_inference.text_stream import Detokenize
 from quartet_inference.vllm import environment, faults, probe
 from quartet_inference.vllm.checkpoint import Checkpoint
+from quartet_inference.vllm.drawing import END_TOKENS
 from quartet_inference.vllm.engine import Held, VllmEngine
 from quartet_inference.vllm.staging import Staging
 
@@ -67,6 +68,10 @@ def _start(
     settings = config.vllm
     _check_args(settings.args)
     arguments = engine_args(config)
+    arguments["additional_config"] = {
+        **arguments.get("additional_config", {}),
+        END_TOKENS: sorted(end_tokens),
+    }
     held, known = _held(config, end_tokens, detokenize)
     if "VLLM_RPC_BASE_PATH" not in os.environ:
         os.environ["VLLM_RPC_BASE_PATH"] = environment.socket_folder()

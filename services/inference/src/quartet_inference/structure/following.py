@@ -1,0 +1,129 @@
+"""Compiled grammars, and how far a completion has come in one.
+
+1. A grammar is compiled once for all completions that have it (the newest MAX_COMPILED are kept), and each of
+   them follows its own copy: what one samples changes no other.
+2. Which tokens are allowed depends on the grammar and the tokens so far alone.
+3. Work is bounded by LIMITS: compiling, a step, memory. What is beyond them is refused where it is compiled;
+   a follower that meets them later is stuck, allows nothing, and stays so.
+4. Compiling takes up to seconds: it is done in a thread, before anything is queued (`compile`). A follower of
+   what is compiled takes microseconds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from quartet.errors import QuartetError
+
+#: Of a fleet's schemas few are in use at a time; a compiled one takes from 10 KiB to megabytes.
+MAX_COMPILED = 64
+#: Of llguidance's reason, which may repeat a whole schema.
+MAX_REASON_CHARS = 400
+#: By a grammar made for that a step of a row takes 0.3 s with 151,000 tokens, and a dozen of them until it is
+#: stuck; with llguidance's own 2,000 items seven times as long. 100 tools need 400. Each completion's lexer
+#: has its states, of 1-2 KB.
+LIMITS = LLParserLimits(max_items_in_row=1_000, max_lexer_states=20_000, verbose_errors=False)
+
+
+class StructureError(Exception):
+    """A grammar that cannot be enforced, and why."""
+
+
+class Follower:
+    """A completion on its way through a grammar."""
+
+    def __init__(self, matcher: LLMatcher, end_tokens: frozenset[int], vocabulary: int) -> None:
+        """`matcher` is its own, at the beginning; the vocabulary is the tokenizer's."""
+        self.matcher = matcher
+        self.words = -(-vocabulary // 32)  # of a mask
+        self._end_tokens = end_tokens
+
+    def accept(self, token: int) -> None:
+        """A token was sampled. Behind an end token there is nothing to follow."""
+        if token not in self._end_tokens:
+            self.matcher.consume_token(token)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether nothing can follow: what was accepted is not allowed, or a limit is reached."""
+        return bool(self.matcher.is_error())
+
+
+class Structures:
+    """The grammars of one model."""
+
+    def __init__(self, make_tokenizer: Callable[[], LLTokenizer], end_tokens: Iterable[int]) -> None:
+        """The tokenizer is made when it is first needed: a model that is asked for no structure has none."""
+        self._make_tokenizer = make_tokenizer
+        self._end_tokens = frozenset(end_tokens)
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._table = threading.Lock()
+        self._compiling = threading.Lock()
+
+    def knows(self, grammar: str) -> bool:
+        """Whether it is compiled."""
+        return grammar in self._compiled
+
+    def compile(self, grammar: str) -> None:
+        """Have it ready. Raises StructureError. Errors: NOT_IMPLEMENTED, by the tokenizer."""
+        matcher = self._matcher(grammar)
+        if matcher.is_error():
+            raise StructureError(reason(matcher))
+
+    def follower(self, grammar: str, tokens: Iterable[int] = ()) -> Follower:
+        """A follower of a grammar that was compiled, behind tokens that were sampled before.
+
+        It is stuck where the grammar does not allow them.
+        """
+        matcher = self._matcher(grammar).deep_copy()
+        assert self._tokenizer is not None, "something was compiled"
+        follower = Follower(matcher, self._end_tokens, self._tokenizer.vocab_size)
+        for token in tokens:
+            follower.accept(token)
+        return follower
+
+    def _matcher(self, grammar: str) -> LLMatcher:
+        with self._table:
+            known = self._compiled.get(grammar)
+            if known is not None:
+                self._compiled.move_to_end(grammar)
+                return known
+        with self._compiling:
+            if self._tokenizer is None:
+                self._tokenizer = self._make_tokenizer()
+            known = self._compiled.get(grammar)
+            if known is None:
+                known = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+                if known.is_error():
+                    return known
+                first = known.deep_copy()
+                first.compute_bitmask()
+                if first.is_error():
+                    return first
+        with self._table:
+            self._compiled[grammar] = known
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return known
+
+
+def reason(matcher: LLMatcher) -> str:
+    """Why it is in error, in one line."""
+    lines = str(matcher.get_error()).split("<state>")[0].split()
+    text = " ".join(lines)
+    return text if len(text) <= MAX_REASON_CHARS else text[:MAX_REASON_CHARS] + "..."
+
+
+def stuck() -> QuartetError:
+    """The error of a completion that cannot go on."""
+    return QuartetError(
+        "INVALID_REQUEST",
+        "structure: no token can go on with it, or it has become too complex to follow in a step",
+        field="structure",
+        value="",
+        remedy="send a simpler one",
+    )

@@ -1,0 +1,276 @@
+"""Vocabularies, grammars and their followers, without an engine."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from quartet.errors import QuartetError
+from quartet_inference.chat import Chat
+from quartet_inference.embedded.sequence import RunningSequence
+from quartet_inference.engine import Request, Sampling
+from quartet_inference.sampler import Sampler
+from quartet_inference.structure import following, grammar
+from quartet_inference.structure.following import StructureError, Structures
+from quartet_inference.structure.vocabulary import _bytes_of, ll_tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from .following import allowed, end_of, follow
+from .random_models import byte_tokenizer
+
+TEXTS = [
+    "naïve façade, 日本語 🙂",
+    '{"a": [1, 2.5], "b": null}\n\t',
+    "<think>\n</think> it's 3°C",
+    "\r\n \u00a0x",
+]
+
+
+def byte_level() -> Any:
+    """With merges, as GPT-2's, Qwen's and Llama 3's are made."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS * 4, trainer)
+    return tokenizer
+
+
+def byte_fallback() -> Any:
+    """As Llama 2's, Mistral's and Gemma's are made."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "日"]
+    model = models.BPE(
+        vocab={piece: i for i, piece in enumerate(pieces)}, merges=[("▁", "a")], unk_token="<unk>",
+        byte_fallback=True, fuse_unk=True,
+    )  # fmt: skip
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return tokenizer
+
+
+def fast(backend: Any, end: str) -> Any:
+    backend.add_special_tokens([AddedToken(end, special=True, normalized=False)])
+    backend.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end)
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+def test_bytes_of_tokens_are_those_of_the_texts(make: Any) -> None:
+    """vocabulary.py 1."""
+    tokenizer = fast(make(), "</s>")
+    tokens, special = _bytes_of(tokenizer.backend_tokenizer)
+    for text in TEXTS:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert b"".join(tokens[token] for token in ids) == text.encode()
+    end, thinks = tokenizer.convert_tokens_to_ids(["</s>", "<think>"])
+    assert end in special and thinks not in special and tokens[thinks] == b"<think>"
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+def test_texts_pass_and_end_tokens_are_never_text(make: Any) -> None:
+    """vocabulary.py 2: also one that the tokenizer takes for text, and one behind all that it knows."""
+    tokenizer = fast(make(), "</s>")
+    end, thinks = tokenizer.convert_tokens_to_ids(["</s>", "<think>"])
+    ends = {end, thinks, len(tokenizer) + 5}
+    structures = Structures(lambda: ll_tokenizer(tokenizer, ends), ends)
+    string = grammar.grammar("start: @answer", {"answer": grammar.of_schema({"type": "string"})})
+    for text in TEXTS:
+        ids = tokenizer.encode(json.dumps(text, ensure_ascii=False), add_special_tokens=False)
+        ids = [token for token in ids if token != thinks] if "<think>" in text else ids
+        assert not end_of(follow(structures, string, ids[:-1]), ends)
+        follower = follow(structures, string, ids)
+        assert end_of(follower, ends)
+        assert follower is not None and allowed(follower) == ends
+        follower.accept(end)
+        assert not follower.stuck
+
+
+def test_other_tokenizers_are_refused(tmp_path: Path) -> None:
+    """vocabulary.py 3."""
+    words = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
+    words.decoder = decoders.WordPiece()
+    for tokenizer, ends in ((fast(words, "[E]"), {3}), (byte_tokenizer(), set()), (object(), {1})):
+        structures = Structures(lambda it=tokenizer, ends=ends: ll_tokenizer(it, ends), ends)
+        with pytest.raises(QuartetError) as refused:
+            structures.compile(grammar.grammar('start: "a"', {}))
+        assert refused.value.reason == "NOT_IMPLEMENTED" and refused.value.metadata["field"] == "structure"
+
+
+@pytest.fixture(scope="module")
+def structures() -> Structures:
+    return Structures(lambda: ll_tokenizer(byte_tokenizer(), {258}), {258})
+
+
+def letters(text: str) -> list[int]:
+    return [int(token) for token in byte_tokenizer().encode(text)]
+
+
+def regex(pattern: str) -> str:
+    return grammar.grammar("start: @answer", {"answer": {"lark_grammar": f"start: /{pattern}/"}})
+
+
+def test_completions_follow_by_themselves(structures: Structures) -> None:
+    """following.py 1, 2."""
+    pattern = regex("ab|cd")
+    one, other = structures.follower(pattern), structures.follower(pattern)
+    one.accept(*letters("a"))
+    assert allowed(one) == set(letters("b")) and allowed(other) == set(letters("ac"))
+    assert allowed(structures.follower(pattern, letters("c"))) == set(letters("d"))
+
+
+def test_a_follower_that_is_stuck_stays_so(structures: Structures) -> None:
+    """following.py 3."""
+    follower = structures.follower(regex("ab"), letters("x"))
+    assert follower.stuck and allowed(follower) == set()
+    follower.accept(*letters("a"))
+    assert follower.stuck
+
+
+def test_the_oldest_grammars_are_let_go_and_compiled_again(structures: Structures) -> None:
+    """following.py 1."""
+    many = [regex(f"a{index}") for index in range(following.MAX_COMPILED + 3)]
+    for one in many:
+        structures.compile(one)
+    assert not structures.knows(many[0]) and structures.knows(many[-1])
+    assert allowed(structures.follower(many[0])) == set(letters("a"))
+
+
+def test_one_grammar_is_compiled_once_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, matcher = [], following.LLMatcher
+
+    def slowly(*args: Any, **more: Any) -> Any:
+        made.append(1)
+        time.sleep(0.05)
+        return matcher(*args, **more)
+
+    monkeypatch.setattr(following, "LLMatcher", slowly)
+    structures = Structures(lambda: ll_tokenizer(byte_tokenizer(), {258}), {258})
+    threads = [threading.Thread(target=structures.compile, args=(regex("ab"),)) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+
+
+def test_what_cannot_be_compiled_is_refused_each_time(structures: Structures) -> None:
+    for _ in range(2):
+        with pytest.raises(StructureError, match="unclosed"):
+            structures.compile(regex("a(b"))
+        assert not structures.knows(regex("a(b"))
+
+
+def row(structures: Structures | None, pattern: str = "", seed: int = 1, **sampling: Any) -> RunningSequence:
+    request = Request((1,), Sampling(max_tokens=50, grammar=pattern, **sampling))
+    sequence = RunningSequence(request, 0, seed, frozenset(), None, None, None, torch.device("cpu"))
+    if structures is not None:
+        sequence.follower = structures.follower(pattern)
+    return sequence
+
+
+def test_free_rows_do_not_see_the_others(structures: Structures) -> None:
+    """sampler.py 4: to the bit, and without a mask where no row has a structure."""
+    logits = torch.randn(4, 288, generator=torch.Generator().manual_seed(3)) * 3
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_p": 0.5}]
+    free = [row(None, seed=seed, **kind) for seed, kind in enumerate(kinds)]
+    alone = Sampler(free)
+    assert alone._masks is None and alone._bound is None
+    wanted = alone.draw(logits[:3])
+    have = Sampler([*free, row(structures, regex("[ab]c"))]).draw(logits)
+    assert torch.equal(have[0][:3], wanted[0]) and torch.equal(have[1][:3], wanted[1])
+    assert have[0][3].item() in letters("ab")
+    assert have[1][3] == torch.log_softmax(logits[3], -1)[have[0][3]], "before the restriction"
+
+
+def test_what_is_allowed_is_drawn_however_improbable(structures: Structures) -> None:
+    """sampler.py 3: all of it is nothing in float32; padding beyond the tokenizer is the likeliest."""
+    logits = torch.full((1, 300), -400.0)
+    logits[0, 290] = 100.0
+    a, b, c = letters("abc")
+    logits[0, a], logits[0, b] = -300.0, -301.0
+    drawn = [Sampler([row(structures, regex("[abc]"), seed)]).draw(logits)[0].item() for seed in range(300)]
+    assert set(drawn) == {a, b} and 50 < drawn.count(b) < 110
+    for kind in ({"temperature": 0.0}, {"top_k": 1}, {"top_p": 0.1}, {"min_p": 0.9}):
+        for seed in range(20):
+            assert Sampler([row(structures, regex("[abc]"), seed, **kind)]).draw(logits)[0].item() == a
+    assert Sampler([row(structures, regex("c"), temperature=0.0)]).draw(logits)[0].item() == c
+
+
+def test_a_stuck_row_has_no_logprob_and_disturbs_nobody(structures: Structures) -> None:
+    """sampler.py 6, masks.py 3."""
+    logits = torch.randn(3, 288, generator=torch.Generator().manual_seed(3))
+    stuck, fine = row(structures, regex("ab")), row(structures, regex("ab"))
+    assert stuck.follower is not None
+    stuck.follower.accept(*letters("z"))
+    rows = [fine, stuck, row(None)]
+    sampler = Sampler(rows)
+    tokens, logprobs, _ = sampler.draw(logits)
+    assert sampler.stuck == [1] and logprobs[1] == torch.inf
+    assert torch.isfinite(logprobs[[0, 2]]).all() and tokens[0].item() == letters("a")[0]
+
+
+def test_masks_do_not_depend_on_how_they_are_unpacked(structures: Structures) -> None:
+    """masks.py 1, as a device does it."""
+    rows = [row(structures, regex(pattern)) for pattern in ("[a-z]+", ".", "x|[0-9]")]
+    masks = Sampler(rows)._masks
+    assert masks is not None
+    here, _ = masks.forbidden(300)
+    masks._bits, masks._device = torch.arange(8, dtype=torch.uint8), torch.device("cpu")
+    there, _ = masks.forbidden(300)
+    assert torch.equal(here, there) and (~here).sum(-1).tolist()[2] == 11
+    assert [set(np.flatnonzero(~one)) for one in here.numpy()] == [
+        allowed(one.follower) for one in rows if one.follower is not None
+    ]
+
+
+def test_the_demos_own_model_is_served(tmp_path: Path) -> None:
+    """`quartet model tiny`: added tokens are text, its vocabulary is padded."""
+    from quartet.cli.tiny.files import write_model_files
+
+    write_model_files(tmp_path)
+    chat = Chat(tmp_path)
+    for pattern, text in (("<answer>[0-9]<\\/answer>", "<answer>3</answer>"), ("system", "system")):
+        chat.structures.compile(regex(pattern))
+        ids = chat.encode(text)
+        assert len(ids) < len(text), "by tokens of several letters"
+        assert end_of(follow(chat.structures, regex(pattern), ids), chat.end_tokens)
+
+
+def test_json_is_on_one_line_unless_its_schema_says_otherwise(structures: Structures) -> None:
+    """grammar.py 3."""
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}}
+    texts = ['{"a": [1, 2]}', '{"a":[1,2]}', '{"a":  [1]}', '{"a":[1 ,2]}', '{\n  "a": []\n}', '{"a":\n[]}']
+    flexible = {**schema, "x-guidance": {"whitespace_flexible": True}}
+    for one, wanted in ((schema, [True] * 2 + [False] * 4), (flexible, [True] * 6)):
+        json_of = grammar.grammar("start: @answer", {"answer": grammar.of_schema(one)})
+        assert [end_of(follow(structures, json_of, letters(text)), {258}) for text in texts] == wanted
+
+
+def test_one_of_is_any_of(structures: Structures) -> None:
+    """grammar.py 3: as a union of pydantic's has it."""
+    kinds = [
+        {
+            "type": "object",
+            "properties": {"k": {"const": k}},
+            "required": ["k"],
+            "additionalProperties": False,
+        }
+        for k in ("x", "y")
+    ]
+    union = grammar.of_schema({"oneOf": kinds, "discriminator": {"propertyName": "k"}})
+    json_of = grammar.grammar("start: @answer", {"answer": union})
+    for text, wanted in (('{"k": "x"}', True), ('{"k": "y"}', True), ('{"k": "z"}', False)):
+        assert end_of(follow(structures, json_of, letters(text)), {258}) is wanted
