@@ -18,7 +18,7 @@ from .random_models import weights_of
 from .told import Told
 
 END = frozenset({258})
-OF_REQUEST = {"seeds", "run_id", "min_version", "exact_version", "keep_prefix", "resumed", "top"}
+OF_REQUEST = {"compiled", "seeds", "run_id", "min_version", "exact_version", "keep_prefix", "resumed", "top"}
 UNTIL_SECONDS = 30
 
 

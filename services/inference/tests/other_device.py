@@ -36,6 +36,8 @@ PROMPTS = ([5, 9, 7, 200, 31], [17] * 3, [*range(40, 64)])
 LONG = [3 + 7 * place % 250 for place in range(300)]
 SEED = 11
 LETTERS = grammar("start: /([a-f]{3};){60}/", {})
+COMPILED = Structures(lambda: ll_tokenizer(byte_tokenizer(), END), END).compile(LETTERS)
+FORMED = {"grammar": LETTERS, "compiled": COMPILED}
 
 Floats = list[float]
 
@@ -47,8 +49,7 @@ async def running(device: str, seed: int = 0, **changes: Any) -> AsyncIterator[E
     if changes.pop("narrow", False):
         model = model.to(torch.bfloat16)
     limits = Limits(**{"max_model_len": 512, "max_num_seqs": 8, "kv_cache_bytes": 1 << 24} | changes)
-    structures = Structures(lambda: ll_tokenizer(byte_tokenizer(), END), END)
-    engine = EmbeddedEngine(model.to(device), limits, END, text_of, None, structures=structures)
+    engine = EmbeddedEngine(model.to(device), limits, END, text_of, None)
     assert engine._decoder._batch._cache.data.device.type == torch.device(device).type
     await engine.swap(None, ServedWeights("", 0, engine.base_digest()))
     try:
@@ -145,8 +146,8 @@ async def structured(device: str) -> Floats:
     """Rows with and without a structure side by side."""
     async with running(device) as engine:
         shaped: list[dict[str, Any]] = [
-            {"temperature": 0.0, "grammar": LETTERS},
-            {"n": 2, "top_p": 0.9, "grammar": LETTERS, "top": 2},
+            {"temperature": 0.0, **FORMED},
+            {"n": 2, "top_p": 0.9, "top": 2, **FORMED},
             {"n": 2, "temperature": 0.8},
         ]
         answers = await asyncio.gather(
@@ -163,7 +164,7 @@ async def arriving(device: str) -> Floats:
     all_of_it = {"repetition_penalty": 1.2, "frequency_penalty": 0.1, "top_p": 0.9, "top_k": 20, "top": 3}
     found = []
     async with running(device) as engine:
-        for asked in ({}, all_of_it, {**all_of_it, "grammar": LETTERS}):
+        for asked in ({}, all_of_it, {**all_of_it, **FORMED}):
             came = []
             for tokens in (1, 11, 51):  # the prompt is known from the first on
                 ARRIVED.clear()

@@ -10,6 +10,8 @@ import openai
 import pydantic
 import pytest
 from quartet_inference.openai.config import OpenAiConfig
+from quartet_inference.openai.errors import OpenAiError
+from quartet_inference.openai.wishes import Wishing, without_wishes
 
 from .openai_door import TOOL, opened, say
 
@@ -54,7 +56,7 @@ async def test_a_wish_changes_nothing_and_is_named(
         everything = {"tools": [STRICT], "tool_choice": "required", "parallel_tool_calls": False}
         answer = await raw.create(**plain, **everything, response_format=SCHEMA, stream=True)
         assert answer.headers["X-Quartet-Not-Enforced"] == ", ".join(
-            ["tools[0].function.strict", "tool_choice", "response_format", "parallel_tool_calls"]
+            ["tools[0].function.strict", "tool_choice", "parallel_tool_calls", "response_format"]
         )
         calls = [call async for chunk in answer.parse() for call in chunk.choices[0].delta.tool_calls or ()]
         assert [call.function.name for call in calls] == ["add"]
@@ -127,3 +129,13 @@ def test_an_origin_has_no_path() -> None:
     for wrong in ("localhost:5173", "http://localhost/", ""):
         with pytest.raises(pydantic.ValidationError, match="is no origin"):
             OpenAiConfig.model_validate({"allowed_origins": [wrong]})
+
+
+async def test_where_answers_cannot_be_enforced_a_form_without_tools_is_a_wish() -> None:
+    """wishes.py 1: a template that says how its answers are read has no grammar for them."""
+    fields = {"messages": [], "response_format": {"type": "json_object"}, "guided_regex": "a"}
+    unsaid = Wishing(True, calls_enforced=True, answers_enforced=False)
+    assert without_wishes(fields, unsaid) == ({"messages": []}, ["response_format", "guided_regex"])
+    assert without_wishes(fields, Wishing(True)) == (fields, [])
+    with pytest.raises(OpenAiError, match="best_effort"):
+        without_wishes(fields, Wishing(False, answers_enforced=False))

@@ -108,7 +108,8 @@ class Outputs:
         if self._keep_rollouts is None:
             return
         for file in self.rollouts.glob("step_*.jsonl"):
-            if int(file.stem.removeprefix("step_")) < self._oldest_kept:
+            number = file.stem.removeprefix("step_")
+            if number.isdecimal() and int(number) < self._oldest_kept:
                 file.unlink(missing_ok=True)
 
     def draw(self, title: str) -> None:

@@ -31,7 +31,8 @@ from quartet_inference.engine import Delta, Engine, Finish, Reason, Request, Ser
 from quartet_inference.forms import form_of, unenforceable
 from quartet_inference.messages import from_turn, to_template, tool_to_template
 from quartet_inference.sampling import resolve
-from quartet_inference.structure.following import StructureError
+from quartet_inference.structure.compiling import Compiler
+from quartet_inference.structure.following import Compiled, StructureError
 from quartet_inference.updates import ServedNews
 
 #: What takes less than 0.2 ms to render or to parse; the hop to a thread and back costs that much.
@@ -112,6 +113,7 @@ class Answerer:
         self._news = news
         self._version_wait_s = version_wait_s
         self._conversations = Conversations()
+        self._compiler = Compiler(chat.structures)
         self._lock = threading.Lock()
         self.prefix_breaks = 0
 
@@ -157,9 +159,8 @@ class Answerer:
             raise refused("n", request.n, f"ask for at most {MAX_COMPLETIONS} completions")
         small = request.ByteSize() <= INLINE_BYTES
         prompt = self._formed(request) if small else await asyncio.to_thread(self._formed, request)
-        if prompt.grammar and (prompt.resumed or not self._chat.structures.knows(prompt.grammar)):
-            await asyncio.to_thread(self._compile, prompt)
-        wanted = self._request_of(request, prompt, room_for)
+        compiled = await self._compiled(prompt) if prompt.grammar else None
+        wanted = replace(self._request_of(request, prompt, room_for), compiled=compiled)
         await self._wait_for_weights(wanted, request.HasField("min_policy_version"), remaining_s)
         return prompt, wanted
 
@@ -176,18 +177,23 @@ class Answerer:
         form = form_of(request)
         if form is None:
             return prompt
-        grammar = self._chat.grammar(prompt.given, prompt.tools, form)
+        try:
+            grammar = self._chat.grammar(prompt.given, prompt.tools, form)
+        except RecursionError:
+            raise refused(form.field, "nested too deeply", "send a flatter one") from None
         return replace(prompt, grammar=grammar, formed_by=form.field)
 
-    def _compile(self, prompt: _Prompt) -> None:
-        """Have the grammar of a prompt ready. Errors: INVALID_REQUEST, NOT_IMPLEMENTED."""
-        structures = self._chat.structures
+    async def _compiled(self, prompt: _Prompt) -> Compiled:
+        """The grammar of a prompt. Errors: INVALID_REQUEST, NOT_IMPLEMENTED, OVERLOADED."""
         try:
-            structures.compile(prompt.grammar)
+            compiled = await self._compiler.compiled(prompt.grammar)
         except StructureError as error:
             raise unenforceable(prompt.formed_by, error) from error
-        if prompt.resumed and structures.follower(prompt.grammar, prompt.sampled).stuck:
-            raise refused("resumed_tokens", prompt.resumed, "send tokens that the structure allows")
+        if prompt.resumed:
+            follower = await asyncio.to_thread(compiled.follower, prompt.sampled)
+            if follower.stuck:
+                raise refused("resumed_tokens", prompt.resumed, "send tokens that the structure allows")
+        return compiled
 
     def _prompt_of(self, request: pb.GenerateRequest) -> _Prompt:
         kind = request.WhichOneof("prompt")

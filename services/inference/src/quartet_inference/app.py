@@ -70,9 +70,7 @@ def _embedded(config: InferenceConfig, chat: Chat, health: Health) -> EmbeddedEn
     digest = b"" if config.weights_address else model.ModelWeights(network).digest()
     served = None if config.weights_address else ServedWeights("", 0, digest)
     try:
-        return EmbeddedEngine(
-            network, limits, chat.end_tokens, chat.text, served, health.progress, chat.structures
-        )
+        return EmbeddedEngine(network, limits, chat.end_tokens, chat.text, served, health.progress)
     except ValueError as error:
         raise ConfigError(f"model = {str(config.model)!r} cannot be served: {error}") from error
 

@@ -25,6 +25,7 @@ from quartet.errors import QuartetError
 from quartet.weights.tensor import Tensor
 
 from quartet_inference.layout import Layout
+from quartet_inference.structure.following import Compiled
 
 #: Alternatives of a position that a request or a score may ask for.
 MAX_TOP = 20
@@ -84,6 +85,8 @@ class Request:
     # The last so many tokens of the prompt were sampled by this completion, elsewhere; only with n = 1.
     resumed: int = 0
     top: int = 0  # so many of the likeliest tokens in the place of each sampled one too, at most MAX_TOP
+    # What sampling.grammar says, for an engine that samples in this process.
+    compiled: Compiled | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

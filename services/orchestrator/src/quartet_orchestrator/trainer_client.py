@@ -12,8 +12,8 @@ from quartet.kit.channel import ClientSecurity, connect
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
-# Looking for a folder; for a hub id over a network.
-CHECK_S = 30.0
+# Looking for a folder; for a hub id over a network. Well below what callers of SubmitRun wait.
+CHECK_S = 8.0
 # Reading a run's state computes nothing.
 READ_S = 10.0
 # The same where somebody waits for the end of a run.

@@ -85,7 +85,11 @@ def _out_of_memory(error: BaseException) -> str:
 
     # On a CPU torch has no type of its own for it.
     said = str(error).partition("\n")[0]
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in said:
+    if (
+        isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        or "DefaultCPUAllocator" in said
+        or "CUDA error: out of memory" in said
+    ):
         return said.rstrip(".") or type(error).__name__
     return ""
 
@@ -108,3 +112,4 @@ def release_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+        torch.accelerator.empty_host_cache()  # offloaded moments were pinned

@@ -178,6 +178,11 @@ class Chat:
         """Whether a grammar can say which calls a turn has."""
         return self._spelling is not None
 
+    @property
+    def enforces_answers(self) -> bool:
+        """Whether a grammar can say what a turn without tools is."""
+        return self._declared is None
+
     def grammar(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]], form: TurnForm) -> str:
         """The grammar of what is sampled after a prompt; empty where anything may be.
 

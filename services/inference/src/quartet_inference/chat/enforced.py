@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -128,7 +129,7 @@ def _bodies(
         if not isinstance(schema, dict):
             raise refused("tools.parameters_json", str(schema), "send JSON Schema, an object")
         parts[f"arguments_{index}"] = part = of_schema(schema)
-        characters += len(str(part))
+        characters += len(json.dumps(part))
         rules.append(f"call_{index}: {spelling.head(name, mark)} @arguments_{index} {spelling.tail}\n")
         bodies.append(f"call_{index}")
     check_size("tools", characters)
@@ -170,7 +171,7 @@ def _with_text(
 
 def _escaped(text: str) -> str:
     """As a regular expression in Lark's notation."""
-    return "".join(letter if letter.isalnum() else f"\\x{ord(letter):02x}" for letter in text)
+    return "".join(letter if letter.isalnum() else f"\\x{{{ord(letter):x}}}" for letter in text)
 
 
 def calls_unsupported(parser: str) -> QuartetError:

@@ -47,7 +47,7 @@ class Drawn(NamedTuple):
     @property
     def stuck(self) -> bool:
         """Whether the row's structure allowed no token."""
-        return math.isinf(self.logprob)
+        return self.logprob == math.inf
 
 
 class Batch:

@@ -49,7 +49,7 @@ from quartet_inference.engine import (
 )
 from quartet_inference.held import check_name
 from quartet_inference.sampler import seeds_of
-from quartet_inference.structure.following import Structures, stuck
+from quartet_inference.structure.following import stuck
 from quartet_inference.text_stream import Detokenize
 
 log = structlog.get_logger()
@@ -67,7 +67,6 @@ class Decoder:
         served: ServedWeights | None,
         on_step: Callable[[], None],
         commands: Commands,
-        structures: Structures | None = None,
     ) -> None:
         """As EmbeddedEngine; `commands` come from the event loops."""
         config: Any = network.config
@@ -79,7 +78,6 @@ class Decoder:
         self._end_tokens = end_tokens
         self._detokenize = detokenize
         self._on_step = on_step
-        self._structures = structures
         self.weights = model.ModelWeights(network)
         self.base_digest = self.weights.digest()
         cache = KvCache(
@@ -213,8 +211,8 @@ class Decoder:
                 request, index, seed, self._end_tokens, watch, ticket, slot, self._batch.device
             )
             if request.sampling.grammar:
-                assert self._structures is not None, "it was compiled by them"
-                sequence.follower = self._structures.follower(request.sampling.grammar, sequence.out)
+                assert request.compiled is not None, "it has a grammar"
+                sequence.follower = request.compiled.follower(sequence.out)
             if sequence.finish is not None:  # it ended where it ran before
                 self._commands.admitted(-1)
                 self._send(ticket, sequence.finish)

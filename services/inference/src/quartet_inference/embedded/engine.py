@@ -29,7 +29,6 @@ from quartet_inference.embedded.tickets import Ticket
 from quartet_inference.engine import EngineInfo, Event, Finish, Request, Scored, ScoreRequest, ServedWeights
 from quartet_inference.layout import Layout
 from quartet_inference.lora import read_adapter
-from quartet_inference.structure.following import Structures
 from quartet_inference.text_stream import Detokenize
 
 T = TypeVar("T")
@@ -46,17 +45,11 @@ class EmbeddedEngine:
         detokenize: Detokenize,
         served: ServedWeights | None,
         on_step: Callable[[], None] = lambda: None,
-        structures: Structures | None = None,
     ) -> None:
-        """Take over a loaded model. `served` names its weights; None: unverified, nothing is generated.
-
-        Without `structures` no request may have a grammar.
-        """
+        """Take over a loaded model. `served` names its weights; None: unverified, nothing is generated."""
         self._weight = next(network.parameters())
         self._commands = Commands(limits.max_waiting)
-        self._decoder = Decoder(
-            network, limits, end_tokens, detokenize, served, on_step, self._commands, structures
-        )
+        self._decoder = Decoder(network, limits, end_tokens, detokenize, served, on_step, self._commands)
         self._thread = threading.Thread(target=self._decoder.run, name="decode", daemon=True)
         self._thread.start()
 

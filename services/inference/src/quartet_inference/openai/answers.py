@@ -27,6 +27,7 @@ from quartet_inference.openai.bodies import ChatBody, CompletionBody
 from quartet_inference.openai.choices import Choice, Speaker
 from quartet_inference.openai.echo import Echoed, Part
 from quartet_inference.openai.errors import from_quartet
+from quartet_inference.openai.forms import as_sent
 from quartet_inference.openai.replies import Reply
 
 #: For the end of a stream: a caller that reads at all takes it at once.
@@ -117,7 +118,8 @@ async def stream(
     except QuartetError as error:
         if not response.prepared:
             raise
-        await _last_words(http, response, reply.told(reply.failure(from_quartet(error))))
+        why = from_quartet(as_sent(error, body.form_name))
+        await _last_words(http, response, reply.told(reply.failure(why)))
         return response
     await _last_words(http, response, reply.told(reply.end(teller.ended)) + reply.farewell)
     return response

@@ -77,7 +77,7 @@ class Front:
         self._health = health
         self._base_model = base_model
         self._name = config.model_name or os.path.basename(os.path.normpath(base_model))
-        self._wishing = Wishing(config.best_effort, chat.enforces_calls)
+        self._wishing = Wishing(config.best_effort, chat.enforces_calls, chat.enforces_answers)
         self._key = api_key(config, "openai.")
         self._origins = Origins(config.allowed_origins)
         self._running = 0

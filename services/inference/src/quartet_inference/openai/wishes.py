@@ -31,15 +31,14 @@ class Wishing:
 
     best_effort: bool = False
     calls_enforced: bool = True
+    answers_enforced: bool = True  # without tools
 
 
 def without_wishes(fields: dict[str, Any], wishing: Wishing) -> tuple[dict[str, Any], list[str]]:
     """The request without its wishes, and their names. Raises OpenAiError for the first that is refused."""
     left = dict(fields)
     named: list[str] = []
-    if wishing.calls_enforced:
-        return left, named
-    for name, remedy in _wishes(fields):
+    for name, remedy in _wishes(fields, wishing):
         if not wishing.best_effort:
             raise unsupported(name, f"{remedy}, or have the server take it as a wish (openai.best_effort)")
         named.append(name)
@@ -49,26 +48,34 @@ def without_wishes(fields: dict[str, Any], wishing: Wishing) -> tuple[dict[str, 
     return left, named
 
 
-def _wishes(fields: dict[str, Any]) -> list[tuple[str, str]]:
+def _wishes(fields: dict[str, Any], wishing: Wishing) -> list[tuple[str, str]]:
     """Their names, and what to send instead."""
+    may_call = bool(fields.get("tools")) and fields.get("tool_choice") != "none"
+    found = [] if wishing.calls_enforced else _of_calls(fields, may_call)
+    if not (wishing.calls_enforced if may_call else wishing.answers_enforced):
+        found += _of_forms(fields, "leave it out, or send no tools" if may_call else "leave it out")
+    return found
+
+
+def _of_calls(fields: dict[str, Any], may_call: bool) -> list[tuple[str, str]]:
     found = []
     for index, tool in enumerate(_list(fields.get("tools"))):
         if _function(tool).get("strict") is True:
             found.append(
                 (f"tools[{index}].function.strict", "send false: this model's calls cannot be enforced")
             )
-    choice, form = fields.get("tool_choice"), fields.get("response_format")
+    choice = fields.get("tool_choice")
     if choice == "required" or (isinstance(choice, dict) and choice.get("type") in _CHOICES):
         found.append(("tool_choice", 'choose "auto" or "none"'))
-    may_call = bool(fields.get("tools")) and choice != "none"
-    if may_call and isinstance(form, dict) and form.get("type") in _FORMATS:
-        found.append(("response_format", "leave it out, or send no tools"))
-    for name in _EXTRA if may_call else ():
-        if fields.get(name) is not None:
-            found.append((name, "leave it out, or send no tools"))
     if may_call and fields.get("parallel_tool_calls") is False:
         found.append(("parallel_tool_calls", "leave it out: the model may call several tools"))
     return found
+
+
+def _of_forms(fields: dict[str, Any], remedy: str) -> list[tuple[str, str]]:
+    form = fields.get("response_format")
+    found = [("response_format", remedy)] if isinstance(form, dict) and form.get("type") in _FORMATS else []
+    return found + [(name, remedy) for name in _EXTRA if fields.get(name) is not None]
 
 
 def _not_strict(tool: Any) -> Any:

@@ -3,10 +3,9 @@
 1. A grammar is compiled once for all completions that have it (the newest MAX_COMPILED are kept), and each of
    them follows its own copy: what one samples changes no other.
 2. Which tokens are allowed depends on the grammar and the tokens so far alone.
-3. Work is bounded by LIMITS: compiling, a step, memory. What is beyond them is refused where it is compiled;
-   a follower that meets them later is stuck, allows nothing, and stays so.
-4. Compiling takes up to seconds: it is done in a thread, before anything is queued (`compile`). A follower of
-   what is compiled takes microseconds.
+3. A step's work and a follower's memory are bounded by LIMITS: a follower that meets them is stuck, allows
+   nothing, and stays so. Compiling is bounded by nothing here: `compiling` first tries what nobody knows.
+4. A follower of what is compiled takes microseconds. Compiling takes milliseconds, and seconds at worst.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from quartet.errors import QuartetError
@@ -52,6 +52,22 @@ class Follower:
         return bool(self.matcher.is_error())
 
 
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """A grammar for a model's tokens."""
+
+    matcher: LLMatcher  # at the beginning, never moved
+    end_tokens: frozenset[int]
+    vocabulary: int
+
+    def follower(self, tokens: Iterable[int] = ()) -> Follower:
+        """A follower, behind tokens that were sampled before; stuck where the grammar does not allow them."""
+        follower = Follower(self.matcher.deep_copy(), self.end_tokens, self.vocabulary)
+        for token in tokens:
+            follower.accept(token)
+        return follower
+
+
 class Structures:
     """The grammars of one model."""
 
@@ -60,55 +76,51 @@ class Structures:
         self._make_tokenizer = make_tokenizer
         self._end_tokens = frozenset(end_tokens)
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[str, Compiled] = OrderedDict()
         self._table = threading.Lock()
         self._compiling = threading.Lock()
 
-    def knows(self, grammar: str) -> bool:
-        """Whether it is compiled."""
-        return grammar in self._compiled
-
-    def compile(self, grammar: str) -> None:
-        """Have it ready. Raises StructureError. Errors: NOT_IMPLEMENTED, by the tokenizer."""
-        matcher = self._matcher(grammar)
-        if matcher.is_error():
-            raise StructureError(reason(matcher))
-
-    def follower(self, grammar: str, tokens: Iterable[int] = ()) -> Follower:
-        """A follower of a grammar that was compiled, behind tokens that were sampled before.
-
-        It is stuck where the grammar does not allow them.
-        """
-        matcher = self._matcher(grammar).deep_copy()
-        assert self._tokenizer is not None, "something was compiled"
-        follower = Follower(matcher, self._end_tokens, self._tokenizer.vocab_size)
-        for token in tokens:
-            follower.accept(token)
-        return follower
-
-    def _matcher(self, grammar: str) -> LLMatcher:
+    def find(self, grammar: str) -> Compiled | None:
+        """What is compiled of it."""
         with self._table:
             known = self._compiled.get(grammar)
             if known is not None:
                 self._compiled.move_to_end(grammar)
-                return known
+            return known
+
+    def compile(self, grammar: str) -> Compiled:
+        """Have it ready. Raises StructureError. Errors: NOT_IMPLEMENTED, by the tokenizer."""
+        made = self._made(grammar)
+        if made.matcher.is_error():
+            raise StructureError(reason(made.matcher))
+        return made
+
+    def follower(self, grammar: str, tokens: Iterable[int] = ()) -> Follower:
+        """A follower of a grammar that another process has compiled; stuck where this one cannot.
+
+        Errors: NOT_IMPLEMENTED, by the tokenizer.
+        """
+        return self._made(grammar).follower(tokens)
+
+    def _made(self, grammar: str) -> Compiled:
         with self._compiling:
+            known = self.find(grammar)
+            if known is not None:
+                return known
             if self._tokenizer is None:
                 self._tokenizer = self._make_tokenizer()
-            known = self._compiled.get(grammar)
-            if known is None:
-                known = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
-                if known.is_error():
-                    return known
-                first = known.deep_copy()
+            matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+            first = matcher.deep_copy()
+            if not matcher.is_error():
                 first.compute_bitmask()
-                if first.is_error():
-                    return first
-        with self._table:
-            self._compiled[grammar] = known
-            while len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        return known
+            if first.is_error():
+                return Compiled(first, self._end_tokens, self._tokenizer.vocab_size)
+            made = Compiled(matcher, self._end_tokens, self._tokenizer.vocab_size)
+            with self._table:
+                self._compiled[grammar] = made
+                while len(self._compiled) > MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+            return made
 
 
 def reason(matcher: LLMatcher) -> str:

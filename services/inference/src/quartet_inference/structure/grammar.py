@@ -84,7 +84,8 @@ def of_choices(texts: Iterable[str]) -> str:
 
 def quoted(text: str) -> str:
     """A text in Lark's notation."""
-    return json.dumps(text, ensure_ascii=False)
+    # Lark's strings are JSON's, but for the one control character that JSON leaves as it is.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def grammar(main: str, parts: Mapping[str, Part]) -> str:

@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +19,15 @@ from llguidance import LLExecutor
 from torch import Tensor
 
 from quartet_inference.structure.following import Follower
+
+#: Threads that compute masks; a step has few that take long.
+EXECUTOR_THREADS = 8
+
+
+@cache
+def _executor() -> LLExecutor:
+    """One for all batches of a process: its threads take longer to make than the masks."""
+    return LLExecutor(min(EXECUTOR_THREADS, os.cpu_count() or 1))
 
 
 class Following(Protocol):
@@ -39,7 +50,7 @@ class Masks:
         pinned = device is not None and device.type == "cuda"
         self._packed = torch.zeros(len(rows), words, dtype=torch.int32, pin_memory=pinned)
         self._words = self._packed.numpy()
-        self._executor = LLExecutor() if len(rows) > 1 else None
+        self._executor = _executor() if len(rows) > 1 else None
         here = device is None or device.type == "cpu"
         self._bits = None if here else torch.arange(8, dtype=torch.uint8, device=device)
 

@@ -95,9 +95,9 @@ class Flight:
             self.completion.cached_tokens = output.num_cached_tokens or 0
         first = self.received
         for token, logprob, top in _sampled(part, self.request.top):
-            if math.isinf(logprob):
+            if logprob == math.inf:
                 raise stuck()
-            if math.isnan(logprob):
+            if not math.isfinite(logprob):
                 raise NonFiniteLogits()
             version = self._version_at(self.received, starts)
             finish = self.completion.accept(token, logprob, version, top)
@@ -244,7 +244,8 @@ def _last_row(output: Any, request: ScoreRequest) -> Top:
 
 def _opened(row: Top, token: int, top: int) -> tuple[float, Top]:
     """Log-probability of an open row's token, and the best of the row."""
-    row[token] = sign_turned(row[token])
+    if row[token] != math.inf:  # of a stuck row it stands as it is
+        row[token] = sign_turned(row[token])
     return row[token], _best(row, top)
 
 

@@ -1,0 +1,102 @@
+"""Grammars on their way from a request to what a completion follows, beside all else that a service does.
+
+1. What is compiled here was compiled in a process of its own before, which may die of it (`trial`): a grammar
+   that would end the service, hold it up or fill its memory is refused (StructureError).
+2. A grammar that several requests wait for is compiled once. At most TRIALS are tried at a time and
+   MAX_UNDERWAY are under way; more are OVERLOADED.
+3. Whoever waits may leave at any time: what is under way goes on, for a few seconds, and the next one has it.
+4. Compiling has a thread of its own: nothing else waits behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import structlog
+from quartet.errors import QuartetError
+
+from quartet_inference.structure import trial
+from quartet_inference.structure.following import Compiled, StructureError, Structures
+
+#: On a machine with two cores the others are left one.
+TRIALS = 2
+#: Different grammars; each takes a tenth of a second where it is harmless.
+MAX_UNDERWAY = 64
+#: For CPU_SECONDS of a processor that is shared, and for the start.
+WALL_SECONDS = 15.0
+#: A refused one is tried again sooner than the queue is through.
+RETRY_AFTER_MS = 1000
+
+log = structlog.get_logger()
+
+
+class Compiler:
+    """Compiles the grammars of one model for the requests of one event loop."""
+
+    def __init__(self, structures: Structures) -> None:
+        self._structures = structures
+        self._underway: dict[str, asyncio.Task[Compiled]] = {}
+        self._places = asyncio.Semaphore(TRIALS)
+        self._thread = ThreadPoolExecutor(1, "structure")
+
+    async def compiled(self, grammar: str) -> Compiled:
+        """A grammar that can be followed. Raises StructureError.
+
+        Errors: NOT_IMPLEMENTED (by the tokenizer), OVERLOADED.
+        """
+        known = self._structures.find(grammar)
+        if known is not None:
+            return known
+        task = self._underway.get(grammar)
+        if task is None:
+            if len(self._underway) >= MAX_UNDERWAY:
+                why = f"{MAX_UNDERWAY} structures are being compiled already"
+                raise QuartetError("OVERLOADED", why, retry_after_ms=RETRY_AFTER_MS)
+            task = self._underway[grammar] = asyncio.create_task(self._compile(grammar), name="structure")
+            task.add_done_callback(lambda done: self._ended(grammar, done))
+        return await asyncio.shield(task)
+
+    def _ended(self, grammar: str, task: asyncio.Task[Compiled]) -> None:
+        del self._underway[grammar]
+        if not task.cancelled():
+            task.exception()  # whoever waited was told, if anybody did
+
+    async def _compile(self, grammar: str) -> Compiled:
+        async with self._places:
+            await _try(grammar)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, self._structures.compile, grammar
+        )
+
+
+async def _try(grammar: str) -> None:
+    """Raises StructureError for a grammar that takes too much. Errors: OVERLOADED, INTERNAL."""
+    pipe, nowhere = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    # -P: the folder of the script is no place to import from.
+    command = (sys.executable, "-P", str(Path(trial.__file__)))
+    try:
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=nowhere, stderr=pipe)
+    except OSError as error:
+        why = f"no process can be started to compile a structure in: {error}"
+        raise QuartetError("OVERLOADED", why, retry_after_ms=RETRY_AFTER_MS) from error
+    said = b""
+    try:
+        async with asyncio.timeout(WALL_SECONDS):
+            _, said = await process.communicate(grammar.encode())
+    except TimeoutError:
+        pass  # it is ended below
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    code = process.returncode
+    assert code is not None, "it was waited for"
+    if code < 0 or code == trial.TOO_MUCH:
+        log.warning("structure_too_much", code=code)
+        raise StructureError("compiling it takes too much time, memory or depth; send a simpler one")
+    if code:
+        log.error("structure_trial_failed", code=code, said=said[-2000:].decode(errors="replace"))
+        raise QuartetError("INTERNAL", "a structure could not be tried; the log says why")
