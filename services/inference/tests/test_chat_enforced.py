@@ -88,6 +88,21 @@ def passes(chat: Chat, grammar: str, text: str) -> bool:
     return end_of(follow(chat.structures, grammar, chat.encode(text)), chat.end_tokens)
 
 
+@pytest.mark.parametrize("schema", [{}, {"properties": {"n": {"type": "integer"}}, "required": ["n"]}])
+def test_arguments_are_an_object_whatever_the_schema_says(tmp_path: Path, schema: Any) -> None:
+    """Anything else is no call that could be read."""
+    chat = chat_of(tmp_path, CHATML)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    grammar = asked(chat, TurnForm(calls=Calls(required=True)), tools)
+    call = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
+    assert passes(chat, grammar, call % '{"n": 1}')
+    assert not any(passes(chat, grammar, call % one) for one in ("false", "null", "5", "[]", '"x"'))
+    for other in ("string", ["object", "null"]):
+        tools[0]["function"]["parameters"] = {"type": other}
+        with pytest.raises(QuartetError, match="arguments have names"):
+            asked(chat, TurnForm(calls=Calls(required=True)), tools)
+
+
 @pytest.mark.parametrize("kind", ["text", "tokens", "special"])
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_what_is_derived_is_read_back(tmp_path: Path, name: str, kind: str) -> None:

@@ -294,19 +294,21 @@ async def test_a_completion_that_cannot_go_on_fails_alone(
     # So that few are ended by the end token before that.
     wanted = {"max_tokens": 200, "temperature": 100.0, "structure": structure}
     with pytest.raises(QuartetError) as failed:
-        await asyncio.gather(*[replica.one([1, seed], seed=seed, **wanted) for seed in range(8)])
+        await asyncio.gather(*[replica.one([1, seed], seed=seed, **wanted) for seed in range(4)])
     assert failed.value.reason == "INVALID_REQUEST" and failed.value.metadata["field"] == "structure"
     assert all(len(told.tokens) == 24 for told in await asyncio.gather(*free))
-    with pytest.raises(openai.BadRequestError, match="too complex"):
-        extra = {"guided_grammar": structure["grammar"]}
-        await replica.door.complete(
-            extra_body=extra, max_tokens=200, temperature=100, n=8, logprobs=3, seed=1
-        )
-    with pytest.raises(openai.APIError, match="guided_grammar"):  # of a stream, too, as it was sent
-        asked = {"max_tokens": 200, "temperature": 100, "n": 8, "seed": 1, "stream": True}
-        async for _ in await replica.door.complete(extra_body=extra, **asked):
-            pass
     assert not (await replica.info()).out_of_service
+
+
+async def test_the_front_says_of_which_form_it_was(replica: Replica) -> None:
+    """openai/forms.py 3: of a stream, too."""
+    extra = {"guided_grammar": STUCK[0]["grammar"]}
+    asked: dict[str, Any] = {"max_tokens": 200, "temperature": 100, "n": 4, "seed": 1, "extra_body": extra}
+    with pytest.raises(openai.BadRequestError, match="too complex"):
+        await replica.door.complete(**asked, logprobs=3)
+    with pytest.raises(openai.APIError, match="guided_grammar"):
+        async for _ in await replica.door.complete(**asked, stream=True):
+            pass
 
 
 async def test_alternatives_are_those_before_the_form(replica: Replica) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 
 import pytest
@@ -15,10 +16,15 @@ from quartet_inference.structure.vocabulary import ll_tokenizer
 
 from .random_models import byte_tokenizer
 
-#: A rule that calls a rule that calls a rule: compiling it needs more stack than a thread has.
-CHAIN = grammar("start: r0\n" + "".join(f'r{i}: r{i + 1} "a"\n' for i in range(3500)) + 'r3500: "b"', {})
+#: Rules that call rules that call rules: compiling them needs more stack than a thread has.
+RULES = "".join(f'r{i}: r{i + 1} "a"\n' for i in range(3500)) + 'r3500: "b"'
+CHAIN = grammar("start: r0\n" + RULES, {})
+#: What a trial that knew no special tokens would take for a mistake, and not compile.
+MARKED = grammar("start: <|im_end|> <[256]> r0\n" + RULES, {})
 #: Minutes and gigabytes.
 SLOW = grammar("start: @a", {"a": of_schema({"type": "integer", "multipleOf": 10_000_019})})
+#: Of forty characters, and hundreds of megabytes.
+WEIGHTY = grammar("start: @a", {"a": of_schema({"type": "integer", "multipleOf": 149_993})})
 FINE = grammar('start: "fine"', {})
 
 
@@ -27,13 +33,15 @@ def structures() -> Structures:
     return Structures(lambda: ll_tokenizer(byte_tokenizer(), {258}), {258})
 
 
-@pytest.mark.parametrize("hostile", [CHAIN, SLOW], ids=["chain", "slow"])
+@pytest.mark.parametrize(
+    "hostile", [CHAIN, MARKED, SLOW, WEIGHTY], ids=["chain", "marked", "slow", "weighty"]
+)
 async def test_what_would_end_or_hold_up_the_service_is_refused(structures: Structures, hostile: str) -> None:
-    """compiling.py 1, 4; trial.py 1, 2: and another one is compiled meanwhile."""
+    """compiling.py 1, 4; trial.py 1-3: and another one is compiled meanwhile."""
     compiler, began = Compiler(structures), time.monotonic()
     doomed = asyncio.create_task(compiler.compiled(hostile))
     await compiler.compiled(FINE)
-    assert hostile is CHAIN or not doomed.done()
+    assert hostile is not SLOW or not doomed.done()
     with pytest.raises(StructureError, match="too much time, memory or depth"):
         await doomed
     assert structures.find(hostile) is None and time.monotonic() - began < 2 * WALL_SECONDS
@@ -43,17 +51,18 @@ async def test_one_grammar_is_compiled_once_and_few_are_under_way(
     structures: Structures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """compiling.py 2."""
-    tried, go = [], asyncio.Event()
+    tried, begun, go = [], asyncio.Event(), asyncio.Event()
 
-    async def held(one: str) -> None:
-        tried.append(one)
+    async def held(asked: bytes) -> None:
+        tried.append(json.loads(asked)["grammar"])
+        begun.set()
         await go.wait()
 
     monkeypatch.setattr(compiling, "_try", held)
     monkeypatch.setattr(compiling, "MAX_UNDERWAY", 1)
     compiler = Compiler(structures)
     waiting = [asyncio.create_task(compiler.compiled(FINE)) for _ in range(50)]
-    await asyncio.sleep(0)
+    await begun.wait()
     with pytest.raises(QuartetError) as refused:
         await compiler.compiled(SLOW)
     assert refused.value.reason == "OVERLOADED"
@@ -67,7 +76,7 @@ async def test_whoever_waits_may_leave(structures: Structures, monkeypatch: pyte
     """compiling.py 3."""
     go = asyncio.Event()
 
-    async def held(_one: str) -> None:
+    async def held(_asked: bytes) -> None:
         await go.wait()
 
     monkeypatch.setattr(compiling, "_try", held)
@@ -80,7 +89,7 @@ async def test_whoever_waits_may_leave(structures: Structures, monkeypatch: pyte
 
 
 async def test_what_is_refused_with_a_reason_is_told_that_reason(structures: Structures) -> None:
-    """trial.py 1: it lived."""
+    """trial.py 3."""
     for _ in range(2):
         with pytest.raises(StructureError, match="unknown name"):
             await Compiler(structures).compiled(grammar("start: nothing", {}))

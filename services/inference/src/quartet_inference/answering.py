@@ -173,14 +173,14 @@ class Answerer:
 
     def _formed(self, request: pb.GenerateRequest) -> _Prompt:
         """The prompt, and the grammar of what may follow it."""
-        prompt = self._prompt_of(request)
-        form = form_of(request)
-        if form is None:
-            return prompt
         try:
+            prompt = self._prompt_of(request)
+            form = form_of(request)
+            if form is None:
+                return prompt
             grammar = self._chat.grammar(prompt.given, prompt.tools, form)
-        except RecursionError:
-            raise refused(form.field, "nested too deeply", "send a flatter one") from None
+        except RecursionError:  # of the tools' schemas, in the template, or of the structure's
+            raise refused("tools or structure", "nested too deeply", "send flatter schemas") from None
         return replace(prompt, grammar=grammar, formed_by=form.field)
 
     async def _compiled(self, prompt: _Prompt) -> Compiled:

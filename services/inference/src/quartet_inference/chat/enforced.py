@@ -128,7 +128,9 @@ def _bodies(
         schema = function["parameters"] if calls.required or name in calls.strict else _ANY_OBJECT
         if not isinstance(schema, dict):
             raise refused("tools.parameters_json", str(schema), "send JSON Schema, an object")
-        parts[f"arguments_{index}"] = part = of_schema(schema)
+        if schema.get("type", "object") != "object":
+            raise refused("tools.parameters_json", schema["type"], "say type object: arguments have names")
+        parts[f"arguments_{index}"] = part = of_schema({**schema, "type": "object"})
         characters += len(json.dumps(part))
         rules.append(f"call_{index}: {spelling.head(name, mark)} @arguments_{index} {spelling.tail}\n")
         bodies.append(f"call_{index}")

@@ -11,7 +11,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,10 +25,11 @@ from quartet_inference.structure.following import Compiled, StructureError, Stru
 
 #: On a machine with two cores the others are left one.
 TRIALS = 2
-#: Different grammars; each takes a tenth of a second where it is harmless.
-MAX_UNDERWAY = 64
+#: Different grammars that wait, as of a batch whose tasks have tools of their own; each takes a tenth of a
+#: second where it is harmless.
+MAX_UNDERWAY = 1024
 #: For CPU_SECONDS of a processor that is shared, and for the start.
-WALL_SECONDS = 15.0
+WALL_SECONDS = 30.0
 #: A refused one is tried again sooner than the queue is through.
 RETRY_AFTER_MS = 1000
 
@@ -40,7 +43,7 @@ class Compiler:
         self._structures = structures
         self._underway: dict[str, asyncio.Task[Compiled]] = {}
         self._places = asyncio.Semaphore(TRIALS)
-        self._thread = ThreadPoolExecutor(1, "structure")
+        self._thread = _deep_thread()
 
     async def compiled(self, grammar: str) -> Compiled:
         """A grammar that can be followed. Raises StructureError.
@@ -65,27 +68,38 @@ class Compiler:
             task.exception()  # whoever waited was told, if anybody did
 
     async def _compile(self, grammar: str) -> Compiled:
+        loop = asyncio.get_running_loop()
+        named = await loop.run_in_executor(self._thread, self._structures.named)
         async with self._places:
-            await _try(grammar)
-        return await asyncio.get_running_loop().run_in_executor(
-            self._thread, self._structures.compile, grammar
-        )
+            await _try(json.dumps({"grammar": grammar, **named}).encode())
+        return await loop.run_in_executor(self._thread, self._structures.compile, grammar)
 
 
-async def _try(grammar: str) -> None:
-    """Raises StructureError for a grammar that takes too much. Errors: OVERLOADED, INTERNAL."""
-    pipe, nowhere = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+def _deep_thread() -> ThreadPoolExecutor:
+    """A thread with twice the stack of a trial."""
+    thread = ThreadPoolExecutor(1, "structure")
+    before = threading.stack_size(2 * trial.STACK_BYTES)
+    try:
+        thread.submit(int).result()  # it is there from now on
+    finally:
+        threading.stack_size(before)
+    return thread
+
+
+async def _try(asked: bytes) -> None:
+    """Raises StructureError for a grammar that takes too much, or is none. Errors: OVERLOADED, INTERNAL."""
+    pipe = asyncio.subprocess.PIPE
     # -P: the folder of the script is no place to import from.
     command = (sys.executable, "-P", str(Path(trial.__file__)))
     try:
-        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=nowhere, stderr=pipe)
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe)
     except OSError as error:
         why = f"no process can be started to compile a structure in: {error}"
         raise QuartetError("OVERLOADED", why, retry_after_ms=RETRY_AFTER_MS) from error
-    said = b""
+    said = fault = b""
     try:
         async with asyncio.timeout(WALL_SECONDS):
-            _, said = await process.communicate(grammar.encode())
+            said, fault = await process.communicate(asked)
     except TimeoutError:
         pass  # it is ended below
     finally:
@@ -97,6 +111,8 @@ async def _try(grammar: str) -> None:
     if code < 0 or code == trial.TOO_MUCH:
         log.warning("structure_too_much", code=code)
         raise StructureError("compiling it takes too much time, memory or depth; send a simpler one")
+    if code == trial.REFUSED:
+        raise StructureError(said.decode(errors="replace").strip())
     if code:
-        log.error("structure_trial_failed", code=code, said=said[-2000:].decode(errors="replace"))
+        log.error("structure_trial_failed", code=code, said=fault[-2000:].decode(errors="replace"))
         raise QuartetError("INTERNAL", "a structure could not be tried; the log says why")

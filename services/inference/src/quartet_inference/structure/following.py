@@ -14,18 +14,16 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from quartet.errors import QuartetError
 
+from quartet_inference.structure.trial import MAX_LEXER_STATES, reason
+
 #: Of a fleet's schemas few are in use at a time; a compiled one takes from 10 KiB to megabytes.
 MAX_COMPILED = 64
-#: Of llguidance's reason, which may repeat a whole schema.
-MAX_REASON_CHARS = 400
-#: By a grammar made for that a step of a row takes 0.3 s with 151,000 tokens, and a dozen of them until it is
-#: stuck; with llguidance's own 2,000 items seven times as long. 100 tools need 400. Each completion's lexer
-#: has its states, of 1-2 KB.
-LIMITS = LLParserLimits(max_items_in_row=1_000, max_lexer_states=20_000, verbose_errors=False)
+LIMITS = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 
 
 class StructureError(Exception):
@@ -76,9 +74,29 @@ class Structures:
         self._make_tokenizer = make_tokenizer
         self._end_tokens = frozenset(end_tokens)
         self._tokenizer: LLTokenizer | None = None
+        self._named: dict[str, Any] | None = None
         self._compiled: OrderedDict[str, Compiled] = OrderedDict()
         self._table = threading.Lock()
         self._compiling = threading.Lock()
+
+    def named(self) -> dict[str, Any]:
+        """What a grammar can name of the tokens, for `trial`. Errors: NOT_IMPLEMENTED, by the tokenizer."""
+        with self._compiling:
+            tokenizer = self._ready()
+            if self._named is None:
+                special = filter(tokenizer.is_special_token, range(tokenizer.vocab_size))
+                names = {str(token): tokenizer.decode_bytes([token]).decode("latin-1") for token in special}
+                self._named = {
+                    "size": tokenizer.vocab_size,
+                    "special": {token: name for token, name in names.items() if name},
+                    "ends": sorted(self._end_tokens),
+                }
+            return self._named
+
+    def _ready(self) -> LLTokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = self._make_tokenizer()
+        return self._tokenizer
 
     def find(self, grammar: str) -> Compiled | None:
         """What is compiled of it."""
@@ -107,27 +125,19 @@ class Structures:
             known = self.find(grammar)
             if known is not None:
                 return known
-            if self._tokenizer is None:
-                self._tokenizer = self._make_tokenizer()
-            matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+            tokenizer = self._ready()
+            matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
             first = matcher.deep_copy()
             if not matcher.is_error():
                 first.compute_bitmask()
             if first.is_error():
-                return Compiled(first, self._end_tokens, self._tokenizer.vocab_size)
-            made = Compiled(matcher, self._end_tokens, self._tokenizer.vocab_size)
+                return Compiled(first, self._end_tokens, tokenizer.vocab_size)
+            made = Compiled(matcher, self._end_tokens, tokenizer.vocab_size)
             with self._table:
                 self._compiled[grammar] = made
                 while len(self._compiled) > MAX_COMPILED:
                     self._compiled.popitem(last=False)
             return made
-
-
-def reason(matcher: LLMatcher) -> str:
-    """Why it is in error, in one line."""
-    lines = str(matcher.get_error()).split("<state>")[0].split()
-    text = " ".join(lines)
-    return text if len(text) <= MAX_REASON_CHARS else text[:MAX_REASON_CHARS] + "..."
 
 
 def stuck() -> QuartetError:
