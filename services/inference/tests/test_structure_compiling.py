@@ -23,8 +23,8 @@ CHAIN = grammar("start: r0\n" + RULES, {})
 MARKED = grammar("start: <|im_end|> <[256]> r0\n" + RULES, {})
 #: Minutes and gigabytes.
 SLOW = grammar("start: @a", {"a": of_schema({"type": "integer", "multipleOf": 10_000_019})})
-#: Of forty characters, and hundreds of megabytes.
-WEIGHTY = grammar("start: @a", {"a": of_schema({"type": "integer", "multipleOf": 149_993})})
+#: Of forty characters, and 400 megabytes.
+WEIGHTY = grammar("start: @a", {"a": of_schema({"type": "integer", "multipleOf": 300_007})})
 FINE = grammar('start: "fine"', {})
 
 
