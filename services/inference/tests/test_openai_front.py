@@ -7,11 +7,9 @@ from typing import Any
 
 import openai
 import pytest
-from quartet.v1 import inference_service_pb2 as pb
-from quartet_inference.answering import Answerer
 from quartet_inference.engine import Request, ServedWeights
 
-from .openai_door import TOOL, Door, say
+from .openai_door import TOOL, Door, requests_seen, say
 
 SEEDED: dict[str, Any] = {"seed": 7, "max_tokens": 40, "temperature": 1.0}
 
@@ -152,14 +150,7 @@ async def test_tools_thinking_and_calls_come_in_their_fields(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the random model never writes is put into its mouth; everything around is real."""
-    seen: list[pb.GenerateRequest] = []
-    original = Answerer._prompt_of
-
-    def spied(self: Answerer, request: pb.GenerateRequest) -> Any:
-        seen.append(request)
-        return original(self, request)
-
-    monkeypatch.setattr(Answerer, "_prompt_of", spied)
+    seen = requests_seen(monkeypatch)
     written = 'Well.\n<tool_call>\n{"name": "add", "arguments": {"a":  1}}\n</tool_call>'
     say(monkeypatch, door, written)
     answer = await door.chat(tools=[TOOL], max_tokens=200)

@@ -10,11 +10,9 @@ import openai
 import pydantic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
-from quartet.v1 import inference_service_pb2 as pb
-from quartet_inference.answering import Answerer
 from quartet_inference.engine import Delta, Finish, Reason, Request, Span
 
-from .openai_door import TOOL, Door, opened, say
+from .openai_door import TOOL, Door, opened, requests_seen, say
 from .random_models import CHATML
 
 SEEDED: dict[str, Any] = {"temperature": 1.0, "extra_body": {"seed": 7, "return_token_ids": True}}
@@ -191,14 +189,7 @@ async def test_an_item_that_goes_back_begins_another_turn(
     door: Door, monkeypatch: pytest.MonkeyPatch, items: list[list[str]], turns: list[list[str]]
 ) -> None:
     """items.py 1."""
-    seen: list[pb.GenerateRequest] = []
-    original = Answerer._prompt_of
-
-    def spied(self: Answerer, request: pb.GenerateRequest) -> Any:
-        seen.append(request)
-        return original(self, request)
-
-    monkeypatch.setattr(Answerer, "_prompt_of", spied)
+    seen = requests_seen(monkeypatch)
     forms: dict[str, Any] = {
         "t": lambda text: {"type": "reasoning", "summary": [], "content": [part("reasoning_text", text)]},
         "m": lambda text: {"role": "assistant", "content": [part("output_text", text)]},

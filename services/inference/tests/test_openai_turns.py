@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from quartet.v1 import inference_service_pb2 as pb
-from quartet_inference.answering import Answerer
 
-from .openai_door import TOOL, Door, say
+from .openai_door import TOOL, Door, requests_seen, say
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 USER: Any = {"role": "user", "content": "1+1?"}
@@ -18,15 +17,7 @@ USER: Any = {"role": "user", "content": "1+1?"}
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[pb.GenerateRequest]:
     """The requests that the answerer gets."""
-    seen: list[pb.GenerateRequest] = []
-    original = Answerer._prompt_of
-
-    def spied(self: Answerer, request: pb.GenerateRequest) -> Any:
-        seen.append(request)
-        return original(self, request)
-
-    monkeypatch.setattr(Answerer, "_prompt_of", spied)
-    return seen
+    return requests_seen(monkeypatch)
 
 
 async def test_what_a_client_parsed_may_come_back(
