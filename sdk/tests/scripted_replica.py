@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from quartet.errors import QuartetError
@@ -30,6 +30,11 @@ def logprob(token: int) -> float:
     return -float(token % 64) / 64  # exact in float32
 
 
+def experts_of(tokens: list[int]) -> bytes:
+    """Of two layers, one expert each."""
+    return bytes(number for token in tokens for number in (token % 256, token % 7))
+
+
 class ScriptedReplica(rpc.InferenceServiceServicer):
     """Samples by the contract; `before_piece` may raise or wait, given the tokens sampled so far."""
 
@@ -42,6 +47,8 @@ class ScriptedReplica(rpc.InferenceServiceServicer):
         self.running = 0
         self.sampled: list[tuple[int, ...]] = []  # every token ever sampled, with all that preceded it
         self.before_piece: Callable[[int], Any] = lambda _sampled: None
+        # Before a part of the experts that a completion tells, given the position of its first.
+        self.before_experts: Callable[[int], Any] = lambda _position: None
         self.health = Health()
         self.health.set_ready(NAME)
         self.server: RunningServer | None = None
@@ -92,6 +99,8 @@ class ScriptedReplica(rpc.InferenceServiceServicer):
                     await waited
                 yield self._piece(request, index, tokens, first, min(at + self.piece_tokens, limit))
         for index, tokens in enumerate(lanes):
+            for part in self._experts(request, index, tokens):
+                yield part
             text = " ".join(map(str, tokens[first:]))
             yield pb.GenerateResponse(
                 finish=pb.GenerateFinish(
@@ -101,6 +110,15 @@ class ScriptedReplica(rpc.InferenceServiceServicer):
                     usage=common_pb2.Usage(prompt_tokens=len(told), completion_tokens=limit - resumed),
                 )
             )
+
+    def _experts(self, request: Any, index: int, tokens: list[int]) -> Iterator[Any]:
+        if not request.HasField("experts_from"):
+            return
+        for first in range(request.experts_from, len(tokens) - 1, self.piece_tokens):
+            self.before_experts(first)
+            numbers = experts_of(tokens[first : min(first + self.piece_tokens, len(tokens) - 1)])
+            told = rollout_pb2.RoutedExperts(start=first, layers=2, slots=1, width=1, numbers=numbers)
+            yield pb.GenerateResponse(experts=pb.GenerateExperts(index=index, experts=told))
 
     def _piece(self, request: Any, index: int, tokens: list[int], first: int, until: int) -> Any:
         at = len(tokens) - first

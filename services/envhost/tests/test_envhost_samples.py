@@ -1,4 +1,4 @@
-"""samples.py 1-3, and worker.bounded."""
+"""samples.py 1-4, and worker.bounded."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Turn:
     token_ids: list[int]
     spans: list[tuple[int, int, int]]
     logprobs: list[float] = field(default_factory=list)
+    experts: rollout_pb2.RoutedExperts | None = None
 
     def __post_init__(self) -> None:
         self.logprobs = [float(token) for token in self.token_ids]
@@ -57,6 +58,45 @@ def test_adjacent_spans_of_one_version_are_one() -> None:
     assert [(s.start, s.length) for s in sample.spans] == [(1, 3)]
 
 
+def routed(turn: Turn, start: int) -> Turn:
+    """The turn, telling experts from a position on: each token went to the two that its number says."""
+    tokens = [*turn.prompt_ids, *turn.token_ids][start:-1]
+    numbers = bytes(number for token in tokens for number in (token, token + 1))
+    turn.experts = rollout_pb2.RoutedExperts(start=start, layers=1, slots=2, width=1, numbers=numbers)
+    return turn
+
+
+def experts_of(sample: rollout_pb2.Sample) -> list[int] | None:
+    return list(sample.experts.numbers[::2]) if sample.HasField("experts") else None
+
+
+def test_experts_of_turns_are_those_of_the_whole_sample() -> None:
+    """Guarantee 4: a later turn tells them from the last token of the one before on."""
+    turns = [routed(turn([1, 2], [3, 4]), 0), routed(turn([1, 2, 3, 4, 5], [6]), 3)]
+    (sample,), _ = merge_turns(turns)
+    assert experts_of(sample) == [1, 2, 3, 4, 5] and sample.experts.start == 0
+    # The prompt was computed anew, whole: what was told last stands.
+    (sample,), _ = merge_turns([turns[0], routed(turns[1], 0)])
+    assert experts_of(sample) == [1, 2, 3, 4, 5]
+
+
+def test_what_forks_shares_the_experts_of_what_it_shares() -> None:
+    root = routed(turn([1, 2], [3]), 0)
+    left, right = routed(turn([1, 2, 3, 4], [5]), 2), routed(turn([1, 2, 3, 6], [7]), 2)
+    samples, _ = merge_turns([root, left, right])
+    assert [experts_of(sample) for sample in samples] == [[1, 2, 3, 4], [1, 2, 3, 6]]
+
+
+def test_experts_that_are_not_known_of_all_tokens_are_not_told() -> None:
+    """Guarantee 4."""
+    silent, late = turn([1, 2], [3, 4]), routed(turn([1, 2, 3, 4, 5], [6]), 4)
+    for turns in ([silent, late], [routed(turn([1, 2], [3, 4]), 0), late], [routed(turn([1, 2], [3]), 1)]):
+        (sample,), _ = merge_turns(turns)
+        assert experts_of(sample) is None
+    (sample,), _ = merge_turns([routed(turn([1, 2], [3, 4]), 0), turn([1, 2, 3, 4, 5], [6])])
+    assert experts_of(sample) is None
+
+
 def test_nothing_sampled_gives_no_sample() -> None:
     assert merge_turns([turn([1], [])]) == ([], 0)
     assert merge_turns([]) == ([], 0)
@@ -84,11 +124,17 @@ def test_every_sampled_token_is_covered_exactly_once(plan: list[tuple[bool, list
     assert breaks <= sum(not extends for extends, _, _ in plan)
 
 
-def test_rollout_over_the_message_limit_loses_messages_first_then_fails() -> None:
+def test_rollout_over_the_message_limit_loses_messages_then_experts_then_fails() -> None:
     rollout = rollout_pb2.Rollout(member=3, reward=1.0)
     rollout.messages.add(role="user", content="x" * MAX_MESSAGE_BYTES)
     small = bounded(rollout)
     assert not small.messages and small.reward == 1.0 and not small.HasField("failure")
+    rollout.samples.add(logprobs=[0.0])
+    for size in (MAX_MESSAGE_BYTES // 2, MAX_MESSAGE_BYTES // 2 + 1):
+        rollout.samples.add(experts=rollout_pb2.RoutedExperts(numbers=bytes(size)))
+    small = bounded(rollout)
+    assert [len(sample.experts.numbers) for sample in small.samples] == [0, MAX_MESSAGE_BYTES // 2, 0]
+    assert not small.HasField("failure")
     rollout.samples.add(logprobs=[0.0] * (MAX_MESSAGE_BYTES // 4 + 1))
     failed = bounded(rollout)
     assert failed.failure.kind == failures.HOST and failed.member == 3 and not failed.samples

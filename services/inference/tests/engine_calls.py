@@ -11,14 +11,17 @@ from typing import Any
 from quartet.seeds import completion_seeds
 from quartet_inference.embedded.engine import EmbeddedEngine
 from quartet_inference.embedded.limits import Limits
-from quartet_inference.engine import Delta, Engine, Request, Sampling, ServedWeights
+from quartet_inference.engine import Delta, Engine, Request, Routed, Sampling, ServedWeights
 
 from .adapters import Adapter
 from .random_models import weights_of
 from .told import Told
 
 END = frozenset({258})
-OF_REQUEST = {"compiled", "seeds", "run_id", "min_version", "exact_version", "keep_prefix", "resumed", "top"}
+OF_REQUEST = {
+    *("compiled", "seeds", "run_id", "min_version", "exact_version", "keep_prefix", "resumed", "top"),
+    "experts_from",
+}
 UNTIL_SECONDS = 30
 
 
@@ -50,6 +53,9 @@ async def complete(engine: Engine, prompt: list[int], n: int = 1, **wanted: Any)
         if isinstance(event, Delta):
             spans = [(span.start - request.resumed, span.length, span.version) for span in event.spans]
             one.extend(event.token_ids, event.logprobs, spans, event.tops)
+        elif isinstance(event, Routed):
+            assert one.finish is None and one.routed is None
+            one.routed = event
         else:
             assert one.finish is None
             one.finish = event

@@ -24,6 +24,7 @@ class Told:
     versions: list[int] = field(default_factory=list)
     tops: list[dict[int, float]] = field(default_factory=list)
     finish: Any = None
+    routed: Any = None  # the engine's, where experts are asked for
 
     @property
     def text(self) -> str:

@@ -73,9 +73,13 @@ def test_samples_come_back_equal() -> None:
         make_sample(0, [1, 2, 3, 4], [(1, 1, 7), (3, 1, 8)], [-0.1, -0.2], [1.0, 2.0]),
         make_sample(1, [5], [], [], []),
         make_sample(2, [1, 2, 3], [(1, 2, 0)], [], [0.5], [-1.0, -2.0]),
+        make_sample(
+            3, [1, 2, 3], [(2, 1, 0)], [], [], experts_TNk=np.arange(12, dtype=np.uint8).reshape(2, 3, 2)
+        ),
+        make_sample(4, [1, 2], [(1, 1, 0)], [], [], experts_TNk=np.full((1, 1, 4), 9, np.uint8)),
     ]
     back = parse_samples(sample_bytes(samples))
-    assert len(back) == 3
+    assert len(back) == 5
     for one, other in zip(samples, back, strict=True):
         for name in one.__slots__:
             ours, theirs = getattr(one, name), getattr(other, name)

@@ -1,9 +1,10 @@
 """What the services of `quartet rl` get besides their tables, because of the run that they are started for.
 
 1. The host preloads what the run plays, the trainer keeps as many states as `ckpt.keep_last`; without a
-   trainer of ours inference takes pushes; vLLM has room for the adapter. What a table says itself stands.
+   trainer of ours inference takes pushes; vLLM has room for the adapter; the engine notes what is replayed.
+   What a table says itself stands.
 2. What a table says against the run is refused before anything starts: a loss of one's own that the trainer
-   is not given, a rank that vLLM has no room for.
+   is not given, a rank that vLLM has no room for, experts that shall not be noted.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ def tables_of(config: RunConfig) -> Tables:
     else:
         tables["trainer"].setdefault("keep_last", config.ckpt.keep_last)
         _has_the_loss(config, tables["trainer"].get("losses", {}))
+    if config.algorithm.router_replay:
+        _notes_experts(tables["inference"])
     if config.lora.enabled and config.lora.publish == "adapter":
         _has_room_for_the_adapter(config.lora.r, tables["inference"])
     return tables
@@ -41,6 +44,14 @@ def _has_the_loss(config: RunConfig, losses: object) -> None:
         raise ConfigError(
             f"algorithm.custom = {custom!r} is none of trainer.losses; give trainer.losses.{custom} = "
             '"package.module:function"'
+        )
+
+
+def _notes_experts(inference: dict[str, Any]) -> None:
+    if inference.setdefault("routed_experts", True) is False:
+        raise ConfigError(
+            "algorithm.router_replay = true needs what inference.routed_experts = false forbids; leave one "
+            "of them out"
         )
 
 

@@ -23,6 +23,7 @@ from typing import Final
 
 import pydantic
 
+from quartet import experts
 from quartet.config import Config
 from quartet.errors import DEFAULT_RETRY_AFTER_MS, QuartetError
 from quartet.kit import context as request_context
@@ -34,7 +35,7 @@ from quartet.replicas.fleet import Fleet
 from quartet.replicas.generation import Generation, Lane
 from quartet.replicas.merge import merged
 from quartet.replicas.replica import Replica, State, lost
-from quartet.v1 import common_pb2
+from quartet.v1 import common_pb2, rollout_pb2
 from quartet.v1 import inference_service_pb2 as pb
 
 # Refused here, perhaps not there: each replica is asked once.
@@ -73,6 +74,8 @@ class Completion:
     stop_match: str = ""
     message: common_pb2.Message = field(default_factory=common_pb2.Message)
     usage: common_pb2.Usage = field(default_factory=common_pb2.Usage)
+    # Which experts took the tokens, where the request asked for it and the replicas told it.
+    experts: rollout_pb2.RoutedExperts | None = None
 
 
 @dataclass
@@ -310,6 +313,9 @@ class _Answer:
             into.token_ids.extend(frame.delta.token_ids)
             into.logprobs.extend(frame.delta.logprobs)
             into.spans.extend((s.start, s.length, s.policy_version) for s in frame.delta.spans)
+        if frame.HasField("experts"):
+            told = answer.completions[frame.experts.index]
+            told.experts = experts.joined(told.experts, frame.experts.experts)
         if frame.HasField("finish"):
             ended, finish = answer.completions[frame.finish.index], frame.finish
             ended.finish_reason, ended.stop_match = finish.finish_reason, finish.stop_match

@@ -3,7 +3,8 @@
 1. A token that arrived is kept and never asked for again: the request that goes on names it as sampled
    (`resumed_tokens`), so penalties, stop strings, the seed's position and max_tokens treat it so.
 2. Positions, log-probabilities and version spans of a completion go on without a gap wherever it was sampled;
-   a replica that answers otherwise is refused with INTERNAL.
+   a replica that answers otherwise is refused with INTERNAL. So do the experts that took the tokens, where
+   they are asked for: what a replica had told of them when it was lost is told again by the next one.
 3. What the client sees is one stream: one start, deltas, one finish for each completion, its usage counted
    over all replicas.
 """
@@ -93,6 +94,8 @@ class Generation:
             self._check(lane, frame.delta)
             lane.token_ids.extend(frame.delta.token_ids)
             frame.delta.index = lane.index
+        if frame.HasField("experts"):
+            frame.experts.index = self._lane(lanes, frame.experts.index).index
         if frame.HasField("finish"):
             lane = self._lane(lanes, frame.finish.index)
             lane.finished = True
@@ -101,7 +104,7 @@ class Generation:
                 self._account(lane, frame.finish.usage)
         frame.ClearField("heartbeat")
         frame.ClearField("held_up")
-        return frame.HasField("start") or frame.HasField("delta") or frame.HasField("finish")
+        return any(map(frame.HasField, ("start", "delta", "experts", "finish")))
 
     def _start(self, start: pb.GenerateStart, lanes: Sequence[Lane]) -> bool:
         """Whether it is the one that the client sees."""

@@ -114,6 +114,8 @@ class AlgorithmConfig(Config):
     num_minibatches: Annotated[int, Field(ge=1, le=MAX_MINIBATCHES, strict=True)] = 1
     #: Take the ratio against the policy at the beginning of the batch instead of the sampler.
     proximal: bool = False
+    #: Of a mixture of experts: send each token to the experts that took it when it was sampled.
+    router_replay: bool = False
     correction: CorrectionConfig | None = None
     #: Advantages get what the reference thinks of each token: on-policy distillation.
     distill: bool = False

@@ -71,6 +71,8 @@ SAME: Mapping[str, str] = {
     "clip_ratio_high": "algorithm.clip_high",
     "eps_clip_low": "algorithm.clip_low",
     "eps_clip_high": "algorithm.clip_high",
+    "enable_router_replay": "algorithm.router_replay",
+    "router_replay": "algorithm.router_replay",
     "ckpt.every": "ckpt.interval",
     "ckpt.steps": "ckpt.interval",
     "save_freq": "ckpt.interval",

@@ -95,7 +95,7 @@ class GetTasksResponse(_message.Message):
     def __init__(self, tasks: _Optional[_Iterable[_Union[_rollout_pb2.Task, _Mapping]]] = ...) -> None: ...
 
 class RunRolloutsRequest(_message.Message):
-    __slots__ = ("run_id", "request_id", "environment", "split", "task_index", "members", "sampling", "min_policy_version", "exact_policy_version", "timeout_ms", "messages_of_members", "max_retries")
+    __slots__ = ("run_id", "request_id", "environment", "split", "task_index", "members", "sampling", "min_policy_version", "exact_policy_version", "timeout_ms", "messages_of_members", "max_retries", "routed_experts")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +108,7 @@ class RunRolloutsRequest(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_OF_MEMBERS_FIELD_NUMBER: _ClassVar[int]
     MAX_RETRIES_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     request_id: str
     environment: EnvironmentRef
@@ -120,7 +121,8 @@ class RunRolloutsRequest(_message.Message):
     timeout_ms: int
     messages_of_members: int
     max_retries: int
-    def __init__(self, run_id: _Optional[str] = ..., request_id: _Optional[str] = ..., environment: _Optional[_Union[EnvironmentRef, _Mapping]] = ..., split: _Optional[_Union[Split, str]] = ..., task_index: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., min_policy_version: _Optional[int] = ..., exact_policy_version: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., messages_of_members: _Optional[int] = ..., max_retries: _Optional[int] = ...) -> None: ...
+    routed_experts: bool
+    def __init__(self, run_id: _Optional[str] = ..., request_id: _Optional[str] = ..., environment: _Optional[_Union[EnvironmentRef, _Mapping]] = ..., split: _Optional[_Union[Split, str]] = ..., task_index: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., min_policy_version: _Optional[int] = ..., exact_policy_version: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., messages_of_members: _Optional[int] = ..., max_retries: _Optional[int] = ..., routed_experts: _Optional[bool] = ...) -> None: ...
 
 class RunRolloutsResponse(_message.Message):
     __slots__ = ("rollout", "heartbeat", "held_up")

@@ -45,7 +45,7 @@ class ToolChoice(_message.Message):
     def __init__(self, required: _Optional[bool] = ..., names: _Optional[_Iterable[str]] = ..., single: _Optional[bool] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("run_id", "messages", "tokens", "tools", "sampling", "n", "min_policy_version", "exact_policy_version", "session_id", "resumed_tokens", "completion_seeds", "tool_choice")
+    __slots__ = ("run_id", "messages", "tokens", "tools", "sampling", "n", "min_policy_version", "exact_policy_version", "session_id", "resumed_tokens", "completion_seeds", "tool_choice", "experts_from")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class GenerateRequest(_message.Message):
     RESUMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_SEEDS_FIELD_NUMBER: _ClassVar[int]
     TOOL_CHOICE_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FROM_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     messages: MessagesPrompt
     tokens: TokensPrompt
@@ -70,7 +71,8 @@ class GenerateRequest(_message.Message):
     resumed_tokens: int
     completion_seeds: _containers.RepeatedScalarFieldContainer[int]
     tool_choice: ToolChoice
-    def __init__(self, run_id: _Optional[str] = ..., messages: _Optional[_Union[MessagesPrompt, _Mapping]] = ..., tokens: _Optional[_Union[TokensPrompt, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[_common_pb2.ToolDefinition, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., n: _Optional[int] = ..., min_policy_version: _Optional[int] = ..., exact_policy_version: _Optional[int] = ..., session_id: _Optional[str] = ..., resumed_tokens: _Optional[int] = ..., completion_seeds: _Optional[_Iterable[int]] = ..., tool_choice: _Optional[_Union[ToolChoice, _Mapping]] = ...) -> None: ...
+    experts_from: int
+    def __init__(self, run_id: _Optional[str] = ..., messages: _Optional[_Union[MessagesPrompt, _Mapping]] = ..., tokens: _Optional[_Union[TokensPrompt, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[_common_pb2.ToolDefinition, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., n: _Optional[int] = ..., min_policy_version: _Optional[int] = ..., exact_policy_version: _Optional[int] = ..., session_id: _Optional[str] = ..., resumed_tokens: _Optional[int] = ..., completion_seeds: _Optional[_Iterable[int]] = ..., tool_choice: _Optional[_Union[ToolChoice, _Mapping]] = ..., experts_from: _Optional[int] = ...) -> None: ...
 
 class GenerateStart(_message.Message):
     __slots__ = ("prompt_token_ids", "prefix_kept")
@@ -106,19 +108,29 @@ class GenerateFinish(_message.Message):
     usage: _common_pb2.Usage
     def __init__(self, index: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_match: _Optional[str] = ..., message: _Optional[_Union[_common_pb2.Message, _Mapping]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ...) -> None: ...
 
+class GenerateExperts(_message.Message):
+    __slots__ = ("index", "experts")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    experts: _rollout_pb2.RoutedExperts
+    def __init__(self, index: _Optional[int] = ..., experts: _Optional[_Union[_rollout_pb2.RoutedExperts, _Mapping]] = ...) -> None: ...
+
 class GenerateResponse(_message.Message):
-    __slots__ = ("start", "delta", "finish", "heartbeat", "held_up")
+    __slots__ = ("start", "delta", "finish", "heartbeat", "held_up", "experts")
     START_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     HELD_UP_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
     start: GenerateStart
     delta: GenerateDelta
     finish: GenerateFinish
     heartbeat: _common_pb2.Heartbeat
     held_up: str
-    def __init__(self, start: _Optional[_Union[GenerateStart, _Mapping]] = ..., delta: _Optional[_Union[GenerateDelta, _Mapping]] = ..., finish: _Optional[_Union[GenerateFinish, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., held_up: _Optional[str] = ...) -> None: ...
+    experts: GenerateExperts
+    def __init__(self, start: _Optional[_Union[GenerateStart, _Mapping]] = ..., delta: _Optional[_Union[GenerateDelta, _Mapping]] = ..., finish: _Optional[_Union[GenerateFinish, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., held_up: _Optional[str] = ..., experts: _Optional[_Union[GenerateExperts, _Mapping]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
     __slots__ = ("run_id", "samples", "exact_policy_version")

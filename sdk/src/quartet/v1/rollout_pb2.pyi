@@ -37,17 +37,33 @@ class PolicySpan(_message.Message):
     policy_version: int
     def __init__(self, start: _Optional[int] = ..., length: _Optional[int] = ..., policy_version: _Optional[int] = ...) -> None: ...
 
+class RoutedExperts(_message.Message):
+    __slots__ = ("start", "layers", "slots", "width", "numbers")
+    START_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    layers: int
+    slots: int
+    width: int
+    numbers: bytes
+    def __init__(self, start: _Optional[int] = ..., layers: _Optional[int] = ..., slots: _Optional[int] = ..., width: _Optional[int] = ..., numbers: _Optional[bytes] = ...) -> None: ...
+
 class Sample(_message.Message):
-    __slots__ = ("token_ids", "spans", "logprobs", "reference_logprobs")
+    __slots__ = ("token_ids", "spans", "logprobs", "reference_logprobs", "experts")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     spans: _containers.RepeatedCompositeFieldContainer[PolicySpan]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     reference_logprobs: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., spans: _Optional[_Iterable[_Union[PolicySpan, _Mapping]]] = ..., logprobs: _Optional[_Iterable[float]] = ..., reference_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+    experts: RoutedExperts
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., spans: _Optional[_Iterable[_Union[PolicySpan, _Mapping]]] = ..., logprobs: _Optional[_Iterable[float]] = ..., reference_logprobs: _Optional[_Iterable[float]] = ..., experts: _Optional[_Union[RoutedExperts, _Mapping]] = ...) -> None: ...
 
 class Task(_message.Message):
     __slots__ = ("index", "key", "data_json")

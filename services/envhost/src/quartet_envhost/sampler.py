@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 from quartet.errors import QuartetError
 from quartet.inference import NO_EXTENSION
 from quartet.replicas import Completion, Generated, Replicas
-from quartet.v1 import common_pb2, envhost_service_pb2, inference_service_pb2
+from quartet.v1 import common_pb2, envhost_service_pb2, inference_service_pb2, rollout_pb2
 
 from quartet_envhost.frames import MAX_MESSAGE_BYTES
 from quartet_envhost.joining import FirstTurn
@@ -82,6 +82,11 @@ class Turn:
         """(start, length, policy version), counted from the first sampled token."""
         return self.completion.spans
 
+    @property
+    def experts(self) -> rollout_pb2.RoutedExperts | None:
+        """Which experts took the tokens, as far as it was told."""
+        return self.completion.experts
+
 
 class Sampler(Protocol):
     """Answers the model calls of rollouts."""
@@ -115,6 +120,8 @@ class ReplicaSampler:
             if error.metadata.get("field") != NO_EXTENSION:
                 raise
         request.messages.CopyFrom(inference_service_pb2.MessagesPrompt(messages=whole()))
+        if request.HasField("experts_from"):
+            request.experts_from = 0
         return await self._replicas.complete(request, deadline - loop.time())
 
 

@@ -5,6 +5,7 @@
    as a prefix break.
 2. A sampled token is covered by exactly one span of exactly one sample, also where conversations fork.
 3. Log-probabilities are those of the sampler, in the order of the covered positions.
+4. A sample tells which experts took its tokens only where it is known of all that a trainer computes on.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from quartet import experts
 from quartet.v1 import rollout_pb2
 
 
@@ -39,12 +41,18 @@ class SampledTurn(Protocol):
         """Covering all sampled tokens."""
         ...
 
+    @property
+    def experts(self) -> rollout_pb2.RoutedExperts | None:
+        """Which experts took the tokens, from the end of an earlier turn on; None: not known."""
+        ...
+
 
 @dataclass
 class _Draft:
     tokens: list[int]
     spans: list[tuple[int, int, int]] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    experts: rollout_pb2.RoutedExperts | None = None
 
 
 def merge_turns(turns: Iterable[SampledTurn]) -> tuple[list[rollout_pb2.Sample], int]:
@@ -57,13 +65,22 @@ def merge_turns(turns: Iterable[SampledTurn]) -> tuple[list[rollout_pb2.Sample],
             draft = max(extended, key=lambda one: len(one.tokens))
         else:
             breaks += bool(drafts)
-            draft = _Draft([])
+            draft = _Draft([], experts=_shared(drafts, turn))
             drafts.append(draft)
         draft.tokens = turn.prompt_ids + turn.token_ids
         at = len(turn.prompt_ids)
         draft.spans += [(at + start, length, version) for start, length, version in turn.spans]
         draft.logprobs += turn.logprobs
+        draft.experts = experts.behind(draft.experts, turn.experts)
     return [_sample(draft) for draft in drafts if draft.spans], breaks
+
+
+def _shared(drafts: Iterable[_Draft], turn: SampledTurn) -> rollout_pb2.RoutedExperts | None:
+    """What is known of the tokens before those whose experts a turn tells, by a conversation that it left."""
+    if turn.experts is None or not turn.experts.start:
+        return None
+    before = turn.prompt_ids[: turn.experts.start]
+    return next((draft.experts for draft in drafts if draft.tokens[: len(before)] == before), None)
 
 
 def _sample(draft: _Draft) -> rollout_pb2.Sample:
@@ -74,4 +91,7 @@ def _sample(draft: _Draft) -> rollout_pb2.Sample:
             last.length += length
         else:
             sample.spans.add(start=start, length=length, policy_version=version)
+    covered_end = sample.spans[-1].start + sample.spans[-1].length
+    if draft.experts is not None and experts.end(draft.experts) >= covered_end - 1:
+        sample.experts.CopyFrom(draft.experts)
     return sample

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
+from quartet import experts
 from quartet.errors import QuartetError
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.imports import uncollected
@@ -231,10 +232,12 @@ class Worker:
 
 
 def bounded(rollout: rollout_pb2.Rollout) -> rollout_pb2.Rollout:
-    """The rollout if it fits into a message, else without its messages, else a failure that says so."""
+    """The rollout if it fits into a message, else without its messages, else without experts of its samples,
+    else a failure that says so."""
     if rollout.ByteSize() <= MAX_MESSAGE_BYTES:
         return rollout
     del rollout.messages[:]
+    experts.make_room(rollout.samples, rollout.ByteSize() - MAX_MESSAGE_BYTES)
     size = rollout.ByteSize()
     if size <= MAX_MESSAGE_BYTES:
         return rollout

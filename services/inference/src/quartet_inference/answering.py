@@ -27,7 +27,7 @@ from quartet.v1 import inference_service_pb2 as pb
 from quartet_inference.chat import Chat, Unextendable
 from quartet_inference.chat.lengths import too_long
 from quartet_inference.conversations import Conversations, Messages
-from quartet_inference.engine import Delta, Engine, Finish, Reason, Request, ServedWeights, refusal
+from quartet_inference.engine import Delta, Engine, Finish, Reason, Request, Routed, ServedWeights, refusal
 from quartet_inference.forms import form_of, unenforceable
 from quartet_inference.messages import from_turn, to_template, tool_to_template
 from quartet_inference.sampling import resolve
@@ -93,6 +93,7 @@ class Ended:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    routed: Routed | None = None  # where it was asked for
 
 
 class Answerer:
@@ -127,6 +128,7 @@ class Answerer:
         prompt, wanted = await self._prepared(request, remaining_s, room_for=1)
         wanted = replace(wanted, top=top) if top else wanted
         sampled: list[list[int]] = [list(prompt.sampled) for _ in range(wanted.n)]
+        routed: dict[int, Routed] = {}
         async with aclosing(self._engine.generate(wanted)) as events:  # type: ignore[type-var]
             begun: Started | None = Started(prompt.given, prompt.tools, prompt.rendered, prompt.kept)
             async for event in events:
@@ -136,10 +138,13 @@ class Answerer:
                 if isinstance(event, Delta):
                     sampled[event.index].extend(event.token_ids)
                     yield event
+                elif isinstance(event, Routed):
+                    routed[event.index] = event
                 elif len(sampled[event.index]) <= INLINE_TOKENS:
-                    yield self._end(event, sampled[event.index], prompt)
+                    yield self._end(event, sampled[event.index], prompt, routed.get(event.index))
                 else:
-                    yield await asyncio.to_thread(self._end, event, sampled[event.index], prompt)
+                    ending = (event, sampled[event.index], prompt, routed.get(event.index))
+                    yield await asyncio.to_thread(self._end, *ending)
 
     async def prompt(self, request: pb.GenerateRequest, remaining_s: float | None) -> tuple[int, ...]:
         """What `answer` would complete, once the weights are there; it may fill the context.
@@ -271,7 +276,20 @@ class Answerer:
             exact_version=request.exact_policy_version if request.HasField("exact_policy_version") else None,
             keep_prefix=bool(request.session_id),
             resumed=prompt.resumed,
+            experts_from=self._experts_from(request, prompt),
         )
+
+    def _experts_from(self, request: pb.GenerateRequest, prompt: _Prompt) -> int | None:
+        """From where on the experts are asked for. Errors: INVALID_REQUEST."""
+        if not request.HasField("experts_from"):
+            return None
+        if not self._engine.info().routers:
+            remedy = "start the replica with routed_experts = true, on a mixture-of-experts model"
+            raise refused("experts_from", request.experts_from, remedy)
+        if request.experts_from > len(prompt.given):
+            remedy = f"send at most the prompt's length, {len(prompt.given)}"
+            raise refused("experts_from", request.experts_from, remedy)
+        return request.experts_from if prompt.kept else 0
 
     async def _wait_for_weights(self, wanted: Request, has_minimum: bool, remaining_s: float | None) -> None:
         """Wait for the run and the version that a request names; the engine checks the rest."""
@@ -307,7 +325,7 @@ class Answerer:
             have=have,
         )
 
-    def _end(self, event: Finish, sampled: list[int], prompt: _Prompt) -> Ended:
+    def _end(self, event: Finish, sampled: list[int], prompt: _Prompt, routed: Routed | None) -> Ended:
         text_ids = sampled
         stop_match = event.stop_string
         if event.stop_token is not None:
@@ -326,4 +344,4 @@ class Answerer:
         calls = bool(turn.calls) and event.reason is Reason.STOP and not stop_match
         reason = pb.FINISH_REASON_TOOL_CALLS if calls else _REASONS[event.reason]
         used = (len(prompt.given), len(sampled), event.cached_tokens)
-        return Ended(event.index, reason, stop_match, text, message, *used)
+        return Ended(event.index, reason, stop_match, text, message, *used, routed)

@@ -173,6 +173,8 @@ class InferenceConfig(Config):
     version_wait_seconds: float = pydantic.Field(default=600.0, gt=0, le=86_400)
     # Decoding that samples nothing for so long fails the liveness check.
     stall_seconds: float = pydantic.Field(default=120.0, gt=0)
+    # Note which experts of a mixture take each token, for requests that ask (a run's router_replay).
+    routed_experts: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     embedded: EmbeddedConfig = EmbeddedConfig()
     vllm: VllmConfig = VllmConfig()

@@ -2,8 +2,8 @@
 
 A stream of tokens for each request, and weights that change between two steps.
 
-1. `generate` yields Delta and Finish events; when its iterator is closed, the slots of the request are free
-   within one step.
+1. `generate` yields Delta and Finish events, Routed ones where asked for; when its iterator is closed, the
+   slots of the request are free within one step.
 2. Every token carries the version of the weights that sampled it; an engine stamps no version that `swap` has
    not given it.
 3. `stage` may take long and disturbs nobody; `swap` is short, happens between two steps, and drops no
@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 from quartet.errors import QuartetError
 from quartet.weights.tensor import Tensor
 
@@ -31,6 +33,8 @@ from quartet_inference.structure.following import Compiled
 MAX_TOP = 20
 #: The likeliest tokens of a position with their log-probabilities, the best first.
 Top = dict[int, float]
+#: Numbers of the experts that took tokens, [tokens, routers, slots]: uint8, or uint16 of more than 256.
+Experts = npt.NDArray[np.unsignedinteger[Any]]
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,8 @@ class Request:
     # The last so many tokens of the prompt were sampled by this completion, elsewhere; only with n = 1.
     resumed: int = 0
     top: int = 0  # so many of the likeliest tokens in the place of each sampled one too, at most MAX_TOP
+    # Tell which experts took the tokens from this position on; None: do not. Only where EngineInfo.routers.
+    experts_from: int | None = None
     # What sampling.grammar says, for an engine that samples in this process.
     compiled: Compiled | None = field(default=None, compare=False, repr=False)
 
@@ -118,6 +124,18 @@ class Reason(Enum):
 
 
 @dataclass(frozen=True)
+class Routed:
+    """Which experts took the tokens of one completion and its prompt; once, after its last Delta.
+
+    The last token sampled was not computed on, so that it is not among them.
+    """
+
+    index: int
+    start: int  # position of the first
+    experts: Experts
+
+
+@dataclass(frozen=True)
 class Finish:
     """The end of one completion."""
 
@@ -128,7 +146,7 @@ class Finish:
     cached_tokens: int
 
 
-Event = Delta | Finish
+Event = Delta | Routed | Finish
 
 
 @dataclass(frozen=True)
@@ -177,6 +195,7 @@ class EngineInfo:
     out_of_service: str = ""  # why it answers nothing until other weights are served
     update_refused: str = ""  # why the version that was offered last is not served
     adapters: tuple[ServedWeights, ...] = ()
+    routers: int = 0  # whose choices it notes for requests that ask; 0: it notes none
 
     def serving(self, run_id: str) -> ServedWeights | None:
         """What answers requests that name this run, or none."""

@@ -9,15 +9,18 @@ from contextlib import aclosing
 import grpc
 from quartet.errors import refused
 from quartet.kit.stream import HEARTBEAT_SECONDS
-from quartet.v1 import common_pb2
+from quartet.v1 import common_pb2, rollout_pb2
 from quartet.v1 import inference_service_pb2 as pb
 from quartet.v1 import inference_service_pb2_grpc as rpc
 
 from quartet_inference.adapters import Adapters
-from quartet_inference.answering import Answerer, Started
-from quartet_inference.engine import Delta, Engine
+from quartet_inference.answering import Answerer, Ended, Started
+from quartet_inference.engine import Delta, Engine, Routed
 from quartet_inference.joined import AnswerEvent, joined
 from quartet_inference.scoring import resolve_samples
+
+#: GenerateResponse.experts says so.
+MAX_EXPERTS_BYTES = 1 << 20
 
 
 class InferenceServicer(rpc.InferenceServiceServicer):
@@ -123,13 +126,29 @@ def _responses(batch: Sequence[AnswerEvent]) -> Iterator[pb.GenerateResponse]:
     """As few messages as say it: each costs both ends more than the tokens in it."""
     response = pb.GenerateResponse()
     for event in batch:
+        routed = event.routed if isinstance(event, Ended) else None
         full = response.HasField("finish") or (response.HasField("delta") and isinstance(event, Delta))
-        if full:
+        if full or (routed is not None and response.ListFields()):
             yield response
             response = pb.GenerateResponse()
+        if routed is not None:
+            yield from _experts(routed)
         _add(response, event)
     if batch:
         yield response
+
+
+def _experts(routed: Routed) -> Iterator[pb.GenerateResponse]:
+    """Parts of at most MAX_EXPERTS_BYTES, or of one token."""
+    tokens, layers, slots = routed.experts.shape
+    width = routed.experts.itemsize
+    step = max(1, MAX_EXPERTS_BYTES // (layers * slots * width))
+    for first in range(0, tokens, step):
+        numbers = routed.experts[first : first + step].astype(f"<u{width}", copy=False).tobytes()
+        experts = rollout_pb2.RoutedExperts(
+            start=routed.start + first, layers=layers, slots=slots, width=width, numbers=numbers
+        )
+        yield pb.GenerateResponse(experts=pb.GenerateExperts(index=routed.index, experts=experts))
 
 
 def _add(response: pb.GenerateResponse, event: AnswerEvent) -> None:

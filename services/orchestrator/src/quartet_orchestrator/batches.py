@@ -109,4 +109,5 @@ def _most_bytes(sample: Sample) -> int:
         + TOKEN_BYTES * len(sample.token_ids)
         + LOGPROB_BYTES * logprobs
         + SPAN_BYTES * len(sample.spans)
+        + len(sample.experts.numbers)
     )

@@ -158,6 +158,7 @@ class Rollouts:
             self._config.messages_of_members,
         )
         request.min_policy_version = self._pace.min_policy_version(group.place.batch)
+        request.routed_experts = self._config.algorithm.router_replay
         failed = await self._sampling.complete(
             request,
             group.missing,

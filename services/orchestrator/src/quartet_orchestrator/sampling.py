@@ -12,7 +12,8 @@
    token, or one that another version sampled than the request pins, is a failure. A failure never has a
    reward.
 6. A rollout that a teacher has judged fits into a message of its own with all that is told beside it
-   (ROLLOUT_BYTES), as one from a host does: else without its conversation, else it is a failure.
+   (ROLLOUT_BYTES), as one from a host does: else without its conversation, or experts of its samples, else it
+   is a failure.
 7. An environment that a host refuses now is RunInterrupted: it was there when the run was submitted.
 """
 
@@ -26,6 +27,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from quartet import experts
 from quartet.errors import QuartetError
 from quartet.kit.options import MAX_MESSAGE_BYTES
 from quartet.v1 import common_pb2 as cpb
@@ -219,11 +221,12 @@ def checked(rollout: rpb.Rollout, exact_version: int | None = None) -> None:
 
 
 def bounded(rollout: rpb.Rollout) -> None:
-    """Takes from a success what does not fit into a message: its conversation, or all but the failure that it
-    is then."""
+    """Takes from a success what does not fit into a message: its conversation, experts of its samples, or all
+    but the failure that it is then."""
     if rollout.ByteSize() <= ROLLOUT_BYTES:
         return
     del rollout.messages[:]
+    experts.make_room(rollout.samples, rollout.ByteSize() - ROLLOUT_BYTES)
     size = rollout.ByteSize()
     if size > ROLLOUT_BYTES:
         rollout.CopyFrom(rpb.Rollout(member=rollout.member, failed_attempts=rollout.failed_attempts))

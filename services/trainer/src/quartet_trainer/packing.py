@@ -1,6 +1,7 @@
 """Packing: ragged samples become rectangular micro-batches, with no attention across samples.
 
-1. Samples with an equal prompt (the members of a group) share it: a row is the prompt once, then their tails,
+1. Samples with an equal prompt, whose tokens went to equal experts where these are told, share it (the
+   members of a group): a row is the prompt once, then their tails,
    each tail seeing the prompt and itself only, at the positions it would have alone. Log-probabilities and
    gradients equal those of separate rows.
 2. Every covered position of every sample is predicted exactly once.
@@ -31,7 +32,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from quartet_trainer.sample import Ints, Sample
+from quartet_trainer.sample import Experts, Ints, Sample
 
 #: What one more micro-batch costs on a CPU, in tokens computed: padding beyond it is worse.
 MICROBATCH_COST_TOKENS = 128
@@ -48,6 +49,14 @@ PADDING = -1
 
 
 @dataclass(frozen=True, slots=True)
+class Routes:
+    """Which experts take the tokens of all rows, one row after the other, as far as it is told."""
+
+    experts_TNk: Experts
+    told_T: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
     """One forward pass."""
 
@@ -61,6 +70,8 @@ class MicroBatch:
     targets_K: Ints
     # The samples in it, in order; their covered positions follow each other in the K axis.
     members: tuple[int, ...]
+    # None: the routers choose for all of them.
+    routes: Routes | None = None
 
     @property
     def tokens(self) -> int:
@@ -153,6 +164,8 @@ def rows_of(samples: Sequence[Sample], members: Sequence[int], row_tokens: int) 
             rows.append(Row(0, (member,), sample.input_length))
             continue
         prompt = sample.tokens_T[: sample.prompt_length].tobytes()
+        if sample.experts_TNk is not None:
+            prompt += sample.experts_TNk[: sample.prompt_length].tobytes()
         by_prompt.setdefault(prompt, []).append(member)
     for group in by_prompt.values():
         rows.extend(_shared_rows(samples, group, row_tokens))
@@ -184,6 +197,7 @@ def _lay_out(samples: Sequence[Sample], rows: Sequence[Row], width: int) -> Micr
     if not needs_mask:
         position_ids_RL[:] = np.arange(width)
     segments_RL = np.full_like(token_ids_RL, PADDING)
+    routes = _room_for_routes(samples, rows, width)
     predictors: list[Ints] = []
     for number, row in enumerate(rows):
         shared = row.prompt_length
@@ -191,6 +205,7 @@ def _lay_out(samples: Sequence[Sample], rows: Sequence[Row], width: int) -> Micr
             token_ids_RL[number, :shared] = samples[row.members[0]].tokens_T[:shared]
             position_ids_RL[number, :shared] = np.arange(shared)
             segments_RL[number, :shared] = PROMPT
+            _route(samples[row.members[0]], 0, shared, routes, number * width)
         column = shared
         for segment, member in enumerate(row.members, start=1):
             sample = samples[member]
@@ -199,6 +214,7 @@ def _lay_out(samples: Sequence[Sample], rows: Sequence[Row], width: int) -> Micr
             token_ids_RL[number, where] = tail
             position_ids_RL[number, where] = np.arange(shared, sample.input_length)
             segments_RL[number, where] = segment
+            _route(sample, shared, sample.input_length, routes, number * width + column)
             before = sample.covered_K - 1
             predictors.append(number * width + np.where(before < shared, before, before - shared + column))
             column += len(tail)
@@ -212,4 +228,22 @@ def _lay_out(samples: Sequence[Sample], rows: Sequence[Row], width: int) -> Micr
         np.concatenate(predictors),
         np.concatenate(targets),
         members,
+        routes,
     )
+
+
+def _room_for_routes(samples: Sequence[Sample], rows: Sequence[Row], width: int) -> Routes | None:
+    told = (samples[member].experts_TNk for row in rows for member in row.members)
+    first = next((one for one in told if one is not None), None)
+    if first is None:
+        return None
+    tokens = len(rows) * width
+    return Routes(np.zeros((tokens, *first.shape[1:]), np.uint16), np.zeros(tokens, np.bool_))
+
+
+def _route(sample: Sample, begin: int, end: int, routes: Routes | None, at: int) -> None:
+    """Lay the experts of the tokens begin..end of a sample from a place on."""
+    if routes is not None and sample.experts_TNk is not None:
+        where = slice(at, at + end - begin)
+        routes.experts_TNk[where] = sample.experts_TNk[begin:end]
+        routes.told_T[where] = True

@@ -25,6 +25,7 @@ from quartet_trainer.model import max_positions, resolve_folder
 from quartet_trainer.packing import MicroBatch, cost_of_one_more, cut, rows_of
 from quartet_trainer.publish import Snapshot
 from quartet_trainer.ranks.alone import Alone, Ranks
+from quartet_trainer.replay import Replay
 from quartet_trainer.routing import Routing
 from quartet_trainer.sample import Floats, Sample
 from quartet_trainer.spec import LossSpec
@@ -106,6 +107,7 @@ class Passes:
         self._policy, self._machine, self._standing = policy, machine, standing
         self._budget_tokens, self._progress = budget_tokens, progress
         self._routing = Routing(policy.model)
+        self.replay = Replay(policy.model)
         self._row_tokens = policy.shared_tokens(machine.row_tokens)
         self._max_positions = max_positions(policy.model)
         self._cost_tokens = cost_of_one_more(budget_tokens, accelerated=machine.device.type != "cpu")
@@ -126,22 +128,24 @@ class Passes:
         for members, learns in ((moving, True), (still, False)):
             # Where every weight is zero so is the gradient: the forward pass alone gives the diagnostics.
             for batch in self._pack(samples, members):
-                with torch.set_grad_enabled(learns), self._routing.watched(batch.present_T):
-                    logp_K, entropy_K = self._policy(
-                        batch, loss.temperature, entropy_learns=loss.entropy_coef != 0
-                    )
-                    # Zero of nothing has a backward pass, too, which meets those of the other ranks.
-                    total = 0.0 * logp_K.sum()
-                    if batch.members and refused is None:
-                        tokens = columns.tokens(batch.members, logp_K, entropy_K)
-                        try:
-                            losses_K = token_losses(loss, tokens, kl_coef, self._machine.losses)
-                            total = losses_K.sum() / normalizer
-                        except QuartetError as error:
-                            # A loss of one's own; other ranks may know nothing of it and go on.
-                            refused = error
-                if learns:
-                    torch.autograd.backward(total)
+                # Around the backward pass, too, in which layers may be computed anew.
+                with self.replay.replaying(batch, self._machine.device):
+                    with torch.set_grad_enabled(learns), self._routing.watched(batch.present_T):
+                        logp_K, entropy_K = self._policy(
+                            batch, loss.temperature, entropy_learns=loss.entropy_coef != 0
+                        )
+                        # Zero of nothing has a backward pass, too, which meets those of the other ranks.
+                        total = 0.0 * logp_K.sum()
+                        if batch.members and refused is None:
+                            tokens = columns.tokens(batch.members, logp_K, entropy_K)
+                            try:
+                                losses_K = token_losses(loss, tokens, kl_coef, self._machine.losses)
+                                total = losses_K.sum() / normalizer
+                            except QuartetError as error:
+                                # A loss of one's own; other ranks may know nothing of it and go on.
+                                refused = error
+                    if learns:
+                        torch.autograd.backward(total)
                 done.loss += float(total.detach())
                 done.keep(samples, batch.members, logp_K.detach(), entropy_K.detach())
                 self._progress()
@@ -170,7 +174,8 @@ class Passes:
             )
             with scoring as score:
                 for batch in self._pack(samples, range(len(samples))):
-                    output = score(batch, temperature, weights is not None and full_precision)
+                    with self.replay.replaying(batch, self._machine.device):
+                        output = score(batch, temperature, weights is not None and full_precision)
                     done.keep(samples, batch.members, *output)
                     self._progress()
         self._machine.ranks.join(done, [len(sample.covered_K) for sample in samples])

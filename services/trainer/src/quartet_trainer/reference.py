@@ -5,12 +5,14 @@
 2. Synchronised, it moves every `sync_steps` optimizer steps: reference = alpha * policy + (1 - alpha) *
    reference. (TR-DPO, arXiv 2404.09656; TRL's ref_model_sync_steps and ref_model_mixup_alpha.) Then it
    belongs to the run's state, and a restored run continues bit-equally.
-3. It computes in the arithmetic of the policy's own pass: where weights are equal, so are log-probabilities.
+3. It is told no experts: what it thinks of a token is its own routers' matter (replay.py).
+4. It computes in the arithmetic of the policy's own pass: where weights are equal, so are log-probabilities.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +30,10 @@ Scorer = Callable[[Sequence[Sample], float], list[Floats]]
 
 
 class Reference:
-    """A model beside the policy. `score` is how it computes; `weights` are what a synchronisation moves."""
+    """A model beside the policy. `score` says how it computes; `weights` are what a synchronisation moves."""
 
     def __init__(self, spec: ReferenceSpec, score: Scorer, weights: Mapping[str, Tensor]) -> None:
-        self._spec, self.score, self._weights = spec, score, weights
+        self._spec, self._score, self._weights = spec, score, weights
 
     @classmethod
     def of_policy(
@@ -45,6 +47,10 @@ class Reference:
     def of_model(cls, spec: ReferenceSpec, passes: Passes) -> Reference:
         """Another model, with passes of its own."""
         return cls(spec, lambda samples, t: passes.score(samples, None, t), {})
+
+    def score(self, samples: Sequence[Sample], temperature: float) -> list[Floats]:
+        """Log-probabilities of the covered positions of each sample."""
+        return self._score([replace(sample, experts_TNk=None) for sample in samples], temperature)
 
     def stepped(self, steps: int, parameters: Mapping[str, nn.Parameter]) -> None:
         """The policy has taken so many optimizer steps."""

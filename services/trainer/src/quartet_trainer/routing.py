@@ -37,7 +37,7 @@ class Routing:
     """The routers of a model, and what they did since `begin`."""
 
     def __init__(self, model: Any) -> None:
-        self._routers, self._device = _routers(model), model.device
+        self._routers, self._device = routers_of(model), model.device
         # A row for each router: choices of each expert, then the sum of entropies, then tokens.
         self._seen: list[Tensor | None] = [None] * len(self._routers)
 
@@ -99,7 +99,8 @@ def routing_values(table: Tensor) -> dict[str, float]:
     }
 
 
-def _routers(model: Any) -> list[nn.Module]:
+def routers_of(model: Any) -> list[nn.Module]:
+    """The routers of a model, in its order."""
     # Transformers' own declaration of where a model's router logits come from.
     recorder = (model.base_model._can_record_outputs or {}).get("router_logits")
     if not isinstance(recorder, OutputRecorder):  # JetMoe has a list: attention chooses experts, too

@@ -41,6 +41,7 @@ from quartet_trainer.publish import TORCH_DTYPES, Snapshot
 from quartet_trainer.ranks.layout import is_whole, part
 from quartet_trainer.recompute import recomputable
 from quartet_trainer.reference import REFERENCE, Reference
+from quartet_trainer.replay import replayed_share
 from quartet_trainer.results import BatchResult, RunStatus, StepResult
 from quartet_trainer.routing import routing_values
 from quartet_trainer.sample import Floats, Sample, check_against_model
@@ -157,6 +158,7 @@ class Run:
             holds_reference=self._reference is not None,
             custom=self._machine.losses,
         )
+        self._passes.replay.check(samples)
         columns = self._columns(samples, loss)
         kl_coef = self._kl_control.of(loss)
         loss_tokens = sum(len(sample.covered_K) for sample in samples)
@@ -167,6 +169,7 @@ class Run:
             values = diagnose(columns, loss, done.logprobs, done.entropies)
             if done.routing is not None:
                 values |= routing_values(done.routing)
+                values["replayed_fraction"] = replayed_share(samples)
             found = self._verify(samples, loss.temperature, done.logprobs) if verify_logprobs else None
         self._trained.learned()
         self._loss_broken = self._loss_broken or not math.isfinite(done.loss)
@@ -232,6 +235,7 @@ class Run:
         Errors: VERSION_UNKNOWN, INVALID_REQUEST.
         """
         check_against_model(samples, self._vocab_size, base.max_positions(self._model))
+        self._passes.replay.check(samples)
         weights = None if version is None else self._versions.find(version)
         return self._passes.score(samples, weights, temperature)
 

@@ -4,7 +4,7 @@
    numbers are finite, and no probability is above 1.
 2. Whoever sent a malformed one learns which sample, which field, which value.
 
-Shapes: T tokens, K covered positions.
+Shapes: T tokens, K covered positions, N routers, k experts that take a token.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from quartet.errors import QuartetError
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+#: Numbers of experts: uint8 or uint16.
+Experts = npt.NDArray[np.unsignedinteger[Any]]
 
 #: A sampler that rounds to bfloat16 may report a little more than 0; a negative log-probability is more.
 MAX_LOGPROB = 0.1
@@ -38,6 +40,8 @@ class Sample:
     advantages_K: Floats | None
     # A reference's log-probabilities; None where none were sent.
     reference_K: Floats | None = None
+    # Which experts took the tokens that a forward pass must read, or more, in each router; None: not told.
+    experts_TNk: Experts | None = None
 
     @property
     def is_covered(self) -> bool:
@@ -62,6 +66,7 @@ def make_sample(
     logprobs: Sequence[float],
     advantages: Sequence[float],
     reference: Sequence[float] = (),
+    experts_TNk: Experts | None = None,
 ) -> Sample:
     """Check one sample; spans are (start, length, policy_version). Errors: INVALID_REQUEST."""
     tokens_T = np.array(token_ids, dtype=np.int64)
@@ -78,6 +83,9 @@ def make_sample(
     covered = [np.arange(start, start + length) for start, length, _ in spans]
     versions = [_filled(length, version, np.int64) for _, length, version in spans]
     count = sum(map(len, covered))
+    if experts_TNk is not None and covered and len(experts_TNk) < end - 1:
+        value = f"those of {len(experts_TNk)} tokens"
+        raise _refused(index, "experts", value, f"send those of the first {end - 1}, or none")
     return Sample(
         tokens_T,
         _joined(covered),
@@ -85,6 +93,7 @@ def make_sample(
         _per_position(index, "logprobs", logprobs, (0, count), count, MAX_LOGPROB),
         _per_position(index, "advantages", advantages, (0, 1, count), count),
         _per_position(index, "reference_logprobs", reference, (0, count), count),
+        experts_TNk,
     )
 
 

@@ -100,6 +100,9 @@ class RolloutPolicy(vf.Client):  # type: ignore[misc]
             request.tokens.tail_messages.extend(wire_message(m) for m in tail)
         else:
             request.messages.messages.extend(wire_message(m) for m in prompt)
+        if wanted.routed_experts:
+            # What was sampled last was not computed on.
+            request.experts_from = max(0, len(request.tokens.token_ids) - 1)
         return request
 
     def _extended(self, prompt: Any) -> tuple[Turn | None, Any]:

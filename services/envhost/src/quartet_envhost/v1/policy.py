@@ -124,6 +124,9 @@ class RolloutPolicy(Client):  # type: ignore[misc]
             request.tokens.tail_messages.extend(_message(m) for m in turn.tail)
         else:
             request.messages.messages.extend(_message(m) for m in turn.prompt)
+        if wanted.routed_experts:
+            # What was sampled last was not computed on.
+            request.experts_from = max(0, len(request.tokens.token_ids) - 1)
         return request
 
     def _sampling(self, sampling: SamplingConfig) -> common_pb2.SamplingParams:

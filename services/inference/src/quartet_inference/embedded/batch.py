@@ -15,16 +15,18 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from quartet_inference.embedded.experts import NotingForward
 from quartet_inference.embedded.forward import Forward
 from quartet_inference.embedded.kv_cache import KvCache
 from quartet_inference.embedded.lora import Bank, Slot
 from quartet_inference.embedded.prefill import PREFILL_TOKENS, prefill
 from quartet_inference.embedded.prefix_cache import Key, Prefix, PrefixCache
 from quartet_inference.embedded.sequence import RunningSequence
-from quartet_inference.engine import Top
+from quartet_inference.engine import Experts, Top
 from quartet_inference.sampler import Sampler
 
 #: Steps that must fit before a row may join, so that it does not join and leave again all the time.
@@ -55,6 +57,7 @@ class Batch:
 
     def __init__(self, forward: Forward, cache: KvCache, prefixes: PrefixCache, bank: Bank) -> None:
         self._forward = forward
+        self._noting = forward if isinstance(forward, NotingForward) else None
         self._bank = bank
         self._cache = cache
         self._prefixes = prefixes
@@ -90,7 +93,7 @@ class Batch:
         self._cache.reserve(len(self.rows) + len(joiners), min(longest + 1, self._cache.max_length))
         first = len(self.rows)
         leaders_end = first + len(prompts)
-        logits = self._compute(first, prompts, groups)
+        logits, experts = self._compute(first, prompts, groups)
         followers: list[RunningSequence] = []
         order = list(range(len(prompts)))
         for number, prompt in enumerate(prompts):
@@ -106,6 +109,9 @@ class Batch:
         new = [groups[prompt][0] for prompt in prompts] + followers
         for row, sequence in enumerate(new, first):
             sequence.row, sequence.kv_of = row, (self._epoch, sequence.owner)
+        for prompt, told in zip(prompts, experts, strict=False):
+            for sequence in groups[prompt]:
+                sequence.note(told)
         self.rows.extend(new)
         self._bank.set_rows(first, [sequence.slot for sequence in new])
         self._sampler = None
@@ -114,8 +120,10 @@ class Batch:
         self._positions[first : len(self.rows)] = torch.tensor([len(sequence.tokens) for sequence in new])
         return drawn
 
-    def _compute(self, first: int, prompts: list[Key], groups: dict[Key, list[RunningSequence]]) -> Tensor:
-        """Fill the leaders' rows; the logits after each prompt."""
+    def _compute(
+        self, first: int, prompts: list[Key], groups: dict[Key, list[RunningSequence]]
+    ) -> tuple[Tensor, list[Experts]]:
+        """Fill the leaders' rows; the logits after each prompt, and its experts where they are noted."""
         found = [self._prefixes.find(tokens, owner) for owner, tokens in prompts]
         # Prompts that are known whole go first, so that those to be computed are neighbours.
         known = [i for i, (_, tokens) in enumerate(prompts) if found[i][1] == len(tokens)]
@@ -130,19 +138,43 @@ class Batch:
         known_logits = [
             prefix.logits for prefix, _ in found[: len(known)] if prefix and prefix.logits is not None
         ]
+        known_experts = [
+            prefix.experts for prefix, _ in found[: len(known)] if prefix and prefix.experts is not None
+        ]
         if len(known) == len(prompts):
-            return torch.stack(known_logits)
+            return torch.stack(known_logits), known_experts
         self._bank.set_rows(first, [groups[prompt][0].slot for prompt in prompts])
         starts = [shared for _, shared in found[len(known) :]]
         sequences = [tokens for _, tokens in prompts[len(known) :]]
+        if self._noting is not None:
+            self._noting.begin()
         computed = prefill(self._forward, first + len(known), sequences, starts)
+        experts = self._noted(first + len(known), sequences, found[len(known) :])
         for number in range(len(known), len(prompts)):
             after = computed[number - len(known)]
             if torch.isfinite(after).all():
                 owner, tokens = prompts[number]
                 kv = self._cache.read_row(first + number, len(tokens))
-                self._prefixes.add(Prefix(tokens, kv, after.clone(), owner))
-        return torch.cat([torch.stack(known_logits), computed]) if known_logits else computed
+                told = experts[number - len(known)] if experts else None
+                self._prefixes.add(Prefix(tokens, kv, after.clone(), owner, told))
+        logits = torch.cat([torch.stack(known_logits), computed]) if known_logits else computed
+        return logits, known_experts + experts
+
+    def _noted(
+        self, first: int, sequences: Sequence[tuple[int, ...]], found: Sequence[tuple[Prefix | None, int]]
+    ) -> list[Experts]:
+        """The experts of whole prompts that were computed behind what was found of them."""
+        if self._noting is None:
+            return []
+        spans = [
+            (row, shared, len(tokens))
+            for row, (tokens, (_, shared)) in enumerate(zip(sequences, found, strict=True), first)
+        ]
+        told = self._noting.take(spans)
+        for number, (prefix, shared) in enumerate(found):
+            if prefix is not None and prefix.experts is not None:
+                told[number] = np.concatenate([prefix.experts[:shared], told[number]])
+        return told
 
     def make_room(self) -> list[RunningSequence]:
         """Rows that must leave so that the rest can take a step."""
@@ -157,7 +189,14 @@ class Batch:
         count = len(self.rows)
         context = max(len(row.tokens) for row in self.rows)
         self._cache.reserve(count, context)
+        if self._noting is not None:
+            self._noting.begin()
         logits = self._forward(0, self._ids[:count, None], self._positions[:count, None], context, None)
+        if self._noting is not None:
+            # A row's last token is the one that was computed on.
+            spans = [(number, len(row.tokens) - 1, len(row.tokens)) for number, row in enumerate(self.rows)]
+            for row, told in zip(self.rows, self._noting.take(spans), strict=True):
+                row.note(told, len(row.tokens) - 1)
         if self._sampler is None:
             self._sampler = Sampler(list(self.rows), self.device)
         return self._draw(self.rows, self._sampler, logits, to_rows=True)
@@ -183,7 +222,8 @@ class Batch:
         held = len(sequence.tokens) - 1
         if keep_prefix and sequence.kv_of == (self._epoch, sequence.owner):
             tokens = tuple(sequence.tokens[:held])
-            self._prefixes.add(Prefix(tokens, self._cache.read_row(hole, held), None, sequence.owner))
+            kv, experts = self._cache.read_row(hole, held), sequence.experts(held)
+            self._prefixes.add(Prefix(tokens, kv, None, sequence.owner, experts))
         self._cache.fill_hole(hole, last, len(self.rows[last].tokens))
         self._ids[hole], self._positions[hole] = self._ids[last], self._positions[last]
         self.rows[hole] = self.rows[last]

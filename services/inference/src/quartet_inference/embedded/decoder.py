@@ -31,6 +31,7 @@ from quartet_inference.embedded import forward, hub, model, probe, products
 from quartet_inference.embedded.batch import Batch, Drawn
 from quartet_inference.embedded.commands import Commands
 from quartet_inference.embedded.device import within_memory
+from quartet_inference.embedded.experts import NotingForward
 from quartet_inference.embedded.kv_cache import KvCache
 from quartet_inference.embedded.limits import Limits
 from quartet_inference.embedded.lora import Bank, Matrices, Slot
@@ -87,7 +88,8 @@ class Decoder:
         prefixes = PrefixCache(limits.prefix_cache_bytes)
         run = forward.choose(network, cache, self._bank)
         probe.check(network, run, cache)
-        self._batch = Batch(run, cache, prefixes, self._bank)
+        noting = NotingForward(run, network) if limits.routed_experts else None
+        self._batch = Batch(noting or run, cache, prefixes, self._bank)
         self._scorer = Scorer(network, limits.max_waiting, self._bank)
         # In the order in which they join; keys alone, because any of them may leave.
         self._waiting: OrderedDict[RunningSequence, None] = OrderedDict()
@@ -99,6 +101,7 @@ class Decoder:
         self.info = EngineInfo(
             "embedded", dtype, limits.max_model_len, limits.max_num_seqs, vocabulary,
             tuple(sorted(end_tokens)), served, 0, 0, 0, 0, 0.0, False,
+            routers=noting.layers if noting else 0,
         )  # fmt: skip
 
     def run(self) -> None:
@@ -176,6 +179,8 @@ class Decoder:
             finish = row.accept(item.token, item.logprob, version, item.top)
             if finish is not None:
                 self._send(row.ticket, row.tell())
+                if (routed := row.routed()) is not None:
+                    self._send(row.ticket, routed)
                 self._send(row.ticket, finish)
                 ended.append(row)
             elif row.untold >= FLUSH_TOKENS:

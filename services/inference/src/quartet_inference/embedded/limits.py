@@ -17,3 +17,4 @@ class Limits:
     recompute_on_update: bool = True
     max_adapters: int = 16
     adapter_bytes: int = 1 << 30
+    routed_experts: bool = False  # note which experts take each token

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from quartet_inference.engine import Experts
+
 #: Shared beginnings are found at multiples of this; a shorter one is not worth the copy.
 BLOCK_TOKENS = 16
 
@@ -23,12 +25,16 @@ Key = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """Computed tokens: keys and values of each, and the logits that follow the last where they are known."""
+    """Computed tokens: keys and values of each, and the logits that follow the last where they are known.
+
+    Where the engine notes them, the experts of each token, too.
+    """
 
     tokens: tuple[int, ...]
     kv: Tensor
     logits: Tensor | None
     owner: int = 0
+    experts: Experts | None = None
 
     @property
     def key(self) -> Key:
@@ -38,7 +44,8 @@ class Prefix:
     @property
     def nbytes(self) -> int:
         """Memory it holds."""
-        return self.kv.nbytes + (0 if self.logits is None else self.logits.nbytes) + 32 * len(self.tokens)
+        beside = sum(one.nbytes for one in (self.logits, self.experts) if one is not None)
+        return self.kv.nbytes + beside + 32 * len(self.tokens)
 
 
 class PrefixCache:

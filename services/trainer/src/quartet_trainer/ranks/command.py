@@ -151,6 +151,11 @@ def sample_bytes(samples: Sequence[Sample]) -> bytes:
         arrays[f"has_{name}"] = np.array([one is not None for one in given])
         present = [one for one in given if one is not None]
         arrays[name] = np.concatenate(present) if present else np.empty(0, np.float32)
+    # Of any shapes: they are compared with the model by all ranks alike, as everything else is.
+    told = [np.empty((0, 0, 0), np.uint8) if one.experts_TNk is None else one.experts_TNk for one in samples]
+    arrays["has_experts"] = np.array([one.experts_TNk is not None for one in samples])
+    arrays["expert_shapes"] = np.array([one.shape for one in told])
+    arrays["experts"] = np.concatenate([one.reshape(-1) for one in told])
     return save(arrays)
 
 
@@ -169,6 +174,10 @@ def parse_samples(body: bytes) -> list[Sample]:
         has = arrays[f"has_{name}"]
         present = iter(_cut(arrays[name], counts[has]))
         columns.append([next(present) if one else None for one in has])
+    shapes = arrays["expert_shapes"]
+    parts = _cut(arrays["experts"], shapes.prod(1))
+    told = zip(parts, shapes, arrays["has_experts"], strict=True)
+    columns.append([part.reshape(shape) if has else None for part, shape, has in told])
     return [Sample(*values) for values in zip(*columns, strict=True)]
 
 

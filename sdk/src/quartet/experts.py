@@ -1,0 +1,56 @@
+"""Which experts took the tokens of a sequence, as messages: parts joined, positions found, room made.
+
+1. What is known of a sequence begins at its first token. A part that starts where positions were told already
+   takes their place, and that of all behind them.
+2. Parts that leave a gap between them, or are of other sizes, are no message any more: nothing is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from quartet.v1 import rollout_pb2
+
+
+def end(experts: rollout_pb2.RoutedExperts) -> int:
+    """The position behind the last one."""
+    return int(experts.start) + len(experts.numbers) // max(1, _row_bytes(experts))
+
+
+def joined(
+    known: rollout_pb2.RoutedExperts | None, part: rollout_pb2.RoutedExperts
+) -> rollout_pb2.RoutedExperts | None:
+    """What is known from any position on, with a part behind it; None where they do not meet."""
+    if known is None or part.start <= known.start:
+        return part
+    alike = (known.layers, known.slots, known.width) == (part.layers, part.slots, part.width)
+    if not alike or part.start > end(known):
+        return None
+    whole = rollout_pb2.RoutedExperts(start=known.start, layers=known.layers, slots=known.slots)
+    whole.width = known.width
+    whole.numbers = known.numbers[: (part.start - known.start) * _row_bytes(known)] + part.numbers
+    return whole
+
+
+def behind(
+    known: rollout_pb2.RoutedExperts | None, turn: rollout_pb2.RoutedExperts | None
+) -> rollout_pb2.RoutedExperts | None:
+    """What is known of a sequence from its first token on, with a turn's behind it; None: nothing."""
+    if turn is None or (known is None and turn.start):
+        return None
+    return joined(known, turn)
+
+
+def make_room(samples: Iterable[rollout_pb2.Sample], excess_bytes: int) -> None:
+    """Let samples forget their experts, the largest first, until so many bytes are gone or none is left."""
+    told = (sample for sample in samples if sample.HasField("experts"))
+    for sample in sorted(told, key=lambda one: -len(one.experts.numbers)):
+        if excess_bytes <= 0:
+            return
+        excess_bytes -= len(sample.experts.numbers)
+        sample.ClearField("experts")
+
+
+def _row_bytes(experts: rollout_pb2.RoutedExperts) -> int:
+    """Of one token."""
+    return int(experts.layers * experts.slots * experts.width)

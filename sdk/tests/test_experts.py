@@ -1,0 +1,70 @@
+"""Experts that replicas tell: joined from parts, told again after a loss, forgotten where room is short."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from quartet import experts
+from quartet.v1 import rollout_pb2
+from replica_fleet import ask, at, check, fails, fleet, home
+from scripted_replica import experts_of, undisturbed
+
+
+def part(start: int, numbers: bytes, layers: int = 1) -> Any:
+    return rollout_pb2.RoutedExperts(start=start, layers=layers, slots=2, width=1, numbers=numbers)
+
+
+def test_parts_are_joined_where_they_meet() -> None:
+    """Guarantees 1 and 2."""
+    first = part(0, b"aabbcc")
+    assert experts.end(first) == 3
+    assert experts.joined(None, first) == first
+    assert experts.joined(first, part(3, b"dd")) == part(0, b"aabbccdd")
+    assert experts.joined(first, part(1, b"xxyyzz")) == part(0, b"aaxxyyzz")
+    assert experts.joined(first, part(0, b"zz")) == part(0, b"zz")
+    assert experts.joined(first, part(4, b"dd")) is None
+    assert experts.joined(first, part(3, b"dddd", layers=2)) is None
+
+
+def test_what_is_known_begins_at_the_first_token() -> None:
+    """Guarantee 1."""
+    assert experts.behind(None, part(0, b"aa")) == part(0, b"aa")
+    assert experts.behind(None, part(1, b"aa")) is None
+    assert experts.behind(part(0, b"aa"), None) is None
+    assert experts.behind(part(0, b"aa"), part(1, b"bb")) == part(0, b"aabb")
+
+
+@pytest.mark.parametrize(
+    ("excess", "left"), [(0, [9, 0, 5]), (1, [0, 0, 5]), (9, [0, 0, 5]), (10, [0, 0, 0])]
+)
+def test_the_largest_are_forgotten_first(excess: int, left: list[int]) -> None:
+    told = [part(0, bytes(9)), None, part(0, bytes(5))]
+    samples = [rollout_pb2.Sample(experts=one) for one in told]
+    experts.make_room(samples, excess)
+    assert [len(sample.experts.numbers) for sample in samples] == left
+
+
+async def test_a_lost_replica_tells_nothing_twice() -> None:
+    """generation.py 2: what it had told of the experts is told again by the next one, of the whole prompt."""
+    async with fleet(2) as (scripted, replicas):
+        first, (second,) = home("s", scripted)
+        first.before_experts = at(12, fails("NOT_READY"))
+        generated = await replicas.complete(ask(experts_from=3), 5)
+        check(generated, "hello", undisturbed())
+        assert len(second.requests) == 1 and second.requests[0].experts_from == 3
+    (completion,) = generated.completions
+    assert completion.experts is not None and completion.experts.start == 3
+    assert completion.experts.numbers == experts_of([*map(ord, "lo"), *undisturbed()[:-1]])
+
+
+async def test_completions_of_one_call_have_experts_of_their_own() -> None:
+    async with fleet(1) as (_, replicas):
+        generated = await replicas.complete(ask(n=3, experts_from=0), 5)
+        silent = await replicas.complete(ask(n=2), 5)
+    for completion in generated.completions:
+        told = completion.experts
+        assert told is not None
+        assert told.numbers == experts_of([*map(ord, "hello"), *completion.token_ids[:-1]])
+    assert len({tuple(one.token_ids) for one in generated.completions}) == 3
+    assert all(one.experts is None for one in silent.completions)
