@@ -8,8 +8,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from quartet.v1 import rollout_pb2
+
+#: Of all samples of one ForwardBackward or Forward call.
+MAX_CALL_BYTES: Final = 2 << 30
 
 
 def end(experts: rollout_pb2.RoutedExperts) -> int:

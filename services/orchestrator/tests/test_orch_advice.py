@@ -59,6 +59,13 @@ def test_a_reward_that_falls_is_told_with_how_far() -> None:
     assert not said(below_zero), "half of what is below zero is no measure"
 
 
+def test_experts_that_are_not_replayed_are_told_where_they_were_asked_for() -> None:
+    half = [with_(train__replayed_fraction=0.5)] * WINDOW
+    (sentence,) = said(half, "[algorithm]\nrouter_replay = true")
+    assert "experts of 50% of the tokens" in sentence and "sampling.max_tokens" in sentence
+    assert not said(half) and not said([CALM] * WINDOW, "[algorithm]\nrouter_replay = true")
+
+
 def test_nothing_is_said_of_a_run_that_goes_well() -> None:
     assert not said([CALM] * REMEMBERED)
 

@@ -176,6 +176,19 @@ def rollout(tokens: int, version: int = 0, reward: float = 1.0) -> Rollout:
     return result
 
 
+def test_frames_carry_experts_up_to_the_bound_of_a_call(monkeypatch):
+    """batches.py 3 and 4"""
+    rollout = Rollout()
+    sample = rollout.samples.add(token_ids=[1, 2], logprobs=[-1.0])
+    sample.experts.numbers = bytes(1 << 20)
+    monkeypatch.setattr("quartet.experts.MAX_CALL_BYTES", 3 << 20)
+    _, *several, commit = batches.frames(tpb.ForwardBackwardStart(), [rollout] * 5, [[1.0]] * 5)
+    assert all(frame.ByteSize() < 2 << 20 for frame in several) and len(several) == 5
+    samples = [one for frame in several for one in frame.batch.samples]
+    assert [one.sample.HasField("experts") for one in samples] == [True] * 3 + [False] * 2
+    assert commit.commit.sample_count == 5 and sample.HasField("experts"), "the rollout keeps its own"
+
+
 def test_frames_carry_every_sample_once_below_the_message_limit():
     """batches.py 1-3"""
     rollouts = [rollout(120_000) for _ in range(9)]

@@ -277,6 +277,43 @@ async def test_experts_of_another_model_are_refused(
         assert "the routers of Qwen3ForCausalLM cannot be told; leave them out" in refused.message
 
 
+async def test_ranks_send_tokens_the_same_way(
+    serve_trainer: Make, call_ranks: Make, make_samples: Make, mixtures: Make
+) -> None:
+    """Spread over two ranks, samples that tell nothing among them."""
+    samples = [*drawn(make_samples(), 2), *make_samples(groups=1, seed=5)]
+    found = []
+    for trainer_of in (serve_trainer, call_ranks):
+        async with trainer_of() as trainer:
+            await trainer.create(base_model=str(mixtures("qwen3_moe")))
+            logprobs = np.concatenate(await trainer.forward(samples))
+            found.append((logprobs, *(await trainer.one_step(1, samples))[:2]))
+    (alone, *steps), (spread, *spread_steps) = found
+    assert np.abs(alone - spread).max() < 1e-5
+    assert steps == pytest.approx(spread_steps, rel=1e-5)
+
+
+async def test_experts_are_bounded_apart_from_the_samples(
+    serve_trainer: Make, make_samples: Make, mixtures: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariant 8, and intake.py 3: of a call, and over all calls; what was held is given back."""
+    samples = drawn(make_samples(), 2)
+    told = sum(len(one.sample.experts.numbers) for one in samples)
+    monkeypatch.setattr(
+        "quartet_trainer.intake.MAX_CALL_BYTES", sum(one.ByteSize() for one in samples) - told
+    )
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(mixtures("qwen3_moe")))
+        with monkeypatch.context() as less:
+            less.setattr("quartet.experts.MAX_CALL_BYTES", told - 1)
+            refused = await trainer.refused(trainer.forward_backward(1, samples), "INVALID_REQUEST")
+            assert f"at most {told - 1} bytes of experts" in refused.message
+        with monkeypatch.context() as less:
+            less.setattr("quartet_trainer.intake.MAX_BUFFERED_EXPERTS_BYTES", told - 1)
+            await trainer.refused(trainer.forward_backward(1, samples), "OVERLOADED")
+        assert (await trainer.forward_backward(1, samples)).loss_tokens > 0
+
+
 def test_two_bytes_are_little_endian() -> None:
     sample = pb.TrainingSample(sample=rollout_pb2.Sample(token_ids=[1, 2]), advantages=[])
     sample.sample.experts.CopyFrom(

@@ -45,7 +45,7 @@ def _symptoms(config: RunConfig) -> Iterator[Symptom]:
             yield partial(of_environment, config, env.label)
     for of_rollouts in (_cut, _breaks, _thrown_away):
         yield partial(of_rollouts, config)
-    for of_training in () if config.external_trainer else (_falls, _skips, _is_far):
+    for of_training in () if config.external_trainer else (_falls, _skips, _is_far, _routes_itself):
         yield partial(of_training, config)
 
 
@@ -157,6 +157,17 @@ def _is_far(config: RunConfig, steps: Steps) -> str | None:
         "the policy that is trained is far from the one that sampled: importance weights leave "
         f"{size:.0%} of the tokens' worth (train/effective_sample_size); lower max_off_policy_steps (now "
         f"{config.max_off_policy_steps}) or learning_rate (now {config.learning_rate:g})"
+    )
+
+
+def _routes_itself(config: RunConfig, steps: Steps) -> str | None:
+    share = _mean(steps, "train/replayed_fraction", 1.0)
+    if not config.algorithm.router_replay or share >= NEARLY_ALL:
+        return None
+    return (
+        f"the experts of {1 - share:.0%} of the tokens are not replayed (train/replayed_fraction): a rollout "
+        "tells them where they fit into its message of 4 MiB; lower sampling.max_tokens, or the turns that "
+        "the environment allows"
     )
 
 

@@ -5,6 +5,7 @@
 2. Samples are forwarded as the environment host gave them: whole messages are copied, tokens are never
    touched one by one.
 3. A frame stays below FRAME_BYTES plus one sample, so below the 4 MiB limit of messages.
+4. What tells of experts is left out of the samples that come after experts.MAX_CALL_BYTES of it.
 
 Pure.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from quartet import experts
 from quartet.run.algorithm import AlgorithmConfig
 from quartet.run.config import RunConfig
 from quartet.v1 import trainer_service_pb2 as tpb
@@ -80,6 +82,7 @@ def frames(
     """Start, samples, commit. `advantages` are those of each rollout's samples."""
     yield tpb.ForwardBackwardRequest(start=start)
     frame, size, samples, tokens = tpb.ForwardBackwardRequest(), 0, 0, 0
+    told = 0
     for rollout, its_own in zip(rollouts, advantages, strict=True):
         for sample, advantage in zip(rollout.samples, its_own, strict=True):
             grown = _most_bytes(sample)
@@ -94,6 +97,9 @@ def frames(
                 credited.reference_logprobs.extend(sample.reference_logprobs)
                 credited.sample.ClearField("reference_logprobs")
             size += grown
+            told += len(sample.experts.numbers)
+            if told > experts.MAX_CALL_BYTES:
+                credited.sample.ClearField("experts")
             samples += 1
             tokens += len(sample.token_ids)
     if size:

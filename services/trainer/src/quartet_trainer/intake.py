@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import xxhash
+from quartet import experts
 from quartet.errors import QuartetError
 
 from quartet_trainer.sample import Sample
@@ -28,10 +29,13 @@ from quartet_trainer.wire import training_sample
 StartT = TypeVar("StartT")
 T = TypeVar("T")
 
-#: Bytes of samples of one call, as serialised: about 25 million tokens with their log-probabilities.
+#: Bytes of samples of one call, as serialised, without their experts (experts.MAX_CALL_BYTES): about 25
+#: million tokens with their log-probabilities.
 MAX_CALL_BYTES = 256 * 2**20
 #: The same over all calls under way; arrays in memory are about four times the serialised size.
 MAX_BUFFERED_BYTES = 512 * 2**20
+#: Of experts over all calls under way; in memory they are as large as on the wire.
+MAX_BUFFERED_EXPERTS_BYTES = 2 * experts.MAX_CALL_BYTES
 #: Between two frames; a client that sends none for so long is frozen or gone.
 IDLE_SECONDS = 30.0
 #: From the first frame to the end: MAX_CALL_BYTES take no longer at 1 MB/s.
@@ -56,13 +60,14 @@ class _Held:
     """Bytes that one call holds of the common bound."""
 
     size: int = 0
+    experts: int = 0
 
 
 class Intake:
     """Collects client streams within one bound."""
 
     def __init__(self) -> None:
-        self._buffered = 0
+        self._buffered = _Held()
         # The event loop itself refers to tasks only weakly.
         self._working: set[asyncio.Task[Any]] = set()
 
@@ -103,8 +108,9 @@ class Intake:
             self._release(held)
 
     def _release(self, held: _Held) -> None:
-        self._buffered -= held.size
-        held.size = 0
+        self._buffered.size -= held.size
+        self._buffered.experts -= held.experts
+        held.size = held.experts = 0
 
     async def _collect(self, frames: AsyncIterator[Any], held: _Held) -> Batch[Any]:
         start = _start(await anext(frames, None))
@@ -120,7 +126,7 @@ class Intake:
                 continue
             for sample in frame.batch.samples:
                 serialised = sample.SerializeToString(deterministic=True)
-                self._admit(len(serialised), held)
+                self._admit(len(serialised), len(sample.sample.experts.numbers), held)
                 # Of messages in a row only their lengths tell where one ends: two are not the merge of both.
                 digest.update(len(serialised).to_bytes(8, "big"))
                 digest.update(serialised)
@@ -131,21 +137,26 @@ class Intake:
         _agree("token_count", commit.token_count, sum(len(sample.tokens_T) for sample in samples))
         return Batch(start, samples, bytes(digest.digest()))
 
-    def _admit(self, size: int, held: _Held) -> None:
-        held.size += size
-        self._buffered += size
-        if held.size > MAX_CALL_BYTES:
-            raise QuartetError(
-                "INVALID_REQUEST",
-                f"a call carries at most {MAX_CALL_BYTES} bytes of samples; split the batch",
-                field="batch",
-                value=held.size,
-                remedy="split the batch; gradients accumulate until OptimStep",
-            )
-        if self._buffered > MAX_BUFFERED_BYTES:
-            raise QuartetError(
-                "OVERLOADED", f"calls under way hold {MAX_BUFFERED_BYTES} bytes of samples already"
-            )
+    def _admit(self, size: int, of_experts: int, held: _Held) -> None:
+        for one in (held, self._buffered):
+            one.size += size - of_experts
+            one.experts += of_experts
+        for what, value, limit in (
+            ("bytes of samples", held.size, MAX_CALL_BYTES),
+            ("bytes of experts", held.experts, experts.MAX_CALL_BYTES),
+        ):
+            if value > limit:
+                raise QuartetError(
+                    "INVALID_REQUEST",
+                    f"a call carries at most {limit} {what}; split the batch",
+                    field="batch",
+                    value=value,
+                    remedy="split the batch; gradients accumulate until OptimStep",
+                )
+        full = self._buffered.size > MAX_BUFFERED_BYTES
+        if full or self._buffered.experts > MAX_BUFFERED_EXPERTS_BYTES:
+            limit = MAX_BUFFERED_BYTES if full else MAX_BUFFERED_EXPERTS_BYTES
+            raise QuartetError("OVERLOADED", f"calls under way hold {limit} bytes of samples already")
 
 
 async def _in_time(frames: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import pydantic
+from quartet import experts
 from safetensors.numpy import load, save
 
 from quartet_trainer.intake import MAX_CALL_BYTES
@@ -24,8 +25,8 @@ from quartet_trainer.spec.value import Value
 #: A spec is a few kilobytes; whoever sends longer lists of modules meets the 4 MiB of a message before this.
 MAX_COMMAND_BYTES = 16 << 20
 #: About four times their size on the wire. A token of one byte there may be 8 of tokens, covered and versions
-#: each here, and 4 of its advantage.
-MAX_SAMPLE_BYTES = 32 * MAX_CALL_BYTES
+#: each here, and 4 of its advantage. Experts of one byte have two beside those that need them.
+MAX_SAMPLE_BYTES = 32 * MAX_CALL_BYTES + 2 * experts.MAX_CALL_BYTES
 
 
 class Open(Value):
