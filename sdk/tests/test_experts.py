@@ -23,26 +23,27 @@ def test_parts_are_joined_where_they_meet() -> None:
     assert experts.joined(first, part(3, b"dd")) == part(0, b"aabbccdd")
     assert experts.joined(first, part(1, b"xxyyzz")) == part(0, b"aaxxyyzz")
     assert experts.joined(first, part(0, b"zz")) == part(0, b"zz")
-    assert experts.joined(first, part(4, b"dd")) is None
-    assert experts.joined(first, part(3, b"dddd", layers=2)) is None
+    assert experts.joined(first, part(4, b"dd")) == first
+    assert experts.joined(first, part(3, b"dddd", layers=2)) == first
 
 
 def test_what_is_known_begins_at_the_first_token() -> None:
     """Guarantee 1."""
     assert experts.behind(None, part(0, b"aa")) == part(0, b"aa")
     assert experts.behind(None, part(1, b"aa")) is None
-    assert experts.behind(part(0, b"aa"), None) is None
+    assert experts.behind(part(0, b"aa"), None) == part(0, b"aa")
     assert experts.behind(part(0, b"aa"), part(1, b"bb")) == part(0, b"aabb")
 
 
 @pytest.mark.parametrize(
-    ("excess", "left"), [(0, [9, 0, 5]), (1, [0, 0, 5]), (9, [0, 0, 5]), (10, [0, 0, 0])]
+    ("excess", "left"), [(0, [10, 0, 6]), (1, [8, 0, 6]), (5, [4, 0, 6]), (10, [0, 0, 6]), (13, [0, 0, 2])]
 )
-def test_the_largest_are_forgotten_first(excess: int, left: list[int]) -> None:
-    told = [part(0, bytes(9)), None, part(0, bytes(5))]
+def test_the_last_tokens_of_the_largest_are_forgotten_first(excess: int, left: list[int]) -> None:
+    told = [part(0, bytes(10)), None, part(0, bytes(6))]
     samples = [rollout_pb2.Sample(experts=one) for one in told]
     experts.make_room(samples, excess)
     assert [len(sample.experts.numbers) for sample in samples] == left
+    assert [sample.HasField("experts") for sample in samples] == [bool(size) for size in left]
 
 
 async def test_a_lost_replica_tells_nothing_twice() -> None:

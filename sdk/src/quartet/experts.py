@@ -1,8 +1,8 @@
 """Which experts took the tokens of a sequence, as messages: parts joined, positions found, room made.
 
-1. What is known of a sequence begins at its first token. A part that starts where positions were told already
-   takes their place, and that of all behind them.
-2. Parts that leave a gap between them, or are of other sizes, are no message any more: nothing is known.
+1. What is known of a sequence is of its first tokens, as many as they are. A part that starts where positions
+   were told already takes their place, and that of all behind them.
+2. A part that leaves a gap, or is of other sizes, adds nothing.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def end(experts: rollout_pb2.RoutedExperts) -> int:
 
 def joined(
     known: rollout_pb2.RoutedExperts | None, part: rollout_pb2.RoutedExperts
-) -> rollout_pb2.RoutedExperts | None:
-    """What is known from any position on, with a part behind it; None where they do not meet."""
+) -> rollout_pb2.RoutedExperts:
+    """What is known from any position on, with a part behind it."""
     if known is None or part.start <= known.start:
         return part
     alike = (known.layers, known.slots, known.width) == (part.layers, part.slots, part.width)
     if not alike or part.start > end(known):
-        return None
+        return known
     whole = rollout_pb2.RoutedExperts(start=known.start, layers=known.layers, slots=known.slots)
     whole.width = known.width
     whole.numbers = known.numbers[: (part.start - known.start) * _row_bytes(known)] + part.numbers
@@ -41,18 +41,23 @@ def behind(
 ) -> rollout_pb2.RoutedExperts | None:
     """What is known of a sequence from its first token on, with a turn's behind it; None: nothing."""
     if turn is None or (known is None and turn.start):
-        return None
+        return known
     return joined(known, turn)
 
 
 def make_room(samples: Iterable[rollout_pb2.Sample], excess_bytes: int) -> None:
-    """Let samples forget their experts, the largest first, until so many bytes are gone or none is left."""
+    """Let samples forget experts of their last tokens, the largest first, until so many bytes are gone."""
     told = (sample for sample in samples if sample.HasField("experts"))
     for sample in sorted(told, key=lambda one: -len(one.experts.numbers)):
         if excess_bytes <= 0:
             return
-        excess_bytes -= len(sample.experts.numbers)
-        sample.ClearField("experts")
+        size, row = len(sample.experts.numbers), max(1, _row_bytes(sample.experts))
+        left = max(0, size - excess_bytes) // row * row
+        excess_bytes -= size - left
+        if left:
+            sample.experts.numbers = sample.experts.numbers[:left]
+        else:
+            sample.ClearField("experts")
 
 
 def _row_bytes(experts: rollout_pb2.RoutedExperts) -> int:

@@ -87,14 +87,19 @@ def test_what_forks_shares_the_experts_of_what_it_shares() -> None:
     assert [experts_of(sample) for sample in samples] == [[1, 2, 3, 4], [1, 2, 3, 6]]
 
 
-def test_experts_that_are_not_known_of_all_tokens_are_not_told() -> None:
+def test_experts_are_told_as_far_as_they_are_known_without_a_gap() -> None:
     """Guarantee 4."""
-    silent, late = turn([1, 2], [3, 4]), routed(turn([1, 2, 3, 4, 5], [6]), 4)
-    for turns in ([silent, late], [routed(turn([1, 2], [3, 4]), 0), late], [routed(turn([1, 2], [3]), 1)]):
+    known, silent = routed(turn([1, 2], [3, 4]), 0), turn([1, 2], [3, 4])
+    late, nothing = routed(turn([1, 2, 3, 4, 5], [6]), 4), turn([1, 2, 3, 4, 5], [6])
+    told = [
+        ([silent, late], None),
+        ([known, late], [1, 2, 3]),
+        ([known, nothing], [1, 2, 3]),
+        ([routed(turn([1, 2], [3]), 1)], None),
+    ]
+    for turns, expected in told:
         (sample,), _ = merge_turns(turns)
-        assert experts_of(sample) is None
-    (sample,), _ = merge_turns([routed(turn([1, 2], [3, 4]), 0), turn([1, 2, 3, 4, 5], [6])])
-    assert experts_of(sample) is None
+        assert experts_of(sample) == expected
 
 
 def test_nothing_sampled_gives_no_sample() -> None:
@@ -131,9 +136,12 @@ def test_rollout_over_the_message_limit_loses_messages_then_experts_then_fails()
     assert not small.messages and small.reward == 1.0 and not small.HasField("failure")
     rollout.samples.add(logprobs=[0.0])
     for size in (MAX_MESSAGE_BYTES // 2, MAX_MESSAGE_BYTES // 2 + 1):
-        rollout.samples.add(experts=rollout_pb2.RoutedExperts(numbers=bytes(size)))
+        experts = rollout_pb2.RoutedExperts(layers=4, slots=8, width=1, numbers=bytes(size // 32 * 32))
+        rollout.samples.add(experts=experts)
     small = bounded(rollout)
-    assert [len(sample.experts.numbers) for sample in small.samples] == [0, MAX_MESSAGE_BYTES // 2, 0]
+    first, half, cut = (len(sample.experts.numbers) for sample in small.samples)
+    assert first == 0 and {half, cut} != {half} and max(half, cut) == MAX_MESSAGE_BYTES // 2
+    assert min(half, cut) % 32 == 0 and MAX_MESSAGE_BYTES - 200 < small.ByteSize() <= MAX_MESSAGE_BYTES
     assert not small.HasField("failure")
     rollout.samples.add(logprobs=[0.0] * (MAX_MESSAGE_BYTES // 4 + 1))
     failed = bounded(rollout)

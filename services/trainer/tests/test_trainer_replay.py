@@ -168,6 +168,27 @@ async def test_tokens_go_to_the_experts_that_are_told(
     assert done.diagnostics["replayed_fraction"] == 1.0
 
 
+async def test_what_is_told_of_the_first_tokens_is_replayed_there(
+    serve_trainer: Make, make_samples: Make, mixtures: Make
+) -> None:
+    """Guarantee 1 of replay.py: behind them the routers choose."""
+    (whole,) = drawn(make_samples(groups=1, members=1, seed=3), 2)
+    start = whole.sample.spans[0].start
+    covered = len(whole.sample.token_ids) - start
+    assert covered > 2
+    row = 2 * SLOTS
+    cut = pb.TrainingSample()
+    cut.CopyFrom(whole)
+    cut.sample.experts.numbers = whole.sample.experts.numbers[: (start + 1) * row]
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(mixtures("qwen3_moe")))
+        (some,), (everything,) = await trainer.forward([cut]), await trainer.forward([whole])
+        done = await trainer.forward_backward(1, [cut])
+    assert some[:2] == pytest.approx(everything[:2], abs=1e-6)
+    assert np.abs(np.array(some[2:]) - everything[2:]).max() > 1e-3
+    assert done.diagnostics["replayed_fraction"] == pytest.approx(2 / covered)
+
+
 async def test_what_routers_choose_anyway_changes_no_bit(
     serve_trainer: Make, make_samples: Make, mixtures: Make
 ) -> None:
@@ -254,10 +275,6 @@ async def test_experts_of_another_model_are_refused(
         (with_experts(layers=3), "2 in each of 3 layers; this model's are 2 in each of 2"),
         (with_experts(slots=1), "1 in each of 2 layers"),
         (with_experts(numbers=bytes([EXPERTS]) * (tokens * 4)), f"{EXPERTS}; this model has {EXPERTS}"),
-        (
-            with_experts(numbers=bytes(tokens * 4 - 4)),
-            f"those of {tokens - 1} tokens; send those of the first",
-        ),
         (with_experts(numbers=bytes(tokens * 4 - 1)), "send 4 for each token"),
         (with_experts(start=1), "from position 0 on"),
         (with_experts(width=3), "1 or 2 bytes"),

@@ -5,7 +5,7 @@
    as a prefix break.
 2. A sampled token is covered by exactly one span of exactly one sample, also where conversations fork.
 3. Log-probabilities are those of the sampler, in the order of the covered positions.
-4. A sample tells which experts took its tokens only where it is known of all that a trainer computes on.
+4. A sample tells which experts took its first tokens, as many as it is known of without a gap.
 """
 
 from __future__ import annotations
@@ -91,7 +91,6 @@ def _sample(draft: _Draft) -> rollout_pb2.Sample:
             last.length += length
         else:
             sample.spans.add(start=start, length=length, policy_version=version)
-    covered_end = sample.spans[-1].start + sample.spans[-1].length
-    if draft.experts is not None and experts.end(draft.experts) >= covered_end - 1:
+    if draft.experts is not None:
         sample.experts.CopyFrom(draft.experts)
     return sample

@@ -232,8 +232,8 @@ class Worker:
 
 
 def bounded(rollout: rollout_pb2.Rollout) -> rollout_pb2.Rollout:
-    """The rollout if it fits into a message, else without its messages, else without experts of its samples,
-    else a failure that says so."""
+    """The rollout if it fits into a message, else without its messages, else with fewer experts of its
+    samples, else a failure that says so."""
     if rollout.ByteSize() <= MAX_MESSAGE_BYTES:
         return rollout
     del rollout.messages[:]

@@ -166,8 +166,8 @@ def _routes_itself(config: RunConfig, steps: Steps) -> str | None:
         return None
     return (
         f"the experts of {1 - share:.0%} of the tokens are not replayed (train/replayed_fraction): a rollout "
-        "tells them where they fit into its message of 4 MiB; lower sampling.max_tokens, or the turns that "
-        "the environment allows"
+        "tells as many as fit into its message of 4 MiB; lower sampling.max_tokens, or the turns that the "
+        "environment allows"
     )
 
 

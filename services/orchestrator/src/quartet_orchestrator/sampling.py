@@ -12,8 +12,8 @@
    token, or one that another version sampled than the request pins, is a failure. A failure never has a
    reward.
 6. A rollout that a teacher has judged fits into a message of its own with all that is told beside it
-   (ROLLOUT_BYTES), as one from a host does: else without its conversation, or experts of its samples, else it
-   is a failure.
+   (ROLLOUT_BYTES), as one from a host does: else without its conversation, or with fewer experts of its
+   samples, else it is a failure.
 7. An environment that a host refuses now is RunInterrupted: it was there when the run was submitted.
 """
 

@@ -244,6 +244,7 @@ def _room_for_routes(samples: Sequence[Sample], rows: Sequence[Row], width: int)
 def _route(sample: Sample, begin: int, end: int, routes: Routes | None, at: int) -> None:
     """Lay the experts of the tokens begin..end of a sample from a place on."""
     if routes is not None and sample.experts_TNk is not None:
-        where = slice(at, at + end - begin)
-        routes.experts_TNk[where] = sample.experts_TNk[begin:end]
+        told_TNk = sample.experts_TNk[begin:end]
+        where = slice(at, at + len(told_TNk))
+        routes.experts_TNk[where] = told_TNk
         routes.told_T[where] = True

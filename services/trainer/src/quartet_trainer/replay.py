@@ -88,9 +88,13 @@ class Replay:
 
 
 def replayed_share(samples: Sequence[Sample]) -> float:
-    """The share of the covered tokens that were computed with told experts."""
-    covered = [(len(sample.covered_K), sample.experts_TNk is not None) for sample in samples]
-    return sum(count for count, told in covered if told) / max(1, sum(count for count, _ in covered))
+    """The share of the covered tokens before which the experts of all tokens were told."""
+    told = sum(
+        int((sample.covered_K <= len(sample.experts_TNk)).sum())
+        for sample in samples
+        if sample.experts_TNk is not None
+    )
+    return told / max(1, sum(len(sample.covered_K) for sample in samples))
 
 
 def _within(choice: TorchFunctionMode, forward: Any, *args: Any, **kwargs: Any) -> Any:

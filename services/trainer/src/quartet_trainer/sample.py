@@ -40,7 +40,7 @@ class Sample:
     advantages_K: Floats | None
     # A reference's log-probabilities; None where none were sent.
     reference_K: Floats | None = None
-    # Which experts took the tokens that a forward pass must read, or more, in each router; None: not told.
+    # Which experts took the first tokens, in each router, as many as are told; None: none.
     experts_TNk: Experts | None = None
 
     @property
@@ -83,9 +83,6 @@ def make_sample(
     covered = [np.arange(start, start + length) for start, length, _ in spans]
     versions = [_filled(length, version, np.int64) for _, length, version in spans]
     count = sum(map(len, covered))
-    if experts_TNk is not None and covered and len(experts_TNk) < end - 1:
-        value = f"those of {len(experts_TNk)} tokens"
-        raise _refused(index, "experts", value, f"send those of the first {end - 1}, or none")
     return Sample(
         tokens_T,
         _joined(covered),
