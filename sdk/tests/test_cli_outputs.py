@@ -153,8 +153,8 @@ def test_a_line_that_finds_no_room_leaves_nothing(tmp_path: Path) -> None:
     assert [row["event"] for row in recover_lines(file)] == [1, 2]
 
 
-def step_files(folder: Path) -> list[str]:
-    return sorted(file.name for file in (folder / "rollouts").glob("step_*"))
+def step_files(folder: Path, kind: str = "step") -> list[str]:
+    return sorted(file.name for file in (folder / "rollouts").glob(f"{kind}_*"))
 
 
 @pytest.mark.parametrize("cut", range(len(history()) + 1))
@@ -183,11 +183,50 @@ def test_a_folder_that_kept_all_is_cut_down_when_it_is_opened(tmp_path: Path) ->
     outputs = Outputs(tmp_path)
     for event in history():
         outputs.record(event)
-    (tmp_path / "rollouts" / "eval_0000.jsonl").write_text("")
+    for other in ("eval_0000.jsonl", "eval_9000.jsonl", "eval_10000.jsonl", "eval_mine.jsonl"):
+        (tmp_path / "rollouts" / other).write_text("")
     assert len(step_files(tmp_path)) == STEPS
-    Outputs(tmp_path, keep_rollouts=1)
-    assert step_files(tmp_path) == ["step_0004.jsonl"]
-    assert (tmp_path / "rollouts" / "eval_0000.jsonl").exists(), "of evaluations all stay"
+    Outputs(tmp_path, keep_rollouts=2)
+    assert step_files(tmp_path) == ["step_0003.jsonl", "step_0004.jsonl"]
+    assert step_files(tmp_path, "eval") == ["eval_10000.jsonl", "eval_9000.jsonl", "eval_mine.jsonl"]
+
+
+EVALUATIONS = 4
+
+
+def evaluated() -> list[WatchRunResponse]:
+    """Steps, after each of which there is an evaluation with rollouts."""
+    kinds: list[dict[str, object]] = []
+    for step in range(EVALUATIONS):
+        if step:
+            kinds.append({"step": StepEvent(step=step, metrics={"train/reward": 0.5})})
+        for member in range(GROUP):
+            event = rollout(1, member)
+            event.ClearField("step")
+            kinds.append({"rollout": event})
+        kinds.append({"eval": EvalEvent(step=step, metrics={"eval/reward": 0.1 * step})})
+    return [WatchRunResponse(event=n, at_ms=n, **kind) for n, kind in enumerate(kinds, 1)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cut", range(len(evaluated()) + 1))
+def test_rollouts_of_the_newest_evaluations_are_kept_wherever_it_was_killed(tmp_path: Path, cut: int) -> None:
+    """outputs.py 1 and 4: nothing is written twice, though the files with the older events are gone."""
+    whole, events = Outputs(tmp_path / "whole"), evaluated()
+    kept = Outputs(tmp_path / "kept", keep_rollouts=2)
+    for event in events:
+        whole.record(event)
+    for event in events[:cut]:
+        kept.record(event)
+        assert len(step_files(kept.folder, "eval")) <= 3, "those of two evaluations, and of the one under way"
+    again = Outputs(tmp_path / "kept", keep_rollouts=2)
+    assert again.progress.last_event == cut
+    for event in events[cut:]:
+        again.record(event)
+    assert step_files(again.folder, "eval") == ["eval_0002.jsonl", "eval_0003.jsonl"]
+    assert len(step_files(whole.folder, "eval")) == EVALUATIONS
+    every = contents(whole.folder)
+    assert {name: every[name] for name in contents(again.folder)} == contents(again.folder)
+    assert again.metrics_file.read_text() == whole.metrics_file.read_text()
 
 
 def test_a_replayed_stream_changes_nothing(tmp_path: Path) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 from guinea_pig import ask, failure, served
 from quartet.errors import QuartetError
 from quartet.kit import context as request_context
-from quartet.kit.call import RetryBudget, unary
+from quartet.kit.call import RetryBudget, stream, unary
 from quartet.kit.channel import connect
 from quartet.v1 import weights_pb2 as pb
 from quartet.v1 import weights_pb2_grpc as rpc
 
 
 async def test_retries_stay_within_the_budget() -> None:
-    """Invariant 8."""
+    """Invariant 8, call.py 1 and 2."""
     quick = RetryBudget(max_attempts=5, initial_backoff_s=0.001, max_backoff_s=0.002)
     async with served() as (pig, stub, _running):
         await unary(stub.GetManifest, ask("flaky"), timeout_s=5, budget=quick)
@@ -31,6 +31,7 @@ async def test_retries_stay_within_the_budget() -> None:
 
 
 async def test_retries_stay_within_the_deadline() -> None:
+    """call.py 2."""
     budget = RetryBudget(max_attempts=1000, initial_backoff_s=0.05, max_backoff_s=0.1)
     async with connect("127.0.0.1:1") as channel:
         began = time.monotonic()
@@ -58,6 +59,7 @@ async def test_a_deadline_is_a_typed_error_and_ends_the_handler() -> None:
 
 
 async def test_request_id_and_deadline_travel_through_a_hop() -> None:
+    """context.py 1, channel.py 2 and 3, intercept.py 1."""
     async with served() as (far, far_stub, _r1), served() as (near, near_stub, _r2):
         near.next_hop = lambda: far_stub.GetManifest(ask(), timeout=60)
         await near_stub.GetManifest(ask("hop"), timeout=2, metadata=(("x-request-id", "req-7"),))
@@ -66,7 +68,26 @@ async def test_request_id_and_deadline_travel_through_a_hop() -> None:
         assert 0 < far.seen["remaining_s"] < near.seen["remaining_s"] <= 2.1
 
 
+async def test_a_stream_does_not_outlive_the_rpc_in_whose_handling_it_is_opened() -> None:
+    """channel.py 3: also where the handler gives it no timeout; there is time left to say why."""
+    told: list[QuartetError] = []
+
+    async def hop() -> Any:
+        watching = stream(far_stub.Watch(pb.WatchRequest()), idle_timeout_s=30)
+        assert (await anext(watching)).announced.version == 1
+        told.append(await failure(anext(watching)))
+        return pb.GetManifestResponse()
+
+    async with served() as (far, far_stub, _r1), served() as (near, near_stub, _r2):
+        near.next_hop = hop
+        await unary(near_stub.GetManifest, ask("hop"), timeout_s=1.0)
+        assert [one.reason for one in told] == ["DEADLINE"]
+        async with asyncio.timeout(2):
+            await far.left.wait()
+
+
 async def test_an_indecent_request_id_is_replaced() -> None:
+    """context.py 1."""
     async with served() as (pig, stub, _running):
         for offered in ("x" * 65, 'a"}{', ""):
             await stub.GetManifest(ask(), timeout=2, metadata=(("x-request-id", offered),))
@@ -74,6 +95,7 @@ async def test_an_indecent_request_id_is_replaced() -> None:
 
 
 async def test_a_task_that_outlives_its_rpc_is_not_bound_by_its_deadline() -> None:
+    """context.py 2 and 3."""
     after: dict[str, Any] = {}
     seen = asyncio.Event()
 
@@ -102,7 +124,7 @@ async def test_a_task_that_outlives_its_rpc_is_not_bound_by_its_deadline() -> No
 
 
 async def test_a_unary_call_always_has_a_deadline() -> None:
-    """Invariant 7."""
+    """Invariant 7, channel.py 3."""
     async with served() as (pig, stub, _running):
         await stub.GetManifest(ask())
         assert 0 < pig.seen["remaining_s"] <= 60 * 1.02

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,12 +12,35 @@ from quartet.kit.folder import check_folder, lock_file
 
 
 def test_a_lock_keeps_others_out_until_it_is_closed(tmp_path: Path) -> None:
+    """folder.py 1."""
     with lock_file(tmp_path / "lock"), pytest.raises(BlockingIOError):
         lock_file(tmp_path / "lock")
     lock_file(tmp_path / "lock").close()
 
 
+def test_a_lock_ends_with_a_process_that_is_killed_and_its_file_is_in_nobodys_way(tmp_path: Path) -> None:
+    """folder.py 1: or a run whose launcher was killed would never go on."""
+    file = tmp_path / "lock"
+    program = (
+        "import pathlib, sys, time\n"
+        "from quartet.kit.folder import lock_file\n"
+        f"held = lock_file(pathlib.Path({str(file)!r}))\n"
+        "print('locked', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == "locked\n"
+            with pytest.raises(BlockingIOError):
+                lock_file(file)
+        finally:
+            holder.kill()
+    assert file.exists()
+    lock_file(file).close()
+
+
 def test_a_folder_is_looked_at_and_not_made(tmp_path: Path) -> None:
+    """folder.py 2."""
     check_folder("data_dir", tmp_path / "new" / "deep")
     assert not list(tmp_path.iterdir())
     check_folder("data_dir", tmp_path)

@@ -26,6 +26,7 @@ def test_it_is_told_once_a_minute_with_how_often_it_was_held_back() -> None:
 
 
 def test_of_too_many_the_one_told_longest_ago_is_forgotten() -> None:
+    """repeated.py 1."""
     clock = Clock()
     repeated = Repeated(clock)
     for number in range(MAX_REMEMBERED):

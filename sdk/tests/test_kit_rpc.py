@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,10 +18,12 @@ from quartet.kit.call import RetryBudget, stream, unary
 from quartet.kit.channel import connect
 from quartet.kit.intercept import ServerInterceptor, _let_go
 from quartet.kit.options import MAX_MESSAGE_BYTES
+from quartet.kit.server import RunningServer
 from quartet.v1 import weights_pb2 as pb
 
 
 async def test_a_typed_error_arrives_typed() -> None:
+    """call.py 1, intercept.py 4."""
     async with served() as (_pig, stub, _running):
         error = await failure(unary(stub.GetManifest, ask("typed"), timeout_s=5))
         assert (error.reason, error.metadata) == ("RUN_UNKNOWN", {"run_id": "typed"})
@@ -44,6 +47,7 @@ async def test_a_refusal_that_repeats_is_logged_once_and_told_to_everyone() -> N
 
 
 async def test_a_crash_tells_the_caller_only_its_request_id() -> None:
+    """intercept.py 4."""
     async with served() as (pig, stub, _running):
         error = await failure(unary(stub.GetManifest, ask("crash"), timeout_s=5))
         assert error.reason == "INTERNAL" and "secret" not in str(error) + str(error.metadata)
@@ -85,6 +89,7 @@ def test_however_an_error_led_to_a_refusal_it_holds_on_to_nothing() -> None:
 
 @pytest.mark.parametrize("method", ["GetManifest", "Watch", "Push"])
 async def test_malformed_bytes_are_an_invalid_request(method: str) -> None:
+    """intercept.py 4."""
     async with served() as (pig, _stub, running), raw(running) as channel:
         path = f"/{NAME}/{method}"
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -100,7 +105,7 @@ async def test_malformed_bytes_are_an_invalid_request(method: str) -> None:
 
 
 async def test_an_oversize_request_is_refused_and_changes_nothing() -> None:
-    """Invariant 8: messages at 4 MiB."""
+    """Invariant 8 and options.py 1: messages at 4 MiB."""
     async with served() as (pig, stub, running):
         large = pb.GetManifestRequest(run_id="x" * (MAX_MESSAGE_BYTES + 1))
         error = await failure(unary(stub.GetManifest, large, timeout_s=5, budget=RetryBudget()))
@@ -137,7 +142,7 @@ async def test_client_streams_reach_the_handler() -> None:
 
 
 async def test_rpcs_beyond_the_bound_are_overloaded_but_health_answers() -> None:
-    """Invariant 8."""
+    """Invariant 8, intercept.py 3, options.py 4."""
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     async with served(max_concurrent_rpcs=1) as (pig, stub, running):
@@ -145,6 +150,7 @@ async def test_rpcs_beyond_the_bound_are_overloaded_but_health_answers() -> None
         await pig.entered.wait()
         error = await failure(unary(stub.GetManifest, ask(), timeout_s=5))
         assert error.reason == "OVERLOADED" and error.retry_after_ms
+        assert await _refused_unread(running) == "OVERLOADED"
         async with connect(running.address) as channel:
             answer = await health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(service="liveness")
@@ -155,11 +161,33 @@ async def test_rpcs_beyond_the_bound_are_overloaded_but_health_answers() -> None
         await unary(stub.GetManifest, ask(), timeout_s=5)
 
 
+async def _refused_unread(running: RunningServer) -> str:
+    """Why a request is refused that cannot be parsed."""
+    async with raw(running) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary(f"/{NAME}/GetManifest")(b"\xff\xff", timeout=5)
+    return from_rpc(caught.value).reason
+
+
+async def test_who_has_no_token_is_refused_before_a_byte_is_parsed(tmp_path: Path) -> None:
+    """intercept.py 3: a stranger reaches no parser, and counts among no RPCs that are parsed."""
+    (tmp_path / "token").write_text("secret")
+    async with served(token_file=tmp_path / "token") as (pig, _stub, running):
+        assert await _refused_unread(running) == "UNAUTHENTICATED"
+        async with raw(running) as channel:
+            call = channel.stream_unary(f"/{NAME}/Push")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(iter([b"\xff\xff"]), timeout=5)
+        assert from_rpc(caught.value).reason == "UNAUTHENTICATED"
+        assert pig.calls == 0 and pig.pushed == []
+
+
 def _sample(name: str, **labels: str) -> float:
     return prometheus_client.REGISTRY.get_sample_value(name, labels) or 0.0
 
 
 async def test_metrics_count_by_service_method_and_code() -> None:
+    """intercept.py 2, metrics.py 1."""
     labels = {"service": NAME, "method": "GetManifest"}
     before = _sample("quartet_rpc_handled_total", code="NOT_FOUND", **labels)
     strange = _sample("quartet_rpc_started_total", service="unknown", method="unknown")

@@ -20,7 +20,7 @@ async def _items(*delays: float) -> AsyncIterator[str]:
 
 
 async def test_a_silent_stream_is_given_up_and_its_handler_ends() -> None:
-    """Invariant 7."""
+    """Invariant 7, call.py 3."""
     async with served() as (pig, stub, _running):
         error = await failure(drained(stream(stub.Watch(pb.WatchRequest()), idle_timeout_s=0.2)))
         assert error.reason == "DEADLINE"
@@ -29,6 +29,7 @@ async def test_a_silent_stream_is_given_up_and_its_handler_ends() -> None:
 
 
 async def test_a_stream_left_early_ends_its_handler() -> None:
+    """call.py 3."""
     async with served() as (pig, stub, _running):
         async with contextlib.aclosing(stream(stub.Watch(pb.WatchRequest()), idle_timeout_s=5)) as responses:
             assert (await anext(responses)).announced.version == 1
@@ -37,6 +38,7 @@ async def test_a_stream_left_early_ends_its_handler() -> None:
 
 
 async def test_a_stream_whose_server_dies_is_not_ready() -> None:
+    """call.py 1."""
     async with served() as (_pig, stub, running):
         responses = stream(stub.Watch(pb.WatchRequest()), idle_timeout_s=5)
         await anext(responses)
@@ -45,7 +47,7 @@ async def test_a_stream_whose_server_dies_is_not_ready() -> None:
 
 
 async def test_heartbeats_fill_only_the_silence() -> None:
-    """Invariant 7: every stream has a heartbeat."""
+    """Invariant 7 and stream.py 1: every stream has a heartbeat."""
     got = [item async for item in with_heartbeats(_items(0, 0.25, 0), lambda: "beat", 0.1)]
     assert [item for item in got if item != "beat"] == ["0", "1", "2"]
     assert got[1:3] == ["beat", "beat"] and len(got) == 5
@@ -61,7 +63,25 @@ async def test_heartbeats_pass_errors_on() -> None:
     assert (await failure(anext(got))).reason == "NOT_READY"
 
 
+async def test_the_source_is_never_run_ahead() -> None:
+    """stream.py 2: what a slow reader has not taken is not made, or a queue in memory would grow."""
+    made = 0
+
+    async def endless() -> AsyncIterator[int]:
+        nonlocal made
+        while True:
+            made += 1
+            yield made
+
+    async with contextlib.aclosing(with_heartbeats(endless(), lambda: -1, 0.01)) as got:
+        for number in range(1, 4):
+            assert await anext(got) == number
+            await asyncio.sleep(0.03)  # time for a source that nobody holds up, and for heartbeats
+            assert made == number
+
+
 async def test_leaving_heartbeats_closes_the_source() -> None:
+    """stream.py 3."""
     closed = asyncio.Event()
 
     async def endless() -> AsyncIterator[str]:
@@ -85,6 +105,7 @@ async def test_heartbeats_end_when_told() -> None:
 
 
 async def test_a_source_is_closed_also_where_its_reader_is_cancelled_twice() -> None:
+    """stream.py 3."""
     closed = asyncio.Event()
 
     async def source() -> AsyncIterator[str]:

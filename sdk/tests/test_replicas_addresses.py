@@ -33,6 +33,7 @@ async def test_the_program_in_the_documentation_runs(capsys: pytest.CaptureFixtu
 
 
 async def test_a_name_is_followed_as_its_addresses_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """addresses.py 1 and 2, fleet.py 1."""
     first, second = ScriptedReplica(), ScriptedReplica()
     await first.begin("127.0.0.1:0")
     port = int(first.address.rpartition(":")[2])
@@ -92,6 +93,7 @@ async def test_whoever_accepts_and_never_answers_is_not_waited_for() -> None:
 
 
 async def test_names_are_checked_against_the_certificate_of_the_name() -> None:
+    """addresses.py 3."""
     security = ClientSecurity(tls=True)
     found = await Addresses(["dns:///localhost:5", "10.0.0.9:5"], security).now()
     assert found.pop("10.0.0.9:5").server_name == ""

@@ -21,7 +21,7 @@ from scripted_replica import undisturbed
 
 @pytest.mark.parametrize("reason", ["NOT_READY", "OVERLOADED", "DEADLINE"])
 async def test_a_generation_is_gone_on_with_from_the_tokens_it_has(reason: str) -> None:
-    """Invariant 6: no token lost, none sampled twice."""
+    """Invariant 6, client.py 2, generation.py 1 and 2: no token lost, none sampled twice."""
     async with fleet(2) as (scripted, replicas):
         first, (second,) = home("s", scripted)
         second.version = 2
@@ -75,7 +75,7 @@ async def test_a_frozen_replica_is_left_after_the_idle_time() -> None:
 
 
 async def test_random_faults_change_nothing() -> None:
-    """Invariants 6 and 9: 40 generations, every replica failing at random."""
+    """Invariants 6 and 9, client.py 2, generation.py 1 to 3: 40 of them, every replica failing at random."""
     seed = int(os.environ.get("QUARTET_FAULT_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
     print(f"QUARTET_FAULT_SEED={seed}")
     chance = random.Random(seed)

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
 
+import grpc
+import pytest
+from quartet.kit import health
+from quartet.replicas import Replicas
 from quartet.replicas.choice import LOAD_FACTOR, LOAD_SLACK, choose, ranking
-from replica_fleet import QUICK, ask, at, fails, fleet, home, until
-from scripted_replica import NAME
+from quartet.replicas.fleet import SPREAD_SECONDS
+from quartet.replicas.replica import Replica
+from quartet.v1 import inference_service_pb2_grpc as rpc
+from replica_fleet import QUICK, ask, at, check, fails, fleet, home, until
+from scripted_replica import NAME, ScriptedReplica, undisturbed
 
 
 async def test_a_session_stays_at_home_and_sessions_are_spread() -> None:
@@ -20,7 +33,29 @@ async def test_a_session_stays_at_home_and_sessions_are_spread() -> None:
         assert all(len(sessions) >= 8 for sessions in where)
 
 
+def test_every_process_ranks_alike() -> None:
+    """choice.py 1: hosts that share a session need not speak to each other, nor be restarted together."""
+    program = (
+        "from quartet.replicas.choice import ranking\n"
+        "addresses = [f'10.0.0.{i}:50051' for i in range(8)]\n"
+        "print([ranking(f's{i}', addresses) for i in range(50)])\n"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    told_otherwise = [f"10.0.0.{i}:50051" for i in reversed(range(8))]
+    assert said == {f"{[ranking(f's{i}', told_otherwise) for i in range(50)]}\n"}
+
+
 def test_a_replica_that_comes_or_goes_moves_only_its_own_sessions() -> None:
+    """choice.py 1."""
     addresses = [f"10.0.0.{i}:50051" for i in range(8)]
     homes = {f"s{i}": ranking(f"s{i}", addresses)[0] for i in range(4000)}
     counts = [sum(one == home for home in homes.values()) for one in addresses]
@@ -31,6 +66,7 @@ def test_a_replica_that_comes_or_goes_moves_only_its_own_sessions() -> None:
 
 
 def test_loads_are_bounded_and_small_groups_stay_together() -> None:
+    """choice.py 2 and 3."""
     loads = dict.fromkeys("abcd", 0)
     first = ranking("hot", list(loads))[0]
     for _ in range(LOAD_SLACK):
@@ -60,6 +96,7 @@ async def test_a_crowded_home_spills_over() -> None:
 
 
 async def test_one_that_is_not_serving_is_passed_over_until_it_serves() -> None:
+    """replica.py 1."""
     async with fleet(2) as (scripted, replicas):
         first, _others = home("s", scripted)
         first.health.set_not_ready(NAME, "its canary disagreed")
@@ -72,7 +109,72 @@ async def test_one_that_is_not_serving_is_passed_over_until_it_serves() -> None:
         assert len(first.requests) == 1
 
 
+async def test_one_without_a_health_service_counts_as_serving_and_is_asked_again_after_a_fault() -> None:
+    """replica.py 1: a program of somebody else's that speaks the contract and no more."""
+    plain = ScriptedReplica()
+    server = grpc.aio.server()
+    rpc.add_InferenceServiceServicer_to_server(plain, server)  # type: ignore[no-untyped-call]
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    async with Replicas([address], settings=QUICK) as replicas:
+        await until(lambda: replicas.in_service == [address])
+        plain.before_piece = at(8, lambda: asyncio.sleep(60))  # frozen, once
+        check(await replicas.complete(ask(), 10), "hello", undisturbed())
+        assert len(plain.requests) == 2
+    await server.stop(0)
+
+
+async def test_the_health_of_one_that_is_doubted_is_asked_for_by_one_call_at_a_time() -> None:
+    """replica.py 2: each doubt would else leave a stream behind, until the replica takes no more of them."""
+    async with fleet(1) as ((only,), replicas):
+        watching: set[object] = set()
+        most, changes = 0, health.HealthServicer._changes
+
+        async def counted(servicer: Any, key: str) -> AsyncIterator[Any]:
+            nonlocal most
+            watching.add(mark := object())
+            most = max(most, len(watching))
+            try:
+                async for change in changes(servicer, key):
+                    yield change
+            finally:
+                watching.discard(mark)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(health.HealthServicer, "_changes", counted)
+            for _ in range(8):
+                only.before_piece = at(0, fails("NOT_READY"))
+                await replicas.complete(ask(max_tokens=1), 5)
+                await until(lambda: len(watching) == 1)
+        assert most <= 2, "the one that was given up may be there for a moment"
+        await only.end()
+        await until(lambda: not replicas.in_service)
+        await asyncio.sleep(0.5)
+        await only.begin(only.address)
+        await until(lambda: len(replicas.in_service) == 1)
+
+
+async def test_where_all_are_full_the_earliest_is_waited_for_and_not_by_all_at_once() -> None:
+    """fleet.py 3."""
+    async with fleet(2) as (_, replicas):
+        now, (first, second) = time.monotonic(), replicas._fleet.replicas
+        first.refused(300)
+        second.refused(60_000)
+        found = await asyncio.gather(*(_came_back(replicas, now) for _ in range(30)))
+        assert {one.address for one, _ in found} == {first.address}
+        times = sorted(at_s for _, at_s in found)
+        assert times[0] >= 0.3 and times[-1] < 0.3 + SPREAD_SECONDS + 1.0
+        assert times[-1] - times[0] > SPREAD_SECONDS / 3, "30 draws within a third: 1 in 10^13"
+
+
+async def _came_back(replicas: Replicas, began: float) -> tuple[Replica, float]:
+    found = await replicas._fleet.find("", (), began + 20)
+    assert found is not None
+    return found, time.monotonic() - began
+
+
 async def test_a_full_replica_is_spared_for_as_long_as_it_asked() -> None:
+    """replica.py 3, fleet.py 3."""
     async with fleet(2) as (scripted, replicas):
         first, (second,) = home("s", scripted)
         first.before_piece = at(0, fails("OVERLOADED", retry_after_ms=300))

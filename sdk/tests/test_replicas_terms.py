@@ -13,11 +13,12 @@ from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget
 from quartet.replicas import client
 from quartet.v1 import inference_service_pb2 as pb
-from replica_fleet import QUICK, ask, at, fails, fleet, home, until
+from replica_fleet import QUICK, ask, at, check, fails, fleet, home, until
+from scripted_replica import undisturbed
 
 
 async def test_an_exact_version_is_looked_for_at_every_replica_once() -> None:
-    """Invariant 3: no token of a pinned completion comes from another version."""
+    """Invariant 3 and client.py 5: no token of a pinned completion comes from another version."""
     async with fleet(3) as (scripted, replicas):
         first, (second, third) = home("s", scripted)
         first.version, second.version, third.version = 5, 6, 7
@@ -40,6 +41,7 @@ async def test_versions_go_with_a_generation() -> None:
 
 @pytest.mark.parametrize("reason", ["INVALID_REQUEST", "PROMPT_TOO_LONG", "INTERNAL", "UNAUTHENTICATED"])
 async def test_what_another_replica_would_refuse_too_is_raised_at_once(reason: str) -> None:
+    """client.py 5."""
     async with fleet(2) as (scripted, replicas):
         first, (second,) = home("s", scripted)
         first.before_piece = at(0, fails(reason))
@@ -68,7 +70,7 @@ async def test_a_request_of_which_no_completions_can_be_made_is_refused(
 
 
 async def test_rounds_are_bounded_by_their_budget() -> None:
-    """Invariant 8."""
+    """Invariant 8, client.py 3."""
     budget = RetryBudget(max_attempts=3, initial_backoff_s=0.01, max_backoff_s=0.01)
     settings = QUICK.model_copy(update={"rounds": budget})
     async with fleet(2, settings) as (scripted, replicas):
@@ -80,8 +82,22 @@ async def test_rounds_are_bounded_by_their_budget() -> None:
         assert [len(one.requests) for one in scripted] == [3, 3]
 
 
+async def test_no_round_is_spent_while_nobody_is_in_service() -> None:
+    """client.py 3: however long all of them are away, the caller's deadline alone ends the wait for them."""
+    budget = RetryBudget(max_attempts=1, initial_backoff_s=0.01, max_backoff_s=0.01)
+    settings = QUICK.model_copy(update={"rounds": budget})
+    async with fleet(2, settings) as (scripted, replicas):
+        await asyncio.gather(*(one.end() for one in scripted))
+        await until(lambda: not replicas.in_service)
+        waiting = asyncio.create_task(replicas.complete(ask(), 20))
+        await asyncio.sleep(0.5)
+        assert not waiting.done()
+        await scripted[1].begin(scripted[1].address)
+        check(await waiting, "hello", undisturbed())
+
+
 async def test_a_deadline_ends_everything() -> None:
-    """Invariant 7: no replica, a silent one, one that always refuses: the call ends in time."""
+    """Invariant 7, client.py 1, fleet.py 2: whether there is no replica, a silent one or one that refuses."""
     async with fleet(1) as ((only,), replicas):
         for script, reasons in (
             (lambda _at: asyncio.sleep(60), {"DEADLINE"}),
@@ -114,6 +130,7 @@ async def test_why_nobody_sampled_is_told_before_the_callers_own_clock_ends_its_
 
 
 async def test_leaving_and_cancelling_reach_the_replica() -> None:
+    """client.py 1."""
     async with fleet(2) as (scripted, replicas):
         first, _ = home("s", scripted)
         first.before_piece = at(8, lambda: asyncio.sleep(60))
@@ -132,7 +149,7 @@ async def test_leaving_and_cancelling_reach_the_replica() -> None:
 
 
 async def test_frames_outside_the_contract_are_refused() -> None:
-    """Invariant 6."""
+    """Invariant 6, generation.py 2."""
     wrong = [
         pb.GenerateDelta(token_ids=[1, 2], logprobs=[-1.0]),
         pb.GenerateDelta(token_ids=[1], logprobs=[-1.0], spans=[{"start": 1, "length": 1}]),

@@ -247,6 +247,7 @@ def test_defaults_are_not_shared_between_runs() -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_in_one_sentence(lines: str, table: str, sentence: str) -> None:
+    """run/config.py 1, learning.py 1 and 2, algorithm.py 3, config/model.py 1 to 3."""
     with pytest.raises(ConfigError) as caught:
         parse_run(f'model = "m"\n{lines}\n{ENV}{table}')
     assert sentence in str(caught.value)
@@ -254,7 +255,7 @@ def test_what_cannot_run_is_refused_in_one_sentence(lines: str, table: str, sent
 
 
 def test_a_file_with_many_mistakes_is_refused_once() -> None:
-    """Keys of others, of no one, and of another type, wherever they stand; not that [[env]] is missing."""
+    """run/config.py 2: keys of others, of no one, of another type; not that [[env]] is missing."""
     text = """
     model = "m"
     policy_lr = 1e-5

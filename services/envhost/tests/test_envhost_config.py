@@ -55,6 +55,7 @@ def test_bad_configuration_is_one_sentence(arguments: list[str], text: str) -> N
 
 
 def test_interpreter_of_one_environment_is_checked(tmp_path: Path) -> None:
+    """config.py 1."""
     file = tmp_path / "envhost.toml"
     file.write_text('[environments."reverse-text"]\npython = "/nowhere/python"\n')
     done = run("--dry-run", "@", str(file))
@@ -175,6 +176,7 @@ def test_sigterm_drains_and_exits_with_zero(tmp_path: Path) -> None:
 
 
 def test_workers_die_with_a_killed_front() -> None:
+    """process.py 2, worker.py 1."""
     script = """
 import asyncio, sys
 from quartet_envhost.process import WorkerProcess

@@ -56,6 +56,7 @@ async def test_a_broken_rollout_does_not_end_its_group(hosted: Any) -> None:
 
 
 async def test_prints_do_not_disturb_the_line(hosted: Any) -> None:
+    """frames.py 2."""
     (rollout,) = await hosted.run("prints")
     assert not rollout.HasField("failure") and rollout.reward > 0
 
@@ -88,7 +89,7 @@ async def test_a_model_failure_is_typed_and_retried_within_its_budget(hosted: An
 
 
 async def test_killed_worker_fails_its_members_and_they_are_retried(hosted: Any) -> None:
-    """Invariants 5 and 9."""
+    """Invariants 5 and 9, host.py 1."""
     hosted.policy.delay_s = 1.0
     without = asyncio.create_task(hosted.run("ok", members=range(3)))
     retried = asyncio.create_task(hosted.run("ok", members=range(3), max_retries=1, timeout_ms=20_000))

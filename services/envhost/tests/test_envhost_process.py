@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from quartet.errors import QuartetError
+from quartet.v1.envhost_service_pb2 import ModelAnswer, ModelQuestion
 from quartet_envhost import watch
-from quartet_envhost.process import WorkerProcess
+from quartet_envhost.frames import MAX_PAYLOAD_BYTES, Kind
+from quartet_envhost.process import WorkerDied, WorkerProcess
 from quartet_envhost.watch import Limits, watched
 
 #: An interpreter that runs this program, and the file that the program leaves.
@@ -25,6 +29,16 @@ while line.recv(65536):
     pass
 time.sleep(1.5)
 pathlib.Path({done!r}).touch()
+"""
+
+#: Speaks as a worker does at first, and answers what it is asked with something else.
+BREAKS = """
+import socket, struct, sys, time
+line = socket.socket(fileno=int(sys.argv[1].partition("=")[2]))
+line.sendall(struct.pack("<IBQ", 0, 1, 0))
+line.recv(65536)
+line.sendall({said!r})
+time.sleep(600)
 """
 
 #: Asks a tool server on this machine as httpx, requests and urllib do: as the environment says.
@@ -66,9 +80,71 @@ async def test_the_tools_of_a_worker_are_not_asked_by_a_proxy(
     assert done.exists()
 
 
+def frame(kind: int, payload: bytes) -> bytes:
+    return struct.pack("<IBQ", len(payload), kind, 1) + payload
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        struct.pack("<IBQ", MAX_PAYLOAD_BYTES + 1, Kind.OK, 1),
+        frame(99, b""),
+        frame(Kind.ERROR, b"not JSON"),
+        frame(Kind.ERROR, b"[]"),
+        frame(Kind.ERROR, b'{"message": "of no reason", "metadata": {}}'),
+        frame(Kind.HEARTBEAT, b"\xff"),
+        frame(Kind.QUESTION, b"\xff"),
+    ],
+)
+async def test_a_worker_that_says_what_no_worker_says_is_ended_and_so_are_its_calls(
+    interpreter: Callable[[str], Made], said: bytes
+) -> None:
+    """process.py 1, frames.py 3: nobody waits for an answer that cannot come, and no buffer grows for it."""
+    python, _ = interpreter(BREAKS.replace("{said!r}", repr(said).replace("{", "{{").replace("}", "}}")))
+    worker = await WorkerProcess.spawn(python, {})
+    await asyncio.wait_for(worker.spoke.wait(), 10)
+
+    async def ask(_: ModelQuestion) -> ModelAnswer:
+        raise AssertionError("there is no question")
+
+    with pytest.raises(WorkerDied, match="broke its line"):
+        await asyncio.wait_for(worker.call(Kind.INTERACT, b"", ask), 10)
+    assert not worker.alive
+    with pytest.raises(WorkerDied, match="broke its line"):
+        await worker.call(Kind.TASKS, b"")
+
+
+async def test_an_error_of_a_newer_release_is_told_under_the_reason_that_promises_nothing(
+    interpreter: Callable[[str], Made],
+) -> None:
+    """process.py 1: the interpreter of an environment may have another release than the host."""
+    said = frame(Kind.ERROR, b'{"reason": "TO_COME", "message": "why", "metadata": {"key": "k"}}')
+    python, _ = interpreter(BREAKS.replace("{said!r}", repr(said).replace("{", "{{").replace("}", "}}")))
+    worker = await WorkerProcess.spawn(python, {})
+    await asyncio.wait_for(worker.spoke.wait(), 10)
+    with pytest.raises(QuartetError, match="INTERNAL: why") as told:
+        await asyncio.wait_for(worker.call(Kind.TASKS, b""), 10)
+    assert told.value.metadata == {"key": "k", "unknown_reason": "TO_COME"}
+    assert worker.alive
+    worker.kill("enough")
+    await worker.wait()
+
+
+async def test_a_frame_that_is_too_large_is_never_sent(interpreter: Callable[[str], Made]) -> None:
+    """frames.py 3: the call fails where it is made, and the worker lives on."""
+    python, _ = interpreter(TAKES_DOWN)
+    worker = await WorkerProcess.spawn(python, {})
+    await asyncio.wait_for(worker.spoke.wait(), 10)
+    with pytest.raises(AssertionError, match="frame of"):
+        await worker.call(Kind.TASKS, bytes(MAX_PAYLOAD_BYTES + 1))
+    assert worker.alive and worker.open_calls == 0
+    await worker.stop()
+
+
 async def test_a_worker_that_is_stopped_takes_down_what_it_started(
     interpreter: Callable[[str], Made],
 ) -> None:
+    """process.py 2."""
     python, done = interpreter(TAKES_DOWN)
     worker = await WorkerProcess.spawn(python, {})
     await asyncio.wait_for(worker.spoke.wait(), 10)
@@ -79,7 +155,7 @@ async def test_a_worker_that_is_stopped_takes_down_what_it_started(
 async def test_a_host_that_did_not_run_blames_no_worker_for_it(
     interpreter: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """watch.py 1, 2: both were paused; one that then says nothing all the same is stopped."""
+    """watch.py 1, 2, process.py 3: both were paused; one that then says nothing all the same is stopped."""
     monkeypatch.setattr(watch, "INTERVAL_S", 0.05)
     python, _ = interpreter(TAKES_DOWN)
     worker = await WorkerProcess.spawn(python, {})

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
+import pytest
 import torch
 from quartet.v1 import trainer_service_pb2 as pb
+from quartet_trainer.admission import check_run
+from quartet_trainer.passes import Machine
+from quartet_trainer.run import Run
+from quartet_trainer.spec import OptimizerSpec, ReferenceSpec, RunSpec
 
 from .conftest import run_spec
+
+WAIT_SECONDS = 20.0
 
 
 def own(spec: Any, tokens: Any) -> torch.Tensor:
@@ -19,6 +29,7 @@ def own(spec: Any, tokens: Any) -> torch.Tensor:
 async def test_what_creation_or_the_first_batch_would_refuse_is_refused_at_once(
     folder: Path, serve_trainer: Any, tmp_path: Path
 ) -> None:
+    """admission.py 1 and 2."""
     bare, broken, good = tmp_path / "bare", tmp_path / "broken", str(folder)
     shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("*.safetensors"))
     shutil.copytree(folder, broken)
@@ -51,6 +62,56 @@ async def test_what_creation_or_the_first_batch_would_refuse_is_refused_at_once(
             await trainer.stub.CheckRun(pb.CheckRunRequest(spec=spec, custom_loss=loss))
         assert not [one for one in trainer.state_dir.iterdir() if one.is_dir()], "nothing is kept"
         await trainer.refused(trainer.stub.GetRun(pb.GetRunRequest(run_id="r")), "RUN_UNKNOWN")
+
+
+async def test_a_run_is_checked_and_looked_at_while_the_worker_computes(
+    folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """admission.py 2, roster.py 2: a batch may take minutes, and who submits a run waits seconds."""
+    begun, go_on, plain = threading.Event(), threading.Event(), Run.forward_backward
+
+    def held_up(*args: Any) -> Any:
+        begun.set()
+        assert go_on.wait(WAIT_SECONDS)
+        return plain(*args)
+
+    monkeypatch.setattr(Run, "forward_backward", held_up)
+    check = pb.CheckRunRequest(spec=run_spec(base_model=str(folder)))
+    look = pb.GetRunRequest(run_id="r")
+    async with serve_trainer(max_runs=1) as trainer:
+        await trainer.create(base_model=str(folder))
+        await trainer.publish(1)
+        before = (await trainer.stub.GetRun(look)).run
+        batch = asyncio.create_task(trainer.forward_backward(2, make_samples()))
+        try:
+            assert await asyncio.to_thread(begun.wait, WAIT_SECONDS)
+            async with asyncio.timeout(WAIT_SECONDS / 2):
+                await trainer.stub.CheckRun(check)
+                seen = (await trainer.stub.GetRun(look)).run
+        finally:
+            go_on.set()
+        assert seen == before and seen.applied_seq_id == 1
+        await batch
+        assert (await trainer.stub.GetRun(look)).run.applied_seq_id == 2
+
+
+def test_of_a_hub_id_the_configuration_alone_is_fetched(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """admission.py 2: not the weights, which may be hundreds of gigabytes, nor are they missed."""
+    fetched: list[list[str]] = []
+    shutil.copy(folder / "config.json", tmp_path)
+
+    def snapshot_download(repo: str, *, allow_patterns: list[str]) -> str:
+        fetched.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    machine = Machine(torch.device("cpu"), microbatch_tokens=64, row_tokens=64, hub=True)
+    reference = ReferenceSpec(model="somebody/teacher")
+    optimizer = OptimizerSpec(learning_rate=1e-2)
+    check_run(RunSpec(base_model="somebody/model", optimizer=optimizer, reference=reference), "", machine)
+    assert fetched == [["config.json"]] * 2
 
 
 async def test_a_trainer_without_losses_says_how_to_get_one(folder: Path, serve_trainer: Any) -> None:

@@ -60,6 +60,7 @@ async def test_many_runs_in_sequence_work_on_one_trainer(folder: Path, serve_tra
 async def test_a_closed_run_is_freed_and_goes_on_from_its_newest_state(
     folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """roster.py 3."""
     alive: list[weakref.ref[Any]] = []
     plain = Run.__init__
 
@@ -93,6 +94,7 @@ async def test_a_closed_run_is_freed_and_goes_on_from_its_newest_state(
 async def test_a_run_that_is_closed_with_its_state_is_opened_where_it_was(
     folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """roster.py 3."""
     spec = {"base_model": str(folder), "retain_versions": 2}
     closing = pb.CloseRunRequest(run_id="r", save_at_seq_id=5)
     async with serve_trainer() as trainer:
@@ -126,6 +128,7 @@ def full_disk(*args: Any) -> None:
 async def test_a_run_is_closed_after_the_call_under_way(
     folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch, caller_leaves: bool
 ) -> None:
+    """roster.py 3."""
     begun, go_on, plain = threading.Event(), threading.Event(), Run.forward_backward
 
     def held_up(*args: Any) -> Any:

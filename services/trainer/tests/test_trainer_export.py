@@ -60,6 +60,7 @@ def gone(folder: Path) -> Iterator[None]:
 def test_it_is_what_the_trainer_exports_of_that_state(
     states: Any, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """export.py 1 and 3."""
     run = states(kind)
     before = contents(run)
     target = tmp_path / "some" / "where"
@@ -96,6 +97,7 @@ def test_a_harmed_state_is_passed_over_and_refused_by_name(
 def test_a_state_that_is_pruned_while_it_is_read_makes_way_for_a_newer_one(
     states: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """export.py 1."""
     run = states()
     kept = shutil.copytree(run / "new@8", tmp_path / "kept")
     shutil.rmtree(run / "new@8")
@@ -119,6 +121,7 @@ def test_a_state_that_is_pruned_while_it_is_read_makes_way_for_a_newer_one(
 
 
 def test_of_many_that_write_one_target_one_does(states: Any, tmp_path: Path) -> None:
+    """export.py 2."""
     run = states()
     names = ["old@4", "new@8"] * 3
     command = [sys.executable, "-m", "quartet_trainer.export"]
@@ -138,6 +141,7 @@ def test_what_ends_in_the_middle_leaves_nothing(
     states: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
+    """export.py 2."""
     run = states()
 
     def fail(self: Any, source: Path, target: Path, *more: Any) -> None:

@@ -180,6 +180,7 @@ async def test_who_is_refused_is_heard_out_and_held_no_longer(
 async def test_the_digest_of_two_samples_is_not_that_of_their_merge(
     make_samples: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """intake.py 5."""
     (whole, *_) = make_samples()
     parts = [pb.TrainingSample(sample=whole.sample), pb.TrainingSample(advantages=whole.advantages)]
     # As if a sample without tokens were one: the digest must not lean on what else refuses it.

@@ -18,7 +18,8 @@ from quartet_trainer import kernels
 from quartet_trainer.assembly import machine_of
 from quartet_trainer.config import TrainerConfig
 from quartet_trainer.logprobs import PolicyForward
-from quartet_trainer.model import load_model, probe_logprobs
+from quartet_trainer.model import load_model
+from quartet_trainer.probe import probe_logprobs
 from transformers.models.qwen3 import modeling_qwen3
 
 VOCAB = 96

@@ -1,4 +1,4 @@
-"""Base models that load are whole and computed rightly; those that are not are refused."""
+"""Base models that load are whole and computed rightly, others are refused (model.py, probe.py)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from quartet.kit.health import Health
 from quartet_trainer import logprobs
 from quartet_trainer.logits import LogitRule, logit_rule
 from quartet_trainer.logprobs import PolicyForward
-from quartet_trainer.model import load_model, max_positions, probe
+from quartet_trainer.model import load_model, max_positions
 from quartet_trainer.packing import pack
+from quartet_trainer.probe import probe
 from quartet_trainer.publish import cast
 from quartet_trainer.sample import make_sample
 from safetensors.torch import load_file, save_file
@@ -72,10 +73,10 @@ FULL = {"layer_types": ["full_attention"] * 2, "head_dim": 16, "sliding_window":
     ],
 )
 @pytest.mark.parametrize("chunk", [1 << 24, 400], ids=["whole", "chunks"])
-def test_promise_2_logits_are_scaled_and_capped_as_the_model_does(
+def test_logits_are_scaled_and_capped_as_the_model_does(
     kind: str, changes: dict[str, Any], rule: LogitRule, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """logits.py 1 and 2."""
+    """logits.py 1 and 2, probe.py 1."""
     monkeypatch.setattr(logprobs, "LOGIT_CHUNK_ELEMENTS", chunk)
     model = made(kind, **changes)
     assert logit_rule(model.config) == rule
@@ -102,8 +103,11 @@ def made(kind: str, **changes: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def test_promise_2_what_a_configuration_does_not_say_of_logits_is_refused() -> None:
-    """logits.py 3, with random weights too, whose logits no cap bends: the probe raises them, and back."""
+def test_what_a_configuration_does_not_say_of_logits_is_refused() -> None:
+    """logits.py 3, probe.py 1 and 2.
+
+    With random weights, too, whose logits no cap bends: the probe raises them, and back.
+    """
     model = made("gemma2", final_logit_softcapping=30.0, initializer_range=0.02, **FULL)
     before = model.lm_head.weight.clone()
     policy = PolicyForward(model, CPU, None)
@@ -124,10 +128,10 @@ def test_promise_2_what_a_configuration_does_not_say_of_logits_is_refused() -> N
         ("openai-gpt", {"n_embd": 32, "n_layer": 2, "n_head": 2}, "GPTLMHeadModel does not take packed rows"),
     ],
 )
-def test_promise_2_holds_for_small_random_weights(
+def test_the_probe_finds_what_small_random_weights_hardly_show(
     kind: str, sizes: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
-    """Whose log-probabilities hardly show it: distances in the row instead of positions, other positions."""
+    """probe.py 1: distances in the row instead of positions, other positions."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **{**sizes, "vocab_size": 96, "initializer_range": 0.02})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
@@ -138,7 +142,7 @@ def test_promise_2_holds_for_small_random_weights(
         probe(PolicyForward(load(tmp_path), CPU, None), 96, "m", 1)
 
 
-def test_promise_2_a_class_that_hides_its_decoder_is_refused(tmp_path: Path) -> None:
+def test_a_class_that_hides_its_decoder_is_refused(tmp_path: Path) -> None:
     """Transformers' text-only Llama 4 names its decoder otherwise than its base_model_prefix says."""
     config = transformers.Llama4TextConfig(
         **TINY, head_dim=16, intermediate_size_mlp=32, num_local_experts=2, layer_types=["full_attention"] * 2
@@ -162,7 +166,7 @@ def test_a_sequence_ends_where_a_longrope_would_turn_the_rows_beside_it(tmp_path
         assert max_positions(load(folder)) == original
 
 
-def test_promise_3_initialisation_leaves_the_random_state_alone(folder: Path) -> None:
+def test_promise_2_initialisation_leaves_the_random_state_alone(folder: Path) -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
     one, two, other = (load(folder, seed=seed) for seed in (1, 1, 2))
@@ -183,7 +187,7 @@ def test_a_published_snapshot_shares_no_memory_with_the_model(dtype: str) -> Non
         assert before.tolist() == [1.0, 1.0, 1.0 + 2**-6]
 
 
-def test_promise_5_a_folders_own_python_is_never_run(
+def test_promise_4_a_folders_own_python_is_never_run(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = tmp_path / "own"

@@ -25,6 +25,7 @@ async def status(trainer: Any) -> tuple[int, int, int]:
 async def test_a_step_that_is_no_number_is_skipped_and_the_run_goes_on(
     folder: Path, serve_trainer: Any, make_samples: Any, normalizer: float
 ) -> None:
+    """run.py 4 and 5."""
     async with serve_trainer() as trainer:
         await trainer.create(base_model=str(folder))
         before = (await trainer.publish(1)).digest
@@ -45,7 +46,7 @@ async def test_a_step_that_is_no_number_is_skipped_and_the_run_goes_on(
 async def test_a_skipped_step_leaves_moments_and_their_count_alone(
     folder: Path, serve_trainer: Any, make_samples: Any
 ) -> None:
-    """Invariant 9: also for a run that was restored between the skipped step and the next."""
+    """Invariant 9, run.py 5: also for a run that was restored between the skipped step and the next."""
     batches = [make_samples(seed=seed) for seed in range(2)]
     spec = {"base_model": str(folder), "beta1": 0.5}
     async with serve_trainer() as trainer:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 async def test_invariant_9_a_restart_continues_bit_equally_from_the_newest_state(
     folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch, compute: str
 ) -> None:
+    """run.py 3: accumulated gradients and the published version, too."""
     # The output layer in pieces, too: they are computed anew in the backward pass.
     monkeypatch.setattr("quartet_trainer.logprobs.LOGIT_CHUNK_ELEMENTS", 96 * 7)
     spec = {"base_model": str(folder), "retain_versions": 2, "max_grad_norm": 1.0, "compute_dtype": compute}
@@ -103,7 +104,7 @@ async def test_a_repeated_call_is_applied_once(folder: Path, serve_trainer: Any,
 async def test_how_a_batch_is_cut_into_frames_does_not_make_it_another(
     folder: Path, serve_trainer: Any, make_samples: Any
 ) -> None:
-    """Invariant 4 of intake.py."""
+    """intake.py 5."""
     samples = make_samples()
     async with serve_trainer() as trainer:
         await trainer.create(base_model=str(folder))
@@ -123,6 +124,7 @@ async def test_how_a_batch_is_cut_into_frames_does_not_make_it_another(
 
 
 async def test_a_torn_stream_applies_nothing(folder: Path, serve_trainer: Any, make_samples: Any) -> None:
+    """intake.py 1 and 2."""
     samples = make_samples()
     start = pb.ForwardBackwardStart(
         run_id="r", seq_id=1, normalizer=1.0, loss=pb.LossSpec(kind=pb.LOSS_KIND_POLICY_GRADIENT)
@@ -152,6 +154,7 @@ async def test_a_torn_stream_applies_nothing(folder: Path, serve_trainer: Any, m
 async def test_a_client_that_dies_in_its_stream_applies_nothing(
     folder: Path, serve_trainer: Any, make_samples: Any
 ) -> None:
+    """intake.py 1."""
     async with serve_trainer() as trainer:
         await trainer.create(base_model=str(folder))
         call = trainer.stub.ForwardBackward()

@@ -74,7 +74,7 @@ def test_promise_3_progress_is_heard_after_every_micro_batch(folder: Path) -> No
 async def test_a_batch_beyond_the_memory_leaves_the_run_as_it_was(
     folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Worker promise 4 and Gradients promise 1: sent again when there is room, it is applied once, whole."""
+    """Worker promise 4, Gradients promise 1, run.py 1: sent again when there is room, it is applied whole."""
     losses: list[torch.Tensor] = []
 
     def beyond_the_memory(*arguments: Any) -> torch.Tensor:

@@ -63,6 +63,7 @@ def saved_versions(path: str) -> list[str]:
 async def test_invariant_9_a_resumed_run_verifies_the_tokens_of_every_retained_version(
     folder: Path, serve_trainer: Any, make_samples: Any
 ) -> None:
+    """versions.py 1 and 3."""
     spec = {"base_model": str(folder), "retain_versions": RETAINED, "learning_rate": 0.05}
     async with serve_trainer() as trainer:
         await trainer.create(**spec)
@@ -130,6 +131,7 @@ def test_versions_keep_the_dtype_they_were_published_in(
 
 
 def test_saved_weights_that_give_another_digest_are_refused_and_change_nothing() -> None:
+    """versions.py 2."""
     store = WeightStore(4)
     weights = cast([("w", torch.ones(3))], "float32")
     versions = Versions("r", store, 2)
@@ -253,6 +255,7 @@ async def test_a_run_whose_return_to_a_state_is_not_noted_stands_where_it_was_sa
 async def test_who_watches_learns_of_the_older_version_that_a_run_returned_to(
     folder: Path, serve_trainer: Any, make_samples: Any
 ) -> None:
+    """versions.py 4."""
     async with serve_trainer() as trainer:
         await trainer.create(base_model=str(folder))
         zero = await trainer.publish(1)
@@ -291,6 +294,7 @@ async def announcements(call: Any) -> AsyncIterator[weights_pb2.VersionAnnounced
 async def test_a_publication_repeated_under_another_number_gives_the_same_digest(
     folder: Path, serve_trainer: Any, make_samples: Any
 ) -> None:
+    """versions.py 2."""
     async with serve_trainer() as trainer:
         await trainer.create(base_model=str(folder))
         assert (await trainer.publish(1)).digest == (await trainer.publish(2)).digest

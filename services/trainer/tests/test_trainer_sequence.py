@@ -22,7 +22,7 @@ class Counter:
 
 
 async def test_calls_are_applied_in_order_and_once() -> None:
-    """Invariant 2: applied at most once."""
+    """Invariant 2, sequence.py 1 and 2: applied at most once."""
     sequence, work = Sequence(), Counter()
     assert await sequence.apply(1, b"a", work) == 1
     assert await sequence.apply(2, b"b", work) == 2
@@ -31,6 +31,7 @@ async def test_calls_are_applied_in_order_and_once() -> None:
 
 
 async def test_a_gap_is_refused() -> None:
+    """sequence.py 1."""
     with pytest.raises(QuartetError) as raised:
         await Sequence(4).apply(6, b"a", Counter())
     assert raised.value.reason == "SEQUENCE_GAP"
@@ -38,6 +39,7 @@ async def test_a_gap_is_refused() -> None:
 
 
 async def test_other_contents_under_a_used_number_are_refused() -> None:
+    """sequence.py 2."""
     sequence = Sequence()
     await sequence.apply(1, b"a", Counter())
     with pytest.raises(QuartetError, match=r"SEQUENCE_CONFLICT: .* GetRun says which call was applied last"):
@@ -45,6 +47,7 @@ async def test_other_contents_under_a_used_number_are_refused() -> None:
 
 
 async def test_results_are_kept_within_a_bound() -> None:
+    """sequence.py 2."""
     sequence, work = Sequence(), Counter()
     for number in range(1, KEPT_RESULTS + 2):
         await sequence.apply(number, b"a", work)
@@ -54,6 +57,7 @@ async def test_results_are_kept_within_a_bound() -> None:
 
 
 async def test_a_concurrent_duplicate_waits_for_the_first() -> None:
+    """sequence.py 2."""
     sequence, work = Sequence(), Counter()
     results = await asyncio.gather(*(sequence.apply(1, b"a", work) for _ in range(5)))
     assert (results, work.ran) == ([1] * 5, 1)
@@ -69,6 +73,7 @@ async def test_a_concurrent_call_with_other_contents_is_refused() -> None:
 
 
 async def test_a_failed_call_leaves_its_number_free() -> None:
+    """sequence.py 3."""
     sequence = Sequence()
 
     async def fails() -> int:
@@ -81,6 +86,7 @@ async def test_a_failed_call_leaves_its_number_free() -> None:
 
 
 async def test_a_call_goes_on_when_its_caller_leaves() -> None:
+    """sequence.py 4."""
     sequence, work, release = Sequence(), Counter(), asyncio.Event()
 
     async def slow() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ def flip_a_bit(file: Path) -> None:
 
 
 def test_content_comes_back(tmp_path: Path) -> None:
+    """states.py 1."""
     store = StateStore(tmp_path, 2)
     save(store, "a", 4)
     (info,) = store.list("r")
@@ -40,6 +42,7 @@ def test_content_comes_back(tmp_path: Path) -> None:
 
 
 def test_only_the_newest_are_kept_and_an_equal_name_is_replaced(tmp_path: Path) -> None:
+    """states.py 4 and 6."""
     store = StateStore(tmp_path, 2)
     for seq_id, name in enumerate("abac", start=1):
         save(store, name, seq_id)
@@ -49,6 +52,7 @@ def test_only_the_newest_are_kept_and_an_equal_name_is_replaced(tmp_path: Path) 
 
 @pytest.mark.parametrize("file", ["weights.safetensors", "run.json"])
 def test_a_harmed_state_is_noticed_and_passed_over(tmp_path: Path, file: str) -> None:
+    """states.py 2."""
     store = StateStore(tmp_path, 3)
     save(store, "old", 1)
     save(store, "new", 2)
@@ -69,6 +73,7 @@ def test_a_state_without_its_mark_does_not_exist(tmp_path: Path) -> None:
 
 
 def test_a_save_that_fails_leaves_nothing_and_what_a_kill_left_is_swept(tmp_path: Path) -> None:
+    """states.py 1 and 6."""
     store = StateStore(tmp_path, 3)
     save(store, "a", 1)
 
@@ -91,7 +96,76 @@ def test_the_same_seq_id_can_be_saved_again(tmp_path: Path) -> None:
     assert [info.seq_id for info in store.list("r")] == [1]
 
 
+class Killed(BaseException):
+    """Nothing after it is done."""
+
+
+@pytest.mark.parametrize("moment", range(8))
+def test_a_state_of_a_name_and_number_is_there_at_every_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
+) -> None:
+    """states.py 1 and 6: killed before or after each renaming; it may be the only one there is."""
+    store = StateStore(tmp_path, 1)
+    save(store, "a", 1)
+    left, plain = [moment], Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        if left[0] == 0:
+            raise Killed
+        done = plain(path, target)
+        left[0] -= 2
+        if left[0] == -1:
+            raise Killed
+        return done
+
+    def nothing(*_: object, **__: object) -> None:
+        """What a process that was killed does not do either."""
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", rename)
+        if moment < 6:  # with so many renamings it is through
+            patched.setattr(states.shutil, "rmtree", nothing)
+            with pytest.raises(Killed):
+                store.save("r", "a", 1, 0, content(2.0))
+        else:
+            store.save("r", "a", 1, 0, content(2.0))
+    found = StateStore(tmp_path, 1).newest_sound("r")
+    assert found is not None and found[0].name == "a"
+    assert found[1].meta["value"] == (2.0 if moment >= 1 else 1.0)
+    again = StateStore(tmp_path, 1)
+    again.save("r", "a", 1, 0, content(3.0))
+    (info,) = again.list("r")
+    assert again.read(info).meta["value"] == 3.0
+    assert [path.name for path in (tmp_path / "r").iterdir()] == ["a@1"]
+
+
+def test_a_state_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """states.py 1: after a power cut a name without contents would be a state that is harmed."""
+    flushed: set[str] = set()
+    plain_sync, plain_rename, named = os.fsync, Path.rename, []
+
+    def sync(descriptor: int) -> None:
+        flushed.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        plain_sync(descriptor)
+
+    def rename(path: Path, target: Path) -> Path:
+        missing = {str(one) for one in (tmp_path, path, *path.rglob("*"))} - flushed
+        assert not missing
+        flushed.clear()
+        named.append(target.name)
+        return plain_rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(Path, "rename", rename)
+    save(StateStore(tmp_path, 3), "a", 1, export=lambda target: (target / "deep").mkdir(parents=True))
+    assert named == ["a@1"]
+    assert str(tmp_path / "r") in flushed, "and then the name is, too"
+
+
 def test_a_state_that_was_returned_to_is_the_newest(tmp_path: Path) -> None:
+    """states.py 4."""
     store = StateStore(tmp_path, 3)
     save(store, "a", 1)
     save(store, "b", 2)
@@ -108,7 +182,7 @@ def test_a_state_that_was_returned_to_is_the_newest(tmp_path: Path) -> None:
     ],
 )
 def test_a_full_disk_is_waited_for(tmp_path: Path, error: Exception) -> None:
-    """Invariant 9: NOT_READY, which callers repeat; what was there stays, and the repetition succeeds."""
+    """Invariant 9, states.py 7: NOT_READY, which callers repeat; what was there stays, and it succeeds."""
     store = StateStore(tmp_path, 3)
     save(store, "a", 1)
 
@@ -126,7 +200,7 @@ def test_a_full_disk_is_waited_for(tmp_path: Path, error: Exception) -> None:
 def test_invariant_9_a_state_that_cannot_be_read_now_is_not_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unread: str
 ) -> None:
-    """As harm it would be: the run would go on from an older one, and what is saved next would replace it."""
+    """states.py 7. As harm it would be: the run would go on from an older one, and replace it."""
     store = StateStore(tmp_path, 3)
     save(store, "a", 1)
     save(store, "b", 2)
@@ -165,7 +239,7 @@ def test_a_state_is_not_made_the_newest_on_a_full_disk(
 def test_states_of_another_release_are_neither_passed_over_nor_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As harm, they would be: the run would begin anew, and its first states would take their places."""
+    """states.py 5. As harm, they would be: the run would begin anew, and replace them."""
     store = StateStore(tmp_path, 2)
     save(store, "a", 1)
     with monkeypatch.context() as patched:

@@ -12,8 +12,9 @@ import transformers as t
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer import attention, masks, tiles
 from quartet_trainer.logprobs import PolicyForward
-from quartet_trainer.model import load_model, probe
+from quartet_trainer.model import load_model
 from quartet_trainer.packing import pack
+from quartet_trainer.probe import probe
 from quartet_trainer.sample import Sample, make_sample
 
 CPU = torch.device("cpu")
@@ -69,7 +70,7 @@ def gradients(model: Any, logp: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
 def test_a_packed_row_is_computed_as_its_samples_alone(config: Any, tmp_path: Path) -> None:
-    """masks.py 1 to 3: values and gradients."""
+    """masks.py 1 to 3, probe.py 1 and 2: values and gradients."""
     model = loaded(config, tmp_path)
     policy = PolicyForward(model, CPU, None)
     probe(policy, VOCAB, "m", 64)

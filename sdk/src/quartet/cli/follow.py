@@ -52,7 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--after-event", type=int, default=0, help="leave out events up to this number")
     parser.add_argument("--output-dir", type=Path, help="record metrics.jsonl and rollouts/ in this folder")
     parser.add_argument(
-        "--keep-rollouts", type=int, metavar="STEPS", help="of so many of the newest steps (default: of all)"
+        "--keep-rollouts",
+        type=int,
+        metavar="STEPS",
+        help="of so many of the newest steps, and evaluations (default: of all)",
     )
     parser.add_argument(
         "--wandb",

@@ -15,8 +15,9 @@
    replaced by the next. Whoever writes has the folder locked.
 3. What holds the arguments of environments is readable by its owner alone (PRIVATE).
 4. Where somebody says how many steps keep their rollouts, the files of earlier ones are removed once a later
-   one is written down; one that was killed in between removes them when the folder is opened again. Files of
-   evaluations stay. Nothing else reads the files of steps but W&B's table of the step (wandb/rows.py).
+   one is written down, and so are those of all but as many evaluations; one that was killed in between
+   removes them when the folder is opened again. Nothing else reads these files but W&B's table of the step
+   or evaluation (wandb/rows.py).
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Outputs:
     """Writes the folder. `progress` holds what the folder already tells."""
 
     def __init__(self, folder: Path, keep_rollouts: int | None = None) -> None:
-        """Open the folder, new or begun, in which so many of the newest steps keep their rollouts: all of
-        them where nothing is said."""
+        """Open the folder, new or begun, in which so many of the newest steps keep their rollouts, and as
+        many evaluations: all of them where nothing is said."""
         self.folder = folder
         self._keep_rollouts = keep_rollouts
         self.metrics_file = folder / "metrics.jsonl"
@@ -86,6 +87,7 @@ class Outputs:
             case "eval":
                 row = {**head, "step": event.eval.step, "policy_version": event.eval.policy_version}
                 append_line(self.metrics_file, row | dict(event.eval.metrics))
+                self._remove_old()
             case "rollout":
                 self._rollout(head, event.rollout)
         return True
@@ -107,10 +109,16 @@ class Outputs:
     def _remove_old(self) -> None:
         if self._keep_rollouts is None:
             return
-        for file in self.rollouts.glob("step_*.jsonl"):
-            number = file.stem.removeprefix("step_")
-            if number.isdecimal() and int(number) < self._oldest_kept:
-                file.unlink(missing_ok=True)
+        steps, evaluations = self._files_of("step"), self._files_of("eval")
+        old = [file for number, file in steps if number < self._oldest_kept]
+        old += [file for _, file in evaluations[: -self._keep_rollouts]]
+        for file in old:
+            file.unlink(missing_ok=True)
+
+    def _files_of(self, kind: str) -> list[tuple[int, Path]]:
+        """The files of rollouts of steps or of evaluations, with the numbers of their steps, oldest first."""
+        files = [(file.stem.removeprefix(f"{kind}_"), file) for file in self.rollouts.glob(f"{kind}_*.jsonl")]
+        return sorted((int(number), file) for number, file in files if number.isdecimal())
 
     def draw(self, title: str) -> None:
         """Write the figure of what was recorded."""

@@ -21,6 +21,14 @@ from quartet.run.algorithm import AlgorithmConfig, KlPenaltyConfig, check_kl_pen
 from quartet.run.difficulty import DifficultyFilterConfig
 from quartet.run.evaluation import EvalConfig, EvalTrial
 from quartet.run.hosted import MAX_ENVIRONMENTS, MAX_GROUP, GroupSize, NamedConfig, as_array, distinct
+from quartet.run.learning import (
+    OF_THE_TRAINER,
+    CheckpointConfig,
+    Optimizer,
+    Schedule,
+    check_optimizer,
+    check_schedule,
+)
 from quartet.run.lora import LoraConfig
 from quartet.run.other_names import AS_TABLES, REMEDIES
 from quartet.run.sampling import SamplingConfig
@@ -31,40 +39,11 @@ from quartet.run.wandb import WandbConfig
 #: More staleness than this means that the trainer keeps more than two dozen copies of the model.
 MAX_OFF_POLICY_STEPS = 24
 
-#: What only the trainer reads; a trainer of somebody else's knows it by itself.
-OF_THE_TRAINER = (
-    "learning_rate",
-    "lr_scheduler",
-    "warmup_steps",
-    "decay_steps",
-    "optimizer",
-    "momentum",
-    "adamw_learning_rate",
-    "max_grad_norm",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "microbatch_tokens",
-    "compute_dtype",
-    "served_dtype",
-    "lora",
-    "ckpt",
-    "checks",
-    "trainer",
-)
-
 
 class EnvConfig(NamedConfig):
     """One environment and its share of the rollouts."""
 
     weight: Positive = 1.0
-
-
-class CheckpointConfig(Config):
-    """When the trainer saves its state, and how many states it keeps."""
-
-    interval: PositiveCount = 10
-    keep_last: PositiveCount = 2
 
 
 class ChecksConfig(Config):
@@ -91,11 +70,11 @@ class RunConfig(Config):
     gradient_accumulation_steps: PositiveCount = 1
     seed: Seed = 0
     learning_rate: NonNegative = 1e-6
-    lr_scheduler: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "constant"
+    lr_scheduler: Schedule = "constant"
     warmup_steps: Count = 0
     #: The last steps of warmup_stable_decay, in which the rate falls to zero.
     decay_steps: Count = 0
-    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
+    optimizer: Optimizer = "adamw"
     #: Of muon and sgd; default 0.95 and 0.9.
     momentum: Decay | None = None
     #: Of what adamw moves where optimizer = "muon"; default learning_rate.
@@ -108,7 +87,8 @@ class RunConfig(Config):
     max_concurrent: PositiveCount = 1024
     #: Of how many members of each group the conversation is kept with the rollout.
     messages_of_members: Annotated[int, Field(ge=0, le=MAX_GROUP, strict=True)] = 1
-    #: Steps whose rollouts stay in the folder of whoever follows the run; default: all. No part of the run.
+    #: Steps, and evaluations, whose rollouts stay in the folder of whoever follows the run; default: all. No
+    #: part of the run.
     keep_rollouts: PositiveCount | None = None
     microbatch_tokens: Count = 0
     #: What the trainer computes in; default: float32 on a CPU, bfloat16 (with float32 masters) on a GPU.
@@ -207,37 +187,13 @@ class RunConfig(Config):
 
     @rule
     def _decay_has_room(self) -> None:
-        if self.external_trainer:
-            return  # it has a schedule of its own
-        if self.lr_scheduler in ("linear", "cosine") and self.warmup_steps >= self.max_steps:
-            raise ValueError(
-                f'lr_scheduler = "{self.lr_scheduler}" needs steps after the warm-up, and max_steps = '
-                f"{self.max_steps} leaves none after warmup_steps = {self.warmup_steps}; raise max_steps, or "
-                'set lr_scheduler = "constant"'
-            )
-        if self.lr_scheduler != "warmup_stable_decay":
-            if self.decay_steps:
-                raise ValueError(
-                    f"decay_steps = {self.decay_steps} belongs to lr_scheduler = "
-                    '"warmup_stable_decay"; choose it, or remove decay_steps'
-                )
-        elif not 0 < self.decay_steps <= self.max_steps - self.warmup_steps:
-            raise ValueError(
-                f'lr_scheduler = "warmup_stable_decay" needs decay_steps from 1 to '
-                f"{self.max_steps - self.warmup_steps}, the steps after the warm-up, not {self.decay_steps}"
-            )
+        if not self.external_trainer:  # it has a schedule of its own
+            check_schedule(self.lr_scheduler, self.max_steps, self.warmup_steps, self.decay_steps)
 
     @rule
     def _optimizer_has_it(self) -> None:
-        if self.external_trainer:
-            return
-        if self.momentum is not None and self.optimizer == "adamw":
-            raise ValueError('momentum belongs to optimizer = "sgd" or "muon"; remove it, or set adam_beta1')
-        if self.adamw_learning_rate is not None:
-            if self.optimizer != "muon":
-                raise ValueError('adamw_learning_rate belongs to optimizer = "muon"; remove it')
-            if self.learning_rate == 0:
-                raise ValueError("adamw_learning_rate keeps its proportion to learning_rate, which is 0")
+        if not self.external_trainer:
+            check_optimizer(self.optimizer, self.momentum, self.learning_rate, self.adamw_learning_rate)
 
     @pydantic.field_validator("max_concurrent")
     @classmethod

@@ -9,7 +9,7 @@ import pydantic
 from pydantic import Field
 
 from quartet.config import Config
-from quartet.run.config import CheckpointConfig
+from quartet.run.learning import CheckpointConfig
 from quartet.run.values import Count, Decay, NonNegative, Positive, PositiveCount, Seed, Table, Text
 
 #: A chat has these; a message of another role has no place in a chat template.

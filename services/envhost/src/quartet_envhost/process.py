@@ -18,7 +18,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
-from quartet.errors import QuartetError
+from google.protobuf.message import DecodeError
+from quartet.errors import CODES, QuartetError
 from quartet.kit.proxies import past_proxies
 from quartet.v1 import envhost_service_pb2
 
@@ -181,7 +182,7 @@ class WorkerProcess:
         try:
             while (frame := await read_frame(self._reader)) is not None:
                 self._take(*frame)
-        except ValueError as error:  # A frame that no worker of ours writes.
+        except (ValueError, DecodeError) as error:  # A frame that no worker of ours writes.
             self.kill(f"the worker broke its line: {error}")
         # The line is closed: nothing useful can come from this process any more, but it may be saying why, or
         # be taking down what its rollouts have started.
@@ -211,19 +212,19 @@ class WorkerProcess:
         if kind is Kind.OK:
             future.set_result(payload)
         elif kind is Kind.ERROR:
-            content = json.loads(payload)
-            future.set_exception(QuartetError(content["reason"], content["message"], **content["metadata"]))
+            future.set_exception(_refusal(payload))
 
     def _put_question(self, call_id: int, payload: bytes) -> None:
         if call_id not in self._asked:  # of a call that was cancelled
             return
+        question = envhost_service_pb2.ModelQuestion.FromString(payload)
         open_ = self._questions.setdefault(call_id, set())
-        task = asyncio.create_task(self._answer(call_id, self._asked[call_id], payload))
+        task = asyncio.create_task(self._answer(call_id, self._asked[call_id], question))
         open_.add(task)
         task.add_done_callback(open_.discard)
 
-    async def _answer(self, call_id: int, ask: Ask, payload: bytes) -> None:
-        answer = await ask(envhost_service_pb2.ModelQuestion.FromString(payload))
+    async def _answer(self, call_id: int, ask: Ask, question: envhost_service_pb2.ModelQuestion) -> None:
+        answer = await ask(question)
         if self.alive:
             self._writer.write(encode(Kind.ANSWER, call_id, answer.SerializeToString()))
 
@@ -234,3 +235,15 @@ class WorkerProcess:
         if code is not None and code < 0:
             return f"worker {self.pid} was killed by {signal.Signals(-code).name}"
         return f"worker {self.pid} exited with code {code}"
+
+
+def _refusal(payload: bytes) -> QuartetError:
+    """What an ERROR says. ValueError: no worker of ours says it."""
+    content = json.loads(payload)
+    try:
+        reason, message, metadata = content["reason"], content["message"], dict(content["metadata"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"an error of another form: {payload[:200]!r}") from error
+    if reason not in CODES:  # the environment's interpreter has a newer release
+        reason, metadata = "INTERNAL", {**metadata, "unknown_reason": reason}
+    return QuartetError(reason, message, **metadata)

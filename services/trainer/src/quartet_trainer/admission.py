@@ -40,7 +40,7 @@ def _check_model(model: str, hub: bool, key: str, *, weights: bool) -> None:
         told, remedy = error.message.replace("base_model", key, 1), error.metadata["remedy"]
         raise QuartetError(error.reason, told, key=key, value=model, remedy=remedy) from error
     try:
-        # Its own code is never run (model.py 5).
+        # Its own code is never run (model.py 4).
         transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]

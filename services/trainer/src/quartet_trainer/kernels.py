@@ -59,13 +59,13 @@ def chosen(setting: str, device: str) -> bool:
 
 
 def fuse(model: Any, logprobs: Callable[[int], Tensor], base_model: str) -> None:
-    """Let a placed model use them; `logprobs` are the model's of the probe with a shift (model.py).
+    """Let a placed model use them; `logprobs` are the model's of the probe with a shift (probe.py).
 
     Errors: INVALID_CONFIG.
     """
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-    from quartet_trainer.model import tolerated
+    from quartet_trainer.probe import tolerated
 
     kind = model.config.model_type
     if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:

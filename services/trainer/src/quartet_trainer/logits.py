@@ -2,7 +2,7 @@
 
 1. A scale is one with the temperature: both divide.
 2. A cap bends logits beyond it: cap * tanh(logits / cap).
-3. What a configuration says here and a model does otherwise, the probe of model.py finds.
+3. What a configuration says here and a model does otherwise, probe.py finds.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Base models: found, loaded or initialised in float32, probed, and exported as Hugging Face folders.
+"""Base models: found, loaded or initialised in float32, and exported as Hugging Face folders.
 
 1. A model that loads is whole: a missing weight is refused, never silently initialised.
-2. A model that loads is one that packing and logprobs.py compute rightly: a probe compares both with the
-   model's own forward pass.
-3. Random initialisation depends on config.json and seed only, and leaves the process's random state alone.
-4. An exported folder loads with `from_pretrained` and nothing else.
-5. A folder's own Python is never run, and weights are read from safetensors alone.
+2. Random initialisation depends on config.json and seed only, and leaves the process's random state alone.
+3. An exported folder loads with `from_pretrained` and nothing else.
+4. A folder's own Python is never run, and weights are read from safetensors alone.
 """
 
 from __future__ import annotations
@@ -25,10 +23,7 @@ from quartet.errors import QuartetError
 from quartet.kit.folder import unreadable_part
 from safetensors import SafetensorError
 
-from quartet_trainer import attention, experts, masks, products
-from quartet_trainer.logprobs import PolicyForward
-from quartet_trainer.packing import pack
-from quartet_trainer.sample import Sample, make_sample
+from quartet_trainer import attention, experts, products
 
 #: What a folder needs besides weights so that tokenizer and sampling defaults travel with the model.
 COMPANION_PATTERNS = (
@@ -44,20 +39,8 @@ COMPANION_PATTERNS = (
 #: What is fetched of a hub id.
 PATTERNS = ("config.json", "*.safetensors", "*.safetensors.index.json", *COMPANION_PATTERNS)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-#: Of what another token in the prompt changes, or of 1 where that is more. Float32 sums in another order
-#: differ by much less, whether weights are random (1e-6 of 1e-2) or trained (1e-4 of 10) ...
-PROBE_TOLERANCE = 1e-2
-#: ... and may differ by so much where a model hardly looks back at all.
-PROBE_NOISE = 1e-5
-#: Of the output layer, for a moment: a power of two, which leaves no trace.
-PROBE_GAIN = 1024.0
-#: What transformers' models raise that differ in which positions and masks they take.
-UNPACKED = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-ANOTHER_ARCHITECTURE = "use an architecture with causal attention and an output layer that ends it"
 #: Where transformers has the length from which a longrope takes its other frequencies.
 LONGROPE_FROM = "original_max_position_embeddings"
-#: Less than a sample of the probe, so that a window shows.
-PROBE_WINDOW = 6
 
 
 def resolve_folder(base_model: str, allow_hub: bool, patterns: Sequence[str] = PATTERNS) -> Path:
@@ -67,25 +50,25 @@ def resolve_folder(base_model: str, allow_hub: bool, patterns: Sequence[str] = P
         is_here = folder.is_dir()
     except (OSError, RuntimeError) as error:  # too long for a name, or of a user who is not there
         why = getattr(error, "strerror", None) or str(error)
-        raise _refused(base_model, f"it cannot be a folder: {why}", "name another") from error
+        raise refused(base_model, f"it cannot be a folder: {why}", "name another") from error
     if is_here:
         if not (folder / "config.json").is_file():
-            raise _refused(
+            raise refused(
                 base_model, f"the folder {folder} has no config.json", "name a Hugging Face model folder"
             )
         if (part := unreadable_part(folder)) is not None:
-            raise _refused(base_model, f"this user cannot read {part}", "let it (chmod -R a+rX)")
+            raise refused(base_model, f"this user cannot read {part}", "let it (chmod -R a+rX)")
         return folder
     looks_local = not _HUB_ID.fullmatch(base_model) or Path(folder.parts[0]).exists()
     if looks_local or not allow_hub:
-        raise _refused(base_model, f"there is no folder {folder.absolute()}", "create it, or name another")
+        raise refused(base_model, f"there is no folder {folder.absolute()}", "create it, or name another")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
         return Path(snapshot_download(base_model, allow_patterns=list(patterns)))
     except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise _refused(
+        raise refused(
             base_model,
             f"{base_model} is neither a folder here nor a model that the hub gave ({type(error).__name__})",
             "name a local folder, or check the id, the network and the hub's access rules",
@@ -115,7 +98,7 @@ def load_model(folder: Path, base_model: str, *, device: torch.device, seed: int
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         remedy = "name a folder with config.json and model.safetensors, or set from_scratch"
-        raise _refused(base_model, f"{folder} cannot be loaded: {text}", remedy) from error
+        raise refused(base_model, f"{folder} cannot be loaded: {text}", remedy) from error
     _check_output(model, base_model)
     return _prepared(model.to(device))
 
@@ -179,7 +162,7 @@ def _load_weights(folder: Path, base_model: str) -> Any:
     model, report = loaded
     wrong = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if wrong:
-        raise _refused(
+        raise refused(
             base_model,
             f"the weights in {folder} lack {len(wrong)} tensors, the first is {wrong[0]}",
             "use a complete checkpoint, or from_scratch",
@@ -189,91 +172,11 @@ def _load_weights(folder: Path, base_model: str) -> Any:
 
 def _check_output(model: Any, base_model: str) -> None:
     if model.base_model is model:
-        raise _refused(
+        raise refused(
             base_model,
             f"transformers does not say which part of {type(model).__name__} comes before its output layer",
             "use another architecture",
         )
-
-
-def probe(policy: PolicyForward, vocab_size: int, base_model: str, row_tokens: int | None) -> None:
-    """Refuse a model for which packed log-probabilities are not the model's own. Errors: INVALID_CONFIG."""
-    model = policy.model
-    with torch.no_grad(), masks.narrowed(model.config, PROBE_WINDOW):
-        alone = _alone(model, vocab_size)
-        allowed = tolerated(float((_alone(model, vocab_size, shift=1) - alone).abs().max()))
-
-        def off(tokens: int | None) -> str:
-            """What is wrong with rows of so many tokens; empty: nothing."""
-            try:
-                difference = float((probe_logprobs(policy, vocab_size, tokens) - alone).abs().max())
-            except UNPACKED as error:
-                what = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                return f"{type(model).__name__} does not take packed rows: {what}"
-            if difference <= allowed:
-                return ""
-            return f"packed and plain log-probabilities of {type(model).__name__} differ by {difference:.3g}"
-
-        why = off(row_tokens)
-        if why:
-            # Distances that are counted along the row (ALiBi), and states that no mask resets.
-            alone_fits = policy.shared_tokens(row_tokens) != 1 and not off(1)
-            remedy = "set the trainer's row_tokens = 1" if alone_fits else ANOTHER_ARCHITECTURE
-            raise _refused(base_model, why, remedy)
-        if _bends_logits(policy, vocab_size, row_tokens):
-            why = (
-                f"{type(model).__name__} bends large logits otherwise than its configuration says (logits.py)"
-            )
-            raise _refused(base_model, why, ANOTHER_ARCHITECTURE)
-
-
-def _bends_logits(policy: PolicyForward, vocab_size: int, row_tokens: int | None) -> bool:
-    """Whether a cap is left out, or there is none. Random weights have no logits as large as that."""
-    weight = policy.model.get_output_embeddings().weight
-    weight.mul_(PROBE_GAIN)
-    try:
-        alone = _alone(policy.model, vocab_size)
-        packed = probe_logprobs(policy, vocab_size, row_tokens)
-    finally:
-        weight.div_(PROBE_GAIN)
-    return float((packed - alone).abs().max()) > PROBE_TOLERANCE * float(packed.abs().max())
-
-
-def tolerated(seen: float) -> float:
-    """How far apart log-probabilities may be that another token in the prompt changes by so much."""
-    return max(PROBE_NOISE, PROBE_TOLERANCE * min(1.0, seen))
-
-
-def probe_logprobs(
-    policy: PolicyForward, vocab_size: int, row_tokens: int | None, shift: int = 0
-) -> torch.Tensor:
-    """Of two short samples, packed; with a shift another token stands in their prompt."""
-    row_tokens = policy.shared_tokens(row_tokens)
-    (batch,) = pack(_probes(vocab_size, shift), [0, 1], budget_tokens=64, row_tokens=row_tokens)
-    with torch.no_grad():
-        packed: torch.Tensor = policy(batch, 1.0, full_precision=True)[0]
-    return packed
-
-
-def _probes(vocab_size: int, shift: int = 0) -> list[Sample]:
-    """`shift` makes another token of one that covered tokens see through layers alone."""
-    prompt = [(7 * i + 3) % vocab_size for i in range(10)]
-    prompt[6] = (prompt[6] + shift) % vocab_size
-    tails = ([(5 * i + 1) % vocab_size for i in range(3)], [(11 * i + 2) % vocab_size for i in range(4)])
-    return [make_sample(i, prompt + tail, [(10, len(tail), 0)], [], []) for i, tail in enumerate(tails)]
-
-
-def _alone(model: Any, vocab_size: int, shift: int = 0) -> torch.Tensor:
-    """Of the same samples by the model's own forward pass, one at a time."""
-    return torch.cat([_plain_logprobs(model, sample) for sample in _probes(vocab_size, shift)])
-
-
-def _plain_logprobs(model: Any, sample: Sample) -> torch.Tensor:
-    tokens = torch.from_numpy(sample.tokens_T).to(model.device)
-    logits = model(input_ids=tokens[None]).logits[0].float()
-    covered = torch.from_numpy(sample.covered_K).to(model.device)
-    logp = torch.log_softmax(logits, -1)
-    return logp[covered - 1, tokens[covered]]
 
 
 def parameter_counts(model: Any) -> tuple[int, int]:
@@ -346,7 +249,8 @@ def untied(model: Any) -> dict[str, torch.Tensor]:
     return {name: tensors[name] for name in first.values()}
 
 
-def _refused(base_model: str, what: str, remedy: str) -> QuartetError:
+def refused(base_model: str, what: str, remedy: str) -> QuartetError:
+    """What refuses a base model."""
     return QuartetError(
         "INVALID_CONFIG", f"base_model: {what}; {remedy}", key="base_model", value=base_model, remedy=remedy
     )

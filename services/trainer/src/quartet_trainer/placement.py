@@ -16,6 +16,7 @@ from quartet_trainer import kernels
 from quartet_trainer import model as base
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.passes import Machine
+from quartet_trainer.probe import probe, probe_logprobs
 from quartet_trainer.worker import release_memory
 
 
@@ -31,7 +32,7 @@ def placed(
 
     def load(device: torch.device) -> Any:
         model = base.load_model(folder, name, seed=seed, device=device)
-        base.probe(PolicyForward(model, device, autocast), base.vocab_size(model), name, machine.row_tokens)
+        probe(PolicyForward(model, device, autocast), base.vocab_size(model), name, machine.row_tokens)
         return model
 
     model = machine.ranks.place(load, folder, machine.device)
@@ -40,7 +41,7 @@ def placed(
         size = base.vocab_size(model)
 
         def logprobs(shift: int) -> torch.Tensor:
-            return base.probe_logprobs(policy, size, machine.row_tokens, shift)
+            return probe_logprobs(policy, size, machine.row_tokens, shift)
 
         kernels.fuse(model, logprobs, name)
     return model

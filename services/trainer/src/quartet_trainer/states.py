@@ -1,15 +1,17 @@
 """Saved states on disk: whole or not there, and known to be unharmed before they are used.
 
-1. A state is a folder `<root>/<run_id>/<name>@<seq_id>`. It is written beside its place, flushed, completed
-   with COMPLETE.json (sizes and digests of every file) and only then renamed into place: a kill at any moment
-   leaves it whole or absent.
+1. A state is a folder `<root>/<run_id>/<name>@<seq_id>`. It is written beside its place, completed with
+   COMPLETE.json (sizes and digests of every file), flushed and only then renamed into place: a kill at any
+   moment, or a power cut, leaves it whole or absent.
 2. A state is read only after every digest was checked; `newest_sound` skips what is harmed, saying so in the
    log.
 3. Tensors are safetensors (content.py), the rest is JSON. Nothing is pickled.
 4. Of each run the `keep_last` newest states are kept. Newest means saved or loaded last: a state that a run
    returned to is the one it restarts from.
-5. A state that another release wrote in another form is refused like a harmed one.
-6. An equal name is replaced: the older state of that name goes after the newer one is in place.
+5. A state that another release wrote in another form is refused, and not passed over like a harmed one: what
+   is saved next would take its place.
+6. An equal name is replaced: the older state of that name goes after the newer one is in place, also where
+   both have one seq_id.
 7. A disk that is full or away is NOT_READY, whether it is written or read: no state is lost or passed over by
    it, and the same call succeeds once it is there or has room.
 """
@@ -42,6 +44,8 @@ MODEL_FOLDER = "model"
 #: No state's folder begins with "@", because no name is empty.
 _TEMPORARY = "@writing-"
 _DISCARDED = "@discarded-"
+#: Ends the name of one that stands beside the older state whose place it takes.
+_TAKES_PLACE = "@again"
 _READ_BYTES = 1 << 20
 #: Of a folder that is no state, or of a file in its place. Any other error is the disk's.
 _ABSENT = (FileNotFoundError, NotADirectoryError)
@@ -102,7 +106,9 @@ class StateStore:
         export: Callable[[Path], None] | None,
     ) -> StateInfo:
         folder = self._root / run_id
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            _flush(self._root)
         self._sweep(folder)
         writing = folder / f"{_TEMPORARY}{name}@{seq_id}"
         try:
@@ -118,7 +124,7 @@ class StateStore:
         except BaseException:
             shutil.rmtree(writing, ignore_errors=True)
             raise
-        self._prune(run_id, keep=name, seq_id=seq_id)
+        self._prune(run_id, name, folder / f"{name}@{seq_id}")
         found = state_at(folder / f"{name}@{seq_id}")
         assert found is not None, "written just now"
         return found
@@ -236,22 +242,30 @@ class StateStore:
     def _put(self, writing: Path, target: Path) -> None:
         if target.exists():
             # Written before under this seq_id, by a process that died before it could say so, or on a way
-            # since abandoned.
+            # since abandoned. A kill leaves one of them, or both.
+            beside = target.with_name(target.name + _TAKES_PLACE)
+            if beside.exists():
+                self._discard(beside)
+            writing.rename(beside)
+            _flush(target.parent)
             target.rename(target.with_name(_DISCARDED + target.name))
+            writing = beside
         writing.rename(target)
         _flush(target.parent)
         self._sweep(target.parent)
 
-    def _prune(self, run_id: str, keep: str, seq_id: int) -> None:
+    def _prune(self, run_id: str, name: str, saved: Path) -> None:
         states = self.list(run_id)
-        replaced = [info for info in states if info.name == keep and info.seq_id != seq_id]
+        replaced = [info for info in states if info.name == name and info.path != saved]
         rest = [info for info in states if info not in replaced]
         for info in replaced + rest[: -self._keep_last]:
-            # Out of the list first, then deleted: a kill in between leaves no half state under a state's
-            # name.
-            discarded = info.path.with_name(_DISCARDED + info.path.name)
-            info.path.rename(discarded)
-            shutil.rmtree(discarded)
+            self._discard(info.path)
+
+    def _discard(self, state: Path) -> None:
+        # Out of the list first, then deleted: a kill in between leaves no half state under a state's name.
+        discarded = state.with_name(_DISCARDED + state.name)
+        state.rename(discarded)
+        shutil.rmtree(discarded)
 
     def _sweep(self, folder: Path) -> None:
         """Remove what a killed process left behind."""
