@@ -140,6 +140,7 @@ def test_defaults_are_not_shared_between_runs() -> None:
         ("max_off_policy_steps = 25", "", "max_off_policy_steps = 25 is refused: should be less"),
         ('optimizer = "adam"', "", "optimizer = 'adam' is refused: should be 'adamw'"),
         ("momentum = 0.5", "", 'momentum belongs to optimizer = "sgd" or "muon"'),
+        ("freeze_routers = true", "[lora]\nenabled = true", "freeze_routers is for whole models"),
         ("adamw_learning_rate = 0.5", "", 'adamw_learning_rate belongs to optimizer = "muon"'),
         ("decay_steps = 5", "", "decay_steps = 5 belongs to lr_scheduler"),
         ('lr_scheduler = "linear"\nwarmup_steps = 100', "", "leaves none after warmup_steps = 100"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from quartet.v1 import trainer_service_pb2 as pb
+from quartet.weights.fetch import fetch_version
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.model import load_model
 from quartet_trainer.packing import pack
@@ -98,6 +99,35 @@ def test_promise_1_no_token_is_dropped_and_no_padding_counted(mixture: Path) -> 
     assert torch.equal(routing.table(), table), "nothing is counted outside"
     routing.begin()
     assert routing.table() is None
+
+
+async def test_frozen_routers_stay_as_they_are(
+    serve_trainer: Make, make_samples: Make, mixture: Path, folder: Path
+) -> None:
+    """They are published as they came and do not count as trainable; a run goes on from its state."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(mixture).state_dict()
+    found = []
+    async with serve_trainer() as trainer:
+        refused = await trainer.refused(
+            trainer.create("dense", base_model=str(folder), freeze_routers=True), "INVALID_CONFIG"
+        )
+        assert refused.metadata["key"] == "freeze_routers"
+        state = await trainer.create(base_model=str(mixture), freeze_routers=True)
+        routers = [name for name in base if name.endswith("mlp.gate.weight")]
+        frozen = sum(base[name].numel() for name in routers)
+        assert state.parameters - state.trainable_parameters == frozen > 0
+        for step in range(2):
+            await trainer.one_step(3 * step + 1, make_samples(seed=step))
+        await trainer.save(7, "two")
+        published = await fetch_version(trainer.channel, "r", 2)
+        found.append(await trainer.one_step(8, make_samples(seed=2)))
+    for name, one in published.tensors.items():
+        assert (bytes(one.data) == base[name].numpy().tobytes()) == (name in routers), name
+    async with serve_trainer() as trainer:
+        state = await trainer.create(base_model=str(mixture), freeze_routers=True)
+        assert state.applied_seq_id == 7
+        found.append(await trainer.one_step(8, make_samples(seed=2)))
+    assert found[0] == found[1]
 
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,

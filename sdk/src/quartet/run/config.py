@@ -90,6 +90,8 @@ class RunConfig(Config):
     #: Steps, and evaluations, whose rollouts stay in the folder of whoever follows the run; default: all. No
     #: part of the run.
     keep_rollouts: PositiveCount | None = None
+    #: Of a mixture of experts: its routers stay as they are.
+    freeze_routers: bool = False
     microbatch_tokens: Count = 0
     #: What the trainer computes in; default: float32 on a CPU, bfloat16 (with float32 masters) on a GPU.
     compute_dtype: Literal["float32", "bfloat16"] | None = None
@@ -194,6 +196,11 @@ class RunConfig(Config):
     def _optimizer_has_it(self) -> None:
         if not self.external_trainer:
             check_optimizer(self.optimizer, self.momentum, self.learning_rate, self.adamw_learning_rate)
+
+    @rule
+    def _routers_may_move(self) -> None:
+        if self.freeze_routers and self.lora.enabled:
+            raise ValueError("freeze_routers is for whole models: an adapter moves no router; remove it")
 
     @pydantic.field_validator("max_concurrent")
     @classmethod

@@ -27,6 +27,7 @@ OF_THE_TRAINER = (
     "weight_decay",
     "adam_beta1",
     "adam_beta2",
+    "freeze_routers",
     "microbatch_tokens",
     "compute_dtype",
     "served_dtype",

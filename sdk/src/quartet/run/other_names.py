@@ -71,6 +71,7 @@ SAME: Mapping[str, str] = {
     "clip_ratio_high": "algorithm.clip_high",
     "eps_clip_low": "algorithm.clip_low",
     "eps_clip_high": "algorithm.clip_high",
+    "freeze_moe_router": "freeze_routers",
     "enable_router_replay": "algorithm.router_replay",
     "router_replay": "algorithm.router_replay",
     "ckpt.every": "ckpt.interval",

@@ -66,6 +66,7 @@ def run_spec(config: RunConfig, earlier_ends: Sequence[int] = ()) -> tpb.RunSpec
         compute_dtype=config.compute_dtype or "",
         served_dtype=config.served_dtype or "",
         reference=_held_reference(config.algorithm),
+        freeze_routers=config.freeze_routers,
     )
 
 

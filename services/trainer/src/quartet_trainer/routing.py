@@ -26,6 +26,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import numpy.typing as npt
 import torch
+from quartet.errors import QuartetError
 from torch import Tensor, nn
 from transformers.utils.output_capturing import OutputRecorder
 
@@ -106,6 +107,21 @@ def routers_of(model: Any) -> list[nn.Module]:
     if not isinstance(recorder, OutputRecorder):  # JetMoe has a list: attention chooses experts, too
         return []
     return [module for module in model.modules() if isinstance(module, recorder.target_class)]
+
+
+def freeze_routers(model: Any, base_model: str) -> None:
+    """Let the routers of a model stay as they are. Errors: INVALID_CONFIG."""
+    routers = routers_of(model)
+    if not routers:
+        raise QuartetError(
+            "INVALID_CONFIG",
+            f"freeze_routers: {base_model} has no routers; leave it out",
+            key="freeze_routers",
+            value=True,
+            remedy="leave it out",
+        )
+    for router in routers:
+        router.requires_grad_(False)
 
 
 def _is_routing(output: object, tokens: int) -> TypeGuard[tuple[Tensor, Tensor, Tensor]]:

@@ -43,7 +43,7 @@ from quartet_trainer.recompute import recomputable
 from quartet_trainer.reference import REFERENCE, Reference
 from quartet_trainer.replay import replayed_share
 from quartet_trainer.results import BatchResult, RunStatus, StepResult
-from quartet_trainer.routing import routing_values
+from quartet_trainer.routing import freeze_routers, routing_values
 from quartet_trainer.sample import Floats, Sample, check_against_model
 from quartet_trainer.schedule import scheduled_rate
 from quartet_trainer.spec import LossSpec, RunSpec
@@ -78,7 +78,10 @@ class Run:
         self._trained: Trained
         bare = None
         if spec.lora is None:
-            self._trained = WholeModel(self._load())
+            model = self._load()
+            if spec.freeze_routers:
+                freeze_routers(model, spec.base_model)
+            self._trained = WholeModel(model)
         else:
             shared = bases.open(self._folder, spec, self._load, self._autocast)
             self._trained = adapter = shared.join(spec.lora, spec.base_model, spec.seed)
@@ -94,10 +97,10 @@ class Run:
             self._trained.close()
             raise
         self._counts = self._trained.counts()
-        parameters = self._trained.parameters
-        self._gradients = Gradients(parameters.items(), machine.ranks)
+        moved = {name: one for name, one in self._trained.parameters.items() if one.requires_grad}
+        self._gradients = Gradients(moved.items(), machine.ranks)
         self._optimizer = Optimizer(
-            parameters.items(), spec.optimizer, self._trained.embeddings, machine.optimizer_offload
+            moved.items(), spec.optimizer, self._trained.embeddings, machine.optimizer_offload
         )
         config = self._trained.adapter_config
         self._versions = Versions(

@@ -99,7 +99,7 @@ def replaced(weights: Snapshot | None) -> Iterator[Mapping[str, Tensor]]:
 
 
 class WholeModel:
-    """Every parameter of a model learns."""
+    """Every parameter of a model learns, but for what is frozen in it."""
 
     adapter_config = ""
     exact = True
@@ -110,7 +110,7 @@ class WholeModel:
         self.embeddings = base.embedding_names(model)
 
     def counts(self) -> tuple[int, int]:
-        """All of them, and as many."""
+        """Those that learn, and all of them."""
         return base.parameter_counts(self.model)
 
     def published(self, masters: Masters, served_dtype: str) -> Snapshot:

@@ -33,6 +33,7 @@ class RunSpec(Value):
     microbatch_tokens: int = pydantic.Field(default=0, ge=0)
     reference: ReferenceSpec | None = None
     gradient_checkpointing: bool = False
+    freeze_routers: bool = False
 
 
 def difference(held: RunSpec, wanted: RunSpec) -> tuple[str, object, object] | None:

@@ -26,6 +26,7 @@ def run_spec(spec: pb.RunSpec) -> RunSpec:
             microbatch_tokens=spec.microbatch_tokens,
             reference=reference_spec(spec.reference) if spec.HasField("reference") else None,
             gradient_checkpointing=spec.gradient_checkpointing,
+            freeze_routers=spec.freeze_routers,
         )
     except pydantic.ValidationError as error:
         raise config(*first(error)) from None
