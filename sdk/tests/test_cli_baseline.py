@@ -54,6 +54,8 @@ def test_eighty_percent_of_the_full_reward_is_too_easy() -> None:
     assert verdict(*easy).word == TOO_EASY
     assert verdict(*easy, setting=Setting("my-env", 4, 1.0, None, full_reward=1.7)).word == FIT
     assert verdict(*[[1.0, 1.0, 1.0, 0.1]] * 5).word == FIT, "77.5 %"
+    double = Setting("my-env", 4, 1.0, None, full_reward=2.0)
+    assert "94% of the full reward of 2 already" in verdict(*[[1.9, 1.85, 1.9, 1.87]] * 5, setting=double).why
 
 
 def test_groups_whose_rewards_are_all_equal_have_no_diversity() -> None:

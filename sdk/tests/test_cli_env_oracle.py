@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from quartet.cli.env.oracle import WRONG, Oracle, has_oracle
+from quartet.cli.env.oracle import WRONG, Oracle, full_reward_of, has_oracle
 from quartet.config import ConfigError
 from quartet.v1.common_pb2 import Message
 from quartet.v1.envhost_service_pb2 import ModelQuestion
@@ -53,6 +53,14 @@ async def test_it_answers_with_text_and_tool_calls_and_what_it_prints_is_no_answ
         assert (await oracle(ModelQuestion(messages=asked))).message.content == "tool said 42", "it goes on"
         oracle.wrong = True
         assert (await oracle(ModelQuestion(messages=asked))).message.content == WRONG
+
+
+def test_what_a_right_answer_earns_is_1_where_nobody_says(package: Path) -> None:
+    assert full_reward_of("some_env", sys.executable) == 1.7
+    (package / "oracle.py").write_text("def answer(task, messages): ...")
+    assert full_reward_of("some_env", sys.executable) == 1.0
+    (package / "oracle.py").unlink()
+    assert full_reward_of("some_env", sys.executable) == 1.0
 
 
 async def test_promise_3_the_answer_to_a_question_that_was_given_up_is_nobody_elses(package: Path) -> None:

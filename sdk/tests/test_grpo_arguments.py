@@ -123,6 +123,8 @@ KEYS: list[tuple[str, Any, str, Any]] = [
     ("delta", 1.5, "algorithm.delta", 1.5),
     ("scale_rewards", True, "algorithm.advantage", "grpo"),
     ("scale_rewards", False, "algorithm.advantage", "dr_grpo"),
+    ("scale_rewards", "group", "algorithm.advantage", "grpo"),
+    ("scale_rewards", "none", "algorithm.advantage", "dr_grpo"),
     ("mask_truncated_completions", False, "algorithm.overlong_filtering", False),
     ("sync_ref_model", False, "algorithm.reference", None),
     ("ref_model_sync_steps", 9, "algorithm.reference.sync_steps", 9),

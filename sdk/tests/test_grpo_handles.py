@@ -86,7 +86,12 @@ def test_an_environment_is_looked_for_when_it_is_named(
         ({"args": {"beta": 0}}, "args = dict is refused"),
         ({"callbacks": [print]}, "callbacks run inside a training loop"),
         ({"optimizers": (print, None)}, "optimizers is refused"),
-        ({"train_dataset": []}, "GRPOTrainer(train_dataset=...): there is no such argument"),
+        (
+            {"train_dataset": []},
+            "GRPOTrainer(train_dataset=...): there is no such argument; tasks and rewards",
+        ),
+        ({"reward_funcs": print}, "'quartet env init NAME' writes one"),
+        ({"env": None}, "env is missing"),
         ({"processing_clas": 1}, "did you mean 'processing_class'?"),
         ({"peft_config": 3}, "peft_config = 3 is no LoraConfig"),
     ],

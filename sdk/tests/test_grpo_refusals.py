@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import quartet.grpo as vf
 from grpo_script import translated
 from quartet.cli.wandb import reporter
 from quartet.grpo.handles import Model, Tokenizer
+from quartet.grpo.of_trl import CONFIG
 from quartet.grpo.untranslated import REFUSED
 
 
@@ -21,9 +23,25 @@ def test_what_would_train_otherwise_is_refused(name: str) -> None:
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("name", CONFIG)
+def test_what_trl_has_beside_is_refused_with_what_to_write(name: str) -> None:
+    """of_trl.py 1"""
+    with pytest.raises(vf.ConfigError, match=rf"^args\.{name}: there is no such argument; ") as refused:
+        translated(**{name: 1})
+    assert CONFIG[name] in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_trl_has_them() -> None:
+    from trl import GRPOConfig
+
+    assert CONFIG.keys() <= {field.name for field in dataclasses.fields(GRPOConfig)}
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
+        ({"scale_rewards": "batch"}, "args.scale_rewards = 'batch' is refused: should be True"),
+        ({"scale_rewards": "sometimes"}, 'True ("group") or False ("none")'),
         ({"num_generations": 7}, "args.num_generations = 7 does not divide the 32 rollouts of a batch"),
         ({"num_generations": 1}, "args.num_generations = 1 is refused: should be a whole number from 2"),
         ({"generation_batch_size": 48}, "48 rollouts are no multiple of the 32 of an optimizer step"),

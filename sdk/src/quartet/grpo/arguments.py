@@ -16,6 +16,7 @@ from numbers import Real
 from typing import Any
 
 from quartet.config.model import ConfigError
+from quartet.grpo.of_trl import CONFIG
 from quartet.grpo.untranslated import REFUSED, WITHOUT_EFFECT
 from quartet.run.other_names import SAME
 
@@ -65,7 +66,7 @@ class GRPOConfig:
     epsilon: float = 0.2
     epsilon_high: float | None = None
     delta: float | None = None
-    scale_rewards: bool = False
+    scale_rewards: bool | str = False
     mask_truncated_completions: bool = True
     sync_ref_model: bool = True
     ref_model_mixup_alpha: float = 0.5
@@ -125,7 +126,7 @@ class GRPOConfig:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ARGUMENTS:
-            raise ConfigError(f"args.{name}: there is no such argument; {nearest(name, ARGUMENTS)}")
+            raise ConfigError(f"args.{name}: there is no such argument; {_instead(name)}")
         if (wanted := _lacks(self.__class__.__annotations__.get(name, ""), value)) is not None:
             raise ConfigError(f"args.{name} = {value!r} is refused: should be {wanted}")
         super().__setattr__(name, value)
@@ -135,7 +136,7 @@ class GRPOConfig:
         for table in (WITHOUT_EFFECT, REFUSED):
             if name in table:
                 return table[name].default
-        raise AttributeError(f"args.{name}: there is no such argument; {nearest(name, ARGUMENTS)}")
+        raise AttributeError(f"args.{name}: there is no such argument; {_instead(name)}")
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
@@ -184,6 +185,10 @@ GRPO_DEFAULTS: Mapping[str, Any] = {
 def grpo_defaults(run_name: str) -> GRPOConfig:
     """The defaults of verifiers for a run of this name, in outputs/<run_name>."""
     return GRPOConfig(output_dir=f"outputs/{run_name}", run_name=run_name, **GRPO_DEFAULTS)
+
+
+def _instead(name: str) -> str:
+    return CONFIG.get(name) or nearest(name, ARGUMENTS)
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -24,6 +24,7 @@ from quartet.config.model import ConfigError
 from quartet.grpo.arguments import GRPOConfig, nearest
 from quartet.grpo.handles import Environment, Model, Tokenizer, get_model
 from quartet.grpo.history import log_history, metrics_rows
+from quartet.grpo.of_trl import TRAINER
 from quartet.grpo.translate import Translation, reports_to, translate
 from quartet.local.ranks import rank_said
 
@@ -72,8 +73,8 @@ class GRPOTrainer:
     def __init__(
         self,
         model: Model | str,
-        env: Environment | Sequence[Environment],
-        args: GRPOConfig,
+        env: Environment | Sequence[Environment] | None = None,
+        args: GRPOConfig | None = None,
         processing_class: Tokenizer | None = None,
         callbacks: Sequence[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
@@ -83,7 +84,8 @@ class GRPOTrainer:
         """Check everything that can be told without starting anything. Raises ConfigError."""
         for name in unknown:
             known = ("model", "env", "args", "processing_class", "peft_config")
-            raise ConfigError(f"GRPOTrainer({name}=...): there is no such argument; {nearest(name, known)}")
+            instead = TRAINER.get(name) or nearest(name, known)
+            raise ConfigError(f"GRPOTrainer({name}=...): there is no such argument; {instead}")
         if callbacks:
             raise ConfigError(CALLBACKS)
         if tuple(optimizers) != (None, None):
@@ -98,6 +100,8 @@ class GRPOTrainer:
         self.args, self.peft_config = args, peft_config
         self.model = _model(model)
         self.processing_class = processing_class
+        if env is None:
+            raise ConfigError('env is missing: give vf.load_environment("..."), or a list of these')
         self.env = env
         _check_tokenizer(processing_class, self.model)
         self.translated()

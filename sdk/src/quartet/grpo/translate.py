@@ -228,7 +228,7 @@ def _algorithm(draft: Draft, length: int, *, adapted: bool) -> None:
     draft.put("algorithm.aggregation", AGGREGATIONS[loss_type], "loss_type")
     if loss_type == "dr_grpo":
         draft.put("algorithm.constant_tokens", length, "max_seq_len")
-    draft.put("algorithm.advantage", "grpo" if args.scale_rewards else "dr_grpo", "scale_rewards")
+    draft.put("algorithm.advantage", _advantage(args.scale_rewards), "scale_rewards")
     draft.put("algorithm.loss", "ppo", "loss_type")
     # The ratio of the original is that against the policy at the beginning of the batch.
     draft.put("algorithm.proximal", True, "num_iterations")
@@ -249,6 +249,19 @@ def _algorithm(draft: Draft, length: int, *, adapted: bool) -> None:
         return
     draft.take("ref_model_sync_steps", "algorithm.reference.sync_steps")
     draft.take("ref_model_mixup_alpha", "algorithm.reference.mixup_alpha")
+
+
+def _advantage(scale_rewards: object) -> str:
+    """By Verifiers' words for it, or TRL's. Raises ConfigError."""
+    match scale_rewards:
+        case True | "group":
+            return "grpo"
+        case False | "none":
+            return "dr_grpo"
+    raise ConfigError(
+        f'args.scale_rewards = {scale_rewards!r} is refused: should be True ("group") or False ("none"); '
+        'overrides = {"algorithm": {"advantage": "reinforce_pp"}} divides by one deviation of the batch'
+    )
 
 
 def _evaluation(draft: Draft, steps: Steps) -> None:

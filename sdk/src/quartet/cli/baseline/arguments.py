@@ -34,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--inference-address", action="append", default=[], help="a replica that runs already"
     )
     parser.add_argument(
-        "--full-reward", type=float, default=1.0, help="what a right answer earns (default: %(default)s)"
+        "--full-reward",
+        type=float,
+        help="what a right answer earns (default: FULL_REWARD of the environment's oracle, else 1)",
     )
     add_env_args(parser)
     add_output(parser)

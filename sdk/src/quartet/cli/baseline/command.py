@@ -13,6 +13,8 @@ from typing import Any
 from quartet.cli import exits
 from quartet.cli.baseline.arguments import SAMPLING_KEYS
 from quartet.cli.baseline.verdict import FIT, Setting, Verdict, judge
+from quartet.cli.env.installed import module_of, python_of
+from quartet.cli.env.oracle import full_reward_of
 from quartet.cli.eval.arguments import env_args, environment_first, given_keys
 from quartet.cli.eval.board import Tally, board, print_table, result_table
 from quartet.cli.eval.command import SERVICES, evaluate, folder_name
@@ -51,7 +53,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     with held(services, f"{services} belongs to a baseline that is going on; start this one again"):
         specs = deploy(source, services, ids, config.envhost, inference)
         _play(records, options, specs, source)
-        return report(records, options.full_reward)
+        return report(records, options.full_reward, config.envhost)
 
 
 def _play(records: Sequence[Record], options: argparse.Namespace, specs: Any, source: Source) -> None:
@@ -91,7 +93,7 @@ def trials(options: argparse.Namespace, config: RunConfig) -> list[Trial]:
     ):
         if not 1 <= value <= most:
             raise ConfigError(f"{flag} {value} is refused; give 1 to {most}")
-    if not 0 < options.full_reward < math.inf:
+    if options.full_reward is not None and not 0 < options.full_reward < math.inf:
         raise ConfigError(f"--full-reward {options.full_reward:g} is refused; give what a right answer earns")
     return [
         Trial(
@@ -118,13 +120,18 @@ def _source(options: argparse.Namespace, config: RunConfig) -> Source:
     )
 
 
-def report(records: Sequence[Record], full_reward: float) -> int:
-    """Say the verdicts, and write them. The exit code."""
+def report(records: Sequence[Record], full_reward: float | None, envhost: dict[str, Any]) -> int:
+    """Say the verdicts, and write them. The exit code.
+
+    `full_reward` is what a right answer earns; None: as the oracle of each environment says.
+    """
     print_table(result_table([(one.trial.name, one.summary(), one.failed) for one in records]))
     fit = True
     for record in records:
         failed = sum(record.failed.values())
-        verdict = verdict_of(record, full_reward)
+        env_id = record.trial.hosted.id
+        full = full_reward or full_reward_of(module_of(env_id), python_of(envhost, env_id))
+        verdict = verdict_of(record, full)
         fit = fit and verdict.word == FIT and not failed
         print(f"{record.trial.name}: {verdict.word}. {verdict.why}.")
         for line in verdict.advice:

@@ -42,6 +42,10 @@ class Verdict:
     advice: Sequence[str] = ()
 
 
+def _unless_1(setting: Setting) -> str:
+    return "" if setting.full_reward == 1 else f" of {setting.full_reward:g}"
+
+
 def judge(figures: Summary, truncated: float, setting: Setting) -> Verdict:
     """The verdict on the results of one environment; `truncated` is the share that a limit cut."""
     share = figures.mean / setting.full_reward
@@ -58,7 +62,8 @@ def judge(figures: Summary, truncated: float, setting: Setting) -> Verdict:
     if share >= EASY:
         return Verdict(
             TOO_EASY,
-            f"{share:.0%} of the full reward already, {EASY:.0%} or more: little is left to learn",
+            f"{share:.0%} of the full reward{_unless_1(setting)} already, {EASY:.0%} or more: little is left "
+            "to learn",
             [
                 f'[[env]] id = "{setting.env_id}": args for harder examples (quartet env show lists them)',
                 "or a smaller model, or a lower weight beside harder environments",
@@ -74,7 +79,7 @@ def judge(figures: Summary, truncated: float, setting: Setting) -> Verdict:
         )
     return Verdict(
         FIT,
-        f"{share:.0%} of the full reward, above 0 % and under {EASY:.0%}; "
+        f"{share:.0%} of the full reward{_unless_1(setting)}, above 0 % and under {EASY:.0%}; "
         f"{1 - figures.alike:.0%} of the groups have diverse rewards",
         _cut(truncated, setting),
     )

@@ -14,7 +14,7 @@ from quartet.cli import exits
 from quartet.cli.env.catalogue import catalogue, catalogue_table, info_lines, interpreters
 from quartet.cli.env.checking import Played, play_by_model, play_by_oracle, played_lines, problems
 from quartet.cli.env.install import install
-from quartet.cli.env.installed import candidates, module_of, with_interpreters
+from quartet.cli.env.installed import candidates, module_of, python_of
 from quartet.cli.env.oracle import Oracle, has_oracle
 from quartet.cli.env.scaffold import write_package
 from quartet.cli.eval.arguments import MODEL_KEYS, PLAY_KEYS, env_args, given_keys
@@ -73,7 +73,7 @@ def _show(options: argparse.Namespace, rest: list[str]) -> int:
         (task, *_) = await tasks_of(host, trial)
         return info_lines(info, python, json.loads(task.data_json))
 
-    python = _python(config, options.environment)
+    python = python_of(config.envhost, options.environment)
     nobody = Source("nobody", player=Nobody)
     with tempfile.TemporaryDirectory(prefix="quartet-env-") as folder:
         specs = deploy(nobody, Path(folder), [options.environment], config.envhost, {})
@@ -115,19 +115,10 @@ def _player(config: EvalFileConfig, env_id: str) -> Source:
     """The model that is named, else the package's oracle. Raises ConfigError."""
     if config.model or config.inference_addresses:
         return choose(config)
-    module, python = module_of(env_id), _python(config, env_id)
+    module, python = module_of(env_id), python_of(config.envhost, env_id)
     if not has_oracle(module, python):
         raise ConfigError(
             f"{env_id!r} has no oracle ({module}/oracle.py with answer(task, messages)); "
             "write one, or name a model with -m"
         )
     return Source(ORACLE, player=lambda: Oracle(module, python))
-
-
-def _python(config: EvalFileConfig, env_id: str) -> str:
-    """The interpreter of an environment. Raises ConfigError."""
-    table = with_interpreters(config.envhost, [env_id])
-    entries = table.get("environments", {})
-    module = module_of(env_id)
-    own: dict[str, Any] = next((one for name, one in entries.items() if module_of(name) == module), {})
-    return str(own.get("python") or table["python"])

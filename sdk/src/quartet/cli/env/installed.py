@@ -73,6 +73,14 @@ def with_interpreters(envhost: dict[str, Any], env_ids: Sequence[str]) -> dict[s
     return table
 
 
+def python_of(envhost: dict[str, Any], env_id: str) -> str:
+    """The interpreter of an environment, by the `[envhost]` table. Raises ConfigError."""
+    table = with_interpreters(envhost, [env_id])
+    entries, module = table.get("environments", {}), module_of(env_id)
+    own: dict[str, Any] = next((one for name, one in entries.items() if module_of(name) == module), {})
+    return str(own.get("python") or table["python"])
+
+
 def interpreter_of(env_id: str) -> str:
     """The first interpreter that has the environment. Raises ConfigError."""
     module = module_of(env_id)

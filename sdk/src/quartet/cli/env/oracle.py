@@ -49,6 +49,13 @@ import importlib.util, pathlib, sys
 spec = importlib.util.find_spec(sys.argv[1])
 sys.exit(not any(pathlib.Path(one, "oracle.py").is_file() for one in spec.submodule_search_locations or ()))
 """
+# Prints what it says, and nothing where it says nothing.
+FULL = """
+import importlib, os, sys
+out = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+print(float(importlib.import_module(sys.argv[1] + ".oracle").FULL_REWARD), file=out)
+"""
 #: An answer is a function of its arguments; importing Verifiers comes before the first.
 ANSWER_SECONDS = 120.0
 #: One line: a conversation with its example, as a message of the contract bounds it.
@@ -60,6 +67,14 @@ WRONG = "I do not know."
 def has_oracle(module: str, python: str) -> bool:
     """Whether the package, which is there, has one."""
     return run_in(python, HAS, module).returncode == 0
+
+
+def full_reward_of(module: str, python: str) -> float:
+    """What a right answer earns, as the package's oracle says it: 1 where it says nothing, or is not."""
+    if not has_oracle(module, python):
+        return 1.0
+    said = run_in(python, FULL, module)
+    return float(said.stdout) if said.returncode == 0 else 1.0
 
 
 class Oracle:

@@ -1,0 +1,62 @@
+"""What TRL's GRPOTrainer and GRPOConfig take beside what Verifiers' do, and what to write instead.
+
+1. None of these is an argument here: each is refused, by a sentence that says what is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_ENVIRONMENT = (
+    "tasks and rewards are an environment's: 'quartet env init NAME' writes one, into which your dataset and "
+    'reward functions go; then give env = vf.load_environment("NAME")'
+)
+_TURNS = "tools and turns are an environment's: 'quartet env init NAME', with --kind tool or --kind turns"
+#: Arguments of GRPOTrainer.
+TRAINER: Mapping[str, str] = {
+    **dict.fromkeys(("reward_funcs", "train_dataset", "eval_dataset"), _ENVIRONMENT),
+    **dict.fromkeys(("tools", "rollout_func", "environment_factory"), _TURNS),
+}
+
+_ENGINE = (
+    'train() starts an engine; overrides = {"inference": {"engine": "vllm"}} chooses vLLM, whose arguments '
+    "are a table inference.vllm.args (docs/inference.md)"
+)
+_CORRECTED = (
+    "what lies between sampler and trainer is weighed by algorithm.correction (docs/algorithms.md), a key of "
+    "overrides"
+)
+_NO_SUCH_LOSS = "there is no such loss; docs/algorithms.md lists those that there are, and how to write one"
+_OF_THE_RUBRIC = "weights of rewards are those of the environment's rubric"
+#: Arguments of GRPOConfig.
+CONFIG: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            *("use_vllm", "vllm_mode", "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_server_base_url"),
+            *("vllm_group_port", "vllm_gpu_memory_utilization", "vllm_max_model_length"),
+            *("vllm_tensor_parallel_size", "use_transformers_continuous_batching", "use_transformers_paged"),
+        ),
+        _ENGINE,
+    ),
+    **dict.fromkeys(
+        (
+            *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
+            *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
+            *("vllm_importance_sampling_cap", "off_policy_mask_threshold"),
+        ),
+        _CORRECTED,
+    ),
+    **dict.fromkeys(
+        (
+            *("sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos"),
+            *("vespo_k_neg", "vespo_lambda_neg", "top_entropy_quantile", "use_adaptive_entropy"),
+        ),
+        _NO_SUCH_LOSS,
+    ),
+    **dict.fromkeys(("reward_weights", "multi_objective_aggregation"), _OF_THE_RUBRIC),
+    "importance_sampling_level": 'of samples: give overrides = {"algorithm": {"ratio_level": "sequence"}}',
+    "entropy_coef": 'give overrides = {"algorithm": {"entropy_coef": 0.01}}',
+    "chat_template_kwargs": 'give overrides = {"inference": {"chat": {"template_settings": {...}}}}',
+    "generation_kwargs": 'give overrides = {"sampling": {...}} (docs/runs.md has its keys)',
+    "max_tool_calling_iterations": _TURNS,
+}
