@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from quartet.errors import QuartetError
 from quartet_inference.chat import Chat
 from quartet_inference.chat.enforced import Calls, TurnForm
+from quartet_inference.chat.formats import FORMATS
 from quartet_inference.structure.following import StructureError
 from quartet_inference.structure.grammar import of_schema
 
@@ -60,8 +62,36 @@ SPELLINGS = {
         "functools[",
         'functools[{"name": "f", "arguments": {"a": 1}}, {"name": "g\\"}", "arguments": {"a": 2}}]',
     ),
+    "deepseek of version 3": (
+        "<｜tool▁calls▁begin｜> ```json",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+        '{"a": 1}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n'
+        '{"a": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    ),
+    "deepseek of version 3.1": (
+        "<｜tool▁calls▁begin｜>",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
+        '<｜tool▁call▁begin｜>g<｜tool▁sep｜>{"a": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    ),
+    "kimi": (
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+        '{"a": 1}<|tool_call_end|><|tool_call_begin|>functions.g:11<|tool_call_argument_begin|>'
+        '{"a": 2}<|tool_call_end|><|tool_calls_section_end|>',
+    ),
 }
-MARKS = ["[TOOL_CALLS]", "[ARGS]", "<tool_call>", "</tool_call>", "<|tool_call|>", "<think>", "</think>"]
+#: Where a name stands without quotes.
+NAMED = {
+    "mistral of version 13": ("f[", "h["),
+    "deepseek of version 3": ("｜>f\n", "｜>h\n"),
+    "deepseek of version 3.1": ("｜>f<", "｜>h<"),
+    "kimi": ("functions.f", "functions.h"),
+}
+MARKS = [
+    *("[TOOL_CALLS]", "[ARGS]", "<tool_call>", "</tool_call>", "<|tool_call|>", "<think>", "</think>"),
+    *FORMATS["deepseek_v3"].special,
+    *FORMATS["kimi_k2"].special,
+]
 
 
 def chat_of(folder: Path, template: str, kind: str = "text", **settings: Any) -> Chat:
@@ -113,32 +143,36 @@ def test_what_is_derived_is_read_back(tmp_path: Path, name: str, kind: str) -> N
     )
     if name == "mistral of version 13" and kind == "text":
         text = text.replace("] [", "][")
-    required = asked(chat, TurnForm(calls=Calls(required=True)))
+    tools = TOOLS if name not in NAMED else [TOOLS[0], TOOLS[2]]
+    if name in NAMED:
+        with pytest.raises(QuartetError, match=r"tools\.name"):
+            spaced = [{"type": "function", "function": {"name": "f g", "parameters": ARGUMENTS}}]
+            asked(chat, TurnForm(calls=Calls(required=True)), spaced)
+    required = asked(chat, TurnForm(calls=Calls(required=True)), tools)
     assert passes(chat, required, text)
-    reader, _ = chat.reader(chat.encode("x"), TOOLS)
+    reader, _ = chat.reader(chat.encode("x"), tools)
     turn = reader.finish(text)
-    second = "g" if "[ARGS]" in signs else 'g"}'
+    second = "g" if name in NAMED else 'g"}'
     assert [(one.name, one.arguments_json) for one in turn.calls] == [("f", '{"a": 1}'), (second, '{"a": 2}')]
     assert turn.content == ""
     for wrong in (
         "", "hello", text + " more", "so: " + text,
         text.replace('"a": 1', '"a": "x"'), text.replace('"a": 1', '"b": 1'),
-        text.replace("f", "h", 1) if name != "phi without marks" else text.replace('"f"', '"h"'),
+        text.replace(*NAMED.get(name, ('"f"', '"h"'))),
     ):  # fmt: skip
         assert not passes(chat, required, wrong), wrong
-    assert not passes(chat, asked(chat, TurnForm(calls=Calls(required=True, single=True))), text)
-    only = asked(chat, TurnForm(calls=Calls(required=True, names=("f",))))
-    assert not passes(chat, only, text) and passes(
-        chat, only, text.replace('g\\"}', "f").replace("]g[", "]f[")
-    )
-    strict = asked(chat, TurnForm(calls=Calls(strict=frozenset({"f"}))))
+    assert not passes(chat, asked(chat, TurnForm(calls=Calls(required=True, single=True)), tools), text)
+    only = asked(chat, TurnForm(calls=Calls(required=True, names=("f",))), tools)
+    assert not passes(chat, only, text)
+    assert passes(chat, only, re.sub(r'(\]|｜>|functions\.|")g(\\"})?', r"\1f", text))
+    strict = asked(chat, TurnForm(calls=Calls(strict=frozenset({"f"}))), tools)
     for right in ("", "hello", text, text.replace('"a": 2', '"b": [2]')):
         assert passes(chat, strict, right), right
     assert not passes(chat, strict, text.replace('"a": 1', '"b": 1'))
     if name != "llama3_json":
         assert passes(chat, strict, "so: " + text)
         assert not passes(chat, strict, "so: " + text.replace('"a": 1', '"b": 1'))
-    single = asked(chat, TurnForm(calls=Calls(single=True)))
+    single = asked(chat, TurnForm(calls=Calls(single=True)), tools)
     assert passes(chat, single, "hello") and not passes(chat, single, text)
 
 
@@ -175,6 +209,38 @@ def test_thinking_comes_first_and_is_free(tmp_path: Path, kind: str) -> None:
     assert passes(chat, first, '{"a": 1}') and not passes(chat, first, f'<think>{wild}</think>{{"a": 1}}')
 
 
+def letters_pass(chat: Chat, grammar: str, text: str) -> bool:
+    """The same of a text that is written letter by letter, with no token for a mark."""
+    letters = [token for letter in text for token in chat.encode(letter)]
+    return end_of(follow(chat.structures, grammar, letters), chat.end_tokens)
+
+
+@pytest.mark.parametrize("kind", ["text", "special"])
+def test_no_text_has_a_beginning_of_calls_that_is_not_seen(tmp_path: Path, kind: str) -> None:
+    """enforced.py 3: nor the letters of a mark that is a token, which are read as the mark."""
+    strict = TurnForm(calls=Calls(strict=frozenset({"f"})))
+    call = '{"name": "f", "arguments": {"b": 1}}'
+    for name, begun in (
+        ("hermes", f"so: <tool_call>{call}</tool_call>"),
+        ("llama3_json", f"so: <|python_tag|>{call}"),
+        ("granite", f"so: functools[{call}]"),
+        ("phi without marks", f"so: <|tool_call|>[{call}]"),
+        ("kimi", "so: " + SPELLINGS["kimi"][1].replace('"a"', '"b"')),
+    ):
+        plain = CHATML.replace("<tool_call>", "").replace("</tool_call>", "")
+        chat = chat_of(tmp_path, plain + f"{{# {SPELLINGS[name][0]} #}}", kind)
+        tools = [TOOLS[0], TOOLS[2]]
+        reader, _ = chat.reader(chat.encode("x"), tools)
+        assert reader.finish(begun).calls, "it would be read as a call"
+        grammar = asked(chat, strict, tools)
+        assert letters_pass(chat, grammar, "so: hello <tool") and not letters_pass(chat, grammar, begun)
+    chat = chat_of(tmp_path, THINKS, kind)
+    grammar = asked(chat, strict, TOOLS, "<|im_start|>assistant\n<think>\n")
+    thought = [token for letter in "hm</think>hm" for token in chat.encode(letter)]
+    ended = follow(chat.structures, grammar, [*thought, *chat.encode("</think>hello")])
+    assert end_of(ended, chat.end_tokens) is (kind == "text"), "there the first one ends it, and text follows"
+
+
 def test_an_answer_or_calls(tmp_path: Path) -> None:
     chat = chat_of(tmp_path, CHATML)
     both = asked(chat, TurnForm(answer=of_schema(ARGUMENTS), calls=Calls(single=True)))
@@ -184,12 +250,12 @@ def test_an_answer_or_calls(tmp_path: Path) -> None:
 
 
 def test_what_has_no_grammar_is_refused(tmp_path: Path) -> None:
-    chat = chat_of(tmp_path, CHATML, tool_parser="qwen3_coder")
+    chat = chat_of(tmp_path, CHATML, tool_parser="none")
     assert not chat.enforces_calls
     for form in (TurnForm(calls=Calls(required=True)), TurnForm(answer=of_schema(ARGUMENTS))):
         with pytest.raises(QuartetError) as refused:
             asked(chat, form)
-        assert refused.value.reason == "NOT_IMPLEMENTED" and "qwen3_coder" in refused.value.message
+        assert refused.value.reason == "NOT_IMPLEMENTED" and "(none)" in refused.value.message
     assert passes(chat, asked(chat, TurnForm(answer=of_schema(ARGUMENTS)), []), '{"a": 1}')
     assert chat.grammar([1], TOOLS, TurnForm()) == ""
     hermes = chat_of(tmp_path, CHATML)

@@ -191,6 +191,23 @@ async def test_a_structured_completion_goes_on_elsewhere(replica: Replica, sampl
     assert refused.value.metadata["field"] == "resumed_tokens"
 
 
+async def test_a_completion_that_was_ended_before_its_form_goes_on_nowhere(replica: Replica) -> None:
+    """following.py 4: it is no answer of that form, and none is made of it."""
+    wanted, prompt = {"structure": {"regex": "ab[cd]{2}"}, "max_tokens": 20, "seed": 3}, [9, 8, 7]
+    whole = await replica.one(prompt, **wanted)
+    assert whole.tokens[-1] == 258
+    ended = await replica.one(prompt + whole.tokens, resumed=len(whole.tokens), **wanted)
+    assert ended.tokens == [] and ended.text == whole.text, "whole: it has ended"
+    early = [*whole.tokens[:3], 258]
+    with pytest.raises(QuartetError) as refused:
+        await replica.one(prompt + early, resumed=len(early), **wanted)
+    assert refused.value.reason == "INVALID_REQUEST"
+    assert refused.value.metadata["field"] == "resumed_tokens"
+    stopped = {**wanted, "stop": ["b"]}
+    cut = await replica.one(prompt + whole.tokens[:2], resumed=2, **stopped)
+    assert cut.tokens == [] and cut.finish.stop_match == "b", "a stop ends a beginning"
+
+
 async def test_what_ends_early_is_a_beginning(replica: Replica) -> None:
     cut = await replica.one([1, 2], structure=schema(PERSON), max_tokens=12, seed=1)
     assert cut.finish.finish_reason == pb.FINISH_REASON_LENGTH and cut.text.startswith('{"name":')

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import pydantic
 import pytest
+from quartet_inference.chat.formats import FORMATS
 from quartet_inference.openai.bodies import parse_chat, parse_completion
 from quartet_inference.openai.wishes import Wishing
 
@@ -57,7 +58,7 @@ def test_of_chat_thinking_comes_first_and_of_completions_nothing_does() -> None:
     chat, _ = parse_chat(
         json.dumps({**asked, "messages": [{"role": "user", "content": "x"}]}).encode(), Wishing()
     )
-    bare = parse_completion(json.dumps({**asked, "prompt": [1]}).encode())
+    bare, _ = parse_completion(json.dumps({**asked, "prompt": [1]}).encode(), Wishing())
     requests = [*chat.requests(100), *bare.requests([[1]])]
     assert [one.sampling.structure.from_first_token for one in requests] == [False, True]
     assert {one.sampling.structure.regex for one in requests} == {"a"}
@@ -117,6 +118,20 @@ async def test_a_demanded_call_is_made_and_read_as_ever(door: Door) -> None:
         (call,) = answer.choices[0].message.tool_calls
         assert call.function.name == "second"
         check(json.loads(call.function.arguments))
+
+
+@pytest.mark.parametrize("parser", sorted(FORMATS))
+async def test_calls_are_demanded_in_the_models_own_format(model_folder: Path, parser: str) -> None:
+    """enforced.py 2, spelling.py 1: of a model that knows none, read by the reader of that format."""
+    async with opened(model_folder, chat={"tool_parser": parser}) as door:
+        for seed in range(3):
+            answer = await door.chat(tools=[tool("first"), tool("second")], tool_choice="required", seed=seed,
+                                     parallel_tool_calls=False, max_tokens=250)  # fmt: skip
+            (choice,) = answer.choices
+            assert choice.finish_reason == "tool_calls" and not choice.message.content
+            (call,) = choice.message.tool_calls
+            assert call.function.name in ("first", "second")
+            check(json.loads(call.function.arguments))
 
 
 async def test_streamed_calls_are_enforced_too(door: Door) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,11 @@ from quartet_inference.openai.errors import OpenAiError
 from quartet_inference.openai.wishes import Wishing, without_wishes
 
 from .openai_door import TOOL, opened, say
+from .random_models import CHATML
 
 STRICT: Any = {"type": "function", "function": {**TOOL["function"], "strict": True}}
 SCHEMA: Any = {"type": "json_schema", "json_schema": {"name": "p", "schema": {"type": "object"}}}
-CALL = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+CALL = '<call>{"name": "add", "arguments": {"a": 1}}</call>'
 NAMES = {
     "tools[0].function.strict": {"tools": [STRICT]},
     "tool_choice": {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}},
@@ -25,25 +28,103 @@ NAMES = {
     "guided_regex": {"tools": [TOOL], "extra_body": {"guided_regex": "a"}},
     "parallel_tool_calls": {"tools": [TOOL], "parallel_tool_calls": False},
 }
-#: Its arguments are no JSON.
-CODER: Any = {"chat": {"tool_parser": "qwen3_coder"}}
+#: How the answers of a tokenizer are read that says so itself: nothing makes a grammar of it.
+READ_SO = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"\s*<call>",
+            "close": "</call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {},
+    },
+}
 PAGE = {"Origin": "https://page.example:8443"}
 
 
-async def test_unless_configured_each_is_refused_by_name(model_folder: Path) -> None:
+@pytest.fixture
+def declaring(model_folder: Path, tmp_path: Path) -> Path:
+    """The model, with a tokenizer that says how its answers are read."""
+    folder = tmp_path / "declaring"
+    shutil.copytree(model_folder, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "response_template": READ_SO}))
+    return folder
+
+
+@pytest.fixture
+def of_pieces(model_folder: Path, tmp_path: Path) -> Path:
+    """The model, with a tokenizer whose texts do not say their bytes."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path / "pieces"
+    shutil.copytree(model_folder, folder)
+    pieces = ["<unk>", "▁", *map(chr, range(33, 127))]
+    pieces += [f"{a}{b}" for a in "aeiou" for b in "abcdefghijklmnopqrstuvwxyz0123456789"][
+        : 256 - len(pieces)
+    ]
+    backend = Tokenizer(models.Unigram([(piece, -1.0 - len(piece)) for piece in pieces], 0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    backend.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+FORMS = {
+    "response_format": {"response_format": SCHEMA},
+    "guided_regex": {"extra_body": {"guided_regex": "a"}},
+}
+
+
+async def test_where_no_grammar_can_be_followed_all_forms_are_wishes(of_pieces: Path) -> None:
+    """wishes.py 1, 2: of chat, with tools and without, of responses and of completions."""
+    async with opened(of_pieces) as door:
+        for name, asked in {**NAMES, **FORMS}.items():
+            with pytest.raises(openai.BadRequestError, match=r"openai\.best_effort") as refused:
+                await door.chat(**asked)
+            assert (refused.value.param, refused.value.code) == (name, "unsupported_parameter")
+        with pytest.raises(openai.BadRequestError, match=r"openai\.best_effort") as refused:
+            await door.complete(extra_body={"guided_regex": "a"})
+        assert refused.value.param == "guided_regex"
+    async with opened(of_pieces, openai={"best_effort": True}) as door:
+        raw, hi = door.plain.with_raw_response, [{"role": "user", "content": "hi"}]
+        for name, asked in {**NAMES, **FORMS}.items():
+            plain: Any = {"model": door.model, "messages": hi, "seed": 7, "max_tokens": 9}
+            answers = [
+                await raw.chat.completions.create(**plain, **more)
+                for more in (asked, {"tools": [TOOL]} if "tools" in asked else {})
+            ]
+            texts = [answer.parse().choices[0].message.content for answer in answers]
+            assert texts[0] == texts[1]
+            assert [a.headers.get("X-Quartet-Not-Enforced") for a in answers] == [name, None]
+        bare: Any = {"model": door.model, "prompt": "hi", "max_tokens": 9}
+        told = await raw.completions.create(**bare, extra_body={"response_format": SCHEMA})
+        assert told.headers["X-Quartet-Not-Enforced"] == "response_format" and told.parse().choices
+        form: Any = {"format": {"type": "json_object"}}
+        said = await raw.responses.create(model=door.model, input="hi", text=form, max_output_tokens=9)
+        assert said.headers["X-Quartet-Not-Enforced"] == "text.format" and said.parse().output is not None
+
+
+async def test_unless_configured_each_is_refused_by_name(declaring: Path) -> None:
     """wishes.py 1."""
-    async with opened(model_folder, **CODER) as door:
+    async with opened(declaring) as door:
         for name, asked in NAMES.items():
             with pytest.raises(openai.BadRequestError, match=r"openai\.best_effort") as refused:
                 await door.chat(**asked)
             assert (refused.value.param, refused.value.code) == (name, "unsupported_parameter")
 
 
-async def test_a_wish_changes_nothing_and_is_named(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_wish_changes_nothing_and_is_named(declaring: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """wishes.py 2."""
-    async with opened(model_folder, openai={"best_effort": True}, **CODER) as door:
+    async with opened(declaring, openai={"best_effort": True}) as door:
         raw = door.plain.chat.completions.with_raw_response
         plain: Any = {"model": door.model, "messages": [{"role": "user", "content": "hi"}], "seed": 7}
         for name, asked in NAMES.items():

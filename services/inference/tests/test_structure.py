@@ -139,13 +139,45 @@ def test_a_follower_that_is_stuck_stays_so(structures: Structures) -> None:
     assert follower.stuck
 
 
+def test_an_end_token_ends_what_is_complete_and_nothing_else(structures: Structures) -> None:
+    """following.py 4: and what comes behind it is not looked at."""
+    for tokens, stuck in (("a", True), ("ab", False), ("abc", False), ("", True)):
+        follower = structures.follower(regex("abc?"), [*letters(tokens), 258])
+        assert follower.stuck is stuck
+        follower.accept(*letters("x"))
+        follower.accept(258)
+        assert follower.stuck is stuck and allowed(follower) == (set() if stuck else {258})
+
+
 def test_the_oldest_grammars_are_let_go_and_compiled_again(structures: Structures) -> None:
-    """following.py 1."""
-    many = [regex(f"a{index}") for index in range(following.MAX_COMPILED + 3)]
-    for one in many:
-        structures.compile(one)
-    assert structures.find(many[0]) is None and structures.find(many[-1]) is not None
-    assert allowed(structures.follower(many[0])) == set(letters("a"))
+    """following.py 1: by what they weigh, and those that were used last stay."""
+    structures = Structures(lambda: ll_tokenizer(byte_tokenizer(), {258}), {258})
+    heavy = following.MAX_COMPILED_BYTES // 4
+    first, second, *others = [regex(f"a{index}") for index in range(6)]
+    for one in (first, second, *others[:2]):
+        structures.compile(one, heavy)
+    assert structures.find(first) is not None
+    structures.compile(others[2], 0)
+    assert structures.find(second) is None and structures.find(first) is not None
+    assert structures.kept_bytes == 3 * heavy + following.LEAST_BYTES + 48 * len(others[2])
+    assert allowed(structures.follower(second)) == set(letters("a")), "compiled again"
+
+
+def test_many_light_grammars_are_kept_and_few_of_unknown_weight() -> None:
+    """following.py 1: what no trial has weighed, as in a worker, is taken for heavy."""
+    structures = Structures(lambda: ll_tokenizer(byte_tokenizer(), {258}), {258})
+    light = [regex(f"a{index}") for index in range(200)]
+    for one in light:
+        structures.compile(one, 0)
+    assert all(structures.find(one) for one in light)
+    for index in range(70):
+        structures.follower(regex(f"b{index}"))
+    found = [structures.find(regex(f"b{index}")) is not None for index in range(70)]
+    assert found == [False] * 6 + [True] * 64
+    assert not any(structures.find(one) for one in light)
+    assert structures.kept_bytes == following.MAX_COMPILED_BYTES
+    long = "|".join(f"c{index}" for index in range(2000))
+    assert structures.compile(regex(long), 0).weight_bytes > 48 * len(long)
 
 
 def test_one_grammar_is_compiled_once_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +225,46 @@ def test_free_rows_do_not_see_the_others(structures: Structures) -> None:
     assert torch.equal(have[0][:3], wanted[0]) and torch.equal(have[1][:3], wanted[1])
     assert have[0][3].item() in letters("ab")
     assert have[1][3] == torch.log_softmax(logits[3], -1)[have[0][3]], "before the restriction"
+
+
+def test_bound_and_truncated_rows_are_each_what_they_are_alone(structures: Structures) -> None:
+    """sampler.py 3, 4: whichever of the others are bound, truncated or both."""
+    logits = torch.randn(12, 288, generator=torch.Generator().manual_seed(5)) * 3
+    kinds: list[dict[str, Any]] = [{}, {"top_k": 3}, {"temperature": 0.0, "top_p": 0.5}, {"min_p": 0.3}]
+    rows = [
+        row(
+            structures if seed % 3 else None, regex("[a-h][x-z]") if seed % 3 else "", seed, **kinds[seed % 4]
+        )
+        for seed in range(12)
+    ]
+    for chosen in (rows, [one for one in rows if one.follower is not None]):
+        at = [rows.index(one) for one in chosen]
+        tokens, logprobs, _ = Sampler(chosen).draw(logits[at])
+        for place, one in zip(at, chosen, strict=True):
+            alone = Sampler([one]).draw(logits[place : place + 1])
+            here = at.index(place)
+            assert (tokens[here], logprobs[here]) == (alone[0][0], alone[1][0])
+
+
+def test_one_bound_row_copies_no_other(structures: Structures, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sampler.py 4."""
+    copied: list[tuple[int, ...]] = []
+    clone, fill = torch.Tensor.clone, torch.Tensor.masked_fill
+
+    def cloned(rows: torch.Tensor, *more: Any, **most: Any) -> torch.Tensor:
+        copied.append(tuple(rows.shape))
+        return clone(rows, *more, **most)
+
+    def filled(rows: torch.Tensor, *more: Any) -> torch.Tensor:
+        copied.append(tuple(rows.shape))
+        return fill(rows, *more)
+
+    rows = [*(row(None, seed=seed) for seed in range(7)), row(structures, regex("ab"), temperature=0.0)]
+    sampler, logits = Sampler(rows), torch.zeros(8, 288)
+    monkeypatch.setattr(torch.Tensor, "clone", cloned)
+    monkeypatch.setattr(torch.Tensor, "masked_fill", filled)
+    assert sampler.draw(logits)[0][7].item() == letters("a")[0]
+    assert copied == [(1, 288)]
 
 
 def test_what_is_allowed_is_drawn_however_improbable(structures: Structures) -> None:

@@ -53,10 +53,11 @@ async def test_one_grammar_is_compiled_once_and_few_are_under_way(
     """compiling.py 2."""
     tried, begun, go = [], asyncio.Event(), asyncio.Event()
 
-    async def held(asked: bytes) -> None:
+    async def held(asked: bytes) -> int:
         tried.append(json.loads(asked)["grammar"])
         begun.set()
         await go.wait()
+        return 1
 
     monkeypatch.setattr(compiling, "_try", held)
     monkeypatch.setattr(compiling, "MAX_UNDERWAY", 1)
@@ -76,8 +77,9 @@ async def test_whoever_waits_may_leave(structures: Structures, monkeypatch: pyte
     """compiling.py 3."""
     go = asyncio.Event()
 
-    async def held(_asked: bytes) -> None:
+    async def held(_asked: bytes) -> int:
         await go.wait()
+        return 1
 
     monkeypatch.setattr(compiling, "_try", held)
     compiler = Compiler(structures)
@@ -102,3 +104,55 @@ async def test_a_trial_that_does_not_run_is_no_fault_of_the_grammar(
     with pytest.raises(QuartetError) as failed:
         await Compiler(structures).compiled(FINE)
     assert failed.value.reason == "INTERNAL" and structures.find(FINE) is None
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The grammars of the trials from now on."""
+    seen: list[str] = []
+    trying = compiling._try
+
+    async def spied(asked: bytes) -> int:
+        seen.append(json.loads(asked)["grammar"])
+        return await trying(asked)
+
+    monkeypatch.setattr(compiling, "_try", spied)
+    return seen
+
+
+NONE = [grammar(f"start: nothing{index}", {}) for index in range(3)]
+
+
+async def test_what_was_refused_is_refused_again_without_a_trial(
+    structures: Structures, tried: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """compiling.py 5: with the same reason, as many as are remembered."""
+    monkeypatch.setattr(compiling, "MAX_REFUSED", 2)
+    compiler, reasons = Compiler(structures), []
+    for one in (*NONE[:2], *NONE[:2], CHAIN, NONE[1], NONE[0]):
+        with pytest.raises(StructureError) as refused:
+            await compiler.compiled(one)
+        reasons.append(str(refused.value))
+    assert tried == [*NONE[:2], CHAIN, NONE[0]]
+    assert reasons[:2] == reasons[2:4] and reasons[5] == reasons[1] and "too much" in reasons[4]
+
+
+async def test_what_others_may_have_ended_is_tried_again(
+    structures: Structures, tried: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """compiling.py 5: too little time on the clock says nothing about a grammar."""
+    compiler = Compiler(structures)
+    monkeypatch.setattr(compiling, "WALL_SECONDS", 0.01)
+    with pytest.raises(StructureError, match="too much"):
+        await compiler.compiled(FINE)
+    monkeypatch.undo()
+    assert (await compiler.compiled(FINE)).weight_bytes > 0
+
+
+async def test_a_trial_weighs_what_it_compiles(structures: Structures) -> None:
+    """trial.py 3, following.py 1: by what it makes, not by its text."""
+    compiler = Compiler(structures)
+    heavy = grammar("start: @a", {"a": of_schema({"type": "integer", "multipleOf": 30_011})})
+    one, other = await asyncio.gather(compiler.compiled(heavy), compiler.compiled(FINE))
+    assert 8 << 20 < one.weight_bytes < trial.MEMORY_BYTES
+    assert other.weight_bytes < 1 << 20

@@ -59,7 +59,7 @@ async def test_a_model_whose_updates_vllm_drops_is_refused_at_the_start(tmp_path
 
 
 async def test_what_ends_vllm_at_its_first_step_ends_the_start_with_the_reason(tmp_path: Path) -> None:
-    """probe.py 2, faults.py: the first line of vLLM's log is that its core failed."""
+    """probe.py 3, faults.py: the first line of vLLM's log is that its core failed."""
     with pytest.raises(ConfigError, match=r"vLLM cannot run .*Head dimension 64 is not supported by MLA"):
         await started(tmp_path, causal("deepseek_v3", 0))
 
@@ -71,7 +71,7 @@ class Scores:
         self.said, self.reloading, self.reloads = list(said), reloading, 0
 
     def info(self) -> Any:
-        return SimpleNamespace(dtype="float32", max_model_len=4, ended="")
+        return SimpleNamespace(dtype="float32", max_model_len=4, ended="", routers=2)
 
     async def score_unnamed(self, request: Any) -> list[float]:
         assert request.tokens == (3, 10, 17, 24)
@@ -102,7 +102,7 @@ RIGHT, WRONG = [-1.0, -2.0, -3.0], [-1.0, -2.0, -2.9]
     ],
 )
 async def test_what_is_off_is_refused(said: list[Any], pushed: bool, why: str, model_folder: Path) -> None:
-    """probe.py 1 and 2"""
+    """probe.py 1 and 3"""
     from quartet_inference.vllm import probe
 
     config = InferenceConfig(model=model_folder, engine="vllm", accept_push=pushed)
@@ -117,7 +117,7 @@ async def test_what_is_off_is_refused(said: list[Any], pushed: bool, why: str, m
 
 
 async def test_what_leaves_nothing_to_compare_is_served(model_folder: Path) -> None:
-    """probe.py 3"""
+    """probe.py 4"""
     from quartet_inference.vllm import probe
     from quartet_inference.vllm.flight import NonFiniteLogits
 

@@ -78,7 +78,8 @@ class Core:
 
 
 def engine_of(core: Any, folder: Path, served: ServedWeights | None = None) -> Any:
-    from quartet_inference.vllm.engine import Held, VllmEngine
+    from quartet_inference.vllm.checkpoint import Held
+    from quartet_inference.vllm.engine import VllmEngine
     from quartet_inference.vllm.staging import Staging
 
     checkpoint: Any = SimpleNamespace(tensors=dict)

@@ -44,13 +44,15 @@ def tear(path: Path, missing: int) -> None:
     os.truncate(path, path.stat().st_size - missing)
 
 
-def launch(folder: Path, make: Make, context: int = 256, **settings: Any) -> Driver:
+def launch(
+    folder: Path, make: Make, context: int = 256, routed_experts: bool = False, **settings: Any
+) -> Driver:
     environment.prepare(threads=1)
     from quartet_inference.vllm.start import start
 
     make(0).save_pretrained(folder)
     config = InferenceConfig(
-        model=folder, engine="vllm", max_model_len=context,
+        model=folder, engine="vllm", max_model_len=context, routed_experts=routed_experts,
         vllm={"max_num_seqs": 16, "kv_cache_bytes": 1 << 25, **settings},
     )  # fmt: skip
     return Driver(start(config, END, lambda tokens: "", lambda: None), make)

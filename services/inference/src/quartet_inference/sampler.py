@@ -7,7 +7,7 @@
 3. Penalties, then temperature, then the structure, then min-p, then top-k, then top-p over what top-k left:
    vLLM's order and meaning. What a structure forbids is sampled by no row that follows it, greedy ones
    included, however improbable all that it allows is.
-4. Rows that need none of this pay for none of it.
+4. Rows that need none of this pay for none of it: nothing of theirs is copied for the others.
 5. The alternatives that a row asks for are the likeliest tokens of the distribution of its log-probability,
    excluded ones among them.
 6. A row that its structure allows nothing has the log-probability infinity, which no distribution gives.
@@ -114,6 +114,10 @@ class Sampler:
         self.asking_rows = self._places(list(self.asking))
         self._bound_rows = [i for i, row in enumerate(rows) if row.follower is not None]
         self._bound = self._places(self._bound_rows)
+        both = [row for row in truncated if row in set(self._bound_rows)]
+        #: The rows that are both, as an index into either.
+        self._truncated_bound = self._places([truncated.index(row) for row in both])
+        self._bound_truncated = self._places([self._bound_rows.index(row) for row in both])
         self._masks = Masks([rows[i] for i in self._bound_rows], device) if self._bound_rows else None
         #: The rows whose structure allowed nothing in the last step.
         self.stuck: list[int] = []
@@ -154,16 +158,21 @@ class Sampler:
             logits[self._penalised] = self._penalise(logits[self._penalised])
         scaled = logits if self._temperatures is None else logits / self._temperatures
         logprobs = torch.log_softmax(scaled, -1)
-        kept = logprobs
-        if forbidden is not None or self._truncated is not None:
-            kept = logprobs.clone()
-        if forbidden is not None:
-            _restrict(kept, self._bound, forbidden)
+        bound = None if forbidden is None else _restricted(logprobs, self._bound, forbidden)
+        if bound is not None and len(bound) == len(logprobs):
+            chances = bound.exp()
+        else:
+            chances = logprobs.exp()
+            if bound is not None:
+                chances[self._bound] = bound.exp()
         if self._truncated is not None:
-            kept[self._truncated] = self._truncate(kept[self._truncated])
+            shaped = logprobs[self._truncated]
+            if bound is not None and self._truncated_bound is not None:
+                shaped[self._truncated_bound] = bound[self._bound_truncated]
+            chances[self._truncated] = self._truncate(shaped).exp()
         counts = np.fromiter((row.sampled for row in self._rows), dtype=np.uint64, count=len(self._rows))
         # Float64: with a large vocabulary the float32 sum would drop the tail.
-        cumulative = torch.cumsum(kept.exp(), -1, dtype=torch.float64)
+        cumulative = torch.cumsum(chances, -1, dtype=torch.float64)
         drawn = torch.from_numpy(uniforms(self._seeds, counts)).to(logits.device)
         targets = drawn[:, None] * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, targets, right=True)
@@ -171,8 +180,8 @@ class Sampler:
         tokens.clamp_(max=logits.shape[-1] - 1)
         if self._greedy is not None:
             best = logits.argmax(-1, keepdim=True)
-            if forbidden is not None:
-                best[self._bound] = kept[self._bound].argmax(-1, keepdim=True)
+            if bound is not None:
+                best[self._bound] = bound.argmax(-1, keepdim=True)
             tokens = torch.where(self._greedy[:, None], best, tokens)
         for row in self.stuck:
             logprobs[row] = torch.inf
@@ -217,11 +226,8 @@ class Sampler:
         return torch.empty_like(kept).scatter_(-1, order, ordered)
 
 
-def _restrict(logprobs: Tensor, rows: Tensor | None, forbidden: Tensor) -> None:
-    """Leave these rows what is not forbidden, the likeliest of it at 0: all may be too little for float32."""
+def _restricted(logprobs: Tensor, rows: Tensor | None, forbidden: Tensor) -> Tensor:
+    """Of these rows, what is not forbidden, the likeliest of it at 0: all may be too little for float32."""
     everyone = len(forbidden) == len(logprobs)
-    bound = logprobs if everyone else logprobs[rows]
-    bound.masked_fill_(forbidden, -torch.inf)
-    bound -= bound.amax(-1, keepdim=True)
-    if not everyone:
-        logprobs[rows] = bound
+    bound = (logprobs if everyone else logprobs[rows]).masked_fill(forbidden, -torch.inf)
+    return bound.sub_(bound.amax(-1, keepdim=True))

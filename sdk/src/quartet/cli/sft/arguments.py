@@ -11,7 +11,8 @@ Start a trainer on this machine, train a model on a file of chats, and write its
   quartet sft @ sft.toml [@ more.toml ...] [--key value ...]
 
     model = "models/tiny"
-    data = "chats.jsonl"     # a line each: {"messages": [{"role": "user", "content": "..."}, ...]}
+    data = "chats.jsonl"     # a line each: {"messages": [{"role": "user", "content": "..."}, ...]}, and
+                             # "tools" beside it; rollouts/*.jsonl of a run are such lines
     epochs = 2
     learning_rate = 1e-4
     roles = ["assistant"]    # whose messages are learned

@@ -6,28 +6,29 @@
    White space that the template puts between turns is not.
 3. A chat whose template rewrites earlier turns (dropping their reasoning, say) has no such reading and is
    refused; one that is too long is left out.
+4. Of all lines that are refused the first MAX_TOLD are told together. What is left out or passed over is said
+   once, however many lines have it.
 """
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from quartet.cli.sft.line import Conversation, Omitted, conversation_of
+from quartet.cli.sft.template import Template, template_of
 from quartet.config import ConfigError
+from quartet.config.refusals import ALSO
 from quartet.config.text import read_text
 from quartet.v1.rollout_pb2 import PolicySpan, Sample
 
-Chat = Sequence[Mapping[str, Any]]
-#: Renders messages; the flag says whether to end with the generation prompt.
-Render = Callable[[Chat, bool], str]
+#: Lines that are refused, and keys that are ignored: more are not read at once.
+MAX_TOLD = 20
 
 
 @dataclass(frozen=True)
@@ -36,28 +37,60 @@ class Chats:
 
     samples: Sequence[Sample]
     left_out: int
+    #: What whoever wrote the file should know, a sentence each.
+    notices: Sequence[str] = ()
 
 
 def read_chats(file: Path, folder: Path, roles: Sequence[str], max_tokens: int) -> Chats:
-    """Read a file of chats for a model folder. Raises ConfigError with file and line."""
-    render, tokenizer = template_of(folder), _tokenizer_of(folder)
+    """Read a file of chats for a model folder. Raises ConfigError with file and lines."""
+    template, tokenizer = template_of(folder), _tokenizer_of(folder)
     samples: list[Sample] = []
-    left_out = 0
-    for number, chat in _lines(file):
+    refused: list[str] = []
+    ignored: set[str] = set()
+    omitted: Counter[Omitted] = Counter()
+    left_out = unlisted = 0
+    for number, line in _lines(file):
         try:
-            sample = sample_of(chat, roles, render, tokenizer)
-        except (ValueError, jinja2.TemplateError) as error:
-            raise ConfigError(f"{file}, line {number}: {error}") from error
+            chat = conversation_of(line)
+            if isinstance(chat, Omitted):
+                omitted[chat] += 1
+                continue
+            sample = sample_of(chat, roles, template, tokenizer)
+        except ValueError as error:
+            refused.append(f"line {number}: {error}")
+            continue
+        ignored |= chat.ignored
+        unlisted += template.reads_tools and chat.calls_unlisted
         if len(sample.token_ids) > max_tokens:
             left_out += 1
         else:
             samples.append(sample)
+    if refused:
+        more = [f"\n  and {len(refused) - MAX_TOLD} more"] if len(refused) > MAX_TOLD else []
+        raise ConfigError("".join([f"{file}, ", ALSO.join(refused[:MAX_TOLD]), *more]))
+    notices = _notices(ignored, omitted, unlisted)
     if not samples:
-        raise ConfigError(f"data = {str(file)!r} has no chat of at most max_tokens = {max_tokens}")
-    return Chats(samples, left_out)
+        none = f"data = {str(file)!r} has no chat of at most max_tokens = {max_tokens}"
+        raise ConfigError("; ".join([none, *notices]))
+    return Chats(samples, left_out, notices)
 
 
-def sample_of(chat: Chat, roles: Sequence[str], render: Render, tokenizer: Tokenizer) -> Sample:
+def _notices(ignored: set[str], omitted: Mapping[Omitted, int], unlisted: int) -> list[str]:
+    notices = []
+    if ignored:
+        names = sorted(ignored)
+        more = f" and {len(names) - MAX_TOLD} more" if len(names) > MAX_TOLD else ""
+        notices.append(f"ignored keys of the data: {', '.join(names[:MAX_TOLD])}{more}")
+    notices += [f"rollouts left out, {why.value}: {count}" for why, count in omitted.items()]
+    if unlisted:
+        notices.append(
+            f"chats that call tools and list none, which the chat template would print: {unlisted}; add "
+            '"tools" beside "messages", or the model learns behind other prompts than it is served'
+        )
+    return notices
+
+
+def sample_of(chat: Conversation, roles: Sequence[str], template: Template, tokenizer: Tokenizer) -> Sample:
     """One chat. Raises ValueError."""
     sample, told = Sample(), ""
 
@@ -67,11 +100,12 @@ def sample_of(chat: Chat, roles: Sequence[str], render: Render, tokenizer: Token
             sample.spans.append(PolicySpan(start=len(sample.token_ids), length=len(ids)))
         sample.token_ids.extend(ids)
 
-    for number, message in enumerate(chat):
+    for number, message in enumerate(chat.messages):
         if message["role"] not in roles:
             continue
-        opening = render(chat[:number], message["role"] == "assistant") if number else ""
-        whole = render(chat[: number + 1], False)
+        before, assistant = chat.messages[:number], message["role"] == "assistant"
+        opening = template.render(before, chat.tools, assistant) if number else ""
+        whole = template.render(chat.messages[: number + 1], chat.tools, False)
         if not opening.startswith(told) or not whole.startswith(opening):
             raise ValueError(
                 f"the chat template renders what comes before message {number + 1} otherwise once that came; "
@@ -110,53 +144,8 @@ def _tokenizer_of(folder: Path) -> Tokenizer:
         raise ConfigError(f"tokenizer.json of the model in {folder} cannot be read: {error}") from error
 
 
-def template_of(folder: Path) -> Render:
-    """The chat template of a model folder. Raises ConfigError."""
-    beside = folder / "chat_template.jinja"
-    try:
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        source = beside.read_text(encoding="utf-8") if beside.is_file() else config.get("chat_template")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"the chat template of the model in {folder} cannot be read: {error}") from error
-    if not isinstance(source, str):
-        raise ConfigError(f"the model in {folder} has no chat template; add chat_template.jinja")
-
-    def fail(why: str) -> None:
-        raise ValueError(f"the chat template refuses it: {why}")
-
-    # As transformers renders them.
-    engine = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    engine.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    engine.globals["raise_exception"] = fail
-    tokens = {name: _text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    try:
-        template = engine.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ConfigError(f"the chat template of the model in {folder} cannot be read: {error}") from error
-    return lambda chat, prompt: template.render(messages=chat, add_generation_prompt=prompt, **tokens)
-
-
-def _text(token: Any) -> str:
-    return str(token["content"] if isinstance(token, dict) else token or "")
-
-
-def _lines(file: Path) -> Iterator[tuple[int, Chat]]:
-    text = read_text(file, f"data = {str(file)!r}")
-    for number, line in enumerate(text.splitlines(), start=1):
+def _lines(file: Path) -> Iterator[tuple[int, str]]:
+    # Not splitlines: JSON may have U+2028 and its like within a text.
+    for number, line in enumerate(read_text(file, f"data = {str(file)!r}").split("\n"), start=1):
         if line.strip():
-            yield number, _chat(file, number, line)
-
-
-def _chat(file: Path, number: int, line: str) -> Chat:
-    try:
-        chat = json.loads(line)["messages"]
-        good = bool(chat) and all(isinstance(one["role"], str) and "content" in one for one in chat)
-    except (ValueError, KeyError, TypeError):
-        good = False
-    if not good:
-        raise ConfigError(
-            f'{file}, line {number}: not a chat; write {{"messages": [{{"role", "content"}}, ...]}}'
-        )
-    return list(chat)
+            yield number, line

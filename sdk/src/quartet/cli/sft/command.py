@@ -55,6 +55,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         f"{len(chats.samples)} chats, {covered} tokens to learn, {chats.left_out} left out as too long; "
         f"{config.steps(len(chats.samples))} steps"
     )
+    for notice in chats.notices:
+        print(notice)
     with tempfile.TemporaryDirectory(prefix="quartet-check-") as scratch:
         asyncio.run(check(_deploy(config, Path(scratch))))
     if options.dry_run:

@@ -1,19 +1,22 @@
 """Reading one tool call out of text: JSON, XML-like parameters, Python.
 
-1. Arguments that the model wrote as JSON are handed on exactly as written, to the character.
+1. Arguments that the model wrote as JSON are handed on exactly as written, to the character, all of them or
+   single ones.
 2. What is not a call raises ValueError; nothing else is raised, however deep or long the text. A call with
    half a surrogate pair, which JSON can escape and no message can carry, is none.
-3. Arguments are JSON, whatever they were read from: no NaN, no infinity.
+3. Arguments are JSON, whatever they were read from: no NaN, no infinity by name.
 """
 
 from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
+
+from quartet_inference.chat.schemas import Schemas, is_text
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,21 +35,6 @@ class ParsedCall:
 
     def __post_init__(self) -> None:
         (self.name + self.arguments_json).encode()  # raises UnicodeEncodeError, a ValueError
-
-
-#: The JSON Schema of each parameter of each tool.
-Schemas = Mapping[str, Mapping[str, Any]]
-
-
-def schemas_of(tools: Sequence[Mapping[str, Any]]) -> Schemas:
-    """What the tools say of their parameters."""
-    found: dict[str, Mapping[str, Any]] = {}
-    for tool in tools:
-        function = tool["function"]
-        parameters = function.get("parameters")
-        properties = parameters.get("properties") if isinstance(parameters, dict) else None
-        found[function["name"]] = properties if isinstance(properties, dict) else {}
-    return found
 
 
 def _only_value_errors(read: Callable[P, T]) -> Callable[P, T]:
@@ -128,24 +116,43 @@ def json_calls(text: str, at: int) -> tuple[list[ParsedCall], int]:
 
 
 def typed_call(name: str, written: Sequence[tuple[str, str]], schemas: Schemas) -> ParsedCall:
-    """A call whose arguments are bare text: the tool's schema says what is a string and what is JSON."""
+    """A call whose arguments are bare text: the tool's schema says what is a text and what may be JSON."""
     name = name.strip()
     if not name:
         raise ValueError("no name")
     known = schemas.get(name, {})
     arguments = {key: _typed(text, known.get(key)) for key, text in written}
-    return ParsedCall(name, json.dumps(arguments, ensure_ascii=False))
+    members = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in arguments.items())
+    return ParsedCall(name, f"{{{', '.join(members)}}}")
 
 
-def _typed(text: str, schema: Any) -> Any:
-    if isinstance(schema, dict) and schema.get("type") in ("string", ["string"]):
-        return text
-    try:
-        value = json.loads(text)
-        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):
-        return text
-    return value
+def _typed(text: str, schema: Any) -> str:
+    """The text in JSON, which it may be already."""
+    if not is_text(schema):
+        try:
+            _STRICT.decode(text)
+        except (ValueError, RecursionError):
+            pass  # of a kind that is written without quotes
+        else:
+            return text.strip()
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+#: Numbers are not computed: they may be longer than Python reads.
+_STRICT = json.JSONDecoder(parse_float=str, parse_int=str, parse_constant=_no_constant)
+
+
+def json_before(text: str, at: int, mark: str) -> int:
+    """Where the mark stands behind the JSON that begins here; else ValueError."""
+    _, end = _only_value_errors(_STRICT.raw_decode)(text, at)
+    end = skip_space(text, end)
+    if not text.startswith(mark, end):
+        raise ValueError(f"no {mark}")
+    return end
 
 
 @_only_value_errors

@@ -16,7 +16,6 @@ import structlog
 from quartet.config import ConfigError
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TokenizersBackend
 
-from quartet_inference.chat.calls import schemas_of
 from quartet_inference.chat.enforced import (
     Thinking,
     Thought,
@@ -29,12 +28,13 @@ from quartet_inference.chat.enforced import (
 from quartet_inference.chat.formats import FORMATS, ToolFormat, format_of
 from quartet_inference.chat.lengths import check_length, longest_token
 from quartet_inference.chat.reader import THINKING_MARKS, DeclaredReader, FormatReader, TurnReader
+from quartet_inference.chat.schemas import schemas_of
 from quartet_inference.chat.spelling import spelling_of
 from quartet_inference.chat.template import Template
 from quartet_inference.chat.tokenizer import load_tokenizer
 from quartet_inference.structure.following import Structures
 from quartet_inference.structure.grammar import grammar, quoted
-from quartet_inference.structure.vocabulary import ll_tokenizer
+from quartet_inference.structure.vocabulary import ll_tokenizer, unfollowed
 
 #: Tokens at a prompt's end among which an opened thinking or turn is looked for.
 OPENING_TOKENS = 64
@@ -174,14 +174,19 @@ class Chat:
         return Thinking(Thought.NONE if text.endswith(end) else Thought.MAY, begin, end)
 
     @property
+    def enforces_forms(self) -> bool:
+        """Whether the tokenizer's tokens can follow a grammar at all."""
+        return not unfollowed(self._tokenizer, self.end_tokens)
+
+    @property
     def enforces_calls(self) -> bool:
         """Whether a grammar can say which calls a turn has."""
-        return self._spelling is not None
+        return self._spelling is not None and self.enforces_forms
 
     @property
     def enforces_answers(self) -> bool:
         """Whether a grammar can say what a turn without tools is."""
-        return self._declared is None
+        return self._declared is None and self.enforces_forms
 
     def grammar(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]], form: TurnForm) -> str:
         """The grammar of what is sampled after a prompt; empty where anything may be.

@@ -4,13 +4,15 @@
    rest begins behind its end. Its closing mark ends it, whatever else is in it.
 2. A call names one of the tools that may be called, and its arguments follow a schema: the tool's own where
    it is strict or a call is required, else any JSON object.
-3. Text turns into a call at the format's mark, and nowhere else; what follows it is a call.
+3. Text turns into a call at the format's mark, and nowhere else: no text has another beginning of calls that
+   is read as one, nor the letters of a mark that is a token. What follows the mark is a call.
 4. Tools, names and schemas are data: none of them can end the place where it stands.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -18,12 +20,13 @@ from typing import Any
 
 from quartet.errors import QuartetError, refused
 
-from quartet_inference.chat.spelling import Mark, Spelling
-from quartet_inference.structure.grammar import Part, check_size, grammar, of_schema
+from quartet_inference.chat.parameters import Mark
+from quartet_inference.chat.spelling import Spelling
+from quartet_inference.chat.texts import FIELD, escaped
+from quartet_inference.structure.grammar import Part, check_size, grammar, of_schema, quoted
 
 Tools = Sequence[Mapping[str, Any]]
 
-_ANY_OBJECT = {"type": "object"}
 #: White space as templates write it: a line and its indent, never more and more of it.
 _TERMINALS = "SPACE: /[ \\t\\r\\n]{1,8}/\nTEXT: /(.|\\n)*/\n"
 
@@ -112,7 +115,8 @@ def _thinking(thinking: Thinking, mark: Mark) -> str:
     end = mark(thinking.end)
     if end.startswith('"'):
         return f"thinking[suffix={end}]: /(.|\\n)*/\n"
-    return f"thinking: TEXT {end}\n"
+    # Its letters alone would be read as the same mark.
+    return f"thinking: THOUGHT {end}\nTHOUGHT: TEXT & ~/(.|\\n)*{escaped(thinking.end)}(.|\\n)*/\n"
 
 
 def _bodies(
@@ -120,22 +124,37 @@ def _bodies(
 ) -> list[str]:
     """A rule for the calls of each tool that may be called: their names."""
     functions = [tool["function"] for tool in tools]
-    bodies, characters = [], 0
+    bodies: list[str] = []
+    own: dict[str, Part] = {}
+    first = len(rules)
+    written = spelling.arguments(mark, rules, own) if spelling.arguments is not None else None
     for index, function in enumerate(functions):
         name = function["name"]
         if calls.names and name not in calls.names:
             continue
-        schema = function["parameters"] if calls.required or name in calls.strict else _ANY_OBJECT
-        if not isinstance(schema, dict):
-            raise refused("tools.parameters_json", str(schema), "send JSON Schema, an object")
-        if schema.get("type", "object") != "object":
-            raise refused("tools.parameters_json", schema["type"], "say type object: arguments have names")
-        parts[f"arguments_{index}"] = part = of_schema({**schema, "type": "object"})
-        characters += len(json.dumps(part))
-        rules.append(f"call_{index}: {spelling.head(name, mark)} @arguments_{index} {spelling.tail}\n")
+        if re.fullmatch(spelling.names, name) is None:
+            raise refused("tools.name", name, "choose a name that this model's format of calls can write")
+        schema = function["parameters"] if calls.required or name in calls.strict else None
+        arguments = f"arguments_{index}"
+        if schema is not None:
+            _check_object(schema)
+        if written is not None:
+            arguments = written.of_any() if schema is None else written.of(schema, arguments)
+        else:
+            own[arguments] = of_schema({**(schema or {}), "type": "object"})
+            arguments = f"@{arguments}"
+        rules.append(f"call_{index}: {spelling.body(name, arguments, mark)}\n")
         bodies.append(f"call_{index}")
-    check_size("tools", characters)
+    check_size("tools", len(json.dumps([*rules[first:], *own.values()])))
+    parts.update(own)
     return bodies
+
+
+def _check_object(schema: Any) -> None:
+    if not isinstance(schema, dict):
+        raise refused(FIELD, str(schema), "send JSON Schema, an object")
+    if schema.get("type", "object") != "object":
+        raise refused(FIELD, schema["type"], "say type object: arguments have names")
 
 
 def _without_text(form: TurnForm, spelling: Spelling | None, bodies: Sequence[str], mark: Mark) -> str | None:
@@ -154,26 +173,25 @@ def _with_text(
     calls: Calls, spelling: Spelling, bodies: Sequence[str], mark: Mark, rules: list[str], not_first: str
 ) -> str:
     """A turn of text, with calls or without; it does not begin with `not_first`."""
-    text, name = ("BEGINNING", "0") if not_first else ("TEXT", "")
     if not_first:
-        rules.append(f"BEGINNING: /(.|\\n)*/ & ~/\\s*{_escaped(not_first)}(.|\\n)*/\n")
-    if not bodies:
-        return text
+        first = f"TEXT & ~/\\s*{escaped(not_first)}(.|\\n)*/"
+        rules.append(f"BEGINNING: {spelling.spoken(mark, first)}\n")
+    else:
+        rules.append(f"SPOKEN: {spelling.spoken(mark, 'TEXT')}\n")
+    text, name = ("BEGINNING", "0") if not_first else ("SPOKEN", "")
     if not spelling.begin:
-        rules.append(f"TALK{name}: {text} & ~/\\s*\\{{(.|\\n)*/\n")
-        return f"(TALK{name} | {spelling.calls(bodies, mark, calls.single)})"
+        return f"({text} | {spelling.calls(bodies, mark, calls.single)})"
     begin = mark(spelling.begin)
     lazy = "[lazy]" if begin.startswith('"') else ""
     rules.append(f"opened{name}{lazy}: {text} {begin}\n")
-    rules.append(f"heard{name}: opened{name} {spelling.calls(bodies, mark, calls.single, begun=True)}\n")
+    heard = f"opened{name} {spelling.calls(bodies, mark, calls.single, spelling.begin)}"
+    if spelling.unopened:
+        rules.append(f"unopened{name}[lazy]: {text} {quoted(spelling.unopened)}\n")
+        heard += f" | unopened{name} {spelling.calls(bodies, mark, calls.single, spelling.unopened)}"
+    rules.append(f"heard{name}: {heard}\n")
     if calls.single:
         return f"({text} | heard{name})"
-    return f"({text} | heard{name} heard* TEXT)"
-
-
-def _escaped(text: str) -> str:
-    """As a regular expression in Lark's notation."""
-    return "".join(letter if letter.isalnum() else f"\\x{{{ord(letter):x}}}" for letter in text)
+    return f"({text} | heard{name} heard* SPOKEN)"
 
 
 def calls_unsupported(parser: str) -> QuartetError:

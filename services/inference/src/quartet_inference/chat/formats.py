@@ -5,7 +5,9 @@
 2. `markers` are the beginnings of its calls: text from the first of them on is not told while it is written.
 3. Reading takes time in proportion to the text, whatever a model writes: of MAX_MISREAD beginnings that are
    none, the rest of the text is not looked into, and each is read once, from its beginning to its end.
-4. Formats are named as vLLM's `--tool-call-parser` names them.
+4. A value of a parameter ends at the first mark that ends values; one that is JSON and may be, behind it: its
+   strings may contain that mark. Behind MAX_MISREAD values that begin like JSON and are none, none is JSON.
+5. Formats are named as vLLM's `--tool-call-parser` names them.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from quartet_inference.chat.calls import (
     ParsedCall,
-    Schemas,
+    json_before,
     json_call,
     json_calls,
     json_object,
@@ -24,13 +27,40 @@ from quartet_inference.chat.calls import (
     skip_space,
     typed_call,
 )
+from quartet_inference.chat.pythonic import ENDS as PYTHON_ENDS
+from quartet_inference.chat.schemas import Schemas, is_text
 
 #: Beginnings that could not be read. Who writes more repeats himself, and one reading of a long text may take
 #: tens of milliseconds.
 MAX_MISREAD = 64
 
-#: Reads the calls that begin behind a marker: (text, position, schemas) -> (calls, end); else ValueError.
-ReadAt = Callable[[str, int, Schemas], tuple[list[ParsedCall], int]]
+
+@dataclass
+class Reading:
+    """What is known of the tools, and what of a text could not be read."""
+
+    schemas: Schemas
+    misread: int = 0  # beginnings of calls
+    misread_json: int = 0  # of values of parameters
+
+    def value(self, text: str, at: int, mark: str, schema: Any) -> tuple[str, int]:
+        """The value of a parameter that begins here, and the position behind the mark that ends it."""
+        if self.misread_json < MAX_MISREAD and not is_text(schema):
+            start = skip_space(text, at)
+            if text[start : start + 1] in _JSON_BEGINS:
+                try:
+                    end = json_before(text, start, mark)
+                except ValueError:
+                    self.misread_json += 1
+                else:
+                    return text[at:end], end + len(mark)
+        return _until(text, at, mark)
+
+
+#: Of strings, arrays and objects.
+_JSON_BEGINS = ('"', "[", "{")
+#: Reads the calls that begin behind a marker: (text, position, reading) -> (calls, end); else ValueError.
+ReadAt = Callable[[str, int, Reading], tuple[list[ParsedCall], int]]
 
 
 @dataclass(frozen=True)
@@ -50,15 +80,15 @@ class ToolFormat:
         """The text without its calls, and the calls."""
         kept: list[str] = []
         calls: list[ParsedCall] = []
+        reading = Reading(schemas)
         done = 0
         at = 0
-        misread = 0
-        while misread < MAX_MISREAD and (found := self.begins.search(text, at)) is not None:
+        while reading.misread < MAX_MISREAD and (found := self.begins.search(text, at)) is not None:
             try:
-                read, end = self.read_at(text, found.end(), schemas)
+                read, end = self.read_at(text, found.end(), reading)
             except ValueError:
                 at = max(found.end(), at + 1)
-                misread += 1
+                reading.misread += 1
                 continue
             kept.append(text[done : found.start()])
             calls.extend(read)
@@ -78,12 +108,12 @@ def _close(text: str, at: int, mark: str) -> int:
     raise ValueError(f"no {mark}")
 
 
-def _hermes(text: str, at: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
+def _hermes(text: str, at: int, reading: Reading) -> tuple[list[ParsedCall], int]:
     calls, end = json_calls(text, skip_space(text, at))
     return calls, _close(text, end, "</tool_call>")
 
 
-def _json_list(text: str, at: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
+def _json_list(text: str, at: int, reading: Reading) -> tuple[list[ParsedCall], int]:
     calls, end = json_calls(text, skip_space(text, at))
     after = skip_space(text, end)
     return calls, after + len("<|/tool_call|>") if text.startswith("<|/tool_call|>", after) else end
@@ -93,19 +123,20 @@ _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>")
 
 
-def _qwen3_coder(text: str, at: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
+def _qwen3_coder(text: str, at: int, reading: Reading) -> tuple[list[ParsedCall], int]:
     head = _FUNCTION.match(text, at)
     if head is None:
         raise ValueError("no function")
     written: list[tuple[str, str]] = []
     end = head.end()
+    known = reading.schemas.get(head[1].strip(), {})
     while (opened := _PARAMETER.match(text, end)) is not None:
-        value, end = _until(text, opened.end(), "</parameter>")
+        value, end = reading.value(text, opened.end(), "</parameter>", known.get(opened[1].strip()))
         written.append((opened[1].strip(), value.removeprefix("\n").removesuffix("\n")))
     end = _close(text, end, "</function>")
     after = skip_space(text, end)
     end = after + len("</tool_call>") if text.startswith("</tool_call>", after) else end
-    return [typed_call(head[1], written, schemas)], end
+    return [typed_call(head[1], written, reading.schemas)], end
 
 
 _GLM_NAME = re.compile(r"\s*([^\s<]+)")
@@ -113,20 +144,21 @@ _GLM_KEY = re.compile(r"\s*<arg_key>")
 _GLM_VALUE = re.compile(r"\s*<arg_value>")
 
 
-def _glm(text: str, at: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
+def _glm(text: str, at: int, reading: Reading) -> tuple[list[ParsedCall], int]:
     head = _GLM_NAME.match(text, at)
     if head is None:
         raise ValueError("no name")
     written: list[tuple[str, str]] = []
     end = head.end()
+    known = reading.schemas.get(head[1], {})
     while (opened := _GLM_KEY.match(text, end)) is not None:
         key, end = _until(text, opened.end(), "</arg_key>")
         opened = _GLM_VALUE.match(text, end)
         if opened is None:
             raise ValueError("no <arg_value>")
-        value, end = _until(text, opened.end(), "</arg_value>")
+        value, end = reading.value(text, opened.end(), "</arg_value>", known.get(key.strip()))
         written.append((key.strip(), value))
-    return [typed_call(head[1], written, schemas)], _close(text, end, "</tool_call>")
+    return [typed_call(head[1], written, reading.schemas)], _close(text, end, "</tool_call>")
 
 
 def _until(text: str, at: int, mark: str) -> tuple[str, int]:
@@ -140,7 +172,7 @@ def _until(text: str, at: int, mark: str) -> tuple[str, int]:
 _MISTRAL_NAME = re.compile(r"\s*([\w.\-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 
 
-def _mistral(text: str, at: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
+def _mistral(text: str, at: int, reading: Reading) -> tuple[list[ParsedCall], int]:
     head = _MISTRAL_NAME.match(text, at)
     if head is None:  # before version 11: a JSON list
         return json_calls(text, skip_space(text, at))
@@ -153,7 +185,7 @@ _DEEPSEEK_CALL = re.compile(
 )
 
 
-def _deepseek(text: str, at: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
+def _deepseek(text: str, at: int, reading: Reading) -> tuple[list[ParsedCall], int]:
     calls: list[ParsedCall] = []
     while (head := _DEEPSEEK_CALL.match(text, at)) is not None:
         arguments, at = json_object(text, head.end())
@@ -171,7 +203,7 @@ _KIMI_CALL = re.compile(
 )
 
 
-def _kimi(text: str, at: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
+def _kimi(text: str, at: int, reading: Reading) -> tuple[list[ParsedCall], int]:
     calls: list[ParsedCall] = []
     while (head := _KIMI_CALL.match(text, at)) is not None:
         arguments, at = json_object(text, head.end())
@@ -182,7 +214,7 @@ def _kimi(text: str, at: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
     return calls, _close(text, at, "<|tool_calls_section_end|>")
 
 
-def _llama3_json(text: str, at: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
+def _llama3_json(text: str, at: int, reading: Reading) -> tuple[list[ParsedCall], int]:
     calls = []
     at = skip_space(text, at)
     while at < len(text):
@@ -198,13 +230,12 @@ def _llama3_json(text: str, at: int, schemas: Schemas) -> tuple[list[ParsedCall]
     return calls, at
 
 
-def _pythonic(text: str, at: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
-    end = min((i for i in (text.find(m, at) for m in _PYTHON_ENDS) if i >= 0), default=-1)
+def _pythonic(text: str, at: int, reading: Reading) -> tuple[list[ParsedCall], int]:
+    end = min((i for i in (text.find(m, at) for m in PYTHON_ENDS) if i >= 0), default=-1)
     calls = python_calls(text[at:] if end < 0 else text[at:end])
     return calls, len(text) if end < 0 else text.index(">", end) + 1
 
 
-_PYTHON_ENDS = ("<|python_end|>", "</function_calls>")
 _TOOL_CALL = re.compile(r"<tool_call>")
 _TAGS = ("<tool_call>", "</tool_call>")
 
@@ -272,7 +303,7 @@ FORMATS = {
             re.compile(r"<\|python_start\|>|<function_calls>|\A\s*(?=\[)"),
             ("<|python_start|>", "<function_calls>"),
             _pythonic,
-            special=("<|python_start|>", "<|python_end|>"),
+            special=("<|python_start|>", "<|python_end|>", "<function_calls>", "</function_calls>"),
             bare="[",
         ),
         ToolFormat(

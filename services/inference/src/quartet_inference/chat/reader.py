@@ -18,8 +18,9 @@ import structlog
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from quartet_inference.chat.calls import ParsedCall, Schemas
+from quartet_inference.chat.calls import ParsedCall
 from quartet_inference.chat.formats import ToolFormat
+from quartet_inference.chat.schemas import Schemas
 
 #: How models mark their thinking; the first pair that a template knows is its own.
 THINKING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))

@@ -18,7 +18,7 @@ from quartet_inference.engine import MAX_TOP
 from quartet_inference.openai.errors import OpenAiError, malformed, unsupported
 from quartet_inference.openai.forms import Chosen, Forms, tool_choice
 from quartet_inference.openai.turns import Strict, TurnBody, without_restated
-from quartet_inference.openai.wishes import Wishing, without_wishes
+from quartet_inference.openai.wishes import Wishing, without_forms, without_wishes
 
 #: Choices of one call, over all of its prompts.
 MAX_CHOICES = 256
@@ -275,9 +275,10 @@ def chat_of(asked: dict[str, Any], wishing: Wishing) -> tuple[ChatBody, list[str
     return validated(ChatBody, fields), wishes
 
 
-def parse_completion(raw: bytes) -> CompletionBody:
-    """A completion request. Raises OpenAiError."""
-    return validated(CompletionBody, _served(json_object(raw), set(CompletionBody.model_fields)))
+def parse_completion(raw: bytes, wishing: Wishing) -> tuple[CompletionBody, list[str]]:
+    """A completion request, and the wishes that were taken from it. Raises OpenAiError."""
+    given, wishes = without_forms(json_object(raw), wishing)
+    return validated(CompletionBody, _served(given, set(CompletionBody.model_fields))), wishes
 
 
 def json_object(raw: bytes) -> dict[str, Any]:

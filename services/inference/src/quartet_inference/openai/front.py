@@ -77,7 +77,9 @@ class Front:
         self._health = health
         self._base_model = base_model
         self._name = config.model_name or os.path.basename(os.path.normpath(base_model))
-        self._wishing = Wishing(config.best_effort, chat.enforces_calls, chat.enforces_answers)
+        self._wishing = Wishing(
+            config.best_effort, chat.enforces_calls, chat.enforces_answers, chat.enforces_forms
+        )
         self._key = api_key(config, "openai.")
         self._origins = Origins(config.allowed_origins)
         self._running = 0
@@ -220,15 +222,16 @@ class Front:
         raw = await self._body(request)
         small = len(raw) <= INLINE_BYTES
         parsed = self._prompts(raw) if small else await asyncio.to_thread(self._prompts, raw)
-        return await self._complete(request, *parsed, CompletionReply)
+        body, requests, request[WISHES] = parsed
+        return await self._complete(request, body, requests, CompletionReply)
 
-    def _prompts(self, raw: bytes) -> tuple[CompletionBody, list[pb.GenerateRequest]]:
-        body, room = parse_completion(raw), self._engine.info().max_model_len
+    def _prompts(self, raw: bytes) -> tuple[CompletionBody, list[pb.GenerateRequest], list[str]]:
+        (body, wishes), room = parse_completion(raw, self._wishing), self._engine.info().max_model_len
         prompts = [
             self._chat.encode(prompt, body.add_special_tokens, room) if isinstance(prompt, str) else prompt
             for prompt in body.prompts()
         ]
-        return body, body.requests(prompts)
+        return body, body.requests(prompts), wishes
 
     async def _complete(
         self,

@@ -1,8 +1,9 @@
 """What a request asks of an answer's form and nothing here enforces: it is refused, or taken as a wish.
 
-Calls of tools are enforced where the model writes them in a form that a grammar is made for
-(`chat.spelling`). Elsewhere frameworks ask all the same, without being told to (`strict` of every tool,
-`tool_choice` "required" in loops of agents), and check what comes back themselves.
+Forms are enforced where the tokenizer's tokens can follow a grammar (`structure.vocabulary`), and calls of
+tools where the model writes them in a form that one is made for (`chat.spelling`). Elsewhere frameworks ask
+all the same, without being told to (`strict` of every tool, `tool_choice` "required" in loops of agents), and
+check what comes back themselves.
 
 1. Each is refused by name, unless the configuration's `best_effort` takes it as a wish.
 2. A wish changes nothing: prompt and tokens are those of the request without it. The answer names the
@@ -31,14 +32,26 @@ class Wishing:
 
     best_effort: bool = False
     calls_enforced: bool = True
-    answers_enforced: bool = True  # without tools
+    answers_enforced: bool = True  # of chat, without tools
+    forms_enforced: bool = True  # from the first token on
 
 
 def without_wishes(fields: dict[str, Any], wishing: Wishing) -> tuple[dict[str, Any], list[str]]:
-    """The request without its wishes, and their names. Raises OpenAiError for the first that is refused."""
+    """A request of chat without its wishes, and their names. Raises OpenAiError for the first refused."""
+    return _without(fields, _wishes(fields, wishing), wishing)
+
+
+def without_forms(fields: dict[str, Any], wishing: Wishing) -> tuple[dict[str, Any], list[str]]:
+    """The same of a request for a completion, which has no calls."""
+    return _without(fields, [] if wishing.forms_enforced else _of_forms(fields, "leave it out"), wishing)
+
+
+def _without(
+    fields: dict[str, Any], wishes: list[tuple[str, str]], wishing: Wishing
+) -> tuple[dict[str, Any], list[str]]:
     left = dict(fields)
     named: list[str] = []
-    for name, remedy in _wishes(fields, wishing):
+    for name, remedy in wishes:
         if not wishing.best_effort:
             raise unsupported(name, f"{remedy}, or have the server take it as a wish (openai.best_effort)")
         named.append(name)

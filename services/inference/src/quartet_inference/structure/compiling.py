@@ -6,14 +6,19 @@
    MAX_UNDERWAY are under way; more are OVERLOADED.
 3. Whoever waits may leave at any time: what is under way goes on, for a few seconds, and the next one has it.
 4. Compiling has a thread of its own: nothing else waits behind it.
+5. The MAX_REFUSED grammars that were refused last are refused again with the same reason and without a trial;
+   but those that ran out of time on a clock or were killed, which may have been others' doing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import signal
 import sys
 import threading
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,10 +35,16 @@ TRIALS = 2
 MAX_UNDERWAY = 1024
 #: For CPU_SECONDS of a processor that is shared, and for the start.
 WALL_SECONDS = 30.0
+#: Each is a digest and a reason of at most 400 characters.
+MAX_REFUSED = 1024
 #: A refused one is tried again sooner than the queue is through.
 RETRY_AFTER_MS = 1000
 
 log = structlog.get_logger()
+
+
+class Uncertain(StructureError):
+    """A refusal that another trial might not confirm."""
 
 
 class Compiler:
@@ -42,6 +53,7 @@ class Compiler:
     def __init__(self, structures: Structures) -> None:
         self._structures = structures
         self._underway: dict[str, asyncio.Task[Compiled]] = {}
+        self._refused: OrderedDict[bytes, str] = OrderedDict()  # the reasons
         self._places = asyncio.Semaphore(TRIALS)
         self._thread = _deep_thread()
 
@@ -53,6 +65,9 @@ class Compiler:
         known = self._structures.find(grammar)
         if known is not None:
             return known
+        refused = self._refused.get(_digest(grammar))
+        if refused is not None:
+            raise StructureError(refused)
         task = self._underway.get(grammar)
         if task is None:
             if len(self._underway) >= MAX_UNDERWAY:
@@ -64,15 +79,24 @@ class Compiler:
 
     def _ended(self, grammar: str, task: asyncio.Task[Compiled]) -> None:
         del self._underway[grammar]
-        if not task.cancelled():
-            task.exception()  # whoever waited was told, if anybody did
+        if task.cancelled():
+            return
+        error = task.exception()  # whoever waited was told, if anybody did
+        if isinstance(error, StructureError) and not isinstance(error, Uncertain):
+            self._refused[_digest(grammar)] = str(error)
+            if len(self._refused) > MAX_REFUSED:
+                self._refused.popitem(last=False)
 
     async def _compile(self, grammar: str) -> Compiled:
         loop = asyncio.get_running_loop()
         named = await loop.run_in_executor(self._thread, self._structures.named)
         async with self._places:
-            await _try(json.dumps({"grammar": grammar, **named}).encode())
-        return await loop.run_in_executor(self._thread, self._structures.compile, grammar)
+            grown_bytes = await _try(json.dumps({"grammar": grammar, **named}).encode())
+        return await loop.run_in_executor(self._thread, self._structures.compile, grammar, grown_bytes)
+
+
+def _digest(grammar: str) -> bytes:
+    return hashlib.sha256(grammar.encode()).digest()
 
 
 def _deep_thread() -> ThreadPoolExecutor:
@@ -86,8 +110,11 @@ def _deep_thread() -> ThreadPoolExecutor:
     return thread
 
 
-async def _try(asked: bytes) -> None:
-    """Raises StructureError for a grammar that takes too much, or is none. Errors: OVERLOADED, INTERNAL."""
+async def _try(asked: bytes) -> int:
+    """The bytes that compiling it took. Raises StructureError for a grammar that takes too much, or is none.
+
+    Errors: OVERLOADED, INTERNAL.
+    """
     pipe = asyncio.subprocess.PIPE
     # -P: the folder of the script is no place to import from.
     command = (sys.executable, "-P", str(Path(trial.__file__)))
@@ -110,9 +137,11 @@ async def _try(asked: bytes) -> None:
     assert code is not None, "it was waited for"
     if code < 0 or code == trial.TOO_MUCH:
         log.warning("structure_too_much", code=code)
-        raise StructureError("compiling it takes too much time, memory or depth; send a simpler one")
+        kind = Uncertain if code == -signal.SIGKILL else StructureError
+        raise kind("compiling it takes too much time, memory or depth; send a simpler one")
     if code == trial.REFUSED:
         raise StructureError(said.decode(errors="replace").strip())
     if code:
         log.error("structure_trial_failed", code=code, said=fault[-2000:].decode(errors="replace"))
         raise QuartetError("INTERNAL", "a structure could not be tried; the log says why")
+    return int(said)

@@ -1,11 +1,13 @@
 """Compiled grammars, and how far a completion has come in one.
 
-1. A grammar is compiled once for all completions that have it (the newest MAX_COMPILED are kept), and each of
-   them follows its own copy: what one samples changes no other.
+1. A grammar is compiled once for all completions that have it, and each of them follows its own copy: what
+   one samples changes no other. Those that were used last are kept, as many as weigh MAX_COMPILED_BYTES.
 2. Which tokens are allowed depends on the grammar and the tokens so far alone.
 3. A step's work and a follower's memory are bounded by LIMITS: a follower that meets them is stuck, allows
    nothing, and stays so. Compiling is bounded by nothing here: `compiling` first tries what nobody knows.
-4. A follower of what is compiled takes microseconds. Compiling takes milliseconds, and seconds at worst.
+4. An end token is allowed where the grammar is complete, and nowhere else: a follower of what ended before is
+   stuck.
+5. A follower of what is compiled takes microseconds. Compiling takes milliseconds, and seconds at worst.
 """
 
 from __future__ import annotations
@@ -21,8 +23,14 @@ from quartet.errors import QuartetError
 
 from quartet_inference.structure.trial import MAX_LEXER_STATES, reason
 
-#: Of a fleet's schemas few are in use at a time; a compiled one takes from 10 KiB to megabytes.
-MAX_COMPILED = 64
+#: Of a process. A thousand schemas of tools, or the four heaviest that a trial lets pass.
+MAX_COMPILED_BYTES = 256 << 20
+#: What one weighs at least, and for each character of its source: measured, 34 KiB are the smallest, and
+#: 150 KiB and 34 bytes are those of plain schemas.
+LEAST_BYTES = 192 << 10
+CHARACTER_BYTES = 48
+#: What one weighs that no trial has measured, as in the workers of an engine: 64 of these are kept.
+UNKNOWN_BYTES = MAX_COMPILED_BYTES // 64
 LIMITS = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 
 
@@ -38,10 +46,12 @@ class Follower:
         self.matcher = matcher
         self.words = -(-vocabulary // 32)  # of a mask
         self._end_tokens = end_tokens
+        self._ended = False
 
     def accept(self, token: int) -> None:
         """A token was sampled. Behind an end token there is nothing to follow."""
-        if token not in self._end_tokens:
+        if not self._ended:
+            self._ended = token in self._end_tokens
             self.matcher.consume_token(token)
 
     @property
@@ -57,6 +67,7 @@ class Compiled:
     matcher: LLMatcher  # at the beginning, never moved
     end_tokens: frozenset[int]
     vocabulary: int
+    weight_bytes: int  # estimated
 
     def follower(self, tokens: Iterable[int] = ()) -> Follower:
         """A follower, behind tokens that were sampled before; stuck where the grammar does not allow them."""
@@ -76,6 +87,8 @@ class Structures:
         self._tokenizer: LLTokenizer | None = None
         self._named: dict[str, Any] | None = None
         self._compiled: OrderedDict[str, Compiled] = OrderedDict()
+        #: What is kept weighs.
+        self.kept_bytes = 0
         self._table = threading.Lock()
         self._compiling = threading.Lock()
 
@@ -106,9 +119,12 @@ class Structures:
                 self._compiled.move_to_end(grammar)
             return known
 
-    def compile(self, grammar: str) -> Compiled:
-        """Have it ready. Raises StructureError. Errors: NOT_IMPLEMENTED, by the tokenizer."""
-        made = self._made(grammar)
+    def compile(self, grammar: str, grown_bytes: int = UNKNOWN_BYTES) -> Compiled:
+        """Have it ready; a trial of it grew by so much. Raises StructureError.
+
+        Errors: NOT_IMPLEMENTED, by the tokenizer.
+        """
+        made = self._made(grammar, grown_bytes)
         if made.matcher.is_error():
             raise StructureError(reason(made.matcher))
         return made
@@ -118,9 +134,9 @@ class Structures:
 
         Errors: NOT_IMPLEMENTED, by the tokenizer.
         """
-        return self._made(grammar).follower(tokens)
+        return self._made(grammar, UNKNOWN_BYTES).follower(tokens)
 
-    def _made(self, grammar: str) -> Compiled:
+    def _made(self, grammar: str, grown_bytes: int) -> Compiled:
         with self._compiling:
             known = self.find(grammar)
             if known is not None:
@@ -130,14 +146,20 @@ class Structures:
             first = matcher.deep_copy()
             if not matcher.is_error():
                 first.compute_bitmask()
-            if first.is_error():
-                return Compiled(first, self._end_tokens, tokenizer.vocab_size)
-            made = Compiled(matcher, self._end_tokens, tokenizer.vocab_size)
-            with self._table:
-                self._compiled[grammar] = made
-                while len(self._compiled) > MAX_COMPILED:
-                    self._compiled.popitem(last=False)
+            weight = max(grown_bytes, LEAST_BYTES + CHARACTER_BYTES * len(grammar))
+            broken = first.is_error()
+            made = Compiled(first if broken else matcher, self._end_tokens, tokenizer.vocab_size, weight)
+            if not broken:
+                self._keep(grammar, made)
             return made
+
+    def _keep(self, grammar: str, made: Compiled) -> None:
+        with self._table:
+            self._compiled[grammar] = made
+            self.kept_bytes += made.weight_bytes
+            while self.kept_bytes > MAX_COMPILED_BYTES:
+                _, oldest = self._compiled.popitem(last=False)
+                self.kept_bytes -= oldest.weight_bytes
 
 
 def stuck() -> QuartetError:

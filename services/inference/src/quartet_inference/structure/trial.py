@@ -7,8 +7,9 @@ can neither survive the one nor be stopped in the other.
    all of a tokenizer that a grammar can name; bytes stand for the rest.
 2. It takes at most CPU_SECONDS of a processor, MEMORY_BYTES for what it makes, and STACK_BYTES, half of what
    the service has for the same.
-3. Exit code COMPILED: whoever compiles it again lives. REFUSED: stdout says why. TOO_MUCH, or a signal: it
-   would take more. Anything else is a fault of this script.
+3. Exit code COMPILED: whoever compiles it again lives, stdout says how many bytes it took. REFUSED: stdout
+   says why. TOO_MUCH, or a signal: it would take more; SIGKILL, that another process ended it. Anything else
+   is a fault of this script.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ NICE = 5
 MAX_LEXER_STATES = 20_000
 #: Of llguidance's reason, which may repeat a whole schema.
 MAX_REASON_CHARS = 400
+
+_LEAST = json.dumps({"grammars": [{"lark_grammar": 'start: "a"'}]})
 
 
 class _Names:
@@ -80,7 +83,8 @@ def _compiled(grammar: str, size: int, special: dict[str, str], ends: list[int])
     named = {int(token): name.encode("latin-1") for token, name in special.items()}
     tokenizer = LLTokenizer(TokenizerWrapper(_Names(size, named, ends[0])), eos_token=ends)
     limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-    before = _most_bytes()
+    LLMatcher(tokenizer, _LEAST, log_level=0, limits=limits).compute_bitmask()  # what the first one takes
+    before = _used_bytes()
     try:
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if not matcher.is_error():
@@ -90,11 +94,22 @@ def _compiled(grammar: str, size: int, special: dict[str, str], ends: list[int])
     if matcher.is_error():
         print(reason(matcher))
         return REFUSED
-    return COMPILED if _most_bytes() - before <= MEMORY_BYTES else TOO_MUCH
+    grown_bytes = max(now - then for now, then in zip(_used_bytes(), before, strict=True))
+    if grown_bytes > MEMORY_BYTES:
+        return TOO_MUCH
+    print(grown_bytes)
+    return COMPILED
 
 
-def _most_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _used_bytes() -> tuple[int, int]:
+    """The memory of this process, at most so far and now: either may stand still where the other grows.
+
+    Not getrusage's, which begins with what the service had when it started this process.
+    """
+    with open("/proc/self/status", "rb") as status:
+        lines = dict(line.split(b":", 1) for line in status)
+    most, now = (int(lines[name].split()[0]) * 1024 for name in (b"VmHWM", b"VmRSS"))
+    return most, now
 
 
 def reason(matcher: Any) -> str:

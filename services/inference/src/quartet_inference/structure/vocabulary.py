@@ -38,12 +38,9 @@ class _Tokens:
 
 def ll_tokenizer(tokenizer: PreTrainedTokenizerBase, end_tokens: Collection[int]) -> LLTokenizer:
     """The tokenizer for llguidance; takes a second for a large one. Errors: NOT_IMPLEMENTED."""
-    if not isinstance(tokenizer, TokenizersBackend):
-        raise unsupported(
-            f"its tokenizer is a {type(tokenizer).__name__}, which is none of the tokenizers library"
-        )
-    if not end_tokens:
-        raise unsupported("it has no end token, by which a structure could end")
+    why = unfollowed(tokenizer, end_tokens)
+    if why:
+        raise unsupported(why)
     tokens, special = _bytes_of(tokenizer.backend_tokenizer)
     ends = sorted(end_tokens)
     if ends[-1] >= len(tokens):
@@ -53,6 +50,18 @@ def ll_tokenizer(tokenizer: PreTrainedTokenizerBase, end_tokens: Collection[int]
         tokens[end] = tokens[end] or b"end"  # a special token's bytes are a name
     wrapper = TokenizerWrapper(_Tokens(tokenizer.backend_tokenizer, tokens, special, ends[0]))
     return LLTokenizer(wrapper, eos_token=ends)
+
+
+def unfollowed(tokenizer: PreTrainedTokenizerBase, end_tokens: Collection[int]) -> str:
+    """Why no grammar can be followed by this tokenizer's tokens, which is told at once; empty: it can."""
+    if not isinstance(tokenizer, TokenizersBackend):
+        return f"its tokenizer is a {type(tokenizer).__name__}, which is none of the tokenizers library"
+    if not end_tokens:
+        return "it has no end token, by which a structure could end"
+    kinds = _kinds(tokenizer.backend_tokenizer)
+    if not kinds & {"ByteLevel", "ByteFallback"}:
+        return f"its tokenizer decodes by {', '.join(sorted(kinds)) or 'no decoder'}"
+    return ""
 
 
 def unsupported(why: str) -> QuartetError:
@@ -67,13 +76,7 @@ def unsupported(why: str) -> QuartetError:
 
 def _bytes_of(backend: Any) -> tuple[list[bytes], set[int]]:
     """The bytes of each token by its id, b"" where there is none, and which of them are special."""
-    kinds = _kinds(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None)
-    if "ByteLevel" in kinds:
-        letters = _byte_letters()
-    elif "ByteFallback" in kinds:
-        letters = {}
-    else:
-        raise unsupported(f"its tokenizer decodes by {', '.join(sorted(kinds)) or 'no decoder'}")
+    letters = _byte_letters() if "ByteLevel" in _kinds(backend) else {}
     added = backend.get_added_tokens_decoder()
     vocabulary = backend.get_vocab(with_added_tokens=True)
     tokens = [b""] * (max(vocabulary.values()) + 1)
@@ -87,11 +90,13 @@ def _bytes_of(backend: Any) -> tuple[list[bytes], set[int]]:
     return tokens, {token for token, one in added.items() if one.special}
 
 
-def _kinds(decoder: dict[str, Any] | None) -> set[str]:
-    """The kinds of a decoder's parts."""
-    if decoder is None:
-        return set()
-    return {decoder["type"]}.union(*(_kinds(part) for part in decoder.get("decoders", ())))
+def _kinds(backend: Any) -> set[str]:
+    """The kinds of its decoder's parts."""
+    return set() if backend.decoder is None else _kinds_of(json.loads(backend.decoder.__getstate__()))
+
+
+def _kinds_of(decoder: dict[str, Any]) -> set[str]:
+    return {decoder["type"]}.union(*(_kinds_of(part) for part in decoder.get("decoders", ())))
 
 
 def _byte_letters() -> dict[str, int]:

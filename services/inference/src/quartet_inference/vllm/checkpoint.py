@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +22,9 @@ from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from quartet_inference.embedded.model import SAFETENSORS_NAMES, as_torch, as_wire
+from quartet_inference.engine import ServedWeights
+from quartet_inference.layout import Layout
+from quartet_inference.text_stream import Detokenize
 
 
 class Checkpoint:
@@ -53,3 +57,16 @@ class Checkpoint:
         whole = {**version, **self._buffers}
         moved = {name: as_torch(whole.pop(name)) for name in self._moved & whole.keys()}
         return whole | {name: as_wire(one) for name, one in self._revert(moved).items()}
+
+
+@dataclass(frozen=True)
+class Held:
+    """What is known of the model that vLLM was started with."""
+
+    layout: Layout
+    checkpoint: Checkpoint
+    digest: bytes
+    end_tokens: frozenset[int]
+    detokenize: Detokenize
+    served: ServedWeights | None
+    routers: int = 0  # of which the workers note what they choose

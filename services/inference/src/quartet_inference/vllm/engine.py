@@ -11,6 +11,7 @@
 5. A request that is pinned to a run or version ends in the pause in which the weights leave it, also where
    it came in that pause.
 6. Adapters go with the weights that they were made for (`adapters`).
+7. Of a completion that asks for them, the experts that took its tokens are told before its end (`experts`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import structlog
@@ -33,6 +36,7 @@ from quartet_inference.completion import Completion, StopWatch
 from quartet_inference.engine import (
     EngineInfo,
     Event,
+    Experts,
     Finish,
     Request,
     Scored,
@@ -44,30 +48,18 @@ from quartet_inference.engine import (
 from quartet_inference.held import check_name
 from quartet_inference.layout import Layout, check_layout, layout_of
 from quartet_inference.sampler import seeds_of
-from quartet_inference.text_stream import Detokenize
 from quartet_inference.vllm.adapters import Adapters
-from quartet_inference.vllm.checkpoint import Checkpoint
+from quartet_inference.vllm.checkpoint import Held
+from quartet_inference.vllm.experts import RoutedExperts
 from quartet_inference.vllm.flight import Flight, Moved, NonFiniteLogits, Rows, Submission, scored
 from quartet_inference.vllm.running import Running
 from quartet_inference.vllm.staging import StagedAdapter, StagedFile, Staging
 from quartet_inference.vllm.workers import Workers
 
+T = TypeVar("T")
 log = structlog.get_logger()
-
 #: vLLM's processes get so long to end by themselves; they have nothing to save.
 CLOSE_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class Held:
-    """What is known of the model that vLLM was started with."""
-
-    layout: Layout
-    checkpoint: Checkpoint
-    digest: bytes
-    end_tokens: frozenset[int]
-    detokenize: Detokenize
-    served: ServedWeights | None
 
 
 class VllmEngine:
@@ -94,6 +86,7 @@ class VllmEngine:
             "vllm", str(model.dtype).removeprefix("torch."), model.max_model_len,
             llm.vllm_config.scheduler_config.max_num_seqs, model.get_vocab_size(),
             tuple(sorted(held.end_tokens)), held.served, 0, 0, 0, 0, 0.0, False,
+            routers=held.routers,
         )  # fmt: skip
         self._first_version = held.served.version if held.served else 0
         self._epoch = 0  # of the weights
@@ -101,6 +94,7 @@ class VllmEngine:
         self._random = np.random.default_rng()
         self._running = Running(llm, info)
         self._workers = Workers(self._running)
+        self._experts = RoutedExperts(self._running, self._workers, held.routers)
         self._adapters = Adapters(
             self._running, self._workers, staging, held.layout, held.digest, max_adapters
         )
@@ -170,22 +164,24 @@ class VllmEngine:
     async def _attempt(self, flight: Flight) -> bool:
         """Submit a completion and follow it; False where new weights came before its first token."""
         flight.again = False
-        params = flight.params(self._running.info)
         async with (
+            self._experts.asked(flight),
             self._adapters.using(flight.adapter) as lora,
             Submission(self._running.llm, uuid.uuid4().hex, self._on_step) as submission,
         ):
             flight.submission = submission
+            params = flight.params(self._running.info)
             await submission.submit(flight.prompt(), self._salt(), params, lora)
             while True:
-                try:
+                with suppress(Moved):  # which sets `again`
                     output = await submission.next()
-                except Moved:
-                    return False
                 if flight.again:
+                    await self._experts.take(flight)
                     return False
                 self._running.sampled(flight, flight.take(output, submission.starts(output)))
                 if flight.completion.finish is not None:
+                    await self._experts.tell(flight)
+                    flight.events.put_nowait(flight.completion.finish)
                     return True
                 if output.finished:
                     raise QuartetError("INTERNAL", f"vLLM ended it: {output.outputs[0].finish_reason}")
@@ -202,7 +198,7 @@ class VllmEngine:
             return Scored([], served.version)
         self._scores += 1
         try:
-            return await self._running.score(self._score(request, served))
+            return await self._running.score(self._of_a_core(self._score(request, served)))
         finally:
             self._scores -= 1
 
@@ -223,9 +219,6 @@ class VllmEngine:
         except NonFiniteLogits:
             self._workers.spoiled()
             raise
-        except EngineDeadError:
-            self._running.core_ended()
-            raise not_ready() from None
 
     async def _logprobs(self, request: ScoreRequest, lora: LoRARequest | None) -> Rows:
         async with Submission(self._running.llm, uuid.uuid4().hex, self._on_step) as submission:
@@ -234,8 +227,15 @@ class VllmEngine:
 
     async def score_unnamed(self, request: ScoreRequest) -> list[float]:
         """What the weights inside say, whatever they are called. Errors: INTERNAL, NOT_READY."""
+        return (await self._of_a_core(self._logprobs(request, None)))[0]
+
+    async def experts_unnamed(self, tokens: Sequence[int]) -> Experts | None:
+        """Those that take these tokens; None where the workers do not know. Errors: NOT_READY."""
+        return await self._of_a_core(self._experts.of_prompt(tokens, self._salt()))
+
+    async def _of_a_core(self, answer: Awaitable[T]) -> T:
         try:
-            return (await self._logprobs(request, None))[0]
+            return await answer
         except EngineDeadError:
             self._running.core_ended()
             raise not_ready() from None

@@ -26,8 +26,17 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from quartet_inference.completion import FLUSH_TOKENS, Completion
-from quartet_inference.engine import EngineInfo, Event, Request, ScoreRequest, ServedWeights, Top
+from quartet_inference.engine import (
+    EngineInfo,
+    Event,
+    Experts,
+    Request,
+    ScoreRequest,
+    ServedWeights,
+    Top,
+)
 from quartet_inference.structure.following import stuck
+from quartet_inference.vllm import asked
 from quartet_inference.vllm.drawing import KEY, Draw, sign_turned
 from quartet_inference.vllm.staging import StagedAdapter
 
@@ -59,12 +68,17 @@ class Flight:
     started: bool = False  # a token has arrived
     again: bool = False
     received: int = 0
+    noted_as: str = ""  # where experts are asked for: the submission's name for the workers
+    experts: list[Experts] = field(default_factory=list, repr=False)  # those known, in parts
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
     def params(self, info: EngineInfo) -> SamplingParams:
         """What vLLM must know: it stops where a token says so, and draws as DrawTokens does."""
         sampling, completion, top = self.request.sampling, self.completion, self.request.top
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(info.end_token_ids))
+        extra: dict[str, Any] = {KEY: asdict(Draw.of(sampling, completion.seed, completion.sampled, top))}
+        if self.request.experts_from is not None:
+            extra[asked.KEY] = (self.noted_as, self.experts_end)
         return SamplingParams(
             temperature=0.0,
             max_tokens=sampling.max_tokens - completion.sampled,
@@ -76,7 +90,7 @@ class Flight:
             output_kind=RequestOutputKind.DELTA,
             # A stop string is looked for in every token, so that few are sampled in vain.
             stream_interval=1 if completion.watch is not None else FLUSH_TOKENS,
-            extra_args={KEY: asdict(Draw.of(sampling, completion.seed, completion.sampled, top))},
+            extra_args=extra,
         )
 
     def prompt(self) -> list[int]:
@@ -84,8 +98,18 @@ class Flight:
         given = len(self.request.prompt) - self.request.resumed
         return [*self.request.prompt[:given], *self.completion.out]
 
+    @property
+    def tokens(self) -> int:
+        """Of the prompt and of what was sampled so far."""
+        return len(self.request.prompt) - self.request.resumed + len(self.completion.out)
+
+    @property
+    def experts_end(self) -> int:
+        """The first position whose experts are not known, where they are asked for."""
+        return (self.request.experts_from or 0) + sum(map(len, self.experts))
+
     def take(self, output: Any, starts: Sequence[tuple[str, int]]) -> int:
-        """Accept what vLLM has sampled, and tell it; the number of tokens accepted.
+        """Accept what vLLM has sampled, and tell it, but not the end; the number of tokens accepted.
 
         `starts` are the first positions of each label. Errors: INTERNAL, INVALID_REQUEST (a structure that is
         stuck).
@@ -105,7 +129,6 @@ class Flight:
             if finish is not None or self.completion.untold >= FLUSH_TOKENS:
                 self.events.put_nowait(self.completion.tell())
             if finish is not None:
-                self.events.put_nowait(finish)
                 break
         return self.received - first
 

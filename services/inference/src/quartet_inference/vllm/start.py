@@ -25,12 +25,14 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from quartet_inference.config import GIB, InferenceConfig
 from quartet_inference.embedded import model
+from quartet_inference.embedded.experts import routers_of
 from quartet_inference.engine import MAX_TOP, ServedWeights
 from quartet_inference.text_stream import Detokenize
 from quartet_inference.vllm import environment, faults, probe
-from quartet_inference.vllm.checkpoint import Checkpoint
+from quartet_inference.vllm.asked import WANTED
+from quartet_inference.vllm.checkpoint import Checkpoint, Held
 from quartet_inference.vllm.drawing import END_TOKENS
-from quartet_inference.vllm.engine import Held, VllmEngine
+from quartet_inference.vllm.engine import VllmEngine
 from quartet_inference.vllm.staging import Staging
 
 #: vLLM's default of 128 on a CPU would leave shorter prompts out of the prefix cache.
@@ -39,6 +41,13 @@ CPU_BLOCK_TOKENS = 32
 ACCELERATOR_STEP_TOKENS = 8192
 #: Kinds of arguments that are checked before vLLM sees them; the others it checks itself.
 KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", type(None): ""}
+
+#: Arguments under which experts are not noted: steps in parts, of other workers, with tokens that are thrown
+#: away; keys that come from elsewhere.
+NOT_NOTING = (
+    "pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size", "enable_dbo",
+    "ubatch_size", "speculative_config", "kv_transfer_config", "kv_offloading_size",
+)  # fmt: skip
 
 
 async def start_checked(
@@ -67,10 +76,13 @@ def _start(
 ) -> tuple[VllmEngine, probe.Known]:
     settings = config.vllm
     _check_args(settings.args)
+    if config.routed_experts:
+        _check_noting(settings.args)
     arguments = engine_args(config)
     arguments["additional_config"] = {
         **arguments.get("additional_config", {}),
         END_TOKENS: sorted(end_tokens),
+        WANTED: config.routed_experts,
     }
     held, known = _held(config, end_tokens, detokenize)
     if "VLLM_RPC_BASE_PATH" not in os.environ:
@@ -107,6 +119,15 @@ def _check_args(args: dict[str, Any]) -> None:
         if kinds <= KINDS.keys() and not kinds & given:
             wanted = " or ".join(sorted(KINDS[kind] for kind in kinds if KINDS[kind]))
             raise ConfigError(f"vllm.args.{name} = {value!r} is refused: give {wanted}")
+
+
+def _check_noting(args: dict[str, Any]) -> None:
+    """Refuse what leaves a worker without a step's tokens or their routers (`noting`)."""
+    for name in NOT_NOTING:
+        if args.get(name) not in (None, False, 1):
+            raise ConfigError(
+                f"routed_experts = true does not go with vllm.args.{name} = {args[name]!r}; leave one out"
+            )
 
 
 def _why(error: Exception) -> str:
@@ -182,10 +203,12 @@ def _held(
     weights = model.ModelWeights(network)
     digest, layout = weights.digest(), weights.layout()
     served = None if config.weights_address else ServedWeights("", 0, digest)
-    known = probe.known_of(
-        network, model.has_weights(config.model) and "quantization" not in config.vllm.args
-    )
-    return Held(layout, Checkpoint(network), digest, end_tokens, detokenize, served), known
+    same = model.has_weights(config.model) and "quantization" not in config.vllm.args
+    known = probe.known_of(network, same, config.routed_experts)
+    routers = len(routers_of(network)) if config.routed_experts else 0
+    if config.routed_experts and not routers:
+        raise ConfigError(f"routed_experts = true: {type(network).__name__} has no routers; leave it out")
+    return Held(layout, Checkpoint(network), digest, end_tokens, detokenize, served, routers), known
 
 
 def _check_heads(config: Any) -> None:

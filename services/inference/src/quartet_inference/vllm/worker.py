@@ -1,4 +1,5 @@
-"""What Quartet adds to each of vLLM's workers: changing the weights, taking adapters, wiping the keys.
+"""What Quartet adds to each of vLLM's workers: changing the weights, taking adapters, wiping the
+keys, telling experts.
 
 1. Methods that the engine calls never raise: with several workers an exception would leave the answers of the
    others in the queue, to be taken for those of the next call.
@@ -24,7 +25,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
-from quartet_inference.vllm import environment, faults
+from quartet_inference.vllm import environment, faults, noting
 from quartet_inference.vllm.mends import mend
 
 # A load takes and frees the size of the model twice; from fresh pages that would be a third of the pause.
@@ -36,6 +37,7 @@ faults.write()
 # It warns at every update of layers without weights of their own, such as a tied head; see _check_complete.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 mend()
+noting.install()
 
 
 class WeightWorker:
@@ -93,6 +95,23 @@ class WeightWorker:
         except Exception as error:  # noqa: BLE001 - see 1
             return {"ok": False, "touched": False, "why": f"{type(error).__name__}: {error}"}
         return {"ok": True}
+
+    def quartet_experts(self, name: str, start: str, end: str) -> dict[str, Any]:
+        """What was noted of a submission, where it is this worker that has noted it."""
+        try:
+            told: dict[str, Any] = self.model_runner.quartet_noting.told(name, int(start), int(end))
+        except Exception as error:  # noqa: BLE001 - see 1
+            return {"ok": False, "why": f"{type(error).__name__}: {error}"}
+        return {"ok": True, **told}
+
+    def quartet_forget(self, names: str) -> dict[str, Any]:
+        """Keep nothing of these submissions; says of how many something is kept."""
+        try:
+            self.model_runner.quartet_noting.forget(names.split(","))
+            kept = self.model_runner.quartet_noting.count()
+        except Exception as error:  # noqa: BLE001 - see 1
+            return {"ok": False, "why": f"{type(error).__name__}: {error}"}
+        return {"ok": True, "kept": kept}
 
 
 def _check_complete(model: torch.nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What the engine asks of the workers that hold the model: load, wipe, label, take adapters; warm at first.
+"""What the engine asks of the workers that hold the model: load, wipe, label, take adapters, tell experts.
 
 1. A load that fails before it touches a model leaves the old weights serving; one that fails later, or whose
    end is unknown, ends the engine.
@@ -9,15 +9,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import structlog
 from quartet.errors import QuartetError
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from quartet_inference.engine import ServedWeights, not_ready
+from quartet_inference.engine import Experts, ServedWeights, not_ready
 from quartet_inference.vllm.running import Running
 from quartet_inference.vllm.staging import StagedFile
+
+log = structlog.get_logger()
 
 
 class Workers:
@@ -106,6 +111,19 @@ class Workers:
             value=lora.lora_name,
             remedy="publish an adapter that vLLM can load, or merged weights",
         )
+
+    async def experts(self, name: str, start: int, end: int) -> Experts | None:
+        """What a worker has noted of a submission, from there on, at most to there; None where none has."""
+        cores = await self._in_workers("quartet_experts", name, str(start), str(end))
+        told = next((one for core in cores for one in core if "experts" in one), None)
+        if told is None:
+            log.error("no experts", answers=cores)
+            return None
+        return np.frombuffer(told["experts"], told["dtype"]).reshape(told["shape"])
+
+    async def forget(self, names: Sequence[str]) -> None:
+        """Let the workers forget what they have noted of submissions that are in vLLM no more."""
+        await self._in_workers("quartet_forget", ",".join(names))
 
     async def _in_workers(self, method: str, *arguments: str) -> list[list[dict[str, Any]]]:
         answers: list[list[dict[str, Any]]] = await self._running.llm.engine_core.call_utility_all_async(

@@ -1,0 +1,84 @@
+"""The chat template of a model folder, given what transformers gives it when the model is served."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from quartet.cli.sft.line import Message, Tool
+from quartet.config import ConfigError
+
+
+class Template:
+    """A template, with the tokens that it may print."""
+
+    def __init__(self, source: str, tokens: dict[str, str]) -> None:
+        """Raises jinja2.TemplateError."""
+
+        def fail(why: str) -> None:
+            raise jinja2.TemplateError(why)
+
+        # As transformers renders them.
+        engine = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        engine.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        engine.globals["raise_exception"] = fail
+        self._template = engine.from_string(source)
+        self._tokens = tokens
+        #: Whether a tool that is listed can change what is rendered.
+        self.reads_tools = "tools" in jinja2.meta.find_undeclared_variables(engine.parse(source))
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool], prompt: bool) -> str:
+        """A conversation; the flag says whether to end with the generation prompt. Raises ValueError."""
+        try:
+            return self._template.render(
+                messages=[_aliased(message) for message in messages],
+                tools=list(tools) or None,
+                documents=None,
+                add_generation_prompt=prompt,
+                **self._tokens,
+            )
+        except (
+            jinja2.TemplateError,
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+        ) as error:
+            raise ValueError(f"the chat template refuses it: {error}") from error
+
+
+def _aliased(message: Message) -> Message:
+    """The template of gpt-oss knows reasoning by another name."""
+    if "reasoning_content" not in message:
+        return message
+    return {"thinking": message["reasoning_content"], **message}
+
+
+def template_of(folder: Path) -> Template:
+    """The chat template of a model folder. Raises ConfigError."""
+    beside = folder / "chat_template.jinja"
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        source = beside.read_text(encoding="utf-8") if beside.is_file() else config.get("chat_template")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"the chat template of the model in {folder} cannot be read: {error}") from error
+    if not isinstance(source, str):
+        raise ConfigError(f"the model in {folder} has no chat template; add chat_template.jinja")
+    tokens = {name: _text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    try:
+        return Template(source, tokens)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"the chat template of the model in {folder} cannot be read: {error}") from error
+
+
+def _text(token: Any) -> str:
+    return str(token["content"] if isinstance(token, dict) else token or "")
