@@ -47,6 +47,7 @@ class ScriptedReplica(rpc.InferenceServiceServicer):
         self.running = 0
         self.sampled: list[tuple[int, ...]] = []  # every token ever sampled, with all that preceded it
         self.before_piece: Callable[[int], Any] = lambda _sampled: None
+        self.keeps_prefix = True
         # Before a part of the experts that a completion tells, given the position of its first.
         self.before_experts: Callable[[int], Any] = lambda _position: None
         self.health = Health()
@@ -87,7 +88,9 @@ class ScriptedReplica(rpc.InferenceServiceServicer):
             yield pb.GenerateResponse(heartbeat=common_pb2.Heartbeat(), held_up=self.held_up)
             await asyncio.sleep(0.05)
         yield pb.GenerateResponse(
-            start=pb.GenerateStart(prompt_token_ids=told if rendered else (), prefix_kept=True)
+            start=pb.GenerateStart(
+                prompt_token_ids=told if rendered else (), prefix_kept=self.keeps_prefix or not rendered
+            )
         )
         limit = request.sampling.max_tokens
         lanes = [list(told) for _ in range(request.n)]
@@ -114,7 +117,9 @@ class ScriptedReplica(rpc.InferenceServiceServicer):
     def _experts(self, request: Any, index: int, tokens: list[int]) -> Iterator[Any]:
         if not request.HasField("experts_from"):
             return
-        for first in range(request.experts_from, len(tokens) - 1, self.piece_tokens):
+        rendered = bool(request.messages.messages or request.tokens.tail_messages)
+        begin = request.experts_from if self.keeps_prefix or not rendered else 0
+        for first in range(begin, len(tokens) - 1, self.piece_tokens):
             self.before_experts(first)
             numbers = experts_of(tokens[first : min(first + self.piece_tokens, len(tokens) - 1)])
             told = rollout_pb2.RoutedExperts(start=first, layers=2, slots=1, width=1, numbers=numbers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -18,21 +19,43 @@ def part(start: int, numbers: bytes, layers: int = 1) -> Any:
 def test_parts_are_joined_where_they_meet() -> None:
     """Guarantees 1 and 2."""
     first = part(0, b"aabbcc")
-    assert experts.end(first) == 3
-    assert experts.joined(None, first) == first
-    assert experts.joined(first, part(3, b"dd")) == part(0, b"aabbccdd")
-    assert experts.joined(first, part(1, b"xxyyzz")) == part(0, b"aaxxyyzz")
-    assert experts.joined(first, part(0, b"zz")) == part(0, b"zz")
-    assert experts.joined(first, part(4, b"dd")) == first
-    assert experts.joined(first, part(3, b"dddd", layers=2)) == first
+    assert experts.joined([]) is None and experts.joined([first]) == first
+    assert experts.joined([first, part(3, b"dd")]) == part(0, b"aabbccdd")
+    assert experts.joined([first, part(1, b"xxyyzz")]) == part(0, b"aaxxyyzz")
+    assert experts.joined([first, part(1, b"xx")]) == part(0, b"aaxx")
+    assert experts.joined([first, part(0, b"zz")]) == part(0, b"zz")
+    assert experts.joined([first, part(4, b"dd"), part(3, b"ee")]) == part(0, b"aabbccee")
+    assert experts.joined([first, part(3, b"dddd", layers=2)]) == first
 
 
-def test_what_is_known_begins_at_the_first_token() -> None:
+def test_what_is_known_begins_where_it_is_asked_for() -> None:
     """Guarantee 1."""
-    assert experts.behind(None, part(0, b"aa")) == part(0, b"aa")
-    assert experts.behind(None, part(1, b"aa")) is None
-    assert experts.behind(part(0, b"aa"), None) == part(0, b"aa")
-    assert experts.behind(part(0, b"aa"), part(1, b"bb")) == part(0, b"aabb")
+    assert experts.joined([part(1, b"aa"), part(2, b"bb")]) is None
+    assert experts.joined([part(1, b"aa"), part(0, b"bb")]) == part(0, b"bb")
+    assert experts.joined([part(3, b"aa"), part(4, b"bb")], 3) == part(3, b"aabb")
+    assert experts.joined([part(0, b"aabbcc")], most_bytes=5) == part(0, b"aabb")
+    assert experts.joined([part(0, b"aabbcc")], most_bytes=1) is None
+
+
+def test_what_is_no_message_of_any_tokens_is_none() -> None:
+    broken = [
+        part(0, b""),
+        part(0, b"aab"),
+        rollout_pb2.RoutedExperts(layers=1, slots=2, width=3, numbers=bytes(6)),
+        rollout_pb2.RoutedExperts(layers=2**32 - 1, slots=2**32 - 1, width=1, numbers=bytes(6)),
+        rollout_pb2.RoutedExperts(slots=2, width=1, numbers=bytes(6)),
+    ]
+    assert not any(map(experts.sound, broken)) and experts.sound(part(0, b"aa"))
+    assert experts.joined([*broken, part(0, b"aa"), *broken]) == part(0, b"aa")
+
+
+def test_many_parts_are_joined_in_a_time_that_grows_with_their_bytes() -> None:
+    """Guarantee 3. Measured: 0.02 s, and over 10 s where every part copies what was told before."""
+    parts = [part(at * 1000, bytes(2000)) for at in range(10_000)]
+    began = time.process_time()
+    whole = experts.joined(parts)
+    assert whole is not None and len(whole.numbers) == 20_000_000
+    assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize(
@@ -57,6 +80,20 @@ async def test_a_lost_replica_tells_nothing_twice() -> None:
     (completion,) = generated.completions
     assert completion.experts is not None and completion.experts.start == 3
     assert completion.experts.numbers == experts_of([*map(ord, "lo"), *undisturbed()[:-1]])
+
+
+async def test_who_goes_on_with_a_prompt_that_broke_asks_from_its_beginning() -> None:
+    """The client knows other tokens than the prompt has: GenerateRequest.experts_from."""
+    async with fleet(2) as (scripted, replicas):
+        first, (second,) = home("s", scripted)
+        first.keeps_prefix = second.keeps_prefix = False
+        first.before_experts = at(12, fails("NOT_READY"))
+        generated = await replicas.complete(ask(experts_from=3), 5)
+        assert second.requests[0].experts_from == 0
+    (completion,) = generated.completions
+    assert not generated.prefix_kept and completion.experts is not None
+    assert completion.experts.start == 0
+    assert completion.experts.numbers == experts_of([*map(ord, "hello"), *undisturbed()[:-1]])
 
 
 async def test_completions_of_one_call_have_experts_of_their_own() -> None:

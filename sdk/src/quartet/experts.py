@@ -1,8 +1,9 @@
-"""Which experts took the tokens of a sequence, as messages: parts joined, positions found, room made.
+"""Which experts took the tokens of a sequence, as messages: parts joined, room made.
 
-1. What is known of a sequence is of its first tokens, as many as they are. A part that starts where positions
-   were told already takes their place, and that of all behind them.
-2. A part that leaves a gap, or is of other sizes, adds nothing.
+1. What is known of a sequence is of its first tokens, as many as they are: whatever was told before stands.
+2. A part that begins at or before a position that was told already takes the place of what was told from
+   there on. One that leaves a gap, or is of other sizes, adds nothing.
+3. Joining takes a time that grows with the bytes, not with the parts.
 """
 
 from __future__ import annotations
@@ -14,35 +15,52 @@ from quartet.v1 import rollout_pb2
 
 #: Of all samples of one ForwardBackward or Forward call.
 MAX_CALL_BYTES: Final = 2 << 30
+#: Of a number.
+WIDTHS: Final = (1, 2)
 
 
-def end(experts: rollout_pb2.RoutedExperts) -> int:
-    """The position behind the last one."""
-    return int(experts.start) + len(experts.numbers) // max(1, _row_bytes(experts))
+def row_bytes(experts: rollout_pb2.RoutedExperts) -> int:
+    """Of one token."""
+    return int(experts.layers * experts.slots * experts.width)
+
+
+def sound(experts: rollout_pb2.RoutedExperts) -> bool:
+    """Whether it is a message of some tokens, whatever model they are of."""
+    row = row_bytes(experts)
+    size = len(experts.numbers)
+    return experts.width in WIDTHS and 0 < row <= size and size % row == 0
 
 
 def joined(
-    known: rollout_pb2.RoutedExperts | None, part: rollout_pb2.RoutedExperts
-) -> rollout_pb2.RoutedExperts:
-    """What is known from any position on, with a part behind it."""
-    if known is None or part.start <= known.start:
-        return part
-    alike = (known.layers, known.slots, known.width) == (part.layers, part.slots, part.width)
-    if not alike or part.start > end(known):
-        return known
-    whole = rollout_pb2.RoutedExperts(start=known.start, layers=known.layers, slots=known.slots)
-    whole.width = known.width
-    whole.numbers = known.numbers[: (part.start - known.start) * _row_bytes(known)] + part.numbers
-    return whole
-
-
-def behind(
-    known: rollout_pb2.RoutedExperts | None, turn: rollout_pb2.RoutedExperts | None
+    parts: Iterable[rollout_pb2.RoutedExperts], start: int = 0, most_bytes: int | None = None
 ) -> rollout_pb2.RoutedExperts | None:
-    """What is known of a sequence from its first token on, with a turn's behind it; None: nothing."""
-    if turn is None or (known is None and turn.start):
-        return known
-    return joined(known, turn)
+    """What the parts tell, in their order, of a position and those behind it; None: nothing.
+
+    At most so many bytes of it.
+    """
+    first: rollout_pb2.RoutedExperts | None = None
+    numbers = bytearray()
+    for part in parts:
+        if not sound(part):
+            continue
+        if first is None or part.start <= start:
+            if part.start != start:
+                continue
+            first, numbers = part, bytearray(part.numbers)
+            continue
+        alike = (first.layers, first.slots, first.width) == (part.layers, part.slots, part.width)
+        at = (part.start - start) * row_bytes(first)
+        if alike and at <= len(numbers):
+            numbers[at:] = part.numbers
+    if first is None:
+        return None
+    if most_bytes is not None:
+        del numbers[most_bytes // row_bytes(first) * row_bytes(first) :]
+    if not numbers:
+        return None
+    whole = rollout_pb2.RoutedExperts(start=start, layers=first.layers, slots=first.slots, width=first.width)
+    whole.numbers = bytes(numbers)
+    return whole
 
 
 def make_room(samples: Iterable[rollout_pb2.Sample], excess_bytes: int) -> None:
@@ -51,15 +69,10 @@ def make_room(samples: Iterable[rollout_pb2.Sample], excess_bytes: int) -> None:
     for sample in sorted(told, key=lambda one: -len(one.experts.numbers)):
         if excess_bytes <= 0:
             return
-        size, row = len(sample.experts.numbers), max(1, _row_bytes(sample.experts))
+        size, row = len(sample.experts.numbers), max(1, row_bytes(sample.experts))
         left = max(0, size - excess_bytes) // row * row
         excess_bytes -= size - left
         if left:
             sample.experts.numbers = sample.experts.numbers[:left]
         else:
             sample.ClearField("experts")
-
-
-def _row_bytes(experts: rollout_pb2.RoutedExperts) -> int:
-    """Of one token."""
-    return int(experts.layers * experts.slots * experts.width)

@@ -32,6 +32,6 @@ def as_sets(experts_TNk: np.ndarray[Any, Any]) -> Sets:
 
 
 def told_as_computed(told: Any, model: Any, start: int = 0) -> bool:
-    """Whether a completion tells, from a position on, what a plain pass over all its tokens but the last does."""
+    """Whether a completion tells, from a position on, what a plain pass over its tokens does."""
     assert told.routed.start == start
     return as_sets(told.routed.experts) == routes(model, [*told.prompt, *told.tokens[:-1]])[start:]

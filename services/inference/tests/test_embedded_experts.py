@@ -53,7 +53,7 @@ async def test_what_is_shared_or_kept_tells_its_experts_too(monkeypatch: pytest.
 
 
 async def test_rows_that_lose_their_keys_keep_what_was_noted() -> None:
-    """Guarantee 2 of embedded/experts.py: of an update under way, and of rows that were handed back."""
+    """Guarantee 1 of noted.py: of an update under way, and of rows that were handed back."""
     models = {0: causal("qwen3_moe", 0), 1: causal("qwen3_moe", 1)}
     async with running(models[0], routed_experts=True) as engine:
         met = asyncio.create_task(
@@ -71,6 +71,23 @@ async def test_rows_that_lose_their_keys_keep_what_was_noted() -> None:
     # The first token of the new weights was drawn behind one that both computed; those behind it are theirs.
     after = as_sets(told.routed.experts)[3 + sampled_by_0 :]
     assert after == routes(models[1], [*told.prompt, *told.tokens[:-1]])[3 + sampled_by_0 :]
+
+
+async def test_a_prefix_tells_the_experts_of_its_own_keys() -> None:
+    """Guarantee 2 of noted.py: of a row that was computed anew since its experts were told."""
+    models, prompt = {0: causal("qwen3_moe", 0), 1: causal("qwen3_moe", 1)}, list(range(20, 60))
+    async with running(models[0], routed_experts=True) as engine:
+        met = asyncio.create_task(
+            complete_one(engine, prompt, experts_from=0, max_tokens=120, keep_prefix=True)
+        )
+        await until(lambda: engine.info().tokens_sampled > 20)
+        await engine.pause()
+        await update(engine, models[1], ServedWeights("r", 1, b"one"))
+        await engine.resume()
+        assert set((await met).versions) == {0, 1}
+        fresh = await complete_one(engine, [*prompt[:32], 7, 8, 9], experts_from=0)
+    assert fresh.cached >= 32 and set(fresh.versions) == {1}
+    assert told_as_computed(fresh, models[1])
 
 
 async def test_small_kv_budget_loses_no_experts() -> None:
@@ -104,6 +121,6 @@ def _wide() -> object:
 
 async def test_a_model_without_routers_is_refused() -> None:
     """Guarantee 3 of embedded/experts.py."""
-    with pytest.raises(ValueError, match="algorithm.router_replay.*Qwen3ForCausalLM has no routers"):
+    with pytest.raises(ValueError, match=r"algorithm\.router_replay.*Qwen3ForCausalLM has no routers"):
         async with running(qwen3(0), routed_experts=True):
             pass

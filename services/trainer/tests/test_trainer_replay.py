@@ -14,6 +14,8 @@ import transformers
 from quartet.v1 import rollout_pb2
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer.packing import pack
+from quartet_trainer.replay import Replay
+from quartet_trainer.routing import routers_of
 from quartet_trainer.sample import make_sample
 from quartet_trainer.wire.sample import training_sample
 from torch import Tensor
@@ -222,6 +224,40 @@ async def test_layers_computed_anew_go_the_same_way(
     assert steps[0] == steps[1]
 
 
+async def test_older_versions_are_told_too(serve_trainer: Make, make_samples: Make, mixtures: Make) -> None:
+    """Verification and the proximal policy: what the sampler computed with them is computed again so."""
+    samples = drawn(make_samples(), 2)
+    correction = pb.MismatchCorrection(mode=pb.CORRECTION_MODE_TRUNCATE, cap=100.0)
+    loss = pb.LossSpec(
+        kind=pb.LOSS_KIND_POLICY_GRADIENT,
+        ratio=pb.RATIO_TREATMENT_PPO,
+        proximal_version=0,
+        correction=correction,
+    )
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(mixtures("qwen3_moe")), retain_versions=2, learning_rate=1e-2)
+        await trainer.publish(1)
+        for sample, logprobs in zip(samples, await trainer.forward(samples), strict=True):
+            sample.sample.logprobs[:] = logprobs
+        await trainer.one_step(2, samples)  # the live weights are others from here on
+        verified = await trainer.forward_backward(5, samples, verify_logprobs=True)
+        corrected = await trainer.forward_backward(6, samples, loss=loss)
+    assert verified.verification.tokens_compared > 0 and verified.verification.max_difference < 2e-5
+    assert corrected.diagnostics["correction_mean"] == pytest.approx(1, abs=1e-4)
+
+
+def test_a_pass_that_fails_leaves_the_routers_as_they_were(mixtures: Make) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(mixtures("qwen3_moe"))
+    replay = Replay(model)
+    experts_TNk = np.zeros((4, 2, SLOTS), np.uint8) + np.arange(SLOTS, dtype=np.uint8)
+    sample = make_sample(0, [1, 2, 3, 4], [(1, 3, 0)], [], [], experts_TNk=experts_TNk)
+    (batch,) = pack([sample], [0], 100, 100)
+    with pytest.raises(RuntimeError), replay.replaying(batch, torch.device("cpu")):
+        assert all("forward" in vars(router) for router in routers_of(model))
+        raise RuntimeError
+    assert not any("forward" in vars(router) for router in routers_of(model))
+
+
 async def test_a_reference_routes_by_itself(serve_trainer: Make, make_samples: Make, mixtures: Make) -> None:
     """Guarantee 3 of reference.py: its log-probabilities do not hang on what is told."""
     loss = pb.LossSpec(kind=pb.LOSS_KIND_POLICY_GRADIENT, kl_coef=0.1)
@@ -264,8 +300,9 @@ async def test_experts_of_another_model_are_refused(
 
     def with_experts(**changes: Any) -> list[pb.TrainingSample]:
         fields = {"layers": 2, "slots": SLOTS, "width": 1} | changes
-        size = tokens * fields["layers"] * fields["slots"] * fields["width"]
-        experts = rollout_pb2.RoutedExperts(**{"numbers": bytes(size)} | fields)
+        if "numbers" not in fields:
+            fields["numbers"] = bytes(tokens * fields["layers"] * fields["slots"] * fields["width"])
+        experts = rollout_pb2.RoutedExperts(**fields)
         copy = pb.TrainingSample()
         copy.CopyFrom(samples[0])
         copy.sample.experts.CopyFrom(experts)
@@ -275,7 +312,9 @@ async def test_experts_of_another_model_are_refused(
         (with_experts(layers=3), "2 in each of 3 layers; this model's are 2 in each of 2"),
         (with_experts(slots=1), "1 in each of 2 layers"),
         (with_experts(numbers=bytes([EXPERTS]) * (tokens * 4)), f"{EXPERTS}; this model has {EXPERTS}"),
-        (with_experts(numbers=bytes(tokens * 4 - 1)), "send 4 for each token"),
+        (with_experts(numbers=bytes(tokens * 4 - 1)), "numbers of 1 or 2 bytes for each token"),
+        (with_experts(numbers=b""), "of one token at least, or none"),
+        (with_experts(layers=2**32 - 1, slots=2**32 - 1, numbers=b"1"), "for each token"),
         (with_experts(start=1), "from position 0 on"),
         (with_experts(width=3), "1 or 2 bytes"),
         (with_experts(width=0), "1 or 2 bytes"),
@@ -286,6 +325,7 @@ async def test_experts_of_another_model_are_refused(
             refused = await trainer.refused(trainer.forward_backward(1, batch), "INVALID_REQUEST")
             assert why in refused.message, refused.message
             assert "samples[0].sample.experts" in refused.metadata["field"] or "experts" in refused.message
+        await trainer.refused(trainer.forward(cases[0][0]), "INVALID_REQUEST")
         await trainer.forward_backward(1, drawn(samples, 2))
         await trainer.create("dense", base_model=str(folder))
         refused = await trainer.refused(

@@ -302,6 +302,8 @@ class _Answer:
         # Where tokens were given without messages, they are the prompt.
         prompt_ids = list(request.tokens.token_ids)
         self.so_far = Generated(prompt_ids, True, [Completion() for _ in range(max(1, request.n))])
+        self._experts_from = request.experts_from
+        self._parts: dict[int, list[rollout_pb2.RoutedExperts]] = {}
 
     def take(self, frame: pb.GenerateResponse) -> None:
         answer = self.so_far
@@ -314,12 +316,13 @@ class _Answer:
             into.logprobs.extend(frame.delta.logprobs)
             into.spans.extend((s.start, s.length, s.policy_version) for s in frame.delta.spans)
         if frame.HasField("experts"):
-            told = answer.completions[frame.experts.index]
-            told.experts = experts.joined(told.experts, frame.experts.experts)
+            self._parts.setdefault(frame.experts.index, []).append(frame.experts.experts)
         if frame.HasField("finish"):
             ended, finish = answer.completions[frame.finish.index], frame.finish
             ended.finish_reason, ended.stop_match = finish.finish_reason, finish.stop_match
             ended.message, ended.usage = finish.message, finish.usage
+            start = self._experts_from if answer.prefix_kept else 0
+            ended.experts = experts.joined(self._parts.pop(finish.index, ()), start)
 
     def alone(self, index: int) -> Generated:
         """One of its completions, with lists of its own."""

@@ -58,6 +58,7 @@ class Generation:
         if request.WhichOneof("prompt") == "tokens" and not request.tokens.tail_messages:
             self.prompt_ids = list(request.tokens.token_ids)
         self._started = False
+        self._kept = True
         self._seeds = requested_seeds(request)
 
     def may_be_together(self, lanes: Sequence[Lane]) -> bool:
@@ -77,6 +78,8 @@ class Generation:
             # Never rendered a second time: the tokens are those of the prompt that the client was told.
             request.tokens.Clear()
             request.tokens.token_ids.extend(self.prompt_ids)
+        if request.HasField("experts_from") and not self._kept:
+            request.experts_from = 0  # the client knows other tokens than the prompt has
         for lane in lanes:
             lane.taken_over_at = len(lane.token_ids)
         if lanes[0].token_ids:
@@ -115,6 +118,7 @@ class Generation:
             raise _broken("two replicas render the prompt differently; give all of them one chat template")
         if told:
             self.prompt_ids = told
+        self._kept = self._kept and start.prefix_kept
         first, self._started = not self._started, True
         return first
 

@@ -17,6 +17,8 @@ from typing import Protocol
 from quartet import experts
 from quartet.v1 import rollout_pb2
 
+from quartet_envhost.frames import MAX_MESSAGE_BYTES
+
 
 class SampledTurn(Protocol):
     """A model call; spans are (start, length, version), counted from the first sampled token."""
@@ -52,7 +54,7 @@ class _Draft:
     tokens: list[int]
     spans: list[tuple[int, int, int]] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    experts: rollout_pb2.RoutedExperts | None = None
+    parts: list[rollout_pb2.RoutedExperts] = field(default_factory=list)  # of its experts
 
 
 def merge_turns(turns: Iterable[SampledTurn]) -> tuple[list[rollout_pb2.Sample], int]:
@@ -65,22 +67,24 @@ def merge_turns(turns: Iterable[SampledTurn]) -> tuple[list[rollout_pb2.Sample],
             draft = max(extended, key=lambda one: len(one.tokens))
         else:
             breaks += bool(drafts)
-            draft = _Draft([], experts=_shared(drafts, turn))
+            draft = _Draft([], parts=_shared(drafts, turn))
             drafts.append(draft)
         draft.tokens = turn.prompt_ids + turn.token_ids
         at = len(turn.prompt_ids)
         draft.spans += [(at + start, length, version) for start, length, version in turn.spans]
         draft.logprobs += turn.logprobs
-        draft.experts = experts.behind(draft.experts, turn.experts)
+        if turn.experts is not None:
+            draft.parts.append(turn.experts)
     return [_sample(draft) for draft in drafts if draft.spans], breaks
 
 
-def _shared(drafts: Iterable[_Draft], turn: SampledTurn) -> rollout_pb2.RoutedExperts | None:
-    """What is known of the tokens before those whose experts a turn tells, by a conversation that it left."""
+def _shared(drafts: Iterable[_Draft], turn: SampledTurn) -> list[rollout_pb2.RoutedExperts]:
+    """What is told of the tokens before those whose experts a turn tells, by a conversation that it left."""
     if turn.experts is None or not turn.experts.start:
-        return None
+        return []
     before = turn.prompt_ids[: turn.experts.start]
-    return next((draft.experts for draft in drafts if draft.tokens[: len(before)] == before), None)
+    left = (draft.parts for draft in drafts if draft.parts and draft.tokens[: len(before)] == before)
+    return list(next(left, ()))
 
 
 def _sample(draft: _Draft) -> rollout_pb2.Sample:
@@ -91,6 +95,7 @@ def _sample(draft: _Draft) -> rollout_pb2.Sample:
             last.length += length
         else:
             sample.spans.add(start=start, length=length, policy_version=version)
-    if draft.experts is not None:
-        sample.experts.CopyFrom(draft.experts)
+    told = experts.joined(draft.parts, most_bytes=MAX_MESSAGE_BYTES)
+    if told is not None:
+        sample.experts.CopyFrom(told)
     return sample

@@ -205,6 +205,10 @@ def checked(rollout: rpb.Rollout, exact_version: int | None = None) -> None:
     """Turns a success that cannot be one into the failure that it is; no failure keeps a reward."""
     if rollout.HasField("failure"):
         return _unrewarded(rollout)
+    for sample in rollout.samples:
+        # Which are worth less than a batch that the trainer refuses.
+        if sample.HasField("experts") and (sample.experts.start or not experts.sound(sample.experts)):
+            sample.ClearField("experts")
     versions = {span.policy_version for sample in rollout.samples for span in sample.spans}
     rewards = [rollout.reward, *(part.reward for part in rollout.parts)]
     if not all(map(math.isfinite, rewards)):

@@ -5,7 +5,8 @@
 2. A commit whose counts disagree with what arrived is STREAM_TORN.
 3. What is held is bounded, per call and over all calls, from the first frame until the work on the batch has
    ended: samples that wait for the worker count, even those of a caller that left.
-   In time, too: IDLE_SECONDS between two frames, UPLOAD_SECONDS in all; what stops or trickles is DEADLINE.
+   In time, too: IDLE_SECONDS between two frames, UPLOAD_SECONDS in all and that of its experts; what stops
+   or trickles is DEADLINE.
 4. Who is refused is heard out first, for REFUSED_SECONDS at most: a grpc.aio client that is still writing
    when the refusal comes is told INTERNAL instead (grpc/grpc#36066).
 5. The digest covers the start and every sample with its length, not how they were cut into messages.
@@ -38,8 +39,9 @@ MAX_BUFFERED_BYTES = 512 * 2**20
 MAX_BUFFERED_EXPERTS_BYTES = 2 * experts.MAX_CALL_BYTES
 #: Between two frames; a client that sends none for so long is frozen or gone.
 IDLE_SECONDS = 30.0
-#: From the first frame to the end: MAX_CALL_BYTES take no longer at 1 MB/s.
+#: From the first frame to the end: MAX_CALL_BYTES take no longer at 1 MB/s. Experts have as much time.
 UPLOAD_SECONDS = 300.0
+EXPERTS_BYTES_PER_SECOND = 1_000_000
 #: For the rest of what is refused already, of which nothing is kept.
 REFUSED_SECONDS = 5.0
 
@@ -71,6 +73,11 @@ class Intake:
         # The event loop itself refers to tasks only weakly.
         self._working: set[asyncio.Task[Any]] = set()
 
+    @property
+    def held_bytes(self) -> tuple[int, int]:
+        """Of samples as serialised, and of their experts, of all calls under way."""
+        return self._buffered.size, self._buffered.experts
+
     async def use(
         self, frames: AsyncIterator[Any], work: Callable[[Batch[Any]], Coroutine[Any, Any, T]]
     ) -> T:
@@ -80,7 +87,7 @@ class Intake:
         """
         held = _Held()
         try:
-            async with aclosing(_in_time(frames)) as timely:
+            async with aclosing(_in_time(frames, held)) as timely:
                 try:
                     batch = await self._collect(timely, held)
                 except QuartetError as error:
@@ -153,25 +160,29 @@ class Intake:
                     value=value,
                     remedy="split the batch; gradients accumulate until OptimStep",
                 )
-        full = self._buffered.size > MAX_BUFFERED_BYTES
-        if full or self._buffered.experts > MAX_BUFFERED_EXPERTS_BYTES:
-            limit = MAX_BUFFERED_BYTES if full else MAX_BUFFERED_EXPERTS_BYTES
-            raise QuartetError("OVERLOADED", f"calls under way hold {limit} bytes of samples already")
+        for what, value, limit in (
+            ("samples", self._buffered.size, MAX_BUFFERED_BYTES),
+            ("experts", self._buffered.experts, MAX_BUFFERED_EXPERTS_BYTES),
+        ):
+            if value > limit:
+                raise QuartetError("OVERLOADED", f"calls under way hold {limit} bytes of {what} already")
 
 
-async def _in_time(frames: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
+async def _in_time(frames: AsyncIterator[Any], held: _Held) -> AsyncGenerator[Any, None]:
     """The frames, each within its time. Errors: DEADLINE."""
     loop = asyncio.get_running_loop()
-    end = loop.time() + UPLOAD_SECONDS
+    began = loop.time()
     while True:
         idle = loop.time() + IDLE_SECONDS
+        allowed_s = UPLOAD_SECONDS + held.experts / EXPERTS_BYTES_PER_SECOND
+        end = began + allowed_s
         try:
             async with asyncio.timeout_at(min(idle, end)):
                 frame = await anext(frames, None)
         except TimeoutError:
             if idle < end:
                 raise _late(f"no frame came for {IDLE_SECONDS:g} s", "frame") from None
-            raise _late(f"the upload took longer than {UPLOAD_SECONDS:g} s", "commit") from None
+            raise _late(f"the upload took longer than {allowed_s:.0f} s", "commit") from None
         if frame is None:
             return
         yield frame

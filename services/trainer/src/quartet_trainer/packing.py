@@ -154,7 +154,7 @@ def cost_of_one_more(budget_tokens: int, *, accelerated: bool) -> int:
 
 def rows_of(samples: Sequence[Sample], members: Sequence[int], row_tokens: int) -> list[Row]:
     """Rows of the samples numbered in `members`."""
-    by_prompt: dict[bytes, list[int]] = {}
+    by_prompt: dict[tuple[bytes, bytes], list[int]] = {}
     rows: list[Row] = []
     for member in members:
         sample = samples[member]
@@ -164,9 +164,8 @@ def rows_of(samples: Sequence[Sample], members: Sequence[int], row_tokens: int) 
             rows.append(Row(0, (member,), sample.input_length))
             continue
         prompt = sample.tokens_T[: sample.prompt_length].tobytes()
-        if sample.experts_TNk is not None:
-            prompt += sample.experts_TNk[: sample.prompt_length].tobytes()
-        by_prompt.setdefault(prompt, []).append(member)
+        told = b"" if sample.experts_TNk is None else sample.experts_TNk[: sample.prompt_length].tobytes()
+        by_prompt.setdefault((prompt, told), []).append(member)
     for group in by_prompt.values():
         rows.extend(_shared_rows(samples, group, row_tokens))
     return rows
@@ -233,12 +232,12 @@ def _lay_out(samples: Sequence[Sample], rows: Sequence[Row], width: int) -> Micr
 
 
 def _room_for_routes(samples: Sequence[Sample], rows: Sequence[Row], width: int) -> Routes | None:
-    told = (samples[member].experts_TNk for row in rows for member in row.members)
-    first = next((one for one in told if one is not None), None)
-    if first is None:
+    every = (samples[member].experts_TNk for row in rows for member in row.members)
+    told = [one for one in every if one is not None]
+    if not told:
         return None
-    tokens = len(rows) * width
-    return Routes(np.zeros((tokens, *first.shape[1:]), np.uint16), np.zeros(tokens, np.bool_))
+    tokens, dtype = len(rows) * width, np.result_type(*{one.dtype for one in told})
+    return Routes(np.zeros((tokens, *told[0].shape[1:]), dtype), np.zeros(tokens, np.bool_))
 
 
 def _route(sample: Sample, begin: int, end: int, routes: Routes | None, at: int) -> None:

@@ -97,9 +97,12 @@ def replayed_share(samples: Sequence[Sample]) -> float:
     return told / max(1, sum(len(sample.covered_K) for sample in samples))
 
 
-def _within(choice: TorchFunctionMode, forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _within(choice: _Choice, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    choice.times = 0
     with choice:
-        return forward(*args, **kwargs)
+        answer = forward(*args, **kwargs)
+    assert choice.times == 1, "a router that Replay.shape knows ranks its experts once"
+    return answer
 
 
 class _Choice(TorchFunctionMode):
@@ -108,12 +111,15 @@ class _Choice(TorchFunctionMode):
     def __init__(self, told_Tk: Tensor, is_told_T: Tensor, experts: int) -> None:
         super().__init__()
         self._told_Tk, self._is_told_T, self._experts = told_Tk, is_told_T[:, None], experts
+        #: So often it chose.
+        self.times = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         scores = _ranked(func, args, kwargs)
         if scores is None or scores.shape[-1] != self._experts or out.indices.shape != self._told_Tk.shape:
             return out
+        self.times += 1
         indices = torch.where(self._is_told_T, self._told_Tk, out.indices)
         return torch.return_types.topk((scores.gather(-1, indices), indices))
 

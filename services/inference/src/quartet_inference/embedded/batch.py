@@ -109,9 +109,10 @@ class Batch:
         new = [groups[prompt][0] for prompt in prompts] + followers
         for row, sequence in enumerate(new, first):
             sequence.row, sequence.kv_of = row, (self._epoch, sequence.owner)
-        for prompt, told in zip(prompts, experts, strict=False):
-            for sequence in groups[prompt]:
-                sequence.note(told)
+        if self._noting is not None:
+            for prompt, told in zip(prompts, experts, strict=True):
+                for sequence in groups[prompt]:
+                    sequence.noted.joined(told)
         self.rows.extend(new)
         self._bank.set_rows(first, [sequence.slot for sequence in new])
         self._sampler = None
@@ -138,9 +139,7 @@ class Batch:
         known_logits = [
             prefix.logits for prefix, _ in found[: len(known)] if prefix and prefix.logits is not None
         ]
-        known_experts = [
-            prefix.experts for prefix, _ in found[: len(known)] if prefix and prefix.experts is not None
-        ]
+        known_experts = [_of(prefix) for prefix, _ in found[: len(known)]] if self._noting else []
         if len(known) == len(prompts):
             return torch.stack(known_logits), known_experts
         self._bank.set_rows(first, [groups[prompt][0].slot for prompt in prompts])
@@ -172,8 +171,8 @@ class Batch:
         ]
         told = self._noting.take(spans)
         for number, (prefix, shared) in enumerate(found):
-            if prefix is not None and prefix.experts is not None:
-                told[number] = np.concatenate([prefix.experts[:shared], told[number]])
+            if shared:
+                told[number] = np.concatenate([_of(prefix)[:shared], told[number]])
         return told
 
     def make_room(self) -> list[RunningSequence]:
@@ -196,7 +195,7 @@ class Batch:
             # A row's last token is the one that was computed on.
             spans = [(number, len(row.tokens) - 1, len(row.tokens)) for number, row in enumerate(self.rows)]
             for row, told in zip(self.rows, self._noting.take(spans), strict=True):
-                row.note(told, len(row.tokens) - 1)
+                row.noted.stepped(told)
         if self._sampler is None:
             self._sampler = Sampler(list(self.rows), self.device)
         return self._draw(self.rows, self._sampler, logits, to_rows=True)
@@ -222,7 +221,7 @@ class Batch:
         held = len(sequence.tokens) - 1
         if keep_prefix and sequence.kv_of == (self._epoch, sequence.owner):
             tokens = tuple(sequence.tokens[:held])
-            kv, experts = self._cache.read_row(hole, held), sequence.experts(held)
+            kv, experts = self._cache.read_row(hole, held), sequence.noted.present(held)
             self._prefixes.add(Prefix(tokens, kv, None, sequence.owner, experts))
         self._cache.fill_hole(hole, last, len(self.rows[last].tokens))
         self._ids[hole], self._positions[hole] = self._ids[last], self._positions[last]
@@ -263,3 +262,9 @@ class Batch:
         for row in reversed(leaving):
             self.remove(row)
         return leaving
+
+
+def _of(prefix: Prefix | None) -> Experts:
+    """The experts of a prefix, where they are noted."""
+    assert prefix is not None and prefix.experts is not None, "every prefix has them"
+    return prefix.experts

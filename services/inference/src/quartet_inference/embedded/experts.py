@@ -1,8 +1,8 @@
 """Which experts of a mixture took each token, noted as the routers of the model choose.
 
 1. Noting changes nothing that is computed.
-2. What is noted of a token is the choice that its keys and values, and the draw after it, came from; a token
-   whose keys are computed anew under other weights keeps what was noted first.
+2. What is noted of a token is the choice that its keys and values, and the draw after it, came from (noted.py
+   says what becomes of it when they are computed anew).
 3. A model that has no routers, or one whose router does not tell its choice, is refused.
 
 Shapes: B rows, T tokens, N routers, k experts that take a token.
@@ -53,8 +53,8 @@ class NotingForward:
         name = type(model).__name__
         if not self._routers:
             raise ValueError(
-                f"routed_experts = true (a run's algorithm.router_replay asks for it): {name} has no routers; "
-                "leave it out"
+                f"routed_experts = true (a run's algorithm.router_replay asks for it): {name} has no routers "
+                "that transformers tells of; leave it out"
             )
         for router in self._routers:
             router.register_forward_hook(self._note)

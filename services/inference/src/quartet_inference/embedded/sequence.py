@@ -1,8 +1,6 @@
 """A completion in the batch of the embedded engine.
 
 1. `tokens` is prompt plus completion; the KV row of a running sequence holds all of them but the last.
-2. Where experts are noted, they are of the tokens from the first on, each noted once: what is computed anew
-   keeps the experts that took it first, because what was drawn came from these.
 """
 
 from __future__ import annotations
@@ -10,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from quartet_inference.completion import Completion
 from quartet_inference.embedded.lora import Slot
-from quartet_inference.engine import Experts, Finish, Routed, Top
+from quartet_inference.embedded.noted import Noted
+from quartet_inference.engine import Finish, Routed, Top
 
 
 @dataclass(eq=False)
@@ -30,8 +28,7 @@ class RunningSequence(Completion):
     row: int | None = field(default=None, init=False)  # of the KV cache, while it is in the batch
     # The weights that all of its keys and values come from: the base's epoch and the adapter's serial.
     kv_of: tuple[int, int] | None = field(default=None, init=False)
-    noted: int = field(default=0, init=False)  # tokens whose experts are noted
-    _experts: list[Experts] = field(default_factory=list, init=False)
+    noted: Noted = field(default_factory=Noted, init=False)
     _counts: Tensor | None = field(default=None, init=False)
     _seen: Tensor | None = field(default=None, init=False)
 
@@ -51,22 +48,11 @@ class RunningSequence(Completion):
             self._counts[token] += 1
         return super().accept(token, logprob, version, top)
 
-    def note(self, experts: Experts, first: int = 0) -> None:
-        """Note which experts took the tokens from position `first` on."""
-        fresh = experts[self.noted - first :]
-        if len(fresh):
-            self._experts.append(fresh)
-            self.noted += len(fresh)
-
-    def experts(self, count: int) -> Experts | None:
-        """Of so many tokens, if they are noted."""
-        return np.concatenate(self._experts)[:count] if 0 < count <= self.noted else None
-
     def routed(self) -> Routed | None:
-        """What the request asked for of them; None where it did not."""
+        """What the request asked for of its experts; None where it did not."""
         start = self.request.experts_from
-        told = None if start is None else self.experts(len(self.tokens) - 1)
-        return None if start is None or told is None else Routed(self.index, start, told[start:])
+        told = None if start is None else self.noted.first(start)
+        return None if start is None or told is None else Routed(self.index, start, told)
 
     def token_counts(self, vocabulary: int) -> Tensor:
         """How often each token was sampled so far."""
