@@ -23,14 +23,14 @@ install: .venv/installed .venv-envs/installed
 	test -x $(PY) || python3 -m venv .venv
 	$(PY) -m pip install -q -U pip
 	$(PY) -m pip install -q torch==2.13.0
-	$(PY) -m pip install -q -e 'sdk[cli,eval,gepa,wandb]' $(foreach s,$(SERVICES),-e services/$(s)) -e 'services/inference[openai]' $(foreach g,$(GATEWAYS),-e gateways/$(g)) --group dev
+	$(PY) -m pip install -q -e 'sdk[cli,eval,gepa,otel,wandb]' $(foreach s,$(SERVICES),-e services/$(s)) -e 'services/inference[openai]' $(foreach g,$(GATEWAYS),-e gateways/$(g)) --group dev
 	touch $@
 
 # Environments have an interpreter of their own: their dependencies disagree with the engine's.
 .venv-envs/installed: sdk/pyproject.toml services/envhost/pyproject.toml $(addsuffix /pyproject.toml,$(ENVIRONMENTS))
 	test -x .venv-envs/bin/python || python3 -m venv .venv-envs
 	.venv-envs/bin/python -m pip install -q -U pip
-	.venv-envs/bin/python -m pip install -q -e sdk -e 'services/envhost[verifiers]' $(addprefix -e ,$(ENVIRONMENTS)) \
+	.venv-envs/bin/python -m pip install -q -e 'sdk[otel]' -e 'services/envhost[verifiers]' $(addprefix -e ,$(ENVIRONMENTS)) \
 	  pytest pytest-asyncio pytest-timeout
 	touch $@
 

@@ -1,10 +1,12 @@
-"""What tests of more than one folder share: tiny random models on disk, and a trainer that is served."""
+"""What tests of more than one folder share: tiny random models, a trainer that is served, a scraper."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +52,21 @@ def serving_trainer() -> Callable[..., Any]:
             await trainer.worker.close()
 
     return serving
+
+
+@pytest.fixture
+def scrape() -> Iterator[Callable[[], Awaitable[dict[str, float]]]]:
+    """`await scrape()`: what Prometheus would read of this process, {'name{label="value"}': number}."""
+    from quartet.kit.metrics import start_metrics
+
+    server = start_metrics("127.0.0.1:0")
+
+    def read() -> dict[str, float]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        series = (line.rpartition(" ") for line in lines if line.startswith("quartet_"))
+        # The library tells of each counter when it was made, too.
+        return {name: float(value) for name, _, value in series if "_created" not in name.partition("{")[0]}
+
+    yield lambda: asyncio.to_thread(read)
+    server.close()

@@ -87,6 +87,29 @@ def test_a_completed_run_is_planned_with_more_steps_and_no_other(tmp_path: Path,
         planned(short, folder, resume=True)
 
 
+def test_a_run_goes_on_with_other_settings_that_decide_nothing_of_what_it_computes(
+    tmp_path: Path, config: RunConfig
+) -> None:
+    """job.py 3"""
+    folder = tmp_path / "run"
+    with taken(planned(config, folder)):
+        pass
+    env = tuple(one.model_copy(update={"timeout_seconds": 1200.0}) for one in config.env)
+    ckpt = config.ckpt.model_copy(update={"interval": 5})
+    others = config.model_copy(update={"env": env, "ckpt": ckpt, "max_concurrent": 512})
+    job = planned(others, folder, resume=True)
+    assert job.carried_out_otherwise and not job.extended
+    # Until the orchestrator has it the folder is the run's as it was.
+    with taken(job):
+        assert not planned(config, folder, resume=True).carried_out_otherwise
+        write_down(job)
+    assert not planned(others, folder, resume=True).carried_out_otherwise
+    assert "timeout_seconds = 1200.0" in (folder / "run.toml").read_text()
+    refused = "microbatch_tokens was 0 and is 64, and sums that are cut otherwise have other last bits; start"
+    with pytest.raises(ConfigError, match=f"another configuration: {refused}"):
+        planned(others.model_copy(update={"microbatch_tokens": 64}), folder, resume=True)
+
+
 def test_who_goes_on_with_a_completed_run_is_told_how(
     tmp_path: Path, config: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

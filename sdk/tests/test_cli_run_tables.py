@@ -52,3 +52,8 @@ def test_what_a_table_says_against_the_run_is_refused() -> None:
         tables_of(run(own))
     given = tables_of(run(own, '[trainer.losses]\nmine = "package.module:function"'))
     assert given["trainer"]["losses"] == {"mine": "package.module:function"}
+    own = '[algorithm]\nadvantage = "custom"\ncustom_advantage = "mine"'
+    with pytest.raises(ConfigError, match=r"'mine' is none of orchestrator.advantages; give"):
+        tables_of(run(own))
+    given = tables_of(run(own, '[orchestrator.advantages]\nmine = "package.module:function"'))
+    assert given["orchestrator"]["advantages"] == {"mine": "package.module:function"}

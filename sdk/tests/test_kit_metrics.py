@@ -1,4 +1,4 @@
-"""The endpoint of metrics asks nobody who he is, and stands what anybody does: quartet.kit.metrics 3."""
+"""The endpoint of metrics asks nobody who he is, and stands what anybody does: quartet.kit.metrics 4."""
 
 from __future__ import annotations
 

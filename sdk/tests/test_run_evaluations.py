@@ -70,7 +70,11 @@ def test_dynamic_sampling_is_part_of_dapo_and_can_be_left_out() -> None:
 def test_an_evaluation_without_a_result_shows_none() -> None:
     metrics = {"eval/coverage": 0.0, "eval/rollouts": 0.0}
     assert eval_line(EvalEvent(step=3, metrics=metrics)) == (
-        "evaluation after 3 steps: no result  of 0% of its rollouts"
+        "evaluation after 3 steps: no result, as none of its rollouts has one"
+    )
+    metrics = {"eval/reward": 0.5, "eval/coverage": 0.75}
+    assert eval_line(EvalEvent(step=3, metrics=metrics)) == (
+        "evaluation after 3 steps: reward 0.500  from 75% of its rollouts"
     )
     metrics = {"eval/reward": 0.5, "eval/x/y/reward": 0.25, "eval/z/reward": 0.75, "eval/coverage": 1.0}
     assert eval_line(EvalEvent(step=0, metrics=metrics)) == (

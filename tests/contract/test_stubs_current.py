@@ -52,7 +52,7 @@ def test_the_contract_breaks_no_service_of_the_newest_release() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ("optional double delta = 8;", "optional double delta = 16;", '"delta"'),
+        ("optional double delta = 8;", "optional double delta = 17;", '"delta"'),
         ("double normalizer = 4;", "uint64 normalizer = 4;", '"normalizer"'),
         ("RATIO_TREATMENT_PPO = 2;", "RATIO_TREATMENT_PPO = 5;", '"2"'),
     ],

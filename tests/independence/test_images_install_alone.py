@@ -39,9 +39,13 @@ for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
     try:
         importlib.import_module(module.name)
     except ModuleNotFoundError as error:
-        # What an interpreter of its own brings: an engine, the other generation of Verifiers.
+        # What an interpreter of its own brings (an engine, the other generation of Verifiers), or an extra.
         owner = ".".join(module.name.split(".")[:2])
-        lacks = {"quartet_inference.vllm": "vllm", "quartet_envhost.classic": "verifiers"}.get(owner)
+        lacks = {
+            "quartet_inference.vllm": "vllm",
+            "quartet_envhost.classic": "verifiers",
+            "quartet.kit": "opentelemetry",
+        }.get(owner)
         if lacks is None or str(error.name).split(".")[0] != lacks:
             raise
 print(json.dumps(sorted({name.split(".")[0] for name in sys.modules})))

@@ -183,6 +183,23 @@ async def test_a_canary_that_cannot_be_scored_is_the_publishers_fault(
         await replica.until(lambda model: not model.update_refused)
 
 
+async def test_a_model_of_another_vocabulary_is_told_by_its_tensors_and_offered_once(
+    model_folder: Path, make_model: Make, refusals: list[QuartetError]
+) -> None:
+    """Its canary is of the other vocabulary, too: that is not what is wrong."""
+    async with serving(model_folder, make_model) as replica:
+        await replica.publish(0)
+        await replica.ready(0)
+        other, tokens = make_model(9, vocab_size=512), [1, 500]
+        canary = pb.Canary(token_ids=tokens, logprobs=[-1.0])
+        await asyncio.to_thread(replica.store.publish, "r", 1, cast(other, "float32"), canary=canary)
+        model = await replica.until(lambda model: bool(model.update_refused))
+        assert "version 1 could not be taken: tensor " in model.update_refused
+        assert "is F32 [512, 64], the model has F32 [260, 64]" in model.update_refused
+        await asyncio.sleep(1)
+        assert [one.reason for one in refusals] == ["INVALID_REQUEST"]
+
+
 async def test_weights_that_compute_no_numbers_are_not_served_without_a_canary_either(
     model_folder: Path, make_model: Make
 ) -> None:
@@ -204,7 +221,7 @@ async def test_weights_that_compute_no_numbers_are_not_served_without_a_canary_e
 
 
 @pytest.mark.parametrize(
-    ("tokens", "logprobs"), [([1], []), ([1, 2], []), ([1, 400], [-1.0]), ([1] * 65, [-1.0] * 64)]
+    ("tokens", "logprobs"), [([1], []), ([1, 2], []), ([1, 260], [-1.0]), ([1] * 65, [-1.0] * 64)]
 )
 def test_malformed_canaries(tokens: list[int], logprobs: list[float]) -> None:
     manifest = pb.WeightManifest(canary=pb.Canary(token_ids=tokens, logprobs=logprobs))

@@ -58,6 +58,7 @@ class FakeTrainer(TrainerServiceServicer):
         self.model_missing = False
         self.checked: list[tpb.CheckRunRequest] = []
         self.refuses: QuartetError | None = None
+        self.chat = cpb.ChatIdentity()
         # So many calls of CreateRun answer INTERNAL.
         self.faults = 0
         self._newer = asyncio.Event()
@@ -79,7 +80,7 @@ class FakeTrainer(TrainerServiceServicer):
         self.checked.append(request)
         if self.refuses is not None:
             raise self.refuses
-        return tpb.CheckRunResponse()
+        return tpb.CheckRunResponse(chat=self.chat)
 
     async def CreateRun(self, request, context):
         if self.faults:

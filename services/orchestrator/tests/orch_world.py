@@ -39,6 +39,7 @@ class World:
         self.addresses: dict[str, str] = {}
         self.patience_s = 20.0
         self.journal_keep_bytes = 1 << 30
+        self.advantages: dict[str, str] = {}
 
     async def serve(self, name: str) -> None:
         add, servicer = {
@@ -64,6 +65,7 @@ class World:
                 security=ClientSecurity(),
                 patience_seconds=self.patience_s,
                 journal_keep_bytes=self.journal_keep_bytes,
+                advantages=self.advantages,
             )
         )
 

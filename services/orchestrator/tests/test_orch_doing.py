@@ -9,6 +9,7 @@ from orch_world import RUN, assert_complete, notes, serving
 from quartet.errors import QuartetError
 from quartet.kit.build import build_of
 from quartet.kit.call import unary
+from quartet.v1 import inference_service_pb2 as ipb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet_orchestrator import keeping_up, roll_call, training
 
@@ -62,6 +63,22 @@ async def test_a_run_says_that_inference_does_not_serve_its_version(world, monke
         assert_complete(world, await world.rest(runs), steps=8)
 
 
+async def test_why_a_version_is_refused_is_said_once(world, monkeypatch):
+    """The first one: what waits for it and what looks after it both see the reason."""
+    monkeypatch.setattr(training, "GUARD_S", 0.05)
+    monkeypatch.setattr(keeping_up, "SHOWN_AFTER_S", 0.1)
+
+    async def refuses(self, request, context):
+        return ipb.GetModelResponse(update_refused="version 0 could not be taken: tensor w")
+
+    monkeypatch.setattr("orch_fakes.FakePolicy.GetModel", refuses)
+    await world.serve("policy")
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        doing = await says(runs, "waits for inference to serve version 0")
+        assert doing.count("tensor w") == 1 and "the model is away" not in doing
+
+
 async def test_a_run_says_that_its_environment_fails(world):
     world.host.failing_tasks = set(range(50))
     async with world.orchestrator() as runs:
@@ -79,7 +96,7 @@ async def test_what_the_trainer_refuses_is_refused_when_it_is_submitted(world):
         key="custom_loss",
         value="mine",
     )
-    toml = world.toml(steps=1) + '\n[algorithm]\nloss = "custom"\ncustom = "mine"\n'
+    toml = world.toml(steps=1) + '\n[algorithm]\nloss = "custom"\ncustom = "mine"\ncustom_args.tau = 0.5\n'
     async with world.orchestrator() as runs:
         world.trainer.refuses = refused
         for dry_run in (True, False):
@@ -92,6 +109,7 @@ async def test_what_the_trainer_refuses_is_refused_when_it_is_submitted(world):
         world.trainer.refuses = None
         await runs.submit(RUN, toml, dry_run=False)
         assert world.trainer.checked[-1].custom_loss == "mine"
+        assert world.trainer.checked[-1].custom_args == '{"tau": 0.5}'
         assert world.trainer.checked[-1].spec.base_model == "m"
         await world.rest(runs)
 

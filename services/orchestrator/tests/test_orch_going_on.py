@@ -114,7 +114,7 @@ async def test_a_run_is_made_longer_once_it_is_completed_and_in_nothing_else(wor
         with pytest.raises(QuartetError, match=r"COMPLETED and cannot be resumed; .*max_steps above 6"):
             await runs.resume(RUN)
         await refused("a run is made longer, once it is COMPLETED, and never shorter", steps=5)
-        await refused("another configuration; choose another run_id", steps=9, seed=3)
+        await refused("another configuration: seed was 0 and is 3; choose another run_id", steps=9, seed=3)
         before = runs.status(RUN)
         assert await runs.submit(RUN, world.toml(steps=9), dry_run=True) == before
         assert await runs.submit(RUN, world.toml(steps=6), dry_run=False) == before

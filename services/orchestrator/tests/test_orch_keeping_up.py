@@ -119,6 +119,35 @@ async def test_a_run_whose_replicas_refuse_its_versions_is_stopped_with_the_reas
     assert sum("waits for inference to serve version 3" in note for note in notes) == 1
 
 
+async def test_a_run_whose_adapter_dies_after_it_was_served_is_stopped_with_the_reason(world, monkeypatch):
+    """Its rollouts wait inside inference, and the evaluation for them."""
+    monkeypatch.setattr(training, "GUARD_S", 0.02)
+    monkeypatch.setattr(keeping_up, "NOTE_AFTER_S", 0.1)
+    world.patience_s = 0.6
+    world.host.stuck = {("toy", task) for task in range(6)}
+    asked = 0
+
+    async def dies(self, request, context):
+        nonlocal asked
+        asked += 1
+        model = ipb.GetModelResponse()
+        if asked <= 5:
+            model.adapters.add(run_id=RUN, policy_version=0)
+        else:
+            model.refused_adapters.add(run_id=RUN, why="the base is another model than the run's")
+        return model
+
+    monkeypatch.setattr("orch_fakes.FakePolicy.GetModel", dies)
+    await world.serve("policy")
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml() + "\n[lora]\nenabled = true", dry_run=False)
+        stopped = await world.rest(runs)
+        notes = [one.note.message for one in await events(runs) if one.WhichOneof("kind") == "note"]
+    assert stopped.phase == pb.RUN_PHASE_STOPPED
+    assert "does not serve version 0" in stopped.error and "another model than the run's" in stopped.error
+    assert sum("waits for inference to serve version 0" in note for note in notes) == 1
+
+
 async def test_a_replica_says_of_an_older_version_why_the_next_one_was_refused(world, monkeypatch):
     async def refuses(self, request, context):
         return ipb.GetModelResponse(run_id=RUN, policy_version=2, update_refused="CHECKSUM_MISMATCH: torn")

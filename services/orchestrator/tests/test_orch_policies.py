@@ -108,3 +108,14 @@ async def test_a_replica_that_is_away_or_out_of_service_answers_nobody(replicas)
             await asked
         assert caught.value.reason == "NOT_READY"
     await Policies([], ClientSecurity()).answering()
+
+
+async def test_a_replica_that_found_a_runs_adapter_wrong_does_not_answer_for_that_run(replicas):
+    found, policies = replicas
+    for replica in found:
+        replica.model.refused_adapters.add(run_id="run", why="adapter unloaded: another model than the run's")
+    with pytest.raises(QuartetError, match=r"in service .*: adapter unloaded: another model than the run's"):
+        await policies.answering("run")
+    await policies.answering("other")
+    del found[1].model.refused_adapters[:]
+    await policies.answering("run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import product
 
 import pytest
@@ -20,6 +21,17 @@ def run(algorithm: str = "", more: str = "") -> RunConfig:
     return parse_run(
         f'model = "m"\n{more}\n[sampling]\nmax_tokens = 9\n[[env]]\nid = "e"\n[algorithm]\n{algorithm}'
     )
+
+
+def test_a_loss_of_ones_own_is_told_what_it_gets_by_name() -> None:
+    own = 'loss = "custom"\ncustom = "mine"\n'
+    args = json.loads(
+        loss_spec(run(own + 'custom_args = { n = 2, tau = 2.0, on = true, of = "a" }'), 0).custom_args
+    )
+    assert args == {"n": 2, "tau": 2.0, "on": True, "of": "a"}
+    assert [type(one) for one in args.values()] == [int, str, bool, float]
+    # A trainer of an earlier release takes what it knows.
+    assert loss_spec(run(own), 0).custom_args == "" and loss_spec(run(own), 0).custom == "mine"
 
 
 def test_presets_ask_for_what_their_papers_say() -> None:

@@ -8,7 +8,7 @@ TOO_MUCH = 100.0
 
 
 def picky(spec: Any, tokens: Any) -> Any:
-    """Likelihood, weighted; or an error."""
+    """Likelihood, weighted, and a metric of its own; or an error."""
     if (tokens.advantages_K > TOO_MUCH).any():
         raise ValueError("an advantage beyond all bounds")
-    return -tokens.advantages_K * tokens.logp_K
+    return -tokens.advantages_K * tokens.logp_K, {"advantage": tokens.advantages_K}

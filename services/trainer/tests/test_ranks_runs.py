@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,10 +106,17 @@ async def test_what_one_rank_refuses_all_do_and_the_run_goes_on(
             error = await group.refused(
                 group.forward_backward(1, wild, "refused", loss=loss), "INVALID_REQUEST"
             )
-            assert "losses.picky: it raised ValueError: an advantage beyond all bounds" in error.message
+            raised = (
+                r"losses\.picky: it raised at .*/picky_loss\.py:\d+ in picky: ValueError: an advantage beyond"
+            )
+            assert re.match(raised, error.message)
         stepping = group.stub.OptimStep(pb.OptimStepRequest(run_id="refused", seq_id=1))
         assert "no gradients" in (await group.refused(stepping, "INVALID_REQUEST")).message
-        assert (await group.forward_backward(1, samples, "refused", loss=loss)).loss_tokens > 0
+        done = await group.forward_backward(1, samples, "refused", loss=loss)
+        # Of the tokens of both ranks.
+        weights = [one for s in samples for one in list(s.advantages) * len(s.sample.logprobs)]
+        assert done.loss_tokens == len(weights)
+        assert done.diagnostics["advantage"] == pytest.approx(sum(weights) / len(weights), abs=1e-6)
         unknown = await group.refused(group.create("away", base_model="/nowhere"), "INVALID_CONFIG")
         assert unknown.metadata["key"] == "base_model"
         # A folder that the first rank alone has, as on the first of several machines.

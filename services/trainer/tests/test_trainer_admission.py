@@ -11,6 +11,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from quartet.chat_identity import chat_identity
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer.admission import check_run
 from quartet_trainer.passes import Machine
@@ -64,6 +65,18 @@ async def test_what_creation_or_the_first_batch_would_refuse_is_refused_at_once(
         await trainer.refused(trainer.stub.GetRun(pb.GetRunRequest(run_id="r")), "RUN_UNKNOWN")
 
 
+async def test_what_a_model_makes_prompts_with_is_told(
+    folder: Path, tmp_path: Path, serve_trainer: Any
+) -> None:
+    """The folder's tokenizer and template, with which a run's model is exported."""
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    async with serve_trainer() as trainer:
+        told = await trainer.stub.CheckRun(pb.CheckRunRequest(spec=run_spec(base_model=str(model))))
+    assert told.chat == chat_identity(model, str(model)) and told.chat.template_digest
+
+
 async def test_a_run_is_checked_and_looked_at_while_the_worker_computes(
     folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +123,7 @@ def test_of_a_hub_id_the_configuration_alone_is_fetched(
     machine = Machine(torch.device("cpu"), microbatch_tokens=64, row_tokens=64, hub=True)
     reference = ReferenceSpec(model="somebody/teacher")
     optimizer = OptimizerSpec(learning_rate=1e-2)
-    check_run(RunSpec(base_model="somebody/model", optimizer=optimizer, reference=reference), "", machine)
+    check_run(RunSpec(base_model="somebody/model", optimizer=optimizer, reference=reference), "", {}, machine)
     assert fetched == [["config.json"]] * 2
 
 

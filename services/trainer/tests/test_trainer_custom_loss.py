@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import torch
 from quartet.config import ConfigError
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer.config import TrainerConfig
 from quartet_trainer.loss.custom import load_losses
+from quartet_trainer.loss.own_metrics import OwnMetrics
 from quartet_trainer.spec import LossSpec
 
 HERE = __name__
@@ -46,8 +48,9 @@ NONSENSE = {
     "own_number": "returned float, not a tensor",
     "own_sum": "returned shape ()",
     "own_detached": "does not depend on tokens.logp_K",
-    "own_mistake": "raised KeyError",
+    "own_mistake": "raised at tests/test_trainer_custom_loss.py:{line} in own_mistake: KeyError: 'advantage'",
 }
+NONSENSE["own_mistake"] = NONSENSE["own_mistake"].format(line=own_mistake.__code__.co_firstlineno + 1)
 
 
 @pytest.fixture
@@ -90,6 +93,112 @@ async def test_a_loss_that_returns_nonsense_is_refused_and_nothing_is_applied(
         assert (await trainer.refused(trainer.optim_step(1), "INVALID_REQUEST")).metadata["field"] == "seq_id"
 
 
+async def test_what_a_loss_raises_is_in_the_log_with_its_traceback(
+    folder: Path, serve_trainer: Any, make_samples: Any, own: dict[str, str]
+) -> None:
+    """custom.py 4"""
+    with structlog.testing.capture_logs() as logged:
+        async with serve_trainer(losses=own) as trainer:
+            await trainer.create(base_model=str(folder))
+            spec = pb.LossSpec(kind=pb.LOSS_KIND_CUSTOM, custom="own_mistake")
+            await trainer.refused(trainer.forward_backward(1, make_samples(), loss=spec), "INVALID_REQUEST")
+    (line,) = [one for one in logged if one["event"] == "loss_raised"]
+    assert line["loss"] == "own_mistake" and isinstance(line["exc_info"], KeyError)
+
+
+def own_scaled(spec: LossSpec, tokens: Any, tau: float, *, flip: bool = False) -> Any:
+    """With metrics of its own: by token, and of a micro-batch."""
+    assert isinstance(tau, float) and isinstance(flip, bool)
+    metrics = {"advantage": tokens.advantages_K, "advantage_max": tokens.advantages_K, "tau": tau}
+    return -tau * (-1.0 if flip else 1.0) * tokens.advantages_K * tokens.logp_K, metrics
+
+
+async def test_a_loss_gets_arguments_and_reports_metrics_of_its_own(
+    folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    """own_metrics.py 1: however a batch is cut."""
+    found, losses = [], []
+    samples = make_samples()
+    advantages = [one for s in samples for one in list(s.advantages) * len(s.sample.logprobs)]
+    assert all(len(s.advantages) == 1 for s in samples)
+    for run_id, budget, args in (
+        ("whole", 8192, '{"tau": 0.5}'),
+        ("cut", 1, '{"tau": 0.5}'),
+        ("flipped", 8192, '{"tau": 0.5, "flip": true}'),
+    ):
+        async with serve_trainer(
+            losses={"scaled": f"{HERE}:own_scaled"}, microbatch_tokens=budget
+        ) as trainer:
+            await trainer.create(run_id, base_model=str(folder))
+            spec = pb.LossSpec(kind=pb.LOSS_KIND_CUSTOM, custom="scaled", custom_args=args)
+            done = await trainer.forward_backward(1, samples, run_id=run_id, loss=spec)
+            found.append([done.diagnostics[name] for name in ("advantage", "advantage_max", "tau")])
+            losses.append(done.loss)
+    expected = [sum(advantages) / len(advantages), max(advantages), 0.5]
+    for values in found:
+        assert values == pytest.approx(expected, abs=1e-6)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(
+        -losses[0], rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("args", ["[1]", "no json", '{"tau": [1]}', '{"tau": null}'])
+async def test_arguments_are_numbers_texts_and_booleans_by_name(
+    folder: Path, serve_trainer: Any, make_samples: Any, args: str
+) -> None:
+    async with serve_trainer(losses={"scaled": f"{HERE}:own_scaled"}) as trainer:
+        await trainer.create(base_model=str(folder))
+        spec = pb.LossSpec(kind=pb.LOSS_KIND_CUSTOM, custom="scaled", custom_args=args)
+        error = await trainer.refused(
+            trainer.forward_backward(1, make_samples(), loss=spec), "INVALID_REQUEST"
+        )
+        assert error.metadata["field"].startswith("loss.custom_args")
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        ("", "missing a required argument: 'tau'"),
+        ('{"tau": 1.0, "beta": 1.0}', "unexpected keyword argument 'beta'"),
+        ('{"tau": 1.0, "spec": 1.0}', "multiple values for argument 'spec'"),
+    ],
+)
+async def test_arguments_that_a_loss_does_not_take_are_refused_before_the_run(
+    folder: Path, serve_trainer: Any, args: str, why: str
+) -> None:
+    """custom.py 1"""
+    async with serve_trainer(losses={"scaled": f"{HERE}:own_scaled"}) as trainer:
+        optimizer = pb.OptimizerSpec(learning_rate=1e-3)
+        asked = pb.CheckRunRequest(
+            spec=pb.RunSpec(base_model=str(folder), optimizer=optimizer),
+            custom_loss="scaled",
+            custom_args=args,
+        )
+        error = await trainer.refused(trainer.stub.CheckRun(asked), "INVALID_CONFIG")
+        assert why in error.message and error.metadata["key"] == "custom_args"
+        asked.custom_args = '{"tau": 1.0}'
+        await trainer.stub.CheckRun(asked)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "why"),
+    [
+        ([1.0], "are list, not a dict"),
+        ({"entropy": 1.0}, "'entropy' is one that every step has"),
+        ({"a b": 1.0}, "'a b' is not 1-64"),
+        ({"mine": "1"}, "'mine' is str, not a number"),
+        (
+            {"mine": torch.zeros(2)},
+            r"'mine' is Tensor of shape (2,), not a number, nor one for each of 3 tokens",
+        ),
+        ({f"m{i}": 1.0 for i in range(65)}, "more than 64"),
+    ],
+)
+def test_metrics_that_are_none_are_refused(metrics: Any, why: str) -> None:
+    """own_metrics.py 2"""
+    assert why in OwnMetrics().report(metrics, 3)
+
+
 def own_of_one(tokens: Any) -> torch.Tensor:
     return -tokens.logp_K
 
@@ -105,18 +214,20 @@ def test_functions_that_cannot_be_loaded_are_refused_in_one_sentence(
     from quartet_trainer.assembly import assemble
 
     (tmp_path / "broken_module.py").write_text("f = nothing_of_the_kind\n")
+    (tmp_path / "lacking_module.py").write_text("\nimport absent_library\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     for path, why in {
         "no_colon": "write",
-        "absent_module:f": "cannot be imported",
+        "absent_module:f": r"cannot be imported: No module named .*start it where 'absent_module' is found",
         f"{HERE}:absent": "cannot be imported",
         f"{HERE}:HERE": "not a function",
         f"{HERE}:own_of_one": r"cannot be called as function\(spec, tokens\): too many positional arguments",
-        f"{HERE}:own_with_more": "missing a required argument: 'scale'",
-        "broken_module:f": r"cannot be imported: NameError\(",
+        "lacking_module:f": r"/lacking_module.py:2 in <module>: ModuleNotFound.*install what it imports",
+        "broken_module:f": r"/broken_module.py:1 in <module>: NameError: .*; mend it",
     }.items():
         with pytest.raises(ValueError, match=why):
             load_losses({"mine": path})
     load_losses({"mine": "operator:sub"})  # written in C
+    load_losses({"mine": f"{HERE}:own_with_more"})  # what a run gives by name is seen with the run
     with pytest.raises(ConfigError, match=r"losses\.mine"):
         assemble(TrainerConfig(losses={"mine": "absent_module:f"}))

@@ -61,8 +61,10 @@ def step_line(progress: Progress) -> str:
 def eval_line(event: EvalEvent) -> str:
     """One line about an evaluation; what was not measured is no reward."""
     metrics = event.metrics
-    measured = f"reward {metrics['eval/reward']:.3f}" if "eval/reward" in metrics else "no result"
-    parts = [f"evaluation after {event.step} steps: {measured}"]
+    about = f"evaluation after {event.step} steps"
+    if "eval/reward" not in metrics:
+        return f"{about}: no result, as none of its rollouts has one"
+    parts = [f"{about}: reward {metrics['eval/reward']:.3f}"]
     each = {
         name.split("/", 1)[1].removesuffix("/reward"): value
         for name, value in metrics.items()
@@ -71,7 +73,7 @@ def eval_line(event: EvalEvent) -> str:
     if len(each) > 1:
         parts += [f"{name} {value:.3f}" for name, value in sorted(each.items())]
     if metrics.get("eval/coverage", 1.0) < 1.0:
-        parts.append(f"of {metrics['eval/coverage']:.0%} of its rollouts")
+        parts.append(f"from {metrics['eval/coverage']:.0%} of its rollouts")
     return "  ".join(parts)
 
 

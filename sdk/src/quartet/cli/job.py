@@ -4,8 +4,9 @@
 2. `taken` makes the folder the job's own for as long as the block lasts: another launcher is refused, because
    two orchestrators on one journal would lose rollouts. What `plan` looked at may have changed since, while
    the services were checked: once nobody else can change it, it is looked at again.
-3. A run that is completed goes on with a larger max_steps. The folder has that of what the orchestrator has
-   accepted: `write_down` comes after it, so that a refusal changes nothing.
+3. A run that is completed goes on with a larger max_steps, and any with other settings of how it is carried
+   out (quartet/run/operation.py). The folder has that of what the orchestrator has accepted: `write_down`
+   comes after it, so that a refusal changes nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from quartet.cli.held import LOCK, empty, held
 from quartet.cli.outputs import PRIVATE, write_json, write_text
@@ -31,6 +31,7 @@ from quartet.local.deployment import SERVICES
 from quartet.local.toml_text import dumps
 from quartet.run.config import SHOWN, RunConfig, parse_run
 from quartet.run.name import RULE, is_run_id
+from quartet.run.operation import carried_out_as, differences
 
 RECORD = "run.json"
 #: The run with its services, as it was begun or extended: whoever names it goes on with the same.
@@ -76,6 +77,8 @@ class Job:
     resumed: bool = False
     #: Whether it was completed, and goes on with more steps.
     extended: bool = False
+    #: Whether it goes on with other settings, of those that decide nothing of what it computes.
+    carried_out_otherwise: bool = False
     overwrite: bool = False
     words: Words = FLAGS
 
@@ -224,9 +227,10 @@ def _resumed(config: RunConfig, folder: Path, words: Words) -> Job:
         _check_completed(job, begun.max_steps)
         job = replace(job, extended=True)
         begun = begun.model_copy(update={"max_steps": after.max_steps})
-    differences = list(_differences(_flat(begun), _flat(after)))
-    if differences:
-        told, rest = differences[:MAX_DIFFERENCES], len(differences) - MAX_DIFFERENCES
+    otherwise = carried_out_as(begun, after)
+    job = replace(job, carried_out_otherwise=not begun.is_same_run(otherwise))
+    if differing := differences(otherwise, after):
+        told, rest = differing[:MAX_DIFFERENCES], len(differing) - MAX_DIFFERENCES
         more = f" and {rest} more" if rest > 0 else ""
         raise ConfigError(
             f"{words.resume}: {folder} holds the run {job.run_id!r} with another configuration: "
@@ -243,30 +247,6 @@ def _check_completed(job: Job, max_steps: int) -> None:
             f"{job.words.resume}: max_steps was {max_steps} and is {job.config.max_steps}, and a run is made "
             f"longer once it is completed; let the run {job.run_id!r} go on as it was{as_it_was(job.folder)}"
         )
-
-
-def _flat(config: RunConfig) -> dict[str, Any]:
-    """Every value by its dotted key."""
-    found: dict[str, Any] = {}
-
-    def take(prefix: str, value: Any) -> None:
-        if isinstance(value, dict | list):
-            inner = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, one in inner:
-                take(f"{prefix}.{key}" if prefix else str(key), one)
-        else:
-            found[prefix] = value
-
-    take("", config.model_dump(mode="json", exclude_none=True))
-    return found
-
-
-def _differences(known: dict[str, Any], asked: dict[str, Any]) -> Iterator[str]:
-    for key in sorted(known.keys() | asked.keys()):
-        was, now = (json.dumps(one[key]) if key in one else "nothing" for one in (known, asked))
-        if was != now:
-            shorter = ", and a run is made longer, never shorter" if key == "max_steps" else ""
-            yield f"{key} was {was} and is {now}{shorter}"
 
 
 @contextmanager

@@ -184,7 +184,7 @@ def _in_folder(job: Job, open_display: Callable[[], Display], started: float, li
     outputs = Outputs(job.folder, job.config.keep_rollouts)
 
     def accepted() -> None:
-        if job.extended:
+        if job.extended or job.carried_out_otherwise:
             write_down(job)
 
     display = open_display()

@@ -3,8 +3,8 @@
 1. The host preloads what the run plays, the trainer keeps as many states as `ckpt.keep_last`; without a
    trainer of ours inference takes pushes; vLLM has room for the adapter; the engine notes what is replayed.
    What a table says itself stands.
-2. What a table says against the run is refused before anything starts: a loss of one's own that the trainer
-   is not given, a rank that vLLM has no room for, experts that shall not be noted.
+2. What a table says against the run is refused before anything starts: a loss or an advantage of one's own
+   that its service is not given, a rank that vLLM has no room for, experts that shall not be noted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def tables_of(config: RunConfig) -> Tables:
         tables["inference"].setdefault("accept_push", True)
     else:
         tables["trainer"].setdefault("keep_last", config.ckpt.keep_last)
-        _has_the_loss(config, tables["trainer"].get("losses", {}))
+        _has("algorithm.custom", config.algorithm.custom, "trainer.losses", tables)
+    _has("algorithm.custom_advantage", config.algorithm.custom_advantage, "orchestrator.advantages", tables)
     if config.algorithm.router_replay:
         _notes_experts(tables["inference"])
     if config.lora.enabled and config.lora.publish == "adapter":
@@ -38,12 +39,13 @@ def tables_of(config: RunConfig) -> Tables:
     return tables
 
 
-def _has_the_loss(config: RunConfig, losses: object) -> None:
-    custom = config.algorithm.custom
-    if custom is not None and isinstance(losses, Mapping) and custom not in losses:
+def _has(key: str, name: str | None, given: str, tables: Tables) -> None:
+    """Whether the service is given the function that the run names by `key`."""
+    service, _, functions = given.partition(".")
+    known = tables[service].get(functions, {})
+    if name is not None and isinstance(known, Mapping) and name not in known:
         raise ConfigError(
-            f"algorithm.custom = {custom!r} is none of trainer.losses; give trainer.losses.{custom} = "
-            '"package.module:function"'
+            f'{key} = {name!r} is none of {given}; give {given}.{name} = "package.module:function"'
         )
 
 

@@ -1,9 +1,9 @@
-"""Channels to other services, with the canonical options, and with id, deadline and token on every call.
+"""Channels to other services, with the canonical options; id, deadline, token and trace on every call.
 
 1. Two channels per peer where payloads are fetched: `bulk=True` has a connection of its own.
 2. Every call carries x-request-id (the one of the request being handled, else a new one) and the token, if
    there is one: where a launcher of this user has a service at the address, that launch's (launched.py), else
-   the configured one.
+   the configured one; and its place in a trace, where traces are on (tracing.py).
 3. A call never outlives the RPC in whose handling it is made, and a unary call always has a deadline.
 4. A channel belongs to the event loop it is made on.
 
@@ -19,6 +19,7 @@ from typing import Any, Final
 import grpc
 
 from quartet.kit import context as request_context
+from quartet.kit import tracing
 from quartet.kit.launched import token_at
 from quartet.kit.options import client_options
 from quartet.kit.security import ClientSecurity, TokenFile, check_client, client_credentials, is_loopback
@@ -44,7 +45,7 @@ def connect(
         inner = grpc.aio.secure_channel(address, client_credentials(security), options=options)
     else:
         inner = grpc.aio.insecure_channel(address, options=options)
-    return _Channel(inner, _token(address, security))
+    return _Channel(inner, address, _token(address, security))
 
 
 def _token(address: str, security: ClientSecurity) -> TokenFile | None:
@@ -57,8 +58,9 @@ def _token(address: str, security: ClientSecurity) -> TokenFile | None:
 class _Channel(grpc.aio.Channel):  # type: ignore[misc]
     """A channel whose calls carry the context. Everything else is the wrapped channel's."""
 
-    def __init__(self, inner: grpc.aio.Channel, token: TokenFile | None) -> None:
+    def __init__(self, inner: grpc.aio.Channel, address: str, token: TokenFile | None) -> None:
         self._inner = inner
+        self._address = address
         self._token = token
 
     async def __aenter__(self) -> _Channel:
@@ -80,22 +82,26 @@ class _Channel(grpc.aio.Channel):  # type: ignore[misc]
     async def channel_ready(self) -> None:
         await self._inner.channel_ready()
 
-    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return self._wrap(self._inner.unary_unary(*args, **kwargs), DEFAULT_UNARY_SECONDS)
+    def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._wrap(method, self._inner.unary_unary(method, *args, **kwargs), DEFAULT_UNARY_SECONDS)
 
-    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return self._wrap(self._inner.unary_stream(*args, **kwargs), None)
+    def unary_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._wrap(method, self._inner.unary_stream(method, *args, **kwargs), None)
 
-    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return self._wrap(self._inner.stream_unary(*args, **kwargs), None)
+    def stream_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._wrap(method, self._inner.stream_unary(method, *args, **kwargs), None)
 
-    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return self._wrap(self._inner.stream_stream(*args, **kwargs), None)
+    def stream_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._wrap(method, self._inner.stream_stream(method, *args, **kwargs), None)
 
-    def _wrap(self, method: Callable[..., Any], default_s: float | None) -> Callable[..., Any]:
+    def _wrap(self, path: str, method: Callable[..., Any], default_s: float | None) -> Callable[..., Any]:
         def call(*args: Any, timeout: float | None = None, metadata: Any = None, **kwargs: Any) -> Any:
             bounded = request_context.bounded(default_s if timeout is None else timeout)
-            return method(*args, timeout=bounded, metadata=self._metadata(metadata), **kwargs)
+
+            def start(pairs: tuple[tuple[str, Any], ...]) -> Any:
+                return method(*args, timeout=bounded, metadata=pairs, **kwargs)
+
+            return tracing.calling(path, self._address, self._metadata(metadata), start)
 
         return call
 

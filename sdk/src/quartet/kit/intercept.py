@@ -1,7 +1,7 @@
 """The one server interceptor. Around every RPC, of all four kinds, in this order:
 
 1. request id and deadline into the context (quartet.kit.context);
-2. metrics;
+2. metrics, and the span of a caller who is let in (quartet.kit.tracing);
 3. bearer token, and the bound on RPCs under way: refused before a byte of the request is parsed;
 4. the handler, with requests parsed and responses serialised inside, so that malformed and oversize
    messages are errors of the contract like any other: QuartetError becomes a Status with one ErrorInfo; any
@@ -31,6 +31,7 @@ from grpc_status import rpc_status
 from quartet.config import ConfigError
 from quartet.errors import QuartetError, from_rpc, to_status
 from quartet.kit import context as request_context
+from quartet.kit import tracing
 from quartet.kit.metrics import Observation, observe
 from quartet.kit.options import MAX_MESSAGE_BYTES
 from quartet.kit.repeated import Repeated
@@ -53,6 +54,8 @@ class _Rpc:
     path: str
     request_id: str | None
     known: bool = True
+    # Its caller's, who was let in.
+    metadata: Mapping[str, Any] | None = None
 
     @property
     def service(self) -> str:
@@ -80,15 +83,14 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         metadata = dict(details.invocation_metadata or ())
         offered_id = metadata.get(request_context.REQUEST_ID_KEY)
         handler = await continuation(details)
-        rpc = _Rpc(details.method, offered_id, known=handler is not None)
         refusal = self._refusal(details.method, metadata)
         if refusal is None and handler is None:
             refusal = QuartetError(
                 "NOT_IMPLEMENTED", f"there is no method {details.method} here", rpc=details.method
             )
         if refusal is not None:
-            return self._refuse(rpc, refusal)
-        return self._wrap(rpc, handler)
+            return self._refuse(_Rpc(details.method, offered_id, known=handler is not None), refusal)
+        return self._wrap(_Rpc(details.method, offered_id, metadata=metadata), handler)
 
     def _refusal(self, path: str, metadata: dict[str, Any]) -> QuartetError | None:
         if self._token is None or path.startswith(_OPEN_PREFIX):
@@ -164,7 +166,10 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     async def _guard(self, rpc: _Rpc, context: Any) -> AsyncIterator[None]:
         request_id, scope = request_context.enter(rpc.request_id, context.time_remaining())
         counted = rpc.path.startswith(_OWN_PREFIX)
-        with observe(rpc.service, rpc.method) as seen:
+        with (
+            observe(rpc.service, rpc.method) as seen,
+            tracing.serving(rpc.path, rpc.metadata, request_id, seen),
+        ):
             self._under_way += counted
             try:
                 if counted and self._under_way > self._limit:
@@ -178,6 +183,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             except Exception as error:  # noqa: BLE001  The boundary of the process: all of it is mapped.
                 typed = self._typed(error, rpc, request_id)
                 seen.code = typed.code.name
+                tracing.note(reason=typed.reason)
                 _let_go(error)
                 await context.abort_with_status(rpc_status.to_status(to_status(typed)))
             except BaseException:  # cancelled by the caller, or the stream was closed early
@@ -246,7 +252,9 @@ def _note(rpc: _Rpc, seen: Observation) -> None:
 def _parse(rpc: _Rpc, handler: Any, raw: Any) -> Any:
     parse_one = handler.request_deserializer
     if not handler.request_streaming:
-        return _parse_one(rpc, parse_one, raw)
+        request = _parse_one(rpc, parse_one, raw)
+        tracing.note_run(request)
+        return request
 
     async def requests() -> AsyncIterator[Any]:
         async for piece in raw:

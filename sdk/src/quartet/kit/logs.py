@@ -1,4 +1,5 @@
-"""Logs: one JSON object per line on stderr, with the service's name and the id of the request being handled.
+"""Logs: one JSON object per line on stderr, with the service's name, the id of the request being handled, and
+the ids of the trace and the span that it is in, where traces are on.
 
 Third-party loggers go through the same line format. Get a logger with `structlog.get_logger()`.
 
@@ -13,6 +14,8 @@ import sys
 from typing import Any, Final, TextIO
 
 import structlog
+
+from quartet.kit.tracing import name_trace
 
 LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
@@ -48,6 +51,7 @@ def configure(service: str, level: str = "info") -> None:
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         name_service,
+        name_trace,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.StackInfoRenderer(),

@@ -2,7 +2,8 @@
 
 1. Labels are service, method and code, all from closed sets: a caller cannot make new time series.
 2. The endpoint has a port of its own and serves nothing but metrics.
-3. It asks nobody who he is, and so is bounded: MAX_SCRAPES connections, SILENT_SECONDS of silence on each.
+3. What a service tells of itself is read when somebody scrapes (`scraped`), in the endpoint's thread.
+4. It asks nobody who he is, and so is bounded: MAX_SCRAPES connections, SILENT_SECONDS of silence on each.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import prometheus_client
+from prometheus_client.registry import Collector
 
 from quartet.config import ConfigError
 
@@ -70,6 +72,16 @@ def observe(service: str, method: str) -> Iterator[Observation]:
         in_flight.dec()
         seconds.observe(time.monotonic() - began)
         _handled(service, method, seen.code).inc()
+
+
+@contextmanager
+def scraped(collector: Collector) -> Iterator[None]:
+    """While inside, the process's endpoint tells of what this reads."""
+    prometheus_client.REGISTRY.register(collector)
+    try:
+        yield
+    finally:
+        prometheus_client.REGISTRY.unregister(collector)
 
 
 #: At once; each has a thread. A process has one scraper or two.

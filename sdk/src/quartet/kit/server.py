@@ -31,7 +31,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from quartet.config import Config, ConfigError
-from quartet.kit import build
+from quartet.kit import build, tracing
 from quartet.kit.folder import check_folder
 from quartet.kit.health import Health, HealthServicer
 from quartet.kit.intercept import ServerInterceptor
@@ -124,6 +124,7 @@ class RunningServer:
 
 def check_here(config: ServerConfig) -> None:
     """Whether `start` would begin now, serving nothing; ports are let go at once. Raises ConfigError."""
+    tracing.check()
     _locked_door(config)
     if config.tls is not None:
         server_credentials(config.tls)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
@@ -92,7 +93,9 @@ class AlgorithmConfig(Config):
         | None
     ) = None
     #: From rewards to advantages.
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "max_rl", "none", "zero"] = "grpo"
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "max_rl", "none", "zero", "custom"] = "grpo"
+    #: advantage = "custom": a name of `advantages` in the orchestrator's configuration.
+    custom_advantage: Text | None = None
     #: What is done with the importance ratio; or another loss altogether.
     loss: Literal["cispo", "ppo", "dppo", "none", "cross_entropy", "custom"] = "cispo"
     clip_low: NonNegative | None = None
@@ -128,6 +131,8 @@ class AlgorithmConfig(Config):
     max_resample: Annotated[int, Field(ge=1, le=MAX_RESAMPLE, strict=True)] | None = None
     #: loss = "custom": a name of `losses` in the trainer's configuration.
     custom: Text | None = None
+    #: What that function gets by name: numbers, texts and booleans.
+    custom_args: dict[str, Any] = Field(default_factory=dict)
 
     @property
     def steps_per_batch(self) -> int:
@@ -241,8 +246,29 @@ class AlgorithmConfig(Config):
             raise ValueError(
                 'advantage = "zero" leaves nothing to learn from; set distill, or another advantage'
             )
+
+    @rule
+    def _own_functions_are_named(self) -> None:
         if (self.loss == "custom") != (self.custom is not None):
             raise ValueError('custom names the function of loss = "custom"; give both or neither')
+        if (self.advantage == "custom") != (self.custom_advantage is not None):
+            raise ValueError(
+                'custom_advantage names the function of advantage = "custom"; give both or neither'
+            )
+        if self.custom_args and self.custom is None:
+            raise ValueError('custom_args are given to the function of loss = "custom"; remove them')
+        for name, value in self.custom_args.items():
+            if not name.isidentifier():
+                raise ValueError(f"custom_args.{name}: a function takes nothing of that name; rename it")
+            if not isinstance(value, bool | int | float | str) or not _is_written(value):
+                raise ValueError(
+                    f"custom_args.{name} = {value} is no number, text or boolean; write it as one of these"
+                )
+
+
+def _is_written(value: float | str) -> bool:
+    """Whether JSON has it, too."""
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 class KlPenaltyConfig(SwitchedConfig):

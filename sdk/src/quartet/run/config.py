@@ -227,7 +227,7 @@ class RunConfig(Config):
     @rule
     def _credit_is_defined(self) -> None:
         advantage = self.algorithm.advantage
-        if self.algorithm.compares and self.rollouts_per_example < 2:
+        if self.algorithm.compares and advantage != "custom" and self.rollouts_per_example < 2:
             raise ValueError(
                 f"rollouts_per_example = 1 is refused: algorithm.advantage = {advantage!r} compares rollouts "
                 'of one task; set at least 2, or algorithm.advantage to "none"'

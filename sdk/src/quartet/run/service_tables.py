@@ -22,6 +22,11 @@ _ENV_TABLE = (
     "write [[env]] with its id and args in the file of the run; rollouts_per_example and max_concurrent are "
     "no args, and stand at its top"
 )
+_ADVANTAGE = (
+    "set 'algorithm.preset' or 'algorithm.advantage'; a function of your own is "
+    'orchestrator.advantages.NAME = "package.module:function", with algorithm.advantage = "custom" and '
+    'algorithm.custom_advantage = "NAME"'
+)
 _LOG = "set 'log_level' in this table"
 
 #: Keys of others' tables that the service of that name has not; each is at the top of the file, or called
@@ -58,7 +63,7 @@ IN_TABLES: Mapping[str, Mapping[str, str]] = {
         "env": _ENV,
         "environment": _ENV_TABLE,
         "train": "[sampling], [[env]] and [algorithm] stand at the top of the file",
-        "advantage": REMEDIES["advantage_estimator"],
+        "advantage": _ADVANTAGE,
         "filters": "write a table [difficulty_filter]",
         "log": _LOG,
     },

@@ -163,3 +163,13 @@ class Heartbeat(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     in_flight: int
     def __init__(self, in_flight: _Optional[int] = ...) -> None: ...
+
+class ChatIdentity(_message.Message):
+    __slots__ = ("model", "tokenizer_digest", "template_digest")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    tokenizer_digest: bytes
+    template_digest: bytes
+    def __init__(self, model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., template_digest: _Optional[bytes] = ...) -> None: ...

@@ -96,9 +96,10 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """LoadAdapter serves a run's adapter, or replaces it by its newest version. Idempotent. Errors: RUN_UNKNOWN, CHECKSUM_MISMATCH,
-        INVALID_REQUEST (not an adapter, or not of the model that is served), OVERLOADED (too many, too large), NOT_READY (no weights to serve
-        it upon yet, or its canary died), DEADLINE.
+        """LoadAdapter serves a run's adapter, or replaces it by its newest version, and answers once its canary lives. Idempotent. Errors: RUN_UNKNOWN,
+        CHECKSUM_MISMATCH, INVALID_REQUEST (not an adapter, or not of the model that is served), OVERLOADED (too many, too large), NOT_READY (no
+        weights to serve it upon yet, or its canary died: it is unloaded), DEADLINE (also where the canary cannot be scored for now: decoding is
+        paused, say; the adapter stays).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

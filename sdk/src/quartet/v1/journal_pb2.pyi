@@ -10,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class JournalRecord(_message.Message):
-    __slots__ = ("number", "at_ms", "event", "submitted", "dispatched", "rollout", "discarded", "batch", "call", "step", "eval_rollout", "eval", "phase", "note", "acked")
+    __slots__ = ("number", "at_ms", "event", "submitted", "dispatched", "rollout", "discarded", "batch", "call", "step", "eval_rollout", "eval", "phase", "note", "acked", "changed")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     AT_MS_FIELD_NUMBER: _ClassVar[int]
     EVENT_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class JournalRecord(_message.Message):
     PHASE_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
     ACKED_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
     number: int
     at_ms: int
     event: int
@@ -41,7 +42,8 @@ class JournalRecord(_message.Message):
     phase: _orchestrator_service_pb2.PhaseEvent
     note: _orchestrator_service_pb2.NoteEvent
     acked: GroupAcked
-    def __init__(self, number: _Optional[int] = ..., at_ms: _Optional[int] = ..., event: _Optional[int] = ..., submitted: _Optional[_Union[RunSubmitted, _Mapping]] = ..., dispatched: _Optional[_Union[GroupDispatched, _Mapping]] = ..., rollout: _Optional[_Union[_orchestrator_service_pb2.RolloutEvent, _Mapping]] = ..., discarded: _Optional[_Union[GroupDiscarded, _Mapping]] = ..., batch: _Optional[_Union[BatchClosed, _Mapping]] = ..., call: _Optional[_Union[CallApplied, _Mapping]] = ..., step: _Optional[_Union[_orchestrator_service_pb2.StepEvent, _Mapping]] = ..., eval_rollout: _Optional[_Union[EvalRollout, _Mapping]] = ..., eval: _Optional[_Union[_orchestrator_service_pb2.EvalEvent, _Mapping]] = ..., phase: _Optional[_Union[_orchestrator_service_pb2.PhaseEvent, _Mapping]] = ..., note: _Optional[_Union[_orchestrator_service_pb2.NoteEvent, _Mapping]] = ..., acked: _Optional[_Union[GroupAcked, _Mapping]] = ...) -> None: ...
+    changed: RunChanged
+    def __init__(self, number: _Optional[int] = ..., at_ms: _Optional[int] = ..., event: _Optional[int] = ..., submitted: _Optional[_Union[RunSubmitted, _Mapping]] = ..., dispatched: _Optional[_Union[GroupDispatched, _Mapping]] = ..., rollout: _Optional[_Union[_orchestrator_service_pb2.RolloutEvent, _Mapping]] = ..., discarded: _Optional[_Union[GroupDiscarded, _Mapping]] = ..., batch: _Optional[_Union[BatchClosed, _Mapping]] = ..., call: _Optional[_Union[CallApplied, _Mapping]] = ..., step: _Optional[_Union[_orchestrator_service_pb2.StepEvent, _Mapping]] = ..., eval_rollout: _Optional[_Union[EvalRollout, _Mapping]] = ..., eval: _Optional[_Union[_orchestrator_service_pb2.EvalEvent, _Mapping]] = ..., phase: _Optional[_Union[_orchestrator_service_pb2.PhaseEvent, _Mapping]] = ..., note: _Optional[_Union[_orchestrator_service_pb2.NoteEvent, _Mapping]] = ..., acked: _Optional[_Union[GroupAcked, _Mapping]] = ..., changed: _Optional[_Union[RunChanged, _Mapping]] = ...) -> None: ...
 
 class RunSubmitted(_message.Message):
     __slots__ = ("run_id", "config_toml", "environments", "eval_environments")
@@ -54,6 +56,18 @@ class RunSubmitted(_message.Message):
     environments: _containers.RepeatedCompositeFieldContainer[_envhost_service_pb2.EnvironmentInfo]
     eval_environments: _containers.RepeatedCompositeFieldContainer[_envhost_service_pb2.EnvironmentInfo]
     def __init__(self, run_id: _Optional[str] = ..., config_toml: _Optional[str] = ..., environments: _Optional[_Iterable[_Union[_envhost_service_pb2.EnvironmentInfo, _Mapping]]] = ..., eval_environments: _Optional[_Iterable[_Union[_envhost_service_pb2.EnvironmentInfo, _Mapping]]] = ...) -> None: ...
+
+class RunChanged(_message.Message):
+    __slots__ = ("config_toml", "ckpt_interval", "ckpt_keep_last", "note")
+    CONFIG_TOML_FIELD_NUMBER: _ClassVar[int]
+    CKPT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    CKPT_KEEP_LAST_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    config_toml: str
+    ckpt_interval: int
+    ckpt_keep_last: int
+    note: _orchestrator_service_pb2.NoteEvent
+    def __init__(self, config_toml: _Optional[str] = ..., ckpt_interval: _Optional[int] = ..., ckpt_keep_last: _Optional[int] = ..., note: _Optional[_Union[_orchestrator_service_pb2.NoteEvent, _Mapping]] = ...) -> None: ...
 
 class GroupDispatched(_message.Message):
     __slots__ = ("group", "batch", "place", "environment", "task_index", "members")

@@ -83,7 +83,9 @@ class OrchestratorServiceServicer:
 
     def SubmitRun(self, request, context):
         """SubmitRun checks a configuration against the other services and starts the run. Idempotent by run_id and contents. A run that is COMPLETED
-        is extended by its own configuration with a larger max_steps: it goes on from its last state, its events after those that there are.
+        is extended by its own configuration with a larger max_steps: it goes on from its last state, its events after those that there are. One that
+        has not ended takes over what its configuration says otherwise of how it is carried out and not of what it computes (docs/runs.md, "Other
+        settings"): from then on, also while it works; a note says what.
         Errors: INVALID_REQUEST (run_id), INVALID_CONFIG (key, value, remedy; also where a trainer that answers refuses it: a model that it does not
         have), RUN_CONFLICT, ENVIRONMENT_UNKNOWN, ENVIRONMENT_UNAVAILABLE, NOT_READY (no environment host answers), CHECKSUM_MISMATCH (the journal of
         the run that has this id is damaged), INTERNAL (its journal cannot be written: there is no run; or not be synced: there is one).

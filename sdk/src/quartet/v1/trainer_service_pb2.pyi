@@ -1,3 +1,4 @@
+from quartet.v1 import common_pb2 as _common_pb2
 from quartet.v1 import rollout_pb2 as _rollout_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -109,7 +110,7 @@ class MismatchCorrection(_message.Message):
     def __init__(self, mode: _Optional[_Union[CorrectionMode, str]] = ..., level: _Optional[_Union[RatioLevel, str]] = ..., cap: _Optional[float] = ..., floor: _Optional[float] = ...) -> None: ...
 
 class LossSpec(_message.Message):
-    __slots__ = ("kind", "ratio", "clip_low", "clip_high", "temperature", "ratio_level", "aggregation", "delta", "kl_coef", "kl_estimator", "target_kl", "entropy_coef", "proximal_version", "correction", "custom")
+    __slots__ = ("kind", "ratio", "clip_low", "clip_high", "temperature", "ratio_level", "aggregation", "delta", "kl_coef", "kl_estimator", "target_kl", "entropy_coef", "proximal_version", "correction", "custom", "custom_args")
     KIND_FIELD_NUMBER: _ClassVar[int]
     RATIO_FIELD_NUMBER: _ClassVar[int]
     CLIP_LOW_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +126,7 @@ class LossSpec(_message.Message):
     PROXIMAL_VERSION_FIELD_NUMBER: _ClassVar[int]
     CORRECTION_FIELD_NUMBER: _ClassVar[int]
     CUSTOM_FIELD_NUMBER: _ClassVar[int]
+    CUSTOM_ARGS_FIELD_NUMBER: _ClassVar[int]
     kind: LossKind
     ratio: RatioTreatment
     clip_low: float
@@ -140,7 +142,8 @@ class LossSpec(_message.Message):
     proximal_version: int
     correction: MismatchCorrection
     custom: str
-    def __init__(self, kind: _Optional[_Union[LossKind, str]] = ..., ratio: _Optional[_Union[RatioTreatment, str]] = ..., clip_low: _Optional[float] = ..., clip_high: _Optional[float] = ..., temperature: _Optional[float] = ..., ratio_level: _Optional[_Union[RatioLevel, str]] = ..., aggregation: _Optional[_Union[Aggregation, str]] = ..., delta: _Optional[float] = ..., kl_coef: _Optional[float] = ..., kl_estimator: _Optional[_Union[KlEstimator, str]] = ..., target_kl: _Optional[float] = ..., entropy_coef: _Optional[float] = ..., proximal_version: _Optional[int] = ..., correction: _Optional[_Union[MismatchCorrection, _Mapping]] = ..., custom: _Optional[str] = ...) -> None: ...
+    custom_args: str
+    def __init__(self, kind: _Optional[_Union[LossKind, str]] = ..., ratio: _Optional[_Union[RatioTreatment, str]] = ..., clip_low: _Optional[float] = ..., clip_high: _Optional[float] = ..., temperature: _Optional[float] = ..., ratio_level: _Optional[_Union[RatioLevel, str]] = ..., aggregation: _Optional[_Union[Aggregation, str]] = ..., delta: _Optional[float] = ..., kl_coef: _Optional[float] = ..., kl_estimator: _Optional[_Union[KlEstimator, str]] = ..., target_kl: _Optional[float] = ..., entropy_coef: _Optional[float] = ..., proximal_version: _Optional[int] = ..., correction: _Optional[_Union[MismatchCorrection, _Mapping]] = ..., custom: _Optional[str] = ..., custom_args: _Optional[str] = ...) -> None: ...
 
 class TrainingSample(_message.Message):
     __slots__ = ("sample", "advantages", "reference_logprobs")
@@ -394,16 +397,20 @@ class RunState(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., applied_seq_id: _Optional[int] = ..., policy_version: _Optional[int] = ..., trainable_parameters: _Optional[int] = ..., parameters: _Optional[int] = ..., published_version: _Optional[int] = ..., skipped_steps: _Optional[int] = ...) -> None: ...
 
 class CheckRunRequest(_message.Message):
-    __slots__ = ("spec", "custom_loss")
+    __slots__ = ("spec", "custom_loss", "custom_args")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     CUSTOM_LOSS_FIELD_NUMBER: _ClassVar[int]
+    CUSTOM_ARGS_FIELD_NUMBER: _ClassVar[int]
     spec: RunSpec
     custom_loss: str
-    def __init__(self, spec: _Optional[_Union[RunSpec, _Mapping]] = ..., custom_loss: _Optional[str] = ...) -> None: ...
+    custom_args: str
+    def __init__(self, spec: _Optional[_Union[RunSpec, _Mapping]] = ..., custom_loss: _Optional[str] = ..., custom_args: _Optional[str] = ...) -> None: ...
 
 class CheckRunResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("chat",)
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    chat: _common_pb2.ChatIdentity
+    def __init__(self, chat: _Optional[_Union[_common_pb2.ChatIdentity, _Mapping]] = ...) -> None: ...
 
 class GetRunRequest(_message.Message):
     __slots__ = ("run_id",)

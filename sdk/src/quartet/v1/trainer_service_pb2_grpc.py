@@ -110,9 +110,9 @@ class TrainerServiceServicer:
 
     def CheckRun(self, request, context):
         """CheckRun refuses what CreateRun, or the first ForwardBackward, would refuse of a run without looking at its weights: a spec, a model or a
-        reference that is not there or that no release here knows, a loss that the trainer's configuration does not name. Read-only, and at any
-        moment: it waits for no call under way, and loads, opens and keeps nothing (of a hub id it may fetch the configuration). An answer without an
-        error is no promise. Errors: INVALID_CONFIG (key, value, remedy; "custom_loss" for the loss).
+        reference that is not there or that no release here knows, a loss that the trainer's configuration does not name or that takes no such
+        custom_args. Read-only, and at any moment: it waits for no call under way, and loads, opens and keeps nothing (of a hub id it may fetch the
+        configuration). An answer without an error is no promise. Errors: INVALID_CONFIG (key, value, remedy; "custom_loss" and "custom_args" for the loss).
         Example: CheckRun{spec{base_model "models/tiny"}, custom_loss "mine"} -> {}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

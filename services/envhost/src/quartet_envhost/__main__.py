@@ -8,10 +8,13 @@ import sys
 from quartet.config import main
 from quartet.kit.health import Health
 from quartet.kit.logs import configure
+from quartet.kit.metrics import scraped
 from quartet.kit.server import Service, check_here, serve
+from quartet.kit.tracing import exporting
 from quartet.v1.envhost_service_pb2_grpc import add_EnvHostServiceServicer_to_server
 
 from quartet_envhost.config import EnvHostConfig
+from quartet_envhost.gauges import HostGauges
 from quartet_envhost.host import EnvironmentHost
 from quartet_envhost.service import SERVICE_NAME, EnvHostServicer
 
@@ -26,7 +29,8 @@ async def _serve(config: EnvHostConfig) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(host.preload())
         try:
-            await serve([service], config.server, health, on_drain=host.drain)
+            with scraped(HostGauges(host)):
+                await serve([service], config.server, health, on_drain=host.drain)
         finally:
             await host.close()
 
@@ -34,7 +38,8 @@ async def _serve(config: EnvHostConfig) -> None:
 def run(config: EnvHostConfig) -> None:
     """Serve until a signal ends it."""
     configure("envhost", config.log_level)
-    asyncio.run(_serve(config))
+    with exporting("envhost"):
+        asyncio.run(_serve(config))
 
 
 if __name__ == "__main__":

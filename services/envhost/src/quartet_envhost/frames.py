@@ -18,12 +18,13 @@ MAX_PAYLOAD_BYTES: Final = 4 * 1024 * 1024
 # What a message of ours may have, so that the stream frame around it and its transport still fit.
 MAX_MESSAGE_BYTES: Final = MAX_PAYLOAD_BYTES - 64 * 1024
 HEADER: Final = struct.Struct("<IBQ")
+TRACES: Final = b"traces"
 
 
 class Kind(enum.IntEnum):
     """What a frame says."""
 
-    # Worker to front, first: the process lives and can speak.
+    # Worker to front, first: the process lives and can speak. TRACES of one that takes TRACE.
     HELLO = 1
     # Front to worker: JSON settings; answered by OK with an EnvironmentInfo once the environment is loaded.
     OPEN = 2
@@ -46,6 +47,9 @@ class Kind(enum.IntEnum):
     QUESTION = 10
     # Front to worker: its ModelAnswer.
     ANSWER = 11
+    # Front to worker, before the RUN or INTERACT of this id: the traceparent that its spans are below. Only
+    # to one whose HELLO asks for it: others know no such frame.
+    TRACE = 12
 
 
 Frame = tuple[Kind, int, bytes]

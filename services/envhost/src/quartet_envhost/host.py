@@ -24,7 +24,9 @@ from quartet.v1 import envhost_service_pb2, rollout_pb2
 from quartet_envhost.active_request import ActiveRequest, Frame, Run
 from quartet_envhost.config import EnvHostConfig, PreloadConfig, canonical_id, wanted_version
 from quartet_envhost.dialogue import Dialogue
+from quartet_envhost.gauges import Glance, UnderWay
 from quartet_envhost.pool import WorkerPool
+from quartet_envhost.tally import tally
 from quartet_envhost.together import Together
 
 # Written as JSON; with the host's own settings they go to a worker in one frame (frames.py).
@@ -42,6 +44,7 @@ class EnvironmentHost:
     def __init__(self, config: EnvHostConfig, progress: Callable[[], None] = lambda: None) -> None:
         """Start nothing."""
         self._config = config
+        self.max_in_flight = config.max_in_flight
         self._progress = progress
         self._pools: dict[tuple[str, str, str], WorkerPool] = {}
         self._active: dict[str, ActiveRequest] = {}
@@ -62,6 +65,26 @@ class EnvironmentHost:
         """How long what is under way may take until it tells progress."""
         attempt_s = max((active.attempt_s for active in self._active.values()), default=0.0)
         return self._config.load_timeout_seconds + attempt_s + BETWEEN_S
+
+    def glances(self) -> list[Glance]:
+        """Of the environments that are loaded, or could not be; to read from any thread."""
+        return [
+            Glance(
+                canonical_id(pool.env_id),
+                sum(worker.alive for worker in list(pool.workers)),
+                pool.places,
+                pool.failed,
+            )
+            for pool in list(self._pools.values())
+            if pool.api or pool.failed
+        ]
+
+    def under_way(self) -> list[UnderWay]:
+        """Of the requests; to read from any thread."""
+        return [
+            UnderWay(canonical_id(one.request.environment.id), one.unfinished, one.started)
+            for one in list(self._active.values())
+        ]
 
     def hosted(self) -> list[envhost_service_pb2.EnvironmentInfo]:
         """The configured environments, and the loaded ones."""
@@ -151,6 +174,7 @@ class EnvironmentHost:
                 active.held_up = partial(_held_up, pool)
                 active.attempt_s = pool.attempt_s(request, together=info.group_scoring)
                 active.start(run, pool.places)
+                counted = tally(pool.env_id)
                 while left:
                     ended = await active.read()
                     if isinstance(ended, envhost_service_pb2.ModelQuestion):
@@ -158,9 +182,12 @@ class EnvironmentHost:
                         continue
                     left -= 1
                     self._in_flight -= 1
+                    counted.ended(ended)
                     yield ended
         finally:
             self._in_flight -= left
+            if active.started:
+                tally(request.environment.id).left(left)
             del self._active[request.request_id]
             self._progress()  # the limit may be lower from here on
             for task in list(active.tasks):

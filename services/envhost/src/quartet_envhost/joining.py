@@ -22,6 +22,7 @@ from typing import Final
 
 from quartet.errors import QuartetError
 from quartet.inference import MAX_COMPLETIONS
+from quartet.kit import tracing
 from quartet.replicas import Generated, Replicas
 from quartet.v1.inference_service_pb2 import GenerateRequest
 
@@ -124,12 +125,15 @@ class _Call:
         self._task: asyncio.Task[None] | None = None
         # Who waits, and the seed of each where they have one.
         self.places: list[_Place] = []
+        # The turns that it is part of.
+        self._turns: list[tracing.Place] = []
 
     def join(self, seeds: list[int], timeout_s: float) -> asyncio.Future[Generated]:
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[Generated] = loop.create_future()
         answered.add_done_callback(self._left)
         self.places.append((answered, seeds))
+        self._turns.append(tracing.here())
         self._deadline = max(self._deadline, loop.time() + timeout_s)
         return answered
 
@@ -137,7 +141,7 @@ class _Call:
         self.timer.cancel()
         self.places = [place for place in self.places if not place[0].done()]
         if self.places:
-            self._task = asyncio.create_task(self._ask(self.places))
+            self._task = asyncio.create_task(self._ask_for_all())
 
     def _left(self, _: asyncio.Future[Generated]) -> None:
         futures = [one for one, _ in self.places]
@@ -146,6 +150,10 @@ class _Call:
         # Else all of it was waited for, and it ends by itself.
         if any(one.cancelled() for one in futures):
             self._task.cancel()
+
+    async def _ask_for_all(self) -> None:
+        with tracing.span("first turns", links=self._turns, members=len(self.places)):
+            await self._ask(self.places)
 
     async def _ask(self, places: Sequence[_Place]) -> None:
         request, remaining_s = GenerateRequest(), self._deadline - asyncio.get_running_loop().time()

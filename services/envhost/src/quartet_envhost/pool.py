@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
+from functools import partial
 from typing import Any, Final
 
 import structlog
@@ -32,7 +33,9 @@ from quartet_envhost.config import EnvHostConfig, EnvironmentConfig
 from quartet_envhost.frames import Kind
 from quartet_envhost.places import Places
 from quartet_envhost.process import Ask, WorkerDied, WorkerProcess
-from quartet_envhost.together import time_limit_s
+from quartet_envhost.spans import traced
+from quartet_envhost.tally import tally
+from quartet_envhost.together import asked_of, time_limit_s
 from quartet_envhost.watch import GIB, Limits, watched
 
 log = structlog.get_logger()
@@ -173,7 +176,7 @@ class WorkerPool:
         ask: Ask | None,
     ) -> Mapping[int, rollout_pb2.Rollout]:
         """The rollouts of the first of each group, tried again while one may end better."""
-        asked = [self._asked(request, members) for members in groups]
+        asked = [asked_of(request, members, self._config.timeout_seconds) for members in groups]
         failed = Counter[int]()
         for attempt in range(request.max_retries + 1):
             if attempt:
@@ -186,20 +189,10 @@ class WorkerPool:
                 break
         return {rollout.member: rollout for rollout in rollouts}
 
-    def _asked(
-        self, request: envhost_service_pb2.RunRolloutsRequest, members: Sequence[int]
-    ) -> envhost_service_pb2.RunRolloutsRequest:
-        """What a worker is asked for the first of these members."""
-        one = envhost_service_pb2.RunRolloutsRequest()
-        one.CopyFrom(request)
-        del one.members[:]
-        one.members.extend(members)
-        one.timeout_ms = one.timeout_ms or round(self._config.timeout_seconds * 1000)
-        return one
-
     def attempt_s(self, request: envhost_service_pb2.RunRolloutsRequest, *, together: bool) -> float:
         """How long one attempt at a member of it, or at all of them together, may be under way."""
-        asked = self._asked(request, request.members if together else request.members[:1])
+        members = request.members if together else request.members[:1]
+        asked = asked_of(request, members, self._config.timeout_seconds)
         return time_limit_s(asked) + self._config.deadline_grace_seconds
 
     async def close(self) -> None:
@@ -218,7 +211,10 @@ class WorkerPool:
             return [
                 failures.failed(one.members[0], failures.HOST, str(error), retryable=True) for one in asked
             ]
-        answers = [asyncio.create_task(self._answer(worker, one, ask)) for one in asked]
+        answers = [
+            asyncio.create_task(traced(self.env_id, one, partial(self._answer, worker, one, ask)))
+            for one in asked
+        ]
         try:
             return await asyncio.gather(*answers)
         finally:
@@ -346,5 +342,6 @@ class WorkerPool:
         try:
             why = await watched(worker, self.env_id, self._limits)
             log.warning("worker ended", env_id=self.env_id, pid=worker.pid, why=why)
+            tally(self.env_id).restarted()
         finally:
             self._places.remove(worker)

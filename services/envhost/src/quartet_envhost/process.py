@@ -20,11 +20,12 @@ from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 from quartet.errors import CODES, QuartetError
+from quartet.kit import tracing
 from quartet.kit.proxies import past_proxies
 from quartet.v1 import envhost_service_pb2
 
 from quartet_envhost import processes
-from quartet_envhost.frames import Kind, encode, read_frame
+from quartet_envhost.frames import TRACES, Kind, encode, read_frame
 
 # A worker that was asked to end by closing its line has so long before it is killed: its own grace and the
 # teardown.
@@ -35,6 +36,8 @@ EXIT_GRACE_S: Final = 1.0
 
 # What an environment prints goes where its logs go.
 STDERR: Final = 2
+
+_OF_ROLLOUTS: Final = frozenset({Kind.RUN, Kind.INTERACT})
 
 
 # Answers a question of a worker.
@@ -66,6 +69,7 @@ class WorkerProcess:
         self._last_frame = time.monotonic()
         self._stopped_because = ""
         self.spoke = asyncio.Event()
+        self._takes_traces = False
         # Why no turn can be sampled, as it said last.
         self.held_up = ""
         self._listener = asyncio.create_task(self._listen())
@@ -145,6 +149,8 @@ class WorkerProcess:
         if ask is not None:
             self._asked[call_id] = ask
         try:
+            if self._takes_traces and kind in _OF_ROLLOUTS and (place := tracing.carried()):
+                self._writer.write(encode(Kind.TRACE, call_id, place.encode()))
             self._writer.write(encode(kind, call_id, payload))
             return await future
         except asyncio.CancelledError:
@@ -202,6 +208,9 @@ class WorkerProcess:
         self.spoke.set()
         if kind is Kind.HEARTBEAT:
             self.held_up = payload.decode()
+            return
+        if kind is Kind.HELLO:
+            self._takes_traces = payload == TRACES
             return
         if kind is Kind.QUESTION:
             self._put_question(call_id, payload)

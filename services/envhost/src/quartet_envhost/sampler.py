@@ -13,12 +13,14 @@ import asyncio
 import hashlib
 import itertools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from quartet import experts
 from quartet.errors import QuartetError
 from quartet.inference import NO_EXTENSION
+from quartet.kit import tracing
 from quartet.replicas import Completion, Generated, Replicas
 from quartet.v1 import common_pb2, envhost_service_pb2, inference_service_pb2, rollout_pb2
 
@@ -67,6 +69,15 @@ class Turn:
     prompt_ids: list[int]
     completion: Completion
 
+    @classmethod
+    def of(cls, generated: Generated) -> Turn:
+        """The one completion of an answer, with as many of its experts as a message can hold."""
+        (completion,) = generated.completions
+        told = completion.experts
+        if told is not None and len(told.numbers) > MAX_MESSAGE_BYTES:
+            completion.experts = experts.joined([told], told.start, MAX_MESSAGE_BYTES)
+        return cls(generated.prompt_ids, completion)
+
     @property
     def token_ids(self) -> list[int]:
         """What was sampled."""
@@ -88,6 +99,17 @@ class Turn:
         return self.completion.experts
 
 
+def ask_for_experts(request: inference_service_pb2.GenerateRequest, turns: Iterable[Turn]) -> None:
+    """From the token on that was sampled last, which nothing was computed on yet.
+
+    Not where it is beyond what the rollout's message can hold, by what the rollout's turns told.
+    """
+    start = max(0, len(request.tokens.token_ids) - 1)
+    row = max((experts.row_bytes(turn.experts) for turn in turns if turn.experts is not None), default=0)
+    if start * row <= MAX_MESSAGE_BYTES:
+        request.experts_from = start
+
+
 class Sampler(Protocol):
     """Answers the model calls of rollouts."""
 
@@ -105,11 +127,19 @@ class ReplicaSampler:
         """Ask these replicas; `first` is the member's share in what its group asks first."""
         self._replicas = replicas
         self._first = first
+        # Turns may be asked for by tasks that know nothing of the rollout.
+        self._place = tracing.here()
 
     async def complete(
         self, request: inference_service_pb2.GenerateRequest, whole: Conversation, timeout_s: float
     ) -> Generated:
         """Exact tokens first; the whole conversation where its template leaves no way to append to them."""
+        with tracing.span("turn", within=self._place):
+            return await self._complete(request, whole, timeout_s)
+
+    async def _complete(
+        self, request: inference_service_pb2.GenerateRequest, whole: Conversation, timeout_s: float
+    ) -> Generated:
         if self._first.pending and request.HasField("messages"):
             return await self._first.complete(request, timeout_s)
         loop = asyncio.get_running_loop()

@@ -9,9 +9,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from quartet.v1 import envhost_service_pb2, rollout_pb2
+
+
+def asked_of(
+    request: envhost_service_pb2.RunRolloutsRequest, members: Sequence[int], timeout_s: float
+) -> envhost_service_pb2.RunRolloutsRequest:
+    """What a worker is asked for the first of these members; `timeout_s` is the host's own limit."""
+    one = envhost_service_pb2.RunRolloutsRequest()
+    one.CopyFrom(request)
+    del one.members[:]
+    one.members.extend(members)
+    one.timeout_ms = one.timeout_ms or round(1000 * timeout_s)
+    return one
 
 
 def time_limit_s(asked: envhost_service_pb2.RunRolloutsRequest) -> float:

@@ -31,7 +31,9 @@ from typing import Any, Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 from quartet import experts
+from quartet.config import ConfigError
 from quartet.errors import QuartetError
+from quartet.kit import tracing
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.imports import uncollected
 from quartet.kit.unknown import refuse_unknown
@@ -41,7 +43,7 @@ from quartet.v1 import envhost_service_pb2, rollout_pb2
 
 from quartet_envhost import failures
 from quartet_envhost.config import check_version
-from quartet_envhost.frames import MAX_MESSAGE_BYTES, Kind, encode, read_frame
+from quartet_envhost.frames import MAX_MESSAGE_BYTES, TRACES, Kind, encode, read_frame
 from quartet_envhost.joining import FirstTurns
 from quartet_envhost.own_code import OwnCode
 from quartet_envhost.sampler import ClientSampler, ReplicaSampler, Sampler
@@ -71,12 +73,14 @@ class Worker:
         self._first_turns: FirstTurns | None = None
         # Of the INTERACT calls under way.
         self._clients: dict[int, ClientSampler] = {}
+        # Of calls that are about to come: the places in traces that they are below.
+        self._places: dict[int, str] = {}
         self._info = b""
         self._env_id = ""
 
     async def run(self) -> None:
         """Serve until the front closes the line."""
-        self._send(Kind.HELLO, 0)
+        self._send(Kind.HELLO, 0, TRACES if tracing.is_on() else b"")
         frame = await read_frame(self._reader)
         if frame is None:
             return
@@ -136,12 +140,16 @@ class Worker:
             if call_id in self._clients:
                 self._clients[call_id].take(envhost_service_pb2.ModelAnswer.FromString(payload))
             return
+        if kind is Kind.TRACE:
+            self._places[call_id] = payload.decode()
+            return
         work = {Kind.TASKS: self._tasks, Kind.RUN: self._run, Kind.INTERACT: self._interact}[kind]
         task = asyncio.create_task(self._answer(call_id, work, payload))
         self._calls[call_id] = task
         task.add_done_callback(lambda _: self._calls.pop(call_id, None))
 
     async def _answer(self, call_id: int, work: Callable[[int, bytes], Any], payload: bytes) -> None:
+        tracing.go_on(self._places.pop(call_id, ""))
         try:
             answer: Message = await work(call_id, payload)
         except QuartetError as error:
@@ -307,7 +315,12 @@ def main() -> None:
     die_with(arguments.parent)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     _have_home()
-    asyncio.run(_serve(arguments.fd))
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(tracing.exporting("envhost-worker"))
+        except ConfigError as error:  # of this interpreter; that is no reason to run no rollouts
+            print(f"no spans of worker {os.getpid()}: {error}", file=sys.stderr)
+        asyncio.run(_serve(arguments.fd))
 
 
 if __name__ == "__main__":

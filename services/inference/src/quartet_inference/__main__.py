@@ -12,6 +12,7 @@ from quartet.kit.accelerator import check_device
 from quartet.kit.door import check_door
 from quartet.kit.imports import uncollected
 from quartet.kit.server import check_here
+from quartet.kit.tracing import exporting
 
 from quartet_inference.config import InferenceConfig
 from quartet_inference.embedded import libraries
@@ -32,7 +33,8 @@ def _run(config: InferenceConfig) -> None:
         constants.HF_HUB_OFFLINE = True
         from quartet_inference.app import run
 
-    uvloop.run(run(config))
+    with exporting("inference"):
+        uvloop.run(run(config))
 
 
 def _preflight(config: InferenceConfig) -> None:

@@ -6,7 +6,8 @@
 2. An adapter is served upon the model of the replica's own folder, and upon nothing else. Where the run that
    the replica follows publishes adapters, that model replaces other weights; where it publishes whole models,
    adapters are refused, and those that are served go with the folder's model.
-3. An adapter whose canary dies is unloaded: its requests fail with NOT_READY. Other runs are not touched.
+3. An adapter whose canary dies is unloaded: its requests fail with NOT_READY, and whoever loads it is told
+   (verdicts.py). Other runs are not touched.
 4. Whatever fails leaves the version that is served; fetching is tried again as for a whole model.
 5. What is taken is followed and what is unloaded has left, although the caller is gone meanwhile: neither is
    ever done by half.
@@ -25,11 +26,13 @@ from quartet.weights.fetch import fetch_version, get_manifest
 from quartet.weights.fetched import Fetched
 from quartet.weights.versions import Version
 
-from quartet_inference.canary import CanaryWatch, check_canary
-from quartet_inference.engine import Engine, EngineInfo, ServedWeights, adapter_gone, no_base
+from quartet_inference.adapter import AdapterAdopter, AdapterView, no_adapter, of_run
+from quartet_inference.canary import CanaryWatch
+from quartet_inference.engine import Engine, ServedWeights, adapter_gone, no_base
 from quartet_inference.own_model import OwnModel
 from quartet_inference.relay import Holdings
-from quartet_inference.updates import Adopter, Follower, Publisher, ServedNews
+from quartet_inference.updates import Follower, Publisher, ServedNews
+from quartet_inference.verdicts import Verdicts
 
 #: Of a run's adapter, for whoever fetches it next here: the base of a delta.
 KEPT_VERSIONS = 1
@@ -43,50 +46,13 @@ MAX_LOOKED_FOR = 256
 MAX_LOOKS = 16
 #: What LoadAdapter waits for a follower that is at work already: of the adapter, or of the base weights.
 LOAD_SECONDS = 60.0
+#: And for its canary, which the engine scores before all else, once it has a place and is not paused.
+CANARY_SECONDS = 20.0
 
 OnBase = Callable[[ServedWeights], None]
 T = TypeVar("T")
 
 log = structlog.get_logger()
-
-
-class AdapterView:
-    """An engine as the follower of one run's adapter sees it."""
-
-    def __init__(self, engine: Engine, run_id: str) -> None:
-        self._engine, self._run_id = engine, run_id
-
-    def info(self) -> EngineInfo:
-        """What is served of the run."""
-        info = self._engine.info()
-        return replace(info, served=_of_run(info, self._run_id), out_of_service="")
-
-    def base_digest(self) -> bytes:
-        """No adapter is there from the start."""
-        return b""
-
-
-class AdapterAdopter(Adopter):
-    """Takes verified versions of one run's adapter into the engine."""
-
-    async def adopt(self, version: Version | Fetched) -> ServedWeights:
-        """Serve a version. Errors: INVALID_REQUEST, OVERLOADED, CHECKSUM_MISMATCH; the old one goes on."""
-        manifest = version.manifest
-        if not manifest.adapter_config:
-            raise _no_adapter(manifest.run_id)
-        check_canary(manifest, self._engine.info().vocab_size)
-        staged = await self._engine.stage_adapter(manifest.adapter_config, version.tensors)
-        weights = ServedWeights(manifest.run_id, int(manifest.version), bytes(manifest.digest))
-        await self._engine.swap_adapter(staged, weights)
-        self._canaries.swapped(weights, manifest.canary if manifest.HasField("canary") else None)
-        self._serving(weights)
-        return weights
-
-    async def rename(self, weights: ServedWeights) -> None:
-        """Serve the adapter that the engine holds as another version."""
-        await self._engine.swap_adapter(None, weights)
-        self._canaries.renamed(weights)
-        self._serving(weights)
 
 
 @dataclass
@@ -111,6 +77,7 @@ class Adapters:
         """Serve them upon the replica's `own` model."""
         self._engine, self._news, self._own = engine, news, own
         self._on_demand, self._tolerance = on_demand, canary_tolerance
+        self.verdicts = Verdicts()
         self._publisher: Publisher | None = None
         self._on_base: OnBase = lambda weights: None
         self._followed: dict[str, _Followed] = {}
@@ -126,10 +93,10 @@ class Adapters:
     def follows(self, run_id: str) -> bool:
         """Whether a run's adapter is served, and newer versions come of themselves."""
         held = self._followed.get(run_id)
-        return held is not None and held.task is not None and _of_run(self._engine.info(), run_id) is not None
+        return held is not None and held.task is not None and of_run(self._engine.info(), run_id) is not None
 
     async def load(self, run_id: str) -> ServedWeights:
-        """Serve the newest version of a run's adapter, and follow it.
+        """Serve the newest version of a run's adapter, whose canary lives, and follow it.
 
         Errors: RUN_UNKNOWN, INVALID_REQUEST, OVERLOADED, CHECKSUM_MISMATCH, NOT_READY, DEADLINE.
         """
@@ -144,22 +111,43 @@ class Adapters:
             )
         newest = await get_manifest(publisher.channel, run_id)
         if not newest.adapter_config:
-            raise _no_adapter(newest.run_id)
+            raise no_adapter(newest.run_id)
         await self._await_base(publisher)
         if not self.follows(newest.run_id):
             taken = await self._take(await fetch_version(publisher.channel, newest.run_id, None, None))
             if taken.version >= newest.version:
-                return taken
+                return await self._scored(newest.run_id)
 
         def arrived(_: ServedWeights | None) -> bool:
-            served = _of_run(self._engine.info(), newest.run_id)
+            served = of_run(self._engine.info(), newest.run_id)
             return served is not None and served.version >= newest.version
 
         if not arrived(None) and not await self._news.wait_for(arrived, LOAD_SECONDS):
             raise QuartetError("DEADLINE", f"version {newest.version} did not arrive", waited_for="adapter")
-        served = _of_run(self._engine.info(), newest.run_id)
-        assert served is not None, "it has arrived"
+        return await self._scored(newest.run_id)
+
+    async def _scored(self, run_id: str) -> ServedWeights:
+        """What is served of a run, once its canary lives. Errors: NOT_READY, DEADLINE."""
+        followed = self._followed.get(run_id)
+        if followed is not None:
+            try:
+                async with asyncio.timeout(CANARY_SECONDS):
+                    await followed.canaries.scored()
+            except TimeoutError:
+                raise QuartetError(
+                    "DEADLINE",
+                    f"the adapter's canary was not scored within {CANARY_SECONDS:g} s; Resume the replica "
+                    "where it is paused, or wait",
+                    waited_for="canary",
+                ) from None
+        served = of_run(self._engine.info(), run_id)
+        if run_id in self.verdicts.dead or served is None:
+            raise QuartetError("NOT_READY", self.verdicts.dead.get(run_id) or adapter_gone(run_id).message)
         return served
+
+    def served(self) -> tuple[ServedWeights, ...]:
+        """The adapters of which a canary lived, by run."""
+        return tuple(one for one in self._engine.info().adapters if self.verdicts.living(one.run_id))
 
     async def adopt(self, version: Version | Fetched) -> ServedWeights:
         """Serve a verified version of the run that the replica follows; other base weights leave the engine.
@@ -188,9 +176,11 @@ class Adapters:
         """Serve a version, and follow its run."""
         run_id = str(version.manifest.run_id)
         async with self._changing:
-            served = _of_run(self._engine.info(), run_id)
+            served = of_run(self._engine.info(), run_id)
             if served is not None and self.follows(run_id):
                 return served  # of two that take a run's first version at once, one follows it
+            if served is None:
+                self.verdicts.ended(run_id)
             followed = self._followed.get(run_id) or self._make(run_id)
             weights = await followed.adopter.adopt(version)
             self._followed[run_id] = followed
@@ -228,6 +218,7 @@ class Adapters:
 
     async def unload(self, run_id: str) -> None:
         """Serve and follow a run's adapter no more. Idempotent."""
+        self.verdicts.forget(run_id)
         await self._whole(self._end(run_id, adapter_gone(run_id)))
 
     def want(self, run_id: str) -> None:
@@ -294,11 +285,15 @@ class Adapters:
 
     def _make(self, run_id: str) -> _Followed:
         def verdict(why: str) -> None:
-            if why:
-                self._spawn(self._end(run_id, QuartetError("NOT_READY", f"adapter unloaded: {why}")))
+            if not why:
+                return self.verdicts.lives(run_id)
+            told = f"adapter unloaded: {why}: {adopter.if_dead}"
+            self.verdicts.died(run_id, told)
+            self._spawn(self._end(run_id, QuartetError("NOT_READY", told)))
 
         canaries = CanaryWatch(self._engine, self._tolerance, verdict)
-        return _Followed(AdapterAdopter(self._engine, canaries, self._news.tell), canaries)
+        adopter = AdapterAdopter(self._engine, canaries, self._news.tell, self._own.folder)
+        return _Followed(adopter, canaries)
 
     def _refused(self, run_id: str) -> None:
         """A newer version was not taken: where the base weights have left, none will be."""
@@ -320,6 +315,7 @@ class Adapters:
                     followed.task.cancel()
                     await asyncio.gather(followed.task, return_exceptions=True)
             await self._engine.drop_adapter(run_id, why)
+            self.verdicts.ended(run_id)
         self._news.tell()
 
     async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
@@ -331,17 +327,3 @@ class Adapters:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _of_run(info: EngineInfo, run_id: str) -> ServedWeights | None:
-    return next((one for one in info.adapters if one.run_id == run_id), None)
-
-
-def _no_adapter(run_id: str) -> QuartetError:
-    return QuartetError(
-        "INVALID_REQUEST",
-        f"run {run_id} publishes whole models, no adapter; follow it with run_id in the configuration",
-        field="run_id",
-        value=run_id,
-        remedy="name a run with lora whose versions are published as adapters",
-    )

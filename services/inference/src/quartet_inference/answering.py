@@ -20,6 +20,7 @@ from typing import Any
 import prometheus_client
 from quartet.errors import QuartetError, refused
 from quartet.inference import MAX_COMPLETIONS, NO_EXTENSION
+from quartet.kit import tracing
 from quartet.seeds import requested_seeds
 from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
@@ -30,7 +31,7 @@ from quartet_inference.conversations import Conversations, Messages
 from quartet_inference.engine import Delta, Engine, Finish, Reason, Request, Routed, ServedWeights, refusal
 from quartet_inference.forms import form_of, unenforceable
 from quartet_inference.messages import from_turn, to_template, tool_to_template
-from quartet_inference.sampling import resolve
+from quartet_inference.sampling import experts_from, resolve
 from quartet_inference.structure.compiling import Compiler
 from quartet_inference.structure.following import Compiled, StructureError
 from quartet_inference.updates import ServedNews
@@ -117,6 +118,8 @@ class Answerer:
         self._compiler = Compiler(chat.structures)
         self._lock = threading.Lock()
         self.prefix_breaks = 0
+        # Of completions that ended: tokens of their prompts, and those of them that were not computed again.
+        self.prompt_tokens = self.cached_tokens = 0
 
     async def answer(
         self, request: pb.GenerateRequest, remaining_s: float | None, top: int = 0
@@ -127,12 +130,14 @@ class Answerer:
         """
         prompt, wanted = await self._prepared(request, remaining_s, room_for=1)
         wanted = replace(wanted, top=top) if top else wanted
+        tracing.event("queued", prompt_tokens=len(prompt.token_ids), completions=wanted.n)
         sampled: list[list[int]] = [list(prompt.sampled) for _ in range(wanted.n)]
         routed: dict[int, Routed] = {}
         async with aclosing(self._engine.generate(wanted)) as events:  # type: ignore[type-var]
             begun: Started | None = Started(prompt.given, prompt.tools, prompt.rendered, prompt.kept)
             async for event in events:
                 if begun is not None:
+                    tracing.event("first_token")
                     yield begun  # with the first tokens: one message where two would say the same
                     begun = None
                 if isinstance(event, Delta):
@@ -276,20 +281,8 @@ class Answerer:
             exact_version=request.exact_policy_version if request.HasField("exact_policy_version") else None,
             keep_prefix=bool(request.session_id),
             resumed=prompt.resumed,
-            experts_from=self._experts_from(request, prompt),
+            experts_from=experts_from(request, len(prompt.given), prompt.kept, info.routers),
         )
-
-    def _experts_from(self, request: pb.GenerateRequest, prompt: _Prompt) -> int | None:
-        """From where on the experts are asked for. Errors: INVALID_REQUEST."""
-        if not request.HasField("experts_from"):
-            return None
-        if not self._engine.info().routers:
-            remedy = "start the replica with routed_experts = true, on a mixture-of-experts model"
-            raise refused("experts_from", request.experts_from, remedy)
-        if request.experts_from > len(prompt.given):
-            remedy = f"send at most the prompt's length, {len(prompt.given)}"
-            raise refused("experts_from", request.experts_from, remedy)
-        return request.experts_from if prompt.kept else 0
 
     async def _wait_for_weights(self, wanted: Request, has_minimum: bool, remaining_s: float | None) -> None:
         """Wait for the run and the version that a request names; the engine checks the rest."""
@@ -344,4 +337,7 @@ class Answerer:
         calls = bool(turn.calls) and event.reason is Reason.STOP and not stop_match
         reason = pb.FINISH_REASON_TOOL_CALLS if calls else _REASONS[event.reason]
         used = (len(prompt.given), len(sampled), event.cached_tokens)
+        with self._lock:  # short texts are parsed on the event loop, long ones in threads
+            self.prompt_tokens += len(prompt.given)
+            self.cached_tokens += event.cached_tokens
         return Ended(event.index, reason, stop_match, text, message, *used, routed)

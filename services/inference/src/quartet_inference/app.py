@@ -9,10 +9,12 @@ from typing import cast
 
 import torch
 import transformers
+from quartet.chat_identity import chat_identity
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.inference import INFERENCE
 from quartet.kit.health import Health
+from quartet.kit.metrics import scraped
 from quartet.kit.server import Service, serve
 from quartet.v1 import inference_service_pb2_grpc
 
@@ -26,6 +28,7 @@ from quartet_inference.embedded.engine import EmbeddedEngine
 from quartet_inference.embedded.limits import Limits
 from quartet_inference.ending import end_with
 from quartet_inference.engine import Engine, ServedWeights
+from quartet_inference.gauges import ReplicaGauges
 from quartet_inference.openai.start import front
 from quartet_inference.own_model import OwnModel
 from quartet_inference.replication import replicating
@@ -88,6 +91,9 @@ async def services(
     chat = await asyncio.to_thread(
         Chat, config.model, config.chat.tool_parser, config.chat.template_file, config.chat.template_settings
     )
+    made_with = await asyncio.to_thread(
+        chat_identity, config.model, str(config.model), config.chat.template_file
+    )
     ungated = await build_engine(config, chat, health)
     gate = Gate(ungated)
     engine = cast(Engine, gate)
@@ -106,7 +112,7 @@ async def services(
         canary_tolerance=config.canary_tolerance,
     )
     answerer = Answerer(engine, chat, news, config.version_wait_seconds, adapters.want)
-    servicer = InferenceServicer(engine, answerer, adapters, str(config.model))
+    servicer = InferenceServicer(engine, answerer, adapters, str(config.model), made_with)
     try:
         async with (
             replicating(config, ungated, gate, news, health, adapters, bound) as weights,
@@ -128,4 +134,7 @@ async def run(config: InferenceConfig) -> None:
     health = Health()
     bound: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     async with services(config, health, bound) as running:
-        await serve(running, config.server, health, started=bound)
+        servicer = running[0].servicer
+        assert isinstance(servicer, InferenceServicer)
+        with scraped(ReplicaGauges(servicer.model, servicer.prompt_tokens, asyncio.get_running_loop())):
+            await serve(running, config.server, health, started=bound)

@@ -24,6 +24,7 @@ from quartet.v1 import weights_pb2 as pb
 from quartet.weights.manifest import mismatch
 
 from quartet_inference.engine import Engine, EngineInfo, Event, Request, Scored, ScoreRequest, ServedWeights
+from quartet_inference.layout import REMEDY
 
 #: Mean difference of a log-probability. With float32 only the order of sums differs (measured: below 1e-6);
 #: with float16 and bfloat16 the engine computes in 11 or 8 bits what the trainer computed in 24 (measured on
@@ -117,6 +118,11 @@ class CanaryWatch:
         if not self._trusted:
             self.swapped(weights, self._canary, self._published_as)
 
+    async def scored(self) -> None:
+        """Wait until what is in the engine was scored, or nobody finds out any more."""
+        while (task := self._task) is not None and not task.done():
+            await asyncio.wait({task})
+
     def close(self) -> None:
         """Drop the check under way."""
         if self._task is not None:
@@ -163,11 +169,18 @@ def _difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def check_canary(manifest: pb.WeightManifest, vocab_size: int) -> None:
-    """Refuse a canary that cannot be scored. Errors: CHECKSUM_MISMATCH."""
-    canary = manifest.canary
-    if manifest.HasField("canary") and not (
-        2 <= len(canary.token_ids) <= MAX_TOKENS
-        and len(canary.logprobs) == len(canary.token_ids) - 1
-        and max(canary.token_ids) < vocab_size
-    ):
+    """Refuse a canary that cannot be scored. Errors: CHECKSUM_MISMATCH, INVALID_REQUEST."""
+    if not manifest.HasField("canary"):
+        return
+    tokens = manifest.canary.token_ids
+    if not (2 <= len(tokens) <= MAX_TOKENS and len(manifest.canary.logprobs) == len(tokens) - 1):
         raise mismatch("canary")
+    if max(tokens) >= vocab_size:
+        raise QuartetError(
+            "INVALID_REQUEST",
+            f"the canary has token {max(tokens)}, the model knows {vocab_size} tokens: the version is of "
+            f"another model; {REMEDY}",
+            field="canary",
+            value=max(tokens),
+            remedy=REMEDY,
+        )

@@ -24,7 +24,7 @@ class OwnModel:
     """The folder's weights, in the engine or not."""
 
     def __init__(self, engine: Engine, folder: Path) -> None:
-        self._engine, self._folder = engine, folder
+        self._engine, self.folder = engine, folder
 
     def serves(self) -> bool:
         """Whether it is what answers requests that name no run."""
@@ -33,12 +33,12 @@ class OwnModel:
 
     def check(self) -> None:
         """Whether there is one. Errors: INVALID_REQUEST."""
-        if not model.has_weights(self._folder):
+        if not model.has_weights(self.folder):
             raise QuartetError(
                 "INVALID_REQUEST",
                 "the folder of this replica has no weights; adapters need the model that they were made for",
                 field="model",
-                value=str(self._folder),
+                value=str(self.folder),
                 remedy="start the replica with the folder that the run was created from, weights included",
             )
 
@@ -56,11 +56,11 @@ class OwnModel:
         return weights
 
     def _read(self) -> Mapping[str, Tensor]:
-        tensors = model.read(self._folder, self._engine.info().dtype)
+        tensors = model.read(self.folder, self._engine.info().dtype)
         if bytes(build_manifest("", 0, tensors).digest) != self._engine.base_digest():
             raise QuartetError(
                 "CHECKSUM_MISMATCH",
-                f"the weights in {str(self._folder)!r} have changed since this replica was started; "
+                f"the weights in {str(self.folder)!r} have changed since this replica was started; "
                 "start it again",
                 what="the folder's own model",
             )

@@ -1,4 +1,4 @@
-"""From SamplingParams to what the engine accepts: defaults, bounds, and the reason why a value is refused."""
+"""From what a request says of sampling to what the engine accepts: defaults, bounds, reasons of refusals."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from quartet.inference import (
     MIN_TEMPERATURE,
 )
 from quartet.v1 import common_pb2
+from quartet.v1 import inference_service_pb2 as pb
 
 from quartet_inference.engine import Sampling
 
@@ -71,3 +72,21 @@ def resolve(params: common_pb2.SamplingParams, room: int, vocab_size: int, gramm
         ignore_eos=params.ignore_eos,
         grammar=grammar,
     )
+
+
+def experts_from(request: pb.GenerateRequest, given: int, kept: bool, routers: int) -> int | None:
+    """From which position on the experts are asked for; None: they are not. Errors: INVALID_REQUEST.
+
+    `given` tokens are the prompt, `kept` says whether it extends those that the caller knows.
+    """
+    if not request.HasField("experts_from"):
+        return None
+    if not routers:
+        remedy = "start the replica with routed_experts = true, on a mixture-of-experts model"
+        raise refused("experts_from", request.experts_from, remedy)
+    if not kept:
+        return 0
+    if request.experts_from > given:
+        remedy = f"send at most the prompt's length, {given}"
+        raise refused("experts_from", request.experts_from, remedy)
+    return int(request.experts_from)

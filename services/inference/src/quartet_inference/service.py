@@ -26,12 +26,20 @@ MAX_EXPERTS_BYTES = 1 << 20
 class InferenceServicer(rpc.InferenceServiceServicer):
     """Generate, Score, LoadAdapter, UnloadAdapter, Pause, Resume, GetModel."""
 
-    def __init__(self, engine: Engine, answerer: Answerer, adapters: Adapters, base_model: str) -> None:
-        """Serve an engine; the answerer is its way for prompts."""
+    def __init__(
+        self,
+        engine: Engine,
+        answerer: Answerer,
+        adapters: Adapters,
+        base_model: str,
+        chat: common_pb2.ChatIdentity | None = None,
+    ) -> None:
+        """Serve an engine; the answerer is its way for prompts, which are made with what `chat` says."""
         self._engine = engine
         self._adapters = adapters
         self._answerer = answerer
         self._base_model = base_model
+        self._chat = chat
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
@@ -88,6 +96,14 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetModelResponse:
         """Say what is served."""
+        return self.model()
+
+    def prompt_tokens(self) -> tuple[int, int]:
+        """Of the prompts of completions that ended: all, and those that were not computed again."""
+        return self._answerer.prompt_tokens, self._answerer.cached_tokens
+
+    def model(self) -> pb.GetModelResponse:
+        """What is served right now; for the event loop."""
         info = self._engine.info()
         served = info.served
         return pb.GetModelResponse(
@@ -108,10 +124,15 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             end_token_ids=info.end_token_ids,
             out_of_service=info.out_of_service,
             update_refused=info.update_refused,
+            chat=self._chat,
             prefix_breaks=self._answerer.prefix_breaks,
             adapters=[
                 pb.ServedAdapter(run_id=one.run_id, policy_version=one.version, weights_digest=one.digest)
-                for one in info.adapters
+                for one in self._adapters.served()
+            ],
+            refused_adapters=[
+                pb.RefusedAdapter(run_id=run_id, why=why)
+                for run_id, why in self._adapters.verdicts.dead.items()
             ],
         )
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 import grpc
 import structlog
 from quartet.errors import QuartetError
+from quartet.kit import tracing
 from quartet.kit.news import News
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights.fetch import fetch_version, get_manifest, watch
@@ -105,10 +106,12 @@ class Adopter:
         manifest = version.manifest
         if manifest.adapter_config and self._on_adapter is not None:
             return await self._on_adapter(version)
-        check_canary(manifest, self._engine.info().vocab_size)
         staged = await self._engine.stage(version.tensors)
+        # Afterwards: the canary of another model may be of another vocabulary, which is not what is wrong.
+        check_canary(manifest, self._engine.info().vocab_size)
         weights = _weights(manifest)
-        await self._engine.swap(staged, weights)
+        with tracing.span("swap"):
+            await self._engine.swap(staged, weights)
         canary = manifest.canary if manifest.HasField("canary") else None
         self._canaries.swapped(weights, canary, {one.dtype for one in version.tensors.values()})
         self._serving(weights)
@@ -215,7 +218,8 @@ class Follower:
             taken = wanted in (self._engine.info().served, self._refused)
             if not taken and not self._elsewhere(wanted.run_id):
                 try:
-                    adopted = await self._adopt(wanted, target.sources)
+                    with tracing.span("weights", root=True, run_id=wanted.run_id, version=wanted.version):
+                        adopted = await self._adopt(wanted, target.sources)
                 except QuartetError as error:
                     message = f"version {wanted.version} could not be taken: {error.message}"
                     raise QuartetError(error.reason, message) from error

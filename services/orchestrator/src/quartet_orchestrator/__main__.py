@@ -9,12 +9,14 @@ from quartet.config import main
 from quartet.kit.folder import check_folder
 from quartet.kit.health import Health
 from quartet.kit.logs import configure
+from quartet.kit.metrics import scraped
 from quartet.kit.server import Service, check_here, serve
+from quartet.kit.tracing import exporting
 from quartet.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServicer_to_server
 
 from quartet_orchestrator.assembly import Services
 from quartet_orchestrator.config import OrchestratorConfig
-from quartet_orchestrator.gauges import scraped
+from quartet_orchestrator.gauges import RunGauges
 from quartet_orchestrator.runs import Runs
 from quartet_orchestrator.service import SERVICE_NAME, OrchestratorServicer
 from quartet_orchestrator.together import alongside
@@ -33,7 +35,7 @@ async def _serve(config: OrchestratorConfig) -> None:
         runs.start()
         health.set_ready(SERVICE_NAME)
         watching = watch(runs.moving, health, SERVICE_NAME, config.stalled_after_seconds)
-        with scraped(runs.states):
+        with scraped(RunGauges(runs.glances)):
             await alongside(serve([service], config.server, health), watching)
     finally:
         await runs.close()
@@ -43,7 +45,8 @@ async def _serve(config: OrchestratorConfig) -> None:
 def run(config: OrchestratorConfig) -> None:
     """Serve until a signal ends it."""
     configure("orchestrator", config.log_level)
-    uvloop.run(_serve(config))
+    with exporting("orchestrator"):
+        uvloop.run(_serve(config))
 
 
 def preflight(config: OrchestratorConfig) -> None:

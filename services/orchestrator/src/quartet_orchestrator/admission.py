@@ -14,12 +14,15 @@ from quartet.run.config import RunConfig, parse_run
 from quartet.run.evaluation import EvalTrial, EvaluateConfig
 from quartet.run.hosted import HostedConfig
 from quartet.run.name import RULE, is_run_id
+from quartet.v1.common_pb2 import ChatIdentity
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 
+from quartet_orchestrator import chats
 from quartet_orchestrator.envhosts import EnvHosts
 from quartet_orchestrator.outage import AWAY
+from quartet_orchestrator.policies import Policies
 from quartet_orchestrator.requests import environment_ref
-from quartet_orchestrator.specs import run_spec
+from quartet_orchestrator.specs import custom_args, run_spec
 from quartet_orchestrator.trainer_client import TrainerClient
 
 C = TypeVar("C")
@@ -101,14 +104,18 @@ def check_trainer(config: RunConfig, has_trainer: bool, has_policies: bool) -> N
         )
 
 
-async def check_at_trainer(config: RunConfig, trainer: TrainerClient | None) -> str:
+async def check_at_trainer(
+    config: RunConfig, trainer: TrainerClient | None, policies: Policies | None = None
+) -> str:
     """Whether the trainer has the model and the loss. One that is away, or of a release that does not say, is
-    no reason to refuse a run: it waits for it, and ends with the reason. What a person should know then.
-    Raises INVALID_CONFIG."""
+    no reason to refuse a run: it waits for it, and ends with the reason. What a person should know: that, or
+    what of the model is otherwise at the replicas (chats.py). Raises INVALID_CONFIG."""
     if config.external_trainer or trainer is None:
         return ""
+    asked = asyncio.create_task(policies.chats() if policies is not None else _nobody())
     try:
-        await trainer.check(run_spec(config), config.algorithm.custom or "")
+        chat = await trainer.check(run_spec(config), config.algorithm.custom or "", custom_args(config))
+        return chats.warning(chat, await asked)
     except QuartetError as error:
         if error.reason == "INVALID_CONFIG":
             raise
@@ -117,7 +124,13 @@ async def check_at_trainer(config: RunConfig, trainer: TrainerClient | None) -> 
                 f"the trainer at {trainer.address} was away when the run was submitted ({error.message}): "
                 "whether it has the model is seen when the run begins"
             )
+    finally:
+        asked.cancel()
     return ""
+
+
+async def _nobody() -> dict[str, ChatIdentity]:
+    return {}
 
 
 async def describe_trials(trials: Sequence[EvalTrial], hosts: EnvHosts) -> list[EnvironmentInfo]:

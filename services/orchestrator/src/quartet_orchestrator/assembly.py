@@ -3,7 +3,7 @@ call."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from quartet.run.config import RunConfig
@@ -20,6 +20,7 @@ from quartet_orchestrator.keeping_up import KeepingUp
 from quartet_orchestrator.mixture import Mixture
 from quartet_orchestrator.on_demand import Measurable
 from quartet_orchestrator.outage import Outage
+from quartet_orchestrator.own_advantages import OwnAdvantage, load_advantages
 from quartet_orchestrator.pace import Pace
 from quartet_orchestrator.permits import Permits
 from quartet_orchestrator.policies import Policies
@@ -46,6 +47,8 @@ class Services:
     turns: Turns
     patience_s: float
     journal_keep_bytes: int
+    #: Those of the configuration, by name.
+    advantages: Mapping[str, OwnAdvantage]
 
     @classmethod
     def connect(cls, config: OrchestratorConfig) -> Services:
@@ -58,6 +61,7 @@ class Services:
             Turns(config.whole_model_runs),
             config.patience_seconds,
             config.journal_keep_bytes,
+            load_advantages(config.advantages),
         )
 
     async def close(self) -> None:
@@ -128,14 +132,16 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         return services.policies.serving(run_id, version, adapter=publishes_adapters)
 
     def still_serving(version: int) -> Awaitable[None]:
-        return services.policies.answering() if publishes_adapters else serving(version)
+        return services.policies.answering(run_id) if publishes_adapters else serving(version)
 
     keeping_up = KeepingUp(serving, still_serving, services.patience_s, book.note)
     training, covered = _training(book, config, services, serving, keeping_up)
     compaction = Compaction(book, covered, services.journal_keep_bytes)
 
     def troubles() -> list[str]:
-        away = [one.trouble for one in outages if one.trouble]
+        # Of inference is told once: keeping_up knows what each replica says.
+        told = [one for one in outages if one is not model or not keeping_up.trouble]
+        away = [one.trouble for one in told if one.trouble]
         return [*training.troubles, *away, *reach.troubles, *rollouts.troubles]
 
     return TrainingRun(
@@ -164,9 +170,10 @@ def _training(
     keeping_up: KeepingUp,
 ) -> tuple[Training | ForeignTraining, Callable[[], int]]:
     """What trains the run, and the steps whose rollouts it cannot ask for again."""
+    own = services.advantages.get(config.algorithm.custom_advantage or "")
     if config.external_trainer:
-        return ForeignTraining(book, config, serving, services.patience_s), covered_by_acks(book)
+        return ForeignTraining(book, config, serving, services.patience_s, own), covered_by_acks(book)
     assert services.trainer is not None, "checked when the run was taken"
     outage = Outage("the trainer", services.patience_s, book.note)
-    plan = CallPlan.of(config, book.state.earlier_ends)
-    return Training(book, config, services.trainer, outage, keeping_up), covered_by_states(book, plan)
+    plan = CallPlan.of(config, book.state.earlier_ends, book.state.earlier_saving)
+    return Training(book, config, services.trainer, outage, keeping_up, own), covered_by_states(book, plan)

@@ -52,13 +52,16 @@ def without_overlong(
 
 
 def credited(
-    algorithm: AlgorithmConfig, groups: Sequence[Sequence[Rollout]], minibatch: int | None = None
+    algorithm: AlgorithmConfig,
+    groups: Sequence[Sequence[Rollout]],
+    minibatch: int | None = None,
+    own: parts.Own | None = None,
 ) -> tuple[list[Rollout], list[list[float]]]:
     """Those of a batch, or of a mini-batch of it, that are trained on, and the advantage of each of their
-    samples: credit compares across the batch, whatever its parts.
+    samples: credit compares across the batch, whatever its parts. `own` is what advantage = "custom" goes by.
     """
     rollouts = [rollout for group in groups for rollout in group]
-    advantages = parts.advantages(algorithm.advantage, groups)
+    advantages = parts.advantages(algorithm.advantage, groups, own)
     if minibatch is not None:
         size = len(groups) // algorithm.num_minibatches
         first, end = (sum(map(len, groups[: size * number])) for number in (minibatch, minibatch + 1))

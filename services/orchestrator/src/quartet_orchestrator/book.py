@@ -23,6 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 import structlog
 from quartet.errors import QuartetError
 from quartet.kit.news import News
+from quartet.run.learning import CheckpointConfig
 from quartet.v1 import journal_pb2 as jpb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2
@@ -125,6 +126,19 @@ class Book:
         run.ClearField("model_path")
         run.last_event = self.journal.last_event + 1
         self.write(phase=pb.PhaseEvent(run=run))
+
+    def change(self, config_toml: str, before: CheckpointConfig, message: str) -> None:
+        """The run is carried out otherwise from here on, and people are told how; `before` is when it saved
+        its state until here. Without config_toml that comes with `extend`."""
+        log.info(message, run_id=self.state.run_id)
+        self.write(
+            changed={
+                "config_toml": config_toml,
+                "ckpt_interval": before.interval,
+                "ckpt_keep_last": before.keep_last,
+                "note": pb.NoteEvent(level=pb.NOTE_LEVEL_INFO, message=message),
+            }
+        )
 
     def run(self) -> pb.Run:
         """The run as callers get it."""

@@ -8,9 +8,9 @@
   after the last step          SaveState(export)        always, instead of the plain one; of a run that was
                                                         extended also after each step that was the last before
 
-1. The list follows from max_steps, those before it, num_iterations, num_minibatches, interval and keep_last
-   alone, so both sides agree on every number after any restart. A longer run's list begins with the shorter
-   one's.
+1. The list follows from max_steps, those before it, num_iterations, num_minibatches, interval and keep_last,
+   and what these two were before, alone, so both sides agree on every number after any restart. A longer
+   run's list begins with the shorter one's, and one that saves otherwise from a step on with what was before.
 2. Numbers are contiguous from 1. With max_steps 0 the list is PublishWeights, SaveState(export).
 3. Saved states take `keep_last` names in turn: a state replaces the oldest one, atomically, on the trainer's
    side.
@@ -20,8 +20,9 @@ Pure.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -35,6 +36,16 @@ class CallKind(Enum):
     FORWARD_BACKWARD = "ForwardBackward"
     OPTIM_STEP = "OptimStep"
     SAVE = "SaveState"
+
+
+@dataclass(frozen=True)
+class Saving:
+    """When states are saved, and how many names they take in turn, of the steps up to `until` that come after
+    those of the Saving before it."""
+
+    until: float
+    interval: int
+    keep_last: int
 
 
 @dataclass(frozen=True)
@@ -63,10 +74,12 @@ class CallPlan:
         earlier_ends: Sequence[int] = (),
         save_interval: int,
         keep_last: int,
+        earlier_saving: Sequence[Saving] = (),
         num_iterations: int = 1,
         num_minibatches: int = 1,
     ) -> None:
-        assert max_steps >= 0 and save_interval > 0 and keep_last > 0
+        self._saving = [*earlier_saving, Saving(math.inf, save_interval, keep_last)]
+        assert max_steps >= 0 and all(one.interval > 0 and one.keep_last > 0 for one in self._saving)
         assert num_iterations > 0 and num_minibatches > 0
         self._num_minibatches = num_minibatches
         # Two calls for each mini-batch of each pass, and the publication.
@@ -75,18 +88,20 @@ class CallPlan:
         # The steps after which the model is exported, ascending; and those earlier ones that the interval
         # leaves out.
         self._ends = (*earlier_ends, max_steps)
-        self._between = [end for end in earlier_ends if end == 0 or end % save_interval]
-        self._interval = save_interval
-        self._keep_last = keep_last
+        self._between = [end for end in earlier_ends if not self._is_due(end)]
 
     @classmethod
-    def of(cls, config: RunConfig, earlier_ends: Sequence[int]) -> CallPlan:
-        """The list that follows from a run's configuration, and from the max_steps that it had before."""
+    def of(
+        cls, config: RunConfig, earlier_ends: Sequence[int], earlier_saving: Sequence[Saving] = ()
+    ) -> CallPlan:
+        """The list that follows from a run's configuration, and from the max_steps that it had before, and
+        when it saved before."""
         return cls(
             max_steps=config.max_steps,
             earlier_ends=earlier_ends,
             save_interval=config.ckpt.interval,
             keep_last=config.ckpt.keep_last,
+            earlier_saving=earlier_saving,
             num_iterations=config.algorithm.num_iterations,
             num_minibatches=config.algorithm.num_minibatches,
         )
@@ -94,19 +109,19 @@ class CallPlan:
     def covered_steps(self, applied_seq_id: int) -> int:
         """The steps that every state which the trainer keeps contains, once so many calls are answered; 0
         while it keeps fewer states than it may."""
-        saving = sorted({*range(self._interval, self._max_steps, self._interval), *self._ends[:-1]})
+        saving = sorted({*self._due(), *self._ends[:-1]})
         saved = bisect_right(saving, applied_seq_id, key=lambda steps: self.last_of(steps - 1))
         # As the trainer does: an equal name is replaced, and the newest are kept.
         kept: dict[str, int] = {}
         for steps in saving[:saved]:
             kept.pop(self._state_name(steps - 1), None)
             kept[self._state_name(steps - 1)] = steps
-            kept = dict(list(kept.items())[-self._keep_last :])
-        return 0 if len(kept) < self._keep_last else min(kept.values())
+            kept = dict(list(kept.items())[-self._saving_of(steps).keep_last :])
+        return 0 if len(kept) < self._saving[-1].keep_last else min(kept.values())
 
     def first_of(self, batch: int) -> int:
         """seq_id of the batch's first ForwardBackward."""
-        saved = batch // self._interval + bisect_right(self._between, batch)
+        saved = self._due_until(batch) + bisect_right(self._between, batch)
         return 2 + self._calls_per_step * batch + saved
 
     def published_by(self, batch: int) -> int:
@@ -141,10 +156,34 @@ class CallPlan:
         return before + passed + (call.kind == CallKind.OPTIM_STEP)
 
     def _saves(self, batch: int) -> bool:
-        due = batch >= 0 and (batch + 1) % self._interval == 0
-        return due or batch + 1 in self._ends
+        return self._is_due(batch + 1) or batch + 1 in self._ends
+
+    def _saving_of(self, steps: int) -> Saving:
+        """What holds of the state after so many steps."""
+        return next(one for one in self._saving if steps <= one.until)
+
+    def _is_due(self, steps: int) -> bool:
+        return steps > 0 and steps % self._saving_of(steps).interval == 0
+
+    def _due(self) -> Iterator[int]:
+        """The steps before the last after which a state is due."""
+        before = 0
+        for one in self._saving:
+            until = int(min(one.until, self._max_steps - 1))
+            yield from range((before // one.interval + 1) * one.interval, until + 1, one.interval)
+            before = max(before, until)
+
+    def _due_until(self, steps: int) -> int:
+        """How many states are due after at most so many steps."""
+        before, found = 0, 0
+        for one in self._saving:
+            until = max(before, int(min(one.until, steps)))
+            found += until // one.interval - before // one.interval
+            before = until
+        return found
 
     def _state_name(self, batch: int) -> str:
         if batch + 1 in self._ends:
             return "final"
-        return f"state-{(batch + 1) // self._interval % self._keep_last}"
+        saving = self._saving_of(batch + 1)
+        return f"state-{(batch + 1) // saving.interval % saving.keep_last}"

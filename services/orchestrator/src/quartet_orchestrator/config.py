@@ -39,6 +39,8 @@ class OrchestratorConfig(Config):
     #: A run that writes nothing down for so long makes the service NOT_SERVING. Longer than any rollout and
     #: any call of the trainer: neither shows what it does before it ends.
     stalled_after_seconds: float = Field(default=3600.0, gt=0, le=14 * 24 * 3600)
+    #: Advantages of one's own: name = "module:function" (own_advantages.py). A run chooses by name.
+    advantages: dict[str, str] = Field(default_factory=dict)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @model_validator(mode="after")

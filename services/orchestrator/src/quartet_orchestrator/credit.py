@@ -10,6 +10,8 @@ r is a reward, m and s are mean and population standard deviation over its group
   none          r                            REINFORCE without a baseline
   zero          0                            what is learned comes from the loss: distillation
 
+and what a function of somebody's own makes of what there is to know of a group (own_advantages.py).
+
 1. Failures are not here: a caller passes rewards of rollouts that succeeded, only.
 2. All advantages are finite; a group of equal rewards gets zeros (except `none`).
 3. The normaliser follows from the aggregation: the number of covered tokens (token), of samples (sequence),
@@ -30,6 +32,27 @@ from statistics import fmean
 EPSILON = 1e-4
 
 Groups = Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """What is known of one of those that are compared: a rollout, or what one agent did in it."""
+
+    #: What it earned: its weighted total.
+    reward: float
+    #: Of the rollout: each reward function without its weight, and each metric, by name.
+    rewards: Mapping[str, float]
+    metrics: Mapping[str, float]
+    #: Sampled tokens of it, which are what is trained on.
+    completion_tokens: int
+    #: Of the rollout: calls of the model, whether a limit cut it, what ended it.
+    num_turns: int
+    truncated: bool
+    stop_condition: str
+    #: Which rollout of its group it is, from 0.
+    member: int
+    #: The role of the agent; empty where the rollout is one thing.
+    agent: str
 
 
 @dataclass(frozen=True)

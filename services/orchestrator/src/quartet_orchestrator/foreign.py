@@ -29,6 +29,7 @@ from quartet.v1.journal_pb2 import BatchClosed
 from quartet_orchestrator.batches import credited, normalizer
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.outage import AWAY, NOTE_AFTER_S, RunInterrupted
+from quartet_orchestrator.parts import Own
 from quartet_orchestrator.state import Group
 from quartet_orchestrator.steps import Trained, of_acks
 
@@ -68,8 +69,11 @@ class ForeignTraining:
         config: RunConfig,
         serving: Callable[[int], Awaitable[None]],
         patience_s: float,
+        own: Own | None = None,
     ) -> None:
-        """`serving` raises where no replica serves a version."""
+        """`serving` raises where no replica serves a version; `own` is what algorithm.advantage = "custom"
+        goes by."""
+        self._own = own
         self._book = book
         self._config = config
         self._serving = serving
@@ -111,7 +115,7 @@ class ForeignTraining:
     async def train(self, batch: int) -> None:
         """Hands a closed batch out; returns once it is trained on and its version served."""
         closed = self._book.closed_batch(batch)
-        self._batch = await asyncio.to_thread(_handed_out, self._book, self._config, closed)
+        self._batch = await asyncio.to_thread(_handed_out, self._book, self._config, closed, self._own)
         self.news.tell()
         while self.waiting():
             with suppress(TimeoutError):
@@ -284,12 +288,12 @@ def _frames(book: Book, batch: HandedOut, number: int) -> list[pb.StreamRollouts
     ]
 
 
-def _handed_out(book: Book, config: RunConfig, closed: BatchClosed) -> HandedOut:
+def _handed_out(book: Book, config: RunConfig, closed: BatchClosed, own: Own | None) -> HandedOut:
     """Reads the rollouts of the batch: meant for a thread."""
     groups = [book.rollouts(number) for number in closed.groups]
     owners = {id(one): number for number, group in zip(closed.groups, groups, strict=True) for one in group}
     found: dict[int, dict[int, list[float]]] = {number: {} for number in closed.groups}
-    rollouts, advantages = credited(config.algorithm, groups)
+    rollouts, advantages = credited(config.algorithm, groups, own=own)
     for rollout, its_own in zip(rollouts, advantages, strict=True):
         found[owners[id(rollout)]][rollout.member] = its_own
     return HandedOut(closed, normalizer(config, rollouts), found)

@@ -3,24 +3,31 @@
 1. It takes place when it is written down, or not at all; asked for twice at once it takes place once.
 2. Resumed is what is STOPPED, and what FAILED before this part of it dispatched a group: a model that was
    missing may be there now, and with nothing sampled there is nothing to sample or to train twice.
-3. Extended is what is COMPLETED, by a configuration that differs in a larger max_steps alone. Whoever asks
-   for anything else is told what works.
+3. Extended is what is COMPLETED, by a configuration that differs in a larger max_steps alone, and in how the
+   run is carried out (quartet/run/operation.py). Whoever asks for anything else is told what works.
+4. How a run is carried out is changed while it can still go on: from the step on that is not applied yet,
+   and a note says what. One that works is broken off for that and begins again where it stands, as after a
+   restart of this process; its turn stays its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from quartet.errors import QuartetError
 from quartet.kit.unknown import enum_name
 from quartet.run.config import RunConfig
+from quartet.run.operation import carried_out_as, computes_the_same, differences
 from quartet.v1 import orchestrator_service_pb2 as pb
 
 from quartet_orchestrator import state
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.segments import JournalCorrupt
 from quartet_orchestrator.state import RunState
+
+# Of a configuration, that are told.
+MAX_DIFFERENCES = 4
 
 
 async def begin(book: Book, write: Callable[[], None]) -> bool:
@@ -74,8 +81,11 @@ def check_resumable(run: RunState) -> None:
 def check_extends(run: RunState, known: RunConfig | None, asked: RunConfig) -> None:
     """Refuses another configuration of a run, unless it is its own with more steps. Raises RUN_CONFLICT."""
     exists = f"run {run.run_id!r} exists with another configuration"
-    if known is None or not known.model_copy(update={"max_steps": asked.max_steps}).is_same_run(asked):
-        raise _conflict(run, "config_toml", f"{exists}; choose another run_id")
+    longer = known and known.model_copy(update={"max_steps": asked.max_steps})
+    if known is None or longer is None or not computes_the_same(longer, asked):
+        told = differences(carried_out_as(longer, asked), asked)[:MAX_DIFFERENCES] if longer else []
+        why = f": {', '.join(told)}" if told else ""
+        raise _conflict(run, "config_toml", f"{exists}{why}; choose another run_id")
     steps = f"{exists}: max_steps is {known.max_steps} there, not {asked.max_steps}"
     if asked.max_steps < known.max_steps:
         raise _conflict(
@@ -92,6 +102,34 @@ def check_extends(run: RunState, known: RunConfig | None, asked: RunConfig) -> N
             f"{steps}; it is {_name(run.phase)} at step {run.step}, and a run is made longer once it is "
             f"COMPLETED: let it go on to its {known.max_steps} steps, then submit it with {asked.max_steps}",
         )
+
+
+def change(book: Book, known: RunConfig, config_toml: str, asked: RunConfig) -> None:
+    """Writes down what is carried out otherwise from here on; nothing where that is as it was."""
+    otherwise = carried_out_as(known, asked)
+    if not known.is_same_run(otherwise):
+        told = "; ".join(differences(known, otherwise))
+        book.change(config_toml, known.ckpt, f"goes on with other settings: {told}")
+
+
+async def carry_out(
+    book: Book, write: Callable[[], None], begin_again: Callable[[], Awaitable[None]]
+) -> None:
+    """Lets `write` write down how a run that is not over is carried out from here on, where its phase is one
+    to do it in, or waits for one. `begin_again` is for a run that works."""
+    if book.state.phase == state.STOPPING:
+        await book.changed()
+    elif book.state.phase in state.RESTING:
+        await begin(book, write)
+    else:
+        with written(book.state.run_id):
+            write()
+        await begin_again()
+
+
+def is_over(run: RunState) -> bool:
+    """Whether there is nothing left of it to carry out, but for an extension."""
+    return run.phase == state.COMPLETED or _failed_for_good(run)
 
 
 def _failed_for_good(run: RunState) -> bool:

@@ -4,8 +4,8 @@ Rollouts of later steps wait for it inside inference, each for as long as it may
 replica that cannot fetch a version, refuses it, or is away would hold a run up without a word.
 
 1. The replicas are asked whether one of them serves the version; of an adapter, once one did, whether one is
-   in service, as asking for it would load it. Where that is not so for NOTE_AFTER_S a person reads one note,
-   with what each of them says, and one when it is so again.
+   in service and has not refused it since, as asking for it would load it. Where that is not so for
+   NOTE_AFTER_S a person reads one note, with what each of them says, and one when it is so again.
 2. After `patience_s` of it the run is interrupted: RunInterrupted. Time in which the trainer itself had to be
    brought up again does not count.
 """

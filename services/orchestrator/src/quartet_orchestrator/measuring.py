@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from quartet.kit import tracing
 from quartet.run.evaluation import EvalTrial
 from quartet.run.sampling import EvalSamplingConfig, SamplingConfig
 from quartet.v1 import envhost_service_pb2 as epb
@@ -84,7 +85,16 @@ class Measurement:
             outcome.ended(example.task_index, rollout)
             return True
 
-        await sampling.complete(request, members, attempt, all_or_nothing=False, whole=outcome.compares)
+        with tracing.span(
+            "evaluated example",
+            root=True,
+            run_id=self.run_id,
+            evaluation=self.name,
+            policy_version=self.version,
+            env=example.trial.name,
+            task_index=example.task_index,
+        ):
+            await sampling.complete(request, members, attempt, all_or_nothing=False, whole=outcome.compares)
 
 
 def measured_with(trained_with: SamplingConfig, **own: object) -> EvalSamplingConfig:

@@ -11,13 +11,14 @@ from quartet.errors import QuartetError
 from quartet.kit.call import unary
 from quartet.kit.channel import ClientSecurity
 from quartet.v1 import inference_service_pb2 as ipb
+from quartet.v1.common_pb2 import ChatIdentity
 from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
 
 from quartet_orchestrator.outage import AWAY
 from quartet_orchestrator.peers import Peer, Peers
 
 ASK_S = 5.0
-#: An adapter is fetched meanwhile.
+#: An adapter is fetched meanwhile, and its canary is scored.
 LOAD_S = 60.0
 
 
@@ -62,23 +63,43 @@ class Policies:
             f"no inference replica serves run {run_id!r} at version {version} yet ({found})",
         )
 
-    async def answering(self) -> None:
-        """Returns where a replica answers and is in service (or none is known); else NOT_READY."""
+    async def answering(self, run_id: str = "") -> None:
+        """Returns where a replica answers, is in service and found nothing wrong with the run's adapter (or
+        none is known); else NOT_READY."""
         if self._peers is None:
             return
         peers = await self._peers.now()
-        seen = await asyncio.gather(*(self._model(peer) for peer in peers))
+        seen = await asyncio.gather(*(self._model(peer, run_id) for peer in peers))
         refusals = [model.message for model in seen if isinstance(model, QuartetError)]
         if len(refusals) == len(peers):
             raise QuartetError("NOT_READY", f"no inference replica is in service ({_told(peers, refusals)})")
+
+    async def chats(self) -> dict[str, ChatIdentity]:
+        """What the replicas that answer make prompts with, by address."""
+        try:
+            peers = await self.here()
+        except QuartetError:
+            return {}
+        seen = await asyncio.gather(*(self._model(peer, "") for peer in peers))
+        return {
+            peer.address: one.chat
+            for peer, one in zip(peers, seen, strict=True)
+            if not isinstance(one, QuartetError)
+        }
 
     async def here(self) -> list[Peer[InferenceServiceStub]]:
         """Every replica that there is. Raises NOT_READY while no name has any address."""
         return await self._peers.now() if self._peers is not None else []
 
-    async def _model(self, peer: Peer[InferenceServiceStub]) -> ipb.GetModelResponse | QuartetError:
+    async def _model(
+        self, peer: Peer[InferenceServiceStub], run_id: str
+    ) -> ipb.GetModelResponse | QuartetError:
         with peer.called():
-            return await _in_service(peer.stub)
+            model = await _in_service(peer.stub)
+        if isinstance(model, QuartetError):
+            return model
+        refused = [one.why for one in model.refused_adapters if one.run_id == run_id]
+        return QuartetError("NOT_READY", refused[0]) if refused else model
 
     async def _held(
         self, peer: Peer[InferenceServiceStub], run_id: str, adapter: bool

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 
+from quartet.kit import tracing
 from quartet.kit.unknown import enum_name
 from quartet.run.config import RunConfig
 from quartet.v1 import envhost_service_pb2 as epb
@@ -143,9 +144,21 @@ class Rollouts:
         return self._book.state.groups[number]
 
     def _start(self, group: Group) -> None:
-        task = asyncio.create_task(self._complete(group), name=f"group-{group.number}")
+        task = asyncio.create_task(self._traced(group), name=f"group-{group.number}")
         self._tasks.add(task)
         task.add_done_callback(lambda _: self._wake.set())
+
+    async def _traced(self, group: Group) -> None:
+        with tracing.span(
+            "group",
+            root=True,
+            run_id=self._book.state.run_id,
+            group=group.number,
+            step=group.place.batch + 1,
+            env=self._config.env[group.environment].label,
+            task_index=group.task_index,
+        ):
+            await self._complete(group)
 
     async def _complete(self, group: Group) -> None:
         request = rollouts_request(
@@ -216,6 +229,7 @@ class Rollouts:
 
     def _discard(self, group: Group, reason: str, message: str = "") -> None:
         self._book.write(discarded={"group": group.number, "reason": reason})
+        tracing.note(discarded=reason)
         self._pace.give_back(group.place)
         self._wake.set()
         if reason in (TORN, CANCELLED):

@@ -22,10 +22,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from quartet.errors import QuartetError
+from quartet.kit import tracing
 from quartet.run.config import RunConfig
 from quartet.v1.orchestrator_service_pb2 import RunPhase
 
 from quartet_orchestrator import state
+from quartet_orchestrator.activity import Activity
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.evaluation import Evaluation
 from quartet_orchestrator.foreign import ForeignTraining
@@ -78,7 +80,7 @@ class TrainingRun:
         # What keeps it from what it does, for people; empty where nothing does.
         self._troubles = troubles
         # For people, and since when it is more than waiting for its turn, on the monotonic clock.
-        self.doing = "waiting for its turn"
+        self.does(Activity.TURN)
         self.turn_at: float | None = None
 
     def told(self, before: Sequence[str]) -> str:
@@ -90,6 +92,10 @@ class TrainingRun:
         for_so_long = f" for {still_s:.0f} s" if still_s >= STILL_S else ""
         return "; ".join([f"{self.doing}{for_so_long}", *self._troubles()])
 
+    def does(self, activity: Activity, step: int = 0) -> None:
+        """From here on, as whoever asks is told."""
+        self.activity, self.doing = activity, activity.words(step)
+
     def stop(self) -> None:
         """Ends the run after the step under way."""
         self._stop.set()
@@ -98,7 +104,7 @@ class TrainingRun:
         """Works until the run is COMPLETED. Raises StopAsked after `stop`, else why the run cannot go on."""
         await self._unless_stopped(self._turn())
         self.turn_at = time.monotonic()
-        self.doing = "opening the run on the trainer"
+        self.does(Activity.OPENING)
         await self._unless_stopped(self._training.open())
         await alongside(self._all_steps(), self._training.guard())
         await self.close(goes_on=False)
@@ -114,7 +120,7 @@ class TrainingRun:
 
     async def _all_steps(self) -> None:
         last = self._config.max_steps
-        self.doing = "waiting until inference serves its version"
+        self.does(Activity.VERSION)
         await self._unless_stopped(self._policy_ready())
         if self._book.state.step not in self._book.state.batches:
             self._hold.moved()  # else its next version may be published already
@@ -123,7 +129,7 @@ class TrainingRun:
         if self._book.state.step < last:
             self._enter(state.TRAINING)
             await alongside(self._steps(), self._rollouts.flow())
-        self.doing = "exporting the model"
+        self.does(Activity.EXPORTING)
         await self._training.save(last - 1)
         await self._measure(last)
         await self._still_held()
@@ -132,21 +138,29 @@ class TrainingRun:
         for batch in range(self._book.state.step, self._config.max_steps):
             if batch > 0:
                 await self._measure(batch)
-            self.doing = f"waiting for the rollouts of step {batch + 1}"
+            version = batch * self._config.versions_per_step
+            with tracing.span(
+                "step", root=True, run_id=self._book.state.run_id, step=batch + 1, policy_version=version
+            ):
+                await self._step(batch)
+
+    async def _step(self, batch: int) -> None:
+        self.does(Activity.ROLLOUTS, batch + 1)
+        with tracing.span("rollouts"):
             groups = await self._unless_stopped(self._rollouts.batch(batch))
-            if batch not in self._book.state.batches:
-                self._book.write(batch={"batch": batch, "groups": [group.number for group in groups]})
-            await self._still_held()
-            self.doing = f"training step {batch + 1}"
-            trained = self._training.train(batch)
-            await (self._unless_stopped(trained) if self._training.MAY_BREAK_OFF else trained)
-            await record_step(self._book, self._config, batch, await self._training.trained(batch))
-            self._rollouts.published(batch + 1)
-            self._hold.moved()
-            if batch + 1 < self._config.max_steps:
-                self.doing = f"saving the state after step {batch + 1}"
-                await self._training.save(batch)
-                await self._compact()
+        if batch not in self._book.state.batches:
+            self._book.write(batch={"batch": batch, "groups": [group.number for group in groups]})
+        await self._still_held()
+        self.does(Activity.TRAINING, batch + 1)
+        trained = self._training.train(batch)
+        await (self._unless_stopped(trained) if self._training.MAY_BREAK_OFF else trained)
+        await record_step(self._book, self._config, batch, await self._training.trained(batch))
+        self._rollouts.published(batch + 1)
+        self._hold.moved()
+        if batch + 1 < self._config.max_steps:
+            self.does(Activity.SAVING, batch + 1)
+            await self._training.save(batch)
+            await self._compact()
 
     async def _measure(self, version: int) -> None:
         """Evaluates the published version where that is due."""
@@ -154,12 +168,12 @@ class TrainingRun:
             return
         if version in (0, self._config.max_steps):
             self._enter(state.EVALUATING)
-        self.doing = f"evaluating after {version} steps"
+        self.does(Activity.EVALUATING, version)
         await self._unless_stopped(self._evaluation.measure(version))
 
     async def _still_held(self) -> None:
         """Waits for those who measure the version that is not the last one much longer."""
-        self.doing = "waiting for evaluations that were asked for"
+        self.does(Activity.HELD)
         await self._unless_stopped(self._hold.move())
 
     def _enter(self, phase: RunPhase) -> None:

@@ -18,38 +18,29 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from copy import copy
-from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 from quartet.errors import QuartetError
 from quartet.kit.build import build_of
-from quartet.kit.unknown import enum_name
 from quartet.run.config import RunConfig
+from quartet.run.operation import computes_the_same
 from quartet.v1 import orchestrator_service_pb2 as pb
 
 from quartet_orchestrator import admission, ending, going_on, shelf, state
 from quartet_orchestrator.assembly import Services, assemble
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.foreign import RolloutStream
+from quartet_orchestrator.gauges import Glance
+from quartet_orchestrator.held import Held
 from quartet_orchestrator.on_demand import EvaluationOnDemand
 from quartet_orchestrator.outage import RunInterrupted
+from quartet_orchestrator.own_advantages import check_named
 from quartet_orchestrator.roll_call import roll_call
 from quartet_orchestrator.run import StopAsked, TrainingRun
 from quartet_orchestrator.state import RunState
 from quartet_orchestrator.together import first_cause
 from quartet_orchestrator.watchdog import Moving
-
-
-@dataclass
-class _Held:
-    """A run in this process."""
-
-    book: Book
-    # None where this version refuses what an earlier one accepted.
-    config: RunConfig | None
-    run: TrainingRun | None = None
-    task: asyncio.Task[None] | None = None
 
 
 class Runs:
@@ -59,7 +50,7 @@ class Runs:
         self._folder = folder
         self._services = services
         self._shelf: shelf.Shelf | None = None
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, Held] = {}
         self._set_aside: dict[str, QuartetError] = {}
         # Of each name that is being submitted, when that is over.
         self._submitting: dict[str, asyncio.Event] = {}
@@ -79,18 +70,21 @@ class Runs:
                 book.close()
                 self._set_aside[run_id] = shelf.unreadable(self._folder / run_id, error)
 
-    def _take_up(self, book: Book) -> _Held:
+    def _take_up(self, book: Book) -> Held:
         config, refusal = None, ""
         try:
             config = self._parse(book.state.config_toml)
         except QuartetError as error:
             refusal = f"its configuration is refused by this version of Quartet: {error.message}"
-        held = _Held(book, config)
+        held = Held(book, config)
         if book.state.phase in state.RESTING:
             return held
         stopping = book.state.phase == state.STOPPING
         if config is None:
-            remedy = "resume it with the version that it was submitted to, or submit a new run"
+            remedy = (
+                "mend that and start the orchestrator again, or the version that it was submitted to, then "
+                "resume it; or submit a new run"
+            )
             book.enter(state.STOPPING)
             cause = StopAsked() if stopping else RunInterrupted(f"{refusal}; {remedy}")
             held.task = asyncio.create_task(ending.without_config(book, self._services.trainer, cause))
@@ -119,25 +113,69 @@ class Runs:
             over.set()
 
     async def _submit_again(
-        self, held: _Held, config_toml: str, config: RunConfig, *, dry_run: bool
+        self, held: Held, config_toml: str, config: RunConfig, *, dry_run: bool
     ) -> pb.Run:
-        """The run that is here, made longer where that is what is asked for."""
-        book = held.book
-        if held.config is not None and held.config.is_same_run(config):
+        """The run that is here, made longer or carried out otherwise where that is what is asked for."""
+        book, known = held.book, held.config
+        if known is not None and computes_the_same(known, config):
+            if not (dry_run or known.is_same_run(config)):
+                await self._carry_out(held, known, config_toml, config)
             return book.run()
-        going_on.check_extends(book.state, held.config, config)
-        if not dry_run and await going_on.begin(book, lambda: book.extend(config_toml, config.max_steps)):
+        going_on.check_extends(book.state, known, config)
+        assert known is not None
+
+        def extend() -> None:
+            going_on.change(book, known, "", config)
+            book.extend(config_toml, config.max_steps)
+
+        if not dry_run and await going_on.begin(book, extend):
             held.config = config
             self._launch(held)
         return book.run()
 
+    async def _carry_out(self, held: Held, known: RunConfig, config_toml: str, config: RunConfig) -> None:
+        """The same run, carried out otherwise from here on."""
+
+        def change() -> None:
+            going_on.change(held.book, known, config_toml, config)
+            held.config = config
+
+        async def begin_again() -> None:
+            # To its end, also where the caller has left: it would stand still.
+            await asyncio.shield(asyncio.create_task(self._begin_again(held)))
+
+        while held.config is known and not going_on.is_over(held.book.state):
+            await going_on.carry_out(held.book, change, begin_again)
+
+    async def _begin_again(self, held: Held) -> None:
+        """Breaks a run off where it stands; it goes on from its book."""
+        assert held.run is not None and held.task is not None
+        run_id, held.begins_again = held.book.state.run_id, True
+        held.run.measurable.hold.end(
+            QuartetError(
+                "RUN_NOT_SERVED", f"run {run_id!r} goes on with other settings; ask again", want=run_id
+            )
+        )
+        if held.run.foreign is not None:
+            await held.run.foreign.close(goes_on=True)
+        held.task.cancel()
+        await asyncio.wait({held.task})
+        held.begins_again = False
+        if held.book.state.phase in state.RESTING:
+            self._services.turns.leave(run_id)  # it came to its end in this moment
+            return
+        self._launch(held)
+        if held.book.state.phase == state.STOPPING:
+            held.run.stop()
+
     async def _submit(self, run_id: str, config_toml: str, config: RunConfig, *, dry_run: bool) -> pb.Run:
         # At once; a host may have to start workers for an environment, which takes minutes.
-        unseen = await admission.check_at_trainer(config, self._services.trainer)
+        unseen = await admission.check_at_trainer(config, self._services.trainer, self._services.policies)
         environments = await admission.describe_environments(config, self._services.hosts)
         if dry_run:
             return pb.Run(run_id=run_id, config_toml=config_toml, max_steps=config.max_steps)
-        held = _Held(self._create(run_id, config_toml, config, environments), config)
+        book = shelf.new_book(self._folder / run_id, config_toml, config, environments)
+        held = Held(book, config)
         try:
             if unseen:
                 held.book.note(unseen, warning=True)
@@ -178,26 +216,21 @@ class Runs:
         """The services behind the runs, and the orchestrator itself, which is in service or not."""
         return await roll_call(self._services, build_of(__package__), ready=ready)
 
-    def states(self) -> list[RunState]:
-        """Of every run; to read from any thread."""
-        return [held.book.state for held in list(self._held.values())]
+    def glances(self) -> list[Glance]:
+        """Of every run, also of those that were set aside; to read from any thread."""
+        aside = [RunState(run_id=run_id, phase=state.FAILED) for run_id in list(self._set_aside)]
+        return [held.glance() for held in list(self._held.values())] + [Glance(one) for one in aside]
 
     def moving(self) -> list[Moving]:
         """The runs that should move."""
-        return [
-            # It may have waited for its turn for hours.
-            Moving(run_id, max(held.book.moved_at, held.run.turn_at), held.run.doing)
-            for run_id, held in self._held.items()
-            if held.run is not None
-            and held.run.turn_at is not None
-            and held.book.state.phase not in state.RESTING
-        ]
+        found = (held.moving() for held in self._held.values())
+        return [one for one in found if one is not None]
 
     def evaluation(self, run_id: str, config_toml: str) -> EvaluationOnDemand:
         """Of the policy that the run has published last, to be asked for its responses."""
         held = self._find(run_id)
         config = admission.parse_evaluation(config_toml)
-        run = self._active(held)
+        run = held.active()
         if run.turn_at is None:
             why = "waits for its turn, and is not served yet; ask again when it has begun"
             raise QuartetError("RUN_NOT_SERVED", f"run {run_id!r} {why}", want=run_id)
@@ -211,26 +244,15 @@ class Runs:
             raise QuartetError("INVALID_REQUEST", f"run {run_id!r} {why}", field="run_id", value=run_id)
         if held.book.state.phase == state.COMPLETED:
             return None
-        run = self._active(held)
+        run = held.active()
         assert run.foreign is not None
         return run.foreign.stream()
-
-    def _active(self, held: _Held) -> TrainingRun:
-        """What works at a run. Raises RUN_NOT_SERVED where nothing does."""
-        run_id, phase = held.book.state.run_id, held.book.state.phase
-        if phase in state.RESTING or phase == state.STOPPING:
-            name = enum_name(pb.RunPhase, phase)
-            measure = "measure its model with quartet eval, or submit a new one"
-            remedy = measure if phase == state.COMPLETED else "resume it, or submit a new one"
-            why = f"is {name}, and nobody keeps its policy served; {remedy}"
-            raise QuartetError("RUN_NOT_SERVED", f"run {run_id!r} {why}", want=run_id)
-        assert held.run is not None
-        return held.run
 
     def _parse(self, config_toml: str) -> RunConfig:
         """The run's configuration, where this orchestrator can run it."""
         config = admission.parse(config_toml)
         admission.check_trainer(config, self._services.trainer is not None, bool(self._services.policies))
+        check_named(config, self._services.advantages)
         return config
 
     def stop(self, run_id: str) -> pb.Run:
@@ -275,7 +297,7 @@ class Runs:
         if self._shelf is not None:
             self._shelf.close()
 
-    def _find(self, run_id: str) -> _Held:
+    def _find(self, run_id: str) -> Held:
         if run_id in self._set_aside:
             raise copy(self._set_aside[run_id])  # one that is raised again collects tracebacks
         held = self._held.get(run_id)
@@ -283,35 +305,7 @@ class Runs:
             raise QuartetError("RUN_UNKNOWN", f"there is no run {run_id!r} here", run_id=run_id)
         return held
 
-    def _create(
-        self, run_id: str, config_toml: str, config: RunConfig, environments: admission.Environments
-    ) -> Book:
-        folder = self._folder / run_id
-        try:
-            book = Book(folder)
-            try:
-                book.write(
-                    submitted={
-                        "run_id": run_id,
-                        "config_toml": config_toml,
-                        "environments": environments.train,
-                        "eval_environments": environments.eval,
-                    }
-                )
-                pending = book.run()
-                pending.phase, pending.max_steps, pending.last_event = state.PENDING, config.max_steps, 1
-                book.write(phase=pb.PhaseEvent(run=pending))
-            except OSError:
-                book.close()
-                shelf.remove(folder)
-                raise
-        except OSError as error:
-            raise QuartetError(
-                "INTERNAL", f"the journal of run {run_id!r} cannot be written: {error}", run_id=run_id
-            ) from error
-        return book
-
-    def _launch(self, held: _Held) -> None:
+    def _launch(self, held: Held) -> None:
         assert held.config is not None
         held.run = assemble(held.book, held.config, self._services)
         # A context of its own: the run outlives the call that submitted it, and its deadline.
@@ -321,7 +315,7 @@ class Runs:
             context=contextvars.Context(),
         )
 
-    async def _live(self, held: _Held, run: TrainingRun) -> None:
+    async def _live(self, held: Held, run: TrainingRun) -> None:
         """Executes the run and writes down how it ended."""
         book = held.book
         structlog.contextvars.bind_contextvars(run_id=book.state.run_id)
@@ -332,7 +326,8 @@ class Runs:
             await run.close(goes_on=isinstance(cause, ending.RESUMABLE))
             await ending.write_down(book, cause)
         finally:
-            self._services.turns.leave(book.state.run_id)
+            if not held.begins_again:
+                self._services.turns.leave(book.state.run_id)
         book.rest_if_idle()
         # Unless it was resumed, or made longer, meanwhile.
         if held.run is run and book.state.phase in state.RESTING:

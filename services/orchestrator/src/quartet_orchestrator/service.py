@@ -157,6 +157,8 @@ def to_response(record: JournalRecord) -> pb.WatchRunResponse:
             response.note.CopyFrom(record.note)
         case "rollout":
             response.rollout.CopyFrom(record.rollout)
+        case "changed":
+            response.note.CopyFrom(record.changed.note)
         case "eval_rollout":
             response.rollout.CopyFrom(record.eval_rollout.rollout)
         case kind:

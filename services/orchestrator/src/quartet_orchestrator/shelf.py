@@ -20,8 +20,11 @@ import structlog
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.kit.folder import lock_file
+from quartet.run.config import RunConfig
+from quartet.v1 import orchestrator_service_pb2 as pb
 
 from quartet_orchestrator import state
+from quartet_orchestrator.admission import Environments
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.journal import FILES, JournalNewer
 from quartet_orchestrator.segments import JournalCorrupt
@@ -100,6 +103,34 @@ def unreadable(folder: Path, error: JournalCorrupt | OSError) -> QuartetError:
     return _set_aside(
         folder, "INTERNAL", f"its journal cannot be used: {error}; mend that and start the orchestrator again"
     )
+
+
+def new_book(folder: Path, config_toml: str, config: RunConfig, environments: Environments) -> Book:
+    """The book of a run that is submitted, named as its folder; or nothing is left. Raises INTERNAL."""
+    run_id = folder.name
+    try:
+        book = Book(folder)
+        try:
+            book.write(
+                submitted={
+                    "run_id": run_id,
+                    "config_toml": config_toml,
+                    "environments": environments.train,
+                    "eval_environments": environments.eval,
+                }
+            )
+            pending = book.run()
+            pending.phase, pending.max_steps, pending.last_event = state.PENDING, config.max_steps, 1
+            book.write(phase=pb.PhaseEvent(run=pending))
+        except OSError:
+            book.close()
+            remove(folder)
+            raise
+    except OSError as error:
+        raise QuartetError(
+            "INTERNAL", f"the journal of run {run_id!r} cannot be written: {error}", run_id=run_id
+        ) from error
+    return book
 
 
 def remove(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from quartet.run.algorithm import AlgorithmConfig, CorrectionConfig
@@ -96,6 +97,8 @@ def loss_spec(config: RunConfig, batch: int) -> tpb.LossSpec:
         delta=algorithm.delta,
         custom=algorithm.custom or "",
     )
+    if algorithm.custom_args:
+        loss.custom_args = custom_args(config)
     if algorithm.kl_coef:
         loss.kl_coef = algorithm.kl_coef
         loss.kl_estimator = ESTIMATORS[algorithm.kl_estimator]
@@ -109,6 +112,12 @@ def loss_spec(config: RunConfig, batch: int) -> tpb.LossSpec:
     if algorithm.correction is not None:
         loss.correction.CopyFrom(_correction(algorithm.correction))
     return loss
+
+
+def custom_args(config: RunConfig) -> str:
+    """What a loss of one's own gets by name, as the trainer is told it; empty for nothing."""
+    args = config.algorithm.custom_args
+    return json.dumps(args, sort_keys=True) if args else ""
 
 
 def _kind(algorithm: AlgorithmConfig) -> tpb.LossKind:

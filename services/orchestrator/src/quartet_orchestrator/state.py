@@ -6,7 +6,8 @@
 2. Rollouts themselves stay in the journal; the state knows only which members of an open group are done.
 3. Phases change along TRANSITIONS; another change is our bug and fails loudly.
 4. A run that was COMPLETED goes on with the configuration that its next phase tells, whose max_steps is
-   larger; nothing else of it changes.
+   larger; nothing else of it changes. How a run is carried out changes where a record says so, and with it
+   when its state is saved: of the steps that are not applied yet.
 
 Pure.
 """
@@ -21,6 +22,7 @@ from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 
 from quartet_orchestrator.advice import REMEMBERED
+from quartet_orchestrator.calls import Saving
 from quartet_orchestrator.difficulty import REPLACED
 from quartet_orchestrator.ledger import Ledger
 from quartet_orchestrator.pace import Place
@@ -89,6 +91,8 @@ class RunState:
     max_steps: int = 0
     # What max_steps was before each extension.
     earlier_ends: list[int] = field(default_factory=list)
+    # When it saved its state before each change of that.
+    earlier_saving: list[Saving] = field(default_factory=list)
     next_group: int = 0
     # What it was when this part of the run began.
     first_group: int = 0
@@ -111,6 +115,8 @@ class RunState:
     max_staleness: int = 0
     max_logprob_difference: float | None = None
     last_step_at_ms: int = 0
+    # When it entered its phase.
+    phase_at_ms: int = 0
     # Metrics of the last steps, oldest first.
     recent: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
 
@@ -140,6 +146,10 @@ class RunState:
                 assert record.call.seq_id == self.applied_seq_id + 1, record.call.seq_id
                 self.applied_seq_id = record.call.seq_id
                 self.model_path = record.call.save.state.model_path or self.model_path
+            case "changed":
+                was = record.changed
+                self.earlier_saving.append(Saving(self.step, was.ckpt_interval, was.ckpt_keep_last))
+                self.config_toml = was.config_toml or self.config_toml
             case "step":
                 self._step(record.step, record.at_ms)
             case "eval":
@@ -154,6 +164,7 @@ class RunState:
                     # Its trainer keeps the newest states, and the models beside them.
                     self.config_toml, self.model_path = run.config_toml, ""
                 self.phase, self.error, self.max_steps = run.phase, run.error, run.max_steps
+                self.phase_at_ms = record.at_ms
                 if self.phase == PENDING:
                     self.first_group = self.next_group
 

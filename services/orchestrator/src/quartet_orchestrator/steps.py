@@ -44,7 +44,7 @@ async def record_step(book: Book, config: RunConfig, batch: int, trained: Traine
 
 def of_calls(book: Book, config: RunConfig, batch: int) -> Trained:
     """As Quartet's trainer answered the calls of the batch."""
-    plan = CallPlan.of(config, book.state.earlier_ends)
+    plan = CallPlan.of(config, book.state.earlier_ends, book.state.earlier_saving)
     first, last = plan.first_of(batch), plan.published_by(batch)
     calls = [_answer(book, seq_id).call.forward_backward for seq_id in range(first, last, 2)]
     steps = [_answer(book, seq_id).call.optim_step for seq_id in range(first + 1, last, 2)]

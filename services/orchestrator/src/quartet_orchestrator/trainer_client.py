@@ -10,6 +10,7 @@ from quartet.errors import QuartetError
 from quartet.kit.call import unary
 from quartet.kit.channel import ClientSecurity, connect
 from quartet.v1 import trainer_service_pb2 as tpb
+from quartet.v1.common_pb2 import ChatIdentity
 from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
 # Looking for a folder; for a hub id over a network. Well below what callers of SubmitRun wait.
@@ -29,6 +30,7 @@ WRITTEN = {
     "base_model": "model",
     "reference.model": "algorithm.reference.model",
     "custom_loss": "algorithm.custom",
+    "custom_args": "algorithm.custom_args",
 }
 
 
@@ -40,16 +42,17 @@ class TrainerClient:
         self._channel = connect(address, security=security)
         self._stub = TrainerServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
-    async def check(self, spec: tpb.RunSpec, custom_loss: str) -> None:
+    async def check(self, spec: tpb.RunSpec, custom_loss: str, custom_args: str) -> ChatIdentity:
         """Whether the trainer knows nothing against a run; `custom_loss` is told as the run's
-        `algorithm.custom`, base_model as below."""
-        request = tpb.CheckRunRequest(spec=spec, custom_loss=custom_loss)
+        `algorithm.custom`, its arguments and base_model likewise. What its model makes prompts with."""
+        request = tpb.CheckRunRequest(spec=spec, custom_loss=custom_loss, custom_args=custom_args)
         try:
-            await unary(self._stub.CheckRun, request, timeout_s=CHECK_S)
+            checked: tpb.CheckRunResponse = await unary(self._stub.CheckRun, request, timeout_s=CHECK_S)
         except QuartetError as error:
             if error.metadata.get("key") not in WRITTEN:
                 raise
             raise _in_words_of_a_run(error) from error
+        return checked.chat
 
     async def create(self, run_id: str, spec: tpb.RunSpec) -> tpb.RunState:
         """Creates or finds the run; where it stands. A refused base_model is told as the run's `model`."""

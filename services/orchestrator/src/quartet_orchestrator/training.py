@@ -22,6 +22,8 @@
    never comes, or be taken for those of another one.
 9. A trainer that refuses a run with rollouts (another release, whose states or settings differ; a model
    folder that is not there any more) is RunInterrupted: what is there can be mended, the run is whole.
+10. A batch that a loss of somebody's own failed on was not applied: RunInterrupted, and it is sent again to a
+    trainer that has the function mended. So is a batch that an advantage of somebody's own fails on.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from quartet_orchestrator.book import Book
 from quartet_orchestrator.calls import Call, CallKind, CallPlan
 from quartet_orchestrator.keeping_up import KeepingUp
 from quartet_orchestrator.outage import Outage, RunFailed, RunInterrupted
+from quartet_orchestrator.parts import Own
 from quartet_orchestrator.specs import loss_spec, run_spec
 from quartet_orchestrator.state import PENDING
 from quartet_orchestrator.steps import Trained, of_calls
@@ -70,13 +73,16 @@ class Training:
         client: TrainerClient,
         outage: Outage,
         keeping_up: KeepingUp,
+        own: Own | None = None,
     ) -> None:
+        """`own` is what algorithm.advantage = "custom" goes by."""
+        self._own = own
         self._book = book
         self._config = config
         self._client = client
         self._outage = outage
         self._keeping_up = keeping_up
-        self._plan = CallPlan.of(config, book.state.earlier_ends)
+        self._plan = CallPlan.of(config, book.state.earlier_ends, book.state.earlier_saving)
         self._one_at_a_time = asyncio.Lock()
         # The next call to send; behind the book's applied_seq_id while a trainer is brought up again.
         self._next = 0
@@ -178,7 +184,7 @@ class Training:
                 answer = await self._outage.through(partial(self._send, call))
             except QuartetError as error:
                 if error.reason not in ("RUN_UNKNOWN", "SEQUENCE_GAP"):
-                    raise RunFailed(f"{call.kind.value} of step {call.batch + 1}: {error.message}") from error
+                    raise _refused(call, error) from error
                 await self._restore()
                 continue
             self._check_version(call, answer)
@@ -226,7 +232,7 @@ class Training:
                 f"the trainer stands before step {call.batch + 1}, whose rollouts were given up "
                 "(journal_keep_bytes): put its saved states back and resume the run, or submit a new one"
             )
-        rollouts, advantages = batches.credited(self._config.algorithm, groups, call.minibatch)
+        rollouts, advantages = batches.credited(self._config.algorithm, groups, call.minibatch, self._own)
         start = tpb.ForwardBackwardStart(
             run_id=self._book.state.run_id,
             seq_id=call.seq_id,
@@ -301,3 +307,11 @@ class Training:
                 "skipped the step and the run goes on with the weights it has",
                 warning=True,
             )
+
+
+def _refused(call: Call, error: QuartetError) -> RunFailed | RunInterrupted:
+    """What a refused call is to the run."""
+    said = f"{call.kind.value} of step {call.batch + 1}: {error.message}"
+    if error.reason == "INVALID_REQUEST" and error.metadata.get("field", "").startswith("loss.custom"):
+        return RunInterrupted(f"{said}; then resume the run, which sends the batch again")
+    return RunFailed(said)

@@ -33,14 +33,15 @@ class Turns:
         self._line: dict[str, _Turn] = {}
 
     async def take(self, run_id: str, waits_for: Callable[[list[str]], None], *, shares: bool) -> None:
-        """Returns once it is the run's turn; runs that share have one together."""
-        assert run_id not in self._line
-        before = list(self._line)
-        turn = self._line[run_id] = _Turn(shares)
-        if turn not in self._called():
-            waits_for(before)
-        self._call_next()
-        await turn.come.wait()
+        """Returns once it is the run's turn; runs that share have one together. A run that is in the line
+        keeps its place."""
+        if run_id not in self._line:
+            before = list(self._line)
+            turn = self._line[run_id] = _Turn(shares)
+            if turn not in self._called():
+                waits_for(before)
+            self._call_next()
+        await self._line[run_id].come.wait()
 
     def leave(self, run_id: str) -> None:
         """Ends the run's turn, or its waiting; nothing where it has neither."""

@@ -14,6 +14,7 @@ from quartet.kit import logs
 from quartet.kit.accelerator import check_device
 from quartet.kit.imports import uncollected
 from quartet.kit.server import check_here
+from quartet.kit.tracing import exporting
 
 from quartet_trainer import libraries
 from quartet_trainer.config import TrainerConfig
@@ -43,12 +44,14 @@ def run(config: TrainerConfig) -> None:
         with uncollected():
             from quartet_trainer.ranks.launch import run_ranks
 
-        run_ranks(config)
+        with exporting("trainer"):
+            run_ranks(config)
         return
     with uncollected():
         from quartet_trainer.assembly import run_trainer
 
-    uvloop.run(run_trainer(config))
+    with exporting("trainer"):
+        uvloop.run(run_trainer(config))
 
 
 def preflight(config: TrainerConfig) -> None:

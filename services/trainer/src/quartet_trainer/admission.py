@@ -7,11 +7,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from quartet.chat_identity import chat_identity
 from quartet.errors import QuartetError
+from quartet.v1.common_pb2 import ChatIdentity
 
 from quartet_trainer.model import resolve_folder
 from quartet_trainer.passes import Machine
@@ -19,19 +23,26 @@ from quartet_trainer.spec import RunSpec
 from quartet_trainer.wire.refusal import config
 
 
-def check_run(spec: RunSpec, custom_loss: str, machine: Machine) -> None:
-    """Whether nothing is known against it. Errors: INVALID_CONFIG."""
+def check_run(
+    spec: RunSpec, custom_loss: str, custom_args: Mapping[str, object], machine: Machine
+) -> ChatIdentity:
+    """Whether nothing is known against it, and against a loss of one's own that gets these by name. What its
+    model makes prompts with. Errors: INVALID_CONFIG."""
     if custom_loss and custom_loss not in machine.losses:
         named = ", ".join(sorted(machine.losses))
         remedy = f'start the trainer with losses.{custom_loss} = "package.module:function"'
         why = f"its losses are {named}; name one of them, or {remedy}" if named else f"it has none; {remedy}"
         raise config("custom_loss", custom_loss, why)
-    _check_model(spec.base_model, machine.hub, "base_model", weights=not spec.from_scratch)
+    if custom_loss and (why := machine.losses[custom_loss].refuses(custom_args)):
+        said = f"losses.{custom_loss} does not take it: {why}; give it what its function takes"
+        raise config("custom_args", json.dumps(custom_args), said)
+    folder = _check_model(spec.base_model, machine.hub, "base_model", weights=not spec.from_scratch)
     if spec.reference is not None and spec.reference.model:
         _check_model(spec.reference.model, machine.hub, "reference.model", weights=True)
+    return chat_identity(folder, spec.base_model)
 
 
-def _check_model(model: str, hub: bool, key: str, *, weights: bool) -> None:
+def _check_model(model: str, hub: bool, key: str, *, weights: bool) -> Path:
     try:
         folder = resolve_folder(model, hub, ("config.json",))
     except QuartetError as error:
@@ -47,3 +58,4 @@ def _check_model(model: str, hub: bool, key: str, *, weights: bool) -> None:
         raise config(key, model, f"the configuration in {folder} cannot be read: {why}") from error
     if weights and Path(model).expanduser().is_dir() and not any(folder.glob("*.safetensors")):
         raise config(key, model, f"{folder} has no weights (*.safetensors); name a whole model folder")
+    return folder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import structlog
@@ -11,7 +11,9 @@ import transformers
 from quartet.config import ConfigError
 from quartet.kit.accelerator import has_driver
 from quartet.kit.health import Health
+from quartet.kit.metrics import scraped
 from quartet.kit.server import Service, serve
+from quartet.v1.common_pb2 import ChatIdentity
 from quartet.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
 from quartet.weights.service import WeightServicer, add_weight_service
 from quartet.weights.store import WeightStore
@@ -20,6 +22,8 @@ from quartet_trainer.admission import check_run
 from quartet_trainer.bases import Bases
 from quartet_trainer.config import TrainerConfig
 from quartet_trainer.content import TensorFiles
+from quartet_trainer.gauges import TrainerGauges
+from quartet_trainer.intake import Intake
 from quartet_trainer.kernels import chosen
 from quartet_trainer.loss.custom import load_losses
 from quartet_trainer.model import tell_loading
@@ -46,6 +50,7 @@ class Trainer:
     services: tuple[Service, ...]
     worker: Worker
     health: Health
+    gauges: TrainerGauges
 
 
 def machine_of(
@@ -96,17 +101,18 @@ def assemble(
     states = StateStore(state_root(config.state_dir), config.keep_last, files, health.progress)
     roster = Roster(make_run, states, worker, config.max_runs)
 
-    def check(spec: RunSpec, custom_loss: str) -> None:
-        check_run(spec, custom_loss, machine)
+    def check(spec: RunSpec, custom_loss: str, custom_args: Mapping[str, object]) -> ChatIdentity:
+        return check_run(spec, custom_loss, custom_args, machine)
 
     health.watch_progress(STUCK_SECONDS, lambda: worker.busy)
+    intake = Intake()
     services = (
-        Service(TRAINER, add_TrainerServiceServicer_to_server, TrainerServicer(roster, check)),
+        Service(TRAINER, add_TrainerServiceServicer_to_server, TrainerServicer(roster, intake, check)),
         Service(WEIGHTS, add_weight_service, WeightServicer(store, health.draining)),
     )
     for service in services:
         health.set_ready(service.name)
-    return Trainer(services, worker, health)
+    return Trainer(services, worker, health, TrainerGauges(roster, intake, worker))
 
 
 async def run_trainer(config: TrainerConfig) -> None:
@@ -114,7 +120,8 @@ async def run_trainer(config: TrainerConfig) -> None:
     with hold(state_root(config.state_dir)):
         trainer = assemble(config)
         try:
-            await serve(trainer.services, config.server, trainer.health)
+            with scraped(trainer.gauges):
+                await serve(trainer.services, config.server, trainer.health)
         finally:
             await trainer.worker.close()
 

@@ -164,6 +164,8 @@ class Adapter:
         self.parameters: Mapping[str, nn.Parameter] = {
             saved: named[inner] for saved, inner in self._inner.items()
         }
+        # Beside another adapter they ask for no gradients before this one is used.
+        self.moved: Mapping[str, nn.Parameter] = self.parameters
         ends = base.embedding_names(shared.model)
         self.embeddings = frozenset(saved for saved, inner in self._inner.items() if inner in ends)
         self._dropouts = [

@@ -21,6 +21,7 @@ from quartet_trainer.batch import Columns
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.loss import token_losses
 from quartet_trainer.loss.custom import CustomLoss
+from quartet_trainer.loss.own_metrics import OwnMetrics
 from quartet_trainer.model import max_positions, resolve_folder
 from quartet_trainer.packing import MicroBatch, cost_of_one_more, cut, rows_of
 from quartet_trainer.publish import Snapshot
@@ -73,6 +74,8 @@ class Pass:
     loss: float = 0.0
     #: What the routers of a mixture of experts did; None for another model.
     routing: Tensor | None = None
+    #: What a loss of one's own reported; None for another loss.
+    own: OwnMetrics | None = None
 
     @classmethod
     def over(cls, samples: Sequence[Sample]) -> Pass:
@@ -120,6 +123,7 @@ class Passes:
         Errors: those of a loss of one's own.
         """
         done = Pass.over(samples)
+        done.own = OwnMetrics() if loss.custom else None
         refused: QuartetError | None = None
         self._routing.begin()
         always = loss.moves_without_advantage
@@ -139,7 +143,7 @@ class Passes:
                         if batch.members and refused is None:
                             tokens = columns.tokens(batch.members, logp_K, entropy_K)
                             try:
-                                losses_K = token_losses(loss, tokens, kl_coef, self._machine.losses)
+                                losses_K = token_losses(loss, tokens, kl_coef, self._machine.losses, done.own)
                                 total = losses_K.sum() / normalizer
                             except QuartetError as error:
                                 # A loss of one's own; other ranks may know nothing of it and go on.

@@ -64,6 +64,15 @@ class Roster:
         # Creating loads a model: one at a time, and a repeated call waits for the first. Closing waits, too.
         self._opening = asyncio.Lock()
 
+    @property
+    def max_runs(self) -> int:
+        """As many may be open."""
+        return self._max_runs
+
+    def statuses(self) -> dict[str, RunStatus]:
+        """Of the open runs, as readers see them; from any thread."""
+        return {run_id: entry.status for run_id, entry in list(self._entries.items())}
+
     def get(self, run_id: str) -> Entry:
         """A run that exists here. Errors: RUN_UNKNOWN."""
         entry = self._entries.get(run_id)

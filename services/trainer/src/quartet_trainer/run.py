@@ -97,10 +97,10 @@ class Run:
             self._trained.close()
             raise
         self._counts = self._trained.counts()
-        moved = {name: one for name, one in self._trained.parameters.items() if one.requires_grad}
-        self._gradients = Gradients(moved.items(), machine.ranks)
+        moved = self._trained.moved.items()
+        self._gradients = Gradients(moved, machine.ranks)
         self._optimizer = Optimizer(
-            moved.items(), spec.optimizer, self._trained.embeddings, machine.optimizer_offload
+            moved, spec.optimizer, self._trained.embeddings, machine.optimizer_offload
         )
         config = self._trained.adapter_config
         self._versions = Versions(
@@ -173,6 +173,8 @@ class Run:
             if done.routing is not None:
                 values |= routing_values(done.routing)
                 values["replayed_fraction"] = replayed_share(samples)
+            if done.own is not None:
+                values |= done.own.values()
             found = self._verify(samples, loss.temperature, done.logprobs) if verify_logprobs else None
         self._trained.learned()
         self._loss_broken = self._loss_broken or not math.isfinite(done.loss)

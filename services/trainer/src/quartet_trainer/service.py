@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -14,13 +14,14 @@ import xxhash
 from quartet.errors import refused
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1 import trainer_service_pb2_grpc as rpc
+from quartet.v1.common_pb2 import ChatIdentity
 
 from quartet_trainer.intake import Batch, Intake
 from quartet_trainer.roster import Entry, Roster
 from quartet_trainer.sample import Floats
 from quartet_trainer.spec import RunSpec, check_name
 from quartet_trainer.states import StateInfo
-from quartet_trainer.wire import loss_spec, run_spec
+from quartet_trainer.wire import custom_args, loss_spec, run_spec
 
 if TYPE_CHECKING:
     from quartet_trainer.run import Run
@@ -29,9 +30,15 @@ if TYPE_CHECKING:
 class TrainerServicer(rpc.TrainerServiceServicer):
     """The trainer's RPCs over a roster of runs."""
 
-    def __init__(self, roster: Roster, check: Callable[[RunSpec, str], None]) -> None:
-        """`check` says what is known against a run with a loss of one's own, by its name (admission.py)."""
-        self._roster, self._intake, self._check = roster, Intake(), check
+    def __init__(
+        self,
+        roster: Roster,
+        intake: Intake,
+        check: Callable[[RunSpec, str, Mapping[str, object]], ChatIdentity],
+    ) -> None:
+        """`check` says what is known against a run with a loss of one's own, by its name, and with what that
+        gets (admission.py)."""
+        self._roster, self._intake, self._check = roster, intake, check
 
     async def CreateRun(
         self, request: pb.CreateRunRequest, context: grpc.aio.ServicerContext
@@ -45,8 +52,9 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         self, request: pb.CheckRunRequest, context: grpc.aio.ServicerContext
     ) -> pb.CheckRunResponse:
         """What is known against a run; beside the worker, which may train for minutes."""
-        await asyncio.to_thread(self._check, run_spec(request.spec), request.custom_loss)
-        return pb.CheckRunResponse()
+        args = custom_args(request.custom_args, "custom_args")
+        chat = await asyncio.to_thread(self._check, run_spec(request.spec), request.custom_loss, args)
+        return pb.CheckRunResponse(chat=chat)
 
     async def GetRun(self, request: pb.GetRunRequest, context: grpc.aio.ServicerContext) -> pb.GetRunResponse:
         """A run as it stands."""

@@ -28,6 +28,8 @@ class Trained(Protocol):
     #: The model as transformers knows it.
     model: Any
     parameters: Mapping[str, nn.Parameter]
+    #: Those of them that learn.
+    moved: Mapping[str, nn.Parameter]
     #: The names of those that embed tokens or read them out.
     embeddings: frozenset[str]
     #: adapter_config.json of what is published; empty for a whole model.
@@ -107,6 +109,9 @@ class WholeModel:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
+        self.moved: Mapping[str, nn.Parameter] = {
+            name: one for name, one in self.parameters.items() if one.requires_grad
+        }
         self.embeddings = base.embedding_names(model)
 
     def counts(self) -> tuple[int, int]:

@@ -14,11 +14,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from quartet.errors import QuartetError
+from quartet.kit import tracing
 
 T = TypeVar("T")
 
@@ -35,6 +37,20 @@ class Worker:
     def __init__(self, threads: int, deterministic: bool) -> None:
         self._executor = ThreadPoolExecutor(1, "torch", prepare, (threads, deterministic))
         self._pending = 0
+        # Seconds of the jobs that have ended, and when the one under way began; replaced whole.
+        self._computed: tuple[float, float | None] = (0.0, None)
+
+    @property
+    def pending(self) -> int:
+        """Jobs that run or wait."""
+        return self._pending
+
+    @property
+    def computed_s(self) -> float:
+        """Seconds that jobs have run, the one under way included; never less than before, in any thread."""
+        now = time.monotonic()  # before the look, so that no job is counted beyond its end
+        ended_s, began = self._computed
+        return ended_s if began is None else ended_s + max(0.0, now - began)
 
     @property
     def busy(self) -> bool:
@@ -48,7 +64,7 @@ class Worker:
         loop = asyncio.get_running_loop()
         context = contextvars.copy_context()
         self._pending += 1
-        future = loop.run_in_executor(self._executor, context.run, within_memory, job)
+        future = loop.run_in_executor(self._executor, context.run, self._timed, job)
         future.add_done_callback(self._done)
         # Shielded: cancelling a waiting caller must not drop a job that others count on.
         return await asyncio.shield(future)
@@ -59,6 +75,16 @@ class Worker:
 
     def _done(self, _future: object) -> None:
         self._pending -= 1
+
+    def _timed(self, job: Callable[[], T]) -> T:
+        """What it takes, without the wait for its turn."""
+        ended_s, began = self._computed[0], time.monotonic()
+        self._computed = (ended_s, began)
+        try:
+            with tracing.span("compute"):
+                return within_memory(job)
+        finally:
+            self._computed = (ended_s + time.monotonic() - began, None)
 
 
 def within_memory(job: Callable[[], T]) -> T:

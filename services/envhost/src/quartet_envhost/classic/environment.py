@@ -28,6 +28,7 @@ from typing import Any, Final
 
 import verifiers as vf
 from quartet.errors import QuartetError
+from quartet.kit import tracing
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
 from quartet_envhost import failures
@@ -186,7 +187,7 @@ class HostedEnvironment:
         for state in states:
             state["timing"].scoring.start = started
         faults: list[str] = []
-        with noted(faults):
+        with noted(faults), tracing.span("scoring", rollouts=len(states)):
             if not self._env.score_rollouts:
                 await rubric.dummy_score_group(states)
             elif self._scores_groups:

@@ -17,7 +17,7 @@ from quartet.errors import QuartetError
 from quartet.v1 import common_pb2, envhost_service_pb2, inference_service_pb2
 from verifiers.types import Response, ResponseMessage, ResponseTokens, ToolCall, Usage
 
-from quartet_envhost.sampler import FINISH, SCALARS, Sampler, Turn, turn_seed
+from quartet_envhost.sampler import FINISH, SCALARS, Sampler, Turn, ask_for_experts, turn_seed
 
 RETRYABLE: Final = {"OVERLOADED", "NOT_READY", "DEADLINE", "INTERNAL", "VERSION_UNAVAILABLE"}
 
@@ -68,7 +68,7 @@ class RolloutPolicy(vf.Client):  # type: ignore[misc]
             raise PolicyError(error) from error
         finally:
             self.model_seconds += time.monotonic() - started
-        turn = Turn(generated.prompt_ids, generated.completions[0])
+        turn = Turn.of(generated)
         response = _response(turn, model)
         self.turns[id(response)] = turn
         self._responses.append(response)
@@ -101,8 +101,7 @@ class RolloutPolicy(vf.Client):  # type: ignore[misc]
         else:
             request.messages.messages.extend(wire_message(m) for m in prompt)
         if wanted.routed_experts:
-            # What was sampled last was not computed on.
-            request.experts_from = max(0, len(request.tokens.token_ids) - 1)
+            ask_for_experts(request, self.turns.values())
         return request
 
     def _extended(self, prompt: Any) -> tuple[Turn | None, Any]:

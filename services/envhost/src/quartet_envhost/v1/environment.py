@@ -26,6 +26,7 @@ import pydantic
 import verifiers
 import verifiers.v1 as vf
 from quartet.errors import QuartetError
+from quartet.kit import tracing
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 from verifiers.v1 import envs
 from verifiers.v1.configs.agent import AgentConfig
@@ -152,6 +153,10 @@ class HostedEnvironment:
             episode = await self._env.run_slot(slot, context)
         finally:
             current_policy.reset(token)
+        for trace in episode.traces:
+            times = trace.timing
+            tracing.past("setup", times.boot.start, times.setup.end, agent=trace.agent.name)
+            tracing.past("scoring", times.scoring.start, times.scoring.end, agent=trace.agent.name)
         return rollout_of(
             episode,
             policy,

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,15 @@ from verifiers.v1.types import (
 )
 
 from quartet_envhost.conversation import without_images
-from quartet_envhost.sampler import FINISH, SCALARS, Sampler, Turn, sampling_values, turn_seed
+from quartet_envhost.sampler import (
+    FINISH,
+    SCALARS,
+    Sampler,
+    Turn,
+    ask_for_experts,
+    sampling_values,
+    turn_seed,
+)
 from quartet_envhost.v1.judgement import Judgement
 
 _STATUS = {
@@ -92,7 +101,7 @@ class RolloutPolicy(Client):  # type: ignore[misc]
             raise ProviderError(str(error), status_code=_STATUS.get(error.reason, 400)) from error
         finally:
             self.model_seconds += time.monotonic() - started
-        answer = Turn(generated.prompt_ids, generated.completions[0])
+        answer = Turn.of(generated)
         prefix = request.tokens.token_ids
         kept = bool(prefix) and answer.prompt_ids[: len(prefix)] == list(prefix)
         self.turns.setdefault(turn.trace.id, []).append(answer)
@@ -125,8 +134,7 @@ class RolloutPolicy(Client):  # type: ignore[misc]
         else:
             request.messages.messages.extend(_message(m) for m in turn.prompt)
         if wanted.routed_experts:
-            # What was sampled last was not computed on.
-            request.experts_from = max(0, len(request.tokens.token_ids) - 1)
+            ask_for_experts(request, itertools.chain.from_iterable(self.turns.values()))
         return request
 
     def _sampling(self, sampling: SamplingConfig) -> common_pb2.SamplingParams:

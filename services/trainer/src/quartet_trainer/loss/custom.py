@@ -1,34 +1,40 @@
 """Losses of one's own: functions that the trainer's operator named in its configuration, `losses.<name> =
 "module:function"`. A caller may only choose among them by name: nobody sends code over the wire.
 
-A function gets the LossSpec and the Tokens of one micro-batch, and returns the loss of each token:
+A function gets the LossSpec and the Tokens of one micro-batch, and by name what the run gives it
+(`LossSpec.custom_args`). It returns the loss of each token, or that and metrics of its own (own_metrics.py):
 
-    def my_loss(spec: LossSpec, tokens: Tokens) -> Tensor:      # [K]
+    def my_loss(spec: LossSpec, tokens: Tokens, tau: float = 0.1) -> Tensor:      # [K]
         return -tokens.advantages_K * tokens.logp_K
 
 1. One that cannot be imported, or not be called with the two, keeps the trainer from starting. A run that
-   asks for one that is not named is refused before it is created (CheckRun).
+   asks for one that is not named, or does not take its arguments, is refused before it is created (CheckRun).
 2. What it returns is checked at every call: one finite number for each covered token, depending on logp_K
    where there is something to learn. Anything else is INVALID_REQUEST, and the batch is not applied. (Where
    the model itself gave no finite number, the loss may have none: the step is skipped, as for any loss.)
 3. Divergence, entropy, aggregation and normalizer are applied to it like to any other loss.
+4. What it raises is INVALID_REQUEST with its place, and in the log with its traceback.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import structlog
 import torch
 from quartet.errors import QuartetError
+from quartet.kit.own_function import OwnFunction, load
 from torch import Tensor
 
+from quartet_trainer.loss.own_metrics import OwnMetrics
 from quartet_trainer.loss.tokens import Tokens
 from quartet_trainer.spec import LossSpec
 
-Function = Callable[[LossSpec, Tokens], Tensor]
+# What a function is called with.
+TAKES = ("spec", "tokens")
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +42,23 @@ class CustomLoss:
     """A named function, checked."""
 
     name: str
-    function: Function
+    function: OwnFunction
 
-    def __call__(self, spec: LossSpec, tokens: Tokens) -> Tensor:
-        """The loss of each token. Errors: INVALID_REQUEST."""
+    def refuses(self, args: Mapping[str, object]) -> str:
+        """Why it cannot be called with these by name; empty where nothing is known."""
+        return self.function.refuses(TAKES, args)
+
+    def __call__(self, spec: LossSpec, tokens: Tokens, own: OwnMetrics | None = None) -> Tensor:
+        """The loss of each token; `own` gets what it reports. Errors: INVALID_REQUEST."""
         try:
-            losses_K = self.function(spec, tokens)
+            returned = self.function(spec, tokens, **spec.custom_args)
         except Exception as error:
-            raise self._refused(f"it raised {type(error).__name__}: {error}") from error
+            # Whoever reads the refusal gets one sentence.
+            log.error("loss_raised", loss=self.name, exc_info=error)
+            raise self._refused(
+                f"it raised at {self.function.told(error)} (this trainer's log has the traceback)"
+            ) from error
+        losses_K, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
         if not isinstance(losses_K, Tensor):
             raise self._refused(f"it returned {type(losses_K).__name__}, not a tensor")
         if losses_K.shape != tokens.logp_K.shape:
@@ -56,10 +71,14 @@ class CustomLoss:
             raise self._refused(f"it returned {bad} values that are no finite numbers")
         if torch.is_grad_enabled() and not losses_K.requires_grad:
             raise self._refused("what it returned does not depend on tokens.logp_K, so nothing is learned")
+        if wrong := (own or OwnMetrics()).report(metrics, len(tokens.logp_K)):
+            raise self._refused(wrong)
         return losses_K
 
     def _refused(self, what: str) -> QuartetError:
-        remedy = "mend the function; it returns one finite loss for each covered token"
+        remedy = (
+            "mend the function, which returns one finite loss for each token, and start the trainer again"
+        )
         return QuartetError(
             "INVALID_REQUEST",
             f"losses.{self.name}: {what}; {remedy}",
@@ -71,27 +90,5 @@ class CustomLoss:
 
 def load_losses(paths: Mapping[str, str]) -> dict[str, CustomLoss]:
     """Import the functions. Errors: ValueError, in one sentence."""
-    return {name: CustomLoss(name, _load(name, path)) for name, path in paths.items()}
-
-
-def _load(name: str, path: str) -> Function:
-    module, colon, attribute = path.partition(":")
-    if not (module and colon and attribute):
-        raise ValueError(f'losses.{name} = {path!r} is no import path; write "module:function"')
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # a module of one's own may raise anything
-        why = str(error) if isinstance(error, (ImportError, AttributeError)) else repr(error)
-        raise ValueError(f"losses.{name} = {path!r} cannot be imported: {why}") from error
-    if not callable(function):
-        raise ValueError(f"losses.{name} = {path!r} is {type(function).__name__}, not a function")
-    try:
-        inspect.signature(function).bind(None, None)
-    except TypeError as error:
-        raise ValueError(
-            f"losses.{name} = {path!r} cannot be called as function(spec, tokens): {error}"
-        ) from error
-    except ValueError:
-        pass  # written in C: it does not say what it takes
-    loaded: Function = function
-    return loaded
+    loaded = {name: load(f"losses.{name}", path, TAKES, more=True) for name, path in paths.items()}
+    return {name: CustomLoss(name, function) for name, function in loaded.items()}

@@ -20,6 +20,7 @@ from quartet_trainer.loss.aggregation import aggregated
 from quartet_trainer.loss.correction import correction_weights
 from quartet_trainer.loss.custom import CustomLoss
 from quartet_trainer.loss.kl import divergence
+from quartet_trainer.loss.own_metrics import OwnMetrics
 from quartet_trainer.loss.ratio import ratio
 from quartet_trainer.loss.reference_kl import distilled_advantages
 from quartet_trainer.loss.tokens import Tokens
@@ -30,9 +31,14 @@ NO_CUSTOM: Mapping[str, CustomLoss] = {}
 
 
 def token_losses(
-    spec: LossSpec, tokens: Tokens, kl_coef: float = 0.0, custom: Mapping[str, CustomLoss] = NO_CUSTOM
+    spec: LossSpec,
+    tokens: Tokens,
+    kl_coef: float = 0.0,
+    custom: Mapping[str, CustomLoss] = NO_CUSTOM,
+    own: OwnMetrics | None = None,
 ) -> Tensor:
-    """The loss of each covered token. kl_coef: that of the spec, or what it was adapted to."""
+    """The loss of each covered token. kl_coef: that of the spec, or what it was adapted to. `own` gets what a
+    loss of one's own reports."""
     match spec.kind:
         case LossKind.POLICY_GRADIENT:
             losses_K = _policy_gradient(spec, tokens, tokens.advantages_K)
@@ -41,7 +47,7 @@ def token_losses(
         case LossKind.CROSS_ENTROPY:
             losses_K = -tokens.advantages_K * tokens.logp_K
         case LossKind.CUSTOM:
-            losses_K = custom[spec.custom](spec, tokens)
+            losses_K = custom[spec.custom](spec, tokens, own)
     if kl_coef:
         assert tokens.reference_K is not None, "checked at the border"
         losses_K = losses_K + kl_coef * divergence(spec.kl_estimator, tokens.logp_K, tokens.reference_K)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -157,13 +157,17 @@ class Group:
 
     def settle(self, refused: QuartetError | None) -> None:
         """The error of the lowest rank that has one, in all of them."""
-        body = b"" if refused is None else _error_bytes(refused)
+        for body in self._of_each(b"" if refused is None else _error_bytes(refused)):
+            if body:
+                raise _error(body)
+
+    def _of_each(self, body: bytes) -> Iterator[bytes]:
+        """What each rank gives, in their order; whoever stops early stops everywhere."""
         sizes = torch.zeros(self.size, dtype=torch.int64)
         sizes[self.rank] = len(body)
         dist.all_reduce(sizes)
         for rank, size in enumerate(sizes.tolist()):
-            if size:
-                raise _error(_shared(body if rank == self.rank else bytes(size), rank))
+            yield _shared(body if rank == self.rank else bytes(size), rank)
 
     def join(self, done: Pass, lengths: Sequence[int]) -> None:
         """Every rank gets all values. Each is computed by one rank; the others add zero to it."""
@@ -180,6 +184,9 @@ class Group:
         done.loss = float(losses.sum())
         if done.routing is not None:
             dist.all_reduce(done.routing)
+        if done.own is not None:
+            found = json.dumps(done.own.found).encode()
+            done.own.join([json.loads(one) for one in self._of_each(found)])
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Parameter by parameter; one that no loss reached here counts as zero."""

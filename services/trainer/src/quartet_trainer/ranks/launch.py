@@ -19,6 +19,7 @@ import structlog
 import torch
 import uvloop
 from quartet.config import ConfigError
+from quartet.kit.metrics import scraped
 from quartet.kit.server import serve
 from quartet.local.tether import die_with
 from quartet.weights.store import WeightStore
@@ -86,7 +87,8 @@ async def _lead(config: TrainerConfig, group: Group, machine: Machine) -> None:
         trainer = assemble(config, machine, partial(LeadRun, group), LeadFiles(group))
         beat = asyncio.create_task(_beat(trainer, group))
         try:
-            await serve(trainer.services, config.server, trainer.health)
+            with scraped(trainer.gauges):
+                await serve(trainer.services, config.server, trainer.health)
         finally:
             beat.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -101,6 +101,8 @@ class LossSpec(Value):
     proximal_version: int | None = pydantic.Field(default=None, ge=0)
     correction: Correction | None = None
     custom: str = ""
+    #: What the function of that name gets by name.
+    custom_args: dict[str, bool | int | float | str] = pydantic.Field(default_factory=dict)
 
     @property
     def compares(self) -> bool:
@@ -145,6 +147,8 @@ class LossSpec(Value):
         given = self.model_fields_set
         if (self.kind is LossKind.CUSTOM) != bool(self.custom):
             raise ValueError("custom names the function of LOSS_KIND_CUSTOM, and of no other kind")
+        if self.custom_args and not self.custom:
+            raise ValueError("custom_args belong to the function that custom names; leave them out")
         if not self.compares:
             what = self.kind.value if self.kind is LossKind.CROSS_ENTROPY else "a loss without a ratio"
             unread = ["clip_low", "clip_high", "delta", "correction"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pydantic
@@ -70,10 +71,23 @@ def loss_spec(loss: pb.LossSpec) -> LossSpec:
             aggregation=_chosen("aggregation", loss.aggregation, _AGGREGATIONS),
             correction=_correction(loss.correction),
             custom=loss.custom,
+            custom_args=custom_args(loss.custom_args, "loss.custom_args"),
             **values,
         )
     except pydantic.ValidationError as error:
         raise request(*first(error, "loss")) from None
+
+
+def custom_args(text: str, field: str) -> dict[str, Any]:
+    """What a loss of one's own gets by name; of which kinds the values are is the LossSpec's to check.
+    Errors: INVALID_REQUEST."""
+    try:
+        args = json.loads(text) if text else {}
+    except ValueError:
+        args = None
+    if not isinstance(args, dict):
+        raise request(field, text, 'send a JSON object, such as {"tau": 0.1}')
+    return args
 
 
 def _correction(correction: pb.MismatchCorrection) -> Correction | None:

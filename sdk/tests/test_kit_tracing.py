@@ -1,0 +1,450 @@
+"""Traces of calls over real loopback gRPC, as a collector has them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from guinea_pig import NAME, ask, failure, raw, served
+from quartet.config import ConfigError
+from quartet.kit import context as request_context
+from quartet.kit import tracing
+from quartet.kit.call import stream, unary
+from quartet.kit.channel import connect
+from quartet.kit.security import TokenFile
+from quartet.v1 import inference_service_pb2, orchestrator_service_pb2, trainer_service_pb2
+from quartet.v1 import weights_pb2 as pb
+from quartet.v1 import weights_pb2_grpc as rpc
+from span_collector import Collected, Collector, collecting
+
+GET = f"{NAME}/GetManifest"
+PLACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+CLOSED = "http://127.0.0.1:9"  # where nobody listens
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    with collecting() as running:
+        _set(monkeypatch, running.variables)
+        yield running
+
+
+def _set(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def _sides(collector: Collector, name: str = GET) -> tuple[Collected, Collected]:
+    """A call as its client and its server tell it."""
+    (client,), (server,) = collector.named(name, "CLIENT"), collector.named(name, "SERVER")
+    assert (server.trace_id, server.parent_id) == (client.trace_id, client.span_id)
+    return client, server
+
+
+def _code(span: Collected) -> tuple[str, str]:
+    return span.attributes["rpc.response.status_code"], span.status
+
+
+def run_python(text: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    return subprocess.run(
+        [sys.executable, "-c", text],
+        env={**environment, **variables},
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+# -- when
+
+
+@pytest.mark.parametrize(
+    ("variables", "on"),
+    [
+        ({}, False),
+        ({"OTEL_SERVICE_NAME": "mine"}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": CLOSED}, True),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": CLOSED}, True),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": CLOSED, "OTEL_SDK_DISABLED": "True"}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": CLOSED, "OTEL_SDK_DISABLED": "false"}, True),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": CLOSED, "OTEL_TRACES_EXPORTER": "none"}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": CLOSED, "OTEL_TRACES_EXPORTER": "otlp"}, True),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": CLOSED, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, True),
+    ],
+)
+def test_the_standard_variables_say_whether(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], on: bool
+) -> None:
+    """tracing.py 1."""
+    _set(monkeypatch, variables)
+    assert tracing.asked() is on
+    with tracing.exporting("test"):
+        assert tracing.is_on() is on
+    assert not tracing.is_on()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OTEL_TRACES_EXPORTER", "console"),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc"),
+        ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "-1"),
+    ],
+)
+def test_what_is_not_spoken_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    """tracing.py 2."""
+    _set(monkeypatch, {"OTEL_EXPORTER_OTLP_ENDPOINT": CLOSED, name: value})
+    with pytest.raises(ConfigError, match="refuse"), tracing.exporting("test"):
+        pass
+
+
+def test_packages_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tracing.py 2: before a service begins, as its preflight does."""
+    _set(monkeypatch, {"OTEL_EXPORTER_OTLP_ENDPOINT": CLOSED})
+    monkeypatch.delitem(sys.modules, "quartet.kit.otel", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    with pytest.raises(ConfigError, match=r"opentelemetry is not installed; .*pip install './sdk\[otel\]'"):
+        tracing.check()
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    tracing.check()
+
+
+OFF = """
+import asyncio, sys
+from guinea_pig import ask, served
+from quartet.kit import logs, tracing
+from quartet.kit.call import unary
+
+logs.configure("test")
+
+async def call():
+    async with served() as (pig, stub, _):
+        with tracing.exporting("test"), tracing.span("work", root=True, run_id="run") as span:
+            span.set(step=1)
+            tracing.event("first")
+            await unary(stub.GetManifest, ask("run"), timeout_s=5)
+
+asyncio.run(call())
+print([name for name in sys.modules if name.startswith("opentelemetry")])
+"""
+
+
+def test_off_nothing_of_it_is_imported() -> None:
+    """tracing.py 1."""
+    done = run_python(OFF)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+# -- what
+
+
+async def test_a_call_is_one_trace_with_the_ids_of_both_sides(collector: Collector) -> None:
+    """tracing.py 5."""
+    with tracing.exporting("test"):
+        async with served() as (_pig, stub, running):
+            with tracing.span("step", root=True, run_id="run", step=3):
+                await unary(stub.GetManifest, ask("run"), timeout_s=5)
+    client, server = _sides(collector)
+    (step,) = collector.named("step")
+    assert client.parent_id == step.span_id and step.parent_id == ""
+    assert step.attributes == {"quartet.run_id": "run", "quartet.step": 3}
+    assert _code(client) == _code(server) == ("OK", "")
+    shared = {"rpc.system.name": "grpc", "rpc.method": GET, "rpc.response.status_code": "OK"}
+    request_id = client.attributes["quartet.request_id"]
+    both = {**shared, "quartet.request_id": request_id}
+    assert client.attributes == {**both, "server.address": running.address} and request_id
+    assert server.attributes == {**both, "quartet.run_id": "run"}
+    resource = client.resource
+    assert (resource["service.name"], resource["process.pid"]) == ("quartet-test", os.getpid())
+
+
+async def test_calls_made_while_one_is_handled_are_below_it(collector: Collector) -> None:
+    with tracing.exporting("test"):
+        async with served() as (pig, stub, _running), served() as (_other, next_stub, _next):
+            pig.next_hop = lambda: next_stub.GetManifest(ask())
+            await unary(stub.GetManifest, ask("hop"), timeout_s=5)
+    (deepest,) = [one for one in collector.spans if len(collector.above(one)) == 3]
+    kinds = [line.split()[1] for line in collector.above(deepest)]
+    assert (deepest.kind, kinds) == ("SERVER", ["CLIENT", "SERVER", "CLIENT"])
+
+
+async def test_failures_are_told_as_the_conventions_have_it(collector: Collector) -> None:
+    with tracing.exporting("test"):
+        async with served() as (_pig, stub, _running):
+            await failure(unary(stub.GetManifest, ask("typed"), timeout_s=5))
+            await failure(unary(stub.GetManifest, ask("crash"), timeout_s=5))
+    told = {one.attributes["quartet.reason"]: one for one in collector.named(GET, "SERVER")}
+    client = {_code(one) for one in collector.named(GET, "CLIENT")}
+    # What its caller did wrong is no error of a server.
+    assert {reason: _code(one) for reason, one in told.items()} == {
+        "RUN_UNKNOWN": ("NOT_FOUND", ""),
+        "INTERNAL": ("INTERNAL", "ERROR"),
+    }
+    assert client == {("NOT_FOUND", "ERROR"), ("INTERNAL", "ERROR")}
+
+
+async def test_a_call_that_is_left_ends_its_spans(collector: Collector) -> None:
+    with tracing.exporting("test"):
+        async with served() as (pig, stub, _running):
+            calling = asyncio.create_task(unary(stub.GetManifest, ask("hold"), timeout_s=60))
+            await pig.entered.wait()
+            calling.cancel()
+            await asyncio.gather(calling, return_exceptions=True)
+            await pig.left.wait()
+    client, server = _sides(collector)
+    assert _code(client) == _code(server) == ("CANCELLED", "")
+
+
+async def test_a_deadline_ends_its_spans(collector: Collector) -> None:
+    with tracing.exporting("test"):
+        async with served() as (pig, stub, _running):
+            await failure(unary(stub.GetManifest, ask("hold"), timeout_s=0.2))
+            await pig.left.wait()
+    client, _server = _sides(collector)
+    assert _code(client) == ("DEADLINE_EXCEEDED", "ERROR")
+
+
+async def test_a_call_that_cannot_begin_ends_its_span(collector: Collector) -> None:
+    with tracing.exporting("test"):
+        async with served() as (_pig, stub, running):
+            await running.stop(0)
+            await failure(unary(stub.GetManifest, ask(), timeout_s=5))
+    (client,) = collector.named(GET, "CLIENT")
+    assert _code(client) == ("UNAVAILABLE", "ERROR")
+
+
+async def test_streams_end_their_spans(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One to its end, and one that is left."""
+    monkeypatch.setattr(tracing, "UNTRACED", frozenset())
+    with tracing.exporting("test"):
+        async with served() as (pig, stub, _running):
+            chunks = [pb.PushRequest(chunk=pb.WeightChunk(data=b"x"))] * 3
+            assert (await stub.Push(iter(chunks))).version == 3
+            async with contextlib.aclosing(stream(stub.Watch(pb.WatchRequest()), idle_timeout_s=5)) as said:
+                await anext(said)
+            await pig.left.wait()
+    client, server = _sides(collector, f"{NAME}/Push")
+    assert _code(client) == _code(server) == ("OK", "")
+    client, server = _sides(collector, f"{NAME}/Watch")
+    assert _code(client) == _code(server) == ("CANCELLED", "")
+
+
+async def test_watching_and_health_have_no_spans(collector: Collector) -> None:
+    """tracing.py 6."""
+    with tracing.exporting("test"):
+        async with served() as (_pig, stub, running):
+            async with contextlib.aclosing(stream(stub.Watch(pb.WatchRequest()), idle_timeout_s=5)) as said:
+                await anext(said)
+            async with connect(running.address) as channel:
+                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            await unary(stub.GetManifest, ask(), timeout_s=5)
+    assert {one.name for one in collector.spans} == {GET}
+
+
+def test_every_rpc_without_spans_is_one_of_the_contract() -> None:
+    """tracing.py 6."""
+    files = [module.DESCRIPTOR for module in (inference_service_pb2, orchestrator_service_pb2)]
+    files += [trainer_service_pb2.DESCRIPTOR, pb.DESCRIPTOR]
+    known = {
+        f"/{service.full_name}/{method.name}"
+        for file in files
+        for service in file.services_by_name.values()
+        for method in service.methods
+    }
+    assert known >= tracing.UNTRACED
+
+
+@pytest.mark.parametrize(
+    ("offered", "parent"),
+    [
+        (PLACE, PLACE.split("-")[2]),
+        ("00-0af7651916cd43dd8448eb211c80319c-b7ad6b71692-01", ""),
+        ("ff-" + PLACE[3:], ""),
+        ("00-" + "0" * 32 + "-b7ad6b7169203331-01", ""),
+        ("nonsense", ""),
+        ("", ""),
+    ],
+)
+async def test_a_place_that_is_malformed_counts_for_nothing(
+    collector: Collector, offered: str, parent: str
+) -> None:
+    """tracing.py 5."""
+    with tracing.exporting("test"):
+        async with served() as (_pig, _stub, running), raw(running) as channel:
+            metadata = (("traceparent", offered), ("tracestate", "a=b"))
+            await rpc.WeightServiceStub(channel).GetManifest(ask(), metadata=metadata)
+    (server,) = collector.named(GET, "SERVER")
+    assert server.parent_id == parent
+
+
+async def test_who_is_refused_begins_no_span(collector: Collector, tmp_path: Path) -> None:
+    """tracing.py 5."""
+    token = tmp_path / "token"
+    token.write_text("secret-of-some-length\n")
+    with tracing.exporting("test"):
+        async with served(token_file=token) as (_pig, _stub, running), raw(running) as channel:
+            known, unknown = (
+                rpc.WeightServiceStub(channel).GetManifest,
+                channel.unary_unary("/quartet.v1.X/Y"),
+            )
+            for method, asked in ((known, ask()), (unknown, b"")):
+                with pytest.raises(grpc.RpcError, match="token"):
+                    await method(asked, metadata=(("traceparent", PLACE),))
+            said = f"Bearer {TokenFile(token).read()}"
+            await rpc.WeightServiceStub(channel).GetManifest(ask(), metadata=(("authorization", said),))
+    (server,) = collector.spans
+    assert _code(server) == ("OK", "")
+
+
+async def test_what_outlives_an_rpc_from_the_start_is_not_below_it(collector: Collector) -> None:
+    async def work() -> None:
+        with tracing.span("work"):
+            pass
+
+    with tracing.exporting("test"), tracing.span("rpc"):
+        await asyncio.create_task(work())
+        await request_context.background(work(), name="work")
+    assert sorted(bool(one.parent_id) for one in collector.named("work")) == [False, True]
+
+
+def test_spans_say_how_they_ended_and_what_else_they_are_for(collector: Collector) -> None:
+    with tracing.exporting("test"):
+        with tracing.span("other"):
+            other = tracing.here()
+        with pytest.raises(KeyError), tracing.span("raised", root=True):
+            raise KeyError
+        with tracing.span("failed", within=other, links=[None, other], members=2) as span:
+            span.set(kind="HOST")
+            span.fail("it died")
+            tracing.event("first_token")
+            tracing.note(more=True)
+            tracing.past("scoring", time.time() - 1, time.time())
+            tracing.past("never", 0.0, 0.0)
+        with pytest.raises(asyncio.CancelledError), tracing.span("left"):
+            raise asyncio.CancelledError
+    (left,) = collector.named("left")
+    assert (left.status, left.attributes) == ("", {"quartet.cancelled": True})
+    (raised,), (failed,), (scoring,) = (collector.named(name) for name in ("raised", "failed", "scoring"))
+    assert raised.status == failed.status == "ERROR" and scoring.status == ""
+    (first,) = collector.named("other")
+    assert (failed.parent_id, failed.links, failed.events) == (
+        first.span_id,
+        (first.span_id,),
+        ("first_token",),
+    )
+    assert failed.attributes == {"quartet.members": 2, "quartet.kind": "HOST", "quartet.more": True}
+    assert scoring.parent_id == failed.span_id and scoring.end_ns - scoring.start_ns > 9e8
+    assert not collector.named("never")
+
+
+def test_lines_of_the_log_name_their_trace(collector: Collector) -> None:
+    def line() -> dict[str, Any]:
+        named: dict[str, Any] = tracing.name_trace(None, "info", {"event": "x"})
+        return named
+
+    assert line() == {"event": "x"}
+    with tracing.exporting("test"):
+        assert line() == {"event": "x"}
+        with tracing.span("work"):
+            said = line()
+    (work,) = collector.named("work")
+    assert (said["trace_id"], said["span_id"]) == (work.trace_id, work.span_id)
+
+
+def test_the_variables_name_the_service(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=here")
+    with tracing.exporting("test"), tracing.span("work"):
+        pass
+    (work,) = collector.spans
+    assert (work.service, work.resource["deployment.environment.name"]) == ("mine", "here")
+
+
+def test_the_variables_say_what_is_sampled(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+    with tracing.exporting("test"), tracing.span("work"):
+        assert tracing.carried().rpartition("-")[2] in ("00", "02")
+    assert not collector.spans
+
+
+# -- what it costs
+
+
+def test_the_end_sends_what_is_left(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tracing.py 3."""
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")
+    with tracing.exporting("test"):
+        for _ in range(700):
+            with tracing.span("work"):
+                pass
+    assert len(collector.named("work")) == 700
+
+
+def test_a_collector_that_is_away_costs_spans_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tracing.py 3."""
+    _set(monkeypatch, {"OTEL_EXPORTER_OTLP_ENDPOINT": CLOSED, "OTEL_BSP_SCHEDULE_DELAY": "50"})
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    with structlog.testing.capture_logs() as lines:
+        with tracing.exporting("test"):
+            begun = time.monotonic()
+            for _ in range(5000):
+                with tracing.span("work"):
+                    pass
+            spans_s = time.monotonic() - begun
+            time.sleep(1.5)
+            begun = time.monotonic()
+        ending_s = time.monotonic() - begun
+    said = [line for line in lines if line["event"] == "spans may be lost"]
+    assert len(said) == 1 and "export" in said[0]["why"], lines
+    assert spans_s < 5 and ending_s < 1, (spans_s, ending_s)
+
+
+def test_a_collector_that_is_slow_does_not_hold_the_end_up(collector: Collector) -> None:
+    """tracing.py 3."""
+    collector.delay_s = 20.0
+    with tracing.exporting("test"):
+        with tracing.span("work"):
+            pass
+        time.sleep(0.3)
+        begun = time.monotonic()
+    assert time.monotonic() - begun < tracing.FLUSH_SECONDS + 1
+
+
+FORKED = """
+import os, sys, time
+from quartet.kit import tracing
+with tracing.exporting("test"):
+    with tracing.span("of the parent"):
+        pid = os.fork()
+        if pid == 0:
+            with tracing.span("of the child"):
+                pass
+            time.sleep(1)
+            os._exit(0)
+        os.waitpid(pid, 0)
+"""
+
+
+def test_a_fork_exports_its_own_spans_and_no_others(collector: Collector) -> None:
+    """tracing.py 4 has it that there is none; a library may make one all the same."""
+    done = run_python(FORKED, **collector.variables)
+    assert done.returncode == 0, done.stderr
+    assert sorted(one.name for one in collector.spans) == ["of the child", "of the parent"]

@@ -1,0 +1,75 @@
+"""What the canaries of adapters said, by run: which adapters are served, and which are not, and why.
+
+1. An adapter is told as served from the moment on that a canary of it lives; one whose canary died is told
+   with the reason until another of its run lives, or it is unloaded. So nobody takes what is loaded again, to
+   be scored again, for an adapter that answers.
+2. The reason says what to do. The likeliest cause is a replica that serves another model than the one that
+   the adapter belongs to: adapters fit every model of that shape. An adapter as it begins changes nothing, so
+   its canary is that of the run's model alone, and there it is the only cause but damage.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from quartet.v1 import weights_pb2 as pb
+from quartet.weights.tensor import Tensor
+
+#: Of dead adapters, of which each has a sentence or two: the oldest is forgotten first.
+MAX_DEAD = 64
+#: As peft names the second matrix: zero at the beginning.
+SECOND = ".lora_B.weight"
+
+
+class Verdicts:
+    """Of one replica's adapters."""
+
+    def __init__(self) -> None:
+        """Nothing was scored yet."""
+        self._living: set[str] = set()
+        self._dead: dict[str, str] = {}
+
+    def lives(self, run_id: str) -> None:
+        """The canary of a run's adapter was right."""
+        self._dead.pop(run_id, None)
+        self._living.add(run_id)
+
+    def died(self, run_id: str, why: str) -> None:
+        """It was wrong."""
+        self.ended(run_id)
+        self._dead.pop(run_id, None)
+        while len(self._dead) >= MAX_DEAD:
+            del self._dead[next(iter(self._dead))]
+        self._dead[run_id] = why
+
+    def ended(self, run_id: str) -> None:
+        """The adapter is not in the engine any more."""
+        self._living.discard(run_id)
+
+    def forget(self, run_id: str) -> None:
+        """Somebody unloads it."""
+        self.ended(run_id)
+        self._dead.pop(run_id, None)
+
+    def living(self, run_id: str) -> bool:
+        """Whether a canary of what is loaded lived."""
+        return run_id in self._living
+
+    @property
+    def dead(self) -> Mapping[str, str]:
+        """Why the adapter of a run is not served, by run."""
+        return self._dead
+
+
+def diagnosis(manifest: pb.WeightManifest, tensors: Mapping[str, Tensor], folder: Path) -> str:
+    """What it means where the canary of this adapter dies upon the model of this folder, and what to do."""
+    if not manifest.HasField("canary"):
+        return "let its publisher publish it again"
+    of = json.loads(manifest.adapter_config).get("base_model_name_or_path") or "unnamed"
+    cause = f"the replica's base ({str(folder)!r}) is another model than the run's ({of!r})"
+    if any(np.frombuffer(one.data, np.uint8).any() for name, one in tensors.items() if name.endswith(SECOND)):
+        cause += ", or what is in the engine is damaged"
+    return f"{cause}; start the replica with the run's model, or submit a run of the replica's"

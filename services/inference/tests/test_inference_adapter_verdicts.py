@@ -1,0 +1,146 @@
+"""Adapters whose canary dies: nobody is told that they are served, and everybody why they are not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from quartet.errors import QuartetError, from_rpc
+from quartet.v1 import inference_service_pb2 as pb
+from quartet.v1 import weights_pb2
+from quartet.weights.store import WeightStore
+from quartet.weights.tensor import Tensor
+from quartet_inference import adapters
+from quartet_inference.verdicts import MAX_DEAD, Verdicts
+
+from .adapters import Adapter, random_adapter
+from .inference_replica import Make, Replica, publish, serving
+
+
+def canary_of(model: Any) -> weights_pb2.Canary:
+    ids = [(7 * i) % 256 for i in range(32)]
+    with torch.no_grad():
+        logp = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1].float(), -1)
+    picked = logp.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    return weights_pb2.Canary(token_ids=ids, logprobs=picked.tolist())
+
+
+def untrained(model: Any) -> Adapter:
+    """As every adapter begins: its second matrices are zero, so it changes nothing."""
+    made = random_adapter(model, 1)
+    tensors = {
+        name: Tensor(one.dtype, one.shape, bytes(len(one.data))) if ".lora_B." in name else one
+        for name, one in made.tensors.items()
+    }
+    return Adapter(made.config, tensors, model)
+
+
+def put(store: WeightStore, run_id: str, version: int, adapter: Adapter, computed_by: Any = None) -> None:
+    config = json.dumps({**json.loads(adapter.config), "base_model_name_or_path": "models/sft"})
+    canary = canary_of(computed_by or adapter.merged)
+    store.publish(run_id, version, adapter.tensors, adapter_config=config, canary=canary)
+
+
+async def refusal(replica: Replica, run_id: str) -> QuartetError:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await replica.stub.LoadAdapter(pb.LoadAdapterRequest(run_id=run_id), timeout=10)
+    return from_rpc(refused.value)
+
+
+def served(model: pb.GetModelResponse) -> dict[str, int]:
+    return {one.run_id: one.policy_version for one in model.adapters}
+
+
+async def test_an_adapter_of_another_base_is_never_told_as_served(
+    model_folder: Path, make_model: Make
+) -> None:
+    """verdicts.py 1, 2: same shape, other weights, as a checkpoint of a fine-tuning has them."""
+    other, store = make_model(7), WeightStore(4)
+    put(store, "r", 0, untrained(other))
+    store.open_run("elsewhere")
+    server = await publish(store)
+    settings = {"shared_memory": False, "run_id": "elsewhere", "adapters": {"on_demand": False}}
+    async with serving(model_folder, weights_address=server.address, **settings) as replica:
+        told: list[dict[str, int]] = []
+        for _ in range(3):
+            asked = asyncio.create_task(refusal(replica, "r"))
+            while not asked.done():
+                told.append(served(await replica.model()))
+            assert (await asked).reason == "NOT_READY"
+            for said in ((await asked).message, (await replica.model()).refused_adapters[0].why):
+                cause = f"base ({str(model_folder)!r}) is another model than the run's ('models/sft'); start"
+                assert "of its canary are" in said and cause in said
+        assert not any(told), "not for the moment either in which its canary is scored"
+        assert [one.run_id for one in (await replica.model()).refused_adapters] == ["r"]
+
+        put(store, "r", 1, random_adapter(make_model(0), 1))
+        loaded = await replica.stub.LoadAdapter(pb.LoadAdapterRequest(run_id="r"), timeout=10)
+        assert loaded.version == 1
+        model = await replica.model()
+        assert served(model) == {"r": 1} and not model.refused_adapters
+    await server.stop(0)
+
+
+async def test_an_adapter_that_dies_later_is_told_until_it_is_unloaded(
+    model_folder: Path, make_model: Make
+) -> None:
+    base, store = make_model(0), WeightStore(4)
+    put(store, "r", 0, untrained(base))
+    server = await publish(store)
+    settings = {"shared_memory": False, "adapters": {"on_demand": False}}
+    async with serving(model_folder, weights_address=server.address, **settings) as replica:
+        await replica.until(lambda model: served(model) == {"r": 0})
+        put(store, "r", 1, random_adapter(base, 1), computed_by=random_adapter(base, 2).merged)
+        model = await replica.until(lambda model: bool(model.refused_adapters))
+        why = model.refused_adapters[0].why
+        assert served(model) == {} and "not those of version 1" in why
+        assert "than the run's ('models/sft'), or what is in the engine is damaged; start" in why
+        await replica.stub.UnloadAdapter(pb.UnloadAdapterRequest(run_id="r"))
+        assert not (await replica.model()).refused_adapters
+    await server.stop(0)
+
+
+async def test_load_adapter_waits_for_the_canary_so_long(
+    model_folder: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, store = make_model(0), WeightStore(4)
+    put(store, "r", 0, untrained(base))
+    store.open_run("elsewhere")
+    server = await publish(store)
+    monkeypatch.setattr(adapters, "CANARY_SECONDS", 0.2)
+    settings = {"shared_memory": False, "run_id": "elsewhere", "adapters": {"on_demand": False}}
+    async with serving(model_folder, weights_address=server.address, **settings) as replica:
+        await replica.stub.Pause(pb.PauseRequest())
+        refused = await refusal(replica, "r")
+        assert refused.reason == "DEADLINE" and "paused" in refused.message
+        assert served(await replica.model()) == {}
+        await replica.stub.Resume(pb.ResumeRequest())
+        await replica.until(lambda model: served(model) == {"r": 0})
+    await server.stop(0)
+
+
+async def test_an_adapter_of_another_vocabulary_is_refused_before_it_is_served(
+    model_folder: Path, make_model: Make
+) -> None:
+    base, store = make_model(0), WeightStore(4)
+    canary = weights_pb2.Canary(token_ids=[1, 70_000], logprobs=[-1.0])
+    adapter = untrained(base)
+    store.publish("r", 0, adapter.tensors, adapter_config=adapter.config, canary=canary)
+    server = await publish(store)
+    async with serving(model_folder, weights_address=server.address, shared_memory=False) as replica:
+        refused = await refusal(replica, "r")
+        assert refused.reason == "INVALID_REQUEST"
+        assert "has token 70000" in refused.message and "of another model" in refused.message
+    await server.stop(0)
+
+
+def test_the_dead_are_bounded() -> None:
+    verdicts = Verdicts()
+    for number in range(MAX_DEAD + 3):
+        verdicts.died(f"run {number}", "why")
+    assert len(verdicts.dead) == MAX_DEAD and "run 2" not in verdicts.dead

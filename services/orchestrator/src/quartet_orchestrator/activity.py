@@ -1,0 +1,23 @@
+"""What a run under way does or waits for: one of a closed set, which is a label of metrics, and in words."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Activity(Enum):
+    """With the words for a person, and the place of the step in them."""
+
+    TURN = "waiting for its turn"
+    OPENING = "opening the run on the trainer"
+    VERSION = "waiting until inference serves its version"
+    ROLLOUTS = "waiting for the rollouts of step {}"
+    HELD = "waiting for evaluations that were asked for"
+    TRAINING = "training step {}"
+    SAVING = "saving the state after step {}"
+    EVALUATING = "evaluating after {} steps"
+    EXPORTING = "exporting the model"
+
+    def words(self, step: int) -> str:
+        """For a person."""
+        return self.value.format(step)

@@ -1,0 +1,170 @@
+"""A run as a collector of traces has it: where the time of its steps and of its rollouts went."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from quartet.kit.tracing import UNTRACED
+from span_collector import Collected, Collector, collecting
+
+from tests.conftest import REPOSITORY
+from tests.e2e.conftest import quartet
+
+STEPS = 2
+GROUP = 8
+CLOSED = "http://127.0.0.1:9"  # where nobody listens
+GENERATE = "quartet.v1.InferenceService/Generate"
+ROLLOUTS = "quartet.v1.EnvHostService/RunRollouts"
+WORKER = "quartet-envhost-worker"
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A run that has ended, and all its spans."""
+
+    output: Path
+    collector: Collector
+
+    def below(self, span: Collected) -> list[Collected]:
+        return [one for one in self.collector.spans if one.parent_id == span.span_id]
+
+
+def run(model: Path, output: Path, steps: int, **variables: str) -> None:
+    command = ["rl", "@", "configs/reverse-text.toml", "--model", model, "--output-dir", output]
+    command += ["--max-steps", str(steps), "--warmup-steps", "0", "--batch-size", str(2 * GROUP)]
+    # What is trained changes the weights, although an untaught model earns nothing; and they are fetched.
+    command += ["--weight-decay", "0.5", "--inference.shared-memory", "false", "--eval.num-examples", "4"]
+    done = quartet(*command, **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def traced(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Traced:
+    output = tmp_path_factory.mktemp("traced") / "run"
+    with collecting() as collector:
+        run(random_model, output, STEPS, **collector.variables)
+    return Traced(output, collector)
+
+
+def test_every_span_has_its_parent(traced: Traced) -> None:
+    """Nothing is lost at the end of a service, and no root is there by mistake."""
+    spans = traced.collector.spans
+    known = {one.span_id for one in spans}
+    assert [one.said for one in spans if one.parent_id and one.parent_id not in known] == []
+    assert {one.service for one in spans} == {
+        *("quartet-orchestrator", "quartet-envhost", WORKER, "quartet-inference", "quartet-trainer")
+    }
+    roots = Counter(one.name for one in spans if not one.parent_id)
+    assert (roots["step"], roots["group"], roots["evaluated example"]) == (STEPS, 2 * STEPS, 8)
+    assert [one.said for one in spans if one.kind == "SERVER" and not one.parent_id] == [
+        "quartet-orchestrator SERVER quartet.v1.OrchestratorService/SubmitRun"  # of a client without traces
+    ]
+    assert not {f"/{one.name}" for one in spans} & UNTRACED
+    assert [one.said for one in spans if one.status] == []
+
+
+def test_what_a_rollout_asks_of_inference_is_below_it(traced: Traced) -> None:
+    collector = traced.collector
+    calls = collector.named(GENERATE, "SERVER")
+    rollouts = collector.named("rollout")
+    assert calls and len(rollouts) >= 2 * STEPS * GROUP
+    for call in calls:
+        assert call.service == "quartet-inference" and call.events == ("queued", "first_token")
+        assert collector.above(call)[:-1] == [
+            f"{WORKER} CLIENT {GENERATE}",
+            f"{WORKER} INTERNAL first turns",
+            f"{WORKER} INTERNAL turn",
+            "quartet-envhost INTERNAL rollout",
+            f"quartet-envhost SERVER {ROLLOUTS}",
+            f"quartet-orchestrator CLIENT {ROLLOUTS}",
+        ]
+    for rollout in rollouts:
+        assert {"turn", "scoring"} <= {one.name for one in traced.below(rollout)}
+        assert rollout.attributes["quartet.stop_condition"] == "agent_completed"
+    (group,) = [one for one in collector.named("group") if one.attributes["quartet.group"] == 0]
+    of_group = [one for one in rollouts if one.trace_id == group.trace_id]
+    assert sorted(one.attributes["quartet.member"] for one in of_group) == list(range(GROUP))
+    assert group.attributes["quartet.env"] == "reverse-text" and group.attributes["quartet.step"] == 1
+
+
+def test_a_step_has_what_is_asked_of_the_trainer_below_it(traced: Traced) -> None:
+    collector = traced.collector
+    steps = sorted(collector.named("step"), key=lambda one: one.start_ns)
+    assert [one.attributes["quartet.step"] for one in steps] == [1, 2]
+    assert [one.attributes["quartet.policy_version"] for one in steps] == [0, 1]
+    service = "quartet.v1.TrainerService"
+    for step in steps:
+        below = sorted(traced.below(step), key=lambda one: one.start_ns)
+        calls = [f"{service}/{name}" for name in ("ForwardBackward", "OptimStep", "PublishWeights")]
+        assert [one.name for one in below] == ["rollouts", *calls]
+        for client in below[1:]:
+            (server,) = traced.below(client)
+            (compute,) = traced.below(server)
+            assert (server.service, compute.name) == ("quartet-trainer", "compute")
+            assert client.start_ns <= server.start_ns <= compute.start_ns
+            assert compute.end_ns <= server.end_ns <= client.end_ns
+
+
+def test_weights_come_with_a_trace_of_their_own(traced: Traced) -> None:
+    collector = traced.collector
+    taken = {one.attributes["quartet.version"]: one for one in collector.named("weights")}
+    assert set(taken) == set(range(STEPS + 1))
+    names = [one.name for one in traced.below(taken[STEPS])]
+    fetch = "quartet.v1.WeightService/Fetch"
+    assert "swap" in names and fetch in names
+    (served,) = [one for one in collector.named(fetch, "SERVER") if one.trace_id == taken[STEPS].trace_id]
+    assert served.service == "quartet-trainer"
+
+
+def test_the_logs_name_the_trace(traced: Traced) -> None:
+    log = (traced.output / "logs/inference.log").read_text().splitlines()
+    lines = [json.loads(line) for line in log if line.startswith("{")]
+    (line,) = [one for one in lines if one["event"] == "serving version" and one["version"] == STEPS]
+    of_trace = [one for one in traced.collector.named("weights") if one.trace_id == line["trace_id"]]
+    assert [one.attributes["quartet.version"] for one in of_trace] == [STEPS]
+
+
+def test_a_collector_that_is_away_costs_a_run_nothing(random_model: Path, tmp_path: Path) -> None:
+    run(random_model, tmp_path / "run", 1, OTEL_EXPORTER_OTLP_ENDPOINT=CLOSED, OTEL_BSP_SCHEDULE_DELAY="100")
+    logs = sorted((tmp_path / "run/logs").glob("*.log"))
+    assert {log.name: log.read_text().count("spans may be lost") for log in logs} == {
+        **{f"{name}.log": 1 for name in ("inference", "orchestrator", "trainer")},
+        "envhost.log": 2,  # and its worker
+    }
+
+
+@pytest.mark.parametrize("service", ["trainer", "orchestrator", "inference", "envhost"])
+def test_packages_that_are_missing_are_told_at_once(service: str, random_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['opentelemetry.sdk'] = None\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OTEL_EXPORTER_OTLP_ENDPOINT": CLOSED}
+    asked = ["--server.address", "127.0.0.1:0", *_needed(service, random_model, tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", f"quartet_{service}", *asked],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: traces are asked for"), done.stderr
+    assert "pip install './sdk[otel]'" in done.stderr
+
+
+def _needed(service: str, model: Path, folder: Path) -> list[str]:
+    return {
+        "trainer": ["--state_dir", str(folder)],
+        "orchestrator": [
+            *("--data_dir", str(folder), "--trainer_address", "127.0.0.1:1"),
+            *("--envhost_addresses", '["127.0.0.1:1"]', "--inference_addresses", '["127.0.0.1:1"]'),
+        ],
+        "inference": ["--model", str(model)],
+        "envhost": ["--inference_addresses", '["127.0.0.1:1"]'],
+    }[service]
