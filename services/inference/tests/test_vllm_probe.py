@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from quartet_inference.vllm import environment
 
 from .engine_calls import END, until
 from .random_models import causal
+from .scripted_engine import Scores
 from .told import TOLERANCE
 from .vllm_driver import PROMPT, Driver
 
@@ -62,28 +62,6 @@ async def test_what_ends_vllm_at_its_first_step_ends_the_start_with_the_reason(t
     """probe.py 3, faults.py: the first line of vLLM's log is that its core failed."""
     with pytest.raises(ConfigError, match=r"vLLM cannot run .*Head dimension 64 is not supported by MLA"):
         await started(tmp_path, causal("deepseek_v3", 0))
-
-
-class Scores:
-    """An engine that says what it is told to."""
-
-    def __init__(self, *said: Any, reloading: QuartetError | None = None) -> None:
-        self.said, self.reloading, self.reloads = list(said), reloading, 0
-
-    def info(self) -> Any:
-        return SimpleNamespace(dtype="float32", max_model_len=4, ended="", routers=2)
-
-    async def score_unnamed(self, request: Any) -> list[float]:
-        assert request.tokens == (3, 10, 17, 24)
-        said = self.said.pop(0)
-        if isinstance(said, QuartetError):
-            raise said
-        return said
-
-    async def load_again(self, tensors: Any) -> None:
-        self.reloads += 1
-        if self.reloading is not None:
-            raise self.reloading
 
 
 RIGHT, WRONG = [-1.0, -2.0, -3.0], [-1.0, -2.0, -2.9]

@@ -20,7 +20,7 @@ from quartet_inference.vllm import environment
 from .engine_calls import END, complete, complete_one, text_of, until
 from .random_models import causal
 from .routes import as_sets, routes, told_as_computed
-from .test_vllm_probe import Scores
+from .scripted_engine import Scores
 from .told import TOLERANCE, random_prompt
 from .vllm_driver import PROMPT, Driver, launch
 
