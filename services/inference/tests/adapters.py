@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from quartet.v1 import weights_pb2
 from quartet.weights.tensor import Tensor
 
 PREFIX = "base_model.model."
@@ -41,3 +42,12 @@ def random_adapter(
             tensors[f"{PREFIX}{name}.{side}.weight"] = wire
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": list(targets)}
     return Adapter(json.dumps(config), tensors, merged)
+
+
+def canary_of(model: Any) -> weights_pb2.Canary:
+    """What the model says of a fixed sequence of 32 tokens."""
+    ids = [(7 * i) % 256 for i in range(32)]
+    with torch.no_grad():
+        logp = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1].float(), -1)
+    picked = logp.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    return weights_pb2.Canary(token_ids=ids, logprobs=picked.tolist())

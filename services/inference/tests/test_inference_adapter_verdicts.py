@@ -9,7 +9,6 @@ from typing import Any
 
 import grpc
 import pytest
-import torch
 from quartet.errors import QuartetError, from_rpc
 from quartet.v1 import inference_service_pb2 as pb
 from quartet.v1 import weights_pb2
@@ -18,16 +17,8 @@ from quartet.weights.tensor import Tensor
 from quartet_inference import adapters
 from quartet_inference.verdicts import MAX_DEAD, Verdicts
 
-from .adapters import Adapter, random_adapter
+from .adapters import Adapter, canary_of, random_adapter
 from .inference_replica import Make, Replica, publish, serving
-
-
-def canary_of(model: Any) -> weights_pb2.Canary:
-    ids = [(7 * i) % 256 for i in range(32)]
-    with torch.no_grad():
-        logp = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1].float(), -1)
-    picked = logp.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-    return weights_pb2.Canary(token_ids=ids, logprobs=picked.tolist())
 
 
 def untrained(model: Any) -> Adapter:

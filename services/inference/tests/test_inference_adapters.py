@@ -16,7 +16,7 @@ from quartet.v1 import inference_service_pb2 as pb
 from quartet.weights.store import WeightStore
 from quartet_inference import adapters
 
-from .adapters import Adapter, random_adapter
+from .adapters import Adapter, canary_of, random_adapter
 from .engine_calls import until
 from .inference_replica import Make, publish, serving
 from .random_models import weights_of
@@ -221,14 +221,6 @@ async def test_an_adapter_whose_canary_dies_is_unloaded_alone(model_folder: Path
     """invariant 3: an adapter in the engine that computes something else is not served as its version."""
     base, store = make_model(0), WeightStore(4)
     adapters = {version: random_adapter(base, version) for version in range(3)}
-
-    def canary_of(model: Any) -> weights_pb2.Canary:
-        ids = [(7 * i) % 256 for i in range(32)]
-        with torch.no_grad():
-            logp = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1].float(), -1)
-        picked = logp.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-        return weights_pb2.Canary(token_ids=ids, logprobs=picked.tolist())
-
     put(store, "a", 0, adapters[0], canary_of(adapters[0].merged))
     server = await publish(store)
     async with serving(model_folder, weights_address=server.address, shared_memory=False) as replica:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,10 @@ from quartet.chat_identity import chat_identity
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer.admission import check_run
 from quartet_trainer.passes import Machine
-from quartet_trainer.run import Run
 from quartet_trainer.spec import OptimizerSpec, ReferenceSpec, RunSpec
 
 from .conftest import run_spec
-
-WAIT_SECONDS = 20.0
+from .held_up import WAIT_SECONDS, held_up
 
 
 def own(spec: Any, tokens: Any) -> torch.Tensor:
@@ -81,14 +78,7 @@ async def test_a_run_is_checked_and_looked_at_while_the_worker_computes(
     folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """admission.py 2, roster.py 2: a batch may take minutes, and who submits a run waits seconds."""
-    begun, go_on, plain = threading.Event(), threading.Event(), Run.forward_backward
-
-    def held_up(*args: Any) -> Any:
-        begun.set()
-        assert go_on.wait(WAIT_SECONDS)
-        return plain(*args)
-
-    monkeypatch.setattr(Run, "forward_backward", held_up)
+    begun, go_on = held_up(monkeypatch, "forward_backward")
     check = pb.CheckRunRequest(spec=run_spec(base_model=str(folder)))
     look = pb.GetRunRequest(run_id="r")
     async with serve_trainer(max_runs=1) as trainer:

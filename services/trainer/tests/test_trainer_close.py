@@ -22,7 +22,7 @@ from quartet_trainer import worker
 from quartet_trainer.optimizer import Optimizer
 from quartet_trainer.run import Run
 
-WAIT_SECONDS = 20.0
+from .held_up import WAIT_SECONDS, held_up
 
 
 async def close(trainer: Any, run_id: str = "r") -> None:
@@ -129,14 +129,7 @@ async def test_a_run_is_closed_after_the_call_under_way(
     folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch, caller_leaves: bool
 ) -> None:
     """roster.py 3."""
-    begun, go_on, plain = threading.Event(), threading.Event(), Run.forward_backward
-
-    def held_up(*args: Any) -> Any:
-        begun.set()
-        assert go_on.wait(WAIT_SECONDS)
-        return plain(*args)
-
-    monkeypatch.setattr(Run, "forward_backward", held_up)
+    begun, go_on = held_up(monkeypatch, "forward_backward")
     async with serve_trainer(max_runs=1) as trainer:
         await trainer.create(base_model=str(folder))
         batch = asyncio.create_task(trainer.forward_backward(1, make_samples()))
@@ -234,13 +227,13 @@ async def test_a_run_that_nobody_waits_for_any_more_is_opened_once(
     """As when loading takes longer than the caller's deadline, and the caller tries again."""
     begun, go_on, opened, plain = threading.Event(), threading.Event(), [], Run.__init__
 
-    def held_up(self: Run, *args: Any) -> None:
+    def waiting(self: Run, *args: Any) -> None:
         opened.append(self)
         begun.set()
         assert go_on.wait(WAIT_SECONDS)
         plain(self, *args)
 
-    monkeypatch.setattr(Run, "__init__", held_up)
+    monkeypatch.setattr(Run, "__init__", waiting)
     async with serve_trainer(max_runs=1) as trainer:
         creating = asyncio.create_task(trainer.create(base_model=str(folder)))
         try:

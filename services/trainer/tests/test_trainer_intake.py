@@ -14,7 +14,7 @@ from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer import intake
 from quartet_trainer.run import Run
 
-WAIT_SECONDS = 20.0
+from .held_up import WAIT_SECONDS, held_up
 
 
 async def overloaded(trainer: Any, samples: Any) -> bool:
@@ -33,14 +33,7 @@ async def test_invariant_8_samples_that_wait_for_the_worker_count_until_their_jo
     samples = make_samples()
     size = sum(one.ByteSize() for one in samples)
     monkeypatch.setattr(intake, "MAX_BUFFERED_BYTES", 2 * size - 1)
-    begun, go_on, plain = threading.Event(), threading.Event(), Run.forward
-
-    def held_up(*args: Any) -> Any:
-        begun.set()
-        assert go_on.wait(WAIT_SECONDS)
-        return plain(*args)
-
-    monkeypatch.setattr(Run, "forward", held_up)
+    begun, go_on = held_up(monkeypatch, "forward")
     async with serve_trainer() as trainer:
         await trainer.create(base_model=str(folder))
         first = asyncio.create_task(trainer.forward(samples))
@@ -72,14 +65,14 @@ async def test_scores_that_nobody_waits_for_any_more_are_not_computed(
         scored.append(args)
         return plain_forward(*args)
 
-    def held_up(*args: Any) -> Any:
+    def waiting(*args: Any) -> Any:
         stepped.append(args)
         begun.set()
         assert go_on.wait(WAIT_SECONDS)
         return plain_step(*args)
 
     monkeypatch.setattr(Run, "forward", noted)
-    monkeypatch.setattr(Run, "forward_backward", held_up)
+    monkeypatch.setattr(Run, "forward_backward", waiting)
     async with serve_trainer() as trainer:
         await trainer.create(base_model=str(folder))
         await trainer.create("other", base_model=str(folder))
