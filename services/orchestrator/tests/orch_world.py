@@ -92,6 +92,19 @@ class World:
                 await book.changed()
         return book.run()
 
+    async def undisturbed(self, toml: str) -> str:
+        """The weights a run ends with when nothing happens; the world is then slower, and knows of no run."""
+        async with self.orchestrator() as runs:
+            await runs.submit(RUN, toml, dry_run=False)
+            await self.rest(runs)
+        final = self.trainer.disk[RUN, "final"].weights
+        self.trainer.disk.clear()
+        self.trainer.applied_calls.clear()
+        self.trainer.latest.clear()
+        self.trainer.delay_s = 0.01
+        self.folder = self.folder / "again"
+        return final
+
     def toml(
         self, *, steps: int = 4, off_policy: int = 1, evals: int = 4, env: str = "toy", **more: object
     ) -> str:

@@ -28,15 +28,7 @@ async def test_orchestrator_killed_at_random_points(world, seed):
     """
     print(f"seed {seed}")
     chance = random.Random(seed)
-    async with world.orchestrator() as runs:
-        await runs.submit(RUN, world.toml(steps=8, off_policy=0), dry_run=False)
-        await world.rest(runs)
-    undisturbed = world.trainer.disk[RUN, "final"].weights
-    world.trainer.disk.clear()
-    world.trainer.applied_calls.clear()
-    world.trainer.latest.clear()
-    world.trainer.delay_s = 0.01
-    world.folder = world.folder / "again"
+    undisturbed = await world.undisturbed(world.toml(steps=8, off_policy=0))
     seen: list[int] = []
     kills, run = 0, pb.Run()
     while run.phase not in RESTING:

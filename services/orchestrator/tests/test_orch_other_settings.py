@@ -133,15 +133,7 @@ async def test_settings_that_change_while_a_run_works_change_nothing_of_what_it_
     print(f"seed {seed}")
     chance = random.Random(seed)
     plain = world.toml(steps=8, off_policy=0)
-    async with world.orchestrator() as runs:
-        await runs.submit(RUN, plain, dry_run=False)
-        await world.rest(runs)
-    undisturbed = world.trainer.disk[RUN, "final"].weights
-    world.trainer.disk.clear()
-    world.trainer.applied_calls.clear()
-    world.trainer.latest.clear()
-    world.trainer.delay_s = 0.01
-    world.folder = world.folder / "again"
+    undisturbed = await world.undisturbed(plain)
     run, changed = pb.Run(), 0
     async with world.orchestrator() as runs:
         await runs.submit(RUN, plain, dry_run=False)
