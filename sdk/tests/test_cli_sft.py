@@ -16,17 +16,21 @@ from hypothesis import strategies as st
 from quartet.cli import held
 from quartet.cli.__main__ import main
 from quartet.cli.outputs import rollout_row
-from quartet.cli.sft import command
+from quartet.cli.sft import command, steps
 from quartet.cli.sft.chats import batches, read_chats, sample_of
-from quartet.cli.sft.command import frames, run_spec
 from quartet.cli.sft.line import Conversation
-from quartet.cli.sft.place import Calls, cut_metrics, taken
+from quartet.cli.sft.place import Calls, begun_ms, cut_metrics, taken
+from quartet.cli.sft.requests import frames, run_spec
+from quartet.cli.sft.steps import Refused, Training
 from quartet.cli.sft.template import template_of
+from quartet.cli.sft.validation import Validation
 from quartet.cli.tiny.files import PHRASES, write_model_files
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.kit.folder import lock_file
-from quartet.run.sft import SftConfig
+from quartet.run.lora import LoraConfig
+from quartet.run.sft import MeasureConfig, SftConfig
+from quartet.run.wandb import WandbConfig
 from quartet.v1.common_pb2 import Message, ToolCall
 from quartet.v1.orchestrator_service_pb2 import RolloutEvent
 from quartet.v1.rollout_pb2 import FAILURE_KIND_TIMEOUT, Rollout, RolloutFailure, Sample
@@ -329,6 +333,18 @@ def test_steps_and_schedule(tmp_path: Path) -> None:
         SftConfig(model="m", data=tmp_path, epochs=2.0, max_steps=3)
 
 
+def test_an_adapter_is_asked_for_as_by_a_run(tmp_path: Path) -> None:
+    table = {"enabled": True, "r": 4, "alpha": 8.0, "use_rslora": True, "publish": "merged"}
+    config = SftConfig(model="m", data=tmp_path, lora=table | {"modules_to_save": ["norm"]})
+    asked = run_spec(config, 10).lora
+    assert (asked.rank, asked.alpha, asked.rslora, list(asked.modules_to_save)) == (4, 8.0, True, ["norm"])
+    assert not run_spec(SftConfig(model="m", data=tmp_path), 10).HasField("lora")
+    with pytest.raises(ValueError, match="no part of a served adapter"):
+        SftConfig(model="m", data=tmp_path, lora={"enabled": True, "modules_to_save": ["norm"]})
+    with pytest.raises(ValueError, match="r is set, and the table is off"):
+        SftConfig(model="m", data=tmp_path, lora={"r": 4})
+
+
 def test_a_batch_is_the_mean_over_what_is_learned(folder: Path) -> None:
     first, *middle, last = frames([sample(folder, "assistant")] * 3, 5)
     covered = sum(span.length for span in sample(folder, "assistant").spans)
@@ -339,6 +355,14 @@ def test_a_batch_is_the_mean_over_what_is_learned(folder: Path) -> None:
 def test_the_command_refuses_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sft", "--model", str(tmp_path / "absent"), "--data", "x.jsonl"]) == 2
     assert "neither a folder here nor" in capsys.readouterr().err
+
+
+def test_an_adapter_is_no_model_to_begin_with(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
+    assert main(["sft", "--model", str(folder / "adapter"), "--data", "x.jsonl"]) == 2
+    told = f"it is an adapter; name the folder of a whole model, such as {str(folder)!r}"
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -403,9 +427,14 @@ def test_promise_2_a_folder_goes_on_as_it_was_begun_or_not_at_all(folder: Path, 
     with pytest.raises(ConfigError, match="add --resume"):
         begin(output, config)
     go_on(output, config)
-    go_on(output, config.model_copy(update={"trainer": {"threads": 2}}))
-    with pytest.raises(ConfigError, match="another batch_size"):
+    shown = {"trainer": {"threads": 2}, "wandb": WandbConfig(project="p")}
+    go_on(output, config.model_copy(update=shown))
+    with pytest.raises(
+        ConfigError, match=r"another batch_size \(32, and not 5\); give what it was begun with"
+    ):
         go_on(output, config.model_copy(update={"batch_size": 5}))
+    with pytest.raises(ConfigError, match=r"another lora\.enabled \(false, and not true\)"):
+        go_on(output, config.model_copy(update={"lora": LoraConfig(enabled=True)}))
     data.write_text(json.dumps({"messages": CHAT[1:]}))
     with pytest.raises(ConfigError, match="another contents of data"):
         go_on(output, config)
@@ -413,6 +442,46 @@ def test_promise_2_a_folder_goes_on_as_it_was_begun_or_not_at_all(folder: Path, 
     (output / "checkpoint").mkdir()
     with pytest.raises(ConfigError, match="is complete"):
         go_on(output, config)
+
+
+def test_promise_2_so_is_the_validation_set(folder: Path, tmp_path: Path) -> None:
+    data, validation, output = written(tmp_path, {"messages": CHAT}), tmp_path / "val.jsonl", tmp_path / "out"
+    validation.write_text("{}")
+    config = SftConfig(model=str(folder), data=data, validation=validation)
+    with taken(output, config, resume=False):
+        pass
+    assert begun_ms(output) > 1_700_000_000_000
+    with taken(output, config.model_copy(update={"eval": MeasureConfig(interval=3)}), resume=True):
+        pass
+    validation.write_text("{} ")
+    with (
+        pytest.raises(ConfigError, match="another contents of validation"),
+        taken(output, config, resume=True),
+    ):
+        pass
+    without = config.model_copy(update={"validation": None})
+    with (
+        pytest.raises(ConfigError, match="another contents of validation"),
+        taken(output, without, resume=True),
+    ):
+        pass
+
+
+def test_promise_2_what_an_earlier_release_began_goes_on(folder: Path, tmp_path: Path) -> None:
+    """It did not write down what it did not know."""
+    config = SftConfig(model=str(folder), data=written(tmp_path, {"messages": CHAT}), seed=3)
+    output = tmp_path / "out"
+    with taken(output, config, resume=False):
+        pass
+    record = json.loads((output / "run.json").read_text())
+    for key in ("run_id", "begun_ms", "lora", "validation", "contents of validation"):
+        del record[key]
+    (output / "run.json").write_text(json.dumps(record))
+    with taken(output, config, resume=True):
+        assert begun_ms(output) == 0
+    adapter = config.model_copy(update={"lora": LoraConfig(enabled=True)})
+    with pytest.raises(ConfigError, match=r"another lora\.enabled"), taken(output, adapter, resume=True):
+        pass
 
 
 def test_promise_2_one_process_at_a_time(folder: Path, tmp_path: Path) -> None:
@@ -453,10 +522,10 @@ async def test_a_large_model_has_time_to_load(
         allowed.append(timeout_s)
         raise QuartetError("NOT_READY", "the model is being loaded")
 
-    monkeypatch.setattr(command, "unary", still_loading)
+    monkeypatch.setattr(steps, "unary", still_loading)
     config = SftConfig(model=str(folder), data=tmp_path)
     with pytest.raises(QuartetError):
-        await command._steps(Mock(), config, [Sample()], tmp_path)
+        await Training(Mock(), config, [Sample()], Validation((), MeasureConfig(), 1, 1), tmp_path).opened()
     assert allowed == [1800.0], "what the orchestrator allows"
 
 
@@ -467,3 +536,49 @@ def test_promise_3_lines_of_steps_that_come_again_are_cut_off(tmp_path: Path) ->
     file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
     cut_metrics(tmp_path, 2)
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
+    file.write_text('{"step": 0}\n{"step": 1}\n')
+    cut_metrics(tmp_path, 1)
+    assert file.read_text() == '{"step": 0}\n{"step": 1}\n'
+    cut_metrics(tmp_path, 0)
+    assert file.read_text() == "", "what was measured before the first step is measured again"
+
+
+async def test_what_the_trainer_does_not_take_was_not_begun(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuses(call: object, request: object, **_: object) -> None:
+        raise QuartetError("INVALID_CONFIG", "lora.target_modules = 'q' is refused", key="lora", value="q")
+
+    monkeypatch.setattr(steps, "unary", refuses)
+    config = SftConfig(model=str(folder), data=written(tmp_path, {"messages": CHAT}))
+    training = Training(Mock(), config, [Sample()], Validation((), MeasureConfig(), 1, 1), tmp_path)
+    with pytest.raises(Refused, match="target_modules"):
+        await training.opened()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_refused_run_takes_its_new_folder_with_it(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    resume: bool,
+) -> None:
+    async def refuses(*given: object) -> None:
+        raise Refused("lora.target_modules = 'q' is refused")
+
+    async def accepts(specs: object) -> None:
+        """The trainer's configuration."""
+
+    (folder / "model.safetensors").touch()
+    monkeypatch.setattr(command, "check", accepts)
+    monkeypatch.setattr(command, "_train", refuses)
+    data, output = written(tmp_path, {"messages": CHAT}), tmp_path / "out"
+    if resume:
+        config = SftConfig(model=str(folder), data=data)
+        with taken(output, config, resume=False):
+            pass
+    arguments = ["--model", str(folder), "--data", str(data), "--output-dir", str(output)]
+    assert main(["sft", *arguments, *(["--resume"] if resume else [])]) == 2
+    assert capsys.readouterr().err == "error: lora.target_modules = 'q' is refused\n", "nothing was done"
+    assert output.exists() is resume

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from tests.conftest import QUARTET, REPOSITORY
 
 SECONDS = 200
+OF_TIME = ("time", "time/step_s", "time/validation_s", "tokens_per_second")
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +68,8 @@ def test_what_the_trainer_refuses_is_refused_before_the_folder_is_taken(work: Pa
 def test_the_loss_falls_along_the_schedule(finished: Path) -> None:
     rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 31))
-    assert rows[-1]["loss"] < 0.1 < 2.0 < rows[0]["loss"]
-    assert rows[-1]["learning_rate"] < rows[0]["learning_rate"] == pytest.approx(3e-3)
+    assert rows[-1]["train/loss"] < 0.1 < 2.0 < rows[0]["train/loss"]
+    assert rows[-1]["train/learning_rate"] < rows[0]["train/learning_rate"] == pytest.approx(3e-3)
 
 
 def test_the_checkpoint_answers_as_it_was_taught(finished: Path) -> None:
@@ -89,20 +91,15 @@ def test_the_checkpoint_answers_as_it_was_taught(finished: Path) -> None:
 
 def rows_of(folder: Path) -> list[dict[str, float]]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+    return [{key: value for key, value in row.items() if key not in OF_TIME} for row in rows]
 
 
-def test_invariant_9_a_killed_run_goes_on_bit_equally_from_its_last_state(finished: Path, work: Path) -> None:
-    """Command and trainer are killed together, after step 18: the state is that of step 16 or a later one."""
-    from safetensors.torch import load_file
-
-    output = work / "killed"
+def kill_after(arguments: list[str], output: Path, step: int) -> None:
+    """Start the command; command and trainer are killed together after so many steps."""
     metrics = output / "metrics.jsonl"
-    process = subprocess.Popen(
-        command(work, output), cwd=REPOSITORY, stdout=subprocess.DEVNULL, start_new_session=True
-    )
+    process = subprocess.Popen(arguments, cwd=REPOSITORY, stdout=subprocess.DEVNULL, start_new_session=True)
     deadline = time.monotonic() + SECONDS
-    while not metrics.exists() or metrics.read_text().count("\n") < 18:
+    while not metrics.exists() or metrics.read_text().count("train/loss") < step:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     family = [process.pid, *children(process.pid)]
@@ -110,12 +107,105 @@ def test_invariant_9_a_killed_run_goes_on_bit_equally_from_its_last_state(finish
         os.kill(pid, signal.SIGKILL)
     process.wait()
     assert not (output / "checkpoint").exists(), "it was too late to interrupt anything"
+
+
+def test_invariant_9_a_killed_run_goes_on_bit_equally_from_its_last_state(finished: Path, work: Path) -> None:
+    """The state is that of step 16 or a later one."""
+    from safetensors.torch import load_file
+
+    output = work / "killed"
+    kill_after(command(work, output), output, 18)
     refused = subprocess.run(command(work, output), cwd=REPOSITORY, capture_output=True, text=True)
     assert refused.returncode == 2 and "--resume" in refused.stderr
     run_to_the_end(command(work, output, "--resume"))
     assert rows_of(output) == rows_of(finished)
     ours, theirs = (load_file(one / "checkpoint" / "model.safetensors") for one in (output, finished))
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in theirs)
+
+
+ADAPTER = ("--lora.enabled", "--lora.dropout", "0.1", "--learning-rate", "2e-2", "--eval.interval", "5")
+
+
+def adapter(work: Path, output: Path, *more: str) -> list[str]:
+    """The command that trains an adapter, and measures it on one chat that it learns and one that it does
+    not."""
+    validation = work / "validation.jsonl"
+    known = (work / "chats.jsonl").read_text().splitlines()[0]
+    validation.write_text(f"{known}\n{known.replace('correct', 'wrong')}")
+    return [*command(work, output), *ADAPTER, "--validation", str(validation), *more]
+
+
+@pytest.fixture(scope="module")
+def adapted(work: Path) -> Path:
+    """Output folder of an adapter, measured and shown."""
+    shown = ("--wandb.project", "p", "--wandb.mode", "offline")
+    run_to_the_end(adapter(work, work / "adapted", *shown))
+    return work / "adapted"
+
+
+def test_an_adapter_is_measured_and_shown(adapted: Path) -> None:
+    sys.path.insert(0, str(REPOSITORY / "sdk" / "tests"))
+    import wandb_file
+
+    rows = rows_of(adapted)
+    losses = {row["step"]: row["val/loss"] for row in rows if "val/loss" in row}
+    assert list(losses) == [0, 5, 10, 15, 20, 25, 30]
+    assert losses[30] > rows[-2]["train/loss"], "of the two answers to one question only one was learned"
+    assert losses[0] != losses[5]
+    (file,) = adapted.glob("wandb/offline-run-*/run-*.wandb")
+    written = wandb_file.read(file)
+    assert [row["_step"] for row in written.history] == [row["event"] for row in rows]
+    assert written.summary["phase"] == "completed" and written.config["lora"]["dropout"] == 0.1
+
+
+def test_the_checkpoint_of_an_adapter_is_merged_and_has_the_adapter(adapted: Path, work: Path) -> None:
+    import peft
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.arange(3, 35)[None]
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(adapted / "checkpoint")(ids).logits
+        base = AutoModelForCausalLM.from_pretrained(work / "model")
+        plain = base(ids).logits
+        own = peft.PeftModel.from_pretrained(base, adapted / "checkpoint" / "adapter").eval()(ids).logits
+    torch.testing.assert_close(merged, own, rtol=0, atol=1e-3)
+    assert float((merged - plain).abs().max()) > 0.1
+
+
+def test_invariant_9_so_does_an_adapter_and_what_was_done_can_be_exported(adapted: Path, work: Path) -> None:
+    output = work / "killed-adapter"
+    kill_after(adapter(work, output), output, 18)
+    done = subprocess.run(
+        [*QUARTET, "export", str(output), str(work / "exported")],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0 and "the model of state step-" in done.stdout, done.stdout + done.stderr
+    assert (work / "exported" / "adapter" / "adapter_model.safetensors").exists()
+    run_to_the_end(adapter(work, output, "--resume"))
+    assert rows_of(output) == rows_of(adapted)
+    for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        ours, theirs = (one / "checkpoint" / file for one in (output, adapted))
+        assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_training_begins_from_an_adapter_where_it_ended(adapted: Path, work: Path) -> None:
+    output = work / "further"
+    whole = ("--model", str(adapted / "checkpoint"), "--no-lora.enabled", "--max-steps", "1")
+    run_to_the_end(adapter(work, output, *whole))
+    first = rows_of(output)[0]
+    assert first["val/loss"] == pytest.approx(rows_of(adapted)[-1]["val/loss"], abs=1e-3)
+
+
+def test_what_the_model_has_no_place_for_leaves_no_folder(work: Path) -> None:
+    arguments = adapter(work, work / "refused", "--lora.target-modules", '["q_pro"]')
+    done = subprocess.run(arguments, cwd=REPOSITORY, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "lora.target_modules = 'q_pro' is refused" in done.stderr and "q_proj" in done.stderr
+    assert "what was done is kept" not in done.stderr and not (work / "refused").exists()
 
 
 def children(pid: int) -> list[int]:

@@ -1,6 +1,6 @@
 """`quartet export FOLDER TARGET`: the model of a run's newest saved state, or of another.
 
-1. FOLDER is the output folder of `quartet rl`, or a run's folder of states, or one state.
+1. FOLDER is the output folder of `quartet rl` or `quartet sft`, or a run's folder of states, or one state.
 2. A run that somebody else's program trains has no states: it is refused, with that reason.
 3. The trainer's package does it, in place of this process: what is saved is only read, so the run may go on.
 """
@@ -32,7 +32,7 @@ Write the model of a saved state as a Hugging Face folder: of a run that was sto
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments."""
     parser.add_argument(
-        "folder", type=Path, help="output folder of `quartet rl`, or a run's folder of states"
+        "folder", type=Path, help="output folder of `quartet rl` or `sft`, or a run's folder of states"
     )
     parser.add_argument("target", type=Path, help="folder to write, which must not exist")
     parser.add_argument("--state", metavar="NAME", help="name of the state (default: the newest)")

@@ -131,6 +131,9 @@ def _inside(folder: Path) -> str:
     models = sorted(str(config.parent) for config in folder.glob("*/config.json"))
     if models:
         return f"did you mean {models[0]!r}?"
+    if (folder / "adapter_config.json").is_file():
+        merged = f", such as {str(folder.parent)!r}" if (folder.parent / "config.json").is_file() else ""
+        return f"it is an adapter; name the folder of a whole model{merged}"
     if (folder / RECORD).is_file():
         return f"it is of a run that wrote no model: 'quartet export {folder} MODEL_FOLDER' writes its newest"
     return "name a Hugging Face model folder"

@@ -9,6 +9,7 @@ from pydantic import Field
 from quartet.config.model import rule
 from quartet.run.switched import SwitchedConfig
 from quartet.run.values import Positive, Text
+from quartet.v1.trainer_service_pb2 import LoraSpec
 
 #: The trainer's bound.
 MAX_RANK = 4096
@@ -35,3 +36,18 @@ class LoraConfig(SwitchedConfig):
             raise ValueError(
                 'modules_to_save are no part of a served adapter; set publish = "merged", or remove them'
             )
+
+
+def lora_spec(config: LoraConfig) -> LoraSpec | None:
+    """As it travels; None where the table is off."""
+    if not config.enabled:
+        return None
+    return LoraSpec(
+        rank=config.r,
+        alpha=config.alpha,
+        dropout=config.dropout,
+        target_modules=config.target_modules,
+        rslora=config.use_rslora,
+        modules_to_save=config.modules_to_save,
+        publish_merged=config.publish == "merged",
+    )

@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import pydantic
 from pydantic import Field
 
 from quartet.config import Config
+from quartet.config.model import rule
 from quartet.run.learning import CheckpointConfig
+from quartet.run.lora import LoraConfig
+from quartet.run.sft_names import AS_TABLES, REMEDIES
 from quartet.run.values import Count, Decay, NonNegative, Positive, PositiveCount, Seed, Table, Text
+from quartet.run.wandb import WandbConfig
 
 #: A chat has these; a message of another role has no place in a chat template.
 Role = Literal["system", "user", "assistant", "tool"]
 
 
+class MeasureConfig(Config):
+    """When the loss on the validation set is measured, by the names of a run's evaluations."""
+
+    before: bool = True
+    after: bool = True
+    #: Steps from one time to the next between; 0: none.
+    interval: Count = 0
+
+
 class SftConfig(Config):
     """A model, a file of chats, and how it is trained on them."""
+
+    OTHER_NAMES: ClassVar = REMEDIES
+    AS_TABLES: ClassVar = AS_TABLES
 
     model: Text
     #: JSON lines, each with "messages": [{"role", "content", ...}, ...].
     data: Path
+    #: Lines of the same form, which are never learned: the loss on them is measured.
+    validation: Path | None = None
     #: Whose messages the loss covers.
     roles: Annotated[tuple[Role, ...], Field(min_length=1)] = ("assistant",)
     #: Longer chats are left out, and counted.
@@ -41,6 +59,9 @@ class SftConfig(Config):
     microbatch_tokens: Count = 0
     #: When the trainer saves its state, from which --resume goes on.
     ckpt: CheckpointConfig = CheckpointConfig()
+    lora: LoraConfig = LoraConfig()
+    eval: MeasureConfig = MeasureConfig()
+    wandb: WandbConfig = WandbConfig()
     #: The trainer's own configuration.
     trainer: Table
 
@@ -49,6 +70,17 @@ class SftConfig(Config):
         if self.epochs is not None and self.max_steps is not None:
             raise ValueError("epochs and max_steps both say when it ends; give one of the two")
         return self
+
+    @rule
+    def _has_what_it_measures(self) -> None:
+        given = [key for key in type(self.eval).model_fields if key in self.eval.model_fields_set]
+        if given and self.validation is None:
+            value = getattr(self.eval, given[0])
+            shown = str(value).lower() if isinstance(value, bool) else value
+            raise ValueError(
+                f"eval.{given[0]} = {shown} has nothing to measure; set validation to a file of chats, or "
+                "remove [eval]"
+            )
 
     def steps(self, chats: int) -> int:
         """Optimizer steps over so many chats."""

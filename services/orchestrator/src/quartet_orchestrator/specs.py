@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from quartet.run.algorithm import AlgorithmConfig, CorrectionConfig
 from quartet.run.config import RunConfig
-from quartet.run.lora import LoraConfig
+from quartet.run.lora import lora_spec
 from quartet.v1 import trainer_service_pb2 as tpb
 
 SCHEDULES = {
@@ -59,7 +59,7 @@ def run_spec(config: RunConfig, earlier_ends: Sequence[int] = ()) -> tpb.RunSpec
             adamw_learning_rate=config.adamw_learning_rate,
             earlier_total_steps=[end * steps for end in earlier_ends],
         ),
-        lora=_lora(config.lora) if config.lora.enabled else None,
+        lora=lora_spec(config.lora),
         seed=config.seed,
         # The versions that a batch's tokens may come from, and one to spare.
         retain_versions=config.max_off_policy_steps + 2 if config.checks.verify_logprobs else 0,
@@ -68,18 +68,6 @@ def run_spec(config: RunConfig, earlier_ends: Sequence[int] = ()) -> tpb.RunSpec
         served_dtype=config.served_dtype or "",
         reference=_held_reference(config.algorithm),
         freeze_routers=config.freeze_routers,
-    )
-
-
-def _lora(lora: LoraConfig) -> tpb.LoraSpec:
-    return tpb.LoraSpec(
-        rank=lora.r,
-        alpha=lora.alpha,
-        dropout=lora.dropout,
-        target_modules=lora.target_modules,
-        rslora=lora.use_rslora,
-        modules_to_save=lora.modules_to_save,
-        publish_merged=lora.publish == "merged",
     )
 
 

@@ -13,14 +13,22 @@ Start a trainer on this machine, train a model on a file of chats, and write its
     model = "models/tiny"
     data = "chats.jsonl"     # a line each: {"messages": [{"role": "user", "content": "..."}, ...]}, and
                              # "tools" beside it; rollouts/*.jsonl of a run are such lines
+    validation = "more.jsonl"  # such lines that are not learned: the loss on them is told
     epochs = 2
     learning_rate = 1e-4
     roles = ["assistant"]    # whose messages are learned
 
     [ckpt]
     interval = 10            # steps between states, from which --resume goes on
+    [eval]
+    interval = 20            # steps between measurements of validation; also before the first, after the last
+    [lora]
+    enabled = true           # an adapter, as of a run: r, alpha, dropout, target_modules, ...
+    [wandb]
+    project = "mine"         # in Weights & Biases, too, as a run
 
-Writes metrics.jsonl, checkpoint/, logs/ to the output folder.
+Writes metrics.jsonl, checkpoint/ (of an adapter the merged model, and adapter/ in it), logs/ to the output
+folder.
 """
 
 

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,16 +41,22 @@ class Chats:
     #: What whoever wrote the file should know, a sentence each.
     notices: Sequence[str] = ()
 
+    @property
+    def covered(self) -> int:
+        """Tokens that the loss is taken of."""
+        return covered(self.samples)
 
-def read_chats(file: Path, folder: Path, roles: Sequence[str], max_tokens: int) -> Chats:
-    """Read a file of chats for a model folder. Raises ConfigError with file and lines."""
+
+def read_chats(file: Path, folder: Path, roles: Sequence[str], max_tokens: int, key: str = "data") -> Chats:
+    """Read a file of chats, which this key names, for a model folder. Raises ConfigError with file and
+    lines."""
     template, tokenizer = template_of(folder), _tokenizer_of(folder)
     samples: list[Sample] = []
     refused: list[str] = []
     ignored: set[str] = set()
     omitted: Counter[Omitted] = Counter()
     left_out = unlisted = 0
-    for number, line in _lines(file):
+    for number, line in _lines(file, key):
         try:
             chat = conversation_of(line)
             if isinstance(chat, Omitted):
@@ -69,8 +76,14 @@ def read_chats(file: Path, folder: Path, roles: Sequence[str], max_tokens: int) 
         more = [f"\n  and {len(refused) - MAX_TOLD} more"] if len(refused) > MAX_TOLD else []
         raise ConfigError("".join([f"{file}, ", ALSO.join(refused[:MAX_TOLD]), *more]))
     notices = _notices(ignored, omitted, unlisted)
+    longest, most = max((len(one.token_ids) for one in samples), default=0), positions_of(folder)
+    if most is not None and longest > most:
+        raise ConfigError(
+            f"{key} = {str(file)!r} has a chat of {longest} tokens, and the model takes {most} "
+            f"(max_position_embeddings); set max_tokens to {most}, which leaves longer ones out"
+        )
     if not samples:
-        none = f"data = {str(file)!r} has no chat of at most max_tokens = {max_tokens}"
+        none = f"{key} = {str(file)!r} has no chat of at most max_tokens = {max_tokens}"
         raise ConfigError("; ".join([none, *notices]))
     return Chats(samples, left_out, notices)
 
@@ -122,6 +135,11 @@ def sample_of(chat: Conversation, roles: Sequence[str], template: Template, toke
     return sample
 
 
+def covered(samples: Sequence[Sample]) -> int:
+    """Tokens of samples that the loss is taken of."""
+    return sum(span.length for sample in samples for span in sample.spans)
+
+
 def batches(samples: Sequence[Sample], size: int, seed: int) -> Iterator[list[Sample]]:
     """Batches for ever: every sample once in each epoch, in an order of its own."""
     order: list[int] = []
@@ -137,6 +155,16 @@ def batches(samples: Sequence[Sample], size: int, seed: int) -> Iterator[list[Sa
         yield batch
 
 
+def positions_of(folder: Path) -> int | None:
+    """How long a text the model of a folder takes, as its configuration says; None where it does not."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        most = config.get("text_config", config).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return None  # the trainer says what is wrong with it
+    return most if isinstance(most, int) and most > 0 else None
+
+
 def _tokenizer_of(folder: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -144,8 +172,8 @@ def _tokenizer_of(folder: Path) -> Tokenizer:
         raise ConfigError(f"tokenizer.json of the model in {folder} cannot be read: {error}") from error
 
 
-def _lines(file: Path) -> Iterator[tuple[int, str]]:
+def _lines(file: Path, key: str) -> Iterator[tuple[int, str]]:
     # Not splitlines: JSON may have U+2028 and its like within a text.
-    for number, line in enumerate(read_text(file, f"data = {str(file)!r}").split("\n"), start=1):
+    for number, line in enumerate(read_text(file, f"{key} = {str(file)!r}").split("\n"), start=1):
         if line.strip():
             yield number, line

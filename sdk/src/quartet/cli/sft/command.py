@@ -1,24 +1,33 @@
-"""`quartet sft`: starts a trainer here, trains a model on a file of chats, and writes the model's folder."""
+"""`quartet sft`: starts a trainer here, trains a model on a file of chats, and writes the model's folder.
+
+1. Whatever can be refused is refused before anything starts, with exit code 2. Only what the trainer says of
+   the model comes later (of an adapter's targets, say); the folder of a new fine-tuning is then removed.
+2. Where it ends early, what was done is kept, and how to go on is said.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import shutil
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quartet.cli.job import model_path
-from quartet.cli.outputs import append_line, take_model
-from quartet.cli.sft.chats import Chats, batches, read_chats
-from quartet.cli.sft.place import CHECKPOINT, METRICS, Calls, cut_metrics, taken
+from quartet.cli.outputs import take_model
+from quartet.cli.sft.chats import Chats, read_chats
+from quartet.cli.sft.place import CHECKPOINT, taken
+from quartet.cli.sft.reported import ending_of, looked_at, run_of
+from quartet.cli.sft.steps import Refused, Training
+from quartet.cli.sft.validation import Validation, repeated
+from quartet.cli.wandb.reporter import Reporter, reporting
+from quartet.cli.wandb.reporter import check as check_wandb
+from quartet.config import ConfigError
 from quartet.config.load import Draft, load
+from quartet.config.refusals import together
 from quartet.errors import QuartetError
-from quartet.kit.call import RetryBudget, unary
 from quartet.kit.channel import connect
 from quartet.kit.folder import check_folder
 from quartet.kit.standard_streams import say
@@ -27,20 +36,18 @@ from quartet.local.child import ChildSpec
 from quartet.local.deployment import check, wire, write
 from quartet.local.supervisor import ServiceFailed
 from quartet.run.sft import SftConfig
-from quartet.v1 import trainer_service_pb2 as pb
-from quartet.v1.rollout_pb2 import Sample
 from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
-RUN_ID = "sft"
-FINAL = "final"
-# The first call waits for the service to import torch and to load the model; with --resume also until it has
-# read the saved state and checked it. As long as the orchestrator allows the same call.
-CREATE_SECONDS = 1800.0
-CALL_SECONDS = 3600.0  # the largest batch on the slowest machine
 DRAIN_SECONDS = 2.0
-# Well below the limit of a message, 4 MiB.
-FRAME_BYTES = 1 << 20
-SCHEDULES = {"constant": pb.SCHEDULE_CONSTANT, "linear": pb.SCHEDULE_LINEAR, "cosine": pb.SCHEDULE_COSINE}
+
+
+@dataclass(frozen=True)
+class Sets:
+    """What is learned, and what is only measured."""
+
+    learned: Chats
+    measured: Chats
+    validation: Validation
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:
@@ -49,26 +56,73 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     config = config.model_copy(update={"model": model_path(config.model)})
     output: Path = options.output_dir.absolute()
     check_folder("--output-dir", output)
-    chats = read_chats(config.data, Path(config.model), config.roles, config.max_tokens)
-    covered = sum(span.length for sample in chats.samples for span in sample.spans)
-    print(
-        f"{len(chats.samples)} chats, {covered} tokens to learn, {chats.left_out} left out as too long; "
-        f"{config.steps(len(chats.samples))} steps"
-    )
-    for notice in chats.notices:
-        print(notice)
+    sets = _read(config)
+    _say_read(sets)
+    check_wandb(config.wandb)
     with tempfile.TemporaryDirectory(prefix="quartet-check-") as scratch:
         asyncio.run(check(_deploy(config, Path(scratch))))
     if options.dry_run:
         return 0
     with taken(output, config, resume=options.resume):
-        try:
-            asyncio.run(_train(config, chats, output))
-        except (KeyboardInterrupt, OSError, QuartetError, ServiceFailed):
-            print(f"what was done is kept; go on with --resume --output-dir {output}", file=sys.stderr)
-            raise
+        if (output / CHECKPOINT).exists():
+            return _report_again(config, sets, output)
+        shown = _in_folder(config, sets, output, resume=options.resume)
     print(f"model and metrics: {output}")
+    if shown:
+        print(shown)
     return 0
+
+
+def _read(config: SftConfig) -> Sets:
+    """Read the files. Raises ConfigError, for both where both are wrong."""
+    found: dict[str, Chats] = {}
+    refused: list[ConfigError] = []
+    for key, file in (("data", config.data), ("validation", config.validation)):
+        try:
+            found[key] = (
+                Chats((), 0)
+                if file is None
+                else read_chats(file, Path(config.model), config.roles, config.max_tokens, key)
+            )
+        except ConfigError as error:
+            refused.append(error)
+    if refused:
+        raise together(refused)
+    learned, measured = found["data"], found["validation"]
+    steps = config.steps(len(learned.samples))
+    validation = Validation(measured.samples, config.eval, steps, config.batch_size)
+    if measured.samples and not validation.is_ever_due:
+        raise ConfigError(
+            f"validation = {str(config.validation)!r} is never measured in {steps} steps: eval.before and "
+            f"eval.after are false, and eval.interval = {config.eval.interval}; set eval.after to true, or "
+            f"eval.interval from 1 to {steps - 1}"
+        )
+    return Sets(learned, measured, validation)
+
+
+def _say_read(sets: Sets) -> None:
+    """What was found in the files."""
+    learned, measured = sets.learned, sets.measured
+    print(
+        f"{len(learned.samples)} chats, {learned.covered} tokens to learn, "
+        f"{learned.left_out} left out as too long; {sets.validation.steps} steps"
+    )
+    for notice in learned.notices:
+        print(notice)
+    if not measured.samples:
+        return
+    print(
+        f"validation: {len(measured.samples)} chats, {measured.covered} tokens to measure, "
+        f"{measured.left_out} left out as too long"
+    )
+    if again := repeated(measured.samples, learned.samples):
+        print(f"validation: {again} of its chats are among those to learn, so its loss tells less of others")
+    for notice in measured.notices:
+        print(f"validation: {notice}")
+
+
+def _tell(line: str) -> None:
+    say(line, sys.stdout)
 
 
 def _deploy(config: SftConfig, folder: Path) -> list[ChildSpec]:
@@ -77,105 +131,41 @@ def _deploy(config: SftConfig, folder: Path) -> list[ChildSpec]:
     return write(wire(config.model, folder / "data", {"trainer": trainer}), folder)
 
 
-async def _train(config: SftConfig, chats: Chats, output: Path) -> None:
+def _in_folder(config: SftConfig, sets: Sets, output: Path, *, resume: bool) -> str:
+    """Train in a folder that is held. Where it is shown, in a sentence."""
+    try:
+        with reporting(config.wandb, output, _tell) as reporter:
+            asyncio.run(_train(config, sets, output, reporter))
+            return reporter.finish(ending_of(config, sets.validation.steps))
+    except Refused:
+        if not resume:
+            shutil.rmtree(output)  # nothing was run: the next attempt finds no used folder
+        raise
+    except (KeyboardInterrupt, OSError, QuartetError, ServiceFailed):
+        print(f"what was done is kept; go on with --resume --output-dir {output}", file=sys.stderr)
+        raise
+
+
+async def _train(config: SftConfig, sets: Sets, output: Path, reporter: Reporter) -> None:
     async def work(book: AddressBook) -> Path:
         async with connect(book["trainer"][0]) as channel:
             stub = TrainerServiceStub(channel)  # type: ignore[no-untyped-call]
-            return await _steps(stub, config, chats.samples, output)
+            training = Training(stub, config, sets.learned.samples, sets.validation, output)
+            done = await training.opened()
+            reporter.begin(run_of(output, config))
+            async with looked_at(reporter):
+                return await training.finished(done)
 
     exported = await beside(_deploy(config, output), work, drain_s=DRAIN_SECONDS)
     take_model(exported, output / CHECKPOINT)
 
 
-async def _steps(stub: Any, config: SftConfig, samples: Sequence[Sample], output: Path) -> Path:
-    """All steps that are not done yet. The exported model's folder."""
-    calls = Calls(config.steps(len(samples)), config.ckpt.interval)
-    create = pb.CreateRunRequest(run_id=RUN_ID, spec=run_spec(config, len(samples)))
-    created = await unary(
-        stub.CreateRun, create, timeout_s=CREATE_SECONDS, budget=RetryBudget(), wait_for_ready=True
-    )
-    done = calls.step_after(created.run.applied_seq_id)
-    cut_metrics(output, done)
-    if done:
-        say(f"going on after step {done}/{calls.steps}", sys.stdout)
-    began = time.monotonic()
-    for step, batch in islice(enumerate(batches(samples, config.batch_size, config.seed)), done, calls.steps):
-        await _step(stub, calls, step, batch, output, began)
-        if calls.saves_after(step):
-            await _save(stub, calls.first_of(step) + 2, f"step-{step + 1}", export=False)
-    if done == calls.steps:
-        states = await unary(stub.ListStates, pb.ListStatesRequest(run_id=RUN_ID), timeout_s=CALL_SECONDS)
-        return Path(next(one.model_path for one in states.states if one.name == FINAL))
-    return await _save(stub, calls.last, FINAL, export=True)
-
-
-async def _step(
-    stub: Any, calls: Calls, step: int, batch: Sequence[Sample], output: Path, began: float
-) -> None:
-    seq_id = calls.first_of(step)
-    done = await unary(stub.ForwardBackward, list(frames(batch, seq_id)), timeout_s=CALL_SECONDS)
-    stepped = await unary(
-        stub.OptimStep, pb.OptimStepRequest(run_id=RUN_ID, seq_id=seq_id + 1), timeout_s=CALL_SECONDS
-    )
-    row = {
-        "step": step + 1,
-        "loss": done.loss,
-        "tokens": done.tokens,
-        "loss_tokens": done.loss_tokens,
-        "learning_rate": stepped.learning_rate,
-        "grad_norm": stepped.grad_norm,
-        "seconds": time.monotonic() - began,
-    }
-    append_line(output / METRICS, row)
-    say(
-        f"step {step + 1}/{calls.steps}  loss {done.loss:.4f}  learning rate {stepped.learning_rate:.3g}",
-        sys.stdout,
-    )
-
-
-async def _save(stub: Any, seq_id: int, name: str, *, export: bool) -> Path:
-    save = pb.SaveStateRequest(run_id=RUN_ID, seq_id=seq_id, name=name, export_model=export)
-    saved = await unary(stub.SaveState, save, timeout_s=CALL_SECONDS)
-    return Path(saved.state.model_path)
-
-
-def run_spec(config: SftConfig, chats: int) -> pb.RunSpec:
-    """What the trainer is asked for."""
-    return pb.RunSpec(
-        base_model=config.model,
-        optimizer=pb.OptimizerSpec(
-            learning_rate=config.learning_rate,
-            beta1=config.adam_beta1,
-            beta2=config.adam_beta2,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
-            schedule=SCHEDULES[config.lr_scheduler],
-            warmup_steps=config.warmup_steps,
-            total_steps=max(config.steps(chats), config.warmup_steps + 1),
-        ),
-        seed=config.seed,
-        microbatch_tokens=config.microbatch_tokens,
-    )
-
-
-def frames(samples: Sequence[Sample], seq_id: int) -> Iterator[pb.ForwardBackwardRequest]:
-    """A batch as the trainer takes it: the mean over its covered tokens."""
-    covered = sum(span.length for sample in samples for span in sample.spans)
-    yield pb.ForwardBackwardRequest(
-        start=pb.ForwardBackwardStart(
-            run_id=RUN_ID,
-            seq_id=seq_id,
-            loss=pb.LossSpec(kind=pb.LOSS_KIND_CROSS_ENTROPY),
-            normalizer=covered,
-        )
-    )
-    part = pb.SampleBatch()
-    for sample in samples:
-        part.samples.append(pb.TrainingSample(sample=sample))
-        if part.ByteSize() >= FRAME_BYTES:
-            yield pb.ForwardBackwardRequest(batch=part)
-            part = pb.SampleBatch()
-    if part.samples:
-        yield pb.ForwardBackwardRequest(batch=part)
-    tokens = sum(len(sample.token_ids) for sample in samples)
-    yield pb.ForwardBackwardRequest(commit=pb.StreamCommit(sample_count=len(samples), token_count=tokens))
+def _report_again(config: SftConfig, sets: Sets, output: Path) -> int:
+    """Nothing is left to do of a fine-tuning but for what Weights & Biases may lack."""
+    run, ending = run_of(output, config), ending_of(config, sets.validation.steps)
+    with reporting(config.wandb, output, _tell) as reporter:
+        shown = reporter.catch_up(run.run_id, run.config_toml, ending)
+    print(f"{output} is complete")
+    if shown:
+        print(shown)
+    return 0

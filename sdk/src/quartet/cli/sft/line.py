@@ -82,6 +82,8 @@ def conversation_of(line: str) -> Conversation | Omitted:
         json.dumps([messages, tools], ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError("it has half a surrogate pair, which is no text") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     return Conversation(messages, tools, _ignored(row, of_line=not rollout))
 
 

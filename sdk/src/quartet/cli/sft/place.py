@@ -4,26 +4,39 @@
    OptimStep for each step, SaveState after every `interval` steps but the last, and one at the end that also
    exports. So the number of the call that was applied last says which step comes next.
 2. A folder is gone on with under the configuration and the data that it was begun with, or not at all; and by
-   one process at a time, because two would write over each other's trainer.
+   one process at a time, because two would write over each other's trainer. What does not move what is
+   computed may differ (MAY_DIFFER): how the trainer is deployed, when the loss is measured, where that is
+   shown.
 3. Lines of steps that will be done again are cut off metrics.jsonl: every step has one line in the end.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 from quartet.cli.held import LOCK, held
 from quartet.cli.outputs import recover_lines, write_json, write_lines
+from quartet.cli.sft.requests import RUN_ID
 from quartet.config import ConfigError
 from quartet.run.sft import SftConfig
 
+#: Keys that may be others when a folder is gone on with.
+MAY_DIFFER = frozenset({"trainer", "eval", "wandb"})
+#: Of values in a refusal.
+MAX_SHOWN = 60
+#: Keys of files, whose contents must be the same.
+CONTENTS = ("data", "validation")
 RECORD, METRICS, CHECKPOINT = "run.json", "metrics.jsonl", "checkpoint"
+
+Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -60,7 +73,8 @@ def taken(folder: Path, config: SftConfig, *, resume: bool) -> Iterator[None]:
     with held(folder, f"{refusal}, or name another"):
         look(folder, config)  # another may have taken it since
         if not resume:
-            write_json(folder / RECORD, _record(config))
+            begun = {"run_id": RUN_ID, "begun_ms": int(1000 * time.time())}
+            write_json(folder / RECORD, begun | _record(config))
         yield
 
 
@@ -75,28 +89,60 @@ def _check_new(folder: Path, config: SftConfig) -> None:
 def _check_begun(folder: Path, config: SftConfig) -> None:
     """Whether what the folder holds is this fine-tuning, and unfinished. Raises ConfigError."""
     try:
-        found = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        begun = _begun(folder)
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"--resume: {folder} holds no fine-tuning that was begun; leave it out") from error
     wanted = _record(config)
-    differs = [key for key in sorted(found.keys() | wanted.keys()) if found.get(key) != wanted.get(key)]
-    if differs:
+    if differs := [key for key in sorted(wanted) if begun.get(key) != wanted[key]]:
         raise ConfigError(
-            f"--resume: {folder} was begun with another {differs[0]}; give what it was begun with "
-            f"({folder / RECORD}), or name another --output-dir"
+            f"--resume: {folder} was begun with another {_differing(differs[0], begun, wanted)}; give what "
+            f"it was begun with ({folder / RECORD}), or name another --output-dir"
         )
-    if (folder / CHECKPOINT).exists():
+    if (folder / CHECKPOINT).exists() and config.wandb.project is None:
         raise ConfigError(f"--resume: {folder} is complete; name another --output-dir")
 
 
+def _begun(folder: Path) -> Record:
+    """What a folder was begun with. Raises OSError, ValueError, TypeError."""
+    found = dict(json.loads((folder / RECORD).read_text(encoding="utf-8")))
+    # Parsed: a newer release has keys that an older one did not write down.
+    known = {key: value for key, value in found.items() if key in SftConfig.model_fields}
+    return _values(SftConfig.model_validate(known)) | {
+        f"contents of {key}": found.get(f"contents of {key}") for key in CONTENTS
+    }
+
+
+def _differing(key: str, begun: Record, wanted: Record) -> str:
+    """A key with both of its values; of a table, the first of its keys that differs."""
+    if key.startswith("contents of "):
+        return key
+    was, now = begun.get(key), wanted[key]
+    if isinstance(was, dict) and isinstance(now, dict):
+        inner = next(name for name in now if was.get(name) != now[name])
+        key, was, now = f"{key}.{inner}", was.get(inner), now[inner]
+    return f"{key} ({json.dumps(was)[:MAX_SHOWN]}, and not {json.dumps(now)[:MAX_SHOWN]})"
+
+
+def begun_ms(folder: Path) -> int:
+    """When the fine-tuning of a folder was begun; 0 where an earlier release did not say."""
+    return int(json.loads((folder / RECORD).read_text(encoding="utf-8")).get("begun_ms", 0))
+
+
 def cut_metrics(folder: Path, steps: int) -> None:
-    """Keep the lines of so many steps."""
+    """Keep the lines of so many steps; before the first there are none, and what was measured then is
+    measured again."""
     file = folder / METRICS
     if file.exists():
-        write_lines(file, [row for row in recover_lines(file) if row["step"] <= steps])
+        write_lines(file, [row for row in recover_lines(file) if row["step"] <= steps and steps])
 
 
-def _record(config: SftConfig) -> dict[str, object]:
-    # How the trainer is deployed may change; what it computes may not.
-    values = config.model_dump(mode="json", exclude={"trainer"})
-    return values | {"contents of data": xxhash.xxh3_128_hexdigest(config.data.read_bytes())}
+def _record(config: SftConfig) -> Record:
+    files = {key: getattr(config, key) for key in CONTENTS}
+    return _values(config) | {
+        f"contents of {key}": None if file is None else xxhash.xxh3_128_hexdigest(file.read_bytes())
+        for key, file in files.items()
+    }
+
+
+def _values(config: SftConfig) -> Record:
+    return config.model_dump(mode="json", exclude=set(MAY_DIFFER))

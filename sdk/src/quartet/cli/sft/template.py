@@ -51,6 +51,7 @@ class Template:
             TypeError,
             KeyError,
             AttributeError,
+            ArithmeticError,
             RecursionError,
         ) as error:
             raise ValueError(f"the chat template refuses it: {error}") from error

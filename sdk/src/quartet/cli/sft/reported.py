@@ -1,0 +1,54 @@
+"""A fine-tuning in Weights & Biases: what of it the reporter of a run (cli/wandb) is given."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from quartet.cli import exits
+from quartet.cli.progress import phase_name
+from quartet.cli.sft.place import begun_ms
+from quartet.cli.summary import installed_versions
+from quartet.cli.wandb.child import Ending
+from quartet.cli.wandb.reporter import Reporter
+from quartet.local.toml_text import dumps
+from quartet.run.sft import SftConfig
+from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_COMPLETED, Run
+
+TICK_SECONDS = 0.5
+
+
+def run_of(folder: Path, config: SftConfig) -> Run:
+    """As which the fine-tuning of a folder is shown: a run that is called as the folder is."""
+    values = config.model_dump(mode="json", exclude={"trainer", "wandb"}, exclude_none=True)
+    return Run(run_id=folder.name, submitted_at_ms=begun_ms(folder), config_toml=dumps(values))
+
+
+def ending_of(config: SftConfig, steps: int) -> Ending:
+    """What is said of a fine-tuning at its end."""
+    summary = {
+        "phase": phase_name(RUN_PHASE_COMPLETED),
+        "steps": steps,
+        "seed": config.seed,
+        "model": config.model,
+        "versions": installed_versions(),
+    }
+    return Ending(exits.DONE, summary)
+
+
+@asynccontextmanager
+async def looked_at(reporter: Reporter) -> AsyncIterator[None]:
+    """While inside, the reporter is looked at from time to time."""
+
+    async def look() -> None:
+        while True:
+            reporter.tick()
+            await asyncio.sleep(TICK_SECONDS)
+
+    looking = asyncio.create_task(look())
+    try:
+        yield
+    finally:
+        looking.cancel()

@@ -1,0 +1,67 @@
+"""What a fine-tuning asks of its trainer, as it travels. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from quartet.cli.sft.chats import covered
+from quartet.run.lora import lora_spec
+from quartet.run.sft import SftConfig
+from quartet.v1 import trainer_service_pb2 as pb
+from quartet.v1.rollout_pb2 import Sample
+
+RUN_ID = "sft"
+# Well below the limit of a message, 4 MiB.
+FRAME_BYTES = 1 << 20
+SCHEDULES = {"constant": pb.SCHEDULE_CONSTANT, "linear": pb.SCHEDULE_LINEAR, "cosine": pb.SCHEDULE_COSINE}
+
+
+def run_spec(config: SftConfig, chats: int) -> pb.RunSpec:
+    """What CreateRun asks for."""
+    return pb.RunSpec(
+        base_model=config.model,
+        optimizer=pb.OptimizerSpec(
+            learning_rate=config.learning_rate,
+            beta1=config.adam_beta1,
+            beta2=config.adam_beta2,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+            schedule=SCHEDULES[config.lr_scheduler],
+            warmup_steps=config.warmup_steps,
+            total_steps=max(config.steps(chats), config.warmup_steps + 1),
+        ),
+        lora=lora_spec(config.lora),
+        seed=config.seed,
+        microbatch_tokens=config.microbatch_tokens,
+    )
+
+
+def frames(samples: Sequence[Sample], seq_id: int) -> Iterator[pb.ForwardBackwardRequest]:
+    """A batch to learn from: the loss is the mean over its covered tokens."""
+    start = pb.ForwardBackwardStart(
+        run_id=RUN_ID,
+        seq_id=seq_id,
+        loss=pb.LossSpec(kind=pb.LOSS_KIND_CROSS_ENTROPY),
+        normalizer=covered(samples),
+    )
+    return _framed(pb.ForwardBackwardRequest, start, samples)
+
+
+def scoring_frames(samples: Sequence[Sample]) -> Iterator[pb.ForwardRequest]:
+    """Samples whose covered tokens are scored by the weights as they are."""
+    return _framed(pb.ForwardRequest, pb.ForwardStart(run_id=RUN_ID), samples)
+
+
+def _framed(kind: type[Any], start: Any, samples: Sequence[Sample]) -> Iterator[Any]:
+    yield kind(start=start)
+    part = pb.SampleBatch()
+    for sample in samples:
+        part.samples.append(pb.TrainingSample(sample=sample))
+        if part.ByteSize() >= FRAME_BYTES:
+            yield kind(batch=part)
+            part = pb.SampleBatch()
+    if part.samples:
+        yield kind(batch=part)
+    tokens = sum(len(sample.token_ids) for sample in samples)
+    yield kind(commit=pb.StreamCommit(sample_count=len(samples), token_count=tokens))

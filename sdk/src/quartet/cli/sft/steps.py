@@ -1,0 +1,118 @@
+"""The calls of a fine-tuning, from the first to the exported model.
+
+1. Which steps are left is what the trainer says of the run (place.py, Calls). A step's line, and that of a
+   measurement after it, is written before the state that it belongs to is saved: what is gone on with from a
+   state has the lines of all steps up to it.
+2. A run that the trainer does not take is Refused: nothing of it was run.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from quartet.cli.env.installed import REFUSALS
+from quartet.cli.outputs import append_line
+from quartet.cli.sft.chats import batches
+from quartet.cli.sft.metrics import step_line, step_row, validation_line, validation_row
+from quartet.cli.sft.place import METRICS, Calls, cut_metrics
+from quartet.cli.sft.requests import RUN_ID, frames, run_spec
+from quartet.cli.sft.validation import Validation
+from quartet.config import ConfigError
+from quartet.errors import QuartetError
+from quartet.kit.call import RetryBudget, unary
+from quartet.kit.standard_streams import say
+from quartet.run.sft import SftConfig
+from quartet.v1 import trainer_service_pb2 as pb
+from quartet.v1.rollout_pb2 import Sample
+
+FINAL = "final"
+# The first call waits for the service to import torch and to load the model; with --resume also until it has
+# read the saved state and checked it. As long as the orchestrator allows the same call.
+CREATE_SECONDS = 1800.0
+CALL_SECONDS = 3600.0  # the largest batch on the slowest machine
+
+
+class Refused(ConfigError):
+    """The trainer did not take the run."""
+
+
+class Training:
+    """A fine-tuning on a trainer."""
+
+    def __init__(
+        self, stub: Any, config: SftConfig, samples: Sequence[Sample], validation: Validation, output: Path
+    ) -> None:
+        self._stub, self._config, self._samples = stub, config, samples
+        self._validation, self._output = validation, output
+        self._calls = Calls(config.steps(len(samples)), config.ckpt.interval)
+
+    async def opened(self) -> int:
+        """Open the run, or the one that was begun; how many of its steps are done. Metrics are cut to them.
+        Raises Refused, QuartetError."""
+        create = pb.CreateRunRequest(run_id=RUN_ID, spec=run_spec(self._config, len(self._samples)))
+        try:
+            created = await unary(
+                self._stub.CreateRun,
+                create,
+                timeout_s=CREATE_SECONDS,
+                budget=RetryBudget(),
+                wait_for_ready=True,
+            )
+        except QuartetError as error:
+            if error.reason in REFUSALS:
+                raise Refused(error.message) from error
+            raise
+        done = self._calls.step_after(created.run.applied_seq_id)
+        cut_metrics(self._output, done)
+        if done:
+            say(f"going on after step {done}/{self._calls.steps}", sys.stdout)
+        return done
+
+    async def finished(self, done: int) -> Path:
+        """Take all steps after so many. The exported model's folder. Raises QuartetError, OSError."""
+        calls, config = self._calls, self._config
+        if done == 0:
+            await self._measure(0)
+        drawn = enumerate(batches(self._samples, config.batch_size, config.seed))
+        for step, batch in islice(drawn, done, calls.steps):
+            await self._step(step, batch)
+            await self._measure(step + 1)
+            if calls.saves_after(step):
+                await self._save(calls.first_of(step) + 2, f"step-{step + 1}", export=False)
+        if done == calls.steps:
+            request = pb.ListStatesRequest(run_id=RUN_ID)
+            states = await unary(self._stub.ListStates, request, timeout_s=CALL_SECONDS)
+            return Path(next(one.model_path for one in states.states if one.name == FINAL))
+        return await self._save(calls.last, FINAL, export=True)
+
+    async def _step(self, step: int, batch: Sequence[Sample]) -> None:
+        began, seq_id = time.monotonic(), self._calls.first_of(step)
+        done = await unary(self._stub.ForwardBackward, list(frames(batch, seq_id)), timeout_s=CALL_SECONDS)
+        stepped = await unary(
+            self._stub.OptimStep,
+            pb.OptimStepRequest(run_id=RUN_ID, seq_id=seq_id + 1),
+            timeout_s=CALL_SECONDS,
+        )
+        row = step_row(step + 1, done, stepped, time.monotonic() - began)
+        append_line(self._output / METRICS, row)
+        say(step_line(step + 1, self._calls.steps, done, stepped), sys.stdout)
+
+    async def _measure(self, done: int) -> None:
+        """Measure the validation set, where that is due after so many steps."""
+        if not self._validation.is_due(done):
+            return
+        began = time.monotonic()
+        measured = await self._validation.measured(self._stub, CALL_SECONDS)
+        row = validation_row(done, measured, time.monotonic() - began)
+        append_line(self._output / METRICS, row)
+        say(validation_line(done, self._calls.steps, measured), sys.stdout)
+
+    async def _save(self, seq_id: int, name: str, *, export: bool) -> Path:
+        save = pb.SaveStateRequest(run_id=RUN_ID, seq_id=seq_id, name=name, export_model=export)
+        saved = await unary(self._stub.SaveState, save, timeout_s=CALL_SECONDS)
+        return Path(saved.state.model_path)

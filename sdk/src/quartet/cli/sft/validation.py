@@ -1,0 +1,92 @@
+"""The validation set: chats that are never learned, and what the model makes of them.
+
+1. The loss is minus the mean log-probability of all covered tokens of the set, each counted once: what one
+   batch of the whole set would have as its loss. The perplexity is its exponential.
+2. Measuring changes nothing. The trainer's Forward has no place in the run's sequence, draws nothing and
+   drops nothing out: a fine-tuning comes to the same bits with a validation set and without.
+3. No more is sent at once than a batch of training: what is learned at once fits, and scoring it takes less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from quartet.cli.sft.requests import scoring_frames
+from quartet.kit.call import stream
+from quartet.run.sft import MeasureConfig
+from quartet.v1.rollout_pb2 import Sample
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the model makes of the set."""
+
+    loss: float
+    #: That the loss is the mean over.
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """Of a token."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The set, and when it is measured; without samples never."""
+
+    samples: Sequence[Sample]
+    when: MeasureConfig
+    #: Of the whole fine-tuning.
+    steps: int
+    #: Chats that are sent at once.
+    batch_size: int
+
+    def is_due(self, done: int) -> bool:
+        """Whether to measure once so many steps are done."""
+        if not self.samples:
+            return False
+        if done == 0:
+            return self.when.before
+        if done == self.steps:
+            return self.when.after
+        return self.when.interval > 0 and done % self.when.interval == 0
+
+    @property
+    def is_ever_due(self) -> bool:
+        """Whether it is measured at all."""
+        moments = (0, self.when.interval, self.steps)
+        return any(self.is_due(done) for done in moments if done <= self.steps)
+
+    def parts(self) -> Iterator[Sequence[Sample]]:
+        """The set, as much of it as is sent at once."""
+        for first in range(0, len(self.samples), self.batch_size):
+            yield self.samples[first : first + self.batch_size]
+
+    async def measured(self, stub: Any, timeout_s: float) -> Measured:
+        """What the weights as they are make of it; no part takes longer. Raises QuartetError."""
+        total, tokens = 0.0, 0
+        for part in self.parts():
+            call = stub.Forward(scoring_frames(part), timeout=timeout_s)
+            async for answer in stream(call, idle_timeout_s=timeout_s):
+                total -= math.fsum(answer.logprobs)
+                tokens += len(answer.logprobs)
+        return Measured(total / tokens, tokens)
+
+
+def repeated(samples: Sequence[Sample], learned: Sequence[Sample]) -> int:
+    """How many samples are among those that are learned, token for token."""
+    known = {_digest(one) for one in learned}
+    return sum(_digest(one) in known for one in samples)
+
+
+def _digest(sample: Sample) -> bytes:
+    return xxhash.xxh3_128_digest(sample.SerializeToString(deterministic=True))
