@@ -129,7 +129,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         return _completed_again(job, done)
     check_services(job, needs_gpus=not options.dry_run)
     if options.dry_run:
-        print(job.config.model_dump_json(indent=2, exclude_none=True))
+        # Of another trainer's file a run of one's own to keep.
+        print(found.toml if found.dialect else job.config.model_dump_json(indent=2, exclude_none=True))
         return 0
     plain = options.plain or not sys.stdout.isatty()
     try:

@@ -1,8 +1,8 @@
-"""The run of a command line: `@ run.toml --key value`, in Quartet's dialect or in that of `vf-rl`.
+"""The run of a command line: `@ run.toml --key value`, in Quartet's dialect or in that of another trainer.
 
-1. A file is taken for one of vf-rl by its form (`is_vf_rl`), which is said on stderr, with what has no
-   effect here. Its own keys may be options, too (`--trainer.args.max_steps 3`, `--micro_batch_size 2`).
-2. What is said in Quartet's keys is laid over what the files of vf-rl become, wherever it stands.
+1. A file of vf-rl or prime-rl is known by its form (dialects.py), which is said on stderr, with what has no
+   effect here. Its own keys may be options, too (`--trainer.args.max_steps 3`, `--trainer.optim.lr 1e-5`).
+2. What is said in Quartet's keys is laid over what such files become, wherever it stands.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from quartet.cli.carried import refused_by_services
-from quartet.config import Config, ConfigError, load
-from quartet.config.keys import annotation_at, is_table
+from quartet.cli.dialects import Asked, Dialect, dialect_of, items, mixed, parted
+from quartet.config import load
 from quartet.config.load import Draft, merged, read_toml
+from quartet.local.toml_text import dumps
 from quartet.run.config import RunConfig
-from quartet.run.values import Table
-from quartet.run.vf_rl import Engine, Untranslated, is_vf_rl, owns, translate
+from quartet.run.dialect import Engine, Untranslated
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,13 @@ class RunFile:
     #: A name for the folder, where the file gives one; or the folder itself.
     name: str | None = None
     output_dir: Path | None = None
+    #: The trainer whose file it is; empty where it is Quartet's own.
+    dialect: str = ""
 
-
-class _VfRlTables(Config):
-    """What options of vf-rl may name."""
-
-    env: Table
-    inference: Table
-    trainer: Table
+    @property
+    def toml(self) -> str:
+        """The run as a file of one's own: what was said, and nothing that is a default here."""
+        return dumps(self.config.model_dump(mode="json", exclude_unset=True, exclude_none=True))
 
 
 def load_run(argv: list[str], *, starts_services: bool = True, flags: Collection[str] = ()) -> RunFile:
@@ -59,87 +58,36 @@ def load_run(argv: list[str], *, starts_services: bool = True, flags: Collection
     begun = partial(Draft, read=read, flags=flags)
     if starts_services:
         begun = partial(begun, of_carried=refused_by_services)
-    files = [path for path in _files(argv) if _is_vf_rl(path, read)]
-    if not files:
-        return RunFile(load(RunConfig, argv, begun()).config, argv)
-    theirs, ours = _parted(argv, files)
-    said = merged(_VfRlTables, theirs, Draft(read=read))
-    if starts_services:
-        engine = _engine(said.values, merged(RunConfig, ours, Draft(read=read)).values)
-    else:
-        engine = "vllm"  # nobody here knows what there is elsewhere, and nothing of it is read
-    refused = said.refused
+    arguments = list(items(argv))
+    dialect, files = dialect_of(arguments, read)
+    if dialect is None:
+        return RunFile(load(RunConfig, argv, begun(refused=mixed(arguments, read))).config, argv)
+    theirs, ours = parted(arguments, dialect, files)
+    said = merged(dialect.options, theirs, Draft(read=read))
+    own = merged(RunConfig, ours, Draft(read=read)).values
+    refused = [*said.refused, *mixed(arguments, read)]
     try:
-        run = translate(said.values, engine, wandb_project=_wandb_project())
+        asked = Asked(starts_services, _engine(said.values, own), _wandb_project(), own)
+        run = dialect.translate(said.values, asked)
     except Untranslated as error:
         run, refused = error.run, [*refused, error]
     origins = {**said.origins, **{path: _place(source, said) for path, source in run.origins.items()}}
     draft = begun(run.tables, origins, refused=refused, lacks_a_file=bool(refused))
     config = load(RunConfig, ours, draft).config
-    print(f"{', '.join(files)}: read as vf-rl; --dry-run shows the run that it is here", file=sys.stderr)
-    if run.without_effect:
-        print(f"without effect here: {'; '.join(run.without_effect)}", file=sys.stderr)
-    return RunFile(config, ours, run.run_name, Path(run.output_dir) if run.output_dir else None)
+    _tell(dialect, [one.file for one in files], said, run.without_effect)
+    output_dir = Path(run.output_dir) if run.output_dir else None
+    return RunFile(config, ours, run.run_name, output_dir, dialect.name)
 
 
-def _is_vf_rl(path: str, read: Callable[[str], dict[str, Any]]) -> bool:
-    """Not where the file cannot be read, which `load` refuses with all the rest."""
-    try:
-        return is_vf_rl(read(path))
-    except ConfigError:
-        return False
-
-
-def _files(argv: list[str]) -> Iterator[str]:
-    """The paths after '@', but for those after the name of a table, which are of Quartet's dialect."""
-    rest = list(argv)
-    while rest:
-        token = rest.pop(0)
-        if _names_table(token) and rest and rest[0].startswith("@"):
-            _path(rest)
-        elif token.startswith("@") and (path := _path([token, *rest[:1]])):
-            yield path
-
-
-def _path(rest: list[str]) -> str:
-    """Take '@' and its path from the front."""
-    return rest.pop(0)[1:] or (rest.pop(0) if rest else "")
-
-
-def _names_table(token: str) -> bool:
-    key = tuple(token.removeprefix("--").replace("-", "_").split("."))
-    return token.startswith("--") and is_table(annotation_at(RunConfig, key))
-
-
-def _parted(argv: list[str], files: list[str]) -> tuple[list[str], list[str]]:
-    """The arguments of vf-rl, and those of Quartet."""
-    theirs: list[str] = []
-    ours: list[str] = []
-    rest = list(argv)
-    while rest:
-        token = rest.pop(0)
-        if _names_table(token) and rest and rest[0].startswith("@"):
-            ours += [token, "@", _path(rest)]
-            continue
-        if token.startswith("@"):
-            rest.insert(0, token)
-            path = _path(rest)
-            (theirs if path in files else ours).extend(["@", path] if path else ["@"])
-            continue
-        name, equals, value = token.removeprefix("--").partition("=")
-        place = owns(tuple(name.replace("-", "_").split("."))) if token.startswith("--") else None
-        has_value = bool(equals or (rest and not rest[0].startswith(("--", "@"))))
-        if place is None or not has_value:  # refused as it was written
-            ours.append(token)
-            continue
-        theirs.append(f"--{'.'.join(place)}{equals}{value}")
-        if not equals:
-            theirs.append(rest.pop(0))
-    return theirs, ours
+def _tell(dialect: Dialect, files: list[str], said: Draft, without_effect: Collection[str]) -> None:
+    read_as = f"{', '.join(files)}: read as {dialect.name}{dialect.remark(said.values)}"
+    print(f"{read_as}; --dry-run shows the run that it is here", file=sys.stderr)
+    if without_effect:
+        print(f"without effect here: {'; '.join(without_effect)}", file=sys.stderr)
 
 
 def _engine(*said: dict[str, Any]) -> Engine:
-    """vLLM, which is vf-rl's, where it is installed; a word about it in Quartet's keys wins."""
+    """vLLM, which is theirs, where it is installed; a word about it in Quartet's keys wins."""
     services = [one for tables in said if isinstance(one := tables.get("inference"), dict)]
     named: list[Engine] = [one["engine"] for one in services if one.get("engine") in ("embedded", "vllm")]
     installed: Engine = "embedded" if importlib.util.find_spec("vllm") is None else "vllm"
@@ -155,7 +103,11 @@ def _wandb_project() -> str | None:
 
 def _place(source: str, said: Draft) -> str:
     """Where a key stands, as refusals name it."""
-    origin = said.origins.get(tuple(source.split(".")))
+    path = tuple(source.split("."))
+    # Keys inside a list have no places of their own.
+    origin = next(
+        (said.origins[path[:end]] for end in range(len(path), 0, -1) if path[:end] in said.origins), None
+    )
     if origin is None or origin.startswith("--"):
         return origin or source
     return f"{source} of {origin}"

@@ -125,6 +125,8 @@ class AlgorithmConfig(Config):
     reference: ReferenceConfig | None = None
     #: Rollouts that a limit cut count for the group's baseline, and not for the loss.
     overlong_filtering: bool = False
+    #: Rollouts whose advantages are 0 count for the group's baseline, and not for the loss.
+    zero_advantage_filtering: bool = False
     #: Groups whose rewards are all alike teach nothing: fresh ones take their places, ...
     dynamic_sampling: bool = False
     #: ... so many times for one place; then such a group is kept. Absent: DEFAULT_RESAMPLE.
@@ -223,6 +225,11 @@ class AlgorithmConfig(Config):
             raise ValueError(
                 f'dynamic_sampling looks for rewards that differ, and advantage = "{self.advantage}" learns '
                 "without; set dynamic_sampling to false"
+            )
+        if self.zero_advantage_filtering and not self.compares:
+            raise ValueError(
+                f"zero_advantage_filtering looks for rewards that differ, and advantage = "
+                f'"{self.advantage}" learns without; remove it'
             )
         if self.max_resample is not None and not self.dynamic_sampling:
             raise ValueError(

@@ -1,6 +1,7 @@
 """What TRL, prime-rl, SkyRL, verl and OpenRLHF call the keys of a run, for refusals that name the right one.
 
 1. None of these is a key here: a file of theirs means other things by other keys, too, so each is refused.
+   (A whole file of prime-rl is read as it is: prime_rl.)
 2. What is only called otherwise is told by its name here; where a value would mean something else here, or
    goes elsewhere, the sentence says what to write.
 3. So it does where a key of the same name is a table there (AS_TABLES).

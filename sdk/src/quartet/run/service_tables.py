@@ -1,7 +1,8 @@
 """The deployment tables of a run's file: carried to the services, which alone know their keys.
 
-1. prime-rl has a run's keys in the tables of its programs. Where one stands in a table here, a refusal of
-   each says where it goes: the service does not know what a run is made of.
+1. prime-rl has a run's keys in the tables of its programs. Its own files are read as they are (prime_rl);
+   where such a key stands in a file of ours, a refusal of each says where it goes: the service does not know
+   what a run is made of.
 """
 
 from __future__ import annotations

@@ -51,6 +51,16 @@ def without_overlong(
     return [rollouts[index] for index in whole], [advantages[index] for index in whole]
 
 
+def with_advantage(
+    rollouts: list[Rollout], advantages: list[list[float]]
+) -> tuple[list[Rollout], list[list[float]]]:
+    """Those of which some sample has an advantage, with their advantages; if there are none, all of them."""
+    kept = [index for index, its_own in enumerate(advantages) if any(its_own)]
+    if not kept:
+        return rollouts, advantages
+    return [rollouts[index] for index in kept], [advantages[index] for index in kept]
+
+
 def credited(
     algorithm: AlgorithmConfig,
     groups: Sequence[Sequence[Rollout]],
@@ -66,7 +76,11 @@ def credited(
         size = len(groups) // algorithm.num_minibatches
         first, end = (sum(map(len, groups[: size * number])) for number in (minibatch, minibatch + 1))
         rollouts, advantages = rollouts[first:end], advantages[first:end]
-    return without_overlong(rollouts, advantages) if algorithm.overlong_filtering else (rollouts, advantages)
+    if algorithm.overlong_filtering:
+        rollouts, advantages = without_overlong(rollouts, advantages)
+    return (
+        with_advantage(rollouts, advantages) if algorithm.zero_advantage_filtering else (rollouts, advantages)
+    )
 
 
 def normalizer(config: RunConfig, rollouts: Sequence[Rollout], *, minibatches: int = 1) -> float:

@@ -1,6 +1,6 @@
 """The dialect of `vf-rl`: translation.py says what becomes of a file."""
 
 from quartet.run.vf_rl.given import is_vf_rl, owns
-from quartet.run.vf_rl.translation import Engine, Translation, Untranslated, translate
+from quartet.run.vf_rl.translation import translate
 
-__all__ = ["Engine", "Translation", "Untranslated", "is_vf_rl", "owns", "translate"]
+__all__ = ["is_vf_rl", "owns", "translate"]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
-from quartet.config import ConfigError
+from quartet.run.dialect import Tables, refuse
 from quartet.run.vf_rl.keys import DEFAULTS, INHERITED, OF_THE_FORM
-
-Tables = dict[str, Any]
 
 
 def is_vf_rl(tables: Mapping[str, Any]) -> bool:
@@ -115,19 +112,3 @@ def _table(key: str, value: Any) -> Tables:
 
 def _snake(table: Tables) -> Tables:
     return {key.replace("-", "_"): value for key, value in table.items()}
-
-
-def shown(key: str, value: Any, why: str) -> str:
-    """What a person reads of a key that has no effect, and why."""
-    return f"{key} = {json.dumps(value, default=str)} ({why})"
-
-
-def refusal(key: str, value: Any, remedy: str) -> ConfigError:
-    """Of a key, with the value as JSON."""
-    text = json.dumps(value, default=str)
-    return ConfigError(f"{key} = {text} is refused: {remedy}", key=key, value=text, remedy=remedy)
-
-
-def refuse(key: str, value: Any, remedy: str) -> NoReturn:
-    """Raises ConfigError."""
-    raise refusal(key, value, remedy)

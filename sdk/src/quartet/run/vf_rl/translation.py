@@ -16,13 +16,22 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from quartet.config import ConfigError
 from quartet.config.refusals import together
-from quartet.run.vf_rl.given import Given, Tables, refusal, refuse, shown
+from quartet.run.dialect import (
+    Engine,
+    RunDraft,
+    Translation,
+    Untranslated,
+    lay_over,
+    refusal,
+    refuse,
+    shown,
+)
+from quartet.run.vf_rl.given import Given
 from quartet.run.vf_rl.keys import (
     ALWAYS,
     DEFAULTS,
@@ -38,31 +47,6 @@ from quartet.run.vf_rl.keys import (
     TOLD_ALWAYS,
     WITHOUT_EFFECT,
 )
-
-Engine = Literal["embedded", "vllm"]
-
-
-@dataclass(frozen=True)
-class Translation:
-    """A file of vf-rl as a run."""
-
-    #: Of a RunConfig.
-    tables: Tables
-    #: For each key of the tables, where the file says it.
-    origins: Mapping[tuple[str, ...], str]
-    #: What has no effect here, as "key = value (why)".
-    without_effect: tuple[str, ...]
-    run_name: str | None
-    output_dir: str | None
-
-
-class Untranslated(ConfigError):
-    """What a file says that is refused. `run`: the rest, whose values may be wrong, too."""
-
-    def __init__(self, error: ConfigError, run: Translation) -> None:
-        each = error.each if len(error.each) > 1 else ()
-        super().__init__(str(error), key=error.key, value=error.value, remedy=error.remedy, each=each)
-        self.run = run
 
 
 def translate(
@@ -93,38 +77,22 @@ def translate(
             refused.append(error)
     told = [key for key in WITHOUT_EFFECT if key in given.args or key in TOLD_ALWAYS]
     run.unread += [shown(f"trainer.args.{key}", given.value(key), WITHOUT_EFFECT[key]) for key in told]
-    _merge(run.tables, given.others)
-    names = (run.names.get("run_name"), run.names.get("output_dir"))
-    translation = Translation(run.tables, run.origins, tuple(run.unread), *names)
+    lay_over(run.tables, given.others)
     if refused:
-        raise Untranslated(together(refused), translation)
-    return translation
+        raise Untranslated(together(refused), run.finished())
+    return run.finished()
 
 
-@dataclass
-class _Run:
+class _Run(RunDraft):
     """The run as it grows."""
-
-    tables: Tables = field(default_factory=dict)
-    origins: dict[tuple[str, ...], str] = field(default_factory=dict)
-    unread: list[str] = field(default_factory=list)
-    names: dict[str, str | None] = field(default_factory=dict)
-
-    def put(self, path: str, value: Any, source: str) -> None:
-        *tables, key = path.split(".")
-        table = self.tables
-        for name in tables:
-            table = table.setdefault(name, {})
-        table[key] = value
-        self.origins[tuple(path.split("."))] = source
 
     def copy(self, given: Given, key: str, path: str) -> None:
         if (value := given.value(key)) is not None:
             self.put(path, value, given.source(key))
 
-    def leave(self, given: Given, key: str, why: str) -> None:
+    def without(self, given: Given, key: str, why: str) -> None:
         if key in given.args:
-            self.unread.append(shown(f"trainer.args.{key}", given.args[key], why))
+            self.leave([shown(f"trainer.args.{key}", given.args[key], why)])
 
 
 def _environment(given: Given, run: _Run) -> None:
@@ -157,10 +125,10 @@ def _optimizer(given: Given, run: _Run) -> None:
     run.put("lr_scheduler", SCHEDULERS[kind], given.source("lr_scheduler_type"))
     if kind == "constant":
         for key in ("warmup_steps", "warmup_ratio"):
-            run.leave(given, key, 'lr_scheduler_type = "constant" has none; "constant_with_warmup" has')
+            run.without(given, key, 'lr_scheduler_type = "constant" has none; "constant_with_warmup" has')
     elif given.value("warmup_steps"):
         run.put("warmup_steps", given.value("warmup_steps"), given.source("warmup_steps"))
-        run.leave(given, "warmup_ratio", "warmup_steps decides")
+        run.without(given, "warmup_ratio", "warmup_steps decides")
     elif given.value("warmup_ratio"):
         run.put("warmup_steps", given.part("warmup_ratio"), given.source("warmup_ratio"))
     optim = given.value("optim")
@@ -177,7 +145,7 @@ def _lora(given: Given, run: _Run) -> None:
         refuse("trainer.args.lora_config", given.value("lora_config"), "give lora_rank, lora_alpha, ...")
     if not given.flag("use_lora"):
         for key in (*SAME_OF_LORA, "lora_target_modules"):
-            run.leave(given, key, "use_lora = false")
+            run.without(given, key, "use_lora = false")
         return
     for key, path in SAME_OF_LORA.items():
         run.copy(given, key, path)
@@ -197,7 +165,7 @@ def _checkpoints(given: Given, run: _Run) -> None:
         case "no":
             # The state after the last step is saved in any case.
             run.put("ckpt.interval", given.count("max_steps"), given.source("save_strategy"))
-            run.leave(given, "save_steps", 'save_strategy = "no"')
+            run.without(given, "save_steps", 'save_strategy = "no"')
         case other:
             refuse("trainer.args.save_strategy", other, 'choose "steps", with save_steps, or "no"')
 
@@ -208,8 +176,8 @@ def _evaluations(given: Given, run: _Run) -> None:
         case "no":
             if "eval" not in given.others:
                 run.put("eval.num_examples", 0, source)
-            run.leave(given, "eval_steps", 'eval_strategy = "no"')
-            run.leave(given, "eval_on_start", 'eval_strategy = "no"')
+            run.without(given, "eval_steps", 'eval_strategy = "no"')
+            run.without(given, "eval_on_start", 'eval_strategy = "no"')
         case "steps":
             every = given.interval("eval_steps")
             run.put("eval.interval", every, given.source("eval_steps"))
@@ -302,11 +270,3 @@ def _reports(given: Given, run: _Run, wandb_project: str | None) -> None:
     run.unread.append(
         shown("trainer.args.report_to", given.value("report_to"), f"metrics are in metrics.jsonl{more}")
     )
-
-
-def _merge(into: Tables, table: Mapping[str, Any]) -> None:
-    for key, value in table.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
-        else:
-            into[key] = value

@@ -1,0 +1,165 @@
+"""Where a run of prime-rl computes, and where it is shown: [deployment], [inference], [wandb].
+
+With vLLM, which is prime-rl's engine, devices are given out as there, the engine's first, and a replica has
+`tp` of them: dp is how many replicas there are. Without it the embedded engine serves, for which arguments of
+vLLM have no effect.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from quartet.run.dialect import Engine, RunDraft, refuse, shown
+from quartet.run.prime_rl.given import Given, Said
+
+#: Keys of [inference] and [inference.model] that are arguments of vLLM by the same name.
+OF_VLLM: Final = (
+    *("inference.model.enforce_eager", "inference.model.kv_cache_dtype", "inference.model.quantization"),
+    *("inference.model.rope_scaling", "inference.model.enable_prefix_caching", "inference.all2all_backend"),
+    *("inference.calculate_kv_scales", "inference.enable_dbo", "inference.enable_eplb", "inference.seed"),
+    *("inference.enable_expert_parallel", "inference.enable_prefix_caching"),
+    "inference.gpu_memory_utilization",
+)
+#: Of [inference.vllm] and vllm_extra, what is no argument of vLLM here.
+OF_THE_FRONT: Final = {
+    "model": "it is the run's model",
+    "tensor_parallel_size": "",
+    "data_parallel_size": "",
+    "max_model_len": "",
+    "dtype": "",
+    "tool_call_parser": "",
+    "chat_template": "",
+    "reasoning_parser": "thinking is read as the chat template marks it",
+    "enable_auto_tool_choice": "tool calls are read wherever there are tools",
+    "served_model_name": "services find each other",
+    "api_server_count": "services find each other",
+    "host": "services find each other",
+    "port": "services find each other",
+    "enable_lora": "the engine has room for the run's adapter",
+    "max_loras": "the engine has room for the run's adapter",
+    "max_cpu_loras": "the engine has room for the run's adapter",
+    "max_lora_rank": "the engine has room for the run's adapter",
+    "logprobs_mode": "log-probabilities are those of the distribution that was sampled",
+    "max_logprobs": "log-probabilities are those of the distribution that was sampled",
+}
+#: Arguments of vLLM that are keys beside `args`.
+_OWN: Final = {"max_num_seqs": "max_num_seqs", "kv_cache_memory_bytes": "kv_cache_bytes"}
+_OF_WANDB: Final = {
+    "log_extras": "conversations are in the table `completions`",
+    "shared": "one run there has all of it",
+    "id": "a run that goes on is found by itself",
+}
+
+
+def engine(given: Given, run: RunDraft, chosen: Engine) -> None:
+    """[inference], but for its devices."""
+    run.put("inference.engine", chosen, "inference")
+    extra = {**_table(given, "inference.vllm"), **_table(given, "inference.vllm_extra")}
+    longest = _said(given, extra, "max_model_len", "inference.model.max_model_len", "max_model_len")
+    room = given.nearest("orchestrator.seq_len", "seq_len", default=2048)
+    # What is longer is sampled there, and cut off before it is trained on.
+    if longest.value is not None and longest.count() < room.count():
+        room = longest
+    run.put("inference.max_model_len", room.count(), room.source)
+    dtype = _said(given, extra, "dtype", "inference.model.dtype")
+    if dtype.value not in (None, "auto"):
+        run.put(f"inference.{chosen}.dtype", dtype.value, dtype.source)
+    parser = _said(given, extra, "tool_call_parser", "inference.model.tool_call_parser")
+    if parser.is_given:
+        run.put("inference.chat.tool_parser", parser.value or "none", parser.source)
+    _template(given, extra, run)
+    arguments = {path.rpartition(".")[2]: given.take(path) for path in OF_VLLM}
+    arguments |= {key: said for key, said in extra.items() if key not in OF_THE_FRONT}
+    for key, said in arguments.items():
+        if said.value is None:
+            continue
+        if chosen == "vllm":
+            run.put(f"inference.vllm.{_OWN.get(key, f'args.{key}')}", said.value, said.source)
+        else:
+            run.leave([shown(said.source, said.value, "of vLLM, which is not installed here")])
+    for key, said in extra.items():
+        if OF_THE_FRONT.get(key):
+            run.leave([shown(said.source, said.value, OF_THE_FRONT[key])])
+
+
+def devices(given: Given, run: RunDraft, chosen: Engine, *, starts_services: bool) -> None:
+    """Which of this machine's."""
+    extra = {**_table(given, "inference.vllm"), **_table(given, "inference.vllm_extra")}
+    tp = _said(given, extra, "tensor_parallel_size", "inference.parallel.tp", default=1)
+    dp = _said(given, extra, "data_parallel_size", "inference.parallel.dp", default=1)
+    train = given.take("trainer_gpu_ids", "deployment.num_train_gpus", default=1)
+    serve = given.take("inference_gpu_ids", "deployment.num_infer_gpus")
+    if serve.value is None:
+        serve = Said(tp.count() * dp.count(), (dp if dp.is_given else tp).source, dp.is_given or tp.is_given)
+    number = len(serve.value) if isinstance(serve.value, list) else serve.count(0)
+    if dp.is_given and number != tp.count() * dp.count():
+        refuse(dp.source, dp.value, f"{serve.source} has {number} devices, not tp times dp; leave dp out")
+    if chosen == "vllm" and tp.count() > 1:
+        run.put("inference.vllm.args.tensor_parallel_size", tp.value, tp.source)
+    if not starts_services:
+        return
+    one_each = train.value == 1 and number == 1 and not isinstance(serve.value, list)
+    for service, said in (("trainer", train), ("inference", serve)):
+        if chosen == "vllm" or not one_each:
+            run.put(f"{service}.gpus", said.value, said.source)
+        elif said.is_given:
+            # One each is what a file says that says nothing, also for a machine without any.
+            run.leave([shown(said.source, said.value, "without vLLM it takes a GPU or the CPU")])
+
+
+def reports(given: Given, run: RunDraft) -> None:
+    """[wandb], only by a word of the file: not everybody has an account."""
+    places = [
+        f"{service}{table}"
+        for service in ("", "trainer.", "orchestrator.")
+        for table in ("wandb", "monitors.wandb", "monitor.wandb")
+    ]
+    shows = any(isinstance(given.peek(place), dict) for place in places)
+    for key, path, default in (
+        ("project", "project", "prime-rl" if shows else None),
+        ("name", "name", None),
+        ("entity", "entity", None),
+        ("group", "group", None),
+        ("tags", "tags", None),
+    ):
+        # Of services that are shown apart there, one run here has all.
+        said = given.nearest(*(f"{place}.{key}" for place in places), default=default)
+        if said.value is not None:
+            run.put(f"wandb.{path}", said.value, said.source)
+    offline = given.nearest(*(f"{place}.offline" for place in places), default=False)
+    if offline.value and shows:
+        run.put("wandb.mode", "offline", offline.source)
+    for key, why in _OF_WANDB.items():
+        said = given.nearest(*(f"{place}.{key}" for place in places))
+        if said.is_given:
+            run.leave([shown(said.source, said.value, why)])
+
+
+def _template(given: Given, extra: dict[str, Said], run: RunDraft) -> None:
+    paths = (
+        "tokenizer.chat_template",
+        "trainer.tokenizer.chat_template",
+        "orchestrator.tokenizer.chat_template",
+    )
+    said = given.take(*paths, "inference.model.chat_template")
+    said = extra.get("chat_template", said)
+    if said.value is None:
+        return
+    if not isinstance(said.value, str) or "{" in said.value or "\n" in said.value:
+        refuse(said.source, said.value, "write the template into a file, and give its path")
+    run.put("inference.chat.template_file", said.value, said.source)
+
+
+def _table(given: Given, path: str) -> dict[str, Said]:
+    table = given.take(path, default={})
+    return {key: Said(value, f"{path}.{key}", True) for key, value in table.table().items()}
+
+
+def _said(given: Given, extra: dict[str, Said], argument: str, *paths: str, default: Any = None) -> Said:
+    """What is said by a key of prime-rl's, or as an argument of vLLM. Raises ConfigError."""
+    said, own = given.take(*paths, default=default), extra.get(argument)
+    if own is None:
+        return said
+    if said.is_given and said.value != own.value:
+        refuse(own.source, own.value, f"{said.source} says otherwise; keep one of the two")
+    return own

@@ -1,0 +1,93 @@
+"""How rollouts of a run of prime-rl are sampled. One [sampling] holds for all environments of a run here, and
+for its evaluations, but for their temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from quartet.run.dialect import RunDraft, Tables, refuse, shown
+from quartet.run.prime_rl.environments import Environment
+from quartet.run.prime_rl.given import Given, Said, one_of_all
+
+#: Keys that say the same here.
+SAME: Final = {
+    "temperature": "temperature",
+    "max_completion_tokens": "max_tokens",
+    "max_tokens": "max_tokens",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "seed": "seed",
+}
+#: Others, by the values that say nothing.
+SAYS_NOTHING: Final = {"min_tokens": (0, None), "n": (1, None)}
+OF_THE_SERVER: Final = ("return_token_ids", "program_id", "auto_program_id")
+
+
+def trained(given: Given, run: RunDraft, environments: Sequence[Environment]) -> None:
+    """[orchestrator.train.sampling]."""
+    shared = given.take("orchestrator.train.sampling", "orchestrator.sampling", default={})
+    for key, (value, source) in {
+        "temperature": (1.0, "prime-rl's default of orchestrator.train.sampling.temperature"),
+        **read("kind of sampling", shared, environments, run),
+    }.items():
+        if value is not None:
+            run.put(f"sampling.{key}", value, source)
+
+
+def measured(shared: Said, environments: Sequence[Environment], run: RunDraft) -> None:
+    """[orchestrator.eval.sampling]. Raises ConfigError for what training does otherwise."""
+    same = run.tables.get("sampling", {})
+    for key, (value, source) in read("kind of sampling", shared, environments, run).items():
+        if key == "temperature" and value is not None:
+            run.put("eval.temperature", value, source)
+        elif value is not None and value != same.get(key):
+            remedy = (
+                "evaluations sample as training does, but for the temperature; remove it, or measure by "
+                "quartet evaluate, which has [sampling]"
+            )
+            refuse(source, value, remedy)
+
+
+def read(
+    what: str, shared: Said, environments: Sequence[Environment], run: RunDraft
+) -> dict[str, tuple[object, str]]:
+    """By Quartet's names, each value with its place. Raises ConfigError."""
+    own = [
+        Said(
+            {**shared.table(), **one.sampling.table()},
+            (one.sampling if one.sampling.value else shared).source,
+            True,
+        )
+        for one in environments
+    ]
+    chosen = one_of_all(what, own) or shared
+    table = chosen.table()
+    extra = table.pop("extra_body", None)
+    found = _translated(table, chosen.source, run)
+    if isinstance(extra, dict):
+        found |= _translated(extra, f"{chosen.source}.extra_body", run)
+    return found
+
+
+def _translated(table: Tables, source: str, run: RunDraft) -> dict[str, tuple[object, str]]:
+    found: dict[str, tuple[object, str]] = {}
+    for key, value in table.items():
+        place = f"{source}.{key}"
+        if key in SAME:
+            # -1 is vLLM's word for all of them.
+            found[SAME[key]] = (0 if key == "top_k" and value == -1 else value), place
+        elif key == "chat_template_kwargs":
+            run.put("inference.chat.template_settings", value, place)
+        elif key == "temp_scheduler" and value is not None:
+            refuse(place, value, "the temperature is one for the whole run; set temperature")
+        elif key in OF_THE_SERVER:
+            run.leave([shown(place, value, "tokens travel as such")])
+        elif value not in SAYS_NOTHING.get(key, (None,)):
+            refuse(place, value, "rollouts are not sampled by it here; remove it")
+    return found

@@ -1,0 +1,157 @@
+"""The dialect of prime-rl, Prime Intellect's trainer: its TOML as a run.
+
+1. Every key is translated to what does the same here, or has no effect here and is told as such, or is
+   refused in one sentence. Nothing is ignored silently.
+2. What a file leaves out has the default that it has in prime-rl VERSION, not Quartet's. How often states are
+   saved, and what is kept in memory, is Quartet's own affair.
+3. Forms of other releases are read, too: `[[orchestrator.env]]` or `[[orchestrator.train.source]]`,
+   `rollouts_per_example` or `group_size`, `[inference.parallel]` or `[inference.vllm]`. Whoever has keys that
+   came after VERSION is told whose defaults there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from quartet.config import ConfigError
+from quartet.config.refusals import together
+from quartet.run.dialect import Engine, RunDraft, Translation, Untranslated, refuse
+from quartet.run.prime_rl import evaluations, placement, rollouts, sampling, training
+from quartet.run.prime_rl.environments import Environment, environment
+from quartet.run.prime_rl.given import Given
+from quartet.run.prime_rl.keys import AFTER_VERSION, LEFT_OUT, REFUSED, SERVICES
+
+#: Whose defaults these are.
+VERSION: Final = "0.8.0"
+_TABLES: Final = (*SERVICES, "ckpt", "wandb", "deployment", "monitors", "log")
+#: Where services are started elsewhere, nothing of it is read.
+_PLACED: Final = ("deployment", "slurm", "inference.deployment", "inference.slurm")
+_NOTHING: Final[Mapping[str, Any]] = {}
+#: Of [algorithm], what belongs to a loss, and what a preset says.
+_OF_THE_LOSS: Final = ("loss", "clip_low", "clip_high", "proximal", "correction", "custom", "custom_args")
+_OF_A_PRESET: Final = (*_OF_THE_LOSS, "advantage", "aggregation", "zero_advantage_filtering")
+_ELSEWHERE: Final = "where the services are, they have their devices"
+
+
+def translate(
+    tables: Mapping[str, Any],
+    engine: Engine = "embedded",
+    *,
+    starts_services: bool = True,
+    own: Mapping[str, Any] = _NOTHING,
+) -> Translation:
+    """The run. `starts_services`: on this machine, so that devices are looked at. `own`: what is said beside
+    the file in Quartet's own words, which will be laid over it.
+
+    Raises ConfigError where a table is none, and else Untranslated.
+    """
+    for name in _TABLES:
+        if not isinstance(tables.get(name, {}), dict) and tables[name] != "None":
+            refuse(name, tables[name], "should be a table")
+    given, run = Given(tables), RunDraft()
+    refused: list[ConfigError] = []
+    silent: list[str] = []
+    for part, reads in _parts(given, run, engine, own, starts_services=starts_services):
+        try:
+            part()
+        except ConfigError as error:
+            refused += error.each or [error]
+            silent += reads
+    _give_way(run, own)
+    refused += _unread(given, run, silent, starts_services=starts_services)
+    if refused:
+        raise Untranslated(together(refused), run.finished())
+    return run.finished()
+
+
+def _parts(
+    given: Given, run: RunDraft, engine: Engine, own: Mapping[str, Any], *, starts_services: bool
+) -> tuple[tuple[Callable[[], object], tuple[str, ...]], ...]:
+    """In their order, each with the tables that it reads: of one that fails, nobody knows what else it would
+    have read.
+    """
+    found: list[Environment] = []
+    return (
+        (lambda: training.model(given, run), ("model", "trainer")),
+        (lambda: _length(given, run, own), ("trainer", "orchestrator")),
+        (lambda: _environments(given, run, found), ("orchestrator",)),
+        (lambda: rollouts.batches(given, run, found), ("orchestrator",)),
+        (lambda: rollouts.pace(given, run), ("orchestrator",)),
+        (lambda: rollouts.credit(given, run, found), ("orchestrator",)),
+        (lambda: training.loss(given, run), ("trainer.loss",)),
+        (lambda: training.optimizer(given, run), ("trainer.optim",)),
+        (lambda: training.schedule(given, run), ("trainer.scheduler", "trainer.optim")),
+        (lambda: training.adapter(given, run), ("trainer.model", "orchestrator.model")),
+        (lambda: sampling.trained(given, run, found), ("orchestrator",)),
+        (lambda: evaluations.evaluations(given, run), ("orchestrator.eval",)),
+        (lambda: training.states(given, run), ("ckpt", "trainer.ckpt", "orchestrator.ckpt")),
+        (lambda: placement.engine(given, run, engine), ("inference",)),
+        (
+            lambda: placement.devices(given, run, engine, starts_services=starts_services),
+            ("inference", "deployment"),
+        ),
+        (lambda: placement.reports(given, run), ("wandb", "monitors", "trainer", "orchestrator")),
+        (lambda: _names(given, run), ("run",)),
+    )
+
+
+def counts_on_later(tables: Mapping[str, Any]) -> list[str]:
+    """Keys of the tables that came after VERSION."""
+    given = Given(tables)
+    return [path for path in AFTER_VERSION if given.peek(path) is not None]
+
+
+def _unread(given: Given, run: RunDraft, silent: list[str], *, starts_services: bool) -> list[ConfigError]:
+    left = LEFT_OUT if starts_services else {**LEFT_OUT, **dict.fromkeys(_PLACED, _ELSEWHERE)}
+    refused = REFUSED if starts_services else {k: v for k, v in REFUSED.items() if k not in left}
+    found = list(given.rest(left, refused, silent))
+    run.leave(one for one in found if isinstance(one, str))
+    return [one for one in found if isinstance(one, ConfigError)]
+
+
+def _give_way(run: RunDraft, own: Mapping[str, Any]) -> None:
+    """A loss or a preset of Quartet's own is that loss alone, without keys of the one that it replaces."""
+    said = own.get("algorithm")
+    if not isinstance(said, dict) or not said.keys() & {"loss", "preset"}:
+        return
+    for key in _OF_A_PRESET if "preset" in said else _OF_THE_LOSS:
+        run.tables.get("algorithm", {}).pop(key, None)
+    run.tables.get("trainer", {}).pop("losses", None)
+
+
+def _length(given: Given, run: RunDraft, own: Mapping[str, Any]) -> None:
+    said = given.take("max_steps", "trainer.max_steps", "orchestrator.max_steps")
+    if said.value is not None:
+        run.put("max_steps", said.value, said.source)
+    elif "max_steps" not in own:
+        refuse("max_steps", None, "a run ends here; set it, such as by --max-steps 200")
+
+
+def _environments(given: Given, run: RunDraft, found: list[Environment]) -> None:
+    paths = ("train.source", "train.env", "env")
+    entries = given.entries(*(f"orchestrator.{path}" for path in paths))
+    alone = given.take("orchestrator.environment")
+    if alone.is_given:
+        entries.append(Given(alone.table(), alone.source))
+    retries = given.take("orchestrator.train.max_retries")
+    found += [environment(one, run, retries) for one in entries]
+    weights = given.take("orchestrator.buffer.env_ratios", "orchestrator.env_mix")
+    listed = weights.value if isinstance(weights.value, list) else []
+    for number, one in enumerate(found):
+        if one.ratio.value is not None:
+            one.table["weight"] = one.ratio.number()
+        elif number < len(listed):
+            one.table["weight"] = listed[number]
+        run.origins["env", str(number)] = entries[number].place
+    run.tables["env"] = [one.table for one in found]
+
+
+def _names(given: Given, run: RunDraft) -> None:
+    for path, name in (("run.name", "run_name"), ("output_dir", "output_dir")):
+        said = given.take(path)
+        if not isinstance(said.value, str | None):
+            refuse(said.source, said.value, 'should be text in quotes, such as "name"')
+        run.names[name] = said.value or None
+    shown_as = run.tables.get("wandb", {}).get("name")
+    run.names["run_name"] = run.names["run_name"] or (shown_as if isinstance(shown_as, str) else None)

@@ -1,0 +1,192 @@
+"""Files of prime-rl: how they are known, composed with options and files of Quartet, and kept."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from prime_rl_files import CLASSIC, LATER, OF_INFERENCE, OF_ORCHESTRATOR, OF_TRAINER, SOURCES, TASKSETS
+from quartet.cli.run_file import RunFile, load_run
+from quartet.config import ConfigError
+from quartet.config.load import validate
+from quartet.run.config import RunConfig
+from quartet.run.prime_rl import Form, form_of
+from vf_rl_tables import value_at
+
+OURS = 'model = "m"\n[[env]]\nid = "e"\n'
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "theirs.toml"
+    path.write_text(SOURCES)
+    return path
+
+
+def written(folder: Path, **texts: str) -> list[str]:
+    """The paths of files of these texts."""
+    for name, text in texts.items():
+        (folder / f"{name}.toml").write_text(text)
+    return [str(folder / f"{name}.toml") for name in texts]
+
+
+def loaded(file: Path, *options: str) -> RunFile:
+    return load_run(["@", str(file), *options], starts_services=False)
+
+
+def test_a_file_is_read_as_it_is(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = load_run(["@", str(file)])
+    assert (found.name, found.output_dir, found.dialect) == ("wiki", None, "prime-rl")
+    assert found.config.env[0].args == {
+        "split": "train",
+        "agent": {"max_turns": 8, "timeout": {"rollout": 900}},
+    }
+    read_as, without = capsys.readouterr().err.splitlines()
+    assert read_as == (
+        f"{file}: read as prime-rl, what it leaves out as in prime-rl 0.8.0; --dry-run shows the run that it "
+        "is here"
+    )
+    assert without.startswith("without effect here: inference.vllm.enforce_eager = true (of vLLM, which is")
+    assert "orchestrator.concurrency.initial_inflight = 128 (as many as" in without
+
+
+def test_whoever_counts_on_later_defaults_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load_run(["@", *written(tmp_path, later=LATER)])
+    assert "0.8.0 (orchestrator.train.group_size came later, with another" in capsys.readouterr().err
+
+
+def test_a_refusal_of_the_run_names_the_key_of_the_file(file: Path) -> None:
+    file.write_text(SOURCES.replace("max_completion_tokens = 512", "max_completion_tokens = 0"))
+    place = r"in orchestrator\.train\.sampling\.max_completion_tokens of"
+    with pytest.raises(ConfigError, match=rf"sampling\.max_tokens = 0 \({place} {file}\) is refused"):
+        loaded(file)
+
+
+def test_options_are_of_either_dialect(file: Path) -> None:
+    found = loaded(file, "--trainer.optim.lr", "2e-5", "--orchestrator.batch-size=32", "--max-steps", "3")
+    assert (found.config.learning_rate, found.config.batch_size, found.config.max_steps) == (2e-5, 32, 3)
+    assert found.options == []
+    option = "--orchestrator.train.source.0.env.taskset.split"
+    assert loaded(file, option, "test").config.env[0].args["split"] == "test"
+    assert loaded(file, "--model.name", "other").config.model == "other"
+    ours = [
+        "--model",
+        "mine",
+        "--max-off-policy-steps",
+        "4",
+        "--sampling.temperature",
+        "0.5",
+        "--wandb.project",
+        "p",
+    ]
+    found = loaded(file, *ours)
+    expected = {"model": "mine", "max_off_policy_steps": 4, "sampling.temperature": 0.5, "wandb.project": "p"}
+    assert {path: value_at(found.config, path) for path in expected} == expected
+    assert found.options == ours
+
+
+def test_files_of_both_dialects_compose(file: Path, tmp_path: Path) -> None:
+    less = "[orchestrator]\nbatch_size = 32\n[trainer.optim]\nlr = 4e-6\n"
+    ours = 'max_off_policy_steps = 0\n[eval]\nnum_examples = 4\n[algorithm]\npreset = "grpo"\n'
+    paths = written(tmp_path, less=less, ours=ours)
+    config = loaded(file, "@", paths[0], f"@{paths[1]}").config
+    assert (config.batch_size, config.rollouts_per_example, config.learning_rate) == (32, 16, 4e-6)
+    assert (config.max_off_policy_steps, config.eval.num_examples) == (0, 4)
+    assert (config.algorithm.loss, config.algorithm.custom) == ("ppo", None)
+
+
+def test_a_file_of_each_service(tmp_path: Path) -> None:
+    t, o, i = written(tmp_path, t=OF_TRAINER, o=OF_ORCHESTRATOR, i=OF_INFERENCE)
+    argv = ["--trainer", "@", t, "--orchestrator", "@", o, "--inference", f"@{i}"]
+    config = load_run(argv).config
+    expected = {
+        "model": "models/tiny",
+        "max_steps": 100,
+        "learning_rate": 3e-6,
+        "batch_size": 32,
+        "rollouts_per_example": 4,
+        "env.0.args": {"max_chars": 6},
+        "sampling.max_tokens": 128,
+        "inference.max_model_len": 1024,
+    }
+    assert {path: value_at(config, path) for path in expected} == expected
+    (threads,) = written(tmp_path, threads="threads = 2\n")
+    assert load_run([*argv, "--trainer", "@", threads]).config.trainer["threads"] == 2, "of Quartet's trainer"
+    (other,) = written(tmp_path, other=OF_TRAINER.replace("tiny", "other"))
+    with pytest.raises(
+        ConfigError, match=r'model\.name = "models/tiny" is refused: trainer\.model\.name says'
+    ):
+        load_run([*argv[3:], "--trainer", "@", other], starts_services=False)
+
+
+@pytest.mark.parametrize("text", [CLASSIC, TASKSETS, SOURCES, LATER])
+def test_what_dry_run_shows_is_a_file_of_ones_own(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = load_run(["@", *written(tmp_path, theirs=text)], starts_services=False)
+    kept = load_run(["@", *written(tmp_path, kept=found.toml)], starts_services=False)
+    assert kept.config == found.config and kept.dialect == ""
+    assert "read as" not in capsys.readouterr().err.partition("kept.toml")[2]
+    assert validate(RunConfig, tomllib.loads(found.toml)) == found.config
+
+
+@pytest.mark.parametrize(
+    ("text", "form"),
+    [
+        (OURS, Form.OURS),
+        (
+            OURS + "[trainer]\nthreads = 1\n[inference.vllm]\nmax_num_seqs = 3\nargs = { seed = 1 }\n",
+            Form.OURS,
+        ),
+        ("[inference]\nengine = 'vllm'\n[inference.vllm]\nmax_num_seqs = 3\n", Form.OURS),
+        # Overlays that say the same in both are Quartet's, and win.
+        ("max_steps = 3\n[ckpt]\ninterval = 3\n[wandb]\nproject = 'p'\n", Form.OURS),
+        ("[orchestrator]\nbatch_size = 3\n", Form.THEIRS),
+        ("[model]\nname = 'm'\n", Form.THEIRS),
+        ("[trainer.optim]\nlr = 1e-5\n", Form.THEIRS),
+        ("seq_len = 3\n", Form.THEIRS),
+        ("[inference.vllm]\nmax_num_seqs = 3\n", Form.THEIRS),
+        (OURS + "[orchestrator]\nbatch_size = 3\n", Form.MIXED),
+        (CLASSIC + "[algorithm]\npreset = 'grpo'\n", Form.MIXED),
+        (LATER + "[trainer]\nthreads = 2\n", Form.MIXED),
+        ("batch_size = 8\n[model]\nname = 'm'\n[[env]]\nid = 'e'\n", Form.MIXED),
+    ],
+)
+def test_a_file_is_known_by_its_form(text: str, form: Form) -> None:
+    assert form_of(tomllib.loads(text))[0] is form
+
+
+def test_a_file_of_both_forms_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (both,) = written(tmp_path, both=CLASSIC + "[algorithm]\npreset = 'grpo'\n")
+    with pytest.raises(ConfigError) as caught:
+        load_run(["@", both], starts_services=False)
+    first, *_ = str(caught.value).splitlines()
+    assert first.startswith(f"{both} mixes keys of prime-rl (inference.gpu_memory_utilization, ")
+    assert "with Quartet's own (algorithm); write one of the two in a file and the other in a second" in first
+
+
+def test_files_of_two_other_trainers_do_not_go_together(file: Path, tmp_path: Path) -> None:
+    (of_vf_rl,) = written(tmp_path, vf="[trainer.args]\nmax_steps = 3\n")
+    with pytest.raises(ConfigError, match=r"do not go together: .*vf\.toml of vf-rl"):
+        loaded(file, "@", of_vf_rl)
+
+
+def test_where_services_run_already_a_file_of_many_machines_is_read(file: Path) -> None:
+    file.write_text(SOURCES.replace("[deployment]", '[deployment]\ntype = "multi_node"'))
+    assert "gpus" not in loaded(file).config.trainer
+    with pytest.raises(ConfigError, match="quartet rl starts its services on one machine"):
+        load_run(["@", str(file)])
+
+
+def test_all_that_is_wrong_is_told_at_once(file: Path) -> None:
+    """In keys of prime-rl and of Quartet, in the file and in options."""
+    file.write_text(
+        'max_steps = 3\n[model]\nname = "m"\n[trainer]\nno_such = 3\n[trainer.loss]\nkl_tau = -1\n'
+        '[trainer.optim]\nlr = "x"\ntype = "lion"\n[[orchestrator.env]]\nid = "e"\nidd = 3\n'
+    )
+    with pytest.raises(ConfigError) as caught:
+        loaded(file, "--weight-decay", "y", "--trainer.optim.betas1", "z")
+    keys = [one.key for one in caught.value.each]
+    theirs = ["orchestrator.env.0.idd", "trainer.loss.kl_tau", "trainer.optim.type", "trainer.no_such"]
+    assert keys == [*theirs, "learning_rate", "weight_decay", "adam_beta1"]
