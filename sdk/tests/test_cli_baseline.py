@@ -106,7 +106,7 @@ def test_two_baselines_of_one_second_do_not_share_services(
         assert len(deployed) > 1 or main(["baseline", "other", *arguments]) == 2
         return []
 
-    arguments = ["-m", str(tmp_path / "m"), "-o", str(tmp_path / "out")]
+    arguments = ["-m", str(tmp_path / "m"), "-o", str(tmp_path / "out"), "--full-reward", "1"]
     monkeypatch.setattr(time, "strftime", lambda form: "20260102-030405")
     monkeypatch.setattr(command, "deploy", deploy)
     monkeypatch.setattr(command, "with_host", lambda *_: None)

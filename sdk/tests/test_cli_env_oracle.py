@@ -59,6 +59,14 @@ def test_what_a_right_answer_earns_is_1_where_nobody_says(package: Path) -> None
     assert full_reward_of("some_env", sys.executable) == 1.7
     (package / "oracle.py").write_text("def answer(task, messages): ...")
     assert full_reward_of("some_env", sys.executable) == 1.0
+    for written, why in (
+        ("FULL_REWARD = 0", r"FULL_REWARD = 0 is refused; set it to what a right answer earns"),
+        ("FULL_REWARD = 'much'", "cannot be read: ValueError: could not convert string to float: 'much'"),
+        ("import nowhere", "cannot be read: ModuleNotFoundError: No module named 'nowhere'"),
+    ):
+        (package / "oracle.py").write_text(written)
+        with pytest.raises(ConfigError, match=why):
+            full_reward_of("some_env", sys.executable)
     (package / "oracle.py").unlink()
     assert full_reward_of("some_env", sys.executable) == 1.0
 

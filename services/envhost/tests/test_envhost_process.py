@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import struct
 import sys
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from quartet.errors import QuartetError
+from quartet.errors import MAX_METADATA_KEYS, QuartetError
 from quartet.v1.envhost_service_pb2 import ModelAnswer, ModelQuestion
 from quartet_envhost import watch
 from quartet_envhost.frames import MAX_PAYLOAD_BYTES, Kind
@@ -92,6 +93,9 @@ def frame(kind: int, payload: bytes) -> bytes:
         frame(Kind.ERROR, b"not JSON"),
         frame(Kind.ERROR, b"[]"),
         frame(Kind.ERROR, b'{"message": "of no reason", "metadata": {}}'),
+        frame(Kind.ERROR, b'{"reason": [], "message": "m", "metadata": {}}'),
+        frame(Kind.ERROR, b'{"reason": "INTERNAL", "message": 5, "metadata": {}}'),
+        frame(Kind.ERROR, b"[" * 200_000),
         frame(Kind.HEARTBEAT, b"\xff"),
         frame(Kind.QUESTION, b"\xff"),
     ],
@@ -118,13 +122,15 @@ async def test_an_error_of_a_newer_release_is_told_under_the_reason_that_promise
     interpreter: Callable[[str], Made],
 ) -> None:
     """process.py 1: the interpreter of an environment may have another release than the host."""
-    said = frame(Kind.ERROR, b'{"reason": "TO_COME", "message": "why", "metadata": {"key": "k"}}')
+    metadata = {**{f"key{number}": "k" for number in range(MAX_METADATA_KEYS - 1)}, "message": "m"}
+    content = {"reason": "TO_COME", "message": "why", "metadata": metadata}
+    said = frame(Kind.ERROR, json.dumps(content).encode())
     python, _ = interpreter(BREAKS.replace("{said!r}", repr(said).replace("{", "{{").replace("}", "}}")))
     worker = await WorkerProcess.spawn(python, {})
     await asyncio.wait_for(worker.spoke.wait(), 10)
     with pytest.raises(QuartetError, match="INTERNAL: why") as told:
         await asyncio.wait_for(worker.call(Kind.TASKS, b""), 10)
-    assert told.value.metadata == {"key": "k", "unknown_reason": "TO_COME"}
+    assert told.value.metadata == {**metadata, "unknown_reason": "TO_COME"}
     assert worker.alive
     worker.kill("enough")
     await worker.wait()

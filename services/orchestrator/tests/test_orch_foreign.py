@@ -106,6 +106,23 @@ class Died(Exception):
     """A test's own way to kill a trainer."""
 
 
+async def test_a_run_that_goes_on_with_other_settings_has_its_trainer_call_again(world):
+    """going_on.py 4: as after a restart of the orchestrator, and not as if it had ended."""
+    trainer = trainer_of(world)
+    async with serving(world) as stub:
+        await submit(stub, toml(steps=12))
+        living = asyncio.create_task(trainer.live(stub))
+        while trainer.version < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await submit(stub, toml(steps=12, max_concurrent=64))
+        with pytest.raises(QuartetError, match="goes on with other settings; call again") as told:
+            await living
+        assert told.value.reason == "NOT_READY"
+        await trainer.live(stub)
+        run = await over(stub)
+    assert_trained(trainer, run, 12)
+
+
 async def test_a_client_killed_between_send_and_ack_gets_the_group_again(world):
     """foreign.py 2: at least once until acknowledged, and never after that."""
     seed = random.randrange(2**32)

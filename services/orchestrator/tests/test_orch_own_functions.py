@@ -160,6 +160,15 @@ def test_an_advantage_that_cannot_be_loaded_keeps_the_orchestrator_from_starting
         world.services()
 
 
+def test_a_module_that_is_a_script_is_refused_like_any_other(world, tmp_path, monkeypatch):
+    """own_function.py 1"""
+    (tmp_path / "script_of_mine.py").write_text("import sys\n\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    world.advantages = {"mine": "script_of_mine:mine"}
+    with pytest.raises(ConfigError, match=r"cannot be imported: .*script_of_mine.py:3 .*SystemExit: 0; mend"):
+        world.services()
+
+
 answers: list[float] = [1.0]
 
 
@@ -189,20 +198,35 @@ def writing(group: Sequence[Member]) -> list[float]:
     return [0.0 for _ in group]
 
 
+def beyond_floats(group: Sequence[Member]) -> list[int]:
+    return [10**5000 for _ in group]
+
+
+def by_member(group: Sequence[Member]) -> dict[int, float]:
+    return {one.member: one.reward for one in group}
+
+
+def leaving(group: Sequence[Member]) -> list[float]:
+    raise SystemExit(2)
+
+
 @pytest.mark.parametrize(
     ("function", "why"),
     [
         (too_few, "returned 1 advantages for a group of 2"),
         (no_number, "returned nan, which is no finite number"),
         (too_large, "returned 1e.39, which is no finite number"),
+        (beyond_floats, "returned inf, which is no finite number"),
         (texts, "returned str among its advantages"),
+        (by_member, "returned dict, not a list in the group's order"),
+        (leaving, r"test_orch_own_functions.py:\d+ in leaving: SystemExit: 2"),
         (changing, "for one group; let it follow from the group alone"),
         (writing, r"test_orch_own_functions.py:\d+ in writing: TypeError"),
     ],
 )
 def test_an_advantage_of_nonsense_is_refused(function, why):
     """own_advantages.py 2 and 3"""
-    group = [rollout(1.0, 3), rollout(0.0, 5)]
+    group = [rollout(1.0, 3, member=0), rollout(0.0, 5, member=1)]
     with pytest.raises(RunInterrupted, match=rf"^advantages\.mine: it .*{why}"):
         parts.advantages("custom", [group], own(function))
 

@@ -66,11 +66,9 @@ def build_of(package: str = SDK) -> Build:
     """Of a process that runs a package; read off the files once. None is imported for it."""
     sdk = _digest(Path(__file__).parents[1])
     if package == SDK:
-        return Build(_release(SDK) or NO_RELEASE, sdk)
+        return Build(release_of(SDK), sdk)
     places = getattr(sys.modules.get(package), "__path__", [])
-    return Build(
-        _release(package) or _release(SDK) or NO_RELEASE, sdk, _digest(*map(Path, places)) if places else ""
-    )
+    return Build(_release(package) or release_of(SDK), sdk, _digest(*map(Path, places)) if places else "")
 
 
 def of_servicer(servicer: object) -> Build:
@@ -106,6 +104,11 @@ async def ask(channel: grpc.aio.Channel, timeout_s: float) -> Answer:
     told = dict(trailers or ()).get(METADATA_KEY, "").split(" ")
     build = Build(*told) if 2 <= len(told) <= 3 else UNKNOWN
     return Answer(build, response.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def release_of(package: str) -> str:
+    """What is installed; NO_RELEASE where it is only found."""
+    return _release(package) or NO_RELEASE
 
 
 def _release(package: str) -> str:

@@ -2,8 +2,8 @@
 
 1. A span that ends goes into a queue of OTEL_BSP_MAX_QUEUE_SIZE and is sent by a thread of its own. A
    collector that is away or slow costs dropped spans, and a line of the log a minute.
-2. Attributes are ids, names, numbers and codes, and why something failed; never what a prompt or a rollout
-   says.
+2. Attributes are ids, names, numbers and codes, and why something failed, of MAX_TEXT_CHARS at most; never
+   what a prompt or a rollout says. Nor does a line of the log have a key of the collector.
 3. RPCs are named by OpenTelemetry's conventions for gRPC; what is ours is "quartet.NAME".
 """
 
@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import version
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -30,6 +29,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from quartet.config import ConfigError
+from quartet.kit.build import release_of
 from quartet.kit.context import REQUEST_ID_KEY
 from quartet.kit.metrics import Observation
 from quartet.kit.repeated import Repeated
@@ -39,10 +39,15 @@ Attributes = Mapping[str, str | int | float | bool]
 Pairs = tuple[tuple[str, Any], ...]
 
 NANOSECONDS: Final = 1_000_000_000
+#: Of an attribute: a caller may send an id as long as a message, and thousands of spans wait in the queue.
+MAX_TEXT_CHARS: Final = 1024
 #: What a server that answers so did wrong itself; the other codes are its caller's matter.
 SERVER_FAULTS: Final = frozenset(
     {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
 )
+#: Who tells of a header that it cannot read, with the key that is in it.
+OF_HEADERS: Final = "opentelemetry.util.re"
+UNREAD: Final = "a header of OTEL_EXPORTER_OTLP_HEADERS cannot be read, and is left out: write name=value"
 _NOWHERE: Final = otel_context.Context()
 
 log = structlog.get_logger()
@@ -54,7 +59,7 @@ class Spans:
     def __init__(self, service: str) -> None:
         """Begin a thread that exports. Raises ConfigError."""
         _tell_seldom()
-        named: dict[str, str | int] = {"service.name": service, "service.version": version("quartet")}
+        named: dict[str, str | int] = {"service.name": service, "service.version": release_of("quartet")}
         named["process.pid"] = os.getpid()
         # What the variables say of it goes before that.
         resource = Resource.create({**named}).merge(OTELResourceDetector().detect())
@@ -67,7 +72,7 @@ class Spans:
         # Libraries that make spans of their own find it.
         if not isinstance(trace.get_tracer_provider(), TracerProvider):
             trace.set_tracer_provider(self._provider)
-        self._tracer = self._provider.get_tracer("quartet", version("quartet"))
+        self._tracer = self._provider.get_tracer("quartet", release_of("quartet"))
         self._propagator = TraceContextTextMapPropagator()
 
     def close(self, limit_s: float) -> None:
@@ -210,7 +215,8 @@ class _Seldom(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         held_back = self._repeated.held_back("traces")
         if held_back is not None:
-            log.warning("spans may be lost", why=record.getMessage(), held_back=held_back)
+            why = UNREAD if record.name == OF_HEADERS else record.getMessage()
+            log.warning("spans may be lost", why=why, held_back=held_back)
 
 
 def _tell_seldom() -> None:
@@ -219,7 +225,10 @@ def _tell_seldom() -> None:
 
 
 def _ours(attributes: Attributes) -> dict[str, str | int | float | bool]:
-    return {f"quartet.{name}": value for name, value in attributes.items()}
+    return {
+        f"quartet.{name}": value[:MAX_TEXT_CHARS] if isinstance(value, str) else value
+        for name, value in attributes.items()
+    }
 
 
 def _of_rpc(path: str, request_id: str) -> dict[str, str]:

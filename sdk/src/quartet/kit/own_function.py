@@ -63,7 +63,7 @@ def load(key: str, path: str, takes: Sequence[str], *, more: bool = False) -> Ow
         raise ValueError(f"{key} = {path!r} cannot be imported: {why}") from error
     except AttributeError as error:
         raise ValueError(f"{key} = {path!r} cannot be imported: {_told(error, module)}") from error
-    except Exception as error:  # a module of one's own may raise anything
+    except (Exception, SystemExit) as error:  # a module of one's own may raise anything, and be a script
         raise ValueError(f"{key} = {path!r} cannot be imported: {_told(error, module)}; mend it") from error
     if not callable(function):
         raise ValueError(f"{key} = {path!r} is {type(function).__name__}, not a function")

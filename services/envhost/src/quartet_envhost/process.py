@@ -248,11 +248,17 @@ class WorkerProcess:
 
 def _refusal(payload: bytes) -> QuartetError:
     """What an ERROR says. ValueError: no worker of ours says it."""
-    content = json.loads(payload)
     try:
-        reason, message, metadata = content["reason"], content["message"], dict(content["metadata"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"an error of another form: {payload[:200]!r}") from error
+        content = json.loads(payload)
+    except RecursionError:
+        content = None
+    match content:
+        case {"reason": str(reason), "message": str(message), "metadata": dict(metadata)}:
+            told = {name: str(value) for name, value in metadata.items()}
+        case _:
+            raise ValueError(f"an error of another form: {payload[:200]!r}")
     if reason not in CODES:  # the environment's interpreter has a newer release
-        reason, metadata = "INTERNAL", {**metadata, "unknown_reason": reason}
-    return QuartetError(reason, message, **metadata)
+        reason, told = "INTERNAL", {**told, "unknown_reason": reason}
+    refusal = QuartetError(reason, message)
+    refusal.metadata = told  # of any names, and one more than an error of ours has
+    return refusal

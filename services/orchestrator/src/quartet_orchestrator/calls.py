@@ -13,7 +13,7 @@
    run's list begins with the shorter one's, and one that saves otherwise from a step on with what was before.
 2. Numbers are contiguous from 1. With max_steps 0 the list is PublishWeights, SaveState(export).
 3. Saved states take `keep_last` names in turn: a state replaces the oldest one, atomically, on the trainer's
-   side.
+   side. The first ones of a run that saves otherwise may replace a newer one.
 
 Pure.
 """

@@ -112,6 +112,15 @@ class ForeignTraining:
             self.over = Over(QuartetError("RUN_NOT_SERVED", why, want=run_id))
         self.news.tell()
 
+    def break_off(self) -> None:
+        """Ends the stream of a run that goes on at once: its client is to call again."""
+        self.over = Over(
+            QuartetError(
+                "NOT_READY", f"run {self._book.state.run_id!r} goes on with other settings; call again"
+            )
+        )
+        self.news.tell()
+
     async def train(self, batch: int) -> None:
         """Hands a closed batch out; returns once it is trained on and its version served."""
         closed = self._book.closed_batch(batch)

@@ -18,7 +18,8 @@ advantage of each, in its order:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Real
 
@@ -62,25 +63,36 @@ class OwnAdvantage:
         try:
             returned = self.function(group)
             found = list(returned)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # its sys.exit() would end the runs beside it
             # Whoever reads of the run gets one sentence.
             log.error("advantage_raised", advantage=self.name, exc_info=error)
             told = self.function.told(error)
             raise self._refused(f"it raised at {told} (the orchestrator's log has the traceback)") from error
+        if isinstance(returned, Mapping | Set):
+            raise self._refused(f"it returned {type(returned).__name__}, not a list in the group's order")
         if len(found) != len(group):
             raise self._refused(f"it returned {len(found)} advantages for a group of {len(group)}")
         for one in found:
             if not isinstance(one, Real):
                 raise self._refused(f"it returned {type(one).__name__} among its advantages, not a number")
-            if not abs(float(one)) <= MAX_ADVANTAGE:
-                raise self._refused(f"it returned {one}, which is no finite number of float32")
-        return [float(one) for one in found]
+        numbers = [_float(one) for one in found]
+        for number in numbers:
+            if not abs(number) <= MAX_ADVANTAGE:
+                raise self._refused(f"it returned {number}, which is no finite number of float32")
+        return numbers
 
     def _refused(self, what: str) -> RunInterrupted:
         return RunInterrupted(
             f"advantages.{self.name}: {what}; mend the function, which returns one finite number for each of "
             "a group, start the orchestrator again, then resume the run, which credits the batch again"
         )
+
+
+def _float(one: Real) -> float:
+    try:
+        return float(one)
+    except OverflowError:  # a whole number beyond all floats
+        return math.inf
 
 
 def load_advantages(paths: Mapping[str, str]) -> dict[str, OwnAdvantage]:

@@ -149,7 +149,9 @@ class Runs:
 
     async def _begin_again(self, held: Held) -> None:
         """Breaks a run off where it stands; it goes on from its book."""
-        assert held.run is not None and held.task is not None
+        if held.task is None or held.begins_again:
+            return  # it came to its end, or is broken off and goes on with what was asked for last
+        assert held.run is not None
         run_id, held.begins_again = held.book.state.run_id, True
         held.run.measurable.hold.end(
             QuartetError(
@@ -157,7 +159,7 @@ class Runs:
             )
         )
         if held.run.foreign is not None:
-            await held.run.foreign.close(goes_on=True)
+            held.run.foreign.break_off()
         held.task.cancel()
         await asyncio.wait({held.task})
         held.begins_again = False

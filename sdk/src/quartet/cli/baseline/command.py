@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     base = options.output_dir.absolute() / "baselines"
     check_folder("--output-dir", base)
+    full = _full_rewards(options.full_reward, config)
     records = [Record(base / folder_name(trial.name, source) / stamp, trial, source) for trial in planned]
     services = base / SERVICES / stamp
     ids = [env.id for env in config.env]
@@ -53,7 +54,15 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     with held(services, f"{services} belongs to a baseline that is going on; start this one again"):
         specs = deploy(source, services, ids, config.envhost, inference)
         _play(records, options, specs, source)
-        return report(records, options.full_reward, config.envhost)
+        return report(records, full)
+
+
+def _full_rewards(given: float | None, config: RunConfig) -> dict[str, float]:
+    """What a right answer earns in each environment; where nobody gave it, as its oracle says."""
+    ids = {env.id for env in config.env}
+    return {
+        one: given or full_reward_of(module_of(one), python_of(config.envhost, one)) for one in sorted(ids)
+    }
 
 
 def _play(records: Sequence[Record], options: argparse.Namespace, specs: Any, source: Source) -> None:
@@ -120,18 +129,16 @@ def _source(options: argparse.Namespace, config: RunConfig) -> Source:
     )
 
 
-def report(records: Sequence[Record], full_reward: float | None, envhost: dict[str, Any]) -> int:
+def report(records: Sequence[Record], full_rewards: Mapping[str, float]) -> int:
     """Say the verdicts, and write them. The exit code.
 
-    `full_reward` is what a right answer earns; None: as the oracle of each environment says.
+    `full_rewards` says by an environment's id what a right answer earns in it.
     """
     print_table(result_table([(one.trial.name, one.summary(), one.failed) for one in records]))
     fit = True
     for record in records:
         failed = sum(record.failed.values())
-        env_id = record.trial.hosted.id
-        full = full_reward or full_reward_of(module_of(env_id), python_of(envhost, env_id))
-        verdict = verdict_of(record, full)
+        verdict = verdict_of(record, full_rewards[record.trial.hosted.id])
         fit = fit and verdict.word == FIT and not failed
         print(f"{record.trial.name}: {verdict.word}. {verdict.why}.")
         for line in verdict.advice:

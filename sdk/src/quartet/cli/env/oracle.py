@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 from typing import Any
 
 from quartet.cli.env.installed import ALONE, run_in
@@ -49,12 +50,12 @@ import importlib.util, pathlib, sys
 spec = importlib.util.find_spec(sys.argv[1])
 sys.exit(not any(pathlib.Path(one, "oracle.py").is_file() for one in spec.submodule_search_locations or ()))
 """
-# Prints what it says, and nothing where it says nothing.
+# Prints what it says.
 FULL = """
 import importlib, os, sys
 out = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
-print(float(importlib.import_module(sys.argv[1] + ".oracle").FULL_REWARD), file=out)
+print(float(getattr(importlib.import_module(sys.argv[1] + ".oracle"), "FULL_REWARD", 1.0)), file=out)
 """
 #: An answer is a function of its arguments; importing Verifiers comes before the first.
 ANSWER_SECONDS = 120.0
@@ -70,11 +71,25 @@ def has_oracle(module: str, python: str) -> bool:
 
 
 def full_reward_of(module: str, python: str) -> float:
-    """What a right answer earns, as the package's oracle says it: 1 where it says nothing, or is not."""
+    """What a right answer earns, as the package's oracle says it: 1 where it says nothing, or is not.
+
+    Raises ConfigError where it cannot be read, or is nothing that a reward can be a share of.
+    """
     if not has_oracle(module, python):
         return 1.0
     said = run_in(python, FULL, module)
-    return float(said.stdout) if said.returncode == 0 else 1.0
+    if said.returncode != 0:
+        last = (said.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise ConfigError(f"{module}.oracle cannot be read: {last}; mend it, or give --full-reward")
+    return _positive(module, float(said.stdout))
+
+
+def _positive(module: str, full: float) -> float:
+    if not 0 < full < math.inf:
+        raise ConfigError(
+            f"{module}.oracle: FULL_REWARD = {full:g} is refused; set it to what a right answer earns"
+        )
+    return full
 
 
 class Oracle:
@@ -104,7 +119,8 @@ class Oracle:
             limit=LINE_BYTES,
         )
         try:
-            self.full_reward = float((await self._line(self._process))["full_reward"])
+            said = await self._line(self._process)
+            self.full_reward = _positive(self._module, float(said["full_reward"]))
         except BaseException:
             await self.__aexit__()
             raise
