@@ -290,6 +290,9 @@ async def test_runs_tells_what_they_do_and_which_services_to_see_to(
         pb.ServiceStatus(service="inference", address="h:2", build="i", **same),
     ]
     assert await quartet("runs", *at) == (0, line), "nothing where nothing is to be said"
+    servicer.runs["r"].environments.add(id="toy", version="1.0", digest="aaaa", later_digests=["bbbb"])
+    of_it = "  environment toy  version 1.0  digest aaaa -> bbbb\n"
+    assert await quartet("runs", *at, "--environments") == (0, line + of_it)
     code, printed = await quartet("runs", *at, "--services")
     assert printed == line + "".join(
         f"{name}: ready, {Build(here.release, here.sdk, own)}\n"

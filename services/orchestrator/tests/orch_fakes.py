@@ -279,6 +279,8 @@ class FakeHost(EnvHostServiceServicer):
         self.compares = False
         # What each rollout's attempts earn, in one episode: parts of it, with one sample each.
         self.attempts: list[float] = []
+        # What it tells of every environment besides; one of an earlier release tells no digest.
+        self.loaded = epb.EnvironmentInfo()
 
     async def DescribeEnvironment(self, request, context):
         if request.environment.id == "nowhere":
@@ -291,6 +293,7 @@ class FakeHost(EnvHostServiceServicer):
         info = epb.EnvironmentInfo(
             id=request.environment.id, train_size=50, eval_size=6, group_scoring=self.compares
         )
+        info.MergeFrom(self.loaded)
         return epb.DescribeEnvironmentResponse(environment=info)
 
     async def RunRollouts(self, request, context) -> AsyncIterator[epb.RunRolloutsResponse]:
@@ -303,7 +306,8 @@ class FakeHost(EnvHostServiceServicer):
             async for rollout in self._rollouts(request, members):
                 left -= 1
                 self._count(-1)
-                yield epb.RunRolloutsResponse(rollout=rollout)
+                told = self.loaded.digest if left == len(members) - 1 else ""
+                yield epb.RunRolloutsResponse(rollout=rollout, environment_digest=told)
         finally:
             self._count(-left)
 

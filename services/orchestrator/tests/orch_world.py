@@ -37,6 +37,8 @@ class World:
         self.host = FakeHost(self.trainer)
         self._servers: dict[str, RunningServer] = {}
         self.addresses: dict[str, str] = {}
+        # Of the environment hosts that a test serves besides.
+        self.more_hosts: list[str] = []
         self.patience_s = 20.0
         self.journal_keep_bytes = 1 << 30
         self.advantages: dict[str, str] = {}
@@ -60,7 +62,7 @@ class World:
         return Services.connect(
             OrchestratorConfig(
                 trainer_address=self.addresses.get("trainer", ""),
-                envhost_addresses=[self.addresses["host"]],
+                envhost_addresses=[self.addresses["host"], *self.more_hosts],
                 inference_addresses=[self.addresses["policy"]] if "policy" in self.addresses else [],
                 security=ClientSecurity(),
                 patience_seconds=self.patience_s,

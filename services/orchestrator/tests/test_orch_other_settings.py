@@ -81,6 +81,22 @@ def test_what_decides_what_is_computed_does_not_differ(now, told):
     assert not computes_the_same(known, more)
 
 
+def test_arguments_of_environments_are_not_told():
+    """docs/security.md: one of them may be a judge's key, and a refusal is in the log."""
+    was, now = (
+        f'id = "toy"\nargs = {{ key = "{key}", deep = [{{ key = "{key}" }}] }}' for key in ("k1", "k2")
+    )
+    text = otherwise(FILE, ('[[eval.env]]\nid = "toy"', f"[[eval.env]]\n{was}"))
+    known, asked = (parse_run(otherwise(text, (was, one))) for one in (was, now))
+    paths = ("eval.env.0.args.deep.0.key", "eval.env.0.args.key")
+    assert differences(known, asked) == [f"{path} is another" for path in paths]
+
+
+def test_where_a_run_is_shown_is_no_difference():
+    known, shown = parse_run(FILE), parse_run(f'keep_rollouts = 3{FILE}[wandb]\nproject = "p"\n')
+    assert computes_the_same(known, shown) and differences(known, shown) == []
+
+
 changes = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4), st.integers(1, 3)), max_size=3)
 
 
@@ -229,3 +245,24 @@ async def test_a_run_that_works_keeps_its_turn(world):
         assert runs.status(RUN).config_toml == changed
         assert runs.status("other").phase not in (pb.RUN_PHASE_COMPLETED, pb.RUN_PHASE_TRAINING)
         assert (await world.rest(runs, "other")).phase == pb.RUN_PHASE_COMPLETED
+
+
+async def test_a_run_that_is_broken_off_begins_again_once(world):
+    """runs.py 4: whoever left while it was broken off, and whoever asks for more at that moment."""
+    world.trainer.delay_s = 0.02
+    plain = world.toml(steps=6)
+    with_others = [
+        otherwise(plain, ("num_examples = 4", f"num_examples = 4\ninterval = {n}")) for n in (2, 3)
+    ]
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, plain, dry_run=False)
+        while runs.get(RUN).state.step < 1:
+            await runs.get(RUN).changed()
+        leaving = asyncio.create_task(runs.submit(RUN, with_others[0], dry_run=False))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        leaving.cancel()
+        await runs.submit(RUN, with_others[1], dry_run=False)
+        assert_complete(world, await world.rest(runs), steps=6)
+        assert runs.status(RUN).config_toml == with_others[1]
+    assert set(world.trainer.applied_calls.values()) == {1}

@@ -1,5 +1,5 @@
-"""The `quartet` command: `quartet init`, `rl`, `sft`, `export`, `model tiny`; `env`, `eval`, `baseline`,
-`gepa`; and clients of a running orchestrator.
+"""The `quartet` command: `quartet init`, `rl`, `sft`, `export`, `compare`, `model tiny`; `env`, `eval`,
+`baseline`, `gepa`; and clients of a running orchestrator.
 
 Exit codes: 0 done, 1 failed, 2 refused (a wrong argument or configuration; a sentence for each thing that is
 wrong), 130 stopped by Ctrl-C.
@@ -43,6 +43,7 @@ Quartet trains language models with reinforcement learning on Verifiers environm
   quartet rl @ configs/reverse-text.toml      train it: four services on this machine
   quartet sft @ sft.toml                      fine-tune a model on a file of chats
   quartet export outputs/RUN models/mine      the model of a run that was stopped
+  quartet compare outputs/RUN outputs/OTHER   runs beside each other
   quartet env init my-env                     make an environment; install, check, list, show
   quartet baseline @ configs/reverse-text.toml    before training: too hard, too easy, or fit
   quartet eval reverse-text -m models/tiny    measure a model on environments
@@ -55,7 +56,8 @@ Start trainer, inference, envhost and orchestrator on this machine, run one run,
 
   quartet rl @ run.toml [@ more.toml ...] [--key value ...]
 
-A file of vf-rl ([env], [inference.args], [trainer.args]) is recognised by its form, and read as it is.
+A file of vf-rl ([env], [inference.args], [trainer.args]) or of prime-rl ([model] name, [orchestrator],
+[trainer.optim]) is recognised by its form, and read as it is.
 Every key of the run can be set on the command line (--max-steps 20, --sampling.temperature 0.8), also those
 of the services (--inference.embedded.max-num-seqs 64). Writes metrics.jsonl, rollouts/, checkpoint/,
 reward.png, summary.json, logs/ to the output folder.
@@ -141,6 +143,7 @@ def _add(commands: Any, name: str, help_text: str, description: str | None = Non
 def _add_training(commands: Any) -> None:
     """What trains on this machine, with what is read off a run's folder."""
     from quartet.cli import export, panes, rl
+    from quartet.cli.compare import command as compare
     from quartet.cli.init import command as init
     from quartet.cli.sft import arguments as sft
 
@@ -150,6 +153,7 @@ def _add_training(commands: Any) -> None:
         _add(commands, "panes", "the logs of a run's services side by side", panes.DESCRIPTION)
     )
     export.add_arguments(_add(commands, "export", "the model of a saved state", export.DESCRIPTION))
+    compare.add_arguments(_add(commands, "compare", "runs beside each other", compare.DESCRIPTION))
     sft.add_arguments(_add(commands, "sft", "supervised fine-tuning on this machine", sft.DESCRIPTION))
 
 
@@ -203,6 +207,11 @@ def _add_clients(commands: Any) -> None:
             add_keys(client, clients.EVALUATE_KEYS)
         if name == "runs":
             client.add_argument("--services", action="store_true", help="also each service and its build")
+            client.add_argument(
+                "--environments",
+                action="store_true",
+                help="also the environments of each run, with their digests",
+            )
         if name == "watch":
             follow.add_arguments(client)
 
@@ -226,6 +235,11 @@ def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
             return panes.run(options)
         case "export":
             return export.run(options)
+        case "compare":
+            need("rich")
+            from quartet.cli.compare import command as compare
+
+            return compare.run(options)
         case "sft":
             need("tokenizers", "jinja2")
             from quartet.cli.sft import command as sft

@@ -34,6 +34,7 @@ from quartet.v1.orchestrator_service_pb2 import (
     ListRunsResponse,
     ResumeRunRequest,
     Run,
+    RunEnvironment,
     ServiceStatus,
     StopRunRequest,
     SubmitRunRequest,
@@ -169,6 +170,8 @@ async def runs(stub: OrchestratorServiceStub, options: argparse.Namespace, rest:
     answer = await _listed(stub)
     for one in answer.runs:
         print(run_line(one))
+        for environment in one.environments if options.environments else ():
+            print(f"  {environment_line(environment)}")
     if options.services:
         for service in answer.services:
             print(service_line(service))
@@ -228,6 +231,13 @@ def service_line(one: ServiceStatus) -> str:
     """A service in one line."""
     stands = shown(one.error) or ("ready" if one.ready else "not ready, its log says why")
     return f"{_named(one)}: {stands}{f', {_build(one)}' if one.release else ''}"
+
+
+def environment_line(one: RunEnvironment) -> str:
+    """An environment of a run in one line."""
+    version = f"  version {shown(one.version)}" if one.version else ""
+    digests = " -> ".join([one.digest or "not told", *one.later_digests])
+    return f"environment {shown(one.id)}{version}  digest {shown(digests)}"
 
 
 def worth_seeing(services: Sequence[ServiceStatus]) -> list[str]:

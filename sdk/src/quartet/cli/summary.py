@@ -43,11 +43,28 @@ def summed_up(
         if run.HasField("max_logprob_difference")
         else None,
         "ledger": ledger_dict(run.ledger),
+        "environments": environment_rows(config, run),
         "restarts": dict(restarts),
         "seed": config.seed,
         "model": config.model,
         "versions": installed_versions(),
     }
+
+
+def environment_rows(config: RunConfig, run: Run) -> list[dict[str, Any]]:
+    """The run's environments, those of its evaluations last, by what it calls them; none where the
+    orchestrator is of a release that did not tell."""
+    named = [*(one.label for one in config.env), *(f"eval: {one.label}" for one in config.eval.env)]
+    return [
+        {
+            "name": name,
+            "id": one.id,
+            "version": one.version,
+            "digest": one.digest,
+            "later_digests": list(one.later_digests),
+        }
+        for name, one in zip(named, run.environments, strict=False)
+    ]
 
 
 def summary_of(folder: Path) -> dict[str, Any]:

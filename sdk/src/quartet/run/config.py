@@ -87,6 +87,8 @@ class RunConfig(Config):
     max_concurrent: PositiveCount = 1024
     #: Of how many members of each group the conversation is kept with the rollout.
     messages_of_members: Annotated[int, Field(ge=0, le=MAX_GROUP, strict=True)] = 1
+    #: Where a host's environment is not what the run began with; default: "warn", and go on.
+    on_environment_change: Literal["warn", "stop"] | None = None
     #: Steps, and evaluations, whose rollouts stay in the folder of whoever follows the run; default: all. No
     #: part of the run.
     keep_rollouts: PositiveCount | None = None

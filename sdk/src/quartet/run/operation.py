@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from typing import Any, Final, TypeVar
 
 from quartet.config import Config
-from quartet.run.config import RunConfig
+from quartet.run.config import SHOWN, RunConfig
 from quartet.run.hosted import NamedConfig
 
-OF_A_RUN: Final = ("max_concurrent", "messages_of_members", "ckpt")
+OF_A_RUN: Final = ("max_concurrent", "messages_of_members", "on_environment_change", "ckpt")
 OF_EVALUATIONS: Final = ("interval", "timeout_seconds")
 OF_AN_ENVIRONMENT: Final = ("timeout_seconds", "max_retries")
+#: Of an environment: somebody's key may be among them, and what differs is told in logs.
+ARGS: Final = ".args."
 #: What is said of keys that look as if they were some of these.
 WHY: Final = {
     "max_steps": "a run is made longer, never shorter",
@@ -47,7 +49,8 @@ def computes_the_same(run: RunConfig, other: RunConfig) -> bool:
 
 
 def differences(known: RunConfig, asked: RunConfig) -> list[str]:
-    """Of each key that differs, what it was and is, and why that matters where one may not expect it."""
+    """Of each key that differs, what it was and is (not of an environment's arguments), and why that matters
+    where one may not expect it."""
     return list(_differences(_flat(known), _flat(asked)))
 
 
@@ -62,7 +65,7 @@ def _environments(ours: tuple[E, ...], others: tuple[E, ...]) -> tuple[E, ...]:
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:
-    """Every value by its dotted key."""
+    """Every value by its dotted key, but for where the run is shown."""
     found: dict[str, Any] = {}
 
     def take(prefix: str, value: Any) -> None:
@@ -73,7 +76,7 @@ def _flat(config: RunConfig) -> dict[str, Any]:
         else:
             found[prefix] = value
 
-    take("", config.model_dump(mode="json", exclude_none=True))
+    take("", config.model_dump(mode="json", exclude_none=True, exclude=set(SHOWN)))
     return found
 
 
@@ -81,4 +84,5 @@ def _differences(known: dict[str, Any], asked: dict[str, Any]) -> Iterator[str]:
     for key in sorted(known.keys() | asked.keys()):
         was, now = (json.dumps(one[key]) if key in one else "nothing" for one in (known, asked))
         if was != now:
-            yield f"{key} was {was} and is {now}{f', and {WHY[key]}' if key in WHY else ''}"
+            told = "is another" if ARGS in key else f"was {was} and is {now}"
+            yield f"{key} {told}{f', and {WHY[key]}' if key in WHY else ''}"

@@ -37,7 +37,14 @@ class ListEnvironmentsResponse(_message.Message):
     def __init__(self, environments: _Optional[_Iterable[_Union[EnvironmentInfo, _Mapping]]] = ...) -> None: ...
 
 class EnvironmentInfo(_message.Message):
-    __slots__ = ("id", "version", "api", "verifiers_version", "train_size", "eval_size", "infinite", "group_scoring", "rewards", "metrics", "workers")
+    __slots__ = ("id", "version", "api", "verifiers_version", "train_size", "eval_size", "infinite", "group_scoring", "rewards", "metrics", "workers", "digest", "files", "examples_digest")
+    class FilesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     API_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +56,9 @@ class EnvironmentInfo(_message.Message):
     REWARDS_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    EXAMPLES_DIGEST_FIELD_NUMBER: _ClassVar[int]
     id: str
     version: str
     api: str
@@ -60,7 +70,10 @@ class EnvironmentInfo(_message.Message):
     rewards: _containers.RepeatedScalarFieldContainer[str]
     metrics: _containers.RepeatedScalarFieldContainer[str]
     workers: int
-    def __init__(self, id: _Optional[str] = ..., version: _Optional[str] = ..., api: _Optional[str] = ..., verifiers_version: _Optional[str] = ..., train_size: _Optional[int] = ..., eval_size: _Optional[int] = ..., infinite: _Optional[bool] = ..., group_scoring: _Optional[bool] = ..., rewards: _Optional[_Iterable[str]] = ..., metrics: _Optional[_Iterable[str]] = ..., workers: _Optional[int] = ...) -> None: ...
+    digest: str
+    files: _containers.ScalarMap[str, str]
+    examples_digest: str
+    def __init__(self, id: _Optional[str] = ..., version: _Optional[str] = ..., api: _Optional[str] = ..., verifiers_version: _Optional[str] = ..., train_size: _Optional[int] = ..., eval_size: _Optional[int] = ..., infinite: _Optional[bool] = ..., group_scoring: _Optional[bool] = ..., rewards: _Optional[_Iterable[str]] = ..., metrics: _Optional[_Iterable[str]] = ..., workers: _Optional[int] = ..., digest: _Optional[str] = ..., files: _Optional[_Mapping[str, str]] = ..., examples_digest: _Optional[str] = ...) -> None: ...
 
 class DescribeEnvironmentRequest(_message.Message):
     __slots__ = ("environment",)
@@ -125,14 +138,16 @@ class RunRolloutsRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., request_id: _Optional[str] = ..., environment: _Optional[_Union[EnvironmentRef, _Mapping]] = ..., split: _Optional[_Union[Split, str]] = ..., task_index: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., min_policy_version: _Optional[int] = ..., exact_policy_version: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., messages_of_members: _Optional[int] = ..., max_retries: _Optional[int] = ..., routed_experts: _Optional[bool] = ...) -> None: ...
 
 class RunRolloutsResponse(_message.Message):
-    __slots__ = ("rollout", "heartbeat", "held_up")
+    __slots__ = ("rollout", "heartbeat", "held_up", "environment_digest")
     ROLLOUT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     HELD_UP_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     rollout: _rollout_pb2.Rollout
     heartbeat: _common_pb2.Heartbeat
     held_up: str
-    def __init__(self, rollout: _Optional[_Union[_rollout_pb2.Rollout, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., held_up: _Optional[str] = ...) -> None: ...
+    environment_digest: str
+    def __init__(self, rollout: _Optional[_Union[_rollout_pb2.Rollout, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., held_up: _Optional[str] = ..., environment_digest: _Optional[str] = ...) -> None: ...
 
 class InteractRequest(_message.Message):
     __slots__ = ("run", "answer")

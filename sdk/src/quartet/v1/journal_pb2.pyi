@@ -10,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class JournalRecord(_message.Message):
-    __slots__ = ("number", "at_ms", "event", "submitted", "dispatched", "rollout", "discarded", "batch", "call", "step", "eval_rollout", "eval", "phase", "note", "acked", "changed")
+    __slots__ = ("number", "at_ms", "event", "submitted", "dispatched", "rollout", "discarded", "batch", "call", "step", "eval_rollout", "eval", "phase", "note", "acked", "changed", "met")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     AT_MS_FIELD_NUMBER: _ClassVar[int]
     EVENT_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,7 @@ class JournalRecord(_message.Message):
     NOTE_FIELD_NUMBER: _ClassVar[int]
     ACKED_FIELD_NUMBER: _ClassVar[int]
     CHANGED_FIELD_NUMBER: _ClassVar[int]
+    MET_FIELD_NUMBER: _ClassVar[int]
     number: int
     at_ms: int
     event: int
@@ -43,7 +44,8 @@ class JournalRecord(_message.Message):
     note: _orchestrator_service_pb2.NoteEvent
     acked: GroupAcked
     changed: RunChanged
-    def __init__(self, number: _Optional[int] = ..., at_ms: _Optional[int] = ..., event: _Optional[int] = ..., submitted: _Optional[_Union[RunSubmitted, _Mapping]] = ..., dispatched: _Optional[_Union[GroupDispatched, _Mapping]] = ..., rollout: _Optional[_Union[_orchestrator_service_pb2.RolloutEvent, _Mapping]] = ..., discarded: _Optional[_Union[GroupDiscarded, _Mapping]] = ..., batch: _Optional[_Union[BatchClosed, _Mapping]] = ..., call: _Optional[_Union[CallApplied, _Mapping]] = ..., step: _Optional[_Union[_orchestrator_service_pb2.StepEvent, _Mapping]] = ..., eval_rollout: _Optional[_Union[EvalRollout, _Mapping]] = ..., eval: _Optional[_Union[_orchestrator_service_pb2.EvalEvent, _Mapping]] = ..., phase: _Optional[_Union[_orchestrator_service_pb2.PhaseEvent, _Mapping]] = ..., note: _Optional[_Union[_orchestrator_service_pb2.NoteEvent, _Mapping]] = ..., acked: _Optional[_Union[GroupAcked, _Mapping]] = ..., changed: _Optional[_Union[RunChanged, _Mapping]] = ...) -> None: ...
+    met: EnvironmentMet
+    def __init__(self, number: _Optional[int] = ..., at_ms: _Optional[int] = ..., event: _Optional[int] = ..., submitted: _Optional[_Union[RunSubmitted, _Mapping]] = ..., dispatched: _Optional[_Union[GroupDispatched, _Mapping]] = ..., rollout: _Optional[_Union[_orchestrator_service_pb2.RolloutEvent, _Mapping]] = ..., discarded: _Optional[_Union[GroupDiscarded, _Mapping]] = ..., batch: _Optional[_Union[BatchClosed, _Mapping]] = ..., call: _Optional[_Union[CallApplied, _Mapping]] = ..., step: _Optional[_Union[_orchestrator_service_pb2.StepEvent, _Mapping]] = ..., eval_rollout: _Optional[_Union[EvalRollout, _Mapping]] = ..., eval: _Optional[_Union[_orchestrator_service_pb2.EvalEvent, _Mapping]] = ..., phase: _Optional[_Union[_orchestrator_service_pb2.PhaseEvent, _Mapping]] = ..., note: _Optional[_Union[_orchestrator_service_pb2.NoteEvent, _Mapping]] = ..., acked: _Optional[_Union[GroupAcked, _Mapping]] = ..., changed: _Optional[_Union[RunChanged, _Mapping]] = ..., met: _Optional[_Union[EnvironmentMet, _Mapping]] = ...) -> None: ...
 
 class RunSubmitted(_message.Message):
     __slots__ = ("run_id", "config_toml", "environments", "eval_environments")
@@ -68,6 +70,18 @@ class RunChanged(_message.Message):
     ckpt_keep_last: int
     note: _orchestrator_service_pb2.NoteEvent
     def __init__(self, config_toml: _Optional[str] = ..., ckpt_interval: _Optional[int] = ..., ckpt_keep_last: _Optional[int] = ..., note: _Optional[_Union[_orchestrator_service_pb2.NoteEvent, _Mapping]] = ...) -> None: ...
+
+class EnvironmentMet(_message.Message):
+    __slots__ = ("places", "environment", "host", "note")
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    places: _containers.RepeatedScalarFieldContainer[int]
+    environment: _envhost_service_pb2.EnvironmentInfo
+    host: str
+    note: _orchestrator_service_pb2.NoteEvent
+    def __init__(self, places: _Optional[_Iterable[int]] = ..., environment: _Optional[_Union[_envhost_service_pb2.EnvironmentInfo, _Mapping]] = ..., host: _Optional[str] = ..., note: _Optional[_Union[_orchestrator_service_pb2.NoteEvent, _Mapping]] = ...) -> None: ...
 
 class GroupDispatched(_message.Message):
     __slots__ = ("group", "batch", "place", "environment", "task_index", "members")

@@ -57,7 +57,7 @@ class Ledger(_message.Message):
     def __init__(self, dispatched: _Optional[int] = ..., trained: _Optional[int] = ..., discarded: _Optional[_Mapping[str, int]] = ..., in_flight: _Optional[int] = ...) -> None: ...
 
 class Run(_message.Message):
-    __slots__ = ("run_id", "phase", "step", "max_steps", "reward_before", "reward_after", "ledger", "max_off_policy_steps_seen", "max_logprob_difference", "error", "config_toml", "submitted_at_ms", "model_path", "last_event", "doing")
+    __slots__ = ("run_id", "phase", "step", "max_steps", "reward_before", "reward_after", "ledger", "max_off_policy_steps_seen", "max_logprob_difference", "error", "config_toml", "submitted_at_ms", "model_path", "last_event", "doing", "environments")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class Run(_message.Message):
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
     LAST_EVENT_FIELD_NUMBER: _ClassVar[int]
     DOING_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENTS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     phase: RunPhase
     step: int
@@ -88,7 +89,20 @@ class Run(_message.Message):
     model_path: str
     last_event: int
     doing: str
-    def __init__(self, run_id: _Optional[str] = ..., phase: _Optional[_Union[RunPhase, str]] = ..., step: _Optional[int] = ..., max_steps: _Optional[int] = ..., reward_before: _Optional[float] = ..., reward_after: _Optional[float] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., max_off_policy_steps_seen: _Optional[int] = ..., max_logprob_difference: _Optional[float] = ..., error: _Optional[str] = ..., config_toml: _Optional[str] = ..., submitted_at_ms: _Optional[int] = ..., model_path: _Optional[str] = ..., last_event: _Optional[int] = ..., doing: _Optional[str] = ...) -> None: ...
+    environments: _containers.RepeatedCompositeFieldContainer[RunEnvironment]
+    def __init__(self, run_id: _Optional[str] = ..., phase: _Optional[_Union[RunPhase, str]] = ..., step: _Optional[int] = ..., max_steps: _Optional[int] = ..., reward_before: _Optional[float] = ..., reward_after: _Optional[float] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., max_off_policy_steps_seen: _Optional[int] = ..., max_logprob_difference: _Optional[float] = ..., error: _Optional[str] = ..., config_toml: _Optional[str] = ..., submitted_at_ms: _Optional[int] = ..., model_path: _Optional[str] = ..., last_event: _Optional[int] = ..., doing: _Optional[str] = ..., environments: _Optional[_Iterable[_Union[RunEnvironment, _Mapping]]] = ...) -> None: ...
+
+class RunEnvironment(_message.Message):
+    __slots__ = ("id", "version", "digest", "later_digests")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    LATER_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    version: str
+    digest: str
+    later_digests: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, id: _Optional[str] = ..., version: _Optional[str] = ..., digest: _Optional[str] = ..., later_digests: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SubmitRunRequest(_message.Message):
     __slots__ = ("run_id", "config_toml", "dry_run")

@@ -76,7 +76,7 @@ class EnvironmentHost:
                 pool.failed,
             )
             for pool in list(self._pools.values())
-            if pool.api or pool.failed
+            if pool.told.api or pool.failed
         ]
 
     def under_way(self) -> list[UnderWay]:
@@ -95,7 +95,7 @@ class EnvironmentHost:
                 pool for pool in self._pools.values() if canonical_id(pool.env_id) == canonical_id(env_id)
             ]
             info.workers = sum(len(pool.workers) for pool in pools)
-            info.api = next((pool.api for pool in pools if pool.api), "")
+            info.api = next((pool.told.api for pool in pools if pool.told.api), "")
         return list(infos.values())
 
     async def preload(self) -> None:
@@ -172,6 +172,7 @@ class EnvironmentHost:
                     _refuse_too_large(request, pool.places_of_a_worker)
                     run = Together(partial(pool.run_together, request, ask=ask)).run
                 active.held_up = partial(_held_up, pool)
+                active.digest = lambda: pool.told.digest
                 active.attempt_s = pool.attempt_s(request, together=info.group_scoring)
                 active.start(run, pool.places)
                 counted = tally(pool.env_id)
@@ -211,6 +212,11 @@ class EnvironmentHost:
         """Why no turn of a request can be sampled; empty where it can."""
         active = self._active.get(request_id)
         return active.held_up() if active is not None else ""
+
+    def digest(self, request_id: str) -> str:
+        """Of the environment of a request, as a worker here loaded it last; empty where none has said."""
+        active = self._active.get(request_id)
+        return active.digest() if active is not None else ""
 
     async def drain(self) -> None:
         """Refuse new work; workers end when `close` is called."""

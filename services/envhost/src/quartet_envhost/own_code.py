@@ -66,7 +66,7 @@ class OwnCode:
         around = ""
         for one in _chain(error):
             frames = _frames(one)
-            own = [frame for frame in frames if self._has(frame[0].co_filename)]
+            own = [frame for frame in frames if self.has(frame[0].co_filename)]
             if not own:
                 continue
             if own[-1] == frames[-1] or one.__cause__ is None:
@@ -75,7 +75,8 @@ class OwnCode:
             around = around or _told(*own[-1])
         return around
 
-    def _has(self, file: str) -> bool:
+    def has(self, file: str) -> bool:
+        """Whether it is a file of its own code."""
         path = Path(file)
         if not path.is_absolute():  # "<string>" and the like
             return False

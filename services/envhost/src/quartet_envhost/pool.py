@@ -106,9 +106,9 @@ class WorkerPool:
         return self._places.workers
 
     @property
-    def api(self) -> str:
-        """Generation of Verifiers that it was found to be; empty until it is loaded."""
-        return self._info.api if self._info is not None else ""
+    def told(self) -> envhost_service_pb2.EnvironmentInfo:
+        """What the worker told that loaded it last; empty until one has."""
+        return self._info or envhost_service_pb2.EnvironmentInfo()
 
     @property
     def places(self) -> int:

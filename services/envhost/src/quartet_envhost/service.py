@@ -74,9 +74,13 @@ class EnvHostServicer(envhost_service_pb2_grpc.EnvHostServiceServicer):
     async def _frames(
         self, request: envhost_service_pb2.RunRolloutsRequest
     ) -> AsyncGenerator[envhost_service_pb2.RunRolloutsResponse, None]:
+        told = ""
         async with aclosing(self._host.run(request)) as rollouts:
             async for rollout in rollouts:
-                yield envhost_service_pb2.RunRolloutsResponse(rollout=rollout)
+                digest = self._host.digest(request.request_id)
+                news = digest if digest != told else ""
+                told = digest
+                yield envhost_service_pb2.RunRolloutsResponse(rollout=rollout, environment_digest=news)
 
     async def Interact(
         self,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import copy
 import gc
 import importlib
 import json
@@ -41,7 +42,7 @@ from quartet.local.tether import die_with
 from quartet.replicas import Replicas
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
-from quartet_envhost import failures
+from quartet_envhost import consists, failures
 from quartet_envhost.config import check_version
 from quartet_envhost.frames import MAX_MESSAGE_BYTES, TRACES, Kind, encode, read_frame
 from quartet_envhost.joining import FirstTurns
@@ -115,10 +116,13 @@ class Worker:
         env_id = self._env_id = settings["id"]
         own = self._own = OwnCode(env_id)
         check_version(env_id)
+        given = copy.deepcopy(settings["args"])  # Verifiers puts what it makes of them in their place
         try:
             self._environment = hosted.HostedEnvironment(env_id, settings["args"], own)
             # Reads the data too, so that what is wrong with it shows now.
-            self._info = self._environment.describe().SerializeToString()
+            info = self._environment.describe()
+            consists.tell(info, given, own.has, self._environment.tasks)
+            self._info = info.SerializeToString()
         except QuartetError:
             raise
         # The environment's own code: whatever it raises is a refusal to load, reported as such.

@@ -28,6 +28,7 @@ from quartet_orchestrator.prompts import Prompts, Source
 from quartet_orchestrator.reach import Reach
 from quartet_orchestrator.rollouts import Rollouts
 from quartet_orchestrator.run import TrainingRun
+from quartet_orchestrator.sameness import Sameness
 from quartet_orchestrator.sampling import Sampling
 from quartet_orchestrator.teacher import Teachers
 from quartet_orchestrator.trainer_client import TrainerClient
@@ -98,7 +99,8 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         for env, info in zip(config.env, book.state.environments, strict=True)
     ]
     judge, reach = teacher.judge if teacher else None, Reach(book.note)
-    sampling = Sampling(services.hosts, permits, host, model, judge, reach)
+    sameness = Sameness(book, config, services.hosts.describe_at)
+    sampling = Sampling(services.hosts, permits, host, model, judge, reach, sameness)
     mixture = Mixture([env.weight for env in config.env])
     rollouts = Rollouts(book, config, pace, mixture, Prompts(sources, config.seed), sampling)
 
@@ -107,7 +109,9 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         away = [Outage(shared.service, services.patience_s, _untold) for shared in (host, model)]
         return Sampling(services.hosts, permits, away[0], away[1])
 
-    evaluation = Evaluation(book, config, Sampling(services.hosts, permits, host, model, None, reach))
+    evaluation = Evaluation(
+        book, config, Sampling(services.hosts, permits, host, model, None, reach, sameness)
+    )
     measurable = Measurable(book, config, services.hosts, Hold(), measuring)
 
     run_id, publishes_adapters = book.state.run_id, config.lora.enabled and config.lora.publish == "adapter"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -27,6 +27,7 @@ from quartet.run.learning import CheckpointConfig
 from quartet.v1 import journal_pb2 as jpb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2
+from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 
 from quartet_orchestrator.journal import Journal
 from quartet_orchestrator.segments import JournalCorrupt
@@ -139,6 +140,13 @@ class Book:
                 "note": pb.NoteEvent(level=pb.NOTE_LEVEL_INFO, message=message),
             }
         )
+
+    def meet(self, places: Sequence[int], found: EnvironmentInfo, host: str, note: pb.NoteEvent) -> None:
+        """A host has another environment than the run met at these places before, and people are told."""
+        (log.warning if note.level == pb.NOTE_LEVEL_WARNING else log.info)(
+            note.message, run_id=self.state.run_id
+        )
+        self.write(met={"places": places, "environment": found, "host": host, "note": note})
 
     def run(self) -> pb.Run:
         """The run as callers get it."""

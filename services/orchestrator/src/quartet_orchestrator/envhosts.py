@@ -10,6 +10,7 @@
    may be tried again.
 4. A host that reaches no replica of inference, as its heartbeats say, is asked last for REST_BLIND_S; after
    LEAVE_BLIND_S what it has under way is asked of another one, where that is not so, too.
+5. What a host says that it has loaded is told before the rollouts that it says it of (sameness.py).
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from quartet_orchestrator.peers import Peer, Peers
 # Loading an environment may start a worker and its interpreter, fetch data, and be tried again: the host says
 # how long that may take (load_timeout_seconds), and this bounds a host that does not.
 DESCRIBE_S = 3600.0
+# At a host that has it loaded.
+DESCRIBE_LOADED_S = 30.0
 # How long a host that failed is asked last.
 REST_S = 2.0
 # Queueing at the host, on top of what its rollouts may take by themselves.
@@ -47,6 +50,14 @@ class SignOfLife:
 
     address: str
     held_up: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a host says that it runs the environment by: a digest of it."""
+
+    address: str
+    digest: str
 
 
 class EnvHosts:
@@ -84,7 +95,21 @@ class EnvHosts:
                 return response.environment
         raise AssertionError("one host at least")
 
-    async def run(self, request: epb.RunRolloutsRequest) -> AsyncGenerator[Rollout | SignOfLife, None]:
+    async def describe_at(self, address: str, environment: epb.EnvironmentRef) -> epb.EnvironmentInfo:
+        """What the host at an address says of an environment that it has loaded. Raises QuartetError."""
+        host = next((one for one in self._hosts.known if one.address == address), None)
+        if host is None:
+            raise QuartetError("NOT_READY", f"the environment host at {address} has left")
+        request = epb.DescribeEnvironmentRequest(environment=environment)
+        with host.called():
+            response: epb.DescribeEnvironmentResponse = await unary(
+                host.stub.DescribeEnvironment, request, timeout_s=DESCRIBE_LOADED_S
+            )
+        return response.environment
+
+    async def run(
+        self, request: epb.RunRolloutsRequest
+    ) -> AsyncGenerator[Rollout | SignOfLife | Loaded, None]:
         """Each member as it ends, well or not; signs of life while nothing ends."""
         wanted = set(request.members)
         host = await self._choose()
@@ -107,6 +132,8 @@ class EnvHosts:
                         raise QuartetError(
                             "INTERNAL", f"{host.address} sent member {member} of {request.request_id} unasked"
                         )
+                    if frame.environment_digest:
+                        yield Loaded(host.address, frame.environment_digest)
                     wanted.discard(member)
                     host.under_way -= 1
                     yield frame.rollout

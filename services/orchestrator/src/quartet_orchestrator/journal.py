@@ -37,7 +37,7 @@ from quartet_orchestrator import index
 from quartet_orchestrator.segments import REWRITTEN, SEGMENT_BYTES, Frame, JournalCorrupt, Segments, end_of
 
 # The kinds of record that WatchRun shows.
-EVENTS = frozenset({"rollout", "step", "eval_rollout", "eval", "phase", "note", "changed"})
+EVENTS = frozenset({"rollout", "step", "eval_rollout", "eval", "phase", "note", "changed", "met"})
 
 # Everything a journal puts into its folder.
 FILES = ("*.seg", "index.sqlite*", "lock", f"*{REWRITTEN}")

@@ -14,7 +14,8 @@
 6. A rollout that a teacher has judged fits into a message of its own with all that is told beside it
    (ROLLOUT_BYTES), as one from a host does: else without its conversation, or with fewer experts of its
    samples, else it is a failure.
-7. An environment that a host refuses now is RunInterrupted: it was there when the run was submitted.
+7. An environment that a host refuses now is RunInterrupted: it was there when the run was submitted. So may
+   be one that is another now (sameness.py).
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import rollout_pb2 as rpb
 
 from quartet_orchestrator.batches import covered_tokens
-from quartet_orchestrator.envhosts import EnvHosts, SignOfLife
+from quartet_orchestrator.envhosts import EnvHosts, Loaded, SignOfLife
 from quartet_orchestrator.outage import Outage, RunInterrupted, backoff_s
 from quartet_orchestrator.parts import parts_of
 from quartet_orchestrator.permits import Permits
 from quartet_orchestrator.reach import Reach
+from quartet_orchestrator.sameness import Sameness
 
 # Each attempt already contains max_retries of the host; a member that fails this often fails.
 MEMBER_ATTEMPTS = 3
@@ -87,15 +89,17 @@ class Sampling:
         model_outage: Outage,
         judge: Callable[[rpb.Rollout], Awaitable[None]] | None = None,
         reach: Reach | None = None,
+        sameness: Sameness | None = None,
     ) -> None:
         """`judge` adds to a rollout that succeeded what a teacher thinks of it, before anybody is told;
-        `reach` hears what the hosts say of their way to inference."""
+        `reach` hears what the hosts say of their way to inference, `sameness` what they have loaded."""
         self._hosts = hosts
         self._permits = permits
         self._host_outage = host_outage
         self._model_outage = model_outage
         self._judge = judge
         self._reach = reach
+        self._sameness = sameness
 
     async def complete(
         self,
@@ -164,6 +168,10 @@ class Sampling:
                     if isinstance(rollout, SignOfLife):
                         if self._reach is not None:
                             self._reach.heard(rollout.address, rollout.held_up)
+                        continue
+                    if isinstance(rollout, Loaded):
+                        if self._sameness is not None:
+                            await self._sameness.met(request.environment, rollout)
                         continue
                     self._permits.give_back(1)
                     held -= 1

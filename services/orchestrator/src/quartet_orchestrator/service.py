@@ -159,6 +159,8 @@ def to_response(record: JournalRecord) -> pb.WatchRunResponse:
             response.rollout.CopyFrom(record.rollout)
         case "changed":
             response.note.CopyFrom(record.changed.note)
+        case "met":
+            response.note.CopyFrom(record.met.note)
         case "eval_rollout":
             response.rollout.CopyFrom(record.eval_rollout.rollout)
         case kind:

@@ -83,6 +83,9 @@ class RunState:
     environments: list[EnvironmentInfo] = field(default_factory=list)
     # Of the evaluations.
     eval_environments: list[EnvironmentInfo] = field(default_factory=list)
+    # Of those, and of evaluations that have their own: what hosts described otherwise later, by the place in
+    # `described`. What the run computes goes by what they were when it was submitted.
+    met: dict[int, list[EnvironmentInfo]] = field(default_factory=dict)
     phase: pb.RunPhase = UNSPECIFIED
     error: str = ""
     model_path: str = ""
@@ -150,6 +153,9 @@ class RunState:
                 was = record.changed
                 self.earlier_saving.append(Saving(self.step, was.ckpt_interval, was.ckpt_keep_last))
                 self.config_toml = was.config_toml or self.config_toml
+            case "met":
+                for place in record.met.places:
+                    self.met.setdefault(place, []).append(record.met.environment)
             case "step":
                 self._step(record.step, record.at_ms)
             case "eval":
@@ -167,6 +173,12 @@ class RunState:
                 self.phase_at_ms = record.at_ms
                 if self.phase == PENDING:
                     self.first_group = self.next_group
+
+    @property
+    def described(self) -> list[EnvironmentInfo]:
+        """As they were when the run was submitted: those of training, then what only evaluations have."""
+        own = self.eval_environments is not self.environments
+        return [*self.environments, *(self.eval_environments if own else ())]
 
     def batch_groups(self, batch: int) -> list[Group]:
         """The batch's open groups in order of their places."""
@@ -189,12 +201,19 @@ class RunState:
             model_path=self.model_path,
             last_event=last_event,
             reward_before=self.evaluations.get(0),
+            environments=[self._environment(*one) for one in enumerate(self.described)],
         )
         # A run of no steps has one evaluation, which is both.
         after = self.evaluations.get(self.max_steps) if self.step == self.max_steps else None
         if after is not None:
             run.reward_after = after
         return run
+
+    def _environment(self, place: int, info: EnvironmentInfo) -> pb.RunEnvironment:
+        told = [one.digest for one in (info, *self.met.get(place, ())) if one.digest]
+        return pb.RunEnvironment(
+            id=info.id, version=info.version, digest=told[0] if told else "", later_digests=told[1:]
+        )
 
     def _dispatched(self, group: jpb.GroupDispatched) -> None:
         assert group.group == self.next_group, group.group

@@ -82,6 +82,7 @@ def info_lines(info: EnvironmentInfo, python: str, example: dict[str, Any]) -> l
         f"  examples     {sizes}",
         f"  rewards      {', '.join(info.rewards) or '-'}",
         f"  metrics      {', '.join(info.metrics) or '-'}",
+        f"  digest       {info.digest or '-'}",
         "  first example:",
     ]
     for name, value in example.items():

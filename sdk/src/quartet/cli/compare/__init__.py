@@ -1,0 +1,1 @@
+"""`quartet compare`: runs beside each other, from what their output folders have."""

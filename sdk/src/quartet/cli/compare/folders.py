@@ -1,0 +1,132 @@
+"""What the output folder of a run says of it, whether the run has ended, goes on or was killed.
+
+1. Nothing is written, locked or cut off: a run that goes on does not notice.
+2. A last line of metrics.jsonl that is not whole is left out, as whoever goes on with the run leaves it out
+   (outputs.py); any other line that is none is refused, with its number.
+3. A folder of `quartet watch` says what was measured, and no settings.
+4. Keys and passwords among the settings are not shown (wandb/withheld.py).
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from quartet.cli import follow, job
+from quartet.cli.progress import Progress
+from quartet.cli.summary import summary_of
+from quartet.cli.wandb.withheld import withheld
+from quartet.config import ConfigError
+from quartet.run.config import parse_run
+
+METRICS: Final = "metrics.jsonl"
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run as its folder has it."""
+
+    folder: Path
+    run_id: str
+    #: Empty where the run came to no end, and of a folder of `quartet watch`.
+    summary: Row
+    #: By dotted key; None where the folder has none.
+    settings: dict[str, Any] | None
+    #: By their numbers.
+    steps: dict[int, Row]
+    #: By the steps before them.
+    evaluations: dict[int, Row]
+
+    @property
+    def last_step(self) -> int:
+        """The last one that was written down."""
+        return max(self.steps, default=0)
+
+    @property
+    def stands(self) -> str:
+        """Where the run stands, as far as the folder says."""
+        ended = self.summary.get("steps")
+        if ended is None:
+            return "no end yet" if self.steps or self.evaluations else "nothing yet"
+        # What was stopped may have been gone on with.
+        return str(self.summary.get("phase")) if ended >= self.last_step else "goes on"
+
+    @property
+    def progress(self) -> Progress:
+        """What a figure is drawn of."""
+        progress = Progress()
+        for step, row in sorted(self.steps.items()):
+            progress.add_step(step, row)
+        for step, row in sorted(self.evaluations.items()):
+            progress.add_eval(step, row)
+        return progress
+
+
+def recorded(folder: Path) -> Recorded:
+    """Reads the folder. Raises ConfigError where it is no run's, or damaged."""
+    if not folder.is_dir():
+        raise ConfigError(f"{str(folder)!r} is no folder; name the output folder of a run")
+    known = next((folder / name for name in (job.RECORD, follow.RECORD) if (folder / name).is_file()), None)
+    if known is None:
+        runs = sorted(str(file.parent) for file in folder.glob(f"*/{job.RECORD}"))
+        inside = f"it holds those of runs, such as {runs[0]!r}" if runs else "name one of 'quartet rl'"
+        raise ConfigError(f"{str(folder)!r} is no run's output folder (it has no {job.RECORD}); {inside}")
+    try:
+        record = json.loads(known.read_text())
+        run_id = str(record["run_id"])
+        settings = _settings(folder, record)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{known} cannot be read ({error}); put it back, or leave the run out") from error
+    steps: dict[int, Row] = {}
+    evaluations: dict[int, Row] = {}
+    for row in _lines(folder / METRICS):
+        (evaluations if "eval/reward" in row or "eval/coverage" in row else steps)[int(row["step"])] = row
+    return Recorded(folder, run_id, summary_of(folder), settings, steps, evaluations)
+
+
+def _settings(folder: Path, record: Row) -> dict[str, Any] | None:
+    """Those of the run and its services, with their defaults as far as this release knows the keys."""
+    file = folder / job.RUN_FILE
+    toml = file.read_text() if file.is_file() else record.get("config_toml")
+    if toml is None:
+        return None
+    try:
+        told = parse_run(toml).model_dump(mode="json", exclude_none=True)
+    except ConfigError:  # of another release
+        told = tomllib.loads(toml)
+    return dict(_by_keys(withheld(told)))
+
+
+def _by_keys(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value with its dotted key; a list of plain values is one."""
+    if isinstance(value, dict):
+        inner = [(str(key), one) for key, one in value.items()]
+    elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
+        inner = [(str(at), one) for at, one in enumerate(value)]
+    else:
+        yield prefix, value
+        return
+    for key, one in inner:
+        yield from _by_keys(one, f"{prefix}.{key}" if prefix else key)
+
+
+def _lines(file: Path) -> Iterator[Row]:
+    """The whole lines of a file that may be written at this moment."""
+    content = file.read_bytes() if file.is_file() else b""
+    whole = content[: content.rfind(b"\n") + 1]
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            row = json.loads(line)
+            int(row["step"])
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(
+                f"{file}:{number} is no line of metrics, and not the last one, which a crash may tear; "
+                "restore it, or remove the line"
+            ) from None
+        yield row

@@ -1,0 +1,144 @@
+"""The rows of a comparison: what differs between runs, what they came to, and what it took.
+
+1. A value that a folder does not have is None: nothing is guessed, and 0 is a 0.
+2. Rewards stand beside each other at equal steps: after a quarter, half, three quarters and all of the steps
+   that every run has, each the mean of up to WINDOW steps up to there, because that of one batch is noise.
+3. Of evaluations those stand there that several runs had at one step, MAX_EVALUATIONS at most, evenly spread;
+   where a run is shorter, its place is empty.
+4. Pure: what is computed here is only of what the folders say (folders.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from quartet.cli.compare.folders import Recorded, Row
+
+SETTINGS: Final = "settings that differ"
+WINDOW: Final = 10
+#: Of the steps that all have.
+QUARTERS: Final = 4
+MAX_EVALUATIONS: Final = 8
+REWARD: Final = "train/reward"
+EVALUATED: Final = "eval/reward"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of the comparison: a value for each run."""
+
+    section: str
+    name: str
+    values: Sequence[Any]
+
+
+def lines(runs: Sequence[Recorded]) -> list[Line]:
+    """All of them, in the order in which they are read."""
+    return [*_settings(runs), *_rewards(runs), *_evaluations(runs), *_costs(runs), *_environments(runs)]
+
+
+def _settings(runs: Sequence[Recorded]) -> Iterator[Line]:
+    told = [run.settings for run in runs if run.settings is not None]
+    for key in sorted({key for settings in told for key in settings}):
+        if any(settings.get(key) != told[0].get(key) for settings in told):
+            values = [run.settings.get(key) if run.settings is not None else None for run in runs]
+            yield Line(SETTINGS, key, values)
+
+
+def _rewards(runs: Sequence[Recorded]) -> Iterator[Line]:
+    yield Line("rewards", "stands", [run.stands for run in runs])
+    yield Line("rewards", "steps", [run.last_step for run in runs])
+    yield Line("rewards", "reward before", [_before(run) for run in runs])
+    yield Line("rewards", "reward after", [run.summary.get("reward_after") for run in runs])
+    common = min(run.last_step for run in runs)
+    for step in sorted({common * part // QUARTERS for part in range(1, QUARTERS + 1)} - {0}):
+        values = [_window(run, step) for run in runs]
+        yield Line("rewards", f"training, step {step} (mean of {min(WINDOW, step)})", values)
+    ends = [_window(run, run.last_step) for run in runs]
+    yield Line("rewards", f"training, last {WINDOW} steps", ends)
+    yield Line("rewards", "best evaluation", [_best(run.evaluations, EVALUATED) for run in runs])
+    yield Line("rewards", "best step", [_best(run.steps, REWARD) for run in runs])
+
+
+def _before(run: Recorded) -> Any:
+    return run.summary.get("reward_before", run.evaluations.get(0, {}).get(EVALUATED))
+
+
+def _window(run: Recorded, step: int) -> float | None:
+    """The mean training reward of the steps up to one."""
+    window = [run.steps.get(at, {}).get(REWARD) for at in range(max(1, step - WINDOW + 1), step + 1)]
+    return _mean([value for value in window if value is not None])
+
+
+def _best(rows: dict[int, Row], name: str) -> dict[str, Any] | None:
+    found = [(row[name], -step) for step, row in rows.items() if row.get(name) is not None]
+    if not found:
+        return None
+    value, step = max(found)  # the first of equal ones
+    return {"reward": value, "step": -step}
+
+
+def _evaluations(runs: Sequence[Recorded]) -> Iterator[Line]:
+    had = [step for run in runs for step in run.evaluations]
+    shared = sorted({step for step in had if had.count(step) > 1})
+    if len(shared) > MAX_EVALUATIONS:
+        apart = (len(shared) - 1) / (MAX_EVALUATIONS - 1)
+        shared = [shared[round(at * apart)] for at in range(MAX_EVALUATIONS)]
+    for step in shared:
+        values = [run.evaluations.get(step, {}).get(EVALUATED) for run in runs]
+        yield Line("evaluations", f"after step {step}", values)
+
+
+def _costs(runs: Sequence[Recorded]) -> Iterator[Line]:
+    def each(name: str, value: Callable[[Recorded], Any]) -> Line:
+        return Line("what it took", name, [value(run) for run in runs])
+
+    yield each("seconds, all of it", lambda run: run.summary.get("wall_seconds"))
+    yield each("seconds of a step", lambda run: _mean(_told(run, "time/step_s")))
+    yield each("of which waiting for rollouts", lambda run: _mean(_told(run, "time/wait_rollouts_s")))
+    yield each("tokens per second", _rate)
+    yield each("tokens of a rollout", lambda run: _mean(_told(run, "rollout/mean_length")))
+    yield each("staleness, mean", lambda run: _mean(_told(run, "staleness/mean")))
+    yield each("staleness, most", lambda run: max(_told(run, "staleness/max"), default=None))
+    yield each("rollouts", lambda run: _last(run).get("ledger/dispatched"))
+    yield each("discarded", lambda run: _last(run).get("ledger/discarded"))
+
+
+def _told(run: Recorded, name: str) -> list[float]:
+    return [row[name] for row in run.steps.values() if row.get(name) is not None]
+
+
+def _rate(run: Recorded) -> float | None:
+    """Over the time of all steps; the mean of their rates would count a short step as much as a long one."""
+    names = ("tokens_per_second", "time/step_s")
+    told = [
+        (row[names[0]], row[names[1]]) for row in run.steps.values() if all(name in row for name in names)
+    ]
+    seconds = sum(step_s for _, step_s in told)
+    return sum(rate * step_s for rate, step_s in told) / seconds if seconds else None
+
+
+def _last(run: Recorded) -> Row:
+    return run.steps[run.last_step] if run.steps else {}
+
+
+def _environments(runs: Sequence[Recorded]) -> Iterator[Line]:
+    told = [{one["name"]: one for one in run.summary.get("environments", ())} for run in runs]
+    for name in sorted({name for environments in told for name in environments}):
+        values = [environments.get(name) for environments in told]
+        for key in ("version", "digest"):
+            digests = [value and _history(value, key) for value in values]
+            if any(digests):
+                yield Line("environments", f"{name}, {key}", digests)
+
+
+def _history(environment: Row, key: str) -> str | None:
+    """What it was; of digests, also what it became."""
+    later = environment.get("later_digests", ()) if key == "digest" else ()
+    return " -> ".join([str(environment[key]), *later]) if environment.get(key) else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,198 @@
+"""`quartet compare`: folders as `quartet rl` writes them, of runs that ended, go on, are torn or shorter."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quartet.cli import follow
+from quartet.cli.__main__ import main
+from quartet.cli.compare.folders import recorded
+from quartet.cli.compare.rows import MAX_EVALUATIONS, lines
+from quartet.cli.job import plan, write_down
+from quartet.cli.outputs import Outputs, write_json
+from quartet.cli.summary import SUMMARY, summed_up
+from quartet.config import ConfigError
+from quartet.run.config import parse_run
+from quartet.v1 import orchestrator_service_pb2 as pb
+
+TOML = """
+model = "m"
+learning_rate = 1e-3
+max_steps = 8
+batch_size = 8
+[[env]]
+id = "toy"
+[env.args]
+judge = { api_key = "sk-secret" }
+"""
+
+
+def a_run(folder: Path, *, steps: int = 8, better: float = 0.0, end: bool = True, **changed: str) -> Path:
+    """The folder of a run of so many steps, whose rewards rise by 0.1 with each, written as events come."""
+    toml = TOML
+    for was, now in changed.items():
+        toml, count = re.subn(rf"(?m)^{was} = .*$", f"{was} = {now}", toml)
+        assert count == 1
+    config = parse_run(toml)
+    job = plan(config, folder, "run", resume=False, overwrite=False)
+    folder.mkdir()
+    write_down(job)
+    outputs = Outputs(folder)
+    ledger = pb.Ledger(dispatched=8 * steps + 8, trained=8 * steps, discarded={"stale": 8})
+    number = 1
+    for step in range(steps + 1):
+        if step:
+            metrics = {
+                "train/reward": 0.1 * step + better,
+                "time/step_s": float(step),
+                "tokens_per_second": 100.0 * step,
+                "staleness/max": 1.0,
+            }
+            event = pb.StepEvent(step=step, metrics=metrics, ledger=ledger)
+            outputs.record(pb.WatchRunResponse(event=number, step=event))
+            number += 1
+        if step % 4 == 0:
+            measured = pb.EvalEvent(step=step, metrics={"eval/reward": step / 10, "eval/coverage": 1.0})
+            outputs.record(pb.WatchRunResponse(event=number, eval=measured))
+            number += 1
+    if end:
+        run = pb.Run(run_id="run", phase=pb.RUN_PHASE_COMPLETED, step=steps, reward_before=0.0, ledger=ledger)
+        run.reward_after = steps / 10
+        run.environments.add(id="toy", version="0.1.0", digest="aaaa", later_digests=["bbbb"])
+        summary = summed_up("run", config, run, step=steps, wall_seconds=9.5, restarts={})
+        write_json(folder / SUMMARY, summary)
+    return folder
+
+
+def rows(*folders: Path) -> dict[str, list[Any]]:
+    return {
+        f"{row.section}: {row.name}": list(row.values) for row in lines([recorded(one) for one in folders])
+    }
+
+
+def test_runs_stand_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """rows.py 2, and every section; folders.py 4."""
+    first = a_run(tmp_path / "first")
+    second = a_run(tmp_path / "second", better=0.05, learning_rate="2e-3", judge='{ api_key = "sk-other" }')
+    file, figure = tmp_path / "c.json", tmp_path / "c.png"
+    options = ["--json", str(file), "--plot", str(figure)]
+    assert main(["compare", str(first), str(second), *options]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"learning_rate +0\.001 +0\.002", shown) and "batch_size" not in shown
+    assert re.search(r"toy, digest +aaaa -> bbbb +aaaa -> bbbb", shown)
+    assert re.search(r"best step +0\.800 \(step 8\) +0\.850 \(step 8\)", shown)
+    assert "sk-" not in shown + file.read_text()
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    content = json.loads(file.read_text())
+    assert [one["name"] for one in content["runs"]] == ["first", "second"]
+    found = {row["name"]: row["values"] for row in content["rows"]}
+    assert found["training, step 4 (mean of 4)"] == pytest.approx([0.25, 0.3])
+    assert found["reward after"] == [0.8, 0.8] and found["seconds, all of it"] == [9.5, 9.5]
+    # Of steps of 1, 2, ..., 8 s with 100, 200, ..., 800 tokens a second.
+    assert found["tokens per second"] == pytest.approx([100 * 204 / 36] * 2)
+    assert found["discarded"] == [{"stale": 8}] * 2
+
+
+def test_a_run_that_is_shorter_and_goes_on_is_compared_as_far_as_it_is(tmp_path: Path) -> None:
+    """rows.py 1-3"""
+    long, short = a_run(tmp_path / "long"), a_run(tmp_path / "short", steps=4, end=False)
+    found = rows(long, short)
+    assert found["rewards: stands"] == ["completed", "no end yet"] and found["rewards: steps"] == [8, 4]
+    assert [name for name in found if "training, step" in name][-1] == "rewards: training, step 4 (mean of 4)"
+    assert found["rewards: reward after"] == [0.8, None] and found["rewards: reward before"] == [0.0, 0.0]
+    evaluations = {name: values for name, values in found.items() if name.startswith("evaluations")}
+    assert evaluations == {"evaluations: after step 0": [0.0, 0.0], "evaluations: after step 4": [0.4, 0.4]}
+    assert found["environments: toy, digest"] == ["aaaa -> bbbb", None]
+    again = json.loads((long / SUMMARY).read_text()) | {"steps": 6, "phase": "stopped"}
+    write_json(long / SUMMARY, again)
+    assert rows(long, short)["rewards: stands"] == ["goes on", "no end yet"]
+
+
+def test_evaluations_of_every_step_are_a_few_rows(tmp_path: Path) -> None:
+    """rows.py 3: the first and the last that both have among them."""
+    folders = [a_run(tmp_path / name, steps=160) for name in ("a", "b")]
+    steps = [int(name.split()[-1]) for name in rows(*folders) if name.startswith("evaluations")]
+    assert len(steps) == MAX_EVALUATIONS and (steps[0], steps[-1]) == (0, 160)
+
+
+def test_a_torn_last_line_is_left_out_and_stays_as_it_is(tmp_path: Path) -> None:
+    """folders.py 1 and 2"""
+    one, other = a_run(tmp_path / "one"), a_run(tmp_path / "other", end=False)
+    with (other / "metrics.jsonl").open("a") as file:
+        file.write('{"event": 99, "time": 1.0, "step": 9, "train/rew')
+    before = {path: path.read_bytes() for path in other.rglob("*") if path.is_file()}
+    assert rows(one, other)["rewards: steps"] == [8, 8]
+    assert {path: path.read_bytes() for path in other.rglob("*") if path.is_file()} == before
+    damaged = (other / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (other / "metrics.jsonl").write_text("".join([damaged[0], damaged[1][:30] + "\n", *damaged[2:]]))
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2 is no line of metrics, and not the last one"):
+        recorded(other)
+
+
+def test_a_run_that_has_measured_nothing_has_empty_places(tmp_path: Path) -> None:
+    """rows.py 1"""
+    one, begun = a_run(tmp_path / "one"), a_run(tmp_path / "begun", end=False)
+    (begun / "metrics.jsonl").unlink()
+    found = rows(one, begun)
+    assert found["rewards: stands"] == ["completed", "nothing yet"] and found["rewards: steps"] == [8, 0]
+    assert found["what it took: staleness, most"] == [1.0, None]
+    assert not [name for name in found if "training, step" in name]
+    assert main(["compare", str(one), str(begun)]) == 0
+
+
+def test_a_watched_run_is_compared_without_settings(tmp_path: Path) -> None:
+    """folders.py 3"""
+    one, watched = a_run(tmp_path / "one"), a_run(tmp_path / "watched", end=False)
+    for name in ("run.json", "run.toml"):
+        (watched / name).unlink()
+    write_json(watched / follow.RECORD, {"run_id": "far", "submitted_at_ms": 1})
+    found = rows(one, watched)
+    assert found["rewards: steps"] == [8, 8] and not [name for name in found if name.startswith("settings")]
+
+
+def test_settings_of_another_release_are_compared_as_they_are_written(tmp_path: Path) -> None:
+    one, later = a_run(tmp_path / "one"), a_run(tmp_path / "later")
+    file = later / "run.toml"
+    file.write_text(f"of_later = [1, 2]\n{file.read_text()}")
+    found = rows(one, later)
+    assert found["settings that differ: of_later"] == [None, [1, 2]]
+    assert len([name for name in found if name.startswith("settings")]) == 1
+
+
+def test_what_is_no_run_is_refused_with_what_to_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_run(tmp_path / "run")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "run.json").write_text("{")
+    for arguments, told in (
+        ([run], "1 folders; name 2 to 16"),
+        ([run, run / ".." / "run"], "is named twice"),
+        ([run, tmp_path / "gone", run / "rollouts"], "gone' is no folder"),
+        (
+            [run, tmp_path / "gone", run / "rollouts"],
+            "rollouts' is no run's output folder (it has no run.json)",
+        ),
+        ([run, tmp_path], f"it holds those of runs, such as {str(tmp_path / 'broken')!r}"),
+        ([run, tmp_path / "broken"], "run.json cannot be read"),
+        ([run, a_run(tmp_path / "fine"), "--plot", "curve.jpg"], "is no name of a figure; end it in .png"),
+    ):
+        assert main(["compare", *map(str, arguments)]) == 2, arguments
+        assert told in capsys.readouterr().err
+    assert not Path("curve.jpg").exists()
+
+
+def test_folders_of_one_name_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        a_run(tmp_path / name / "run")
+    assert (
+        main(["compare", str(tmp_path / "a/run"), str(tmp_path / "b/run"), "--json", str(tmp_path / "c")])
+        == 0
+    )
+    names = [one["name"] for one in json.loads((tmp_path / "c").read_text())["runs"]]
+    assert names == [str(tmp_path / "a/run"), str(tmp_path / "b/run")]
