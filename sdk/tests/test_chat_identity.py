@@ -58,3 +58,6 @@ def test_what_is_not_there_is_compared_with_nothing(tmp_path: Path) -> None:
     assert differences(one, chat_identity(bare, "bare")) == []
     (bare / "tokenizer.json").write_bytes(b"\xff")
     assert differences(one, chat_identity(bare, "bare")) == []
+    for unread in ("[]", '{"chat_template": "\\ud800"}'):
+        (bare / "tokenizer_config.json").write_text(unread)
+        assert differences(one, chat_identity(bare, "bare")) == []

@@ -26,6 +26,7 @@ def test_parts_are_joined_where_they_meet() -> None:
     assert experts.joined([first, part(0, b"zz")]) == part(0, b"zz")
     assert experts.joined([first, part(4, b"dd"), part(3, b"ee")]) == part(0, b"aabbccee")
     assert experts.joined([first, part(3, b"dddd", layers=2)]) == first
+    assert experts.joined([first, part(0, b"dddd", layers=2)]) == first
 
 
 def test_what_is_known_begins_where_it_is_asked_for() -> None:

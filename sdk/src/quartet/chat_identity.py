@@ -24,13 +24,14 @@ def chat_identity(folder: Path, model: str, template_file: Path | None = None) -
     """
     try:
         own = template_file.read_text(encoding="utf-8") if template_file else _template(folder)
-    except (OSError, ValueError):
-        own = ""
+        # Jinja drops the last line's end.
+        template_digest = _digest(own.removesuffix("\n")) if own else b""
+    except (OSError, ValueError, AttributeError):
+        template_digest = b""
     return ChatIdentity(
         model=f"{model} with {template_file}" if template_file else model,
         tokenizer_digest=_tokenizer(folder),
-        # Jinja drops the last line's end.
-        template_digest=_digest(own.removesuffix("\n")) if own else b"",
+        template_digest=template_digest,
     )
 
 

@@ -41,16 +41,12 @@ def joined(
     first: rollout_pb2.RoutedExperts | None = None
     numbers = bytearray()
     for part in parts:
-        if not sound(part):
+        if not sound(part) or (first is None and part.start != start):
             continue
-        if first is None or part.start <= start:
-            if part.start != start:
-                continue
-            first, numbers = part, bytearray(part.numbers)
-            continue
+        first = first or part
         alike = (first.layers, first.slots, first.width) == (part.layers, part.slots, part.width)
         at = (part.start - start) * row_bytes(first)
-        if alike and at <= len(numbers):
+        if alike and 0 <= at <= len(numbers):
             numbers[at:] = part.numbers
     if first is None:
         return None

@@ -241,6 +241,39 @@ def test_no_text_has_a_beginning_of_calls_that_is_not_seen(tmp_path: Path, kind:
     assert end_of(ended, chat.end_tokens) is (kind == "text"), "there the first one ends it, and text follows"
 
 
+@pytest.mark.parametrize("kind", ["text", "tokens", "special"])
+@pytest.mark.parametrize("prompt", ["", "<think>\n\n</think>\n\n"])
+def test_what_would_be_read_as_thinking_is_no_text(tmp_path: Path, kind: str, prompt: str) -> None:
+    """enforced.py 1, 3: calls before it would be lost, and a text behind it may begin as calls do."""
+    plain = CHATML.replace("<tool_call>", "").replace("</tool_call>", "")
+    tagged = SPELLINGS["hermes"][1].split("\n<tool_call>")[0]
+    lines = "<function_calls>\nf(a=1)\n</function_calls>"
+    for sign, call, bare in (
+        ("<tool_call>", tagged, ""),
+        ("<function_calls>", lines, "[f()]"),
+        ("[func_name1(", "[f(a=1)]", "[f()]"),
+        ('"parameters": ', '{"name": "f", "parameters": {"a": 1}}', '{"name": "f", "parameters": {}}'),
+    ):
+        chat = chat_of(tmp_path, plain + f"{{# <think> </think> {sign} #}}", kind)
+        opened = f"<|im_start|>assistant\n{prompt}"
+        grammar = asked(chat, TurnForm(calls=Calls(strict=frozenset({"f"}))), TOOLS[:1], opened)
+        assert passes(chat, grammar, "hello") and passes(chat, grammar, call)
+        for text in (f"so: {call} x</think>y", f"<think>{call}", f"x</think>{bare}", f"\x1c{bare}"):
+            if bare or call in text:
+                assert not letters_pass(chat, grammar, text) and not passes(chat, grammar, text), text
+
+
+@pytest.mark.parametrize("kind", ["text", "special"])
+def test_lines_of_calls_are_marked(tmp_path: Path, kind: str) -> None:
+    """enforced.py 3: a list of calls without the mark is read as one, too."""
+    chat = chat_of(tmp_path, CHATML.replace("tool_call", "") + "{# <function_calls> #}", kind)
+    reader, _ = chat.reader(chat.encode("x"), TOOLS[:1])
+    assert reader.finish(" [f()]").calls
+    for calls in (Calls(strict=frozenset({"f"})), Calls(single=True)):
+        grammar = asked(chat, TurnForm(calls=calls), TOOLS[:1])
+        assert passes(chat, grammar, "so: [f()]") and not passes(chat, grammar, " [f()]")
+
+
 def test_an_answer_or_calls(tmp_path: Path) -> None:
     chat = chat_of(tmp_path, CHATML)
     both = asked(chat, TurnForm(answer=of_schema(ARGUMENTS), calls=Calls(single=True)))

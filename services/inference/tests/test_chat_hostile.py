@@ -1,11 +1,16 @@
-"""What a model writes that repeats itself, or was told to, costs no more than its length: formats.py 3."""
+"""What repeats itself costs no more than its length: a model's text (formats.py 3), and a tool's schema."""
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
+from quartet.errors import QuartetError
+from quartet_inference.chat.enforced import Calls, Thinking, Thought, TurnForm, turn_grammar
 from quartet_inference.chat.formats import FORMATS, MAX_MISREAD
+from quartet_inference.chat.spelling import spelling_of
+from quartet_inference.structure.grammar import MAX_STRUCTURE_CHARS, quoted
 
 #: Of a long answer.
 CHARS = 100_000
@@ -64,3 +69,48 @@ def test_behind_too_many_that_are_none_no_value_is_json(misread: int) -> None:
     assert [one.name for one in calls] == (["f"] if misread < MAX_MISREAD else [])
     _, (call,) = FORMATS["qwen3_coder"].read(f"<function=f>{begun * misread}</function>", {})
     assert call.arguments_json == '{"a": "["}'
+
+
+def required(form: str, parameters: dict[str, Any]) -> str:
+    """The grammar of a call of a tool with these."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    turn, spelling = TurnForm(calls=Calls(required=True)), spelling_of(form, "")
+    return turn_grammar(turn, tools, spelling, Thinking(Thought.NONE), quoted)
+
+
+@pytest.mark.parametrize("around", [
+    lambda inner: {"type": "array", "items": inner},
+    lambda inner: {"type": ["array", "array"], "items": inner},
+    lambda inner: {"type": "object", "additionalProperties": inner},
+    lambda inner: {"type": "object", "properties": {"a": inner}, "required": ["a"]},
+])  # fmt: skip
+def test_what_is_nested_is_not_written_twice(around: Any) -> None:
+    """At twice the length for each level it would be more than any machine holds."""
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(100):
+        schema = around(schema)
+    assert len(required("pythonic", {"properties": {"a": schema}})) < 40_000
+
+
+@pytest.mark.parametrize("form", ["glm45", "qwen3_coder"])
+def test_definitions_are_not_copied_for_each_parameter_before_they_are_found_too_long(form: str) -> None:
+    definitions: dict[str, Any] = {f"d{number}": {"type": "integer"} for number in range(50_000)}
+    for one, refuses in ({"type": "integer"}, False), ({"items": {"$ref": "#/$defs/d0"}}, True):
+        parameters = {"properties": {f"p{number}": one for number in range(100)}, "$defs": definitions}
+        began = time.process_time()
+        try:
+            said = required(form, parameters)
+        except QuartetError as refused:
+            assert refuses and f"at most {MAX_STRUCTURE_CHARS}" in refused.message
+        else:
+            assert not refuses and "d0" not in said, "no parameter refers to them"
+        assert time.process_time() - began < SECONDS
+
+
+@pytest.mark.parametrize("form", ["glm45", "pythonic"])
+def test_many_parameters_are_found_too_many_at_once(form: str) -> None:
+    properties = {f"p{number}": {"type": "string"} for number in range(40_000)}
+    began = time.process_time()
+    with pytest.raises(QuartetError, match=f"at most {MAX_STRUCTURE_CHARS}"):
+        required(form, {"properties": properties, "required": list(properties)})
+    assert time.process_time() - began < SECONDS

@@ -397,6 +397,8 @@ PYTHON_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"properties": {"a": {"minimum": 1}}}, "type of each"),
     ({"properties": {"a": {"not": {}, "type": "null"}}}, "not"),
     ({"properties": {"a": {"allOf": [{}]}}}, "type of each"),
+    ({"properties": {"a": {"type": "integer", "const": True}}}, "of the type that is said"),
+    ({"properties": {"a": {"type": "string", "enum": [1, None]}}}, "of the type that is said"),
     ({"patternProperties": {}}, "patternProperties"),
 ]
 

@@ -1,4 +1,4 @@
-"""Texts that stand without quotes: what a schema says of them."""
+"""Texts that stand without quotes, and values that a schema enumerates: what it says of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quartet_inference.structure.vocabulary import ll_tokenizer
 
 from .following import end_of, follow
 from .random_models import byte_tokenizer
-from .test_chat_parameters import asked, chat_of, read, sampled
+from .test_chat_parameters import asked, chat_of, passes, read, sampled
 
 VALID: dict[str, Callable[[str], Any]] = {
     "date": datetime.date.fromisoformat,
@@ -73,8 +73,11 @@ def test_formats_are_what_their_names_say(structures: Structures, kind: str) -> 
     assert not any(allows(structures, {"type": "string", "format": kind}, text) for text in WRONG[kind])
 
 
-PATTERNS = ["^a/b$", "a+", "^(a|b)$", "[|]x$", "^x\\$", "a|b", "^[^$|]+$", "é{2}", "\\^\\d", "a\\/b", ""]
-TEXTS = ["a/b", "xa/bx", "a", "b", "|x", "x$", "xy$", "éé", "^1", "", "\na\n", "ab"]
+PATTERNS = [
+    "^a/b$", "a+", "^(a|b)$", "[|]x$", "^x\\$", "a|b", "^[^$|]+$", "é{2}", "\\^\\d", "a\\/b", "",
+    "^a\\\\/b$", "^\\\na\n",
+]  # fmt: skip
+TEXTS = ["a/b", "xa/bx", "a", "b", "|x", "x$", "xy$", "éé", "^1", "", "\na\n", "ab", "a\\/b"]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -138,3 +141,20 @@ def test_random_texts_of_calls_are_valid(tmp_path: Path, name: str) -> None:
         assert re.search("^[a-z\"<']+!", arguments["code"]) and len(arguments["code"]) <= 9
         found += 1
     assert found > 2
+
+
+@pytest.mark.parametrize("types, values, fine", [
+    ("string", ["a", None, 1], "'a'"),
+    (["string", "null"], ["a", None, 1], "'a' None"),
+    ("number", [1, 2.5, True], "1 2.5"),
+    ("integer", [1, 2.0, 2.5], "1 2.0"),
+    ("boolean", [1, True], "True"),
+])  # fmt: skip
+def test_what_is_enumerated_is_of_the_type(tmp_path: Path, types: Any, values: list[Any], fine: str) -> None:
+    """pythonic.py 1"""
+    chat = chat_of(tmp_path, "pythonic", special=False)
+    schema = {"properties": {"a": {"type": types, "enum": values}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": schema}}]
+    said = asked(chat, TurnForm(calls=Calls(required=True)), tools)
+    told = [repr(value) for value in values if passes(chat, said, f"[f(a={value!r})]")]
+    assert told == fine.split()

@@ -15,6 +15,7 @@ from quartet.v1 import weights_pb2
 from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
 from quartet_inference import adapters
+from quartet_inference.embedded.engine import EmbeddedEngine
 from quartet_inference.verdicts import MAX_DEAD, Verdicts
 
 from .adapters import Adapter, canary_of, random_adapter
@@ -112,6 +113,34 @@ async def test_load_adapter_waits_for_the_canary_so_long(
         assert served(await replica.model()) == {}
         await replica.stub.Resume(pb.ResumeRequest())
         await replica.until(lambda model: served(model) == {"r": 0})
+    await server.stop(0)
+
+
+async def test_an_adapter_whose_canary_cannot_be_scored_is_not_told_as_loaded(
+    model_folder: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verdicts.py 1"""
+    base, store = make_model(0), WeightStore(4)
+    put(store, "r", 0, untrained(base))
+    store.open_run("elsewhere")
+    server = await publish(store)
+    settings = {"shared_memory": False, "run_id": "elsewhere", "adapters": {"on_demand": False}}
+    score = EmbeddedEngine.score
+
+    async def no_room(self: Any, request: Any) -> Any:
+        if request.run_id == "r":
+            raise QuartetError("OVERLOADED", "the device has no room")
+        return await score(self, request)
+
+    monkeypatch.setattr(EmbeddedEngine, "score", no_room)
+    async with serving(model_folder, weights_address=server.address, **settings) as replica:
+        refused = await refusal(replica, "r")
+        assert refused.reason == "DEADLINE" and "could not be scored" in refused.message
+        assert served(await replica.model()) == {}
+        monkeypatch.undo()
+        await replica.stub.UnloadAdapter(pb.UnloadAdapterRequest(run_id="r"))
+        await replica.stub.LoadAdapter(pb.LoadAdapterRequest(run_id="r"), timeout=10)
+        assert served(await replica.model()) == {"r": 0}
     await server.stop(0)
 
 

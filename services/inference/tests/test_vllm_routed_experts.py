@@ -203,6 +203,8 @@ async def test_two_workers_and_many_experts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind, args, why", [
     ("llama", {}, "LlamaForCausalLM has no routers; leave it out"),
     ("mixtral", {"pipeline_parallel_size": 2}, r"does not go with vllm\.args\.pipeline_parallel_size = 2"),
+    ("mixtral", {"enable_dbo": True}, r"does not go with vllm\.args\.enable_dbo = True"),
+    ("mixtral", {"kv_offloading_size": 1}, r"does not go with vllm\.args\.kv_offloading_size = 1"),
 ])  # fmt: skip
 def test_what_cannot_be_noted_is_refused(kind: str, args: dict[str, Any], why: str, tmp_path: Path) -> None:
     environment.prepare(threads=1)

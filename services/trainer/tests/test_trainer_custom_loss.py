@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,10 @@ async def test_a_loss_gets_arguments_and_reports_metrics_of_its_own(
     )
 
 
-@pytest.mark.parametrize("args", ["[1]", "no json", '{"tau": [1]}', '{"tau": null}'])
+@pytest.mark.parametrize(
+    "args",
+    ["[1]", "no json", '{"tau": [1]}', '{"tau": null}', '{"tau": NaN}', '{"tau": "\\ud83d"}', "[" * 10**5],
+)
 async def test_arguments_are_numbers_texts_and_booleans_by_name(
     folder: Path, serve_trainer: Any, make_samples: Any, args: str
 ) -> None:
@@ -192,6 +196,9 @@ async def test_arguments_that_a_loss_does_not_take_are_refused_before_the_run(
             r"'mine' is Tensor of shape (2,), not a number, nor one for each of 3 tokens",
         ),
         ({f"m{i}": 1.0 for i in range(65)}, "more than 64"),
+        ({"mine": torch.zeros(3, dtype=torch.complex64)}, "'mine' is complex Tensor of shape (3,)"),
+        ({"mine": torch.tensor(1j)}, "'mine' is complex Tensor of shape ()"),
+        ({"mine": 10**400}, "'mine' is larger than any float"),
     ],
 )
 def test_metrics_that_are_none_are_refused(metrics: Any, why: str) -> None:
@@ -231,3 +238,13 @@ def test_functions_that_cannot_be_loaded_are_refused_in_one_sentence(
     load_losses({"mine": f"{HERE}:own_with_more"})  # what a run gives by name is seen with the run
     with pytest.raises(ConfigError, match=r"losses\.mine"):
         assemble(TrainerConfig(losses={"mine": "absent_module:f"}))
+
+
+@pytest.mark.parametrize("values", [(math.nan, 1.0), (1.0, math.nan)])
+def test_what_is_no_number_stays_none_in_whatever_order_it_came(values: tuple[float, float]) -> None:
+    """own_metrics.py 1"""
+    own, joined = OwnMetrics(), OwnMetrics()
+    for value in values:
+        assert not own.report({"mine": value, "mine_max": value}, 2)
+        joined.join([joined.found, {"mine_max": (value, 2)}])
+    assert all(map(math.isnan, (own.values()["mine_max"], own.values()["mine"], joined.values()["mine_max"])))

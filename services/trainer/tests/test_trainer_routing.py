@@ -112,6 +112,11 @@ async def test_frozen_routers_stay_as_they_are(
             trainer.create("dense", base_model=str(folder), freeze_routers=True), "INVALID_CONFIG"
         )
         assert refused.metadata["key"] == "freeze_routers"
+        lora = pb.LoraSpec(rank=2, alpha=4)
+        refused = await trainer.refused(
+            trainer.create("lora", base_model=str(mixture), lora=lora, freeze_routers=True), "INVALID_CONFIG"
+        )
+        assert refused.metadata["key"] == "freeze_routers"
         state = await trainer.create(base_model=str(mixture), freeze_routers=True)
         routers = [name for name in base if name.endswith("mlp.gate.weight")]
         frozen = sum(base[name].numel() for name in routers)

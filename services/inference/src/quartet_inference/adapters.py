@@ -143,6 +143,12 @@ class Adapters:
         served = of_run(self._engine.info(), run_id)
         if run_id in self.verdicts.dead or served is None:
             raise QuartetError("NOT_READY", self.verdicts.dead.get(run_id) or adapter_gone(run_id).message)
+        if not self.verdicts.living(run_id):
+            raise QuartetError(
+                "DEADLINE",
+                "the adapter's canary could not be scored, the log says why; unload it and load it again",
+                waited_for="canary",
+            )
         return served
 
     def served(self) -> tuple[ServedWeights, ...]:

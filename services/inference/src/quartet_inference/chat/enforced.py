@@ -1,7 +1,8 @@
 """The grammar of a turn: thinking, then an answer of a given form, or calls as the model writes them.
 
 1. Thinking is free. It comes first where the prompt has opened it, and may where the template knows it; the
-   rest begins behind its end. Its closing mark ends it, whatever else is in it.
+   rest begins behind its end. Its closing mark ends it, whatever else is in it, and stands in no text that
+   comes without an opened one.
 2. A call names one of the tools that may be called, and its arguments follow a schema: the tool's own where
    it is strict or a call is required, else any JSON object.
 3. Text turns into a call at the format's mark, and nowhere else: no text has another beginning of calls that
@@ -22,7 +23,7 @@ from quartet.errors import QuartetError, refused
 
 from quartet_inference.chat.parameters import Mark
 from quartet_inference.chat.spelling import Spelling
-from quartet_inference.chat.texts import FIELD, escaped
+from quartet_inference.chat.texts import FIELD, SPACES, escaped
 from quartet_inference.structure.grammar import Part, check_size, grammar, of_schema, quoted
 
 Tools = Sequence[Mapping[str, Any]]
@@ -96,9 +97,12 @@ def turn_grammar(
         turn, first = f"SPACE? {plain}", plain
     else:
         assert spelling is not None, "text alone has no grammar"
+        known = thinking.state is not Thought.OPENED and thinking.begin
+        # Before the end of thinking nothing is read as text, or as a call, whether it has begun or not.
+        rules.append(f"SAID: {_without(thinking.end) if known else 'TEXT'}\n")
         turn = first = _with_text(form.calls, spelling, bodies, mark, rules, "")
         # A text that begins as thinking does is none.
-        if thinking.state is Thought.MAY and mark(thinking.begin).startswith('"'):
+        if known:
             first = _with_text(form.calls, spelling, bodies, mark, rules, thinking.begin)
     if thinking.state is Thought.NONE:
         start = first
@@ -116,7 +120,12 @@ def _thinking(thinking: Thinking, mark: Mark) -> str:
     if end.startswith('"'):
         return f"thinking[suffix={end}]: /(.|\\n)*/\n"
     # Its letters alone would be read as the same mark.
-    return f"thinking: THOUGHT {end}\nTHOUGHT: TEXT & ~/(.|\\n)*{escaped(thinking.end)}(.|\\n)*/\n"
+    return f"thinking: THOUGHT {end}\nTHOUGHT: {_without(thinking.end)}\n"
+
+
+def _without(mark: str) -> str:
+    """Any text in which this is not."""
+    return f"TEXT & ~/(.|\\n)*{escaped(mark)}(.|\\n)*/"
 
 
 def _bodies(
@@ -174,10 +183,10 @@ def _with_text(
 ) -> str:
     """A turn of text, with calls or without; it does not begin with `not_first`."""
     if not_first:
-        first = f"TEXT & ~/\\s*{escaped(not_first)}(.|\\n)*/"
+        first = f"SAID & ~/{SPACES}{escaped(not_first)}(.|\\n)*/"
         rules.append(f"BEGINNING: {spelling.spoken(mark, first)}\n")
     else:
-        rules.append(f"SPOKEN: {spelling.spoken(mark, 'TEXT')}\n")
+        rules.append(f"SPOKEN: {spelling.spoken(mark, 'SAID')}\n")
     text, name = ("BEGINNING", "0") if not_first else ("SPOKEN", "")
     if not spelling.begin:
         return f"({text} | {spelling.calls(bodies, mark, calls.single)})"

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from quartet.errors import refused
 
 from quartet_inference.chat.schemas import ANNOTATIONS, DEFINITIONS, is_text, plain_types, resolved, texts_of
 from quartet_inference.chat.texts import ANY, FIELD, escaped, regexes, unsaid
-from quartet_inference.structure.grammar import Part, of_schema, quoted
+from quartet_inference.structure.grammar import Part, check_size, of_schema, quoted
 
 #: What Lark's notation says of a mark: text, or a special token.
 Mark = Callable[[str], str]
@@ -75,6 +76,7 @@ class ParameterRules:
         self._within = quoted(form.gap + form.end) if end.startswith('"') else ""
         self._behind = "" if self._within else end
         self._names: dict[str, str] = {}  # of terminals, by what they are
+        self._definitions_chars = 0  # in all parts
 
     def of_any(self) -> str:
         """Any parameters of any names."""
@@ -108,9 +110,18 @@ class ParameterRules:
         if types is not None and "string" in types and types <= _BESIDE.keys():
             beside = " | ".join(_BESIDE[one] for one in sorted(types))
             return f"({self._text(beside)} | {self._json('quoted', {'type': 'string'})})"
+        return self._json(part, self._with_definitions(schema, whole))
+
+    def _with_definitions(self, schema: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+        """A schema with what it may refer to. Errors: INVALID_REQUEST."""
+        if not _refers([schema]):
+            return schema
         own = {group: whole[group] for group in DEFINITIONS if group in whole}
-        _check_references([schema, *own.values()])
-        return self._json(part, {**schema, **own})
+        # Of each parameter that refers to them: what is too long is refused before they are looked through.
+        self._definitions_chars += len(json.dumps(own))
+        check_size("tools", self._definitions_chars)
+        _refers([*own.values()])
+        return {**schema, **own}
 
     def _value_of_any(self) -> str:
         return f"({self._text(_BARE)} | {self._json('any', {'type': ['string', 'array', 'object']})})"
@@ -148,7 +159,7 @@ def _text_of(schema: Mapping[str, Any], end: str) -> str:
     return " & ".join(regexes(schema))
 
 
-def members_of(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def members_of(schema: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
     """The properties of an object, and which are required. Errors: INVALID_REQUEST."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
@@ -156,18 +167,25 @@ def members_of(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     for name in required:
         if not isinstance(name, str) or name not in properties:
             raise refused(FIELD, str(name), "say in properties what is required")
-    return properties, required
+    return properties, frozenset(required)
 
 
-def _check_references(schemas: list[Any]) -> None:
-    """That they refer to definitions alone: any other place is another one in a value's own schema."""
-    left = list(schemas)
+def _refers(schemas: list[Any]) -> bool:
+    """Whether they refer to definitions. Errors: INVALID_REQUEST, where to anything else.
+
+    Any other place is another one in a value's own schema.
+    """
+    left, found = list(schemas), False
     while left:
         one = left.pop()
         if isinstance(one, dict):
             left += one.values()
             reference = one.get("$ref")
-            if isinstance(reference, str) and not reference.startswith(tuple(f"#/{g}/" for g in DEFINITIONS)):
+            if not isinstance(reference, str):
+                continue
+            if not reference.startswith(tuple(f"#/{group}/" for group in DEFINITIONS)):
                 raise refused(FIELD, reference, "refer to $defs: each parameter has a grammar of its own")
+            found = True
         elif isinstance(one, list):
             left += one
+    return found

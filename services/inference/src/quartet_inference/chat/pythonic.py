@@ -37,6 +37,9 @@ _INTEGER = "-?(0|[1-9][0-9]{0,17})"
 _NUMBER = _INTEGER + "(\\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?"
 _RANGE = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _CHARACTER = "([^QUOTE\\\\\\x00-\\x1f\\x7f]|\\\\[nrt\"'\\\\])"
+#: Of values, as JSON Schema calls their types.
+_KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object",
+          type(None): "null"}  # fmt: skip
 _KEYWORDS = {
     "string": {"minLength", "maxLength", "pattern", "format"},
     "integer": set(_RANGE),
@@ -94,12 +97,12 @@ class PythonRules:
             if word in words:
                 for other in sorted(words - {word, "type"}):
                     raise unsaid(other)
-                return read(schema[word], whole)
+                return read(schema[word] if word == "$ref" else _of_types(word, schema), whole)
         if words in ({"anyOf"}, {"oneOf"}):
             return self._either(schema["anyOf" if "anyOf" in words else "oneOf"], whole)
         types = schema.get("type")
         if isinstance(types, list):
-            return self._either([{**schema, "type": one} for one in types], whole)
+            return self._either([{**schema, "type": one} for one in dict.fromkeys(map(str, types))], whole)
         if not isinstance(types, str) or types not in _KEYWORDS:
             raise refused(FIELD, str(types), "say the type of each value")
         for word in sorted(words - {"type"} - _KEYWORDS[types]):
@@ -113,7 +116,7 @@ class PythonRules:
             return self._number(kind, schema)
         if kind == "array":
             least, most = length_of(schema, "minItems", "maxItems")
-            item = self._value(schema.get("items", True), whole)
+            item = self._rule(self._value(schema.get("items", True), whole))
             return f'"[" {_listed(item, least, most)} "]"'
         if kind == "object" and schema.get("properties"):
             members = self._members(schema, whole, lambda name: f"{self._one(name)} {_COLON}")
@@ -123,7 +126,7 @@ class PythonRules:
             others = schema.get("additionalProperties", True)
             if others is False:
                 return '"{}"'
-            member = f"{self._string({})} {_COLON} {self._value(others, whole)}"
+            member = self._rule(f"{self._string({})} {_COLON} {self._value(others, whole)}")
             return f'"{{" {_listed(member, 0, None)} "}}"'
         return {"boolean": '("True" | "False")', "null": '"None"'}[kind]
 
@@ -215,8 +218,28 @@ class PythonRules:
         return self._made[wanted]
 
 
+def _of_types(word: str, schema: Mapping[str, Any]) -> Any:
+    """What `const` or `enum` of a schema says, as far as its type allows it. Errors: INVALID_REQUEST."""
+    types, said = schema.get("type"), schema[word]
+    if types is None or (word == "enum" and not isinstance(said, list)):
+        return said
+    allowed = [one for one in (said if word == "enum" else [said]) if _is_of(one, types)]
+    if not allowed:
+        raise refused(FIELD, f"{word} {said}", "choose values of the type that is said")
+    return allowed if word == "enum" else said
+
+
+def _is_of(value: Any, types: Any) -> bool:
+    kinds = {_KINDS[type(value)]}
+    if "integer" in kinds or (isinstance(value, float) and value.is_integer()):
+        kinds |= {"integer", "number"}
+    return not kinds.isdisjoint(
+        one for one in (types if isinstance(types, list) else [types]) if isinstance(one, str)
+    )
+
+
 def _listed(one: str, least: int, most: int | None) -> str:
-    """So many of these, with commas between them."""
+    """So many of these, with commas between them; it is written twice, so that lists in it want a rule."""
     if most == 0:
         return '""'
     more = f"{{{max(0, least - 1)},{'' if most is None else most - 1}}}"

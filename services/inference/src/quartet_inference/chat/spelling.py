@@ -15,7 +15,7 @@ from quartet_inference.chat.formats import FORMATS
 from quartet_inference.chat.parameters import ArgumentRules, Mark, ParameterRules, Parameters
 from quartet_inference.chat.pythonic import NAMES as PYTHON_NAMES
 from quartet_inference.chat.pythonic import PythonRules
-from quartet_inference.chat.texts import escaped
+from quartet_inference.chat.texts import SPACES, escaped
 from quartet_inference.structure.grammar import Part, quoted
 
 #: A name that no mark of a format ends.
@@ -40,7 +40,7 @@ class Spelling:
     arguments: Callable[[Mark, list[str], dict[str, Part]], ArgumentRules] | None = None
     unopened: str = ""  # what `opening` ends with, where that begins a call in a text, too, without `begin`
     markers: tuple[str, ...] = ()  # by which the reader knows calls
-    bare: str = ""  # with what an answer of calls alone begins, where `begin` is empty
+    bare: str = ""  # with what an answer of calls alone begins, where the format reads one without `begin`
 
     def body(self, name: str, arguments: str, mark: Mark) -> str:
         """One call."""
@@ -68,7 +68,7 @@ class Spelling:
         seen = tuple(one for one in (self.begin, self.unopened) if one and mark(one).startswith('"'))
         unseen = {one for one in (*self.markers, self.begin) if one and not one.startswith(seen)}
         if self.bare:
-            text += f" & ~/\\s*{escaped(self.bare)}(.|\\n)*/"
+            text += f" & ~/{SPACES}{escaped(self.bare)}(.|\\n)*/"
         return text + "".join(f" & ~/(.|\\n)*{escaped(one)}(.|\\n)*/" for one in sorted(unseen))
 
 
@@ -192,8 +192,8 @@ _LINES = replace(
 
 def spelling_of(name: str, template: str) -> Spelling:
     """Of a format, as a chat template writes it."""
-    form, found = FORMATS[name], _of_template(name, template)
-    return replace(found, markers=form.markers, bare="" if found.begin else form.bare)
+    form = FORMATS[name]
+    return replace(_of_template(name, template), markers=form.markers, bare=form.bare)
 
 
 def _of_template(name: str, template: str) -> Spelling:

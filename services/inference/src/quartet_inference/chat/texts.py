@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from quartet_inference.chat.schemas import ANNOTATIONS
 
 FIELD = "tools.parameters_json"
 ANY = "/(.|\\n)*/"
+#: What Python strips, in the notation of regular expressions: more than their own white space.
+SPACES = "[\\s\\x1c-\\x1f]*"
 _KEYWORDS = {"type", "minLength", "maxLength", "pattern", "format"}
 
 _DAYS = "(0[1-9]|1[0-9]|2[0-8])"  # of any month; of no February more, whatever the year
@@ -38,6 +41,10 @@ FORMATS = {
     "email": f"{_WORD}(\\.{_WORD}){{0,3}}@{_LABEL}(\\.{_LABEL}){{1,3}}",
     "uri": "[A-Za-z][A-Za-z0-9+.-]*:([A-Za-z0-9._~:\\/?#@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})+",
 }
+
+#: What would end a regular expression in Lark's notation, with what escapes it; pairs, as each may escape.
+_ENDING = re.compile(r"\\.|[/\n]", re.DOTALL)
+_UNENDING = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 
 
 def regexes(schema: Mapping[str, Any]) -> list[str]:
@@ -65,7 +72,7 @@ def _pattern(pattern: Any) -> str:
     if (begins or ends) and _alternates(pattern):
         raise refused(FIELD, f"pattern {pattern}", "put brackets around alternatives between ^ and $")
     body = pattern[begins : len(pattern) - ends]
-    body = body.replace("\\/", "/").replace("/", "\\/").replace("\n", "\\n")
+    body = _ENDING.sub(lambda one: _UNENDING.get(one[0], one[0]), body)
     before, after = "" if begins else "(.|\\n)*", "" if ends else "(.|\\n)*"
     return f"/{before}({body}){after}/"
 

@@ -42,8 +42,8 @@ ACCELERATOR_STEP_TOKENS = 8192
 #: Kinds of arguments that are checked before vLLM sees them; the others it checks itself.
 KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", type(None): ""}
 
-#: Arguments under which experts are not noted: steps in parts, of other workers, with tokens that are thrown
-#: away; keys that come from elsewhere.
+#: Arguments under which experts are not noted, unless they are vLLM's defaults: steps in parts, of other
+#: workers, with tokens that are thrown away; keys that come from elsewhere.
 NOT_NOTING = (
     "pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size", "enable_dbo",
     "ubatch_size", "speculative_config", "kv_transfer_config", "kv_offloading_size",
@@ -123,8 +123,9 @@ def _check_args(args: dict[str, Any]) -> None:
 
 def _check_noting(args: dict[str, Any]) -> None:
     """Refuse what leaves a worker without a step's tokens or their routers (`noting`)."""
+    defaults = {field.name: field.default for field in dataclasses.fields(AsyncEngineArgs)}
     for name in NOT_NOTING:
-        if args.get(name) not in (None, False, 1):
+        if args.get(name, defaults[name]) != defaults[name]:
             raise ConfigError(
                 f"routed_experts = true does not go with vllm.args.{name} = {args[name]!r}; leave one out"
             )

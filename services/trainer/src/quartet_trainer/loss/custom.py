@@ -52,7 +52,7 @@ class CustomLoss:
         """The loss of each token; `own` gets what it reports. Errors: INVALID_REQUEST."""
         try:
             returned = self.function(spec, tokens, **spec.custom_args)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # its sys.exit() would end more than this call
             # Whoever reads the refusal gets one sentence.
             log.error("loss_raised", loss=self.name, exc_info=error)
             raise self._refused(

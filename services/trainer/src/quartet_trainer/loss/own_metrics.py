@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any, Final
 
+import numpy as np
 from torch import Tensor
 
 #: More are no metrics of a loss.
@@ -46,7 +47,10 @@ class OwnMetrics:
         for name, value in metrics.items():
             if wrong := self._wrong(name, value, tokens):
                 return wrong
-            total, largest = _of_tokens(value, tokens)
+            try:
+                total, largest = _of_tokens(value, tokens)
+            except OverflowError:
+                return f"its metric {name!r} is larger than any float"
             self._add(str(name), largest if str(name).endswith("_max") else total, tokens)
         return "" if len(self._found) <= MAX_METRICS else f"it reports more than {MAX_METRICS} metrics"
 
@@ -74,7 +78,8 @@ class OwnMetrics:
             self._found[name] = value, tokens
             return
         before, counted = self._found[name]
-        joined = max(before, value) if name.endswith("_max") else before + value
+        # Of max() it would depend on the order whether what is no number stays.
+        joined = float(np.maximum(before, value)) if name.endswith("_max") else before + value
         self._found[name] = joined, counted + tokens
 
     def _wrong(self, name: object, value: object, tokens: int) -> str:
@@ -82,11 +87,14 @@ class OwnMetrics:
             return f"the name of its metric {name!r} is not 1-64 of [A-Za-z0-9_.-], a letter first"
         if name in TAKEN:
             return f"its metric {name!r} is one that every step has; call it otherwise"
-        if isinstance(value, Real) or (isinstance(value, Tensor) and value.shape in ((), (tokens,))):
-            return ""
-        shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
         kind = type(value).__name__
-        return f"its metric {name!r} is {kind}{shape}, not a number, nor one for each of {tokens} tokens"
+        if isinstance(value, Tensor):
+            if value.shape in ((), (tokens,)) and not value.is_complex():
+                return ""
+            kind = f"{'complex ' if value.is_complex() else ''}{kind} of shape {tuple(value.shape)}"
+        elif isinstance(value, Real):
+            return ""
+        return f"its metric {name!r} is {kind}, not a number, nor one for each of {tokens} tokens"
 
 
 def _of_tokens(value: Any, tokens: int) -> tuple[float, float]:

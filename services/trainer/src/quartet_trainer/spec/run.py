@@ -35,6 +35,13 @@ class RunSpec(Value):
     gradient_checkpointing: bool = False
     freeze_routers: bool = False
 
+    @pydantic.field_validator("freeze_routers")
+    @classmethod
+    def _of_whole_models(cls, value: bool, info: pydantic.ValidationInfo) -> bool:
+        if value and info.data.get("lora") is not None:
+            raise ValueError("freeze_routers is for whole models: an adapter moves no router; leave it out")
+        return value
+
 
 def difference(held: RunSpec, wanted: RunSpec) -> tuple[str, object, object] | None:
     """The first differing field as (dotted name, held, wanted), or None."""

@@ -83,7 +83,9 @@ def custom_args(text: str, field: str) -> dict[str, Any]:
     Errors: INVALID_REQUEST."""
     try:
         args = json.loads(text) if text else {}
-    except ValueError:
+        # An escape may stand for half a surrogate pair, which the other ranks could not read.
+        json.dumps(args, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
         args = None
     if not isinstance(args, dict):
         raise request(field, text, 'send a JSON object, such as {"tau": 0.1}')
