@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from itertools import product
 
 import pytest
@@ -143,6 +144,14 @@ def test_the_parts_of_a_batch_are_reported_as_one() -> None:
     assert whole.verification == tpb.LogprobVerification(
         max_difference=2.0, mean_difference=0.5, tokens_compared=4, tokens_skipped=2
     )
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_a_metric_that_some_calls_report_is_theirs_alone(order: tuple[int, ...]) -> None:
+    found = ({"own": 1.0}, {"own": 3.0, "own_max": math.nan}, {"own_max": 1.0})
+    calls = [tpb.ForwardBackwardResponse(diagnostics=found[number]) for number in order]
+    whole = over_calls(calls, 1)
+    assert whole.diagnostics["own"] == 2.0 and math.isnan(whole.diagnostics["own_max"])
 
 
 def test_the_steps_on_a_batch_are_reported_together() -> None:

@@ -120,8 +120,8 @@ def of_training(
 def over_calls(
     calls: Sequence[tpb.ForwardBackwardResponse], num_minibatches: int
 ) -> tpb.ForwardBackwardResponse:
-    """All calls for one batch as one answer: means, the largest of maxima; tokens and verification are those
-    of the first pass over it.
+    """All calls for one batch as one answer: means, the largest of maxima, of those that report it; tokens
+    and verification are those of the first pass over it.
     """
     first = calls[:num_minibatches]
     whole = tpb.ForwardBackwardResponse(
@@ -129,12 +129,18 @@ def over_calls(
         tokens=sum(one.tokens for one in first),
         loss_tokens=sum(one.loss_tokens for one in first),
     )
-    for name in calls[0].diagnostics:
-        values = [one.diagnostics[name] for one in calls]
-        whole.diagnostics[name] = max(values) if name.endswith("_max") else fmean(values)
+    for name in sorted({name for one in calls for name in one.diagnostics}):
+        # A loss of one's own may report a metric of some micro-batches alone.
+        values = [one.diagnostics[name] for one in calls if name in one.diagnostics]
+        whole.diagnostics[name] = _largest(values) if name.endswith("_max") else fmean(values)
     if calls[0].HasField("verification"):
         whole.verification.CopyFrom(_verified([one.verification for one in first]))
     return whole
+
+
+def _largest(values: Sequence[float]) -> float:
+    """What is no number stays none, in whatever order it came."""
+    return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 def _verified(parts: Sequence[tpb.LogprobVerification]) -> tpb.LogprobVerification:
