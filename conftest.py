@@ -15,6 +15,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # The interpreters of environments and of vLLM have no hypothesis, nor the tests that use it.
+    if config.pluginmanager.hasplugin("hypothesispytest"):
+        from hypothesis import settings
+
+        # A machine that others share pauses any example for longer than the 200 ms that are given otherwise.
+        settings.register_profile("no deadline", deadline=None)
+        settings.load_profile("no deadline")
+
+
 @pytest.fixture(scope="session")
 def write_qwen3() -> Callable[..., Path]:
     """`write_qwen3(folder, seed, **config)`: a random Qwen3 with tied embeddings that prefers some tokens."""

@@ -97,7 +97,6 @@ DEFAULT_RUN = {
     "eval.num_examples": 0,
     "wandb.project": None,
     "inference.max_model_len": 2048,
-    "trainer.losses": {"prime_rl_dppo": "quartet_trainer.loss.prime_rl:dppo"},
 }
 
 
@@ -187,6 +186,10 @@ def test_a_group_of_one_is_its_default_and_refused_with_its_place() -> None:
         ('inference.model.tool_call_parser = "None"', {"inference.chat.tool_parser": "none"}),
         ('tokenizer.chat_template = "t.jinja"', {"inference.chat.template_file": "t.jinja"}),
         ("wandb = {}", {"wandb.project": "prime-rl"}),
+        ("deployment = {}", {"inference.max_model_len": 2048}),
+        ("trainer.model.debug = {}", {"microbatch_tokens": 2048}),
+        ('trainer.model.lora = "None"', {"lora.enabled": False}),
+        ('orchestrator.eval = "None"', {"eval.num_examples": 0}),
         ("wandb.offline = true", {"wandb.mode": "offline"}),
         # A file of each service calls its own run otherwise there.
         (
@@ -251,6 +254,9 @@ def test_arguments_of_vllm_reach_the_engine() -> None:
         ("bench = true", "there are benchmarks/"),
         ("trainer.max_steps = 3", "trainer.max_steps = 3 is refused: max_steps says otherwise"),
         ("no_such = 3", "no_such = 3 is refused: Quartet has no such setting"),
+        # No module at all would be every linear one here.
+        ('trainer.model.lora.target_modules = ["experts"]', "linear modules alone have adapters; name some"),
+        ("trainer.model.lora.target_modules = []", "linear modules alone have adapters; name some"),
     ],
 )  # fmt: skip
 def test_refusals(said: str, sentence: str) -> None:
@@ -276,7 +282,6 @@ def test_a_loss_or_preset_of_quartets_own_is_that_alone() -> None:
         "advantage": "dr_grpo",
         "zero_advantage_filtering": True,
     }
-    assert "losses" not in run.tables["trainer"]
     assert translate(tables(), own={"algorithm": {"preset": "opd"}}).tables["algorithm"] == {}
 
 
@@ -366,10 +371,44 @@ def test_evaluations() -> None:
         translate(given)
 
 
+def test_tasks_of_an_evaluation_are_its_examples() -> None:
+    given = tables("orchestrator.eval.num_tasks = 64")
+    sources = [{"env": {"taskset": {"id": "a"}}}, {"env": {"taskset": {"id": "b"}}, "num_tasks": 12}]
+    given["orchestrator"]["eval"]["source"] = sources
+    assert [trial.num_examples for trial in run_of(given).trials] == [64, 12]
+
+
+def test_what_evaluations_take_from_training_is_told() -> None:
+    """There an answer to an evaluation is not cut where training's are."""
+    given = tables("orchestrator.train.sampling.max_completion_tokens = 128")
+    given["orchestrator"]["eval"] = {"source": [{"env": {"taskset": {"id": "a"}}}]}
+    (told,) = translate(given).without_effect
+    assert told.startswith("orchestrator.eval.sampling = {} (evaluations sample as training does where it")
+    assert "temperature = 1.0, max_tokens = 128;" in told
+    given["orchestrator"]["eval"]["sampling"] = {"temperature": 0.6, "max_completion_tokens": 128}
+    assert translate(given).without_effect == ()
+
+
+def test_a_rollout_that_ends_sooner_than_the_context_of_inference_is_told() -> None:
+    (told,) = translate(tables("inference.model.max_model_len = 9000")).without_effect
+    assert told.startswith(
+        "inference.model.max_model_len = 9000 (a rollout ends at prime-rl's default of seq_len"
+    )
+    assert translate(tables("seq_len = 9000\ninference.model.max_model_len = 9000")).without_effect == ()
+
+
+def test_a_gate_by_its_path_is_told_how_it_is_written() -> None:
+    given = tables()
+    gate = {"import_path": "prime_rl.orchestrator.curricula.AdvantageRangeGate"}
+    given["orchestrator"]["train"]["source"][0]["curriculum"] = {"gates": {"zero": gate}}
+    with pytest.raises(ConfigError, match=r'write { type = "advantage_range" } for that, or remove it'):
+        translate(given)
+
+
 def test_where_services_run_already_nothing_of_devices_is_read() -> None:
     given = tables('deployment = { type = "multi_node", num_train_nodes = 2 }\nslurm.job_name = "j"')
     run = translate(given, starts_services=False)
-    assert "gpus" not in run.tables["trainer"]
+    assert "gpus" not in run.tables.get("trainer", {})
     assert [line.partition(" = ")[0] for line in run.without_effect] == ["deployment", "slurm"]
 
 

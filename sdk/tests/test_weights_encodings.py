@@ -67,7 +67,7 @@ def pairs(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
     return Tensor(dtype, (count,), base.data), Tensor(dtype, (count,), new.data)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(pairs())
 def test_every_encoding_is_lossless_for_every_dtype(pair: tuple[Tensor, Tensor]) -> None:
     base, new = pair
@@ -178,7 +178,7 @@ def test_scratch_memory_is_bounded_by_a_segment_and_not_by_the_tensor() -> None:
     assert peaks[1] < 1.2 * peaks[0]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.data())
 def test_damaged_blobs_are_refused_or_decode_within_their_bounds(data: st.DataObject) -> None:
     share = data.draw(st.sampled_from([0.05, 0.5]))

@@ -47,7 +47,7 @@ def example() -> dict[str, Tensor]:
     }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(tensors_of_any_kind())
 def test_a_payload_decodes_to_the_same_tensors(tensors: dict[str, Tensor]) -> None:
     manifest = build_manifest("run", 3, tensors)
@@ -59,7 +59,7 @@ def test_a_payload_decodes_to_the_same_tensors(tensors: dict[str, Tensor]) -> No
     assert decoded == tensors
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(tensors_of_any_kind(), st.data())
 def test_one_flipped_bit_anywhere_is_never_decoded_as_other_weights(
     tensors: dict[str, Tensor], data: st.DataObject

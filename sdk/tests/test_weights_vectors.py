@@ -135,7 +135,7 @@ def test_the_vectors_are_what_this_library_writes(name: str) -> None:
     assert b"".join(sparse.encode(base, new, dtype)) == stored(vector("delta")[1])[name]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.sampled_from(sorted(WIDTHS)), st.integers(0, 400))
 def test_what_this_library_writes_is_read_by_the_contract(
     data: st.DataObject, dtype: str, count: int

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from quartet.config.load import validate
+from quartet.run.algorithm import SHIPPED_LOSSES
 from quartet.run.config import RunConfig
 from quartet.run.prime_rl import translate
 from quartet.v1.rollout_pb2 import Rollout, Sample
@@ -105,13 +106,19 @@ def computed(
         torch.tensor(LENGTHS[:2]),
         torch.tensor(sampled),
     )
-    losses = load_losses(config.trainer.get("losses", {}))
+    losses = load_losses({})
     if spec.custom:
         assert not losses[spec.custom].refuses(spec.custom_args)
     loss = token_losses(spec, tokens, custom=losses).sum() / LEARNT
     loss.backward()
     assert logp_K.grad is not None
     return float(loss.detach()), logp_K.grad.numpy()
+
+
+def test_every_trainer_has_the_losses_that_a_run_may_name() -> None:
+    assert set(load_losses({})) == set(SHIPPED_LOSSES)
+    own = load_losses({"prime_rl_ipo": "quartet_trainer.loss.prime_rl:dppo"})
+    assert own["prime_rl_ipo"].function == own["prime_rl_dppo"].function, "what an operator names goes first"
 
 
 def test_nothing_is_left_out_where_the_file_says_so() -> None:

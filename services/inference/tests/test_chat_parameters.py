@@ -469,7 +469,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from(sorted(SIGNS)), SCHEMAS, st.dictionaries(st.sampled_from(KEYWORDS), SCHEMAS, max_size=3)
 )

@@ -68,7 +68,7 @@ def test_what_was_written_is_found_by_number_kind_group_and_event(tmp_path):
     journal.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 25), st.integers(0, 10**6), st.booleans(), st.booleans())
 def test_torn_tail_leaves_the_longest_whole_prefix(count, cut, keep_index, garbage):
     """Invariant 2: what was acknowledged before a crash is there after it.
@@ -101,7 +101,7 @@ def test_torn_tail_leaves_the_longest_whole_prefix(count, cut, keep_index, garba
         journal.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(0, 7), st.booleans())
 def test_a_flipped_bit_is_never_read_as_something_else(position, bit, keep_index):
     with tempfile.TemporaryDirectory() as name:
@@ -131,7 +131,7 @@ def test_a_flipped_bit_is_never_read_as_something_else(position, bit, keep_index
             assert {path: path.read_bytes() for path in segments} == files
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 200), st.booleans())
 def test_a_hole_with_records_behind_it_is_no_torn_tail(position, length, zeros):
     """Any damage inside the last segment that leaves a whole record behind it is found, and cut by nobody.

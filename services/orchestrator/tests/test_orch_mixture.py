@@ -7,7 +7,7 @@ from contextlib import suppress
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from orch_world import RUN, assert_complete, events
 from quartet.v1 import envhost_service_pb2 as epb
@@ -39,7 +39,6 @@ args = { digits = 9 }
 """
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=7))
 def test_every_prefix_has_the_shares_to_within_less_than_one_place(weights):
     """mixture.py 2, with the bound of the paper, exactly."""

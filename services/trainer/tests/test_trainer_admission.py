@@ -44,7 +44,7 @@ async def test_what_creation_or_the_first_batch_would_refuse_is_refused_at_once(
             run_spec(base_model=good),
             "yours",
             "custom_loss",
-            "its losses are mine; name one of them, or start",
+            "its losses are mine, prime_rl_dppo, prime_rl_ipo; name one of them, or start",
         ),
     )
     async with serve_trainer(losses={"mine": f"{__name__}:own"}) as trainer:
@@ -117,8 +117,9 @@ def test_of_a_hub_id_the_configuration_alone_is_fetched(
     assert fetched == [["config.json"]] * 2
 
 
-async def test_a_trainer_without_losses_says_how_to_get_one(folder: Path, serve_trainer: Any) -> None:
+async def test_a_trainer_without_a_loss_says_how_to_get_it(folder: Path, serve_trainer: Any) -> None:
     async with serve_trainer() as trainer:
         asked = pb.CheckRunRequest(spec=run_spec(base_model=str(folder)), custom_loss="mine")
         error = await trainer.refused(trainer.stub.CheckRun(asked), "INVALID_CONFIG")
-        assert 'it has none; start the trainer with losses.mine = "package.module:function"' in error.message
+        assert "its losses are prime_rl_dppo, prime_rl_ipo; name one of them" in error.message
+        assert 'or start the trainer with losses.mine = "package.module:function"' in error.message

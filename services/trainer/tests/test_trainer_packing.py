@@ -84,7 +84,7 @@ def test_chunked_output_layer_equals_one_piece(folder: Path, monkeypatch: object
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), budget=st.integers(1, 400), row=st.integers(1, 300))
 def test_every_covered_position_is_predicted_once_within_the_budget(seed: int, budget: int, row: int) -> None:
     samples = ragged(seed, groups=3, members=4)

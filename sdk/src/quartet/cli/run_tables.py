@@ -14,6 +14,7 @@ from typing import Any
 
 from quartet.config import ConfigError
 from quartet.local.deployment import SERVICES
+from quartet.run.algorithm import SHIPPED_LOSSES
 from quartet.run.config import RunConfig
 
 Tables = dict[str, dict[str, Any]]
@@ -30,7 +31,8 @@ def tables_of(config: RunConfig) -> Tables:
         tables["inference"].setdefault("accept_push", True)
     else:
         tables["trainer"].setdefault("keep_last", config.ckpt.keep_last)
-        _has("algorithm.custom", config.algorithm.custom, "trainer.losses", tables)
+        if config.algorithm.custom not in SHIPPED_LOSSES:
+            _has("algorithm.custom", config.algorithm.custom, "trainer.losses", tables)
     _has("algorithm.custom_advantage", config.algorithm.custom_advantage, "orchestrator.advantages", tables)
     if config.algorithm.router_replay:
         _notes_experts(tables["inference"])

@@ -28,6 +28,8 @@ MAX_MINIBATCHES = 64
 MAX_RESAMPLE, DEFAULT_RESAMPLE = 1000, 10
 #: Of the losses with a ratio.
 RATIO_LOSSES = ("cispo", "ppo", "dppo")
+#: Names of loss = "custom" that every trainer has without being given them: those of prime-rl's files.
+SHIPPED_LOSSES = ("prime_rl_dppo", "prime_rl_ipo")
 
 
 class ReferenceConfig(Config):
@@ -131,7 +133,7 @@ class AlgorithmConfig(Config):
     dynamic_sampling: bool = False
     #: ... so many times for one place; then such a group is kept. Absent: DEFAULT_RESAMPLE.
     max_resample: Annotated[int, Field(ge=1, le=MAX_RESAMPLE, strict=True)] | None = None
-    #: loss = "custom": a name of `losses` in the trainer's configuration.
+    #: loss = "custom": a name of `losses` in the trainer's configuration, or of SHIPPED_LOSSES.
     custom: Text | None = None
     #: What that function gets by name: numbers, texts and booleans.
     custom_args: dict[str, Any] = Field(default_factory=dict)

@@ -31,7 +31,7 @@ def check_run(
     if custom_loss and custom_loss not in machine.losses:
         named = ", ".join(sorted(machine.losses))
         remedy = f'start the trainer with losses.{custom_loss} = "package.module:function"'
-        why = f"its losses are {named}; name one of them, or {remedy}" if named else f"it has none; {remedy}"
+        why = f"its losses are {named}; name one of them, or {remedy}"
         raise config("custom_loss", custom_loss, why)
     if custom_loss and (why := machine.losses[custom_loss].refuses(custom_args)):
         said = f"losses.{custom_loss} does not take it: {why}; give it what its function takes"

@@ -61,7 +61,7 @@ def environment(given: Given, run: RunDraft, shared_retries: Said) -> Environmen
         sampling=given.take("sampling", default={}),
         algo=given.take("algo"),
         interval=given.take("interval"),
-        num_examples=given.take("num_examples"),
+        num_examples=given.take("num_examples", "num_tasks"),
         gate=_gate(given),
     )
     unread = list(given.rest(LEFT_OUT_OF_ENV, REFUSED_OF_ENV))
@@ -144,9 +144,11 @@ def _gate(given: Given) -> Said | None:
     gates = given.take("curriculum.gates", default={})
     for name, gate in gates.table().items():
         if gate not in ({"type": "advantage_range"}, {"type": "advantage_range", **_ZERO}):
-            refuse(
-                f"{gates.source}.{name}", gate, "groups are judged by whether they have a signal; remove it"
+            remedy = (
+                "groups are judged by whether they have a signal; write "
+                '{ type = "advantage_range" } for that, or remove it'
             )
+            refuse(f"{gates.source}.{name}", gate, remedy)
         found = gates
     return found
 

@@ -17,6 +17,7 @@ ALL_EXAMPLES: Final = 1_000_000
 def evaluations(given: Given, run: RunDraft) -> None:
     """The table [eval] of a run. Raises ConfigError."""
     if given.peek("orchestrator.eval") is None:
+        given.take("orchestrator.eval")  # it may be "None"
         run.put("eval.num_examples", 0, "prime-rl's default of orchestrator.eval")
         return
     retries = given.take("orchestrator.eval.max_retries")
@@ -32,7 +33,7 @@ def evaluations(given: Given, run: RunDraft) -> None:
     # There a step is evaluated where the interval divides it; the last one is `after` here.
     steps = run.tables.get("max_steps")
     run.put("eval.after", isinstance(steps, int) and steps % every.value == 0, every.source)
-    examples = given.take("orchestrator.eval.num_examples", default=-1)
+    examples = given.take("orchestrator.eval.num_examples", "orchestrator.eval.num_tasks", default=-1)
     run.put("eval.num_examples", _all(examples), examples.source)
     paths = ("orchestrator.eval.group_size", "orchestrator.eval.rollouts_per_example")
     group = given.take(*paths, default=1)

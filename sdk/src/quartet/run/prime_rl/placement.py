@@ -60,6 +60,12 @@ def engine(given: Given, run: RunDraft, chosen: Engine) -> None:
     # What is longer is sampled there, and cut off before it is trained on.
     if longest.value is not None and longest.count() < room.count():
         room = longest
+    elif longest.value is not None and longest.value > room.value:
+        why = (
+            f"a rollout ends at {room.source} = {room.value} tokens, where prime-rl samples on and cuts it "
+            "before training; for longer ones set seq_len"
+        )
+        run.leave([shown(longest.source, longest.value, why)])
     run.put("inference.max_model_len", room.count(), room.source)
     dtype = _said(given, extra, "dtype", "inference.model.dtype")
     if dtype.value not in (None, "auto"):

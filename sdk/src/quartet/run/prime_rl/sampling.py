@@ -4,6 +4,7 @@ for its evaluations, but for their temperature.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Final
 
@@ -27,6 +28,7 @@ SAME: Final = {
 #: Others, by the values that say nothing.
 SAYS_NOTHING: Final = {"min_tokens": (0, None), "n": (1, None)}
 OF_THE_SERVER: Final = ("return_token_ids", "program_id", "auto_program_id")
+_NOTHING: Final = (None, "")
 
 
 def trained(given: Given, run: RunDraft, environments: Sequence[Environment]) -> None:
@@ -43,7 +45,11 @@ def trained(given: Given, run: RunDraft, environments: Sequence[Environment]) ->
 def measured(shared: Said, environments: Sequence[Environment], run: RunDraft) -> None:
     """[orchestrator.eval.sampling]. Raises ConfigError for what training does otherwise."""
     same = run.tables.get("sampling", {})
-    for key, (value, source) in read("kind of sampling", shared, environments, run).items():
+    said = read("kind of sampling", shared, environments, run)
+    unsaid = {key: value for key, value in same.items() if said.get(key, _NOTHING)[0] is None}
+    if unsaid:
+        run.leave([shown("orchestrator.eval.sampling", shared.value, _as_in_training(unsaid))])
+    for key, (value, source) in said.items():
         if key == "temperature" and value is not None:
             run.put("eval.temperature", value, source)
         elif value is not None and value != same.get(key):
@@ -52,6 +58,14 @@ def measured(shared: Said, environments: Sequence[Environment], run: RunDraft) -
                 "quartet evaluate, which has [sampling]"
             )
             refuse(source, value, remedy)
+
+
+def _as_in_training(unsaid: Tables) -> str:
+    """Of what evaluations leave out: there the server's own defaults hold, whatever training says."""
+    values = ", ".join(f"{key} = {json.dumps(value, default=str)}" for key, value in unsaid.items())
+    return (
+        f"evaluations sample as training does where it says nothing: {values}; there as the model itself says"
+    )
 
 
 def read(

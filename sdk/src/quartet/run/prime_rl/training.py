@@ -110,7 +110,6 @@ def _function(kind: str, arguments: dict[str, Said], source: Said, run: RunDraft
     run.put("algorithm.custom", name, source.source)
     for key, said in arguments.items():
         run.put(f"algorithm.custom_args.{key}", said.number(), said.source)
-    run.put(f"trainer.losses.{name}", f"quartet_trainer.loss.prime_rl:{FUNCTIONS[kind]}", source.source)
 
 
 def _later_loss(given: Given, kind: Said, adv_tau: Said, run: RunDraft) -> None:
@@ -170,6 +169,8 @@ def adapter(given: Given, run: RunDraft) -> None:
     places = ("trainer.model.lora", "trainer.model.experimental.lora")
     place = next((one for one in places if given.peek(one) is not None), "")
     if not place:
+        for one in places:
+            given.take(one)  # it may be "None"
         return
     run.put("lora.enabled", True, place)
     for key, path, default in (
@@ -186,6 +187,9 @@ def adapter(given: Given, run: RunDraft) -> None:
         names = [one for one in names if one not in OF_OTHER_MODELS]
         dropped = [one for one in targets.value if one in OF_OTHER_MODELS and targets.is_given]
         run.leave(shown(targets.source, one, "linear modules alone have adapters") for one in dropped)
+        if not names:
+            # None at all is every linear module here.
+            refuse(targets.source, targets.value, "linear modules alone have adapters; name some of them")
     run.put("lora.target_modules", names, targets.source)
     saved = given.take(f"{place}.modules_to_save", default=[])
     if saved.value:

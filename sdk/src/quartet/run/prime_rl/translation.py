@@ -117,7 +117,6 @@ def _give_way(run: RunDraft, own: Mapping[str, Any]) -> None:
         return
     for key in _OF_A_PRESET if "preset" in said else _OF_THE_LOSS:
         run.tables.get("algorithm", {}).pop(key, None)
-    run.tables.get("trainer", {}).pop("losses", None)
 
 
 def _length(given: Given, run: RunDraft, own: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Losses of one's own: functions that the trainer's operator named in its configuration, `losses.<name> =
-"module:function"`. A caller may only choose among them by name: nobody sends code over the wire.
+"module:function"`, beside those that every trainer has by name (SHIPPED). A caller may only choose among them
+by name: nobody sends code over the wire.
 
 A function gets the LossSpec and the Tokens of one micro-batch, and by name what the run gives it
 (`LossSpec.custom_args`). It returns the loss of each token, or that and metrics of its own (own_metrics.py):
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import structlog
 import torch
@@ -31,6 +33,11 @@ from quartet_trainer.loss.own_metrics import OwnMetrics
 from quartet_trainer.loss.tokens import Tokens
 from quartet_trainer.spec import LossSpec
 
+#: Those of quartet.run.algorithm.SHIPPED_LOSSES.
+SHIPPED: Final[Mapping[str, str]] = {
+    "prime_rl_dppo": "quartet_trainer.loss.prime_rl:dppo",
+    "prime_rl_ipo": "quartet_trainer.loss.prime_rl:ipo",
+}
 # What a function is called with.
 TAKES = ("spec", "tokens")
 
@@ -89,6 +96,7 @@ class CustomLoss:
 
 
 def load_losses(paths: Mapping[str, str]) -> dict[str, CustomLoss]:
-    """Import the functions. Errors: ValueError, in one sentence."""
-    loaded = {name: load(f"losses.{name}", path, TAKES, more=True) for name, path in paths.items()}
+    """Import the functions, and the shipped ones. Errors: ValueError, in one sentence."""
+    named = {**SHIPPED, **paths}
+    loaded = {name: load(f"losses.{name}", path, TAKES, more=True) for name, path in named.items()}
     return {name: CustomLoss(name, function) for name, function in loaded.items()}
