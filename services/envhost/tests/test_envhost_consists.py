@@ -203,6 +203,33 @@ def test_of_a_wheel_count_the_files_that_it_brought(tmp_path: Path, imported: An
     assert list(imported("wheel_env", {})) == [*listed[:2], "wheel_env/data/generated.json", listed[2]]
 
 
+def test_folders_that_are_linked_are_read_once_each(tmp_path: Path, imported: Any) -> None:
+    """consists.py 2: a data set is often one; and a link may lead to where it lies."""
+    (tmp_path / "shared" / "more").mkdir(parents=True)
+    (tmp_path / "shared" / "more" / "words.txt").write_text("red")
+    package = tmp_path / "linked_env"
+    package.mkdir()
+    (package / "a").symlink_to(tmp_path / "shared")
+    (package / "again").symlink_to(package)
+    (tmp_path / "shared" / "more" / "up").symlink_to(tmp_path / "shared")
+    found = imported("linked_env", {"linked_env/__init__.py": "", "linked_env/own/x.txt": ""})
+    assert list(found) == ["linked_env/__init__.py", "linked_env/a/more/words.txt", "linked_env/own/x.txt"]
+    before = consists.digests(found)
+    (tmp_path / "shared" / "more" / "words.txt").write_text("blue")
+    assert consists.digests(found) != before
+
+
+def test_a_name_that_is_no_utf_8_can_be_told(tmp_path: Path, imported: Any) -> None:
+    imported("named_env", {"named_env/__init__.py": ""})
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/named_env/w\xff.txt")).write_text("red")
+    info = pb.EnvironmentInfo(id="named-env", infinite=True)
+    consists.tell(
+        info, {}, lambda file: Path(file).is_relative_to(tmp_path), lambda asked: pb.GetTasksResponse()
+    )
+    assert sorted(info.files) == ["named_env/__init__.py", "named_env/w\ufffd.txt"]
+    pb.EnvironmentInfo.FromString(info.SerializeToString())
+
+
 def test_what_is_read_is_bounded(tmp_path: Path, imported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """consists.py 4: code comes first, and of a large file both ends and the size count."""
     monkeypatch.setattr(consists, "MAX_FILES", 4)

@@ -102,7 +102,7 @@ async def test_what_the_trainer_refuses_is_refused_when_it_is_submitted(world):
         for dry_run in (True, False):
             with pytest.raises(QuartetError) as caught:
                 await runs.submit(RUN, toml, dry_run=dry_run)
-            said = "algorithm.custom = 'mine' is refused by the trainer: its losses are soft; start the trainer"
+            said = "algorithm.custom = 'mine' is refused by the trainer: its losses are soft; start the"
             assert caught.value.reason == "INVALID_CONFIG" and caught.value.message.startswith(said)
             assert caught.value.metadata["key"] == "algorithm.custom"
         assert not runs.all() and not world.host.described, "before an environment is loaded"

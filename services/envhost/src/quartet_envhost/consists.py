@@ -3,8 +3,9 @@
 1. Equal arguments, versions and contents have equal digests: whatever machine, time or folder they are loaded
    at, in whatever order the arguments come, from a wheel or a checkout.
 2. Its files are those of its package, and of one that `args.env` names: what a wheel lists, else what the
-   folder holds, of a single module that one; and modules that it imports and nobody installed. What running
-   leaves there (caches, compiled code, logs, databases, folders of results) is none of them.
+   folder holds (links to folders are followed, once each), of a single module that one; and modules that it
+   imports and nobody installed. What running leaves there (caches, compiled code, logs, databases, folders of
+   results) is none of them.
 3. Its examples are told by their keys, wherever they come from: EXAMPLES of each split, evenly spread.
 4. Reading is bounded: MAX_FILES files, MAX_READ_BYTES of them whole. Of a larger one its size and both ends
    count, of what is beyond MAX_READ_BYTES the size alone.
@@ -71,7 +72,8 @@ def tell(
     parts = [written, info.version, info.verifiers_version, info.examples_digest]
     info.digest = _digest(*parts, *(f"{name}\0{digest}" for name, digest in files.items()))
     for name in list(files)[:MAX_TOLD]:
-        info.files[name] = files[name]
+        # A name may be no UTF-8, as which it is sent.
+        info.files[os.fsencode(name).decode(errors="replace")] = files[name]
 
 
 def packages(env_id: str, args: Mapping[str, Any]) -> list[str]:
@@ -127,9 +129,17 @@ def _listed(package: str, place: Path) -> list[Path]:
 
 def _walked(place: Path) -> list[Path]:
     found: list[Path] = []
+    been: set[str] = set()  # a link may lead to where it lies
     walked = 0
-    for folder, folders, names in os.walk(place):
-        folders[:] = sorted(name for name in folders if not _is_left_out(name))
+    for folder, folders, names in os.walk(place, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in been:
+            folders.clear()
+            continue
+        been.add(real)
+        inside = [name for name in folders if not _is_left_out(name)]
+        # What is the package's own before what it shares with others.
+        folders[:] = sorted(inside, key=lambda name: (os.path.islink(os.path.join(folder, name)), name))
         for name in sorted(names):
             walked += 1
             if walked > MAX_WALKED:

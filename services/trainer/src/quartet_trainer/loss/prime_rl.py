@@ -1,5 +1,5 @@
-"""The losses of prime-rl 0.8, for runs that come from its files (quartet.run.prime_rl). Every trainer has them,
-as "prime_rl_dppo" and "prime_rl_ipo" (custom.py).
+"""The losses of prime-rl 0.8, for runs that come from its files (quartet.run.prime_rl). Every trainer has
+them, as "prime_rl_dppo" and "prime_rl_ipo" (custom.py).
 
 With p the current policy, q the sampler, r = p / q:
 
