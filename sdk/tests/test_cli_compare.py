@@ -14,9 +14,11 @@ from quartet.cli.compare.folders import recorded
 from quartet.cli.compare.rows import MAX_EVALUATIONS, lines
 from quartet.cli.job import plan, write_down
 from quartet.cli.outputs import Outputs, write_json
+from quartet.cli.sft.place import taken
 from quartet.cli.summary import SUMMARY, summed_up
 from quartet.config import ConfigError
 from quartet.run.config import parse_run
+from quartet.run.sft import SftConfig
 from quartet.v1 import orchestrator_service_pb2 as pb
 
 TOML = """
@@ -109,7 +111,10 @@ def test_a_run_that_is_shorter_and_goes_on_is_compared_as_far_as_it_is(tmp_path:
     assert found["environments: toy, digest"] == ["aaaa -> bbbb", None]
     again = json.loads((long / SUMMARY).read_text()) | {"steps": 6, "phase": "stopped"}
     write_json(long / SUMMARY, again)
-    assert rows(long, short)["rewards: stands"] == ["goes on", "no end yet"]
+    found = rows(long, short)
+    assert found["rewards: stands"] == ["goes on", "no end yet"]
+    assert found["what it took: seconds, all of it"] == [None, None], "it is that of 6 steps"
+    assert found["rewards: reward after"] == [None, None] and "environments: toy, digest" not in found
 
 
 def test_evaluations_of_every_step_are_a_few_rows(tmp_path: Path) -> None:
@@ -131,6 +136,57 @@ def test_a_torn_last_line_is_left_out_and_stays_as_it_is(tmp_path: Path) -> None
     (other / "metrics.jsonl").write_text("".join([damaged[0], damaged[1][:30] + "\n", *damaged[2:]]))
     with pytest.raises(ConfigError, match=r"metrics\.jsonl:2 is no line of metrics, and not the last one"):
         recorded(other)
+
+
+@pytest.mark.parametrize("step", ["1e400", "[" * 100_000, "null", '"x"'])
+def test_a_line_whose_step_is_no_number_is_refused(tmp_path: Path, step: str) -> None:
+    """folders.py 2"""
+    run = a_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"event": 99, "step": {step}}}\n')
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:12 is no line of metrics"):
+        recorded(run)
+
+
+@pytest.mark.parametrize(
+    "value", ["NaN", "Infinity", "-1e400", "1e300", "1" + "0" * 400, '"high"', "true", "[1]"]
+)
+def test_what_is_no_number_of_a_run_is_as_if_it_was_not_there(tmp_path: Path, value: str) -> None:
+    """folders.py 5: and the file is JSON."""
+    one, other = a_run(tmp_path / "one"), a_run(tmp_path / "other")
+    names = ["train/reward", "time/step_s", "tokens_per_second", "staleness/max"]
+    with (other / "metrics.jsonl").open("a") as file:
+        file.write(
+            f'{{"event": 99, "step": 9, {", ".join(f"{json.dumps(name)}: {value}" for name in names)}}}\n'
+        )
+    assert main(["compare", str(one), str(other), "--json", str(tmp_path / "c.json")]) == 0
+
+    def no(constant: str) -> None:
+        raise AssertionError(constant)
+
+    told = json.loads((tmp_path / "c.json").read_text(), parse_constant=no)["rows"]
+    found = {row["name"]: row["values"] for row in told}
+    assert found["best step"] == [{"reward": 0.8, "step": 8}] * 2
+    assert found["tokens per second"] == pytest.approx([100 * 204 / 36] * 2)
+
+
+def test_a_whole_number_is_a_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As other programs write 1.0."""
+    one, other = a_run(tmp_path / "one"), a_run(tmp_path / "other")
+    with (other / "metrics.jsonl").open("a") as file:
+        file.write('{"event": 99, "step": 9, "train/reward": 1}\n')
+    assert main(["compare", str(one), str(other)]) == 0
+    assert re.search(r"best step +0\.800 \(step 8\) +1\.000 \(step 9\)", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]", '{"steps": "six"}', '{"environments": 5}', '{"environments": [null]}']
+)
+def test_a_summary_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    run = a_run(tmp_path / "run")
+    (run / SUMMARY).write_text(text)
+    with pytest.raises(ConfigError, match=r"summary\.json is no summary of a run"):
+        recorded(run)
 
 
 def test_a_run_that_has_measured_nothing_has_empty_places(tmp_path: Path) -> None:
@@ -157,10 +213,15 @@ def test_a_watched_run_is_compared_without_settings(tmp_path: Path) -> None:
 def test_settings_of_another_release_are_compared_as_they_are_written(tmp_path: Path) -> None:
     one, later = a_run(tmp_path / "one"), a_run(tmp_path / "later")
     file = later / "run.toml"
-    file.write_text(f"of_later = [1, 2]\n{file.read_text()}")
+    file.write_text(f"of_later = [1, 2]\nsince = 2026-01-01\n{file.read_text()}")
     found = rows(one, later)
     assert found["settings that differ: of_later"] == [None, [1, 2]]
-    assert len([name for name in found if name.startswith("settings")]) == 1
+    assert found["settings that differ: since"] == [None, "2026-01-01"]
+    assert len([name for name in found if name.startswith("settings")]) == 2
+    for damaged in (b"a = [", b"\xff"):
+        file.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"run\.toml cannot be read"):
+            recorded(later)
 
 
 def test_what_is_no_run_is_refused_with_what_to_name(
@@ -169,6 +230,10 @@ def test_what_is_no_run_is_refused_with_what_to_name(
     run = a_run(tmp_path / "run")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "run.json").write_text("{")
+    (tmp_path / "sft").mkdir()
+    config = SftConfig(model="m", data=tmp_path / "broken" / "run.json")
+    with taken(tmp_path / "sft", config, resume=False):
+        pass
     for arguments, told in (
         ([run], "1 folders; name 2 to 16"),
         ([run, run / ".." / "run"], "is named twice"),
@@ -179,6 +244,7 @@ def test_what_is_no_run_is_refused_with_what_to_name(
         ),
         ([run, tmp_path], f"it holds those of runs, such as {str(tmp_path / 'broken')!r}"),
         ([run, tmp_path / "broken"], "run.json cannot be read"),
+        ([run, tmp_path / "sft"], "sft' is the folder of a fine-tuning; name one of 'quartet rl'"),
         ([run, a_run(tmp_path / "fine"), "--plot", "curve.jpg"], "is no name of a figure; end it in .png"),
     ):
         assert main(["compare", *map(str, arguments)]) == 2, arguments

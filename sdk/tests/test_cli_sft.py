@@ -329,6 +329,9 @@ def test_steps_and_schedule(tmp_path: Path) -> None:
     config = SftConfig(model="m", data=tmp_path, epochs=2.0, batch_size=8, warmup_steps=3)
     assert config.steps(40) == 10 and run_spec(config, 40).optimizer.total_steps == 10
     assert SftConfig(model="m", data=tmp_path, batch_size=64).steps(10) == 1
+    for epochs in (1e12, 1e308):
+        with pytest.raises(ConfigError, match="at most 4294967295 can be counted"):
+            SftConfig(model="m", data=tmp_path, epochs=epochs).steps(400)
     with pytest.raises(ValueError, match="give one of the two"):
         SftConfig(model="m", data=tmp_path, epochs=2.0, max_steps=3)
 
@@ -481,6 +484,24 @@ def test_promise_2_what_an_earlier_release_began_goes_on(folder: Path, tmp_path:
         assert begun_ms(output) == 0
     adapter = config.model_copy(update={"lora": LoraConfig(enabled=True)})
     with pytest.raises(ConfigError, match=r"another lora\.enabled"), taken(output, adapter, resume=True):
+        pass
+
+
+@pytest.mark.parametrize("line", ['{"event": 4, "st', '{"event": 4}', "[1]", '{"step": 1e400}'])
+def test_promise_2_nor_where_its_metrics_are_damaged(folder: Path, tmp_path: Path, line: str) -> None:
+    """A last line that is torn is no damage: it is cut off."""
+    data, output = written(tmp_path, {"messages": CHAT}), tmp_path / "out"
+    config = SftConfig(model=str(folder), data=data)
+    with taken(output, config, resume=False):
+        pass
+    (output / "metrics.jsonl").write_text('{"step": 1}\n{"st')
+    with taken(output, config, resume=True):
+        pass
+    (output / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+    with (
+        pytest.raises(ConfigError, match=r"metrics\.jsonl:2 is no line of metrics"),
+        taken(output, config, resume=True),
+    ):
         pass
 
 

@@ -149,6 +149,9 @@ def test_both_files_are_looked_at_before_anything_starts(
     assert f"validation = {str(tmp_path / 'none')!r} cannot be read" in capsys.readouterr().err
     assert check(good, "--validation", str(good), "--max-tokens", "1") == 2
     assert f"also: validation = {str(good)!r} has no chat of at most" in capsys.readouterr().err
+    file.write_text("\n")
+    assert check(good, "--validation", str(file)) == 2
+    assert capsys.readouterr().err == f"error: validation = {str(file)!r} has no chat\n", "nor a longer one"
 
 
 def test_a_set_that_is_never_measured_is_refused(

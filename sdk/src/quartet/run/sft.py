@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 import pydantic
 from pydantic import Field
 
-from quartet.config import Config
+from quartet.config import Config, ConfigError
 from quartet.config.model import rule
 from quartet.run.learning import CheckpointConfig
 from quartet.run.lora import LoraConfig
@@ -18,6 +18,8 @@ from quartet.run.wandb import WandbConfig
 
 #: A chat has these; a message of another role has no place in a chat template.
 Role = Literal["system", "user", "assistant", "tool"]
+#: As of max_steps: the contract counts steps in 32 bits.
+MAX_STEPS = 2**32 - 1
 
 
 class MeasureConfig(Config):
@@ -83,7 +85,13 @@ class SftConfig(Config):
             )
 
     def steps(self, chats: int) -> int:
-        """Optimizer steps over so many chats."""
+        """Optimizer steps over so many chats. Raises ConfigError."""
         if self.max_steps is not None:
             return self.max_steps
-        return max(1, round((self.epochs or 1.0) * chats / self.batch_size))
+        steps = (self.epochs or 1.0) * chats / self.batch_size
+        if steps > MAX_STEPS:
+            raise ConfigError(
+                f"epochs = {self.epochs} over {chats} chats are {steps:.3g} steps, at most {MAX_STEPS} can "
+                "be counted; set a smaller number, or max_steps"
+            )
+        return max(1, round(steps))

@@ -106,8 +106,8 @@ def cell(value: Any) -> str:
     match value:
         case None:
             return "-"
-        case {"reward": float(reward), "step": step}:
-            return f"{reward:.3f} (step {step})"
+        case {"reward": reward, "step": step}:
+            return f"{cell(float(reward))} (step {step})"
         case dict():
             return ", ".join(f"{count} {reason}" for reason, count in sorted(value.items())) or "0"
         case float() if math.isfinite(value):

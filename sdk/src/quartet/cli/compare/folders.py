@@ -5,6 +5,7 @@
    (outputs.py); any other line that is none is refused, with its number.
 3. A folder of `quartet watch` says what was measured, and no settings.
 4. Keys and passwords among the settings are not shown (wandb/withheld.py).
+5. What is no number of a run (NaN, infinite, text where a number belongs) is as if it was not there.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ from typing import Any, Final
 
 from quartet.cli import follow, job
 from quartet.cli.progress import Progress
-from quartet.cli.summary import summary_of
+from quartet.cli.summary import SUMMARY, summary_of
 from quartet.cli.wandb.withheld import withheld
 from quartet.config import ConfigError
 from quartet.run.config import parse_run
 
 METRICS: Final = "metrics.jsonl"
+#: What the record of a fine-tuning has (sft/place.py), and that of a run has not.
+OF_SFT: Final = "contents of data"
+#: Sums and products of smaller ones are finite, too.
+MAX_NUMBER: Final = 1e100
 
 Row = dict[str, Any]
 
@@ -49,13 +54,16 @@ class Recorded:
         return max(self.steps, default=0)
 
     @property
+    def end(self) -> Row:
+        """The summary where it is that of the last step; that of a stop is outdated once the run went on."""
+        return self.summary if self.summary.get("steps", -1) >= self.last_step else {}
+
+    @property
     def stands(self) -> str:
         """Where the run stands, as far as the folder says."""
-        ended = self.summary.get("steps")
-        if ended is None:
+        if "steps" not in self.summary:
             return "no end yet" if self.steps or self.evaluations else "nothing yet"
-        # What was stopped may have been gone on with.
-        return str(self.summary.get("phase")) if ended >= self.last_step else "goes on"
+        return str(self.end.get("phase", "goes on"))
 
     @property
     def progress(self) -> Progress:
@@ -80,27 +88,49 @@ def recorded(folder: Path) -> Recorded:
     try:
         record = json.loads(known.read_text())
         run_id = str(record["run_id"])
-        settings = _settings(folder, record)
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{known} cannot be read ({error}); put it back, or leave the run out") from error
+    if OF_SFT in record:
+        raise ConfigError(f"{str(folder)!r} is the folder of a fine-tuning; name one of 'quartet rl'")
+    settings = _settings(folder, record)
     steps: dict[int, Row] = {}
     evaluations: dict[int, Row] = {}
     for row in _lines(folder / METRICS):
         (evaluations if "eval/reward" in row or "eval/coverage" in row else steps)[int(row["step"])] = row
-    return Recorded(folder, run_id, summary_of(folder), settings, steps, evaluations)
+    return Recorded(folder, run_id, _summary(folder), settings, steps, evaluations)
+
+
+def _summary(folder: Path) -> Row:
+    found: Any = summary_of(folder)
+    try:
+        whole = isinstance(found.get("steps", 0), int)
+        whole = whole and all("name" in one for one in found.get("environments", []))
+    except (AttributeError, TypeError):
+        whole = False
+    if not whole:
+        raise ConfigError(f"{folder / SUMMARY} is no summary of a run; put it back, or remove it")
+    return dict(found)
 
 
 def _settings(folder: Path, record: Row) -> dict[str, Any] | None:
     """Those of the run and its services, with their defaults as far as this release knows the keys."""
     file = folder / job.RUN_FILE
-    toml = file.read_text() if file.is_file() else record.get("config_toml")
-    if toml is None:
-        return None
     try:
-        told = parse_run(toml).model_dump(mode="json", exclude_none=True)
-    except ConfigError:  # of another release
-        told = tomllib.loads(toml)
+        toml = file.read_text() if file.is_file() else record.get("config_toml")
+        if toml is None:
+            return None
+        told = _parsed(toml)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}); put it back, or leave the run out") from error
     return dict(_by_keys(withheld(told)))
+
+
+def _parsed(toml: str) -> Row:
+    try:
+        return parse_run(toml).model_dump(mode="json", exclude_none=True)
+    except ConfigError:  # of another release
+        told: Row = json.loads(json.dumps(tomllib.loads(toml), default=str))  # TOML has dates
+        return told
 
 
 def _by_keys(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -124,9 +154,16 @@ def _lines(file: Path) -> Iterator[Row]:
         try:
             row = json.loads(line)
             int(row["step"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             raise ConfigError(
                 f"{file}:{number} is no line of metrics, and not the last one, which a crash may tear; "
                 "restore it, or remove the line"
             ) from None
-        yield row
+        yield {name: value for name, value in row.items() if _is_measured(value)}
+
+
+def _is_measured(value: Any) -> bool:
+    """Whether it is a number, or numbers by reason."""
+    if isinstance(value, dict):
+        return all(map(_is_measured, value.values()))
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER

@@ -51,13 +51,13 @@ def _rewards(runs: Sequence[Recorded]) -> Iterator[Line]:
     yield Line("rewards", "stands", [run.stands for run in runs])
     yield Line("rewards", "steps", [run.last_step for run in runs])
     yield Line("rewards", "reward before", [_before(run) for run in runs])
-    yield Line("rewards", "reward after", [run.summary.get("reward_after") for run in runs])
+    yield Line("rewards", "reward after", [run.end.get("reward_after") for run in runs])
     common = min(run.last_step for run in runs)
     for step in sorted({common * part // QUARTERS for part in range(1, QUARTERS + 1)} - {0}):
         values = [_window(run, step) for run in runs]
         yield Line("rewards", f"training, step {step} (mean of {min(WINDOW, step)})", values)
     ends = [_window(run, run.last_step) for run in runs]
-    yield Line("rewards", f"training, last {WINDOW} steps", ends)
+    yield Line("rewards", f"training, last steps (mean of up to {WINDOW})", ends)
     yield Line("rewards", "best evaluation", [_best(run.evaluations, EVALUATED) for run in runs])
     yield Line("rewards", "best step", [_best(run.steps, REWARD) for run in runs])
 
@@ -95,7 +95,7 @@ def _costs(runs: Sequence[Recorded]) -> Iterator[Line]:
     def each(name: str, value: Callable[[Recorded], Any]) -> Line:
         return Line("what it took", name, [value(run) for run in runs])
 
-    yield each("seconds, all of it", lambda run: run.summary.get("wall_seconds"))
+    yield each("seconds, all of it", lambda run: run.end.get("wall_seconds"))
     yield each("seconds of a step", lambda run: _mean(_told(run, "time/step_s")))
     yield each("of which waiting for rollouts", lambda run: _mean(_told(run, "time/wait_rollouts_s")))
     yield each("tokens per second", _rate)
@@ -125,7 +125,7 @@ def _last(run: Recorded) -> Row:
 
 
 def _environments(runs: Sequence[Recorded]) -> Iterator[Line]:
-    told = [{one["name"]: one for one in run.summary.get("environments", ())} for run in runs]
+    told = [{one["name"]: one for one in run.end.get("environments", ())} for run in runs]
     for name in sorted({name for environments in told for name in environments}):
         values = [environments.get(name) for environments in told]
         for key in ("version", "digest"):

@@ -83,7 +83,8 @@ def read_chats(file: Path, folder: Path, roles: Sequence[str], max_tokens: int, 
             f"(max_position_embeddings); set max_tokens to {most}, which leaves longer ones out"
         )
     if not samples:
-        none = f"{key} = {str(file)!r} has no chat of at most max_tokens = {max_tokens}"
+        short = f" of at most max_tokens = {max_tokens}; longer: {left_out}" if left_out else ""
+        none = f"{key} = {str(file)!r} has no chat{short}"
         raise ConfigError("; ".join([none, *notices]))
     return Chats(samples, left_out, notices)
 

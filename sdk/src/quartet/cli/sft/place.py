@@ -98,8 +98,22 @@ def _check_begun(folder: Path, config: SftConfig) -> None:
             f"--resume: {folder} was begun with another {_differing(differs[0], begun, wanted)}; give what "
             f"it was begun with ({folder / RECORD}), or name another --output-dir"
         )
+    _check_metrics(folder / METRICS)
     if (folder / CHECKPOINT).exists() and config.wandb.project is None:
         raise ConfigError(f"--resume: {folder} is complete; name another --output-dir")
+
+
+def _check_metrics(file: Path) -> None:
+    """Whether the lines can be gone on from; a last one that is torn is cut off later. Raises ConfigError."""
+    content = file.read_bytes() if file.exists() else b""
+    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
+        try:
+            int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            raise ConfigError(
+                f"--resume: {file}:{number} is no line of metrics, and not the last one, which a crash may "
+                "tear; restore it, or remove the line"
+            ) from None
 
 
 def _begun(folder: Path) -> Record:
