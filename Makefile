@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install install-vllm classic demo test test-tensors test-services test-system test-vllm test-compose test-kubernetes lint check bench protos released clean
+.PHONY: install install-vllm classic demo test test-environments test-tensors test-services test-system test-vllm test-compose test-kubernetes lint check bench protos released clean
 .DELETE_ON_ERROR:
 
 install: .venv/installed .venv-envs/installed
@@ -67,10 +67,12 @@ demo: install models/tiny/config.json
 	$(BIN)/quartet rl @ configs/reverse-text.toml --seed $(SEED) --output-dir outputs/demo --overwrite
 	@echo "results: outputs/demo/{summary.json,metrics.jsonl,reward.png,rollouts/,checkpoint/}"
 
-# Three processes side by side: all of them wait much.
-test: install classic test-vllm
+# Three processes side by side, because all of them wait much: vLLM's begin where the first of the others end.
+test: install classic
+	$(MAKE) -j3 test-environments test-system test-services test-tensors test-vllm
+
+test-environments: install
 	.venv-envs/bin/python -m pytest $(ENVIRONMENTS)
-	$(MAKE) -j3 test-tensors test-services test-system
 
 test-tensors: install
 	$(PY) -m pytest services/trainer services/inference

@@ -18,11 +18,12 @@ import pytest
 def pytest_configure(config: pytest.Config) -> None:
     # The interpreters of environments and of vLLM have no hypothesis, nor the tests that use it.
     if config.pluginmanager.hasplugin("hypothesispytest"):
-        from hypothesis import settings
+        from hypothesis import HealthCheck, settings
 
-        # A machine that others share pauses any example for longer than the 200 ms that are given otherwise.
-        settings.register_profile("no deadline", deadline=None)
-        settings.load_profile("no deadline")
+        # A machine that others share pauses an example, or the making of one, for longer than they are given.
+        slow = [HealthCheck.too_slow]
+        settings.register_profile("shared machine", deadline=None, suppress_health_check=slow)
+        settings.load_profile("shared machine")
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from quartet.cli.figure import write_reward_png
 from quartet.cli.live import LiveScreen, reward_curve
 from quartet.cli.outputs import Outputs, append_line, recover_lines, rollout_row, write_lines
 from quartet.cli.progress import Progress
+from quartet.config import ConfigError
 from quartet.local.supervisor import State, Status
 from quartet.v1.common_pb2 import Message, Usage
 from quartet.v1.orchestrator_service_pb2 import (
@@ -151,6 +152,16 @@ def test_a_line_that_finds_no_room_leaves_nothing(tmp_path: Path) -> None:
     assert file.stat().st_size == size and list(tmp_path.iterdir()) == [file]
     append_line(file, {"event": 2})
     assert [row["event"] for row in recover_lines(file)] == [1, 2]
+
+
+@pytest.mark.parametrize("damaged", ['{"event": 2', "[2]", "[" * 100_000])
+def test_a_damaged_line_is_named_and_nothing_is_lost(tmp_path: Path, damaged: str) -> None:
+    """Only the last one may be torn."""
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(before := f'{{"event": 1}}\n{damaged}\n{{"event": 3}}\n')
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2 is no JSON object"):
+        Outputs(tmp_path)
+    assert file.read_text() == before
 
 
 def step_files(folder: Path, kind: str = "step") -> list[str]:

@@ -254,6 +254,13 @@ def test_arguments_of_vllm_reach_the_engine() -> None:
         ("bench = true", "there are benchmarks/"),
         ("trainer.max_steps = 3", "trainer.max_steps = 3 is refused: max_steps says otherwise"),
         ("no_such = 3", "no_such = 3 is refused: Quartet has no such setting"),
+        ("trainer.loss.ratio_high = 4.0", 'say of which loss: type = "icepop", "cispo" or "ppo"'),
+        ("orchestrator.buffer.env_ratios = [0.5, 0.5]", "give a number for each environment"),
+        ("orchestrator.sampling.extra_body = 3", "sampling.extra_body = 3 is refused: should be a table"),
+        (
+            'orchestrator.post_batch_filters = [{ type = "zero_advantage", window = 3 }]',
+            "post_batch_filters.0.window = 3 is refused: Quartet has no such setting",
+        ),
         # No module at all would be every linear one here.
         ('trainer.model.lora.target_modules = ["experts"]', "linear modules alone have adapters; name some"),
         ("trainer.model.lora.target_modules = []", "linear modules alone have adapters; name some"),
@@ -264,6 +271,60 @@ def test_refusals(said: str, sentence: str) -> None:
         translate(tables(said))
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value), "one thing is wrong, and told once"
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("trainer.optim.mu = 0.5", "trainer.optim.mu = 0.5 (AdamW has none)"),
+        (
+            'trainer.optim = { type = "sgd", nesterov = false, betas1 = 0.8 }',
+            "trainer.optim.betas1 = 0.8 (SGD has none)",
+        ),
+        (
+            "trainer.scheduler.warmup_steps = 7",
+            "trainer.scheduler.warmup_steps = 7 (a constant rate has none)",
+        ),
+        (
+            'trainer.scheduler = { type = "cosine", decay_steps = 3 }',
+            "trainer.scheduler.decay_steps = 3 (a cosine falls to the end)",
+        ),
+        (
+            'trainer.loss = { type = "ipo", dppo_mask_low = 0.5 }',
+            'trainer.loss.dppo_mask_low = 0.5 (type = "ipo" has none)',
+        ),
+        (
+            'trainer.loss = { type = "cispo", kl_tau = 0.5 }',
+            'trainer.loss.kl_tau = 0.5 (type = "cispo" has none)',
+        ),
+        (
+            "orchestrator.max_inflight_groups = 16\norchestrator.oversampling_factor = 2.0",
+            "orchestrator.oversampling_factor = 2.0 (orchestrator.max_inflight_groups decides)",
+        ),
+    ],
+)
+def test_what_has_no_effect_beside_other_keys_is_told(said: str, told: str) -> None:
+    """given.py 3, translation.py 1"""
+    assert translate(tables(said)).without_effect == (told,)
+
+
+def test_what_is_of_training_or_of_evaluations_is_told_of_the_other() -> None:
+    """given.py 3"""
+    given = tables()
+    given["orchestrator"]["train"]["source"][0]["interval"] = 5
+    source = {"taskset": {"id": "a"}, "ratio": 2, "sampling": {"temperature": 1.0}}
+    given["orchestrator"]["eval"] = {"source": [source]}
+    assert translate(given).without_effect == (
+        "orchestrator.train.source.0.interval = 5 (it is of evaluations)",
+        "orchestrator.eval.source.0.ratio = 2 (it is of training)",
+    )
+
+
+def test_no_time_at_all_is_not_a_week() -> None:
+    given = tables()
+    given["orchestrator"]["train"]["source"][0]["timeout"] = 0
+    with pytest.raises(ConfigError, match=r"timeout_seconds = 0"):
+        run_of(given)
 
 
 def test_a_run_has_an_end() -> None:

@@ -34,6 +34,7 @@ from typing import Any
 from quartet.cli.figure import write_reward_png
 from quartet.cli.messages import message_row
 from quartet.cli.progress import Progress, ledger_dict
+from quartet.config import ConfigError
 from quartet.kit.unknown import enum_name
 from quartet.v1.orchestrator_service_pb2 import RolloutEvent, WatchRunResponse
 from quartet.v1.rollout_pb2 import FailureKind
@@ -200,7 +201,7 @@ def append_line(file: Path, row: Row) -> None:
 
 
 def recover_lines(file: Path) -> list[Row]:
-    """The whole lines of a file; a torn last one is cut off."""
+    """The whole lines of a file; a torn last one is cut off. Raises ConfigError where another is damaged."""
     if not file.exists():
         return []
     content = file.read_bytes()
@@ -208,7 +209,20 @@ def recover_lines(file: Path) -> list[Row]:
     if whole < len(content):
         with file.open("r+b") as out:
             out.truncate(whole)
-    return [json.loads(line) for line in content[:whole].splitlines()]
+    return [_row(file, *numbered) for numbered in enumerate(content[:whole].splitlines(), start=1)]
+
+
+def _row(file: Path, number: int, line: bytes) -> Row:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, dict):
+        raise ConfigError(
+            f"{file}:{number} is no JSON object, and not the last line, which a crash may tear; restore it, "
+            "or remove the line"
+        )
+    return row
 
 
 def write_json(file: Path, content: Row, mode: int = 0o666) -> None:

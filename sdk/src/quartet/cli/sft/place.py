@@ -104,16 +104,10 @@ def _check_begun(folder: Path, config: SftConfig) -> None:
 
 
 def _check_metrics(file: Path) -> None:
-    """Whether the lines can be gone on from; a last one that is torn is cut off later. Raises ConfigError."""
-    content = file.read_bytes() if file.exists() else b""
-    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
-        try:
-            int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            raise ConfigError(
-                f"--resume: {file}:{number} is no line of metrics, and not the last one, which a crash may "
-                "tear; restore it, or remove the line"
-            ) from None
+    """Whether the lines can be gone on from. Raises ConfigError."""
+    for number, row in enumerate(recover_lines(file), start=1):
+        if not isinstance(row.get("step"), int):
+            raise ConfigError(f"--resume: {file}:{number} has no step; restore it, or remove the line")
 
 
 def _begun(folder: Path) -> Record:

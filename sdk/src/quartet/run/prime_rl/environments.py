@@ -10,15 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from quartet.config import ConfigError
-from quartet.config.refusals import together
 from quartet.run.dialect import RunDraft, Tables, refuse, shown
 from quartet.run.hosted import MAX_RETRIES, MAX_TIMEOUT_SECONDS
-from quartet.run.prime_rl.given import Given, Said
+from quartet.run.prime_rl.given import Given, Said, leave_rest
 from quartet.run.prime_rl.keys import LEFT_OUT_OF_ENV, REFUSED_OF_ENV
 
 #: A host that runs a task's only agent by itself.
 BY_ITSELF: Final = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+#: Of an entry, what means something in training alone, and in evaluations alone.
+OF_TRAINING: Final = ("ratio", "weight", "algo", "curriculum")
+OF_EVALUATIONS: Final = ("interval", "num_examples", "num_tasks")
+_ZERO: Final = {"reject_min": 0.0, "reject_max": 0.0}
 _NO_VALUE: Final = object()
 
 
@@ -38,18 +40,23 @@ class Environment:
     gate: Said | None
 
 
-def environment(given: Given, run: RunDraft, shared_retries: Said) -> Environment:
-    """Of one entry. Raises ConfigError."""
+def environment(given: Given, run: RunDraft, shared_retries: Said, *, measures: bool = False) -> Environment:
+    """Of one entry; of an evaluation where it `measures`. Raises ConfigError."""
+    run.leave(
+        given.idle("it is of training", *OF_TRAINING)
+        if measures
+        else given.idle("it is of evaluations", *OF_EVALUATIONS)
+    )
     table = _v1(given) if _is_v1(given) else _classic(given)
     table["args"] = _told(table["args"], given.named("args"), run)
     name = given.take("name")
     if name.value is not None:
         table["name"] = name.value
     limit = given.take("timeout_seconds", "timeout.rollout" if _is_table(given, "timeout") else "timeout")
+    if limit.value is not None:
+        table["timeout_seconds"] = min(limit.number(), MAX_TIMEOUT_SECONDS)
     # Without a limit a rollout has as long as it takes.
-    table["timeout_seconds"] = (
-        min(limit.number(), MAX_TIMEOUT_SECONDS) if limit.value is not None else table.get("timeout_seconds")
-    ) or MAX_TIMEOUT_SECONDS
+    table.setdefault("timeout_seconds", MAX_TIMEOUT_SECONDS)
     own = given.take("max_retries")
     retries = own if own.is_given else shared_retries
     if retries.value is not None:
@@ -64,10 +71,7 @@ def environment(given: Given, run: RunDraft, shared_retries: Said) -> Environmen
         num_examples=given.take("num_examples", "num_tasks"),
         gate=_gate(given),
     )
-    unread = list(given.rest(LEFT_OUT_OF_ENV, REFUSED_OF_ENV))
-    run.leave(one for one in unread if isinstance(one, str))
-    if wrong := [one for one in unread if isinstance(one, ConfigError)]:
-        raise together(wrong)
+    leave_rest(given, run, LEFT_OUT_OF_ENV, REFUSED_OF_ENV)
     return found
 
 
@@ -151,6 +155,3 @@ def _gate(given: Given) -> Said | None:
             refuse(f"{gates.source}.{name}", gate, remedy)
         found = gates
     return found
-
-
-_ZERO: Final = {"reject_min": 0.0, "reject_max": 0.0}

@@ -22,7 +22,7 @@ def evaluations(given: Given, run: RunDraft) -> None:
         return
     retries = given.take("orchestrator.eval.max_retries")
     entries = given.entries("orchestrator.eval.source", "orchestrator.eval.env")
-    found = [environment(one, run, retries) for one in entries]
+    found = [environment(one, run, retries, measures=True) for one in entries]
     shared = given.take("orchestrator.eval.interval", default=100)
     own = [one.interval if one.interval.is_given else shared for one in found]
     every = one_of_all("interval of evaluations", own) or shared

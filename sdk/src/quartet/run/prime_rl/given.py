@@ -3,7 +3,8 @@
 1. The first of several paths that are one key is the one that a default is told by. Two that are given and
    differ are refused: there the parts would not fit together, too.
 2. "None" is no value, as prime-rl reads it; it is given nevertheless.
-3. Whatever was not read is left out with a reason, or refused: `rest`.
+3. Whatever was not read is left out with a reason, or refused: `rest`. What was read and has no effect beside
+   other keys is told as such: `idle`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from quartet.config import ConfigError
-from quartet.run.dialect import Tables, refusal, refuse, shown
+from quartet.config.refusals import together
+from quartet.run.dialect import RunDraft, Tables, refusal, refuse, shown
+from quartet.run.prime_rl.keys import Refusals
 
 _ABSENT: Final = object()
 #: Of a known key to an unknown one, from which on it is taken for what was meant (difflib's ratio).
@@ -91,6 +94,13 @@ class Given:
                 return Said(value, self.named(path), True)
         return Said(default, f"prime-rl's default of {self.named(paths[-1])}", False)
 
+    def idle(self, why: str, *paths: str) -> Iterator[str]:
+        """Of each of these keys that is given, that it has no effect beside the others, and why."""
+        for path in paths:
+            said = self.take(path)
+            if said.is_given:
+                yield shown(said.source, said.value, why)
+
     def peek(self, path: str) -> Any:
         """What stands there, or None; it is not read by that."""
         return None if (value := self._at(path)) is _ABSENT else value
@@ -113,7 +123,7 @@ class Given:
     def rest(
         self,
         left_out: Mapping[str, str],
-        refused: Mapping[str, tuple[tuple[Any, ...], str]],
+        refused: Refusals,
         silent: Collection[str] = (),
     ) -> Iterator[str | ConfigError]:
         """Of each key that nobody read, that it is left out, or why it is refused; of a table as one.
@@ -177,6 +187,14 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_none(one) for one in value]
     return None if value == "None" else value
+
+
+def leave_rest(given: Given, run: RunDraft, left_out: Mapping[str, str], refused: Refusals) -> None:
+    """Tells what of an entry has no effect. Raises ConfigError for whatever else was not read."""
+    unread = list(given.rest(left_out, refused))
+    run.leave(one for one in unread if isinstance(one, str))
+    if wrong := [one for one in unread if isinstance(one, ConfigError)]:
+        raise together(wrong)
 
 
 def one_of_all(what: str, said: Sequence[Said]) -> Said | None:

@@ -26,6 +26,9 @@ _MODEL = "the model is exported after the last step, and by quartet export"
 
 SERVICES: Final = ("trainer", "orchestrator", "inference")
 
+#: Of each key, the values that say nothing, and the remedy for every other one.
+Refusals = Mapping[str, tuple[tuple[Any, ...], str]]
+
 
 def _of_all(key: str, reason: str) -> dict[str, str]:
     return {key: reason} | {f"{service}.{key}": reason for service in SERVICES}
@@ -160,6 +163,7 @@ _ONE_MACHINE = (
     "(docs/deploy.md), where quartet submit reads this file without it; or remove it"
 )
 _RESUME = "write --resume with --output-dir; remove it"
+_KEPT = "set keep_last, or export what is to stay (quartet export); remove it"
 _REMOTE_CODE = "no code of a model folder is run; remove it"
 _TEACHER = (
     'a teacher is a table of Quartet\'s own: in a second file [algorithm] preset = "opd" and '
@@ -170,14 +174,15 @@ _OLD_LOSS = (
     'dppo_mask_high, kl_tau), or write [algorithm] loss = "ppo", proximal = true and correction = { mode = '
     '"mask", floor = ..., cap = ... } in a second file'
 )
+_OF_WHICH = 'say of which loss: type = "icepop", "cispo" or "ppo"'
 _POOLS = (
     "tasks are in no pools; set [difficulty_filter] enabled, min_reward and max_reward in a second file: "
     "groups outside are replaced"
 )
 _CURRICULUM = "tasks come in a new order in each epoch; remove it"
 
-#: Values that say nothing, and the remedy for every other one.
-REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+#: What no run here can do.
+REFUSED: Final[Refusals] = {
     "slurm": ((), _ONE_MACHINE),
     "inference.slurm": ((), _ONE_MACHINE),
     "inference.deployment": (("single_node", {}), _ONE_MACHINE),
@@ -191,13 +196,9 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "resume": ((), _RESUME),
     "trainer.resume": ((), _RESUME),
     "orchestrator.resume": ((), _RESUME),
-    **{
-        f"{prefix}ckpt.{key}": rule
-        for prefix in ("", "trainer.", "orchestrator.")
-        for key, rule in {
-            "keep_interval": ((), "set keep_last, or export what is to stay (quartet export); remove it"),
-        }.items()
-    },
+    "ckpt.keep_interval": ((), _KEPT),
+    "trainer.ckpt.keep_interval": ((), _KEPT),
+    "orchestrator.ckpt.keep_interval": ((), _KEPT),
     **{
         f"{prefix}{key}": rule
         for prefix in ("", "trainer.", "orchestrator.", "inference.")
@@ -215,7 +216,7 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "trainer.model.quantization": ((), "the trainer computes in bfloat16 or float32; remove it"),
     "trainer.model.debug": ((False, {}), "the model is trained as its folder has it; remove it"),
     "trainer.data.fake": ((), "there are no made-up data; remove it"),
-    "trainer.trace_path": ((), "there are traces by OpenTelemetry (docs/deploy.md); remove it"),
+    "trainer.trace_path": ((), "there are traces by OpenTelemetry (docs/tracing.md); remove it"),
     "trainer.memory_profiler_path": ((), "nothing is profiled here; remove it"),
     **{
         f"trainer.loss.{key}": ((), _OLD_LOSS)
@@ -226,6 +227,8 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
             *("sequence_mask_ratio_low", "token_mask_low"),
         )
     },
+    "trainer.loss.ratio_low": ((), _OF_WHICH),
+    "trainer.loss.ratio_high": ((), _OF_WHICH),
     "trainer.loss.teacher_tau": ((0, 0.0), _TEACHER),
     "trainer.loss.max_importance_ratio": ((1e4,), "a ratio is cut at e^20; remove it"),
     "orchestrator.teacher": ((), _TEACHER),
@@ -266,7 +269,7 @@ LEFT_OUT_OF_ENV: Final[Mapping[str, str]] = {
     "legacy": _HOST,
     "max_concurrent": "max_concurrent is of all environments together",
 }
-REFUSED_OF_ENV: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+REFUSED_OF_ENV: Final[Refusals] = {
     "address": ((), "give its host's address: [orchestrator] envhost_addresses in a second file; remove it"),
     "max_total_completion_tokens": ((-1,), "bound an answer by max_completion_tokens; remove it"),
     "curriculum.sampler.type": (("standard",), _CURRICULUM),

@@ -121,17 +121,12 @@ def reports(given: Given, run: RunDraft) -> None:
         for table in ("wandb", "monitors.wandb", "monitor.wandb")
     ]
     shows = any(isinstance(given.peek(place), dict) for place in places)
-    for key, path, default in (
-        ("project", "project", "prime-rl" if shows else None),
-        ("name", "name", None),
-        ("entity", "entity", None),
-        ("group", "group", None),
-        ("tags", "tags", None),
-    ):
+    for key in ("project", "name", "entity", "group", "tags"):
         # Of services that are shown apart there, one run here has all.
+        default = "prime-rl" if shows and key == "project" else None
         said = given.nearest(*(f"{place}.{key}" for place in places), default=default)
         if said.value is not None:
-            run.put(f"wandb.{path}", said.value, said.source)
+            run.put(f"wandb.{key}", said.value, said.source)
     offline = given.nearest(*(f"{place}.offline" for place in places), default=False)
     if offline.value and shows:
         run.put("wandb.mode", "offline", offline.source)

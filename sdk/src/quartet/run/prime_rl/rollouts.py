@@ -15,12 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from quartet.config import ConfigError
-from quartet.config.refusals import together
 from quartet.run.algorithm import MAX_RESAMPLE
 from quartet.run.dialect import RunDraft, refuse, shown
 from quartet.run.prime_rl.environments import Environment
-from quartet.run.prime_rl.given import Given, Said, one_of_all
+from quartet.run.prime_rl.given import Given, Said, leave_rest, one_of_all
 
 #: prime-rl is so many batches ahead of its trainer.
 AHEAD: Final = 1
@@ -56,6 +54,16 @@ def batches(given: Given, run: RunDraft, environments: Sequence[Environment]) ->
     group = one_of_all("group sizes", own) or shared
     run.put("rollouts_per_example", group.value, group.source)
     run.put("batch_size", size.value, size.source)
+    _under_way(given, run, size, group)
+    if given.take("orchestrator.mask_truncated_completions", default=False).flag():
+        run.put("algorithm.overlong_filtering", True, "orchestrator.mask_truncated_completions")
+    seed = given.take("orchestrator.seed")
+    if seed.value is not None:
+        run.put("seed", seed.value, seed.source)
+
+
+def _under_way(given: Given, run: RunDraft, size: Said, group: Said) -> None:
+    """How many rollouts at once."""
     under_way = given.take(
         *("orchestrator.max_inflight_rollouts", "orchestrator.max_concurrent"),
         "orchestrator.concurrency.max_inflight",
@@ -63,17 +71,16 @@ def batches(given: Given, run: RunDraft, environments: Sequence[Environment]) ->
     groups = given.take("orchestrator.max_inflight_groups")
     factor = given.take("orchestrator.oversampling_factor")
     if under_way.value is not None:
-        run.put("max_concurrent", under_way.value, under_way.source)
+        chosen, most = under_way, under_way.value
     elif groups.value is not None:
-        run.put("max_concurrent", groups.count() * group.count(), groups.source)
+        chosen, most = groups, groups.count() * group.count()
     elif factor.value is not None:
-        most = max(int(size.count() * factor.number()), group.count())
-        run.put("max_concurrent", most, factor.source)
-    if given.take("orchestrator.mask_truncated_completions", default=False).flag():
-        run.put("algorithm.overlong_filtering", True, "orchestrator.mask_truncated_completions")
-    seed = given.take("orchestrator.seed")
-    if seed.value is not None:
-        run.put("seed", seed.value, seed.source)
+        chosen, most = factor, max(int(size.count() * factor.number()), group.count())
+    else:
+        return
+    run.put("max_concurrent", most, chosen.source)
+    others = [said for said in (groups, factor) if said.value is not None and said is not chosen]
+    run.leave(shown(said.source, said.value, f"{chosen.source} decides") for said in others)
 
 
 def pace(given: Given, run: RunDraft) -> None:
@@ -116,15 +123,11 @@ def credit(given: Given, run: RunDraft, environments: Sequence[Environment]) -> 
     if source.value != "policy":
         refuse(source.source, source.value, "the policy itself samples; remove it")
     advantage = CREDITS[kind.value]
-    raw = given.peek("orchestrator.advantage")
-    if "orchestrator.advantage" in given and raw is None:
+    if "orchestrator.advantage" in given and given.peek("orchestrator.advantage") is None:
         advantage = "none"
     run.put("algorithm.advantage", advantage, kind.source)
     _signal(given, run, environments, compares=advantage != "none")
-    unread = list(table.rest({"failsafe_min_members": "rollouts are waited for"}, {}))
-    run.leave(one for one in unread if isinstance(one, str))
-    if wrong := [one for one in unread if isinstance(one, ConfigError)]:
-        raise together(wrong)
+    leave_rest(table, run, {"failsafe_min_members": "rollouts are waited for"}, {})
 
 
 def _signal(given: Given, run: RunDraft, environments: Sequence[Environment], *, compares: bool) -> None:
@@ -158,10 +161,12 @@ def _enforced(one: Given, run: RunDraft) -> Said | None:
     kind, acts = one.take("type"), one.take("enforce")
     dropped = one.take("action").value == "drop"
     if kind.value == "zero_advantage":
+        leave_rest(one, run, {}, {})
         return Said(dropped or acts.value is not False, kind.source, True)
     if kind.value not in ("gibberish", "repetition") or acts.value or dropped:
         refuse(kind.source, kind.value, "rollouts are not judged by their tokens here; remove it")
     run.leave([shown(kind.source, kind.value, "it only counts")])
     for key in ("token_id_threshold", "logprob_offset", "window", "prob_threshold"):
         one.take(key)
+    leave_rest(one, run, {}, {})
     return None

@@ -36,7 +36,7 @@ def trained(given: Given, run: RunDraft, environments: Sequence[Environment]) ->
     shared = given.take("orchestrator.train.sampling", "orchestrator.sampling", default={})
     for key, (value, source) in {
         "temperature": (1.0, "prime-rl's default of orchestrator.train.sampling.temperature"),
-        **read("kind of sampling", shared, environments, run),
+        **read(shared, environments, run),
     }.items():
         if value is not None:
             run.put(f"sampling.{key}", value, source)
@@ -45,7 +45,7 @@ def trained(given: Given, run: RunDraft, environments: Sequence[Environment]) ->
 def measured(shared: Said, environments: Sequence[Environment], run: RunDraft) -> None:
     """[orchestrator.eval.sampling]. Raises ConfigError for what training does otherwise."""
     same = run.tables.get("sampling", {})
-    said = read("kind of sampling", shared, environments, run)
+    said = read(shared, environments, run)
     unsaid = {key: value for key, value in same.items() if said.get(key, _NOTHING)[0] is None}
     if unsaid:
         run.leave([shown("orchestrator.eval.sampling", shared.value, _as_in_training(unsaid))])
@@ -68,9 +68,7 @@ def _as_in_training(unsaid: Tables) -> str:
     )
 
 
-def read(
-    what: str, shared: Said, environments: Sequence[Environment], run: RunDraft
-) -> dict[str, tuple[object, str]]:
+def read(shared: Said, environments: Sequence[Environment], run: RunDraft) -> dict[str, tuple[object, str]]:
     """By Quartet's names, each value with its place. Raises ConfigError."""
     own = [
         Said(
@@ -80,13 +78,11 @@ def read(
         )
         for one in environments
     ]
-    chosen = one_of_all(what, own) or shared
+    chosen = one_of_all("kind of sampling", own) or shared
     table = chosen.table()
-    extra = table.pop("extra_body", None)
-    found = _translated(table, chosen.source, run)
-    if isinstance(extra, dict):
-        found |= _translated(extra, f"{chosen.source}.extra_body", run)
-    return found
+    body = table.pop("extra_body", None)
+    extra = Said({} if body is None else body, f"{chosen.source}.extra_body", True)
+    return _translated(table, chosen.source, run) | _translated(extra.table(), extra.source, run)
 
 
 def _translated(table: Tables, source: str, run: RunDraft) -> dict[str, tuple[object, str]]:

@@ -18,6 +18,16 @@ LORA_TARGETS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_
 OF_OTHER_MODELS: Final = ("experts", "fc1_latent_proj", "fc2_latent_proj")
 #: By the type of a loss, the function that the trainer has.
 FUNCTIONS: Final = {"default": "dppo", "ipo": "ipo"}
+_OF_MOMENTUM: Final = ("trainer.optim.mu", "trainer.optim.momentum")
+_WARMUP: Final = ("trainer.scheduler.warmup_steps", "trainer.optim.scheduler.warmup_steps")
+_DECAY: Final = ("trainer.scheduler.decay_steps", "trainer.optim.scheduler.decay_steps")
+_OF_IPO: Final = ("trainer.loss.ipo_threshold", "trainer.loss.eps")
+#: Of [trainer.loss], what only some types have.
+_OF_TYPE: Final = {
+    ("default",): ("trainer.loss.dppo_mask_low", "trainer.loss.dppo_mask_high"),
+    ("ipo",): _OF_IPO,
+    ("default", "ipo"): ("trainer.loss.kl_tau",),
+}
 
 
 def optimizer(given: Given, run: RunDraft) -> None:
@@ -33,16 +43,18 @@ def optimizer(given: Given, run: RunDraft) -> None:
         said = given.take(f"trainer.optim.{key}", default=default)
         # No norm at all is what 0 is here.
         run.put(path, 0.0 if key == "max_norm" and said.value is None else said.value, said.source)
-    momentum = given.take("trainer.optim.mu", "trainer.optim.momentum")
+    momentum = given.take(*_OF_MOMENTUM)
     nesterov = given.take("trainer.optim.nesterov", default=True)
     match kind.value:
         case "adamw":
-            pass
+            run.leave(given.idle("AdamW has none", *_OF_MOMENTUM, "trainer.optim.nesterov"))
         case "muon":
+            run.leave(given.idle("it is of SGD", "trainer.optim.nesterov"))
             run.put("momentum", momentum.value if momentum.is_given else 0.95, momentum.source)
         case "sgd":
             if nesterov.value is not False:
                 refuse(nesterov.source, nesterov.value, "SGD has plain momentum here; set it to false")
+            run.leave(given.idle("SGD has none", "trainer.optim.betas1", "trainer.optim.betas2"))
             run.put("momentum", momentum.value if momentum.is_given else 0.9, momentum.source)
         case other:
             refuse(kind.source, other, 'choose "adamw", "muon" or "sgd"')
@@ -52,13 +64,14 @@ def optimizer(given: Given, run: RunDraft) -> None:
 def schedule(given: Given, run: RunDraft) -> None:
     """[trainer.scheduler]."""
     kind = given.take("trainer.scheduler.type", "trainer.optim.scheduler.type", default="constant")
-    warmup = given.take("trainer.scheduler.warmup_steps", "trainer.optim.scheduler.warmup_steps", default=10)
-    decay = given.take("trainer.scheduler.decay_steps", "trainer.optim.scheduler.decay_steps", default=10)
+    warmup = given.take(*_WARMUP, default=10)
+    decay = given.take(*_DECAY, default=10)
     least = given.take("trainer.scheduler.min_lr", "trainer.optim.scheduler.min_lr", default=0.0)
     if least.number():
         refuse(least.source, least.value, "a rate that falls ends at 0 here; remove it")
     match kind.value:
         case "constant":
+            run.leave(given.idle("a constant rate has none", *_WARMUP, *_DECAY))
             run.put("lr_scheduler", "constant", kind.source)
             return
         case "linear" if decay.count(0):
@@ -67,6 +80,7 @@ def schedule(given: Given, run: RunDraft) -> None:
         case "linear":
             run.put("lr_scheduler", "constant", kind.source)
         case "cosine":
+            run.leave(given.idle("a cosine falls to the end", *_DECAY))
             run.put("lr_scheduler", "cosine", kind.source)
         case other:
             refuse(kind.source, other, 'choose "constant", "linear" or "cosine"')
@@ -78,10 +92,12 @@ def loss(given: Given, run: RunDraft) -> None:
     kind = given.take("trainer.loss.type", default="default")
     low = given.take("trainer.loss.dppo_mask_low", default=0.2)
     high = given.take("trainer.loss.dppo_mask_high", default=0.2)
-    eps = given.take("trainer.loss.ipo_threshold", "trainer.loss.eps", default=0.1)
+    eps = given.take(*_OF_IPO, default=0.1)
     adv_tau = given.take("trainer.loss.adv_tau", default=1.0)
     kl_tau = given.take("trainer.loss.kl_tau", default=1e-3)
     run.put("algorithm.aggregation", "token", "what prime-rl always does")
+    others = [path for name, paths in _OF_TYPE.items() if kind.value not in name for path in paths]
+    run.leave(given.idle(f'type = "{kind.value}" has none', *others))
     match kind.value:
         case "default" if kl_tau.number() == 0 and adv_tau.number() == 1:
             run.put("algorithm.loss", "dppo", kind.source)
@@ -145,10 +161,9 @@ def model(given: Given, run: RunDraft) -> None:
     served = given.take("inference.vllm.model")
     if name.is_given and served.is_given and served.value != name.value:
         refuse(served.source, served.value, f"{name.source} says otherwise; keep one of the two")
-    if name.is_given or served.is_given:
-        run.put(
-            "model", (name if name.is_given else served).value, (name if name.is_given else served).source
-        )
+    said = name if name.is_given else served
+    if said.is_given:
+        run.put("model", said.value, said.source)
     tokens = given.nearest("trainer.model.seq_len", "seq_len", default=2048)
     run.put("microbatch_tokens", tokens.count(), tokens.source)
     if given.take("trainer.model.freeze_moe_router", default=False).flag():

@@ -136,7 +136,9 @@ def _environments(given: Given, run: RunDraft, found: list[Environment]) -> None
     retries = given.take("orchestrator.train.max_retries")
     found += [environment(one, run, retries) for one in entries]
     weights = given.take("orchestrator.buffer.env_ratios", "orchestrator.env_mix")
-    listed = weights.value if isinstance(weights.value, list) else []
+    listed = weights.value if weights.value is not None else []
+    if not isinstance(listed, list) or len(listed) not in (0, len(found)):
+        refuse(weights.source, weights.value, "give a number for each environment, or remove it")
     for number, one in enumerate(found):
         if one.ratio.value is not None:
             one.table["weight"] = one.ratio.number()
