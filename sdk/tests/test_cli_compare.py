@@ -180,7 +180,14 @@ def test_a_whole_number_is_a_reward(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    "text", ["[1]", '{"steps": "six"}', '{"environments": 5}', '{"environments": [null]}']
+    "text",
+    [
+        "[1]",
+        '{"steps": "six"}',
+        '{"environments": 5}',
+        '{"environments": [null]}',
+        '{"environments": [{"name": "a", "later_digests": 1}]}',
+    ],
 )
 def test_a_summary_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     run = a_run(tmp_path / "run")

@@ -255,3 +255,13 @@ def test_what_is_read_is_bounded(tmp_path: Path, imported: Any, monkeypatch: pyt
         assert (consists.digests(found)[name] == digest) is same, content[:1] + content[-1:]
     large.unlink()
     assert name not in consists.digests(found)
+
+
+def test_a_tree_of_folders_is_walked_so_far(
+    tmp_path: Path, imported: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """consists.py 4: a folder is an entry like a file."""
+    deep = {"deep_env/__init__.py": "", "deep_env/" + "folder/" * 20 + "far.txt": "x"}
+    assert len(imported("deep_env", deep)) == 2
+    monkeypatch.setattr(consists, "MAX_WALKED", 10)
+    assert list(imported("deep_env", deep)) == ["deep_env/__init__.py"]

@@ -140,7 +140,7 @@ def _walked(place: Path) -> list[Path]:
         inside = [name for name in folders if not _is_left_out(name)]
         # What is the package's own before what it shares with others.
         folders[:] = sorted(inside, key=lambda name: (os.path.islink(os.path.join(folder, name)), name))
-        for name in sorted(names):
+        for name in ("", *sorted(names)):  # the folder itself is an entry, too
             walked += 1
             if walked > MAX_WALKED:
                 return found

@@ -102,14 +102,20 @@ def recorded(folder: Path) -> Recorded:
 
 def _summary(folder: Path) -> Row:
     found: Any = summary_of(folder)
-    try:
-        whole = isinstance(found.get("steps", 0), int)
-        whole = whole and all("name" in one for one in found.get("environments", []))
-    except (AttributeError, TypeError):
-        whole = False
-    if not whole:
+    if not (
+        isinstance(found, dict)
+        and isinstance(found.get("steps", 0), int)
+        and _are_environments(found.get("environments", []))
+    ):
         raise ConfigError(f"{folder / SUMMARY} is no summary of a run; put it back, or remove it")
-    return dict(found)
+    return found
+
+
+def _are_environments(told: Any) -> bool:
+    return isinstance(told, list) and all(
+        isinstance(one, dict) and "name" in one and isinstance(one.get("later_digests", []), list)
+        for one in told
+    )
 
 
 def _settings(folder: Path, record: Row) -> dict[str, Any] | None:

@@ -129,15 +129,15 @@ def _environments(runs: Sequence[Recorded]) -> Iterator[Line]:
     for name in sorted({name for environments in told for name in environments}):
         values = [environments.get(name) for environments in told]
         for key in ("version", "digest"):
-            digests = [value and _history(value, key) for value in values]
-            if any(digests):
-                yield Line("environments", f"{name}, {key}", digests)
+            histories = [value and _history(value, key) for value in values]
+            if any(histories):
+                yield Line("environments", f"{name}, {key}", histories)
 
 
 def _history(environment: Row, key: str) -> str | None:
     """What it was; of digests, also what it became."""
     later = environment.get("later_digests", ()) if key == "digest" else ()
-    return " -> ".join([str(environment[key]), *later]) if environment.get(key) else None
+    return " -> ".join(map(str, [environment[key], *later])) if environment.get(key) else None
 
 
 def _mean(values: Sequence[float]) -> float | None:
