@@ -21,6 +21,7 @@ from quartet.run.hosted import MAX_TIMEOUT_SECONDS
 from quartet.run.prime_rl import Form, form_of, translate
 from quartet.run.prime_rl.form import AT_THE_TOP, OF_OUR_SERVICES, OF_SERVICES, OURS
 from quartet.run.prime_rl.keys import LEFT_OUT, REFUSED
+from read_or_refused import is_read_or_refused
 from vf_rl_tables import value_at
 
 #: A file that says as little as a run may.
@@ -515,13 +516,4 @@ def test_whatever_a_file_says_is_read_or_refused_in_a_sentence(said: dict[str, A
             node = node.setdefault(part, {}) if isinstance(node, dict) else {}
         if isinstance(node, dict):
             node[key] = value
-    before = repr(given)
-    try:
-        run = translate(given, engine)
-        validate(RunConfig, run.tables)
-        told = "; ".join(run.without_effect)
-    except ConfigError as error:
-        told = str(error)
-        assert "is refused" in told or "is not set" in told or "unknown key" in told or "needs" in told
-    assert all(line.startswith("  ") for line in told.split("\n")[1:]), "a line for each thing"
-    assert repr(given) == before, "a file's tables are not changed"
+    is_read_or_refused(translate, given, engine)

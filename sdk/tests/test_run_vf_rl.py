@@ -18,6 +18,7 @@ from quartet.config.load import validate
 from quartet.run.config import RunConfig
 from quartet.run.vf_rl import translate
 from quartet.run.vf_rl.keys import DEFAULTS, INHERITED, WITHOUT_EFFECT
+from read_or_refused import is_read_or_refused
 from vf_rl_tables import run_of, tables, value_at
 
 RL_CONFIG = json.loads(Path(__file__).with_name("rl_config.json").read_text())
@@ -253,13 +254,4 @@ def test_whatever_a_file_says_is_read_or_refused_in_a_sentence(
     given["inference"]["args"] = of_vllm
     if instead is not None:
         given[instead] = other
-    before = repr(given)
-    try:
-        run = translate(given, engine)
-        validate(RunConfig, run.tables)
-        told = "; ".join(run.without_effect)
-    except ConfigError as error:
-        told = str(error)
-        assert "is refused" in told or "is not set" in told or "unknown key" in told
-    assert all(line.startswith("  ") for line in told.split("\n")[1:]), "a line for each thing"
-    assert repr(given) == before, "a file's tables are not changed"
+    is_read_or_refused(translate, given, engine)

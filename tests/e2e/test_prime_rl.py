@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.conftest import QUARTET, REPOSITORY, summary_of
-
-STEPS = 3
-RUN_SECONDS = 280
+from tests.conftest import summary_of
+from tests.e2e.conftest import quartet
+from tests.e2e.foreign_files import STEPS, steps_of, trained
 
 FILE = """
 max_steps = 20
@@ -68,18 +64,7 @@ env.taskset.max_chars = 6
 @pytest.fixture(scope="module")
 def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Output folder of one short run, and what was said of its file."""
-    folder = tmp_path_factory.mktemp("prime-rl")
-    file, output = folder / "rl.toml", folder / "run"
-    file.write_text(FILE.format(model=tiny_model, output=output))
-    command = [*QUARTET, "rl", "@", str(file), "--max-steps", str(STEPS), "--inference.engine", "embedded"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=RUN_SECONDS)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return output, done.stderr
-
-
-def steps_of(output: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "train/loss" in row]
+    return trained(tmp_path_factory.mktemp("prime-rl"), FILE, tiny_model)
 
 
 def test_a_file_of_prime_rl_trains(finished: tuple[Path, str]) -> None:
@@ -108,12 +93,10 @@ def test_its_loss_is_its_own_on_the_rollouts_that_teach(finished: tuple[Path, st
 def test_what_dry_run_shows_can_be_kept(tiny_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "rl.toml"
     file.write_text(FILE.format(model=tiny_model, output=tmp_path / "run"))
-    command = [*QUARTET, "rl", "@", str(file), "--dry-run"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=RUN_SECONDS)
+    done = quartet("rl", "@", file, "--dry-run")
     assert done.returncode == 0, done.stdout + done.stderr
     kept = tmp_path / "mine.toml"
     kept.write_text(done.stdout)
     assert tomllib.loads(done.stdout)["learning_rate"] == 1e-3
-    command[command.index(str(file))] = str(kept)
-    again = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=RUN_SECONDS)
+    again = quartet("rl", "@", kept, "--dry-run")
     assert again.returncode == 0 and "read as" not in again.stderr, again.stdout + again.stderr

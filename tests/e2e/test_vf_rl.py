@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.conftest import QUARTET, REPOSITORY, summary_of
-
-STEPS = 3
-RUN_SECONDS = 280
+from tests.conftest import summary_of
+from tests.e2e.foreign_files import STEPS, steps_of, trained
 
 FILE = """
 model = "{model}"
@@ -50,19 +46,7 @@ save_steps = 2
 @pytest.fixture(scope="module")
 def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Output folder of one short run, and what was said of its file."""
-    folder = tmp_path_factory.mktemp("vf-rl")
-    file, output = folder / "reverse-text.toml", folder / "run"
-    file.write_text(FILE.format(model=tiny_model, output=output))
-    # The engine by name: one that is installed beside would take its minutes to start.
-    command = [*QUARTET, "rl", "@", str(file), "--max_steps", str(STEPS), "--inference.engine", "embedded"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=RUN_SECONDS)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return output, done.stderr
-
-
-def steps_of(output: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "train/loss" in row]
+    return trained(tmp_path_factory.mktemp("vf-rl"), FILE, tiny_model)
 
 
 def test_a_file_of_vf_rl_trains(finished: tuple[Path, str]) -> None:

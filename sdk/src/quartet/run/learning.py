@@ -6,13 +6,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Final, Literal
 
 from quartet.config import Config
 from quartet.run.values import PositiveCount
+from quartet.v1 import trainer_service_pb2 as pb
 
 Schedule = Literal["constant", "linear", "cosine", "warmup_stable_decay"]
 Optimizer = Literal["adamw", "muon", "sgd"]
+
+#: As they travel.
+SCHEDULES: Final[Mapping[Schedule, pb.Schedule]] = {
+    "constant": pb.SCHEDULE_CONSTANT,
+    "linear": pb.SCHEDULE_LINEAR,
+    "cosine": pb.SCHEDULE_COSINE,
+    "warmup_stable_decay": pb.SCHEDULE_WARMUP_STABLE_DECAY,
+}
 
 #: What only the trainer reads; a trainer of somebody else's knows it by itself.
 OF_THE_TRAINER = (

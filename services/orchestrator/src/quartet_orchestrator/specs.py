@@ -7,15 +7,10 @@ from collections.abc import Sequence
 
 from quartet.run.algorithm import AlgorithmConfig, CorrectionConfig
 from quartet.run.config import RunConfig
+from quartet.run.learning import SCHEDULES
 from quartet.run.lora import lora_spec
 from quartet.v1 import trainer_service_pb2 as tpb
 
-SCHEDULES = {
-    "constant": tpb.SCHEDULE_CONSTANT,
-    "linear": tpb.SCHEDULE_LINEAR,
-    "cosine": tpb.SCHEDULE_COSINE,
-    "warmup_stable_decay": tpb.SCHEDULE_WARMUP_STABLE_DECAY,
-}
 OPTIMIZERS = {
     "adamw": tpb.OPTIMIZER_KIND_ADAMW,
     "muon": tpb.OPTIMIZER_KIND_MUON,

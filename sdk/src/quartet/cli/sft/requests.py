@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quartet.cli.sft.chats import covered
+from quartet.run.learning import SCHEDULES
 from quartet.run.lora import lora_spec
 from quartet.run.sft import SftConfig
 from quartet.v1 import trainer_service_pb2 as pb
@@ -14,7 +15,6 @@ from quartet.v1.rollout_pb2 import Sample
 RUN_ID = "sft"
 # Well below the limit of a message, 4 MiB.
 FRAME_BYTES = 1 << 20
-SCHEDULES = {"constant": pb.SCHEDULE_CONSTANT, "linear": pb.SCHEDULE_LINEAR, "cosine": pb.SCHEDULE_COSINE}
 
 
 def run_spec(config: SftConfig, chats: int) -> pb.RunSpec:
