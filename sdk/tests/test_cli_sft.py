@@ -334,6 +334,10 @@ def test_steps_and_schedule(tmp_path: Path) -> None:
             SftConfig(model="m", data=tmp_path, epochs=epochs).steps(400)
     with pytest.raises(ValueError, match="give one of the two"):
         SftConfig(model="m", data=tmp_path, epochs=2.0, max_steps=3)
+    longest = SftConfig(model="m", data=tmp_path, warmup_steps=2**32 - 2)
+    assert run_spec(longest, 8).optimizer.total_steps == 2**32 - 1
+    with pytest.raises(ValueError, match="warmup_steps"):
+        SftConfig(model="m", data=tmp_path, warmup_steps=2**32 - 1)
 
 
 def test_an_adapter_is_asked_for_as_by_a_run(tmp_path: Path) -> None:

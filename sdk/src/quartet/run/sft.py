@@ -53,7 +53,8 @@ class SftConfig(Config):
     seed: Seed = 0
     learning_rate: NonNegative = 1e-5
     lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
-    warmup_steps: Count = 0
+    #: A step after them is counted, too.
+    warmup_steps: Annotated[int, Field(ge=0, lt=MAX_STEPS, strict=True)] = 0
     max_grad_norm: NonNegative = 1.0
     weight_decay: NonNegative = 0.0
     adam_beta1: Decay = 0.9
