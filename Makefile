@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install install-vllm classic demo test test-environments test-tensors test-services test-system test-vllm test-compose test-kubernetes lint check bench protos released clean
+.PHONY: install install-vllm classic demo test test-environments test-tensors test-services test-e2e test-system test-vllm test-compose test-kubernetes lint check bench protos released clean
 .DELETE_ON_ERROR:
 
 install: .venv/installed .venv-envs/installed
@@ -67,9 +67,9 @@ demo: install models/tiny/config.json
 	$(BIN)/quartet rl @ configs/reverse-text.toml --seed $(SEED) --output-dir outputs/demo --overwrite
 	@echo "results: outputs/demo/{summary.json,metrics.jsonl,reward.png,rollouts/,checkpoint/}"
 
-# Three processes side by side, because all of them wait much: vLLM's begin where the first of the others end.
+# Three processes side by side, because all of them wait much; the longest begin first.
 test: install classic
-	$(MAKE) -j3 test-environments test-system test-services test-tensors test-vllm
+	$(MAKE) -j3 test-services test-e2e test-system test-tensors test-vllm test-environments
 
 test-environments: install
 	.venv-envs/bin/python -m pytest $(ENVIRONMENTS)
@@ -80,8 +80,11 @@ test-tensors: install
 test-services: install
 	$(PY) -m pytest sdk services/envhost services/orchestrator gateways
 
+test-e2e: install
+	$(PY) -m pytest tests/e2e
+
 test-system: install
-	$(PY) -m pytest tests
+	$(PY) -m pytest tests --ignore=tests/e2e
 
 # The engine on vLLM's CPU build, where this CPU can run it.
 test-vllm:
