@@ -45,6 +45,24 @@ def write_qwen3() -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
+def small_qwen3(tmp_path_factory: pytest.TempPathFactory, write_qwen3: Callable[..., Path]) -> Path:
+    """One of 96 tokens, for a trainer, with a file that stands for its tokenizer; for reading alone."""
+    path = write_qwen3(
+        tmp_path_factory.mktemp("model"),
+        seed=7,
+        vocab_size=96,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        max_position_embeddings=128,
+    )
+    (path / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    return path
+
+
+@pytest.fixture(scope="session")
 def serving_trainer() -> Callable[..., Any]:
     """`async with serving_trainer(state_dir, **config) as address`: a trainer in this process."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from quartet.cli.tiny.files import PHRASES, write_model_files
 from quartet.config import load
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
@@ -23,6 +24,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 if TYPE_CHECKING:
     from push_taker import Taker
     from weight_plane import Plane
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder with all but its weights, which the trainer alone reads."""
+    path = tmp_path_factory.mktemp("chat") / "model"
+    write_model_files(path, PHRASES)
+    (path / "model.safetensors").touch()
+    return path
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from quartet.cli.sft import command
 from quartet.cli.sft.chats import read_chats
 from quartet.cli.sft.metrics import step_line, step_row, validation_line, validation_row
 from quartet.cli.sft.validation import Measured, Validation, repeated
-from quartet.cli.tiny.files import PHRASES, write_model_files
 from quartet.cli.wandb.rows import point_of
 from quartet.config import ConfigError
 from quartet.run.sft import MeasureConfig, SftConfig
@@ -33,16 +32,8 @@ from quartet.v1.trainer_service_pb2 import (
 MEASURES = MeasureConfig(before=False, after=False, interval=2)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("sft") / "model"
-    write_model_files(path, PHRASES)
-    (path / "model.safetensors").touch()
-    return path
-
-
 @pytest.fixture
-def check(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def check(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`check(data, ...)`: the exit code of a dry run, for which the trainer's configuration is good."""
 
     async def accepts(specs: object) -> None:
@@ -51,7 +42,7 @@ def check(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(command, "check", accepts)
 
     def run(data: Path, *more: str) -> int:
-        return main(["sft", "--model", str(folder), "--data", str(data), *more, "--dry-run"])
+        return main(["sft", "--model", str(chat_model), "--data", str(data), *more, "--dry-run"])
 
     return run
 
@@ -166,16 +157,16 @@ def test_a_set_that_is_never_measured_is_refused(
 
 
 def test_chats_that_the_model_cannot_take_are_refused_before_anything_starts(
-    folder: Path, tmp_path: Path
+    chat_model: Path, tmp_path: Path
 ) -> None:
-    most = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    most = json.loads((chat_model / "config.json").read_text())["max_position_embeddings"]
     file = chats(tmp_path / "a", "x", "y" * (most + 1))
     with pytest.raises(
         ConfigError, match=f"the model takes {most} .*; set max_tokens to {most}, which"
     ) as told:
-        read_chats(file, folder, ("assistant",), 10 * most, "validation")
+        read_chats(file, chat_model, ("assistant",), 10 * most, "validation")
     assert str(told.value).startswith(f"validation = {str(file)!r} has a chat of ")
-    assert read_chats(file, folder, ("assistant",), most, "validation").left_out == 1
+    assert read_chats(file, chat_model, ("assistant",), most, "validation").left_out == 1
 
 
 @pytest.mark.parametrize(

@@ -22,23 +22,6 @@ EVERY_STEP = MeasureConfig(interval=1)
 OF_TIME = ("time", "time/step_s", "time/validation_s", "tokens_per_second")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, write_qwen3: Callable[..., Path]) -> Path:
-    path: Path = write_qwen3(
-        tmp_path_factory.mktemp("model"),
-        seed=7,
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        head_dim=16,
-        intermediate_size=64,
-        max_position_embeddings=128,
-    )
-    (path / "tokenizer_config.json").write_text('{"chat_template": "x"}')
-    return path
-
-
 def samples(count: int, seed: int) -> list[Sample]:
     """Ragged ones, with two covered parts each."""
     drawn, made = random.Random(seed), []
@@ -51,14 +34,14 @@ def samples(count: int, seed: int) -> list[Sample]:
 
 
 @pytest.fixture
-def train(tmp_path: Path, folder: Path, serving_trainer: Callable[..., Any]) -> Callable[..., Any]:
+def train(tmp_path: Path, small_qwen3: Path, serving_trainer: Callable[..., Any]) -> Callable[..., Any]:
     """`await train(name, validation, when)`: all steps on a trainer of its own; rows, last state, model."""
 
     async def run(
         name: str, validation: list[Sample], when: MeasureConfig = EVERY_STEP, **keys: Any
     ) -> tuple[list[dict[str, Any]], Path, Path]:
         config = SftConfig(
-            **{"model": str(folder), "data": tmp_path, "max_steps": STEPS, "batch_size": 4}
+            **{"model": str(small_qwen3), "data": tmp_path, "max_steps": STEPS, "batch_size": 4}
             | {"learning_rate": 1e-2, "microbatch_tokens": 40, "ckpt": {"interval": 2}}
             | keys
         )
@@ -102,7 +85,7 @@ async def test_promise_2_training_is_bit_identical_with_and_without(
 
 @pytest.mark.parametrize("lora", [{"enabled": False}, ADAPTER])
 async def test_promise_1_the_loss_is_what_the_model_says_of_the_set(
-    train: Callable[..., Any], folder: Path, lora: dict[str, Any]
+    train: Callable[..., Any], small_qwen3: Path, lora: dict[str, Any]
 ) -> None:
     """By transformers alone, of the model before and of the one that was exported; dropout is off."""
     import torch
@@ -111,7 +94,7 @@ async def test_promise_1_the_loss_is_what_the_model_says_of_the_set(
     validation = samples(9, seed=2)
     rows, _, exported = await train("measured", validation, lora=lora)
     measured = [row for row in rows if "val/loss" in row]
-    for row, path in ((measured[0], folder), (measured[-1], exported)):
+    for row, path in ((measured[0], small_qwen3), (measured[-1], exported)):
         model, values = AutoModelForCausalLM.from_pretrained(path).eval(), []
         for one in validation:
             ids = torch.tensor([list(one.token_ids)])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +50,25 @@ def served(model: pb.GetModelResponse) -> dict[str, int]:
     return {one.run_id: one.policy_version for one in model.adapters}
 
 
-async def test_an_adapter_of_another_base_is_never_told_as_served(
-    model_folder: Path, make_model: Make
-) -> None:
-    """verdicts.py 1, 2: same shape, other weights, as a checkpoint of a fine-tuning has them."""
-    other, store = make_model(7), WeightStore(4)
-    put(store, "r", 0, untrained(other))
+@contextlib.asynccontextmanager
+async def follower_of_another(model_folder: Path, base: Any) -> AsyncIterator[tuple[Replica, WeightStore]]:
+    """A replica that follows a run without versions, beside run "r", which has an adapter upon the base; and
+    the store of both."""
+    store = WeightStore(4)
+    put(store, "r", 0, untrained(base))
     store.open_run("elsewhere")
     server = await publish(store)
     settings = {"shared_memory": False, "run_id": "elsewhere", "adapters": {"on_demand": False}}
     async with serving(model_folder, weights_address=server.address, **settings) as replica:
+        yield replica, store
+    await server.stop(0)
+
+
+async def test_an_adapter_of_another_base_is_never_told_as_served(
+    model_folder: Path, make_model: Make
+) -> None:
+    """verdicts.py 1, 2: same shape, other weights, as a checkpoint of a fine-tuning has them."""
+    async with follower_of_another(model_folder, make_model(7)) as (replica, store):
         told: list[dict[str, int]] = []
         for _ in range(3):
             asked = asyncio.create_task(refusal(replica, "r"))
@@ -75,7 +86,6 @@ async def test_an_adapter_of_another_base_is_never_told_as_served(
         assert loaded.version == 1
         model = await replica.model()
         assert served(model) == {"r": 1} and not model.refused_adapters
-    await server.stop(0)
 
 
 async def test_an_adapter_that_dies_later_is_told_until_it_is_unloaded(
@@ -100,31 +110,20 @@ async def test_an_adapter_that_dies_later_is_told_until_it_is_unloaded(
 async def test_load_adapter_waits_for_the_canary_so_long(
     model_folder: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base, store = make_model(0), WeightStore(4)
-    put(store, "r", 0, untrained(base))
-    store.open_run("elsewhere")
-    server = await publish(store)
     monkeypatch.setattr(adapters, "CANARY_SECONDS", 0.2)
-    settings = {"shared_memory": False, "run_id": "elsewhere", "adapters": {"on_demand": False}}
-    async with serving(model_folder, weights_address=server.address, **settings) as replica:
+    async with follower_of_another(model_folder, make_model(0)) as (replica, _):
         await replica.stub.Pause(pb.PauseRequest())
         refused = await refusal(replica, "r")
         assert refused.reason == "DEADLINE" and "paused" in refused.message
         assert served(await replica.model()) == {}
         await replica.stub.Resume(pb.ResumeRequest())
         await replica.until(lambda model: served(model) == {"r": 0})
-    await server.stop(0)
 
 
 async def test_an_adapter_whose_canary_cannot_be_scored_is_not_told_as_loaded(
     model_folder: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """verdicts.py 1"""
-    base, store = make_model(0), WeightStore(4)
-    put(store, "r", 0, untrained(base))
-    store.open_run("elsewhere")
-    server = await publish(store)
-    settings = {"shared_memory": False, "run_id": "elsewhere", "adapters": {"on_demand": False}}
     score = EmbeddedEngine.score
 
     async def no_room(self: Any, request: Any) -> Any:
@@ -133,7 +132,7 @@ async def test_an_adapter_whose_canary_cannot_be_scored_is_not_told_as_loaded(
         return await score(self, request)
 
     monkeypatch.setattr(EmbeddedEngine, "score", no_room)
-    async with serving(model_folder, weights_address=server.address, **settings) as replica:
+    async with follower_of_another(model_folder, make_model(0)) as (replica, _):
         refused = await refusal(replica, "r")
         assert refused.reason == "DEADLINE" and "could not be scored" in refused.message
         assert served(await replica.model()) == {}
@@ -141,7 +140,6 @@ async def test_an_adapter_whose_canary_cannot_be_scored_is_not_told_as_loaded(
         await replica.stub.UnloadAdapter(pb.UnloadAdapterRequest(run_id="r"))
         await replica.stub.LoadAdapter(pb.LoadAdapterRequest(run_id="r"), timeout=10)
         assert served(await replica.model()) == {"r": 0}
-    await server.stop(0)
 
 
 async def test_an_adapter_of_another_vocabulary_is_refused_before_it_is_served(

@@ -25,21 +25,9 @@ VOCAB = 96
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory, write_qwen3: Callable[..., Path]) -> Path:
-    """A small random Qwen3 with tied embeddings, and a file that stands for its tokenizer."""
-    path = write_qwen3(
-        tmp_path_factory.mktemp("model"),
-        seed=7,
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        head_dim=16,
-        intermediate_size=64,
-        max_position_embeddings=128,
-    )
-    (path / "tokenizer_config.json").write_text('{"chat_template": "x"}')
-    return path
+def folder(small_qwen3: Path) -> Path:
+    """The model that nearly every test trains."""
+    return small_qwen3
 
 
 Made = list[pb.TrainingSample]

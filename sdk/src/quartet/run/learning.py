@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 from quartet.config import Config
 from quartet.run.values import PositiveCount
@@ -46,6 +46,37 @@ OF_THE_TRAINER = (
     "checks",
     "trainer",
 )
+
+
+class Learning(Protocol):
+    """What every configuration of something that learns has, by the names of a run."""
+
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def lr_scheduler(self) -> Schedule: ...
+    @property
+    def adam_beta1(self) -> float: ...
+    @property
+    def adam_beta2(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def max_grad_norm(self) -> float: ...
+
+
+def optimizer_spec(config: Learning, *, warmup_steps: int, total_steps: int) -> pb.OptimizerSpec:
+    """As it travels: AdamW over so many optimizer steps, for whoever says nothing else."""
+    return pb.OptimizerSpec(
+        learning_rate=config.learning_rate,
+        beta1=config.adam_beta1,
+        beta2=config.adam_beta2,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+        schedule=SCHEDULES[config.lr_scheduler],
+        warmup_steps=warmup_steps,
+        total_steps=total_steps,
+    )
 
 
 class CheckpointConfig(Config):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from quartet.run.algorithm import AlgorithmConfig, CorrectionConfig
 from quartet.run.config import RunConfig
-from quartet.run.learning import SCHEDULES
+from quartet.run.learning import optimizer_spec
 from quartet.run.lora import lora_spec
 from quartet.v1 import trainer_service_pb2 as tpb
 
@@ -37,23 +37,21 @@ def run_spec(config: RunConfig, earlier_ends: Sequence[int] = ()) -> tpb.RunSpec
     """What CreateRun asks for, of a run whose max_steps were these before it was extended. Its steps are
     optimizer steps, of which a step of the run may be several."""
     steps = config.versions_per_step
-    return tpb.RunSpec(
-        base_model=config.model,
-        optimizer=tpb.OptimizerSpec(
-            learning_rate=config.learning_rate,
-            beta1=config.adam_beta1,
-            beta2=config.adam_beta2,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
-            schedule=SCHEDULES[config.lr_scheduler],
-            warmup_steps=config.warmup_steps * steps,
-            total_steps=config.max_steps * steps,
+    optimizer = optimizer_spec(
+        config, warmup_steps=config.warmup_steps * steps, total_steps=config.max_steps * steps
+    )
+    optimizer.MergeFrom(
+        tpb.OptimizerSpec(
             kind=OPTIMIZERS[config.optimizer],
             momentum=config.momentum,
             decay_steps=config.decay_steps * steps,
             adamw_learning_rate=config.adamw_learning_rate,
             earlier_total_steps=[end * steps for end in earlier_ends],
-        ),
+        )
+    )
+    return tpb.RunSpec(
+        base_model=config.model,
+        optimizer=optimizer,
         lora=lora_spec(config.lora),
         seed=config.seed,
         # The versions that a batch's tokens may come from, and one to spare.

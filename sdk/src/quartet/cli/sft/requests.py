@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quartet.cli.sft.chats import covered
-from quartet.run.learning import SCHEDULES
+from quartet.run.learning import optimizer_spec
 from quartet.run.lora import lora_spec
 from quartet.run.sft import SftConfig
 from quartet.v1 import trainer_service_pb2 as pb
@@ -21,13 +21,8 @@ def run_spec(config: SftConfig, chats: int) -> pb.RunSpec:
     """What CreateRun asks for."""
     return pb.RunSpec(
         base_model=config.model,
-        optimizer=pb.OptimizerSpec(
-            learning_rate=config.learning_rate,
-            beta1=config.adam_beta1,
-            beta2=config.adam_beta2,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
-            schedule=SCHEDULES[config.lr_scheduler],
+        optimizer=optimizer_spec(
+            config,
             warmup_steps=config.warmup_steps,
             total_steps=max(config.steps(chats), config.warmup_steps + 1),
         ),

@@ -1,0 +1,34 @@
+"""A chat, as the tests of `quartet sft` learn it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from quartet.cli.sft.chats import sample_of
+from quartet.cli.sft.line import Conversation
+from quartet.cli.sft.template import template_of
+from quartet.v1.rollout_pb2 import Sample
+from tokenizers import Tokenizer
+
+CHAT = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "é?"},
+    {"role": "assistant", "content": "yes  "},
+    {"role": "tool", "content": "42"},
+    {"role": "assistant", "content": "no"},
+]
+
+
+CONVERSATION = Conversation(CHAT, (), frozenset())
+
+
+def sample(folder: Path, *roles: str) -> Sample:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return sample_of(CONVERSATION, roles, template_of(folder), tokenizer)
+
+
+def written(tmp_path: Path, *lines: object) -> Path:
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n".join(one if isinstance(one, str) else json.dumps(one) for one in lines))
+    return file

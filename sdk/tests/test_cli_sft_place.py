@@ -1,0 +1,170 @@
+"""`quartet sft`: the folder of a fine-tuning, and how it goes on (place.py)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import IO
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quartet.cli import held
+from quartet.cli.sft.place import Calls, begun_ms, cut_metrics, taken
+from quartet.config import ConfigError
+from quartet.kit.folder import lock_file
+from quartet.run.lora import LoraConfig
+from quartet.run.sft import MeasureConfig, SftConfig
+from quartet.run.wandb import WandbConfig
+from sft_chats import CHAT, written
+
+
+@given(steps=st.integers(1, 60), interval=st.integers(1, 20))
+def test_promise_1_the_last_call_says_which_step_comes_next(steps: int, interval: int) -> None:
+    calls = Calls(steps, interval)
+    applied = 0
+    for step in range(steps):
+        assert calls.first_of(step) == applied + 1
+        applied += 2
+        if calls.saves_after(step):
+            applied += 1
+            assert calls.step_after(applied) == step + 1
+    assert calls.step_after(0) == 0
+    assert calls.last == applied + 1 and calls.step_after(calls.last) == steps
+
+
+def test_promise_2_a_folder_goes_on_as_it_was_begun_or_not_at_all(chat_model: Path, tmp_path: Path) -> None:
+    data, output = written(tmp_path, {"messages": CHAT}), tmp_path / "out"
+    config = SftConfig(model=str(chat_model), data=data)
+
+    def begin(output: Path, config: SftConfig) -> None:
+        with taken(output, config, resume=False):
+            pass
+
+    def go_on(output: Path, config: SftConfig) -> None:
+        with taken(output, config, resume=True):
+            pass
+
+    with pytest.raises(ConfigError, match="holds no fine-tuning"):
+        go_on(output, config)
+    assert not output.exists(), "a refusal leaves nothing"
+    begin(output, config)
+    with pytest.raises(ConfigError, match="add --resume"):
+        begin(output, config)
+    go_on(output, config)
+    shown = {"trainer": {"threads": 2}, "wandb": WandbConfig(project="p")}
+    go_on(output, config.model_copy(update=shown))
+    with pytest.raises(
+        ConfigError, match=r"another batch_size \(32, and not 5\); give what it was begun with"
+    ):
+        go_on(output, config.model_copy(update={"batch_size": 5}))
+    with pytest.raises(ConfigError, match=r"another lora\.enabled \(false, and not true\)"):
+        go_on(output, config.model_copy(update={"lora": LoraConfig(enabled=True)}))
+    data.write_text(json.dumps({"messages": CHAT[1:]}))
+    with pytest.raises(ConfigError, match="another contents of data"):
+        go_on(output, config)
+    written(tmp_path, {"messages": CHAT})
+    (output / "checkpoint").mkdir()
+    with pytest.raises(ConfigError, match="is complete"):
+        go_on(output, config)
+
+
+def test_promise_2_so_is_the_validation_set(chat_model: Path, tmp_path: Path) -> None:
+    data, validation, output = written(tmp_path, {"messages": CHAT}), tmp_path / "val.jsonl", tmp_path / "out"
+    validation.write_text("{}")
+    config = SftConfig(model=str(chat_model), data=data, validation=validation)
+    with taken(output, config, resume=False):
+        pass
+    assert begun_ms(output) > 1_700_000_000_000
+    with taken(output, config.model_copy(update={"eval": MeasureConfig(interval=3)}), resume=True):
+        pass
+    validation.write_text("{} ")
+    with (
+        pytest.raises(ConfigError, match="another contents of validation"),
+        taken(output, config, resume=True),
+    ):
+        pass
+    without = config.model_copy(update={"validation": None})
+    with (
+        pytest.raises(ConfigError, match="another contents of validation"),
+        taken(output, without, resume=True),
+    ):
+        pass
+
+
+def test_promise_2_what_an_earlier_release_began_goes_on(chat_model: Path, tmp_path: Path) -> None:
+    """It did not write down what it did not know."""
+    config = SftConfig(model=str(chat_model), data=written(tmp_path, {"messages": CHAT}), seed=3)
+    output = tmp_path / "out"
+    with taken(output, config, resume=False):
+        pass
+    record = json.loads((output / "run.json").read_text())
+    for key in ("run_id", "begun_ms", "lora", "validation", "contents of validation"):
+        del record[key]
+    (output / "run.json").write_text(json.dumps(record))
+    with taken(output, config, resume=True):
+        assert begun_ms(output) == 0
+    adapter = config.model_copy(update={"lora": LoraConfig(enabled=True)})
+    with pytest.raises(ConfigError, match=r"another lora\.enabled"), taken(output, adapter, resume=True):
+        pass
+
+
+@pytest.mark.parametrize("line", ['{"event": 4, "st', '{"event": 4}', "[1]", '{"step": 1e400}'])
+def test_promise_2_nor_where_its_metrics_are_damaged(chat_model: Path, tmp_path: Path, line: str) -> None:
+    """A last line that is torn is no damage: it is cut off."""
+    data, output = written(tmp_path, {"messages": CHAT}), tmp_path / "out"
+    config = SftConfig(model=str(chat_model), data=data)
+    with taken(output, config, resume=False):
+        pass
+    (output / "metrics.jsonl").write_text('{"step": 1}\n{"st')
+    with taken(output, config, resume=True):
+        pass
+    (output / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+    with (
+        pytest.raises(ConfigError, match=r"metrics\.jsonl:2 (has no step|is no JSON object)"),
+        taken(output, config, resume=True),
+    ):
+        pass
+
+
+def test_promise_2_one_process_at_a_time(chat_model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    config = SftConfig(model=str(chat_model), data=written(tmp_path, {"messages": CHAT}))
+    with (
+        taken(output, config, resume=False),
+        pytest.raises(ConfigError, match="belongs to a fine-tuning that is going on"),
+        taken(output, config, resume=True),
+    ):
+        pass
+    with taken(output, config, resume=True):
+        assert sorted(entry.name for entry in output.iterdir()) == [".lock", "run.json"]
+
+
+def test_promise_2_what_another_began_since_the_look_is_kept(
+    chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = tmp_path / "out" / "metrics.jsonl"
+
+    def another_was_quicker(file: Path) -> IO[bytes]:
+        theirs.write_text("their lines")
+        return lock_file(file)
+
+    monkeypatch.setattr(held, "lock_file", another_was_quicker)
+    config = SftConfig(model=str(chat_model), data=written(tmp_path, {"messages": CHAT}))
+    with pytest.raises(ConfigError, match="is not empty"), taken(tmp_path / "out", config, resume=False):
+        pass
+    assert theirs.read_text() == "their lines" and not (tmp_path / "out" / "run.json").exists()
+
+
+def test_promise_3_lines_of_steps_that_come_again_are_cut_off(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    cut_metrics(tmp_path, 0)
+    assert not file.exists()
+    file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    cut_metrics(tmp_path, 2)
+    assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
+    file.write_text('{"step": 0}\n{"step": 1}\n')
+    cut_metrics(tmp_path, 1)
+    assert file.read_text() == '{"step": 0}\n{"step": 1}\n'
+    cut_metrics(tmp_path, 0)
+    assert file.read_text() == "", "what was measured before the first step is measured again"

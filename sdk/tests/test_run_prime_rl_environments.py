@@ -1,0 +1,137 @@
+"""The dialect of prime-rl: environments, what trains on them, and evaluations."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from prime_rl_tables import run_of, tables, values
+from quartet.config import ConfigError
+from quartet.run.hosted import MAX_TIMEOUT_SECONDS
+from quartet.run.prime_rl import translate
+
+
+def test_what_is_of_training_or_of_evaluations_is_told_of_the_other() -> None:
+    """given.py 3"""
+    given = tables()
+    given["orchestrator"]["train"]["source"][0]["interval"] = 5
+    source = {"taskset": {"id": "a"}, "ratio": 2, "sampling": {"temperature": 1.0}}
+    given["orchestrator"]["eval"] = {"source": [source]}
+    assert translate(given).without_effect == (
+        "orchestrator.train.source.0.interval = 5 (it is of evaluations)",
+        "orchestrator.eval.source.0.ratio = 2 (it is of training)",
+    )
+
+
+def test_no_time_at_all_is_not_a_week() -> None:
+    given = tables()
+    given["orchestrator"]["train"]["source"][0]["timeout"] = 0
+    with pytest.raises(ConfigError, match=r"timeout_seconds = 0"):
+        run_of(given)
+
+
+def test_every_form_of_an_environment() -> None:
+    classic = tables('orchestrator.env = [{ id = "o/e@1", args = { a = 1 }, timeout = 60, ratio = 2 }]')
+    del classic["orchestrator"]["train"]
+    assert translate(classic).tables["env"] == [
+        {"id": "o/e@1", "args": {"a": 1}, "timeout_seconds": 60.0, "weight": 2.0}
+    ]
+    alone = tables('orchestrator.environment = { id = "e" }')
+    del alone["orchestrator"]["train"]
+    assert translate(alone).tables["env"][0]["id"] == "e"
+    given = tables()
+    (source,) = given["orchestrator"]["train"]["source"]
+    source["env"] = {
+        "id": "best-of-n",
+        "n": 4,
+        "taskset": {"id": "gsm8k", "split": "train"},
+        "agent": {"harness": {"id": "null"}, "runtime": {"type": "docker"}, "max_turns": 3},
+    }
+    (env,) = translate(given).tables["env"]
+    agent = {"runtime": {"type": "docker"}, "max_turns": 3}
+    assert (env["id"], env["args"]) == (
+        "gsm8k",
+        {"split": "train", "env": "best-of-n", "n": 4, "agent": agent},
+    )
+
+
+def test_a_role_has_its_harness_with_or_without_a_runtime_in_it() -> None:
+    given = tables()
+    (source,) = given["orchestrator"]["train"]["source"]
+    here = {"id": "null", "runtime": {"type": "subprocess"}}
+    source["env"] |= {
+        "player": {"harness": here},
+        "judge": {"harness": {"id": "bash", "runtime": {"type": "docker"}}},
+    }
+    judge = {"harness": {"id": "bash"}, "runtime": {"type": "docker"}}
+    assert translate(given).tables["env"][0]["args"] == {"judge": judge}
+
+
+def test_what_is_none_for_an_environment_is_told() -> None:
+    given = tables()
+    given["orchestrator"]["train"]["source"][0]["env"]["agent"] = {
+        "runtime": {"type": "prime", "idle": "None"}
+    }
+    run = translate(given)
+    assert run.tables["env"][0]["args"] == {"agent": {"runtime": {"type": "prime"}}}
+    (told,) = run.without_effect
+    assert told.endswith("0.args.agent.runtime.idle = null (the environment's own default holds)")
+
+
+def test_what_environments_of_one_run_cannot_differ_in() -> None:
+    given = tables()
+    source = given["orchestrator"]["train"]["source"]
+    source.append({**copy.deepcopy(source[0]), "name": "two", "group_size": 4})
+    with pytest.raises(ConfigError, match=r"source\.1\.group_size = 4 is refused: all environments"):
+        translate(given)
+    source[1] |= {"group_size": 8, "sampling": {"temperature": 0.5}}
+    with pytest.raises(ConfigError, match=r"source\.1\.sampling .* all environments of a run have one kind"):
+        translate(given)
+
+
+def test_evaluations() -> None:
+    given = tables("orchestrator.eval.interval = 5")
+    given["orchestrator"]["eval"]["source"] = [
+        {"env": {"taskset": {"id": "a"}}, "group_size": 4},
+        {"env": {"taskset": {"id": "b"}}, "num_examples": 12},
+    ]
+    run = run_of(given)
+    expected = {
+        "eval.interval": 5,
+        "eval.before": True,
+        "eval.after": True,
+        "eval.timeout_seconds": MAX_TIMEOUT_SECONDS,
+        "eval.env.0.rollouts_per_example": 4,
+        "eval.env.1.num_examples": 12,
+    }
+    assert values(run, expected) == expected
+    assert [trial.num_examples for trial in run.trials] == [1_000_000, 12], "all that there are"
+    given["orchestrator"]["eval"]["sampling"] = {"temperature": 0.0, "max_completion_tokens": 9}
+    with pytest.raises(ConfigError, match="max_completion_tokens = 9 is refused: evaluations sample as"):
+        translate(given)
+
+
+def test_tasks_of_an_evaluation_are_its_examples() -> None:
+    given = tables("orchestrator.eval.num_tasks = 64")
+    sources = [{"env": {"taskset": {"id": "a"}}}, {"env": {"taskset": {"id": "b"}}, "num_tasks": 12}]
+    given["orchestrator"]["eval"]["source"] = sources
+    assert [trial.num_examples for trial in run_of(given).trials] == [64, 12]
+
+
+def test_what_evaluations_take_from_training_is_told() -> None:
+    """There an answer to an evaluation is not cut where training's are."""
+    given = tables("orchestrator.train.sampling.max_completion_tokens = 128")
+    given["orchestrator"]["eval"] = {"source": [{"env": {"taskset": {"id": "a"}}}]}
+    (told,) = translate(given).without_effect
+    assert told.startswith("orchestrator.eval.sampling = {} (evaluations sample as training does where it")
+    assert "temperature = 1.0, max_tokens = 128;" in told
+    given["orchestrator"]["eval"]["sampling"] = {"temperature": 0.6, "max_completion_tokens": 128}
+    assert translate(given).without_effect == ()
+
+
+def test_a_gate_by_its_path_is_told_how_it_is_written() -> None:
+    given = tables()
+    gate = {"import_path": "prime_rl.orchestrator.curricula.AdvantageRangeGate"}
+    given["orchestrator"]["train"]["source"][0]["curriculum"] = {"gates": {"zero": gate}}
+    with pytest.raises(ConfigError, match=r'write { type = "advantage_range" } for that, or remove it'):
+        translate(given)
