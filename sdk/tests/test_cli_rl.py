@@ -11,7 +11,7 @@ from planned_runs import CONFIG, planned
 from quartet.cli.__main__ import build_parser, main
 from quartet.cli.job import RECORD, Job, default_folder, model_path
 from quartet.config import ConfigError
-from quartet.local.deployment import SERVICES
+from quartet.local.wiring import SERVICES
 from quartet.run.config import RunConfig, parse_run
 
 

@@ -76,8 +76,8 @@ async def test_a_terminal_that_is_closed_stops_a_run_once_however_often_it_says_
 ) -> None:
     """drive.py 2."""
     killed = asyncio.Event()
-    supervisor = Mock(kill_now=Mock(side_effect=killed.set))
-    interrupts = drive.Interrupts(supervisor, Plain(io.StringIO()))
+    kill = Mock(side_effect=killed.set)
+    interrupts = drive.Interrupts(kill, Plain(io.StringIO()))
     monkeypatch.setattr(drive.os, "_exit", Mock())
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
     try:
@@ -90,7 +90,7 @@ async def test_a_terminal_that_is_closed_stops_a_run_once_however_often_it_says_
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert supervisor.kill_now.call_count == 1
+    assert kill.call_count == 1
 
 
 async def test_who_ignores_the_end_of_the_terminal_is_left_alone() -> None:
@@ -152,7 +152,7 @@ async def worked(orchestrator: rpc.OrchestratorServiceServicer, *given: Any) -> 
     )
     services = Mock(wait_bound=AsyncMock(), statuses=[Status("orchestrator", server.address)])
     try:
-        return await drive._work(services, *given, asyncio.Event())
+        return await drive._work(services, AsyncMock(), *given, asyncio.Event())
     finally:
         await server.stop(0)
 
@@ -248,7 +248,7 @@ async def test_a_folder_whose_journal_is_gone_is_not_gone_on_with(tmp_path: Path
 def test_the_folder_of_a_run_is_deleted_only_where_the_run_was_not_taken(
     takes: bool, why: str, tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def against_it(_: object, *given: Any) -> object:
+    async def against_it(specs: object, others: object, *given: Any) -> object:
         return await worked(Refusing(takes=takes), *given[:-1])
 
     monkeypatch.setattr(rl, "drive", against_it)

@@ -20,7 +20,7 @@ from quartet.local.supervisor import Supervisor
 
 
 def interrupts(supervisor: Supervisor | None = None) -> Interrupts:
-    return Interrupts(supervisor or Supervisor([]), Plain())
+    return Interrupts((supervisor or Supervisor([])).kill_now, Plain())
 
 
 @pytest.fixture(autouse=True)

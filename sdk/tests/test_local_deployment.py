@@ -16,9 +16,10 @@ from quartet.config import ConfigError
 from quartet.kit import accelerator
 from quartet.local import deployment
 from quartet.local.child import ChildSpec
-from quartet.local.deployment import SERVICES, check, wire, write
+from quartet.local.deployment import check, write
 from quartet.local.ports import AddressRefused, resolve
 from quartet.local.toml_text import dumps, inline
+from quartet.local.wiring import SERVICES, wire
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 SCALAR = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | TEXT

@@ -11,9 +11,10 @@ import pytest
 from quartet.config import ConfigError
 from quartet.kit import accelerator
 from quartet.local.child import Child, ChildSpec
-from quartet.local.deployment import SERVICES, check, wire, without_device, write
+from quartet.local.deployment import check, without_device, write
 from quartet.local.devices import shared_out
 from quartet.local.fork_client import ForkServer
+from quartet.local.wiring import SERVICES, wire
 
 
 def vllm(**inference: Any) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from quartet.cli.tiny.files import write_model_files
 from quartet.config import ConfigError
-from quartet.local.deployment import check, wire, write
+from quartet.local.deployment import check, write
+from quartet.local.wiring import wire
 
 REQUIRED = {
     "trainer": (),

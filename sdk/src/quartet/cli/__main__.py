@@ -1,4 +1,4 @@
-"""The `quartet` command: `quartet init`, `rl`, `sft`, `export`, `compare`, `model tiny`; `env`, `eval`,
+"""The `quartet` command: `quartet init`, `rl`, `node`, `slurm`, `sft`, `export`, `compare`, `model tiny`; `env`, `eval`,
 `baseline`, `gepa`; and clients of a running orchestrator.
 
 Exit codes: 0 done, 1 failed, 2 refused (a wrong argument or configuration; a sentence for each thing that is
@@ -27,7 +27,7 @@ from quartet.kit.standard_streams import escape_unknown, has_no_reader, hold_clo
 from quartet.local.supervisor import ServiceFailed
 
 #: Commands that read `@ file.toml --key value` beside what argparse knows.
-TAKE_KEYS = ("rl", "sft", "eval", "env", "baseline", "gepa", "submit", "evaluate", "watch")
+TAKE_KEYS = ("rl", "slurm", "sft", "eval", "env", "baseline", "gepa", "submit", "evaluate", "watch")
 
 #: A pipe whose reader left (`| head`), a terminal that was closed.
 NOBODY_READS = (errno.EPIPE, errno.EIO)
@@ -41,6 +41,7 @@ Quartet trains language models with reinforcement learning on Verifiers environm
   quartet init my-project                     configurations to begin with
   quartet model tiny models/tiny              make a small model (a minute on a CPU)
   quartet rl @ configs/reverse-text.toml      train it: four services on this machine
+  quartet slurm @ run.toml                    the same, as a job of SLURM on one machine or several
   quartet sft @ sft.toml                      fine-tune a model on a file of chats
   quartet export outputs/RUN models/mine      the model of a run that was stopped
   quartet compare outputs/RUN outputs/OTHER   runs beside each other
@@ -142,13 +143,16 @@ def _add(commands: Any, name: str, help_text: str, description: str | None = Non
 
 def _add_training(commands: Any) -> None:
     """What trains on this machine, with what is read off a run's folder."""
-    from quartet.cli import export, panes, rl
+    from quartet.cli import export, node, panes, rl
     from quartet.cli.compare import command as compare
     from quartet.cli.init import command as init
     from quartet.cli.sft import arguments as sft
+    from quartet.cli.slurm import command as slurm
 
     init.add_arguments(_add(commands, "init", "a workspace with configurations", init.DESCRIPTION))
     rl.add_arguments(_add(commands, "rl", "reinforcement learning on this machine", RL_DESCRIPTION))
+    node.add_arguments(_add(commands, "node", "this machine's part of a run over several", node.DESCRIPTION))
+    slurm.add_arguments(_add(commands, "slurm", "hand a run to SLURM", slurm.DESCRIPTION))
     panes.add_arguments(
         _add(commands, "panes", "the logs of a run's services side by side", panes.DESCRIPTION)
     )
@@ -231,6 +235,14 @@ def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
         case "rl":
             need("rich", "matplotlib")
             return rl.run(options, rest)
+        case "node":
+            from quartet.cli import node
+
+            return node.run(options)
+        case "slurm":
+            from quartet.cli.slurm import command as slurm
+
+            return slurm.run(options, rest)
         case "panes":
             return panes.run(options)
         case "export":

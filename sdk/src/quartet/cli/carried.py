@@ -14,11 +14,14 @@ from typing import Any
 
 from quartet.cli.job import model_path
 from quartet.config import ConfigError
-from quartet.local.deployment import SERVICES, check, wire, write
+from quartet.local.child import ChildSpec
+from quartet.local.deployment import check, write
+from quartet.local.hosts import unnamed
+from quartet.local.wiring import SERVICES, Table, wire_machines
 from quartet.run.service_tables import own_keys
 
 #: Keys of tables that the launcher reads before any service does.
-READ_HERE = ("gpus", "python", "replicas", "server")
+READ_HERE = ("gpus", "nodes", "python", "replicas", "server")
 
 
 def refused_by_services(run: Mapping[str, Any], *, apart: bool = False) -> Iterator[ConfigError]:
@@ -36,15 +39,27 @@ def refused_by_services(run: Mapping[str, Any], *, apart: bool = False) -> Itera
             except ConfigError as error:
                 yield error
         try:
-            specs = write(wire(model, folder / "data", tables), folder)
+            specs = _specs(model, folder, tables)
         except ConfigError as error:
             yield from error.each
             rest = {name: _of_the_service(table) for name, table in tables.items()}
-            specs = write(wire(model, folder / "data", rest), folder)
+            specs = _specs(model, folder, rest)
         try:
             asyncio.run(check(specs, apart=apart, of_machine=False))
         except ConfigError as error:
             yield from error.each
+
+
+def _specs(model: str, folder: Path, tables: Mapping[str, Table]) -> list[ChildSpec]:
+    """Of every process that the tables mean, wherever it would be. Raises ConfigError."""
+    hosts = unnamed(tables)
+    machines = wire_machines(model, folder / "data", tables, hosts)
+    return [
+        spec
+        for machine, wired in enumerate(machines)
+        if machine in (0, len(machines) - 1)  # those between are as the first or the last
+        for spec in write(wired, folder, hosts, machine)
+    ]
 
 
 def _no_model(folder: Path) -> str:

@@ -22,8 +22,8 @@ from quartet.kit.channel import ClientSecurity, connect
 from quartet.kit.security import check_client
 from quartet.kit.standard_streams import shown
 from quartet.kit.stream import IDLE_TIMEOUT_SECONDS
-from quartet.local.deployment import SERVICES
 from quartet.local.toml_text import dumps
+from quartet.local.wiring import SERVICES
 from quartet.run.config import SHOWN, RunConfig
 from quartet.run.evaluation import EvaluateConfig
 from quartet.run.name import RULE, is_run_id

@@ -1,7 +1,7 @@
 """Drives one local run: services up, run submitted, events followed into the folder and the display,
 services down.
 
-1. The services live exactly as long as `drive`: whatever ends it ends them.
+1. The services live exactly as long as `drive`, those of other machines, too: whatever ends it ends them.
 2. The first Ctrl-C (or SIGTERM) stops the run after the step under way and then drains the services; the
    second kills them. A terminal that is closed is like the first, unless that is ignored (`nohup`).
 3. A run that was stopped, that failed before it sampled, or whose launcher was killed goes on when it is
@@ -35,6 +35,7 @@ from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, unary
 from quartet.kit.channel import connect
 from quartet.local.child import ChildSpec
+from quartet.local.others import Others
 from quartet.local.supervisor import Supervisor
 from quartet.v1.orchestrator_service_pb2 import (
     RUN_PHASE_FAILED,
@@ -74,10 +75,10 @@ class Outcome:
 class Interrupts:
     """Counts how often somebody asked for the end: the first sets `asked`, the second kills everything."""
 
-    def __init__(self, supervisor: Supervisor, display: Display, how_to_resume: str = "") -> None:
+    def __init__(self, kill: Callable[[], None], display: Display, how_to_resume: str = "") -> None:
         self.asked = asyncio.Event()
         self._how_to_resume = how_to_resume
-        self._supervisor = supervisor
+        self._kill = kill
         self._display = display
 
     def asked_again(self) -> bool:
@@ -85,7 +86,7 @@ class Interrupts:
         if not self.asked.is_set():
             self.asked.set()
             return False
-        self._supervisor.kill_now()
+        self._kill()
         return True
 
     def signalled(self) -> None:
@@ -120,6 +121,7 @@ def by_signals(interrupts: Interrupts) -> Iterator[None]:
 
 async def drive(
     specs: Sequence[ChildSpec],
+    others: Others,
     run_id: str,
     config_toml: str,
     outputs: Outputs,
@@ -131,35 +133,45 @@ async def drive(
     """Run it to its end; `accepted` is called once the orchestrator has it. Raises RunRefused, ServiceFailed,
     QuartetError."""
     supervisor = Supervisor(specs)
-    interrupts = Interrupts(supervisor, display, as_it_was(outputs.folder))
+
+    def kill() -> None:
+        supervisor.kill_now()
+        others.end()
+
+    interrupts = Interrupts(kill, display, as_it_was(outputs.folder))
     taken = asyncio.Event()
     with listen(interrupts):
         supervisor.start()
-        failed = asyncio.create_task(supervisor.wait_failed())
+        others.begin()
+        failed = {asyncio.create_task(one.wait_failed()) for one in (supervisor, others)}
         work = asyncio.create_task(
-            _work(supervisor, run_id, config_toml, outputs, display, reporter, accepted, taken)
+            _work(supervisor, others, run_id, config_toml, outputs, display, reporter, accepted, taken)
         )
-        ticks = asyncio.create_task(_tick(supervisor, outputs, display, reporter))
+        ticks = asyncio.create_task(_tick(supervisor, others, outputs, display, reporter))
         stop = asyncio.create_task(_stop_when_asked(interrupts, supervisor, run_id, work, display, taken))
         silence = asyncio.create_task(name_the_silent(supervisor, outputs.progress, display))
-        tasks = (failed, work, ticks, stop, silence)
+        missing = asyncio.create_task(others.name_missing(display.say))
+        tasks = (*failed, work, ticks, stop, silence, missing)
         try:
-            await asyncio.wait({failed, work}, return_when=asyncio.FIRST_COMPLETED)
-            if failed.done():
-                failed.result()
+            await asyncio.wait({*failed, work}, return_when=asyncio.FIRST_COMPLETED)
+            for one in failed:
+                if one.done():
+                    one.result()
             run = work.result() if not work.cancelled() else outputs.progress.run
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             display.say("stopping the services")
+            others.end()
             await asyncio.gather(supervisor.stop(DRAIN_SECONDS), asyncio.to_thread(outputs.draw, run_id))
             display.tick(outputs.progress, supervisor.statuses)
-    return Outcome(run, supervisor.restarts, interrupts.asked.is_set())
+    return Outcome(run, supervisor.restarts | others.restarts, interrupts.asked.is_set())
 
 
 async def _work(
     supervisor: Supervisor,
+    others: Others,
     run_id: str,
     config_toml: str,
     outputs: Outputs,
@@ -172,6 +184,7 @@ async def _work(
     QuartetError."""
     began_ms = time.time() * 1000
     await supervisor.wait_bound()
+    await others.wait_up()
     async with connect(_orchestrator(supervisor)) as channel:
         stub = OrchestratorServiceStub(channel)  # type: ignore[no-untyped-call]
         begun = await _submitted(stub, SubmitRunRequest(run_id=run_id, config_toml=config_toml))
@@ -244,10 +257,12 @@ async def _resumed(stub: OrchestratorServiceStub, run: Run) -> Run:
     return response.run
 
 
-async def _tick(supervisor: Supervisor, outputs: Outputs, display: Display, reporter: Reporter) -> None:
+async def _tick(
+    supervisor: Supervisor, others: Others, outputs: Outputs, display: Display, reporter: Reporter
+) -> None:
     while True:
         reporter.tick()
-        display.tick(outputs.progress, supervisor.statuses)
+        display.tick(outputs.progress, [*supervisor.statuses, *others.statuses])
         await asyncio.sleep(TICK_SECONDS)
 
 

@@ -27,8 +27,9 @@ from quartet.cli.held import LOCK, empty, held
 from quartet.cli.outputs import PRIVATE, write_json, write_text
 from quartet.cli.summary import is_completed, summary_of
 from quartet.config import ConfigError
-from quartet.local.deployment import SERVICES
+from quartet.local.hosts import HERE, Hosts
 from quartet.local.toml_text import dumps
+from quartet.local.wiring import SERVICES
 from quartet.run.config import SHOWN, RunConfig, parse_run
 from quartet.run.name import RULE, is_run_id
 from quartet.run.operation import carried_out_as, differences
@@ -81,6 +82,8 @@ class Job:
     carried_out_otherwise: bool = False
     overwrite: bool = False
     words: Words = FLAGS
+    #: Where its services run.
+    hosts: Hosts = HERE
 
     @property
     def config_toml(self) -> str:

@@ -50,10 +50,13 @@ from quartet.config import ConfigError
 from quartet.config.refusals import together
 from quartet.errors import QuartetError
 from quartet.kit.standard_streams import say
-from quartet.local.child import ChildSpec
-from quartet.local.deployment import check, wire, without_device, write
+from quartet.local.deployment import check, without_device, write
 from quartet.local.devices import ON_DEVICES
+from quartet.local.hosts import FIRST_PORT, HERE, Hosts, hosts_of
+from quartet.local.others import Others
+from quartet.local.plan import Plan
 from quartet.local.supervisor import ServiceFailed
+from quartet.local.wiring import SERVICES, Table, wire_machines
 from quartet.run.config import RunConfig
 from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_COMPLETED, RUN_PHASE_FAILED, RUN_PHASE_STOPPED
 
@@ -89,6 +92,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{service}-gpus", metavar="N", help=f"GPUs of this machine for it: {service}.gpus"
         )
+    parser.add_argument(
+        "--hosts",
+        metavar="A,B,...",
+        help="machines of a run that has several (trainer.nodes, inference.nodes), this one first; on each "
+        "other one: quartet node OUTPUT_DIR",
+    )
+    parser.add_argument(
+        "--first-port",
+        type=int,
+        default=FIRST_PORT,
+        metavar="N",
+        help=f"where the machines reach each other, with the next ports (default: {FIRST_PORT})",
+    )
     parser.add_argument("--resume", action="store_true", help="go on with the run of the output folder")
     parser.add_argument("--overwrite", action="store_true", help="delete what the output folder holds first")
     parser.add_argument(
@@ -114,14 +130,17 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     if folder is None and options.resume:
         raise ConfigError(how_to_resume(None))
     folder = folder or default_folder(rest, found.name)
+    names = None if options.hosts is None else options.hosts.split(",")
     try:
+        hosts = hosts_of(_own_tables(found.config), names, options.first_port)
         job = prepared(
             found.config,
             folder,
             options.run_id,
             resume=options.resume,
             overwrite=options.overwrite,
-            words=_words(rest),
+            words=_words(rest if names is None else [*rest, "--hosts", options.hosts]),
+            hosts=hosts,
         )
     except ConfigError as error:
         raise together([error, *refused_by_services(found.config.model_dump())]) from None
@@ -146,6 +165,11 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     return code
 
 
+def _own_tables(config: RunConfig) -> dict[str, Table]:
+    """What the run says of its services."""
+    return {name: getattr(config, name) for name in SERVICES}
+
+
 def _words(arguments: Sequence[str]) -> Words:
     """Whoever goes on says the same keys again."""
     same = shlex.join(arguments).replace("{", "{{").replace("}", "}}")
@@ -160,12 +184,14 @@ def prepared(
     resume: bool,
     overwrite: bool,
     words: Words = FLAGS,
+    hosts: Hosts = HERE,
 ) -> Job:
     """The job, whose model, environments and folder are there. Raises ConfigError; changes nothing."""
     config = config.model_copy(update={"model": model_path(config.model)})
     envhost = with_interpreters(config.envhost, config.environment_ids)
     config = config.model_copy(update={"envhost": envhost})
-    return plan(config, folder.absolute(), run_id, resume=resume, overwrite=overwrite, words=words)
+    job = plan(config, folder.absolute(), run_id, resume=resume, overwrite=overwrite, words=words)
+    return replace(job, hosts=hosts)
 
 
 def launch(
@@ -181,7 +207,9 @@ def launch(
 
 
 def _in_folder(job: Job, open_display: Callable[[], Display], started: float, listen: Listen) -> Ended:
-    specs = _deploy(job, job.folder)
+    machines = _wired(job, job.folder)
+    specs = write(machines[0], job.folder, job.hosts)
+    others = Others(job.folder, Plan.of(job.hosts, machines))
     outputs = Outputs(job.folder, job.config.keep_rollouts)
 
     def accepted() -> None:
@@ -194,7 +222,17 @@ def _in_folder(job: Job, open_display: Callable[[], Display], started: float, li
             display.say(f"run {job.run_id} in {job.folder}")
             try:
                 outcome = asyncio.run(
-                    drive(specs, job.run_id, job.config_toml, outputs, display, reporter, accepted, listen)
+                    drive(
+                        specs,
+                        others,
+                        job.run_id,
+                        job.config_toml,
+                        outputs,
+                        display,
+                        reporter,
+                        accepted,
+                        listen,
+                    )
                 )
             except RunRefused:
                 if not job.resumed:
@@ -231,9 +269,9 @@ def _display(plain: bool) -> Display:
     return LiveScreen()
 
 
-def _deploy(job: Job, folder: Path) -> list[ChildSpec]:
-    """Write the services' configs for the job into a folder. Raises ConfigError."""
-    return write(wire(job.config.model, folder / "data", tables_of(job.config)), folder)
+def _wired(job: Job, folder: Path) -> list[dict[str, Table]]:
+    """The tables of each machine's processes, whose files are in the folder. Raises ConfigError."""
+    return wire_machines(job.config.model, folder / "data", tables_of(job.config), job.hosts)
 
 
 def check_services(job: Job, *, apart: bool = False, needs_gpus: bool = True) -> None:
@@ -244,7 +282,8 @@ def check_services(job: Job, *, apart: bool = False, needs_gpus: bool = True) ->
     check_wandb(job.config.wandb)
     with tempfile.TemporaryDirectory(prefix="quartet-check-") as scratch:
         try:
-            specs = _deploy(job, Path(scratch))
+            machines = _wired(job, Path(scratch))
+            specs = write(machines[0], Path(scratch), job.hosts)
         except ConfigError as error:
             others = refused_by_services(job.config.model_dump(), apart=apart)
             raise together([error, *others]) from None
@@ -254,7 +293,11 @@ def check_services(job: Job, *, apart: bool = False, needs_gpus: bool = True) ->
                 "loaded): the run is refused here, and what they need of a machine is not checked",
                 file=sys.stderr,
             )
-        asyncio.run(check(specs, apart=apart, needs_gpus=needs_gpus))
+        known = job.hosts.are_known
+        asyncio.run(check(specs, apart=apart, of_machine=known, needs_gpus=needs_gpus))
+        if len(machines) > 1:  # the last one, as every other that only samples; it looks at itself there
+            there = write(machines[-1], Path(scratch), job.hosts, len(machines) - 1)
+            asyncio.run(check(there, apart=apart, of_machine=False))
 
 
 def _ending(summary: dict[str, Any]) -> Ending:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quartet.config import ConfigError
-from quartet.local.deployment import SERVICES
+from quartet.local.wiring import SERVICES
 from quartet.run.algorithm import SHIPPED_LOSSES
 from quartet.run.config import RunConfig
 

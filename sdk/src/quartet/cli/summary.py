@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.cli.progress import ledger_dict, phase_name
-from quartet.local.deployment import SERVICES
+from quartet.local.wiring import SERVICES
 from quartet.run.config import RunConfig
 from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_COMPLETED, Run
 

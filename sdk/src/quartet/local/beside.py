@@ -11,8 +11,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from quartet.local.child import ChildSpec
-from quartet.local.deployment import service_of
 from quartet.local.supervisor import Supervisor
+from quartet.local.wiring import service_of
 
 T = TypeVar("T")
 

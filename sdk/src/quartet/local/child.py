@@ -5,7 +5,8 @@ It is a fork of a process that has imported what it needs (fork_client.py), wher
 1. The child dies with this process (see tether.py) and leads a process group of its own, so that a Ctrl-C
    in the terminal reaches only the launcher, which then ends the services in order.
 2. Everything it prints goes to its log file, appended over restarts.
-3. It counts as bound once it has written its port file, which is removed before each start.
+3. It counts as bound once it has written its port file, which is removed before each start; one that serves
+   nothing (ranks of a trainer whose first is on another machine) as soon as it runs.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ CHILD_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """What to run. `address` is where it will listen."""
+    """What to run. `address` is where it will listen, unless it serves nothing."""
 
     name: str
     command: Sequence[str]
     address: str
     log_file: Path
-    port_file: Path
+    port_file: Path | None
     # Besides what every service gets.
     environment: Mapping[str, str] = field(default_factory=dict)
     #: Where it may be a fork: the module that imports what it needs. Its command is `PYTHON -m MODULE ...`.
@@ -56,6 +57,14 @@ class ChildSpec:
     token_file: Path | None = None
     #: Whether it computes on a GPU or not at all.
     on_device: bool = False
+    #: Between the interpreter and its own arguments, where torchrun starts it several times.
+    torchrun: Sequence[str] = ()
+
+    @property
+    def started_as(self) -> list[str]:
+        """The program; `command` is what one process of it runs."""
+        python, *arguments = self.command
+        return [python, *self.torchrun, *arguments]
 
     def as_request(self) -> Request:
         """For the fork server."""
@@ -79,13 +88,14 @@ class Child:
     @classmethod
     async def start(cls, spec: ChildSpec, forks: ForkServer) -> Child:
         """Start it. On the main thread: the kernel ties the child's life to the thread that forked it."""
-        spec.port_file.unlink(missing_ok=True)
+        if spec.port_file is not None:
+            spec.port_file.unlink(missing_ok=True)
         spec.log_file.parent.mkdir(parents=True, exist_ok=True)
         with spec.log_file.open("ab") as log:
             log_begins = log.tell()
             forked = await forks.start(spec.as_request()) if spec.preload else None
             process: Process = forked or await asyncio.create_subprocess_exec(
-                *tethered(list(spec.command)),
+                *tethered(spec.started_as),
                 stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
                 env=child_environment(spec.environment), process_group=0,
             )  # fmt: skip
@@ -99,7 +109,7 @@ class Child:
     @property
     def bound(self) -> bool:
         """Whether it listens."""
-        return self.spec.port_file.exists()
+        return self.spec.port_file is None or self.spec.port_file.exists()
 
     async def wait(self) -> int:
         """Its exit code; negative for a signal."""

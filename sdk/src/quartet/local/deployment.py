@@ -1,17 +1,12 @@
-"""The deployment of one local run: configs of four services that point at each other, written to files,
-checked before anything starts.
+"""The deployment of one local run: the services' config files, and a look at them before anything starts.
 
-1. What the user wrote in [trainer], [orchestrator], [inference] and [envhost] wins over what the launcher
-   would say, except for the port 0, which becomes a free port, and the port file.
-2. Three keys are the launcher's own: `[inference] replicas = N` makes N processes of equal config, each with
-   an address; `[inference] python` is the interpreter that runs them, for an engine that is not installed in
-   this one (`[envhost] python`, the environments' interpreter, is the host's own); `gpus` in [trainer] and
-   [inference] divides the machine's devices among the processes (devices.py).
-3. `check` runs every service's own `--preflight` on the files it would be started with: whatever a
+1. What is in them is wired before (wiring.py). Keys of the launcher's own stay out: `gpus`, and of inference
+   `python`, the interpreter that runs it, for an engine that is not installed in this one (`[envhost]
+   python`, the environments' interpreter, is the host's own).
+2. `check` runs every service's own `--preflight` on the files it would be started with: whatever a
    service would refuse is refused here, in its own sentence, before any service runs. It runs in this process
    where the service would run with this interpreter, unless it is told to run apart.
-4. Every service on loopback asks for the launch's token (quartet.kit.launched), which `write` makes, but
-   where the user gave it a token or TLS of its own.
+3. Every launch has a token of its own, which the first machine makes.
 """
 
 from __future__ import annotations
@@ -32,103 +27,22 @@ from quartet.config import ConfigError
 from quartet.config.refusals import ALSO, together
 from quartet.kit.accelerator import has_driver
 from quartet.kit.launched import make_token
-from quartet.kit.security import is_loopback
 from quartet.local.child import ChildSpec, child_environment
-from quartet.local.devices import shared_out
 from quartet.local.fork_client import possible
-from quartet.local.ports import AddressRefused, resolve
+from quartet.local.hosts import HERE, Hosts
 from quartet.local.ranks import rank_said
 from quartet.local.toml_text import dumps
+from quartet.local.wiring import VISIBLE, Table, service_of, token_file
 
-SERVICES = ("trainer", "inference", "envhost", "orchestrator")
-ANY_PORT = "127.0.0.1:0"
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 CUDA = "cuda"
 #: Services whose imports take seconds. Each has a module `preload` for the fork server.
 LARGE = ("trainer", "inference")
-MAX_REPLICAS = 64  # of one machine; each is a process with the whole model
 # Of another interpreter: a preflight imports pydantic and grpc only; more means a broken installation.
 CHECK_SECONDS = 60.0
 
-Table = dict[str, Any]
 
-
-def wire(model: str, data: Path, tables: Mapping[str, Table]) -> dict[str, Table]:
-    """The complete config table of each process of the services in `tables`, every address in it final."""
-    tables = {name: _by_field(table) for name, table in tables.items()}
-    for name, table in tables.items():
-        if not isinstance(server := table.get("server", {}), dict):
-            raise ConfigError(f"{name}.server = {server!r} is refused: should be a table")
-        table["server"] = _by_field(server)
-    processes = _processes(shared_out(tables, os.environ.get(VISIBLE)))
-    servers = [dict(table.get("server", {})) for table in processes.values()]
-    try:
-        resolved = resolve([one.get("address", ANY_PORT) for one in servers])
-    except AddressRefused as error:
-        raise ConfigError(f"{service_of(list(processes)[error.at])}.server.address: {error}") from error
-    addresses: dict[str, list[str]] = {name: [] for name in SERVICES}
-    for name, address in zip(processes, resolved, strict=True):
-        addresses[service_of(name)].append(address)
-    trainer = next(iter(addresses["trainer"]), None)
-    known: dict[str, Table] = {
-        "trainer": {"state_dir": str(data / "trainer")},
-        "inference": {"model": model, "weights_address": trainer},
-        "envhost": {"inference_addresses": addresses["inference"]},
-        "orchestrator": {
-            "trainer_address": trainer,
-            "envhost_addresses": addresses["envhost"],
-            "inference_addresses": addresses["inference"],
-            "data_dir": str(data / "orchestrator"),
-        },
-    }
-    wired: dict[str, Table] = {}
-    for (name, table), server, address in zip(processes.items(), servers, resolved, strict=True):
-        if is_loopback(address) and not server.get("token_file") and not server.get("tls"):
-            server["token_file"] = str(_token_file(data))
-        server |= {"address": address, "port_file": str(data / f"{name}.port")}
-        wired[name] = {**known[service_of(name)], **table, "server": server}
-    return wired
-
-
-def _token_file(data: Path) -> Path:
-    return data.absolute() / "token"
-
-
-def _by_field(table: Mapping[str, Any]) -> Table:
-    """With `state_dir` for `state-dir`, which would else stand beside what is said of it here."""
-    return {key.replace("-", "_"): value for key, value in table.items()}
-
-
-def service_of(process: str) -> str:
-    """The service that a process runs: "inference" for "inference-2"."""
-    return process.partition("-")[0]
-
-
-def _processes(tables: Mapping[str, Table]) -> dict[str, Table]:
-    """The table of each process, by its name: a service's, or "inference-1", "inference-2", ..."""
-    processes: dict[str, Table] = {}
-    for name, table in tables.items():
-        own = {key: value for key, value in table.items() if name != "inference" or key != "replicas"}
-        count = table.get("replicas", 1) if name == "inference" else 1
-        if type(count) is not int or not 1 <= count <= MAX_REPLICAS:
-            raise ConfigError(f"inference.replicas = {count!r} is refused: give 1 to {MAX_REPLICAS}")
-        metrics = str(own.get("server", {}).get("metrics_address", ""))
-        if count > 1 and metrics and not metrics.endswith(":0"):
-            raise ConfigError(
-                f"inference.server.metrics_address = {metrics!r} is one port for {count} replicas; "
-                "write port 0, or leave it out"
-            )
-        names = [name] if count == 1 else [f"{name}-{number}" for number in range(1, count + 1)]
-        devices = own.get("gpus", [])
-        share = len(devices) // count
-        for number, process in enumerate(names):
-            part = {"gpus": devices[number * share : (number + 1) * share]} if "gpus" in own else {}
-            processes[process] = {**own, **part}
-    return processes
-
-
-def write(wired: Mapping[str, Table], root: Path) -> list[ChildSpec]:
-    """Write the config files under root/config and say how each process is started."""
+def write(wired: Mapping[str, Table], root: Path, hosts: Hosts = HERE, machine: int = 0) -> list[ChildSpec]:
+    """Write the config files of a machine's processes under root/config and say how each is started."""
     folder = root / "config"
     folder.mkdir(parents=True, exist_ok=True)
     specs = []
@@ -137,31 +51,45 @@ def write(wired: Mapping[str, Table], root: Path) -> list[ChildSpec]:
         own = {key: value for key, value in table.items() if key not in _of_the_launcher(name)}
         config_file.touch(0o600)  # a judge's key may be in it
         config_file.write_text(dumps(own), encoding="utf-8")
-        port_file = Path(table["server"]["port_file"])
-        port_file.parent.mkdir(parents=True, exist_ok=True)
-        token_file = _token_file(port_file.parent)
-        token = token_file if table["server"].get("token_file") == str(token_file) else None
+        server = table["server"]
+        port_file = Path(server["port_file"]) if "port_file" in server else None
+        if port_file is not None:
+            port_file.parent.mkdir(parents=True, exist_ok=True)
+        # Of the first machine's launcher, which announces it there.
+        token = token_file(root / "data") if machine == 0 else None
         python, module = _interpreter(name, table), f"quartet_{service_of(name)}"
         command = [python, "-m", module, "@", str(config_file)]
         log_file = root / "logs" / f"{name}.log"
         environment = {VISIBLE: ",".join(table["gpus"])} if "gpus" in table else {}
-        preload = f"{module}.preload" if _by_fork(name, table, python) else ""
+        torchrun = _torchrun(name, table, hosts, machine)
+        preload = f"{module}.preload" if not torchrun and _by_fork(name, table, python) else ""
         specs.append(
             ChildSpec(
                 name,
                 command,
-                table["server"]["address"],
+                server["address"],
                 log_file,
                 port_file,
                 environment,
                 preload,
-                token,
+                token if server.get("token_file") == str(token) else None,
                 on_device=bool(table.get("gpus")) or CUDA in (table.get("device"), _embedded_device(table)),
+                torchrun=torchrun,
             )
         )
-    for file in {spec.token_file for spec in specs if spec.token_file is not None}:
+    files = {spec.token_file for spec in specs if spec.token_file is not None}
+    if machine == 0 and hosts.are_several:  # whoever else is asked for it
+        files.add(token_file(root / "data"))
+    for file in files:
         make_token(file)
     return specs
+
+
+def _torchrun(process: str, table: Table, hosts: Hosts, machine: int) -> list[str]:
+    """What starts ranks that have others on other machines; of one machine the trainer starts them itself."""
+    if service_of(process) != "trainer" or hosts.trainers == 1:
+        return []
+    return hosts.torchrun(machine, table.get("ranks", 1))
 
 
 def _by_fork(process: str, table: Table, python: str) -> bool:

@@ -57,6 +57,19 @@ def shared_out(tables: Mapping[str, Table], visible: str | None) -> dict[str, Ta
     return {**tables, **placed}
 
 
+def as_seen(numbers: Sequence[str], visible: str | None) -> list[str]:
+    """A machine's devices of these numbers, as its CUDA_VISIBLE_DEVICES names them. Raises ConfigError."""
+    if visible is None:
+        return list(numbers)
+    known = _named(visible)
+    if max(map(int, numbers), default=-1) >= len(known):
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={visible} leaves {len(known)} devices of this machine, and the run wants "
+            f"device {max(map(int, numbers))}, counted from 0; give it more, or set gpus to less"
+        )
+    return [known[int(number)] for number in numbers]
+
+
 def _given(asked: Mapping[str, Any], visible: str | None) -> dict[str, list[str]]:
     """The devices of each service, as CUDA_VISIBLE_DEVICES names them."""
     known = None if visible is None else _named(visible)

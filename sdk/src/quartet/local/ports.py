@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import random
 import socket
 from collections.abc import Sequence
@@ -23,11 +24,13 @@ MAX_TRIES: Final = 64
 
 
 class AddressRefused(ValueError):
-    """An address that the user asked for cannot be listened on. `at`: which of those that were given."""
+    """An address that the user asked for cannot be listened on. `at`: which of those that were given; `why`
+    without what to do."""
 
-    def __init__(self, sentence: str, at: int) -> None:
-        super().__init__(sentence)
+    def __init__(self, why: str, at: int, remedy: str = "") -> None:
+        super().__init__(f"{why}; {remedy}" if remedy else why)
         self.at = at
+        self.why = why
 
 
 def resolve(addresses: Sequence[object]) -> list[str]:
@@ -46,10 +49,19 @@ def resolve(addresses: Sequence[object]) -> list[str]:
             except (OSError, TypeError) as error:  # the latter of a host that can be no name
                 remedy = "choose another port, or 0 for a free one"
                 why = error.strerror if isinstance(error, OSError) else "there can be no such host"
-                raise AddressRefused(f"cannot listen on {address}: {why}; {remedy}", at) from error
+                raise AddressRefused(f"cannot listen on {address}: {why}", at, remedy) from error
             bound = listener.getsockname()[1]
             chosen.append(f"[{host}]:{bound}" if family == socket.AF_INET6 else f"{host}:{bound}")
     return chosen
+
+
+def is_only_here(host: str) -> bool:
+    """Whether the name, as this machine knows it, is of loopback alone."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
 
 
 def _listening(family: socket.AddressFamily, host: str, candidates: Sequence[int]) -> socket.socket:

@@ -20,7 +20,8 @@ from quartet.errors import QuartetError
 from quartet.kit.channel import ClientSecurity, connect
 from quartet.local.beside import AddressBook, beside
 from quartet.local.child import ChildSpec
-from quartet.local.deployment import Table, check, wire, write
+from quartet.local.deployment import check, write
+from quartet.local.wiring import Table, wire
 from quartet.v1.envhost_service_pb2_grpc import EnvHostServiceStub
 
 T = TypeVar("T")

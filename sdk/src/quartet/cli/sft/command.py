@@ -33,8 +33,9 @@ from quartet.kit.folder import check_folder
 from quartet.kit.standard_streams import say
 from quartet.local.beside import AddressBook, beside
 from quartet.local.child import ChildSpec
-from quartet.local.deployment import check, wire, write
+from quartet.local.deployment import check, write
 from quartet.local.supervisor import ServiceFailed
+from quartet.local.wiring import wire
 from quartet.run.sft import SftConfig
 from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
 

@@ -31,8 +31,9 @@ from quartet.cli.tiny.teach import Lesson, Services
 from quartet.config import ConfigError
 from quartet.kit.channel import connect
 from quartet.local.beside import AddressBook, beside
-from quartet.local.deployment import check, wire, write
+from quartet.local.deployment import check, write
 from quartet.local.supervisor import ServiceFailed
+from quartet.local.wiring import wire
 from quartet.v1.envhost_service_pb2_grpc import EnvHostServiceStub
 from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
 from quartet.v1.trainer_service_pb2 import SCHEDULE_CONSTANT, OptimizerSpec

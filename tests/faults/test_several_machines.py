@@ -1,0 +1,159 @@
+"""A run over three machines, which are three loopback addresses here: two ranks of the trainer on the first
+two, two replicas of inference on the third; and what becomes of it when parts of it end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import QUARTET, REPOSITORY, summary_of
+from tests.faults.test_kill_each_service import (
+    FIRST_STEP_SECONDS,
+    LOADED,
+    NEXT_STEP_SECONDS,
+    RUN_SECONDS,
+    children,
+    wait_for_steps,
+)
+
+HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
+PLACED = ["--trainer.nodes=2", "--inference.nodes=1", "--inference.replicas=2"]
+STEPS = 16
+#: Of ranks over gloo, which else meet by what the machine's own name means.
+ENVIRONMENT = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@contextmanager
+def started(command: list[str], log: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process, which does not outlive the block; its log is printed."""
+    with log.open("w+") as opened:
+        process = subprocess.Popen(
+            [*QUARTET, *command], cwd=REPOSITORY, env=ENVIRONMENT, stdout=opened, stderr=opened, text=True
+        )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            print(f"--- {log.name}", log.read_text()[-3000:], sep="\n")
+
+
+def launch(model: Path, output: Path, *more: str) -> list[str]:
+    command = ["rl", "@", "configs/reverse-text.toml", "--model", str(model), "--output-dir", str(output)]
+    sizes = [f"--max-steps={STEPS}", "--eval.num-examples=16"]
+    return [*command, *sizes, *PLACED, "--hosts", ",".join(HOSTS), *more]
+
+
+def node(output: Path, host: str) -> list[str]:
+    return ["node", str(output), "--host", host]
+
+
+def rank_of(launched: int) -> int:
+    """The rank that a torchrun started."""
+    return next(pid for pid, line in children(launched) if "quartet_trainer" in line)
+
+
+def pid_of(output: Path, machine: int, name: str) -> int:
+    """A process of another machine, as that reports it."""
+    report = json.loads((output / "machines" / f"{machine}.json").read_text())
+    return next(int(status["pid"]) for status in report["statuses"] if status["name"] == name)
+
+
+def said(log: Path, words: str, seconds: float) -> None:
+    """Wait for it."""
+    ends = time.monotonic() + seconds
+    while words not in log.read_text():
+        assert time.monotonic() < ends, f"{log.name} does not say {words!r} within {seconds} s"
+        time.sleep(0.1)
+
+
+def check_whole(output: Path) -> None:
+    """Every step once, whole, by log-probabilities that agree."""
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "train/loss" in row]
+    assert [row["step"] for row in steps] == list(range(1, STEPS + 1)), "every step once, in order"
+    assert max(row["train/logprob_difference_max"] for row in steps) <= 2e-5
+    ledger = summary_of(output)["ledger"]
+    assert (ledger["trained"], ledger["in_flight"]) == (STEPS * 128, 0)
+
+
+@pytest.mark.timeout(RUN_SECONDS + 60)
+def test_ranks_and_replicas_of_other_machines_that_are_killed_come_back(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    seed = int(os.environ.get("QUARTET_FAULT_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
+    print(f"QUARTET_FAULT_SEED={seed}")
+    chance = random.Random(seed)
+    output = tmp_path / "run"
+    with ExitStack() as opened:
+        nodes = [
+            opened.enter_context(started(node(output, host), tmp_path / f"{host}.log")) for host in HOSTS[1:]
+        ]
+        first = opened.enter_context(started(launch(tiny_model, output), tmp_path / "first.log"))
+        wait_for_steps(first, output, 2, FIRST_STEP_SECONDS)
+        victims = {"trainer-2": 2, "inference-1": 3}
+        for name in chance.sample(list(victims), len(victims)):
+            time.sleep(chance.uniform(0.0, 1.0))
+            pid = pid_of(output, victims[name], name)
+            os.kill(rank_of(pid) if name == "trainer-2" else pid, signal.SIGKILL)
+            before = len((output / "metrics.jsonl").read_text().splitlines())
+            seconds = wait_for_steps(first, output, min(before + 2, STEPS), NEXT_STEP_SECONDS * LOADED * 2)
+            print(f"{seconds:.1f} s to the second step after {name} was killed")
+        assert first.wait(timeout=RUN_SECONDS) == 0
+        assert [one.wait(timeout=30) for one in nodes] == [0, 0], "they end with the run"
+    check_whole(output)
+    restarts = summary_of(output)["restarts"]
+    assert restarts["trainer-2"] >= 1 and restarts["trainer"] >= 1, "ranks end and begin together"
+    assert restarts["inference-1"] == 1 and restarts["inference-2"] == 0
+
+
+@pytest.mark.timeout(2 * RUN_SECONDS)
+def test_a_launcher_that_was_killed_finds_its_machines_again_and_one_that_left_is_waited_for(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    with ExitStack() as opened:
+        second = opened.enter_context(started(node(output, HOSTS[1]), tmp_path / "second.log"))
+        third = opened.enter_context(started(node(output, HOSTS[2]), tmp_path / "third.log"))
+        with started(launch(tiny_model, output), tmp_path / "killed.log") as killed:
+            wait_for_steps(killed, output, 2, FIRST_STEP_SECONDS)
+            killed.kill()
+        third.send_signal(signal.SIGTERM)
+        assert third.wait(timeout=60) == 130
+        log = tmp_path / "again.log"
+        again = opened.enter_context(started(launch(tiny_model, output, "--resume"), log))
+        said(log, f"waiting for {HOSTS[2]}; start there: quartet node {output} --host {HOSTS[2]}", 60)
+        third = opened.enter_context(started(node(output, HOSTS[2]), tmp_path / "third-again.log"))
+        said(log, f"{HOSTS[2]} is there", 60)
+        assert again.wait(timeout=RUN_SECONDS) == 0
+        assert [one.wait(timeout=30) for one in (second, third)] == [0, 0]
+    check_whole(output)
+
+
+@pytest.mark.timeout(RUN_SECONDS)
+def test_a_machine_that_cannot_do_its_part_fails_the_run_in_its_own_words(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    wrong = ["--inference.embedded.device=cuda"]
+    with ExitStack() as opened:
+        second = opened.enter_context(started(node(output, HOSTS[1]), tmp_path / "second.log"))
+        third = opened.enter_context(started(node(output, HOSTS[2]), tmp_path / "third.log"))
+        first = opened.enter_context(started(launch(tiny_model, output, *wrong), tmp_path / "first.log"))
+        assert first.wait(timeout=120) == 1
+        assert third.wait(timeout=30) == 2
+        assert second.wait(timeout=30) == 0, "it ends with the launch"
+        refused = '[inference] embedded.device = "cuda", but this machine has no GPU'
+        assert f"error: {refused}" in (tmp_path / "third.log").read_text()
+        assert f"error: on {HOSTS[2]}: {refused}" in (tmp_path / "first.log").read_text()
