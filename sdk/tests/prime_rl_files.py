@@ -232,6 +232,67 @@ env.agent.harness.id = "null"
 env.agent.runtime.type = "subprocess"
 """
 
+#: Of 0.8.0, for SLURM: two machines train, and two replicas of two machines each sample.
+MACHINES = """
+max_steps = 500
+seq_len = 8192
+
+[deployment]
+type = "multi_node"
+num_train_nodes = 2
+num_infer_nodes = 2
+num_infer_replicas = 2
+gpus_per_node = 8
+nodes_per_fsdp_group = 1
+orchestrator_on_inference = true
+
+[slurm]
+job_name = "math-30b"
+partition = "prod"
+account = "research"
+time = "24:00:00"
+nodelist = "n[01-08]"
+exclude = "n03"
+project_dir = "/home/me/prime-rl"
+pre_run_command = '''
+module load cuda
+uv sync --group mamba-ssm
+'''
+cleanup_grace_period = 600
+
+[weight_broadcast]
+type = "nccl"
+
+[model]
+name = "models/tiny"
+
+[trainer.model]
+ep = 8
+
+[trainer.optim]
+lr = 1e-6
+
+[orchestrator]
+batch_size = 512
+group_size = 16
+
+[orchestrator.train.sampling]
+max_completion_tokens = 4096
+
+[[orchestrator.train.source]]
+name = "math"
+env.taskset.id = "math-env"
+env.agent.harness.id = "null"
+env.agent.runtime.type = "subprocess"
+
+[inference.deployment]
+type = "multi_node"
+num_nodes = 2
+
+[inference.vllm]
+tensor_parallel_size = 4
+"""
+
 #: A file for each service.
 OF_TRAINER = """
 max_steps = 100

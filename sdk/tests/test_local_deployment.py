@@ -215,7 +215,7 @@ async def test_a_machine_of_several_that_were_each_told_to_start_is_refused(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     specs = write(wire("m", tmp_path / "data", {name: {} for name in SERVICES}), tmp_path)
-    with pytest.raises(ConfigError, match=r"this is rank \S of \S \(RANK.*torchrun -m quartet_trainer"):
+    with pytest.raises(ConfigError, match=r"this is rank \S of \S \(RANK.*trainer\.nodes, with --hosts"):
         await check(specs)
 
 

@@ -10,7 +10,7 @@ import tomllib
 from typing import Any
 
 import pytest
-from prime_rl_files import CLASSIC, LATER, SOURCES, TASKSETS
+from prime_rl_files import CLASSIC, LATER, MACHINES, SOURCES, TASKSETS
 from prime_rl_tables import SEVEN, run_of, tables, values
 from quartet.config import ConfigError
 from quartet.config.load import validate
@@ -202,7 +202,7 @@ def test_a_loss_or_preset_of_quartets_own_is_that_alone() -> None:
     assert translate(tables(), own={"algorithm": {"preset": "opd"}}).tables["algorithm"] == {}
 
 
-@pytest.mark.parametrize("text", [CLASSIC, TASKSETS, SOURCES, LATER])
+@pytest.mark.parametrize("text", [CLASSIC, TASKSETS, SOURCES, LATER, MACHINES])
 @pytest.mark.parametrize("engine", ["embedded", "vllm"])
 def test_files_of_every_release_are_runs(text: str, engine: Any) -> None:
     given = tomllib.loads(text)

@@ -173,10 +173,9 @@ def test_files_of_two_other_trainers_do_not_go_together(file: Path, tmp_path: Pa
 
 
 def test_where_services_run_already_a_file_of_many_machines_is_read(file: Path) -> None:
-    file.write_text(SOURCES.replace("[deployment]", '[deployment]\ntype = "multi_node"'))
-    assert "gpus" not in loaded(file).config.trainer
-    with pytest.raises(ConfigError, match="quartet rl starts its services on one machine"):
-        load_run(["@", str(file)])
+    file.write_text(SOURCES.replace("[deployment]", '[deployment]\ntype = "multi_node"\nnum_train_nodes = 2'))
+    assert not {"gpus", "nodes"} & loaded(file).config.trainer.keys()
+    assert load_run(["@", str(file)]).config.trainer["nodes"] == 2
 
 
 def test_all_that_is_wrong_is_told_at_once(file: Path) -> None:

@@ -11,7 +11,8 @@ from prime_rl_tables import tables
 from quartet.config import ConfigError
 from quartet.run.prime_rl import translate
 from quartet.run.prime_rl.form import AT_THE_TOP, OF_SERVICES
-from quartet.run.prime_rl.keys import LEFT_OUT, REFUSED
+from quartet.run.prime_rl.keys import LEFT_OUT, OF_A_JOB, REFUSED
+from quartet.run.prime_rl.machines import GPUS_PER_NODE, INFER_NODES, TRAIN_NODES
 from read_or_refused import is_read_or_refused
 
 
@@ -38,8 +39,6 @@ from read_or_refused import is_read_or_refused
         ("orchestrator.train.sampling.min_tokens = 3", "rollouts are not sampled by it here"),
         ('orchestrator.filters = [{ type = "repetition", enforce = true }]', "not judged by their tokens"),
         ("orchestrator.eval = { interval = 3 }", "give it environments"),
-        ('deployment = { type = "multi_node" }', "quartet rl starts its services on one machine"),
-        ("slurm.job_name = 'j'", "quartet rl starts its services on one machine"),
         ("bench = true", "there are benchmarks/"),
         ("trainer.max_steps = 3", "trainer.max_steps = 3 is refused: max_steps says otherwise"),
         ("no_such = 3", "no_such = 3 is refused: Quartet has no such setting"),
@@ -125,12 +124,15 @@ ANY = SCALAR | st.lists(SCALAR, max_size=2) | st.dictionaries(st.text(max_size=3
 
 PATHS = sorted(
     {
-        *LEFT_OUT, *REFUSED, *AT_THE_TOP, "max_steps", "model.name", "wandb.project", "ckpt.interval",
+        *LEFT_OUT, *OF_A_JOB, *REFUSED, *AT_THE_TOP,
+        *("max_steps", "model.name", "wandb.project", "ckpt.interval"),
         *(f"{service}.{key}" for service, keys in OF_SERVICES.items() for key in keys),
         *("trainer.optim.lr", "trainer.optim.type", "trainer.loss.type", "trainer.loss.kl_tau"),
         *("trainer.scheduler.type", "trainer.scheduler.decay_steps", "trainer.model.lora.rank"),
         *("orchestrator.train.source", "orchestrator.train.sampling", "orchestrator.algo.type"),
         *("orchestrator.eval.interval", "orchestrator.eval.env", "inference.parallel.tp", "inference.vllm"),
+        *("deployment.type", "inference.deployment.type", "inference.deployment.num_nodes", "slurm.nodelist"),
+        *("slurm.pre_run_command", "slurm.partition", *TRAIN_NODES, *INFER_NODES, *GPUS_PER_NODE),
     }
 )  # fmt: skip
 

@@ -1,5 +1,5 @@
-"""The `quartet` command: `quartet init`, `rl`, `node`, `slurm`, `sft`, `export`, `compare`, `model tiny`; `env`, `eval`,
-`baseline`, `gepa`; and clients of a running orchestrator.
+"""The `quartet` command: `quartet init`, `rl`, `node`, `slurm`, `sft`, `export`, `compare`, `model tiny`;
+`env`, `eval`, `baseline`, `gepa`; and clients of a running orchestrator.
 
 Exit codes: 0 done, 1 failed, 2 refused (a wrong argument or configuration; a sentence for each thing that is
 wrong), 130 stopped by Ctrl-C.

@@ -42,6 +42,7 @@ class _PrimeRlTables(Config):
     model: Table
     monitors: Table
     orchestrator: Table
+    slurm: Table
     trainer: Table
     wandb: Table
     weight_broadcast: Table

@@ -52,7 +52,7 @@ from quartet.errors import QuartetError
 from quartet.kit.standard_streams import say
 from quartet.local.deployment import check, without_device, write
 from quartet.local.devices import ON_DEVICES
-from quartet.local.hosts import FIRST_PORT, HERE, Hosts, hosts_of
+from quartet.local.hosts import FIRST_PORT, Hosts, hosts_of
 from quartet.local.others import Others
 from quartet.local.plan import Plan
 from quartet.local.supervisor import ServiceFailed
@@ -132,7 +132,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     folder = folder or default_folder(rest, found.name)
     names = None if options.hosts is None else options.hosts.split(",")
     try:
-        hosts = hosts_of(_own_tables(found.config), names, options.first_port)
+        hosts = hosts_of(own_tables(found.config), names, options.first_port)
         job = prepared(
             found.config,
             folder,
@@ -165,7 +165,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     return code
 
 
-def _own_tables(config: RunConfig) -> dict[str, Table]:
+def own_tables(config: RunConfig) -> dict[str, Table]:
     """What the run says of its services."""
     return {name: getattr(config, name) for name in SERVICES}
 
@@ -184,9 +184,11 @@ def prepared(
     resume: bool,
     overwrite: bool,
     words: Words = FLAGS,
-    hosts: Hosts = HERE,
+    hosts: Hosts | None = None,
 ) -> Job:
-    """The job, whose model, environments and folder are there. Raises ConfigError; changes nothing."""
+    """The job, whose model, environments and folder are there, on these machines or on this one alone. Raises
+    ConfigError; changes nothing."""
+    hosts = hosts or hosts_of(own_tables(config), None)
     config = config.model_copy(update={"model": model_path(config.model)})
     envhost = with_interpreters(config.envhost, config.environment_ids)
     config = config.model_copy(update={"envhost": envhost})

@@ -137,9 +137,8 @@ async def check(
     if of_machine and "trainer" in services and (ranks := rank_said(os.environ)) is not None:
         raise ConfigError(
             f"this is rank {ranks[0]} of {ranks[1]} (RANK, WORLD_SIZE), and each would start services and a "
-            "run of its own; unset both, and start it once. Ranks on this machine are trainer.ranks; those "
-            "of a trainer on several machines are started by torchrun -m quartet_trainer, and its runs by "
-            "'quartet submit' (docs/ranks.md)"
+            "run of its own; unset both, and start it once. Ranks on this machine are trainer.ranks, and "
+            "those on others trainer.nodes, with --hosts (docs/deploy.md)"
         )
     given = sorted({service_of(spec.name) for spec in specs if spec.environment.get(VISIBLE)})
     if of_machine and needs_gpus and given and not has_driver():

@@ -3,7 +3,8 @@
 1. A RunConfig that validates can be run: every bound that one service would trip over later is checked here.
 2. All that is wrong is refused at once, each in one sentence: key, value, what would be right.
 3. The deployment tables ([trainer], [orchestrator], [inference], [envhost]) are carried, not read: the local
-   launcher hands them to the services, which know their own keys. [wandb] is for whoever follows the run.
+   launcher hands them to the services, which know their own keys. [wandb] is for whoever follows the run,
+   [slurm] for whoever queues it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from quartet.run.lora import LoraConfig
 from quartet.run.other_names import AS_TABLES, REMEDIES
 from quartet.run.sampling import SamplingConfig
 from quartet.run.service_tables import ServiceTable
+from quartet.run.slurm import SlurmConfig
 from quartet.run.values import Count, Decay, NonNegative, Positive, PositiveCount, Seed, Text
 from quartet.run.wandb import WandbConfig
 
@@ -52,8 +54,8 @@ class ChecksConfig(Config):
     verify_logprobs: bool = False
 
 
-#: Keys that belong to whoever follows a run: others, or none, are the same run.
-SHOWN: Final = ("keep_rollouts", "wandb")
+#: Keys that belong to whoever follows or queues a run: others, or none, are the same run.
+SHOWN: Final = ("keep_rollouts", "slurm", "wandb")
 
 
 class RunConfig(Config):
@@ -112,6 +114,7 @@ class RunConfig(Config):
     ckpt: CheckpointConfig = CheckpointConfig()
     checks: ChecksConfig = ChecksConfig()
     wandb: WandbConfig = WandbConfig()
+    slurm: SlurmConfig = SlurmConfig()
     trainer: ServiceTable
     orchestrator: ServiceTable
     inference: ServiceTable

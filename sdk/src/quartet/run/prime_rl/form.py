@@ -2,7 +2,8 @@
 
 1. A file with keys of prime-rl's form and none of Quartet's own is prime-rl's.
 2. One with both is MIXED: nobody knows by whose defaults its author goes.
-3. One with neither ([ckpt], [wandb], max_steps say the same in both) is Quartet's.
+3. One with neither ([ckpt], [wandb], [slurm], max_steps say the same in both) is Quartet's. So is an option
+   by such a key, but for max_steps: it is laid over what files say, of either form.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from enum import Enum
 from typing import Any, Final
 
 from quartet.run.config import RunConfig
+from quartet.run.slurm import SlurmConfig
 
 #: Tables and keys at the top of a file that a run of Quartet does not have.
 AT_THE_TOP: Final = frozenset(
     {
-        *("async_level", "bench", "broadcast_backend", "clean", "clean_output_dir", "deployment"),
-        *("dry_run", "dump_config", "env_server_base_port", "env_vars", "experimental", "file_monitor"),
-        *("inference_gpu_ids", "log", "max_async_level", "max_model_len", "monitors", "output_dir"),
-        *("resume", "rollout_transport", "run", "seq_len", "slurm", "teacher_gpu_ids"),
+        *("async_level", "base_dir", "bench", "broadcast_backend", "clean", "clean_output_dir"),
+        *("deployment", "dry_run", "dump_config", "env_server_base_port", "env_vars", "experimental"),
+        *("file_monitor", "gpus_per_node", "hf_hub_offline", "inference_gpu_ids", "job_name", "log"),
+        *("max_async_level", "max_model_len", "monitors", "nodes_per_fsdp_group", "num_infer_nodes"),
+        *("num_train_nodes", "output_dir", "project_dir", "resume", "rollout_transport", "run"),
+        *("seq_len", "slurm_template", "teacher_gpu_ids"),
         *("teacher_inference", "tokenizer", "trainer_gpu_ids", "weight_broadcast"),
     }
 )
@@ -57,8 +61,9 @@ OF_SERVICES: Final[Mapping[str, frozenset[str]]] = {
     ),
     "inference": frozenset(
         {
-            *("all2all_backend", "api_server_count", "calculate_kv_scales", "data_parallel_rpc_port"),
-            *("data_parallel_size_local", "deployment", "dry_run", "enable_dbo", "enable_eplb"),
+            *("all2all_backend", "api_server_count", "backend_port", "calculate_kv_scales"),
+            *("data_parallel_rpc_port", "data_parallel_size_local", "deployment", "dry_run"),
+            *("enable_dbo", "enable_eplb"),
             *("enable_expert_parallel", "enable_fp32_lm_head", "enable_fp32_router_logits"),
             *("enable_lora", "enable_prefix_caching", "enable_return_routed_experts", "env_vars"),
             *("experimental", "gpu_memory_utilization", "kv_cache_offload", "log", "lora_target_modules"),
@@ -67,11 +72,21 @@ OF_SERVICES: Final[Mapping[str, frozenset[str]]] = {
         }
     ),
 }
+#: Keys of [slurm] that say the same in both.
+OF_BOTH_SLURMS: Final = frozenset({"account", "gpus_per_node", "job_name", "partition", "time"})
 #: What a table has there where Quartet has a table of the same name.
 INSIDE: Final[Mapping[str, frozenset[str]]] = {
     "ckpt": frozenset({"keep", "keep_interval", "output_dir", "resume_step", "weights", "weights_only"}),
     "wandb": frozenset({"id", "log_extras", "offline", "shared"}),
     "inference.server": frozenset({"host", "port", "liveness_timeout_seconds"}),
+    "slurm": frozenset(
+        {
+            *("base_dir", "cleanup_grace_period", "dry_run", "exclude", "hf_hub_offline"),
+            *("launch_modelexpress", "log_dir", "max_requeues", "nodelist", "nodes_per_fsdp_group"),
+            *("num_infer_nodes", "num_train_nodes", "pre_run_command", "project_dir", "shared_fs"),
+            *("slurm_template", "step_timeout", "template_path"),
+        }
+    ),
 }
 #: Of [inference.vllm], what Quartet's has; all else are arguments of vLLM.
 OF_OUR_VLLM: Final = frozenset(
@@ -79,13 +94,14 @@ OF_OUR_VLLM: Final = frozenset(
 )
 #: Keys of a run of Quartet that a file of prime-rl's `rl` has not.
 OURS: Final = frozenset(RunConfig.model_fields) - {
-    *("ckpt", "inference", "max_steps", "model", "orchestrator", "trainer", "wandb")
+    *("ckpt", "inference", "max_steps", "model", "orchestrator", "slurm", "trainer", "wandb")
 }
+OF_OUR_SLURM: Final = frozenset(SlurmConfig.model_fields) - OF_BOTH_SLURMS
 OF_OUR_SERVICES: Final[Mapping[str, frozenset[str]]] = {
     "trainer": frozenset(
         {
             *("device", "deterministic", "gpus", "gradient_checkpointing", "hub", "keep_last", "liger"),
-            *("losses", "max_runs", "microbatch_tokens", "optimizer_offload", "published_versions"),
+            *("losses", "max_runs", "microbatch_tokens", "nodes", "optimizer_offload", "published_versions"),
             *("ranks", "row_tokens", "state_dir", "threads"),
         }
     ),
@@ -99,8 +115,8 @@ OF_OUR_SERVICES: Final[Mapping[str, frozenset[str]]] = {
     "inference": frozenset(
         {
             *("accept_push", "adapters", "canary_tolerance", "chat", "embedded", "engine", "gpus"),
-            *("held_versions", "max_model_len", "openai", "python", "replicas", "routed_experts"),
-            *("run_id", "shared_memory", "stall_seconds", "weights_address"),
+            *("held_versions", "max_model_len", "nodes", "openai", "python", "replicas"),
+            *("routed_experts", "run_id", "shared_memory", "stall_seconds", "weights_address"),
         }
     ),
 }
@@ -154,6 +170,7 @@ def _ours(tables: Mapping[str, Any]) -> Iterator[str]:
     for service, keys in OF_OUR_SERVICES.items():
         yield from (f"{service}.{key}" for key in _at(tables, service) if key in keys)
     yield from (f"inference.vllm.{key}" for key in _at(tables, "inference.vllm") if key in OF_OUR_VLLM)
+    yield from (f"slurm.{key}" for key in _at(tables, "slurm") if key in OF_OUR_SLURM)
 
 
 def _at(tables: Mapping[str, Any], path: str) -> Mapping[str, Any]:

@@ -22,6 +22,8 @@ _ENVIRONMENT = "services inherit the environment: set it where the command is gi
 _TEMPLATE = "chats are rendered by the model's own template, and keep the exact tokens"
 _HOST = "the environment host sees to its workers"
 _WHOLE_STATE = "a state is saved and restored whole"
+_HAS_THEM = "this machine has as many as it has"
+_QUEUED = "a job runs in the folder that it is queued from"
 _MODEL = "the model is exported after the last step, and by quartet export"
 
 SERVICES: Final = ("trainer", "orchestrator", "inference")
@@ -56,8 +58,10 @@ LEFT_OUT: Final[Mapping[str, str]] = {
     "broadcast_backend": _WEIGHTS,
     "env_server_base_port": _FIND,
     "run.dir": _FOLDER,
-    "deployment.gpus_per_node": "this machine has as many as it has",
+    "gpus_per_node": _HAS_THEM,
+    "deployment.gpus_per_node": _HAS_THEM,
     "deployment.nodes_per_fsdp_group": _RANKS,
+    "deployment.orchestrator_on_inference": "the orchestrator is on the first machine",
     # Of the trainer.
     **{
         f"trainer.model.{key}": _COMPUTES
@@ -146,7 +150,13 @@ LEFT_OUT: Final[Mapping[str, str]] = {
     "inference.data_parallel_size_local": _FIND,
     "inference.model.reasoning_parser": "thinking is read as the chat template marks it",
     "inference.model.enable_auto_tool_choice": "tool calls are read wherever there are tools",
-    "inference.deployment.gpus_per_node": "this machine has as many as it has",
+    "inference.backend_port": _FIND,
+    "inference.deployment.gpus_per_node": _HAS_THEM,
+    **{
+        f"inference.deployment.{key}": _FIND
+        for key in ("backend_port", "router", "router_policy", "router_port")
+    },
+    "inference.slurm": "inference is in the job of the run, which [slurm] is of",
     "inference.kv_cache_offload": _ENGINE,
     **{
         f"inference.{key}": "the engine has room for the run's adapter"
@@ -158,9 +168,30 @@ LEFT_OUT: Final[Mapping[str, str]] = {
     "inference.use_deep_gemm": _ENGINE,
 }
 
-_ONE_MACHINE = (
-    "quartet rl starts its services on one machine; start them on several by hand or on Kubernetes "
-    "(docs/deploy.md), where quartet submit reads this file without it; or remove it"
+#: Of [slurm], where the run is started; and what was at the top of a file before there was that table.
+OF_A_JOB: Final[Mapping[str, str]] = {
+    **{
+        f"{prefix}{key}": reason
+        for prefix in ("slurm.", "")
+        for key, reason in {
+            "base_dir": _QUEUED,
+            "hf_hub_offline": _ENVIRONMENT,
+            "nodes_per_fsdp_group": _RANKS,
+            "project_dir": _QUEUED,
+        }.items()
+    },
+    "slurm.cleanup_grace_period": "a job ends with its run",
+    "slurm.dry_run": "there is --dry-run",
+    "slurm.launch_modelexpress": _WEIGHTS,
+    "slurm.log_dir": "the log of a job is beside the run's folder",
+    "slurm.max_requeues": "a job is queued again at its time limit, not where its run failed",
+    "slurm.shared_fs": "a job installs nothing",
+    "slurm.step_timeout": "the orchestrator's stalled_after_seconds tells of a run that stands still",
+}
+
+_TEMPLATE_OF_A_JOB = (
+    "the script is Quartet's own; write what yours has of sbatch's options and of shell lines into [slurm] "
+    "options and setup in a second file, and remove it"
 )
 _RESUME = "write --resume with --output-dir; remove it"
 _KEPT = "set keep_last, or export what is to stay (quartet export); remove it"
@@ -183,11 +214,11 @@ _CURRICULUM = "tasks come in a new order in each epoch; remove it"
 
 #: What no run here can do.
 REFUSED: Final[Refusals] = {
-    "slurm": ((), _ONE_MACHINE),
-    "inference.slurm": ((), _ONE_MACHINE),
-    "inference.deployment": (("single_node", {}), _ONE_MACHINE),
-    "deployment": (("single_node", 0, {}), _ONE_MACHINE),
+    "slurm.template_path": ((), _TEMPLATE_OF_A_JOB),
+    "slurm.slurm_template": ((), _TEMPLATE_OF_A_JOB),
+    "slurm_template": ((), _TEMPLATE_OF_A_JOB),
     "deployment.num_teacher_gpus": ((0,), _TEACHER),
+    "deployment.num_teacher_nodes": ((0,), _TEACHER),
     "teacher_inference": ((), _TEACHER),
     "teacher_gpu_ids": (([],), _TEACHER),
     "bench": ((False,), "there are benchmarks/; remove it"),

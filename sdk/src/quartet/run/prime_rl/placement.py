@@ -1,8 +1,7 @@
-"""Where a run of prime-rl computes, and where it is shown: [deployment], [inference], [wandb].
+"""What serves a run of prime-rl, and where it is shown: [inference], [wandb]. Its devices are in machines.py.
 
-With vLLM, which is prime-rl's engine, devices are given out as there, the engine's first, and a replica has
-`tp` of them: dp is how many replicas there are. Without it the embedded engine serves, for which arguments of
-vLLM have no effect.
+Without vLLM, which is prime-rl's engine, the embedded engine serves, for which arguments of vLLM have no
+effect.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ _OF_WANDB: Final = {
 def engine(given: Given, run: RunDraft, chosen: Engine) -> None:
     """[inference], but for its devices."""
     run.put("inference.engine", chosen, "inference")
-    extra = {**_table(given, "inference.vllm"), **_table(given, "inference.vllm_extra")}
-    longest = _said(given, extra, "max_model_len", "inference.model.max_model_len", "max_model_len")
+    extra = arguments_of_vllm(given)
+    longest = argument(given, extra, "max_model_len", "inference.model.max_model_len", "max_model_len")
     room = given.nearest("orchestrator.seq_len", "seq_len", default=2048)
     # What is longer is sampled there, and cut off before it is trained on.
     if longest.value is not None and longest.count() < room.count():
@@ -67,10 +66,10 @@ def engine(given: Given, run: RunDraft, chosen: Engine) -> None:
         )
         run.leave([shown(longest.source, longest.value, why)])
     run.put("inference.max_model_len", room.count(), room.source)
-    dtype = _said(given, extra, "dtype", "inference.model.dtype")
+    dtype = argument(given, extra, "dtype", "inference.model.dtype")
     if dtype.value not in (None, "auto"):
         run.put(f"inference.{chosen}.dtype", dtype.value, dtype.source)
-    parser = _said(given, extra, "tool_call_parser", "inference.model.tool_call_parser")
+    parser = argument(given, extra, "tool_call_parser", "inference.model.tool_call_parser")
     if parser.is_given:
         run.put("inference.chat.tool_parser", parser.value or "none", parser.source)
     _template(given, extra, run)
@@ -88,29 +87,19 @@ def engine(given: Given, run: RunDraft, chosen: Engine) -> None:
             run.leave([shown(said.source, said.value, OF_THE_FRONT[key])])
 
 
-def devices(given: Given, run: RunDraft, chosen: Engine, *, starts_services: bool) -> None:
-    """Which of this machine's."""
-    extra = {**_table(given, "inference.vllm"), **_table(given, "inference.vllm_extra")}
-    tp = _said(given, extra, "tensor_parallel_size", "inference.parallel.tp", default=1)
-    dp = _said(given, extra, "data_parallel_size", "inference.parallel.dp", default=1)
-    train = given.take("trainer_gpu_ids", "deployment.num_train_gpus", default=1)
-    serve = given.take("inference_gpu_ids", "deployment.num_infer_gpus")
-    if serve.value is None:
-        serve = Said(tp.count() * dp.count(), (dp if dp.is_given else tp).source, dp.is_given or tp.is_given)
-    number = len(serve.value) if isinstance(serve.value, list) else serve.count(0)
-    if dp.is_given and number != tp.count() * dp.count():
-        refuse(dp.source, dp.value, f"{serve.source} has {number} devices, not tp times dp; leave dp out")
-    if chosen == "vllm" and tp.count() > 1:
-        run.put("inference.vllm.args.tensor_parallel_size", tp.value, tp.source)
-    if not starts_services:
-        return
-    one_each = train.value == 1 and number == 1 and not isinstance(serve.value, list)
-    for service, said in (("trainer", train), ("inference", serve)):
-        if chosen == "vllm" or not one_each:
-            run.put(f"{service}.gpus", said.value, said.source)
-        elif said.is_given:
-            # One each is what a file says that says nothing, also for a machine without any.
-            run.leave([shown(said.source, said.value, "without vLLM it takes a GPU or the CPU")])
+def arguments_of_vllm(given: Given) -> dict[str, Said]:
+    """As [inference.vllm] and vllm_extra name them. Raises ConfigError."""
+    return {**_table(given, "inference.vllm"), **_table(given, "inference.vllm_extra")}
+
+
+def argument(given: Given, extra: dict[str, Said], name: str, *paths: str, default: Any = None) -> Said:
+    """What is said by a key of prime-rl's, or as an argument of vLLM. Raises ConfigError."""
+    said, own = given.take(*paths, default=default), extra.get(name)
+    if own is None:
+        return said
+    if said.is_given and said.value != own.value:
+        refuse(own.source, own.value, f"{said.source} says otherwise; keep one of the two")
+    return own
 
 
 def reports(given: Given, run: RunDraft) -> None:
@@ -154,13 +143,3 @@ def _template(given: Given, extra: dict[str, Said], run: RunDraft) -> None:
 def _table(given: Given, path: str) -> dict[str, Said]:
     table = given.take(path, default={})
     return {key: Said(value, f"{path}.{key}", True) for key, value in table.table().items()}
-
-
-def _said(given: Given, extra: dict[str, Said], argument: str, *paths: str, default: Any = None) -> Said:
-    """What is said by a key of prime-rl's, or as an argument of vLLM. Raises ConfigError."""
-    said, own = given.take(*paths, default=default), extra.get(argument)
-    if own is None:
-        return said
-    if said.is_given and said.value != own.value:
-        refuse(own.source, own.value, f"{said.source} says otherwise; keep one of the two")
-    return own

@@ -17,16 +17,20 @@ from typing import Any, Final
 from quartet.config import ConfigError
 from quartet.config.refusals import together
 from quartet.run.dialect import Engine, RunDraft, Translation, Untranslated, refuse
-from quartet.run.prime_rl import evaluations, placement, rollouts, sampling, training
+from quartet.run.prime_rl import evaluations, machines, placement, rollouts, sampling, training
 from quartet.run.prime_rl.environments import Environment, environment
 from quartet.run.prime_rl.given import Given
-from quartet.run.prime_rl.keys import AFTER_VERSION, LEFT_OUT, REFUSED, SERVICES
+from quartet.run.prime_rl.keys import AFTER_VERSION, LEFT_OUT, OF_A_JOB, REFUSED, SERVICES
 
 #: Whose defaults these are.
 VERSION: Final = "0.8.0"
-_TABLES: Final = (*SERVICES, "ckpt", "wandb", "deployment", "monitors", "log")
+_TABLES: Final = (*SERVICES, "ckpt", "wandb", "deployment", "monitors", "log", "slurm")
 #: Where services are started elsewhere, nothing of it is read.
-_PLACED: Final = ("deployment", "slurm", "inference.deployment", "inference.slurm")
+_PLACED: Final = (
+    *("deployment", "slurm", "inference.deployment", "inference.slurm", "slurm_template"),
+    *machines.AT_THE_TOP,
+    *(key for key in OF_A_JOB if "." not in key),
+)
 _NOTHING: Final[Mapping[str, Any]] = {}
 #: Of [algorithm], what belongs to a loss, and what a preset says.
 _OF_THE_LOSS: Final = ("loss", "clip_low", "clip_high", "proximal", "correction", "custom", "custom_args")
@@ -88,9 +92,10 @@ def _parts(
         (lambda: training.states(given, run), ("ckpt", "trainer.ckpt", "orchestrator.ckpt")),
         (lambda: placement.engine(given, run, engine), ("inference",)),
         (
-            lambda: placement.devices(given, run, engine, starts_services=starts_services),
-            ("inference", "deployment"),
+            lambda: machines.devices(given, run, engine, starts_services=starts_services),
+            ("inference", "deployment", *machines.DEVICES, "slurm", *machines.AT_THE_TOP),
         ),
+        (lambda: machines.job(given, run) if starts_services else None, ("slurm", *machines.AT_THE_TOP)),
         (lambda: placement.reports(given, run), ("wandb", "monitors", "trainer", "orchestrator")),
         (lambda: _names(given, run), ("run",)),
     )
@@ -103,7 +108,8 @@ def counts_on_later(tables: Mapping[str, Any]) -> list[str]:
 
 
 def _unread(given: Given, run: RunDraft, silent: list[str], *, starts_services: bool) -> list[ConfigError]:
-    left = LEFT_OUT if starts_services else {**LEFT_OUT, **dict.fromkeys(_PLACED, _ELSEWHERE)}
+    elsewhere = OF_A_JOB if starts_services else dict.fromkeys(_PLACED, _ELSEWHERE)
+    left = {**LEFT_OUT, **elsewhere}
     refused = REFUSED if starts_services else {k: v for k, v in REFUSED.items() if k not in left}
     found = list(given.rest(left, refused, silent))
     run.leave(one for one in found if isinstance(one, str))
