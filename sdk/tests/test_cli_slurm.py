@@ -138,8 +138,13 @@ def test_what_quartet_rl_refuses_is_refused(
     assert slurm(model, "--output-dir", tmp_path / "out", "--trainer.nodez", "2", "--batch-size", "100") == 2
     shown = capsys.readouterr().err
     assert "rollouts_per_example = 8 does not divide it" in shown
-    assert slurm(model, "--output-dir", tmp_path / "out", "--trainer.nodez", "2") == 2
-    assert "trainer.nodez" in capsys.readouterr().err or "nodez" in shown
+    assert "[trainer] unknown key 'nodez'" in shown
+    assert (
+        slurm(model, "--output-dir", tmp_path / "out", "--inference.nodes", "1", "--trainer.nodez", "2") == 2
+    )
+    assert "[trainer] unknown key 'nodez'" in capsys.readouterr().err
+    assert slurm(model, "--output-dir", tmp_path / "out", "--trainer.nodes", "0") == 2
+    assert "trainer.nodes = 0 is refused: give how many machines it has" in capsys.readouterr().err
     assert slurm(model, "--output-dir", tmp_path / "out", "--resume") == 2
     assert "holds no run" in capsys.readouterr().err
     assert slurm(model, "--output-dir", tmp_path / "out", "--slurm.setup", '["if true"]') == 2

@@ -17,7 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -54,7 +54,7 @@ AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/builtin
-SchedulerParameters=sched_min_interval=100000
+SchedulerParameters=sched_min_interval=100000,sched_interval=5
 ReturnToService=2
 KillWait={kill_wait}
 MinJobAge=600
@@ -71,7 +71,6 @@ class Cluster:
     folder: Path
     names: list[str]
     environment: dict[str, str]
-    _daemons: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def call(self, *command: str, cwd: Path | None = None) -> str:
         """What a command of SLURM's says. Raises AssertionError with its words where it fails."""

@@ -7,6 +7,7 @@ signals as these do. The real ones: test_runs.py.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 import time
@@ -169,3 +170,21 @@ def test_a_machine_whose_part_fails_ends_the_job(slurm: Cluster, folder: Path) -
     assert state["ExitCode"] == "1:0"
     assert job.of("ended") == ["stopped"]
     assert "the part of another machine ended before the run" in job.log
+
+
+def test_a_job_whose_machine_fails_is_started_again_and_goes_on(slurm: Cluster, folder: Path) -> None:
+    """--overwrite is for the run that was there when the job was queued."""
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text("{}")
+    os.utime(folder / "run.json", (0, 0))
+    job = queued(slurm, folder, machines=2, begin="--overwrite", slurm=SlurmConfig(), QUEUED_RUN_STEPS="60")
+    job.until_steps(2)
+    # Whose slurmd answers, so that it is there again at once.
+    slurm.call("scontrol", "update", f"nodename={slurm.names[1]}", "state=down", "reason=a test of it")
+    until(lambda: len(job.of("rl")) == 2, 60, "another start", lambda: job.log)
+    state = job.ends()
+    assert state["JobState"] == "COMPLETED", job.log
+    assert state["Restarts"] == "1"
+    first, second = job.of("rl")
+    assert first[-1] == "--overwrite"
+    assert second[-1] == "--resume"

@@ -5,8 +5,8 @@ first two, a replica of inference on the third.
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -62,48 +62,35 @@ def ends(slurm: Cluster, output: Path, number: str, state: str) -> None:
     slurm.wait(number, state, RUN_SECONDS, lambda: log_of(output, number)[-3000:])
 
 
-def check_whole(output: Path) -> None:
-    """Every step once, whole."""
-    assert [row["step"] for row in rows(output)] == list(range(1, STEPS + 1)), "every step once, in order"
-    ledger = summary_of(output)["ledger"]
-    assert (ledger["trained"], ledger["in_flight"]) == (STEPS * 128, 0)
-
-
-@pytest.mark.timeout(2 * RUN_SECONDS)
-def test_a_run_over_three_nodes_is_completed(slurm: Cluster, tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.timeout(4 * RUN_SECONDS)
+def test_a_run_over_three_nodes_goes_on_in_one_job_after_the_other(
+    slurm: Cluster, tiny_model: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "run"
-    number = queue(slurm, output, *first(tiny_model))
-    ends(slurm, output, number, "COMPLETED")
-    check_whole(output)
-    said = log_of(output, number)
+    stopped = queue(slurm, output, *first(tiny_model))
+    until(lambda: len(rows(output)) >= 2, RUN_SECONDS, "two steps", slurm.logs)
+    slurm.call("scancel", "--batch", "--signal=TERM", stopped)
+    ends(slurm, output, stopped, "FAILED")
+    assert slurm.state(stopped)["ExitCode"] == "130:0"
+    said = log_of(output, stopped)
+    assert "stopped after step" in said
+    assert said.count("the run ended") == 2, "the other machines end with it, by themselves"
+
+    go_on = ["@", str(output / "run.toml"), "--resume"]
+    assert f"quartet slurm {shlex.join(go_on[:2])} --output-dir {output} --resume" in said
+    cancelled = queue(slurm, output, *go_on)
+    before = len(rows(output))
+    until(lambda: len(rows(output)) > before, RUN_SECONDS, "a step more", slurm.logs)
+    slurm.call("scancel", cancelled)
+    ends(slurm, output, cancelled, "CANCELLED")
+
+    completed = queue(slurm, output, *go_on)
+    ends(slurm, output, completed, "COMPLETED")
+    said = log_of(output, completed)
     assert f"on {','.join(slurm.names)}" in said
     assert f"{slurm.names[1]} runs trainer-2" in said
     assert f"{slurm.names[2]} runs inference" in said
-    assert said.count("the run ended") == 2, "the other machines end with it, by themselves"
+    assert [row["step"] for row in rows(output)] == list(range(1, STEPS + 1)), "every step once, in order"
+    ledger = summary_of(output)["ledger"]
+    assert (ledger["trained"], ledger["in_flight"]) == (STEPS * 128, 0)
     assert (output / "checkpoint" / "config.json").is_file()
-
-
-@pytest.mark.timeout(3 * RUN_SECONDS)
-@pytest.mark.parametrize(
-    ("end", "state"),
-    [(["--batch", "--signal=TERM"], "FAILED"), ([], "CANCELLED")],
-    ids=["stopped", "cancelled"],
-)
-def test_a_job_that_was_ended_is_queued_again_and_goes_on(
-    end: list[str], state: str, slurm: Cluster, tiny_model: Path, tmp_path: Path
-) -> None:
-    output = tmp_path / "run"
-    number = queue(slurm, output, *first(tiny_model))
-    until(lambda: len(rows(output)) >= 2, RUN_SECONDS, "two steps", slurm.logs)
-    began = time.monotonic()
-    slurm.call("scancel", *end, number)
-    ends(slurm, output, number, state)
-    print(
-        f"{time.monotonic() - began:.1f} s from scancel to the end", log_of(output, number)[-2000:], sep="\n"
-    )
-    assert len(rows(output)) < STEPS
-    if end:
-        assert "stopped after step" in log_of(output, number)
-    again = queue(slurm, output, "@", str(output / "run.toml"), "--resume")
-    ends(slurm, output, again, "COMPLETED")
-    check_whole(output)

@@ -38,6 +38,7 @@ from quartet.cli.job import (
     taken,
     write_down,
 )
+from quartet.cli.job_arguments import add_arguments_of_a_job, keys_of_a_job, own_tables
 from quartet.cli.outputs import Outputs, write_json
 from quartet.cli.progress import phase_name
 from quartet.cli.run_file import load_run
@@ -51,12 +52,11 @@ from quartet.config.refusals import together
 from quartet.errors import QuartetError
 from quartet.kit.standard_streams import say
 from quartet.local.deployment import check, without_device, write
-from quartet.local.devices import ON_DEVICES
 from quartet.local.hosts import FIRST_PORT, Hosts, hosts_of
 from quartet.local.others import Others
 from quartet.local.plan import Plan
 from quartet.local.supervisor import ServiceFailed
-from quartet.local.wiring import SERVICES, Table, wire_machines
+from quartet.local.wiring import Table, wire_machines
 from quartet.run.config import RunConfig
 from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_COMPLETED, RUN_PHASE_FAILED, RUN_PHASE_STOPPED
 
@@ -81,17 +81,10 @@ class Ended:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that are the launcher's own; all others belong to the run's configuration."""
-    parser.add_argument(
-        "--output-dir", type=Path, help="folder to write to (default: outputs/<config>-<time>)"
-    )
-    parser.add_argument("--run-id", help="name of the run (default: the name of the output folder)")
+    add_arguments_of_a_job(parser)
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything, print what would run, start nothing"
     )
-    for service in ON_DEVICES:
-        parser.add_argument(
-            f"--{service}-gpus", metavar="N", help=f"GPUs of this machine for it: {service}.gpus"
-        )
     parser.add_argument(
         "--hosts",
         metavar="A,B,...",
@@ -105,8 +98,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"where the machines reach each other, with the next ports (default: {FIRST_PORT})",
     )
-    parser.add_argument("--resume", action="store_true", help="go on with the run of the output folder")
-    parser.add_argument("--overwrite", action="store_true", help="delete what the output folder holds first")
     parser.add_argument(
         "--plain", action="store_true", help="one line for each step instead of the live screen"
     )
@@ -115,17 +106,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, rest: list[str]) -> int:
     """The command. `rest` is what argparse left: `@ file.toml --key value`."""
     started = time.monotonic()
-    for service in ON_DEVICES:
-        if (gpus := getattr(options, f"{service}_gpus")) is not None:
-            rest = [*rest, f"--{service}.gpus={gpus}"]
+    rest = keys_of_a_job(options, rest)
     try:
         found = load_run(rest, flags=options.flags)
     except ConfigError as error:
         if options.resume:
             raise ConfigError(f"{error}\n{how_to_resume(options.output_dir)}") from error
         raise
-    if options.resume and options.overwrite:
-        raise ConfigError("--resume goes on with what --overwrite would delete; give one of the two")
     folder = options.output_dir or found.output_dir
     if folder is None and options.resume:
         raise ConfigError(how_to_resume(None))
@@ -163,11 +150,6 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     if ended.shown:
         print(ended.shown)
     return code
-
-
-def own_tables(config: RunConfig) -> dict[str, Table]:
-    """What the run says of its services."""
-    return {name: getattr(config, name) for name in SERVICES}
 
 
 def _words(arguments: Sequence[str]) -> Words:

@@ -1,0 +1,1 @@
+"""A run of `quartet rl`, handed to SLURM."""

@@ -21,13 +21,13 @@ from typing import Final, Literal
 from quartet.cli import exits
 from quartet.cli.carried import refused_by_services
 from quartet.cli.job import RUN_FILE, Job, default_folder, how_to_resume
+from quartet.cli.job_arguments import add_arguments_of_a_job, keys_of_a_job, own_tables
 from quartet.cli.outputs import PRIVATE, write_text
-from quartet.cli.rl import check_services, completed_before, own_tables, prepared
+from quartet.cli.rl import check_services, completed_before, prepared
 from quartet.cli.run_file import load_run
 from quartet.cli.slurm.script import SCRIPT, Queued, gpus_of, script_of
 from quartet.config import ConfigError
 from quartet.config.refusals import together
-from quartet.local.devices import ON_DEVICES
 from quartet.local.hosts import machines_of, unnamed
 from quartet.local.toml_text import dumps
 
@@ -59,19 +59,10 @@ script and the log of the job.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that are none of the run's configuration."""
-    parser.add_argument(
-        "--output-dir", type=Path, help="folder to write to (default: outputs/<config>-<time>)"
-    )
-    parser.add_argument("--run-id", help="name of the run (default: the name of the output folder)")
+    add_arguments_of_a_job(parser)
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything, print the script, queue nothing"
     )
-    for service in ON_DEVICES:
-        parser.add_argument(
-            f"--{service}-gpus", metavar="N", help=f"GPUs of a machine for it: {service}.gpus"
-        )
-    parser.add_argument("--resume", action="store_true", help="go on with the run of the output folder")
-    parser.add_argument("--overwrite", action="store_true", help="delete what the output folder holds first")
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:
@@ -98,11 +89,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
 
 def _checked(options: argparse.Namespace, rest: list[str]) -> Job:
     """The run, as `quartet rl` would begin it. Raises ConfigError."""
-    for service in ON_DEVICES:
-        if (gpus := getattr(options, f"{service}_gpus")) is not None:
-            rest = [*rest, f"--{service}.gpus={gpus}"]
-    if options.resume and options.overwrite:
-        raise ConfigError("--resume goes on with what --overwrite would delete; give one of the two")
+    rest = keys_of_a_job(options, rest)
     found = load_run(rest, flags=options.flags)
     folder = options.output_dir or found.output_dir
     if folder is None and options.resume:

@@ -1,0 +1,38 @@
+"""What `quartet rl` and `quartet slurm` read of a command line alike, beside the run's own keys."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from quartet.config import ConfigError
+from quartet.local.devices import ON_DEVICES
+from quartet.local.wiring import SERVICES, Table
+from quartet.run.config import RunConfig
+
+
+def add_arguments_of_a_job(parser: argparse.ArgumentParser) -> None:
+    """Where a run lives, whoever starts it, and how it takes its folder."""
+    parser.add_argument(
+        "--output-dir", type=Path, help="folder to write to (default: outputs/<config>-<time>)"
+    )
+    parser.add_argument("--run-id", help="name of the run (default: the name of the output folder)")
+    for service in ON_DEVICES:
+        parser.add_argument(
+            f"--{service}-gpus", metavar="N", help=f"GPUs of each of its machines: {service}.gpus"
+        )
+    parser.add_argument("--resume", action="store_true", help="go on with the run of the output folder")
+    parser.add_argument("--overwrite", action="store_true", help="delete what the output folder holds first")
+
+
+def keys_of_a_job(options: argparse.Namespace, rest: list[str]) -> list[str]:
+    """`rest` with the keys of the run that are arguments. Raises ConfigError where two do not go together."""
+    if options.resume and options.overwrite:
+        raise ConfigError("--resume goes on with what --overwrite would delete; give one of the two")
+    given = {service: getattr(options, f"{service}_gpus") for service in ON_DEVICES}
+    return [*rest, *(f"--{service}.gpus={gpus}" for service, gpus in given.items() if gpus is not None)]
+
+
+def own_tables(config: RunConfig) -> dict[str, Table]:
+    """What the run says of its services."""
+    return {name: getattr(config, name) for name in SERVICES}
