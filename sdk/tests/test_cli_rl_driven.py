@@ -8,7 +8,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -91,6 +92,26 @@ async def test_a_terminal_that_is_closed_stops_a_run_once_however_often_it_says_
     finally:
         signal.signal(signal.SIGHUP, before)
     assert kill.call_count == 1
+
+
+async def test_other_machines_are_told_of_the_end_also_by_who_asks_twice(tmp_path: Path) -> None:
+    """others.py 1."""
+    others = AsyncMock(begin=Mock(), end=Mock(return_value=""), statuses=[], restarts={})
+
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    others.wait_there = others.wait_failed = others.name_missing = never
+
+    @contextmanager
+    def twice(interrupts: drive.Interrupts) -> Iterator[None]:
+        assert not interrupts.asked_again() and others.end.call_count == 0
+        assert interrupts.asked_again() and others.end.call_count == 1
+        yield
+
+    given = ("run", "", Outputs(tmp_path), Plain(io.StringIO()), Mock(), Mock())
+    outcome = await asyncio.wait_for(drive.drive([], others, *given, twice), 30)
+    assert outcome.interrupted and (others.begin.call_count, others.end.call_count) == (1, 2)
 
 
 async def test_who_ignores_the_end_of_the_terminal_is_left_alone() -> None:

@@ -36,7 +36,7 @@ async def test_only_the_frozen_service_is_named_and_again_when_it_answers(
     trainer = Status("trainer", running.address, State.UP)
     inference = Status("inference", f"127.0.0.1:{frozen.getsockname()[1]}", State.UP, pid=7)
     envhost = Status("envhost", gone, State.UP)
-    starting = Status("orchestrator", inference.address, State.STARTING)
+    starting = Status("orchestrator", inference.address, State.STARTING, pid=8)
     supervisor = SimpleNamespace(statuses=[trainer, inference, envhost, starting])
     out = io.StringIO()
     task = asyncio.create_task(silence.name_the_silent(supervisor, Progress(), Plain(out)))
@@ -75,7 +75,7 @@ async def test_a_run_in_which_something_happens_is_left_alone(monkeypatch: pytes
 async def test_a_service_that_takes_long_to_start_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(silence, "SILENCE_SECONDS", 0.02)
     monkeypatch.setattr(silence, "SLOW_SECONDS", 0.1)
-    inference = Status("inference-2", "127.0.0.1:1", State.STARTING)
+    inference = Status("inference-2", "127.0.0.1:1", State.STARTING, pid=7)
     out = io.StringIO()
     supervisor = SimpleNamespace(statuses=[inference])
     task = asyncio.create_task(silence.name_the_silent(supervisor, Progress(), Plain(out)))

@@ -10,11 +10,13 @@ import random
 import signal
 import subprocess
 import time
+import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from certificates import needs_openssl, write_certificates
 
 from tests.conftest import QUARTET, REPOSITORY, summary_of
 from tests.faults.test_kill_each_service import (
@@ -157,3 +159,30 @@ def test_a_machine_that_cannot_do_its_part_fails_the_run_in_its_own_words(
         refused = '[inference] embedded.device = "cuda", but this machine has no GPU'
         assert f"error: {refused}" in (tmp_path / "third.log").read_text()
         assert f"error: on {HOSTS[2]}: {refused}" in (tmp_path / "first.log").read_text()
+
+
+@needs_openssl
+@pytest.mark.timeout(RUN_SECONDS)
+def test_machines_reach_each_other_by_tls_of_the_users_own(tiny_model: Path, tmp_path: Path) -> None:
+    write_certificates(tmp_path)
+    (tmp_path / "token").write_text("a-token-of-mine")
+    door = {"tls.cert_file": "server.crt", "tls.key_file": "server.key", "token_file": "token"}
+    keys = {
+        f"{service}.server.{key}": tmp_path / file
+        for service in ("trainer", "inference", "envhost")
+        for key, file in door.items()
+    }
+    for table in ("orchestrator.security", "envhost.inference_security", "inference.weights_security"):
+        keys |= {f"{table}.ca_file": tmp_path / "ca.crt", f"{table}.token_file": tmp_path / "token"}
+    output = tmp_path / "run"
+    options = [f"--{key}={value}" for key, value in keys.items()]
+    placed = ["--trainer.nodes=1", "--inference.nodes=1", "--hosts", ",".join(HOSTS[:2]), "--max-steps=3"]
+    with ExitStack() as opened:
+        second = opened.enter_context(started(node(output, HOSTS[1]), tmp_path / "second.log"))
+        command = launch(tiny_model, output, *placed, *options)
+        first = opened.enter_context(started(command, tmp_path / "first.log"))
+        assert first.wait(timeout=RUN_SECONDS) == 0
+        assert second.wait(timeout=30) == 0
+    assert summary_of(output)["steps"] == 3
+    configs = [tomllib.loads(file.read_text()) for file in (output / "config").iterdir()]
+    assert not any("insecure_ok_off_loopback" in config["server"] for config in configs)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quartet.cli import exits
+from quartet.cli.asked import listening
 from quartet.cli.display import Display
 from quartet.cli.env.installed import REFUSALS
 from quartet.cli.figure import import_drawing
@@ -105,18 +105,8 @@ Listen = Callable[[Interrupts], AbstractContextManager[None]]
 @contextmanager
 def by_signals(interrupts: Interrupts) -> Iterator[None]:
     """Listens to Ctrl-C, SIGTERM and SIGHUP. On the main thread only."""
-    loop = asyncio.get_running_loop()
-    heard = dict.fromkeys((signal.SIGINT, signal.SIGTERM), interrupts.signalled)
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
-        # However often: the shell of the terminal sends one, and the system another.
-        heard[signal.SIGHUP] = interrupts.asked.set
-    for number, told in heard.items():
-        loop.add_signal_handler(number, told)
-    try:
+    with listening(interrupts.signalled, interrupts.asked.set):
         yield
-    finally:
-        for number in heard:
-            loop.remove_signal_handler(number)
 
 
 async def drive(
@@ -131,18 +121,17 @@ async def drive(
     listen: Listen = by_signals,
 ) -> Outcome:
     """Run it to its end; `accepted` is called once the orchestrator has it. Raises RunRefused, ServiceFailed,
-    QuartetError."""
+    QuartetError, ConfigError where the services' token cannot be announced."""
     supervisor = Supervisor(specs)
 
     def kill() -> None:
         supervisor.kill_now()
         others.end()
 
+    others.begin()
     interrupts = Interrupts(kill, display, as_it_was(outputs.folder))
     taken = asyncio.Event()
     with listen(interrupts):
-        supervisor.start()
-        others.begin()
         failed = {asyncio.create_task(one.wait_failed()) for one in (supervisor, others)}
         work = asyncio.create_task(
             _work(supervisor, others, run_id, config_toml, outputs, display, reporter, accepted, taken)
@@ -163,7 +152,8 @@ async def drive(
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             display.say("stopping the services")
-            others.end()
+            if untold := others.end():
+                display.say(untold)
             await asyncio.gather(supervisor.stop(DRAIN_SECONDS), asyncio.to_thread(outputs.draw, run_id))
             display.tick(outputs.progress, supervisor.statuses)
     return Outcome(run, supervisor.restarts | others.restarts, interrupts.asked.is_set())
@@ -183,6 +173,8 @@ async def _work(
     """Submit, follow, take the result; from `taken` on a stop reaches the run. Raises RunRefused,
     QuartetError."""
     began_ms = time.time() * 1000
+    await others.wait_there()
+    supervisor.start()
     await supervisor.wait_bound()
     await others.wait_up()
     async with connect(_orchestrator(supervisor)) as channel:

@@ -28,6 +28,7 @@ from quartet.cli.outputs import PRIVATE, write_json, write_text
 from quartet.cli.summary import is_completed, summary_of
 from quartet.config import ConfigError
 from quartet.local.hosts import HERE, Hosts
+from quartet.local.plan import read_plan
 from quartet.local.toml_text import dumps
 from quartet.local.wiring import SERVICES
 from quartet.run.config import SHOWN, RunConfig, parse_run
@@ -105,9 +106,21 @@ def as_it_was(folder: Path, max_steps: int | None = None) -> str:
     """The command that goes on with the run of a folder, to more steps where they are given; nothing where an
     earlier release began it."""
     file = folder / RUN_FILE
-    more = () if max_steps is None else ("--max-steps", str(max_steps))
+    longer = () if max_steps is None else ("--max-steps", str(max_steps))
+    more = (*longer, *hosts_before(folder))
     command = ("quartet", "rl", "@", str(file), *more, "--output-dir", str(folder), "--resume")
     return f": {shlex.join(command)}" if file.is_file() else ""
+
+
+def hosts_before(folder: Path) -> tuple[str, ...]:
+    """The options that say on which machines the run of a folder was, if on several."""
+    try:
+        plan = read_plan(folder)
+    except ConfigError:
+        return ()
+    if plan is None:
+        return ()
+    return ("--hosts", ",".join(plan.hosts.names), "--first-port", str(plan.hosts.first_port))
 
 
 def model_path(model: str) -> str:

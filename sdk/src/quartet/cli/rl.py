@@ -1,10 +1,10 @@
-"""`quartet rl @ run.toml`: reinforcement learning on this machine, by four services as four processes.
+"""`quartet rl @ run.toml`: reinforcement learning by four services, on this machine or on several.
 
 1. Whatever can be refused is refused before anything starts, a sentence for each thing, with exit code 2.
 2. The exit code is 0 for a completed run, 1 for a failed one, 130 for one that was stopped by Ctrl-C.
-3. `prepared`, `completed_before`, `report_again`, `check_services` and `launch` are the same without a
-   command line (quartet.grpo): they raise ConfigError for what is refused and RunFailed for what failed, and
-   never end the process.
+3. `prepared`, `completed_before`, `report_again` and `launch` are the same without a command line
+   (quartet.grpo): they raise ConfigError for what is refused and RunFailed for what failed, and never end the
+   process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import contextlib
 import shlex
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from typing import Any
 
 from quartet.cli import exits
 from quartet.cli.carried import refused_by_services
+from quartet.cli.checked import check_services, wired
 from quartet.cli.display import Display, Plain
 from quartet.cli.drive import Listen, Outcome, RunRefused, by_signals, drive
 from quartet.cli.env.installed import REFUSALS, with_interpreters
@@ -42,7 +42,6 @@ from quartet.cli.job_arguments import add_arguments_of_a_job, keys_of_a_job, own
 from quartet.cli.outputs import Outputs, write_json
 from quartet.cli.progress import phase_name
 from quartet.cli.run_file import load_run
-from quartet.cli.run_tables import tables_of
 from quartet.cli.summary import SUMMARY, is_completed, summary_of, summed_up
 from quartet.cli.wandb.child import STOPPED_CODE, Ending
 from quartet.cli.wandb.reporter import check as check_wandb
@@ -51,12 +50,11 @@ from quartet.config import ConfigError
 from quartet.config.refusals import together
 from quartet.errors import QuartetError
 from quartet.kit.standard_streams import say
-from quartet.local.deployment import check, without_device, write
+from quartet.local.deployment import write
 from quartet.local.hosts import FIRST_PORT, Hosts, hosts_of
 from quartet.local.others import Others
 from quartet.local.plan import Plan
 from quartet.local.supervisor import ServiceFailed
-from quartet.local.wiring import Table, wire_machines
 from quartet.run.config import RunConfig
 from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_COMPLETED, RUN_PHASE_FAILED, RUN_PHASE_STOPPED
 
@@ -118,6 +116,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError(how_to_resume(None))
     folder = folder or default_folder(rest, found.name)
     names = None if options.hosts is None else options.hosts.split(",")
+    placed = [] if names is None else ["--hosts", options.hosts, "--first-port", str(options.first_port)]
     try:
         hosts = hosts_of(own_tables(found.config), names, options.first_port)
         job = prepared(
@@ -126,7 +125,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
             options.run_id,
             resume=options.resume,
             overwrite=options.overwrite,
-            words=_words(rest if names is None else [*rest, "--hosts", options.hosts]),
+            words=_words([*rest, *placed]),
             hosts=hosts,
         )
     except ConfigError as error:
@@ -191,7 +190,7 @@ def launch(
 
 
 def _in_folder(job: Job, open_display: Callable[[], Display], started: float, listen: Listen) -> Ended:
-    machines = _wired(job, job.folder)
+    machines = wired(job, job.folder)
     specs = write(machines[0], job.folder, job.hosts)
     others = Others(job.folder, Plan.of(job.hosts, machines))
     outputs = Outputs(job.folder, job.config.keep_rollouts)
@@ -251,37 +250,6 @@ def _display(plain: bool) -> Display:
     from quartet.cli.live import LiveScreen
 
     return LiveScreen()
-
-
-def _wired(job: Job, folder: Path) -> list[dict[str, Table]]:
-    """The tables of each machine's processes, whose files are in the folder. Raises ConfigError."""
-    return wire_machines(job.config.model, folder / "data", tables_of(job.config), job.hosts)
-
-
-def check_services(job: Job, *, apart: bool = False, needs_gpus: bool = True) -> None:
-    """Let every service check its config, in a folder that is thrown away; `apart` in processes of their own,
-    which leave the output and the arguments of this one alone. Where GPUs are not needed yet and are not here
-    that is said, and no refusal. Raises ConfigError.
-    """
-    check_wandb(job.config.wandb)
-    with tempfile.TemporaryDirectory(prefix="quartet-check-") as scratch:
-        try:
-            machines = _wired(job, Path(scratch))
-            specs = write(machines[0], Path(scratch), job.hosts)
-        except ConfigError as error:
-            others = refused_by_services(job.config.model_dump(), apart=apart)
-            raise together([error, *others]) from None
-        if not needs_gpus and (services := without_device(specs)):
-            print(
-                f"{' and '.join(services)} would compute on GPUs, and this machine has none (no driver is "
-                "loaded): the run is refused here, and what they need of a machine is not checked",
-                file=sys.stderr,
-            )
-        known = job.hosts.are_known
-        asyncio.run(check(specs, apart=apart, of_machine=known, needs_gpus=needs_gpus))
-        if len(machines) > 1:  # the last one, as every other that only samples; it looks at itself there
-            there = write(machines[-1], Path(scratch), job.hosts, len(machines) - 1)
-            asyncio.run(check(there, apart=apart, of_machine=False))
 
 
 def _ending(summary: dict[str, Any]) -> Ending:

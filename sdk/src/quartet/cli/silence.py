@@ -34,7 +34,7 @@ async def name_the_silent(supervisor: Supervisor, progress: Progress, display: D
         if progress.last_event != seen and not frozen:
             continue
         for status in supervisor.statuses:
-            if status.state is not State.STARTING:
+            if status.state is not State.STARTING or status.pid is None:  # before other machines are there
                 continue
             starting[status.name] += 1
             if starting[status.name] == SLOW_SECONDS // SILENCE_SECONDS:

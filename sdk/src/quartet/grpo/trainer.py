@@ -132,11 +132,14 @@ class GRPOTrainer:
     def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainOutput:
         """Run it to its end. Raises ConfigError, RunFailed, KeyboardInterrupt."""
         # Here and not above: the module is imported by scripts that only look.
+        from quartet.cli.checked import check_services
         from quartet.cli.extras import need
         from quartet.cli.job import Words
-        from quartet.cli.rl import check_services, completed_before, launch, prepared, report_again
+        from quartet.cli.job_arguments import own_tables
+        from quartet.cli.rl import completed_before, launch, prepared, report_again
         from quartet.grpo.background import Background
         from quartet.grpo.lines import Lines
+        from quartet.local.hosts import check_alone
 
         started = time.monotonic()
         _refuse_launcher(os.environ)
@@ -153,6 +156,7 @@ class GRPOTrainer:
         )
         resume = self._resumes(resume_from_checkpoint)
         overwrite = self.args.overwrite_output_dir and not resume
+        check_alone(own_tables(run.config))
         job = prepared(
             run.config, self._folder, self._run_id(), resume=resume, overwrite=overwrite, words=words
         )

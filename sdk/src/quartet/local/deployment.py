@@ -77,10 +77,7 @@ def write(wired: Mapping[str, Table], root: Path, hosts: Hosts = HERE, machine: 
                 torchrun=torchrun,
             )
         )
-    files = {spec.token_file for spec in specs if spec.token_file is not None}
-    if machine == 0 and hosts.are_several:  # whoever else is asked for it
-        files.add(token_file(root / "data"))
-    for file in files:
+    for file in {spec.token_file for spec in specs if spec.token_file is not None}:
         make_token(file)
     return specs
 
@@ -149,7 +146,9 @@ async def check(
     elsewhere = set() if needs_gpus else set(without_device(specs))
 
     def flag(spec: ChildSpec) -> str:
-        return "--preflight" if of_machine and service_of(spec.name) not in elsewhere else "--dry-run"
+        # Ranks that follow the first one leave its folder and its address alone.
+        looks = of_machine and spec.port_file is not None and service_of(spec.name) not in elsewhere
+        return "--preflight" if looks else "--dry-run"
 
     said = await asyncio.gather(*(_refusal(spec, apart, flag(spec)) for spec in specs))
     refusals = [

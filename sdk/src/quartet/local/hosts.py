@@ -14,8 +14,10 @@ Pure.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import IPv6Address
 from typing import Any, Final
 
 from quartet.config import ConfigError
@@ -34,6 +36,10 @@ MAX_MACHINES: Final = 64
 FIRST_PORTS: Final = range(1024, LAST_PORT - MAX_MACHINES * MAX_REPLICAS)
 #: The services that can have machines of their own, and how many they have at the least.
 LEAST: Final = {"trainer": 1, "inference": 0}
+#: A name, or an address but for IPv6.
+NAME: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
+#: Addresses that are no machine's.
+ANYWHERE: Final = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True)
@@ -69,9 +75,15 @@ class Hosts:
         """Of the trainer, or of a replica of inference; these count from 1."""
         return f"{bracketed(self.names[machine])}:{self.first_port + (0 if replica is None else 1 + replica)}"
 
+    @property
+    def meeting(self) -> tuple[str, int]:
+        """Where the trainer's ranks meet, if they are on several machines."""
+        return self.names[0], self.first_port + 1
+
     def torchrun(self, machine: int, ranks: int) -> list[str]:
         """Arguments of an interpreter that starts so many of the trainer's ranks, before `-m MODULE`."""
-        meeting = ["--master-addr", self.names[0], "--master-port", str(self.first_port + 1)]
+        host, port = self.meeting
+        meeting = ["--master-addr", host, "--master-port", str(port)]
         of_all = ["--nnodes", str(self.trainers), "--node-rank", str(machine)]
         return ["-m", "torch.distributed.run", *of_all, "--nproc-per-node", str(ranks), *meeting]
 
@@ -91,6 +103,11 @@ def nodes_of(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
                 f"{MAX_MACHINES}"
             )
         nodes[service] = given
+    if sum(nodes.values()) > MAX_MACHINES:
+        raise ConfigError(
+            f"trainer.{NODES} = {nodes['trainer']} and inference.{NODES} = {nodes['inference']} are more "
+            f"than {MAX_MACHINES} machines together; set them to fewer"
+        )
     return nodes
 
 
@@ -143,7 +160,7 @@ def check_alone(tables: Mapping[str, Mapping[str, Any]]) -> None:
         if count > LEAST[service]:
             raise ConfigError(
                 f"{service}.{NODES} = {count} is refused: this runs on one machine, and several are for "
-                "'quartet rl' and 'quartet slurm'; leave it out"
+                "'quartet rl --hosts' and 'quartet slurm'; leave it out"
             )
 
 
@@ -154,11 +171,20 @@ def bracketed(host: str) -> str:
 
 def _check_names(names: Sequence[str]) -> None:
     for name in names:
-        if not name or any(char in name for char in " /[]@,") or name.count(":") == 1:
+        if (not NAME.fullmatch(name) and not is_ipv6(name)) or name in ANYWHERE:
             raise ConfigError(
                 f"--hosts {','.join(names)} is refused: {name!r} is no name or address of a machine; give "
                 "them as they reach each other, without ports"
             )
-    if len(set(names)) != len(names):
-        twice = next(name for name in names if list(names).count(name) > 1)
+    known = [name.lower() for name in names]
+    if twice := next((name for name in known if known.count(name) > 1), ""):
         raise ConfigError(f"--hosts names {twice} twice; give each machine once")
+
+
+def is_ipv6(name: str) -> bool:
+    """Whether it is an address of IPv6."""
+    try:
+        IPv6Address(name)
+    except ValueError:
+        return False
+    return True

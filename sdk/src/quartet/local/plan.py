@@ -3,20 +3,23 @@
 1. `plan.json` is written by the first machine: what each of the others runs. Every launch has a name of its
    own; a machine that runs something of another one ends that.
 2. A launch that came to its end says so there, and the machines end with it. One that was killed says
-   nothing: they go on, and whoever launches the run again finds them.
+   nothing, but `launcher.json` changes every BEAT_SECONDS as long as it lives.
 3. `N.json` is written by machine N: how it stands under the launch that it names.
 4. A file is replaced whole, and opened anew for each look, by which a network's file system shows what is
-   new.
-5. A plan is carried out only where it is this user's own: it names programs.
+   new. Nobody but the launcher makes the folder.
+5. A plan is carried out only where it is this user's own: it names programs. A report that is not, or that
+   nobody can read, says nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import secrets
 import stat
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar
 
 import pydantic
 
@@ -26,9 +29,12 @@ from quartet.local.supervisor import Status
 
 FOLDER: Final = "machines"
 PLAN: Final = "plan.json"
+LAUNCHER: Final = "launcher.json"
+#: Of a file that is not there, or not at this moment; all else is wrong with the folder.
+AWAY: Final = (errno.ENOENT, errno.ESTALE, errno.EIO)
 POLL_SECONDS: Final = 0.5
-#: From one report of a machine to the next, where nothing happens.
-BEAT_SECONDS: Final = 5.0
+#: From one sign of life to the next.
+BEAT_SECONDS: Final = 2.0
 #: A plan names a few keys of each process, and a judge's prompts at most.
 MAX_BYTES: Final = 16 << 20
 
@@ -36,22 +42,36 @@ Table = dict[str, Any]
 M = TypeVar("M", bound=pydantic.BaseModel)
 
 
-class Plan(pydantic.BaseModel, frozen=True):
+class _Told(pydantic.BaseModel):
+    # What another release says besides is no reason to guess; numbers are TOML's.
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+
+class Plan(_Told):
     """What a launch runs."""
 
     launch: str
+    #: Where it was launched.
+    folder: str
     hosts: Hosts
-    #: Of each machine, the config table of each of its processes.
+    #: Of each machine but the first, the config table of each of its processes.
     machines: tuple[dict[str, Table], ...]
     ended: bool = False
+
+    @pydantic.model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if len(self.machines) != len(self.hosts.names) or not all(self.machines[1:]):
+            raise ValueError("each of the other machines has processes")
+        return self
 
     @classmethod
     def of(cls, hosts: Hosts, machines: list[dict[str, Table]]) -> Plan:
         """That of a new launch."""
-        return cls(launch=secrets.token_hex(8), hosts=hosts, machines=tuple(machines))
+        others = ({}, *machines[1:])
+        return cls(launch=secrets.token_hex(8), folder=str(Path.cwd()), hosts=hosts, machines=others)
 
 
-class Report(pydantic.BaseModel, frozen=True):
+class Report(_Told):
     """How a machine stands."""
 
     launch: str
@@ -64,25 +84,48 @@ class Report(pydantic.BaseModel, frozen=True):
     statuses: tuple[Status, ...] = ()
 
 
+class Beat(_Told):
+    """That a launcher lives."""
+
+    launch: str
+    beat: int
+
+
 def write_plan(folder: Path, plan: Plan) -> None:
-    """Tell the machines of a run's folder."""
+    """Tell the machines of a run's folder. Errors: OSError."""
+    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
     _write(folder / FOLDER / PLAN, plan)
 
 
+def write_beat(folder: Path, launch: str, beat: int) -> None:
+    """Tell them that the launcher lives. Errors: OSError."""
+    _write(folder / FOLDER / LAUNCHER, Beat(launch=launch, beat=beat))
+
+
+def read_beat(folder: Path) -> Beat | None:
+    """The launcher's last sign of life."""
+    return _read_if_sound(folder / FOLDER / LAUNCHER, Beat)
+
+
 def read_plan(folder: Path) -> Plan | None:
-    """What the first machine says, if anything. Raises ConfigError where it is not this user's."""
+    """What the first machine says, if anything. Raises ConfigError where it is no plan of this user's."""
     return _read(folder / FOLDER / PLAN, Plan)
 
 
 def write_report(folder: Path, machine: int, report: Report) -> None:
-    """Tell the first machine."""
+    """Tell the first machine. Errors: OSError."""
     _write(_report_file(folder, machine), report)
 
 
 def read_report(folder: Path, machine: int, launch: str) -> Report | None:
     """How a machine stands under a launch; None where it knows nothing of that yet."""
-    report = _read(_report_file(folder, machine), Report)
+    report = _read_if_sound(_report_file(folder, machine), Report)
     return report if report is not None and report.launch == launch else None
+
+
+def lock_of(folder: Path, machine: int) -> Path:
+    """The file that whoever does a machine's part holds."""
+    return folder / FOLDER / f"{machine + 1}.lock"
 
 
 def _report_file(folder: Path, machine: int) -> Path:
@@ -90,7 +133,6 @@ def _report_file(folder: Path, machine: int) -> Path:
 
 
 def _write(file: Path, content: pydantic.BaseModel) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
     made = file.with_name(f".{file.name}.{os.getpid()}")
     made.unlink(missing_ok=True)
     with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as opened:
@@ -98,16 +140,25 @@ def _write(file: Path, content: pydantic.BaseModel) -> None:
     made.replace(file)
 
 
+def _read_if_sound(file: Path, kind: type[M]) -> M | None:
+    with contextlib.suppress(ConfigError):
+        return _read(file, kind)
+    return None
+
+
 def _read(file: Path, kind: type[M]) -> M | None:
     try:
-        with file.open("rb") as opened:
+        # Not blocking: it may be anything.
+        with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
             found = os.fstat(opened.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
                 raise ConfigError(f"{file} is not this user's own; start the run and its nodes as one user")
             return kind.model_validate_json(opened.read(MAX_BYTES))
-    except FileNotFoundError:
-        return None
-    except OSError:  # ESTALE, where a network's file system replaces it at this moment
-        return None
+    except OSError as error:
+        if error.errno in AWAY:
+            return None
+        raise ConfigError(f"{file} cannot be read: {error.strerror}; name the run's folder") from error
     except pydantic.ValidationError as error:
-        raise ConfigError(f"{file} is of another release; install the same one on all machines") from error
+        raise ConfigError(
+            f"{file} cannot be read as what this release writes; install the same one on all machines"
+        ) from error

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Final
 
+from quartet.config import ConfigError
+
 LAST_PORT: Final = 65535
 # Below what Linux, macOS and Windows give to outgoing connections and to whoever binds port 0 (32768 and up),
 # and below the node ports of Kubernetes (30000 and up).
@@ -62,6 +64,15 @@ def is_only_here(host: str) -> bool:
     except (OSError, UnicodeError):
         return False
     return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
+
+
+def check_reached(names: Sequence[str], machine: int) -> None:
+    """Whether others can reach this machine, which is one of these, by its name. Raises ConfigError."""
+    if is_only_here(names[machine]) and not all(map(is_only_here, names)):
+        raise ConfigError(
+            f"--hosts: {names[machine]} is an address of loopback on that machine itself (so /etc/hosts may "
+            "say), where no other reaches it; give its address in the network instead"
+        )
 
 
 def _listening(family: socket.AddressFamily, host: str, candidates: Sequence[int]) -> socket.socket:

@@ -3,8 +3,9 @@
 1. A service that dies is started again with the same command on the same address, after a delay that
    doubles from FIRST_DELAY_SECONDS to MAX_DELAY_SECONDS and starts over once the service has listened for
    STABLE_SECONDS.
-2. A service that never bound, or that was started again MAX_RESTARTS_IN_A_ROW times without listening for
-   that long, is FAILED: `wait_failed` raises with the end of its log, and it is not started again.
+2. A service that never bound (one that serves nothing is bound at once), or that was started again
+   MAX_RESTARTS_IN_A_ROW times without listening for that long, is FAILED: `wait_failed` raises with the end
+   of its log, and it is not started again.
 3. `stop` ends all services at once, in bounded time, and their process groups with them.
 4. From `start` to the end clients of the same user find the launch's token (quartet.kit.launched).
 
@@ -117,6 +118,7 @@ class Supervisor:
         self._forks = ForkServer(list(preloads), child_environment())
         self._keepers = [Keeper(spec, self._forks, bind_seconds) for spec in specs]
         self._tasks: list[asyncio.Task[None]] = []
+        self._begun = asyncio.Event()
         self._announcements: list[Announcement] = []
 
     @property
@@ -137,6 +139,7 @@ class Supervisor:
                 addresses.setdefault(file, []).append(keeper.spec.address)
         self._announcements = [Announcement(found, file) for file, found in addresses.items()]
         self._tasks = [asyncio.create_task(keeper.keep(), name=keeper.spec.name) for keeper in self._keepers]
+        self._begun.set()
 
     async def wait_bound(self) -> None:
         """Until every service listens. Raises ServiceFailed."""
@@ -157,6 +160,7 @@ class Supervisor:
 
     async def wait_failed(self) -> None:
         """For ever, or until a service is given up: raises ServiceFailed."""
+        await self._begun.wait()
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             task.result()

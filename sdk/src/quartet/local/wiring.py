@@ -1,20 +1,21 @@
 """The config tables of a run's processes, so that its services find each other and nobody else finds them.
 
 1. What the user wrote in [trainer], [orchestrator], [inference] and [envhost] wins over what is said here,
-   except for the port 0, which becomes a free port, the port file, and addresses that other machines call.
+   except for the port 0, which becomes a free port, and the port file. An address that other machines call is
+   refused: it follows from their names.
 2. Some keys are the launcher's own: `[inference] replicas = N` makes N processes of equal config, each with
    an address; `gpus` in [trainer] and [inference] divides a machine's devices among the processes
    (devices.py); `nodes` says which machines they are on (hosts.py). `[inference] python` is read later
    (deployment.py).
 3. Every service asks for the launch's token (quartet.kit.launched), but where the user gave it a token or TLS
-   of its own, or opened it to others on loopback's outside. Between machines it is shown in plaintext, unless
-   the user gave TLS.
+   of its own, or has it listen off loopback. Between machines it is shown in plaintext; there the user gives
+   all doors or none.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,8 +23,8 @@ from typing import Any, Final
 from quartet.config import ConfigError
 from quartet.kit.security import is_loopback
 from quartet.local.devices import shared_out
-from quartet.local.hosts import HERE, MAX_REPLICAS, NODES, Hosts, check_alone
-from quartet.local.ports import AddressRefused, is_only_here, resolve
+from quartet.local.hosts import HERE, MAX_REPLICAS, NODES, Hosts, bracketed, check_alone
+from quartet.local.ports import AddressRefused, check_reached, resolve
 
 SERVICES = ("trainer", "inference", "envhost", "orchestrator")
 ANY_PORT = "127.0.0.1:0"
@@ -32,8 +33,10 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 CALLS: Final = {
     "orchestrator": ("security", ("trainer", "inference", "envhost")),
     "envhost": ("inference_security", ("inference",)),
-    "inference": ("weights_security", ("trainer",)),
+    "inference": ("weights_security", ("trainer", "inference")),
 }
+#: Of [server]: either keeps strangers out.
+DOORS: Final = ("tls", "token_file")
 
 Table = dict[str, Any]
 
@@ -91,7 +94,7 @@ def wire_machines(
         },
     }
     if hosts.are_several:
-        for service, security in _calling(tables, data).items():
+        for service, security in _doors(tables, data).items():
             known[service] |= security
     wired: list[dict[str, Table]] = [{} for _ in hosts.names]
     for process, address in zip(processes, addresses, strict=True):
@@ -182,42 +185,43 @@ def _addresses(processes: list[_Process], hosts: Hosts) -> list[str]:
         found.append(hosts.address_of(process.machine, process.replica))
         if process.machine == 0 and hosts.are_known:
             asked[at] = found[-1]
+    meeting = []
     if hosts.are_several and hosts.are_known:
         check_reached(hosts.names, 0)
+        # Ranks bind it later; nobody here is to be given it meanwhile.
+        meeting = [f"{bracketed(hosts.meeting[0])}:{hosts.meeting[1]}"] if hosts.trainers > 1 else []
     try:
-        resolved = resolve(list(asked.values()))
+        resolved = resolve([*asked.values(), *meeting])
     except AddressRefused as error:
-        refused = processes[list(asked)[error.at]]
-        if hosts.is_reached(refused.service, refused.machine):
+        refused = processes[list(asked)[error.at]] if error.at < len(asked) else None
+        if refused is None or hosts.is_reached(refused.service, refused.machine):
             raise ConfigError(
                 f"--hosts and --first-port: {error.why}; the first of the hosts is this machine, by a name "
                 "or an address of its own, and the port is a free one"
             ) from error
         raise ConfigError(f"{refused.service}.server.address: {error}") from error
-    for at, address in zip(asked, resolved, strict=True):
+    for at, address in zip(asked, resolved, strict=False):
         found[at] = address
     return found
 
 
-def check_reached(names: Sequence[str], machine: int) -> None:
-    """Whether others can reach this machine, which is one of these, by its name. Raises ConfigError."""
-    if is_only_here(names[machine]) and not all(map(is_only_here, names)):
+def _doors(tables: Mapping[str, Table], data: Path) -> dict[str, Table]:
+    """How services call each other over several machines: as the launch says, or by the user's own doors, all
+    of them. Raises ConfigError where some are missing."""
+    served = sorted({one for _, called in CALLS.values() for one in called} & tables.keys())
+    own = {
+        f"{service}.server.{DOORS[0]} or {DOORS[1]}": any(tables[service]["server"].get(key) for key in DOORS)
+        for service in served
+    }
+    own |= {f"{name}.{key}": key in tables[name] for name, (key, _) in CALLS.items() if name in tables}
+    given = [key for key, is_given in own.items() if is_given]
+    lacking = [key for key, is_given in own.items() if not is_given]
+    if given and lacking:
         raise ConfigError(
-            f"--hosts: {names[machine]} is an address of loopback on that machine itself (so /etc/hosts may "
-            "say), where no other reaches it; give its address in the network instead"
+            f"{given[0]} is set, and {', '.join(lacking)} not: over several machines services have doors by "
+            "the launcher or by you; set those, too, or none"
         )
-
-
-def _calling(tables: Mapping[str, Table], data: Path) -> dict[str, Table]:
-    """How the services call each other over several machines, where the user says nothing of it. Raises
-    ConfigError."""
-    found = {}
-    for service, (key, called) in CALLS.items():
-        encrypted = [one for one in called if tables.get(one, {}).get("server", {}).get("tls")]
-        if encrypted and key not in tables.get(service, {}):
-            raise ConfigError(
-                f"{encrypted[0]}.server.tls is set, and {service}.{key} is not; set {service}.{key}.ca_file, "
-                "and what else its callers need"
-            )
-        found[service] = {key: {"token_file": str(token_file(data)), "insecure_ok_off_loopback": True}}
-    return found
+    if given:
+        return {}
+    shown = {"token_file": str(token_file(data)), "insecure_ok_off_loopback": True}
+    return {name: {key: shown} for name, (key, _) in CALLS.items()}

@@ -20,10 +20,11 @@ from typing import Final, Literal
 
 from quartet.cli import exits
 from quartet.cli.carried import refused_by_services
+from quartet.cli.checked import check_services
 from quartet.cli.job import RUN_FILE, Job, default_folder, how_to_resume
 from quartet.cli.job_arguments import add_arguments_of_a_job, keys_of_a_job, own_tables
 from quartet.cli.outputs import PRIVATE, write_text
-from quartet.cli.rl import check_services, completed_before, prepared
+from quartet.cli.rl import completed_before, prepared
 from quartet.cli.run_file import load_run
 from quartet.cli.slurm.script import SCRIPT, Queued, gpus_of, script_of
 from quartet.config import ConfigError

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+#: Also those that stand for other machines in tests.
+LOOPBACKS = [f"IP:127.0.0.{number}" for number in range(1, 5)]
+
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")
 
 
@@ -16,7 +19,7 @@ def _openssl(*argv: object) -> None:
 
 
 def _certificate(directory: Path, name: str, ca: str) -> None:
-    """A key and a certificate for localhost, signed by a CA made on the way."""
+    """A key and a certificate for loopback, signed by a CA made on the way."""
     key, cert, request = (directory / f"{name}.{end}" for end in ("key", "crt", "csr"))
     ca_key, ca_cert = directory / f"{ca}.key", directory / f"{ca}.crt"
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
@@ -24,7 +27,7 @@ def _certificate(directory: Path, name: str, ca: str) -> None:
         _openssl("req", "-x509", *curve, "-keyout", ca_key, "-out", ca_cert, "-subj", f"/CN={ca}")
     _openssl("req", *curve, "-keyout", key, "-out", request, "-subj", f"/CN={name}")
     extensions = directory / f"{name}.ext"
-    extensions.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    extensions.write_text(f"subjectAltName=DNS:localhost,{','.join(LOOPBACKS)}\n")
     signing = ("-CA", ca_cert, "-CAkey", ca_key, "-CAcreateserial", "-days", 2, "-extfile", extensions)
     _openssl("x509", "-req", "-in", request, "-out", cert, *signing)
 

@@ -1,0 +1,75 @@
+"""What a job's services would be started with, and what they refuse of it before anything is.
+
+The machine where this runs is looked at whole. Of the others each looks at itself (quartet/cli/node.py); here
+their config is looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+from quartet.cli.carried import refused_by_services
+from quartet.cli.job import Job
+from quartet.cli.run_tables import tables_of
+from quartet.cli.wandb.reporter import check as check_wandb
+from quartet.config import ConfigError
+from quartet.config.refusals import together
+from quartet.local.child import ChildSpec
+from quartet.local.deployment import check, without_device, write
+from quartet.local.wiring import Table, wire_machines
+
+
+def wired(job: Job, folder: Path) -> list[dict[str, Table]]:
+    """The tables of each machine's processes, whose files are in the folder. Raises ConfigError."""
+    return wire_machines(job.config.model, folder / "data", tables_of(job.config), job.hosts)
+
+
+def check_services(job: Job, *, apart: bool = False, needs_gpus: bool = True) -> None:
+    """Let every service check its config, in a folder that is thrown away; `apart` in processes of their own,
+    which leave the output and the arguments of this one alone. Where GPUs are not needed yet and are not here
+    that is said, and no refusal. Raises ConfigError.
+    """
+    check_wandb(job.config.wandb)
+    with tempfile.TemporaryDirectory(prefix="quartet-check-") as scratch:
+        try:
+            machines = wired(job, Path(scratch))
+            specs = write(machines[0], Path(scratch), job.hosts)
+        except ConfigError as error:
+            others = refused_by_services(job.config.model_dump(), apart=apart)
+            raise together([error, *others]) from None
+        if not needs_gpus and (services := without_device(specs)):
+            print(
+                f"{' and '.join(services)} would compute on GPUs, and this machine has none (no driver is "
+                "loaded): the run is refused here, and what they need of a machine is not checked",
+                file=sys.stderr,
+            )
+        _check_machines(job, Path(scratch), machines, specs, apart=apart, needs_gpus=needs_gpus)
+
+
+def _check_machines(
+    job: Job,
+    folder: Path,
+    machines: list[dict[str, Table]],
+    here: list[ChildSpec],
+    *,
+    apart: bool,
+    needs_gpus: bool,
+) -> None:
+    """What runs here, and the last machine's, as every other that only samples: each looks at itself there.
+    Raises ConfigError."""
+    known = job.hosts.are_known
+    checks = [check(here, apart=apart, of_machine=known, needs_gpus=needs_gpus)]
+    if len(machines) > 1:
+        there = write(machines[-1], folder, job.hosts, len(machines) - 1)
+        checks.append(check(there, apart=apart, of_machine=False))
+    refusals = []
+    for one in checks:
+        try:
+            asyncio.run(one)
+        except ConfigError as error:
+            refusals.append(error)
+    if refusals:
+        raise together(refusals)
