@@ -44,8 +44,8 @@ def test_a_file_is_read_as_it_is(file: Path, capsys: pytest.CaptureFixture[str])
     }
     read_as, without = capsys.readouterr().err.splitlines()
     assert read_as == (
-        f"{file}: read as prime-rl, what it leaves out as in prime-rl 0.8.0; --dry-run shows the run that it "
-        "is here"
+        f"{file}: read as prime-rl, what it leaves out as in prime-rl 0.8.0; 'quartet rl --dry-run' shows "
+        "the run that it is"
     )
     assert without.startswith("without effect here: inference.vllm.enforce_eager = true (of vLLM, which is")
     assert "orchestrator.concurrency.initial_inflight = 128 (as many as" in without

@@ -53,7 +53,8 @@ Quartet trains language models with reinforcement learning on Verifiers environm
 """
 
 RL_DESCRIPTION = """\
-Start trainer, inference, envhost and orchestrator on this machine, run one run, and end them again.
+Start trainer, inference, envhost and orchestrator, run one run, and end them again: on this machine, or with
+--hosts A,B,... on several, of which this is the first (docs/deploy.md).
 
   quartet rl @ run.toml [@ more.toml ...] [--key value ...]
 
@@ -150,7 +151,9 @@ def _add_training(commands: Any) -> None:
     from quartet.cli.slurm import command as slurm
 
     init.add_arguments(_add(commands, "init", "a workspace with configurations", init.DESCRIPTION))
-    rl.add_arguments(_add(commands, "rl", "reinforcement learning on this machine", RL_DESCRIPTION))
+    rl.add_arguments(
+        _add(commands, "rl", "reinforcement learning, on this machine or several", RL_DESCRIPTION)
+    )
     node.add_arguments(_add(commands, "node", "this machine's part of a run over several", node.DESCRIPTION))
     slurm.add_arguments(_add(commands, "slurm", "hand a run to SLURM", slurm.DESCRIPTION))
     panes.add_arguments(

@@ -81,7 +81,7 @@ def load_run(argv: list[str], *, starts_services: bool = True, flags: Collection
 
 def _tell(dialect: Dialect, files: list[str], said: Draft, without_effect: Collection[str]) -> None:
     read_as = f"{', '.join(files)}: read as {dialect.name}{dialect.remark(said.values)}"
-    print(f"{read_as}; --dry-run shows the run that it is here", file=sys.stderr)
+    print(f"{read_as}; 'quartet rl --dry-run' shows the run that it is", file=sys.stderr)
     if without_effect:
         print(f"without effect here: {'; '.join(without_effect)}", file=sys.stderr)
 

@@ -27,8 +27,8 @@ from quartet.run.slurm import SlurmConfig
 SCRIPT: Final = "job.sh"
 #: As each run of the job begins; what is newer, this one wrote.
 BEGUN: Final = "begun"
-#: Of two jobs on one machine the ports are as far apart as one run has room for. They are below those that
-#: the services of a single machine get (quartet/local/ports.py).
+#: Of two jobs on one machine the ports are so far apart: a run of more replicas has its machines for itself.
+#: They are below those that the services of a single machine get (quartet/local/ports.py).
 FIRST_PORT: Final = 10_000
 PORTS_OF_A_JOB: Final = 200
 JOBS: Final = 49
