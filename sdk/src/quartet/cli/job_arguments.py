@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from quartet.cli.job import default_folder, how_to_resume
+from quartet.cli.run_file import RunFile, load_run
 from quartet.config import ConfigError
 from quartet.local.devices import ON_DEVICES
 from quartet.local.wiring import SERVICES, Table
@@ -31,6 +33,20 @@ def keys_of_a_job(options: argparse.Namespace, rest: list[str]) -> list[str]:
         raise ConfigError("--resume goes on with what --overwrite would delete; give one of the two")
     given = {service: getattr(options, f"{service}_gpus") for service in ON_DEVICES}
     return [*rest, *(f"--{service}.gpus={gpus}" for service, gpus in given.items() if gpus is not None)]
+
+
+def run_and_folder(options: argparse.Namespace, rest: list[str]) -> tuple[RunFile, Path]:
+    """The run of a command line, and where it is to live. Raises ConfigError."""
+    try:
+        found = load_run(rest, flags=options.flags)
+    except ConfigError as error:
+        if options.resume:
+            raise ConfigError(f"{error}\n{how_to_resume(options.output_dir)}") from error
+        raise
+    folder = options.output_dir or found.output_dir
+    if folder is None and options.resume:
+        raise ConfigError(how_to_resume(None))
+    return found, folder or default_folder(rest, found.name)
 
 
 def own_tables(config: RunConfig) -> dict[str, Table]:

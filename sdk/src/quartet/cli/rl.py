@@ -31,17 +31,14 @@ from quartet.cli.job import (
     FLAGS,
     Job,
     Words,
-    default_folder,
-    how_to_resume,
     model_path,
     plan,
     taken,
     write_down,
 )
-from quartet.cli.job_arguments import add_arguments_of_a_job, keys_of_a_job, own_tables
+from quartet.cli.job_arguments import add_arguments_of_a_job, keys_of_a_job, own_tables, run_and_folder
 from quartet.cli.outputs import Outputs, write_json
 from quartet.cli.progress import phase_name
-from quartet.cli.run_file import load_run
 from quartet.cli.summary import SUMMARY, is_completed, summary_of, summed_up
 from quartet.cli.wandb.child import STOPPED_CODE, Ending
 from quartet.cli.wandb.reporter import check as check_wandb
@@ -105,16 +102,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     """The command. `rest` is what argparse left: `@ file.toml --key value`."""
     started = time.monotonic()
     rest = keys_of_a_job(options, rest)
-    try:
-        found = load_run(rest, flags=options.flags)
-    except ConfigError as error:
-        if options.resume:
-            raise ConfigError(f"{error}\n{how_to_resume(options.output_dir)}") from error
-        raise
-    folder = options.output_dir or found.output_dir
-    if folder is None and options.resume:
-        raise ConfigError(how_to_resume(None))
-    folder = folder or default_folder(rest, found.name)
+    found, folder = run_and_folder(options, rest)
     names = None if options.hosts is None else options.hosts.split(",")
     placed = [] if names is None else ["--hosts", options.hosts, "--first-port", str(options.first_port)]
     try:

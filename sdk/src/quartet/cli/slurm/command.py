@@ -21,11 +21,10 @@ from typing import Final, Literal
 from quartet.cli import exits
 from quartet.cli.carried import refused_by_services
 from quartet.cli.checked import check_services
-from quartet.cli.job import RUN_FILE, Job, default_folder, how_to_resume
-from quartet.cli.job_arguments import add_arguments_of_a_job, keys_of_a_job, own_tables
+from quartet.cli.job import RUN_FILE, Job
+from quartet.cli.job_arguments import add_arguments_of_a_job, keys_of_a_job, own_tables, run_and_folder
 from quartet.cli.outputs import PRIVATE, write_text
 from quartet.cli.rl import completed_before, prepared
-from quartet.cli.run_file import load_run
 from quartet.cli.slurm.script import SCRIPT, Queued, gpus_of, script_of
 from quartet.config import ConfigError
 from quartet.config.refusals import together
@@ -91,11 +90,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
 def _checked(options: argparse.Namespace, rest: list[str]) -> Job:
     """The run, as `quartet rl` would begin it. Raises ConfigError."""
     rest = keys_of_a_job(options, rest)
-    found = load_run(rest, flags=options.flags)
-    folder = options.output_dir or found.output_dir
-    if folder is None and options.resume:
-        raise ConfigError(how_to_resume(None))
-    folder = Path(os.path.abspath(folder or default_folder(rest, found.name)))
+    found, folder = run_and_folder(options, rest)
+    folder = Path(os.path.abspath(folder))
     if wrong := next((char for char in str(folder) if char in NOT_IN_A_FOLDER), None):
         raise ConfigError(f"output folder {str(folder)!r} is refused: SLURM takes no name with {wrong!r}")
     try:
