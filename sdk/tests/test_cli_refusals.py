@@ -99,6 +99,19 @@ def test_what_the_launcher_refuses_of_a_table_hides_no_other(
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
 
 
+def test_what_another_machine_is_refused_hides_nothing_of_this_one(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (work / "run.toml").write_text(
+        'model = "m"\n[[env]]\nid = "reverse-text"\n[trainer]\nthreads = "many"\n'
+        "[inference]\nnodes = 1\nmax_modle_len = 3\n"
+    )
+    placed = ["--hosts", "127.0.0.2,127.0.0.3", "--first-port", "5000"]
+    lines = _lines(["rl", "@", "run.toml", *placed, "--dry-run"], capsys)
+    starts = ["[trainer] threads = 'many'", "[inference] unknown key 'max_modle_len'"]
+    assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
+
+
 @pytest.mark.parametrize(
     ("arguments", "meant"),
     [

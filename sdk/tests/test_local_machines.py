@@ -292,7 +292,8 @@ def test_a_plan_of_somebody_else_or_of_another_release_is_refused(
             ConfigError, match="is not this user's own; start the run and its nodes as one user"
         ):
             read_plan(tmp_path)
-    (tmp_path / "machines" / PLAN).write_text('{"launch": 1}')
+    later = plan_of("a", "b").model_dump_json().removesuffix("}") + ', "later": 1}'
+    (tmp_path / "machines" / PLAN).write_text(later)
     with pytest.raises(ConfigError, match="cannot be read as what this release writes; install the same"):
         read_plan(tmp_path)
 
