@@ -15,7 +15,7 @@ from quartet.config import ConfigError
 from quartet.local import ports
 from quartet.local.child import ChildSpec
 from quartet.local.hosts import Hosts
-from quartet.local.plan import Plan, Report, read_report, write_beat, write_plan
+from quartet.local.plan import Beat, Plan, Report, read_report, write_beat, write_plan
 from quartet.local.supervisor import ServiceFailed, State, Status
 
 HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
@@ -30,11 +30,11 @@ class Keeping:
         self.statuses = [Status(spec.name, spec.address, State.UP) for spec in specs]
         self.configs = [tomllib.loads(Path(spec.command[-1]).read_text()) for spec in specs]
         self.environments = [dict(spec.environment) for spec in specs]
-        self.stopped = False
+        self.started = self.stopped = False
         kept.append(self)
 
     def start(self) -> None:
-        """Nothing."""
+        self.started = True
 
     async def wait_failed(self) -> None:
         while True:
@@ -115,7 +115,7 @@ async def test_a_second_node_is_refused_and_the_first_goes_on(tmp_path: Path) ->
     await reported(tmp_path, plan, state="up")
     refused = r"another 'quartet node' does the part of 127\.0\.0\.3 in .* already; end"
     second = await started(tmp_path)
-    write_beat(tmp_path, plan.launch, 1)
+    write_beat(tmp_path, Beat(launch=plan.launch, beat=1))
     with pytest.raises(ConfigError, match=refused):
         await asyncio.wait_for(second, 10)
     await reported(tmp_path, plan, state="up")
@@ -135,7 +135,7 @@ async def test_a_service_that_is_given_up_and_a_machine_that_is_stopped_are_told
     await reported(tmp_path, plan, state="failed", said="inference did not start")
     monkeypatch.setattr(Keeping, "given_up", "")
     serving = await started(tmp_path)
-    write_beat(tmp_path, plan.launch, 1)
+    write_beat(tmp_path, Beat(launch=plan.launch, beat=1))
     await reported(tmp_path, plan, state="up")
     os.kill(os.getpid(), signal.SIGTERM)
     assert await asyncio.wait_for(serving, 10) == exits.INTERRUPTED
@@ -150,13 +150,49 @@ async def test_a_launch_that_nobody_stands_behind_is_left_alone_and_a_launcher_i
     killed = launched(tmp_path)
     serving = await started(tmp_path)
     assert read_report(tmp_path, 1, killed.launch) is None and not kept
-    write_beat(tmp_path, killed.launch, 1)
+    write_beat(tmp_path, Beat(launch=killed.launch, beat=1))
     await reported(tmp_path, killed, state="left")
     assert kept[0].stopped and not serving.done(), "it is lost"
-    write_beat(tmp_path, killed.launch, 2)
+    write_beat(tmp_path, Beat(launch=killed.launch, beat=2))
     await reported(tmp_path, killed, state="up")
     os.kill(os.getpid(), signal.SIGHUP)
     assert await asyncio.wait_for(serving, 10) == exits.INTERRUPTED
+
+
+async def test_ranks_begin_once_all_machines_are_there(tmp_path: Path) -> None:
+    serving = await started(tmp_path)
+    server = {"address": "127.0.0.1:0"}
+    plan = Plan.of(Hosts(HOSTS[:2], trainers=2), [{}, {"trainer-2": {"server": server}}])
+    write_plan(tmp_path, plan)
+    write_beat(tmp_path, Beat(launch=plan.launch, beat=1))
+    await reported(tmp_path, plan)
+    await asyncio.sleep(0.1)
+    assert not kept[0].started
+    write_beat(tmp_path, Beat(launch=plan.launch, beat=1, goes=True))
+    async with asyncio.timeout(10):
+        while True:
+            if kept[0].started:
+                break
+            await asyncio.sleep(0.01)
+    write_plan(tmp_path, plan.model_copy(update={"ended": True}))
+    assert await asyncio.wait_for(serving, 10) == exits.DONE
+
+
+async def test_who_waits_for_nothing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def shown(folder: Path) -> str:
+        serving = await started(folder)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(serving, 10) == exits.INTERRUPTED
+        return capsys.readouterr().out
+
+    assert "(there is no such folder here yet)" in await shown(tmp_path / "frist")
+    assert "(there is none yet)" in await shown(tmp_path)
+    (tmp_path / "run.json").touch()
+    assert "(the one there is of a single machine)" in await shown(tmp_path)
+    plan = launched(tmp_path)
+    assert "(the last one shows no sign of life)" in await shown(tmp_path)
+    write_plan(tmp_path, plan.model_copy(update={"ended": True}))
+    assert "(the last one ended)" in await shown(tmp_path)
 
 
 async def test_a_machine_whose_run_is_gone_ends(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ behaves: test_cli_slurm_job.py, and with a real SLURM tests/slurm."""
 
 from __future__ import annotations
 
+import datetime
 import json
 import shlex
 import sys
@@ -50,7 +51,7 @@ def any_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "sentence"),
     [
-        ("time", "soon", "slurm.time = 'soon' is refused: give minutes, HH:MM:SS, D-HH or D-HH:MM:SS"),
+        ("time", "soon", "slurm.time = 'soon' is refused: give minutes, MM:SS, HH:MM:SS, D-HH or D-HH:MM:SS"),
         ("time", 0, "slurm.time = 0 is refused: give minutes"),
         ("time", 5, "slurm.time = 5 is 300 seconds, and slurm.stop_seconds = 300 of them are for the end"),
         ("stop_seconds", 30, "slurm.stop_seconds = 30"),
@@ -167,7 +168,9 @@ def test_a_run_is_written_down_and_queued_once(
     output = tmp_path / "out"
     program(programs, "sbatch", 'echo "sbatch: error: invalid partition" >&2; exit 1')
     assert slurm(model, "--output-dir", output) == 2
-    assert "sbatch refused the job; let [slurm] say" in (said := capsys.readouterr().err)
+    assert "sbatch took no job: sbatch: error: invalid partition; what it asks for is in [slurm]" in (
+        said := capsys.readouterr().err
+    )
     assert "invalid partition" in said
     program(programs, "sbatch", "echo '77;cluster'")
     program(programs, "squeue", "echo RUNNING")
@@ -184,3 +187,12 @@ def test_a_run_is_written_down_and_queued_once(
     program(programs, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     assert slurm(model, "--output-dir", output, "--max-steps", "8") == 0
     assert not output.exists(), "it is quartet rl that makes it"
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"), [(datetime.time(8, 30), 30_600), ("1:30", 90), (90, 5400), ("2-00", 172_800)]
+)
+def test_a_time_is_read_as_slurm_writes_it(given: object, seconds: int) -> None:
+    """Also where TOML takes it for a time of day."""
+    read = SlurmConfig.model_validate({"time": given, "stop_seconds": 60})
+    assert read.limit_seconds == seconds

@@ -24,6 +24,7 @@ from typing import Final
 
 from quartet.cli import exits
 from quartet.cli.asked import listening
+from quartet.cli.job import RECORD
 from quartet.config import ConfigError
 from quartet.kit.folder import lock_file
 from quartet.kit.standard_streams import say
@@ -41,7 +42,7 @@ from quartet.local.plan import (
 )
 from quartet.local.ports import check_reached
 from quartet.local.supervisor import ServiceFailed, State, Supervisor
-from quartet.local.wiring import VISIBLE
+from quartet.local.wiring import VISIBLE, service_of
 
 DRAIN_SECONDS: Final = 10.0
 #: Long enough to look what happened, and to launch the run again.
@@ -97,22 +98,31 @@ async def _serve(folder: Path, host: str | None) -> int:
                 raise
         if plan is None:
             return exits.INTERRUPTED
-        print("the run ended")
+        print("the launch ended; where the run goes on, start this again")
         return exits.DONE
 
 
 async def _launch(folder: Path, asked: asyncio.Event) -> Plan | None:
     """One that goes on, by a sign of its launcher that is new; None where somebody asked for the end."""
-    before, said = (read_plan(folder), read_beat(folder)), False
+    before, said = (read_plan(folder), read_beat(folder)), ""
     while not asked.is_set():
         plan, beat = read_plan(folder), read_beat(folder)
         if plan is not None and not plan.ended and (plan, beat) != before:
             return plan
-        if not said:
-            print(f"waiting for a launch of the run in {folder}", flush=True)
-            said = True
+        if (why := _why_none(folder, plan)) != said:
+            print(f"waiting for a launch of the run in {folder}{why}", flush=True)
+            said = why
         await asyncio.sleep(POLL_SECONDS)
     return None
+
+
+def _why_none(folder: Path, plan: Plan | None) -> str:
+    """What there is instead of one, for whoever named another folder than he meant."""
+    if plan is not None:
+        return " (the last one ended)" if plan.ended else " (the last one shows no sign of life)"
+    if not folder.is_dir():
+        return " (there is no such folder here yet)"
+    return " (the one there is of a single machine)" if (folder / RECORD).exists() else " (there is none yet)"
 
 
 async def _carry_out(folder: Path, plan: Plan, machine: int, asked: asyncio.Event) -> Plan | None:
@@ -129,12 +139,12 @@ async def _carry_out(folder: Path, plan: Plan, machine: int, asked: asyncio.Even
     await check(specs)
     supervisor = Supervisor(specs)
     print(f"{plan.hosts.names[machine]} runs {', '.join(tables)}", flush=True)
-    supervisor.start()
+    has_ranks = any(service_of(name) == "trainer" for name in tables)
     failed = asyncio.create_task(supervisor.wait_failed())
     reporting = _Reporting(folder, plan, machine, supervisor)
     try:
         seen = heard = time.monotonic()
-        beat = read_beat(folder)
+        beat, is_started = read_beat(folder), False
         while not asked.is_set():
             newest, last = read_plan(folder), read_beat(folder)
             if last != beat:
@@ -142,6 +152,9 @@ async def _carry_out(folder: Path, plan: Plan, machine: int, asked: asyncio.Even
             elif time.monotonic() - heard > LOST_SECONDS:
                 say(f"nothing was heard of the launcher for {LOST_SECONDS:.0f} s", sys.stderr)
                 return None
+            if not is_started and (not has_ranks or (last and last.launch == plan.launch and last.goes)):
+                supervisor.start()
+                is_started = True
             if newest is not None:
                 seen = time.monotonic()
                 if newest.launch != plan.launch or newest.ended:

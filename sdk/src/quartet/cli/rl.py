@@ -48,7 +48,7 @@ from quartet.config.refusals import together
 from quartet.errors import QuartetError
 from quartet.kit.standard_streams import say
 from quartet.local.deployment import write
-from quartet.local.hosts import FIRST_PORT, Hosts, hosts_of
+from quartet.local.hosts import FIRST_PORT, Hosts, hosts_of, unnamed
 from quartet.local.others import Others
 from quartet.local.plan import Plan
 from quartet.local.supervisor import ServiceFailed
@@ -106,7 +106,9 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     names = None if options.hosts is None else options.hosts.split(",")
     placed = [] if names is None else ["--hosts", options.hosts, "--first-port", str(options.first_port)]
     try:
-        hosts = hosts_of(own_tables(found.config), names, options.first_port)
+        tables = own_tables(found.config)
+        nobody = options.dry_run and names is None  # where it would run need not be known
+        hosts = unnamed(tables) if nobody else hosts_of(tables, names, options.first_port)
         job = prepared(
             found.config,
             folder,

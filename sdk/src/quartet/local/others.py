@@ -4,7 +4,7 @@
    SIGKILL (plan.py).
 2. One that cannot run what it was told fails the run, with its own words.
 3. One that did not come within LOOK_SECONDS, that somebody ended, or that nothing is heard of for
-   SILENT_SECONDS, is named, with the command that it lacks; once more when it is there.
+   SILENT_SECONDS, is named every AGAIN_SECONDS, with the command that it lacks; and when it is there.
 4. Their folder is looked at in a thread: a network's file system that hangs holds nothing up.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import shlex
 import time
 from collections import Counter
@@ -22,6 +23,7 @@ from typing import Final
 from quartet.local.plan import (
     BEAT_SECONDS,
     POLL_SECONDS,
+    Beat,
     Plan,
     Report,
     read_plan,
@@ -33,6 +35,7 @@ from quartet.local.supervisor import ServiceFailed, Status
 
 LOOK_SECONDS: Final = 5.0
 SILENT_SECONDS: Final = 30.0
+AGAIN_SECONDS: Final = 60.0
 
 
 class Others:
@@ -44,7 +47,9 @@ class Others:
         self._machines = range(1, len(plan.hosts.names))
         #: The last that was heard of each.
         self._reports: Sequence[Report | None] = [None for _ in self._machines]
-        self._begun, self._beat = time.monotonic(), -1
+        self._begun = time.monotonic()
+        self._goes = False
+        self._shown: Beat | None = None
         # Of a machine that came back, which counts from the beginning.
         self._restarts_before: Counter[str] = Counter()
 
@@ -77,8 +82,10 @@ class Others:
         return {status.name: status.restarts + self._restarts_before[status.name] for status in self.statuses}
 
     async def wait_there(self) -> None:
-        """Until each has begun its part: ranks wait for each other for minutes at the most."""
+        """Until each has begun its part. Ranks begin then: they look for each other ever more rarely, and for
+        minutes at the most."""
         await self._wait_for(("starting", "up"))
+        self._goes = True
 
     async def wait_up(self) -> None:
         """Until all of their services listen."""
@@ -106,7 +113,7 @@ class Others:
 
     async def name_missing(self, say: Callable[[str], None]) -> None:
         """For ever."""
-        missing: set[int] = set()
+        named: dict[int, float] = {}
         heard: dict[int, tuple[Report | None, float]] = {}
         while True:
             await asyncio.sleep(LOOK_SECONDS)
@@ -117,21 +124,22 @@ class Others:
                 is_silent = now - heard[machine][1] >= SILENT_SECONDS
                 is_there = report is not None and report.state != "left" and not is_silent
                 host = self._plan.hosts.names[machine]
-                if is_there and machine in missing:
-                    missing.discard(machine)
+                if is_there and machine in named:
+                    del named[machine]
                     say(f"{host} is there")
-                elif not is_there and machine not in missing:
-                    missing.add(machine)
+                elif not is_there and now - named.get(machine, -math.inf) >= AGAIN_SECONDS:
+                    named[machine] = now
                     command = shlex.join(["quartet", "node", str(self._folder), "--host", host])
                     say(f"waiting for {host}; start there: {command}")
 
     def _exchange(self) -> list[Report | None]:
         """What they say; and they are told that this one lives."""
-        beat = int((time.monotonic() - self._begun) / BEAT_SECONDS)
-        if self._machines and beat != self._beat:
+        number = int((time.monotonic() - self._begun) / BEAT_SECONDS)
+        beat = Beat(launch=self._plan.launch, beat=number, goes=self._goes)
+        if self._machines and beat != self._shown:
             with contextlib.suppress(OSError):  # a full disk is told by whoever writes results
-                write_beat(self._folder, self._plan.launch, beat)
-                self._beat = beat
+                write_beat(self._folder, beat)
+                self._shown = beat
         return [read_report(self._folder, machine, self._plan.launch) for machine in self._machines]
 
     def _note_restarts(self, before: Report, now: Report) -> None:

@@ -89,6 +89,8 @@ class Beat(_Told):
 
     launch: str
     beat: int
+    #: All machines are there: ranks may look for each other.
+    goes: bool = False
 
 
 def write_plan(folder: Path, plan: Plan) -> None:
@@ -97,9 +99,9 @@ def write_plan(folder: Path, plan: Plan) -> None:
     _write(folder / FOLDER / PLAN, plan)
 
 
-def write_beat(folder: Path, launch: str, beat: int) -> None:
+def write_beat(folder: Path, beat: Beat) -> None:
     """Tell them that the launcher lives. Errors: OSError."""
-    _write(folder / FOLDER / LAUNCHER, Beat(launch=launch, beat=beat))
+    _write(folder / FOLDER / LAUNCHER, beat)
 
 
 def read_beat(folder: Path) -> Beat | None:

@@ -66,6 +66,18 @@ def is_only_here(host: str) -> bool:
     return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
 
 
+def check_known(names: Sequence[str]) -> None:
+    """Whether this machine knows all of them. Raises ConfigError."""
+    for name in names:
+        try:
+            socket.getaddrinfo(name, None)
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(
+                f"--hosts: this machine does not know {name} ({error}); give names or addresses by which the "
+                "machines reach each other"
+            ) from None
+
+
 def check_reached(names: Sequence[str], machine: int) -> None:
     """Whether others can reach this machine, which is one of these, by its name. Raises ConfigError."""
     if is_only_here(names[machine]) and not all(map(is_only_here, names)):

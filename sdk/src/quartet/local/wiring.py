@@ -24,7 +24,7 @@ from quartet.config import ConfigError
 from quartet.kit.security import is_loopback
 from quartet.local.devices import shared_out
 from quartet.local.hosts import HERE, MAX_REPLICAS, NODES, Hosts, bracketed, check_alone
-from quartet.local.ports import AddressRefused, check_reached, resolve
+from quartet.local.ports import AddressRefused, check_known, check_reached, resolve
 
 SERVICES = ("trainer", "inference", "envhost", "orchestrator")
 ANY_PORT = "127.0.0.1:0"
@@ -187,6 +187,7 @@ def _addresses(processes: list[_Process], hosts: Hosts) -> list[str]:
             asked[at] = found[-1]
     meeting = []
     if hosts.are_several and hosts.are_known:
+        check_known(hosts.names)
         check_reached(hosts.names, 0)
         # Ranks bind it later; nobody here is to be given it meanwhile.
         meeting = [f"{bracketed(hosts.meeting[0])}:{hosts.meeting[1]}"] if hosts.trainers > 1 else []

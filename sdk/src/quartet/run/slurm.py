@@ -5,6 +5,7 @@ It belongs to whoever queues the run (`quartet slurm`), not to the run: another 
 
 from __future__ import annotations
 
+import datetime
 import re
 from typing import Annotated, Any, Final
 
@@ -78,11 +79,16 @@ class SlurmConfig(Config):
         """The time limit, where the table says one."""
         return None if self.time is None else _seconds(str(self.time))
 
-    @pydantic.field_validator("time")
+    @pydantic.field_validator("time", mode="before")
     @classmethod
-    def _is_a_time(cls, time: str | int | None) -> str | int | None:
-        if time is not None and (not TIME.fullmatch(str(time)) or not _seconds(str(time))):
-            raise ValueError("give minutes, HH:MM:SS, D-HH or D-HH:MM:SS, as SLURM writes a time limit")
+    def _is_a_time(cls, time: Any) -> Any:
+        if isinstance(time, datetime.time):  # as TOML reads it without quotes
+            time = time.isoformat()
+        given = str(time) if isinstance(time, str | int) and not isinstance(time, bool) else ""
+        if time is not None and (not TIME.fullmatch(given) or not _seconds(given)):
+            raise ValueError(
+                'give minutes, MM:SS, HH:MM:SS, D-HH or D-HH:MM:SS, as SLURM writes a time limit: "12:00:00"'
+            )
         return time
 
     @pydantic.field_validator("options")

@@ -146,7 +146,7 @@ def _submit(job: Job, queued: Queued, script: str) -> str:
     done = _ask("sbatch", "--parsable", str(queued.beside / SCRIPT))
     if done.returncode:
         said = done.stderr.strip() or f"exit code {done.returncode}"
-        raise ConfigError(f"sbatch refused the job; let [slurm] say what this cluster knows: {said}")
+        raise ConfigError(f"sbatch took no job: {said}; what it asks for is in [slurm] (--dry-run shows it)")
     number = done.stdout.strip().splitlines()[-1].partition(";")[0]
     write_text(queued.beside / NUMBER, f"{number}\n", PRIVATE)
     return number
