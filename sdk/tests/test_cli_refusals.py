@@ -106,7 +106,7 @@ def test_what_another_machine_is_refused_hides_nothing_of_this_one(
         'model = "m"\n[[env]]\nid = "reverse-text"\n[trainer]\nthreads = "many"\n'
         "[inference]\nnodes = 1\nmax_modle_len = 3\n"
     )
-    placed = ["--hosts", "127.0.0.2,127.0.0.3", "--first-port", "5000"]
+    placed = ["--hosts", "127.0.8.2,127.0.8.3", "--first-port", "5000"]
     lines = _lines(["rl", "@", "run.toml", *placed, "--dry-run"], capsys)
     starts = ["[trainer] threads = 'many'", "[inference] unknown key 'max_modle_len'"]
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts

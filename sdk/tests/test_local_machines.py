@@ -30,7 +30,7 @@ from quartet.local.ports import LAST_PORT
 from quartet.local.supervisor import ServiceFailed, State, Status
 from quartet.local.wiring import SERVICES, wire, wire_machines
 
-LOOPBACKS = ("127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5")
+LOOPBACKS = ("127.0.7.2", "127.0.7.3", "127.0.7.4", "127.0.7.5")
 
 
 def tables(**given: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -52,7 +52,7 @@ def test_the_trainer_has_the_first_machines_and_inference_the_next(tmp_path: Pat
         ["inference-1", "inference-2"],
         ["inference-3", "inference-4"],
     ]
-    trainer, replicas = "127.0.0.2:19000", [f"127.0.0.{4 + n // 2}:{19002 + n}" for n in range(4)]
+    trainer, replicas = "127.0.7.2:19000", [f"127.0.7.{4 + n // 2}:{19002 + n}" for n in range(4)]
     first = machines[0]
     assert first["trainer"]["server"]["address"] == trainer
     assert first["orchestrator"]["trainer_address"] == trainer
@@ -74,7 +74,7 @@ def test_ranks_of_several_machines_are_torchruns_and_only_the_first_serves(tmp_p
         specs = {one.name: one for one in write(machine, tmp_path, hosts, number)}
         spec = specs["trainer" if number == 0 else "trainer-2"]
         asked = (
-            f"--nnodes 2 --node-rank {number} --nproc-per-node 2 --master-addr 127.0.0.2 --master-port 5001"
+            f"--nnodes 2 --node-rank {number} --nproc-per-node 2 --master-addr 127.0.7.2 --master-port 5001"
         )
         assert " ".join(spec.started_as[1:]).startswith(
             f"-m torch.distributed.run {asked} -m quartet_trainer @ "
@@ -399,9 +399,9 @@ def test_what_is_no_file_is_told_and_never_waited_for(tmp_path: Path) -> None:
 
 def test_a_port_where_ranks_meet_is_looked_at(tmp_path: Path) -> None:
     given = tables(trainer={"nodes": 2})
-    with socket.create_server(("127.0.0.2", 0)) as taken:
+    with socket.create_server(("127.0.7.2", 0)) as taken:
         hosts = hosts_of(given, LOOPBACKS[:2], taken.getsockname()[1] - 1)
-        refused = r"--hosts and --first-port: cannot listen on 127\.0\.0\.2:\d+: .* in use; the first of"
+        refused = r"--hosts and --first-port: cannot listen on 127\.0\.7\.2:\d+: .* in use; the first of"
         with pytest.raises(ConfigError, match=refused):
             wire_machines("m", tmp_path, given, hosts)
 

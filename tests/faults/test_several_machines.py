@@ -29,6 +29,8 @@ from tests.faults.test_kill_each_service import (
 )
 
 HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
+#: Another suite on this machine has other ones.
+FIRST_PORT = random.SystemRandom().randrange(11_000, 18_900)
 PLACED = ["--trainer.nodes=2", "--inference.nodes=1", "--inference.replicas=2"]
 STEPS = 16
 #: Of ranks over gloo, which else meet by what the machine's own name means.
@@ -54,7 +56,7 @@ def started(command: list[str], log: Path) -> Iterator[subprocess.Popen[str]]:
 def launch(model: Path, output: Path, *more: str) -> list[str]:
     command = ["rl", "@", "configs/reverse-text.toml", "--model", str(model), "--output-dir", str(output)]
     sizes = [f"--max-steps={STEPS}", "--eval.num-examples=16"]
-    return [*command, *sizes, *PLACED, "--hosts", ",".join(HOSTS), *more]
+    return [*command, *sizes, *PLACED, f"--first-port={FIRST_PORT}", "--hosts", ",".join(HOSTS), *more]
 
 
 def node(output: Path, host: str) -> list[str]:
