@@ -38,8 +38,10 @@ def rl(words: list[str]) -> int:
             note(folder, {"killed": True})
             os._exit(130)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, asked)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, asked)
     if "--resume" not in words:
         (folder / PLAN).parent.mkdir(parents=True, exist_ok=True)
         (folder / "run.json").write_text("{}")

@@ -153,10 +153,28 @@ async def test_a_launch_that_nobody_stands_behind_is_left_alone_and_a_launcher_i
     write_beat(tmp_path, Beat(launch=killed.launch, beat=1))
     await reported(tmp_path, killed, state="left")
     assert kept[0].stopped and not serving.done(), "it is lost"
+    monkeypatch.setattr(node, "LOST_SECONDS", 60.0)
     write_beat(tmp_path, Beat(launch=killed.launch, beat=2))
     await reported(tmp_path, killed, state="up")
-    os.kill(os.getpid(), signal.SIGHUP)
+    os.kill(os.getpid(), signal.SIGTERM)
     assert await asyncio.wait_for(serving, 10) == exits.INTERRUPTED
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+async def test_a_terminal_that_is_closed_ends_a_node_that_is_not_to_outlive_it(
+    tmp_path: Path, is_ignored: bool
+) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    try:
+        serving = await started(tmp_path)
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.wait({serving}, timeout=0.3 if is_ignored else 10)
+        assert serving.done() is not is_ignored
+        if is_ignored:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(serving, 10) == exits.INTERRUPTED
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 async def test_ranks_begin_once_all_machines_are_there(tmp_path: Path) -> None:

@@ -42,14 +42,17 @@ class Job:
         self.machines = machines
         self.processes: list[subprocess.Popen[str]] = []
 
-    def start(self, *, restarts: int = 0, **variables: str) -> subprocess.Popen[str]:
-        """By a slurmstepd."""
+    def start(
+        self, *, restarts: int = 0, hangups: str = "default", **variables: str
+    ) -> subprocess.Popen[str]:
+        """By a slurmstepd, which leaves SIGHUP as it is by default, or ignored."""
         of_slurm = {
             "SLURM_JOB_ID": "50", "SLURM_JOB_NODELIST": f"n[1-{self.machines}]", "SLURMD_NODENAME": "n1",
             **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}),
         }  # fmt: skip
+        command = ["env", f"--{hangups}-signal=HUP", "bash", str(self.file)]
         process = subprocess.Popen(
-            ["bash", str(self.file)], env={**os.environ, **of_slurm, **variables}, text=True,
+            command, env={**os.environ, **of_slurm, **variables}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         self.processes.append(process)
@@ -162,6 +165,19 @@ def test_near_the_time_limit_the_run_stops_is_queued_again_and_goes_on(
     assert first[-1] == "--overwrite"
     assert second[-1] == "--resume"
     assert job.steps() == steps + 2
+
+
+def test_a_run_stops_in_order_also_where_hangups_are_ignored(
+    jobs: Callable[..., Job], tmp_path: Path
+) -> None:
+    job = jobs()
+    began = job.start(hangups="ignore")
+    until(lambda: job.steps() > 1)
+    began.send_signal(signal.SIGUSR1)
+    code, said = job.ends(began)
+    assert code == 130, said
+    assert (job.of("signal"), job.of("ended")) == (["SIGTERM"], ["stopped"])
+    assert "scontrol requeue 50" in (tmp_path / "called").read_text().splitlines()
 
 
 def test_a_job_that_did_no_step_is_not_queued_again(jobs: Callable[..., Job], tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_a_run_over_three_nodes_goes_on_in_one_job_after_the_other(
     assert slurm.state(stopped)["ExitCode"] == "130:0"
     said = log_of(output, stopped)
     assert "stopped after step" in said
-    assert said.count("the run ended") == 2, "the other machines end with it, by themselves"
+    assert said.count("the launch ended") == 2, "the other machines end with it, by themselves"
 
     go_on = ["@", str(output / "run.toml"), "--resume"]
     assert f"quartet slurm {shlex.join(go_on[:2])} --output-dir {output} --resume" in said

@@ -48,8 +48,10 @@ lost=   # the part of another machine ended before the run
 heard=
 rl=
 # Not TERM: SLURM may have sent one to all processes of the job, and quartet rl is killed by the second.
-# However many HUPs it gets, it stops in order.
-tell() { heard=yes; [ -z "$rl" ] || kill -HUP "$rl" 2>/dev/null; }
+# However many HUPs it gets, it stops in order; but for where somebody has them ignored.
+word=HUP
+[ -z "$(trap -p HUP)" ] || word=TERM
+tell() { heard=yes; [ -z "$rl" ] || kill -"$word" "$rl" 2>/dev/null; }
 trap 'asked=${asked:-limit}; tell' USR1
 trap 'asked=end; sleep 1; tell' TERM INT
 trap 'lost=yes; tell' USR2
