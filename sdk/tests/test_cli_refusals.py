@@ -99,6 +99,19 @@ def test_what_the_launcher_refuses_of_a_table_hides_no_other(
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
 
 
+def test_a_teacher_is_not_shown_the_token_between_machines(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (work / "run.toml").write_text(
+        'model = "m"\n[[env]]\nid = "reverse-text"\n[inference]\nnodes = 1\n'
+        '[algorithm]\npreset = "opd"\n[algorithm.reference]\naddress = "127.0.0.1:9"\n'
+    )
+    (line,) = _lines(["rl", "@", "run.toml", "--dry-run"], capsys)
+    assert line.startswith(
+        "algorithm.reference.address = '127.0.0.1:9' is called as the run's own services are"
+    )
+
+
 def test_what_another_machine_is_refused_hides_nothing_of_this_one(
     work: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,6 +24,13 @@ from quartet.local.wiring import Table, wire_machines
 
 def wired(job: Job, folder: Path) -> list[dict[str, Table]]:
     """The tables of each machine's processes, whose files are in the folder. Raises ConfigError."""
+    teacher = job.config.algorithm.reference
+    if job.hosts.are_several and teacher and teacher.address and "security" not in job.config.orchestrator:
+        raise ConfigError(
+            f"algorithm.reference.address = {teacher.address!r} is called as the run's own services are, and "
+            "would be shown the token of the launch; over several machines give doors of your own "
+            "(orchestrator.security, ...; docs/deploy.md), or let the trainer hold the model"
+        )
     return wire_machines(job.config.model, folder / "data", tables_of(job.config), job.hosts)
 
 

@@ -171,7 +171,7 @@ def bracketed(host: str) -> str:
 
 def _check_names(names: Sequence[str]) -> None:
     for name in names:
-        if (not NAME.fullmatch(name) and not is_ipv6(name)) or name in ANYWHERE:
+        if (not NAME.fullmatch(name) and not _is_ipv6(name)) or name in ANYWHERE:
             raise ConfigError(
                 f"--hosts {','.join(names)} is refused: {name!r} is no name or address of a machine; give "
                 "them as they reach each other, without ports"
@@ -181,7 +181,7 @@ def _check_names(names: Sequence[str]) -> None:
         raise ConfigError(f"--hosts names {twice} twice; give each machine once")
 
 
-def is_ipv6(name: str) -> bool:
+def _is_ipv6(name: str) -> bool:
     """Whether it is an address of IPv6."""
     try:
         IPv6Address(name)
