@@ -185,6 +185,12 @@ GEPA = ["gepa", "e", "-m", "m"]
         ([*RUN, "--model="], "model = '' is refused: should not be empty"),
         ([*RUN, "--env.-1.id=x"],
          "--env.-1.id cannot be set: '-1' is not an index of a list of 1; for the first write --env.0.id"),
+        ([*RUN, "--trainer.node=2"],
+         "'node' is no key of [trainer]; set 'nodes' in this table to how many machines"),
+        ([*RUN, "--inference.replica=2"], "is no key of [inference]; set 'replicas' in"),
+        (["slurm", *RUN[1:], "--hosts", "a,b"],
+         '--hosts is refused: SLURM chooses machines, as many as trainer.nodes and inference.nodes say; '
+         'to have these: slurm.options = ["--nodelist=a,b"]'),
         ([*RUN, "--resume", "--overwrite"], "--resume goes on with what --overwrite would delete"),
         ([*RUN, "--envhost.environments", "3"], "[envhost] environments = 3 is refused: should be a table"),
         ([*RUN, "--envhost.environments.e", "3"], "[envhost] environments.e = 3 is refused: should be"),

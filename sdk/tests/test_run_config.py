@@ -110,8 +110,9 @@ def test_names_of_other_trainers_are_no_keys_and_stand_for_keys() -> None:
     quoted |= {
         key for told in IN_TABLES.values() for one in told.values() for key in re.findall(r"'([\w.]+)'", one)
     }
-    of_services = {"max_model_len", "gradient_checkpointing", "optimizer_offload", "log_level", "gpus"}
-    elsewhere = {"algorithm.epsilon"} | of_services
+    of_services = {"max_model_len", "gradient_checkpointing", "optimizer_offload", "log_level"}
+    of_the_launcher = {"gpus", "nodes", "replicas"}
+    elsewhere = {"algorithm.epsilon"} | of_services | of_the_launcher
     assert quoted - elsewhere <= known.keys() | {key.rpartition(".")[2] for key in known}
     assert not SAME.keys() & OTHERWISE.keys() and not REMEDIES.keys() & known.keys()
     assert AS_TABLES.keys() <= known.keys()

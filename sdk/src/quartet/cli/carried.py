@@ -54,12 +54,7 @@ def _specs(model: str, folder: Path, tables: Mapping[str, Table]) -> list[ChildS
     """Of every process that the tables mean, wherever it would be. Raises ConfigError."""
     hosts = unnamed(tables)
     machines = wire_machines(model, folder / "data", tables, hosts)
-    return [
-        spec
-        for machine, wired in enumerate(machines)
-        if machine in (0, len(machines) - 1)  # those between are as the first or the last
-        for spec in write(wired, folder, hosts, machine)
-    ]
+    return [spec for machine in hosts.all_kinds for spec in write(machines[machine], folder, hosts, machine)]
 
 
 def _no_model(folder: Path) -> str:

@@ -34,10 +34,10 @@ def wired(job: Job, folder: Path) -> list[dict[str, Table]]:
     return wire_machines(job.config.model, folder / "data", tables_of(job.config), job.hosts)
 
 
-def check_services(job: Job, *, apart: bool = False, needs_gpus: bool = True) -> None:
+def check_services(job: Job, *, apart: bool = False, needs_gpus: bool = True) -> list[dict[str, Table]]:
     """Let every service check its config, in a folder that is thrown away; `apart` in processes of their own,
     which leave the output and the arguments of this one alone. Where GPUs are not needed yet and are not here
-    that is said, and no refusal. Raises ConfigError.
+    that is said, and no refusal. The tables of each machine's processes, as checked. Raises ConfigError.
     """
     check_wandb(job.config.wandb)
     with tempfile.TemporaryDirectory(prefix="quartet-check-") as scratch:
@@ -54,6 +54,7 @@ def check_services(job: Job, *, apart: bool = False, needs_gpus: bool = True) ->
                 file=sys.stderr,
             )
         _check_machines(job, Path(scratch), machines, specs, apart=apart, needs_gpus=needs_gpus)
+    return machines
 
 
 def _check_machines(
@@ -69,8 +70,8 @@ def _check_machines(
     Raises ConfigError."""
     known = job.hosts.are_known
     checks = [check(here, apart=apart, of_machine=known, needs_gpus=needs_gpus)]
-    if len(machines) > 1:
-        there = write(machines[-1], folder, job.hosts, len(machines) - 1)
+    for number in job.hosts.all_kinds[1:]:
+        there = write(machines[number], folder, job.hosts, number)
         checks.append(check(there, apart=apart, of_machine=False))
     refusals = []
     for one in checks:

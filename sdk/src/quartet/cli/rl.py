@@ -26,6 +26,7 @@ from quartet.cli.carried import refused_by_services
 from quartet.cli.checked import check_services, wired
 from quartet.cli.display import Display, Plain
 from quartet.cli.drive import Listen, Outcome, RunRefused, by_signals, drive
+from quartet.cli.dry_run import told
 from quartet.cli.env.installed import REFUSALS, with_interpreters
 from quartet.cli.job import (
     FLAGS,
@@ -122,10 +123,9 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         raise together([error, *refused_by_services(found.config.model_dump())]) from None
     if (done := completed_before(job)) is not None and not options.dry_run:
         return _completed_again(job, done)
-    check_services(job, needs_gpus=not options.dry_run)
+    machines = check_services(job, needs_gpus=not options.dry_run)
     if options.dry_run:
-        # Of another trainer's file a run of one's own to keep.
-        print(found.toml if found.dialect else job.config.model_dump_json(indent=2, exclude_none=True))
+        print(told(found, job, machines), end="")
         return 0
     plain = options.plain or not sys.stdout.isatty()
     try:

@@ -76,6 +76,11 @@ class Hosts:
         return f"{bracketed(self.names[machine])}:{self.first_port + (0 if replica is None else 1 + replica)}"
 
     @property
+    def all_kinds(self) -> tuple[int, ...]:
+        """The first and the last: each of those between has the same processes as one of them."""
+        return (0, len(self.names) - 1) if self.are_several else (0,)
+
+    @property
     def meeting(self) -> tuple[str, int]:
         """Where the trainer's ranks meet, if they are on several machines."""
         return self.names[0], self.first_port + 1

@@ -29,6 +29,13 @@ _ADVANTAGE = (
     'algorithm.custom_advantage = "NAME"'
 )
 _LOG = "set 'log_level' in this table"
+_GPUS = "set 'gpus' in this table"
+_NODES = "set 'nodes' in this table to how many machines it has"
+_REPLICAS = "set 'replicas' in this table to how many engines each of its machines has"
+#: What the launcher reads, as it is called elsewhere or by a slip; a service would name its own keys alone.
+_OF_MACHINES = {"gpu": _GPUS, "n_gpus_per_node": _GPUS, "num_gpus": _GPUS} | dict.fromkeys(
+    ("machines", "nnodes", "node", "num_nodes"), _NODES
+)
 
 #: Keys of others' tables that the service of that name has not; each is at the top of the file, or called
 #: otherwise there.
@@ -55,7 +62,7 @@ MISPLACED: Mapping[str, Sequence[str]] = {
 IN_TABLES: Mapping[str, Mapping[str, str]] = {
     "trainer": {
         "model": _MODEL,
-        "n_gpus_per_node": "set 'gpus' in this table",
+        **_OF_MACHINES,
         "loss": REMEDIES["loss_type"],
         "log": "its log tells everything at level info; remove it",
     },
@@ -69,6 +76,8 @@ IN_TABLES: Mapping[str, Mapping[str, str]] = {
         "log": _LOG,
     },
     "inference": {
+        **_OF_MACHINES,
+        **dict.fromkeys(("num_engines", "num_inference_engines", "num_replicas", "replica"), _REPLICAS),
         "model.name": _MODEL,
         "enforce_eager": REMEDIES["gpu_memory_utilization"],
         "log": _LOG,

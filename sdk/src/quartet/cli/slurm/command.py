@@ -63,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything, print the script, queue nothing"
     )
+    parser.add_argument("--hosts", help=argparse.SUPPRESS)  # of quartet rl, to say what is instead of it
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:
@@ -89,6 +90,11 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
 
 def _checked(options: argparse.Namespace, rest: list[str]) -> Job:
     """The run, as `quartet rl` would begin it. Raises ConfigError."""
+    if options.hosts is not None:
+        raise ConfigError(
+            "--hosts is refused: SLURM chooses machines, as many as trainer.nodes and inference.nodes say; "
+            f'to have these: slurm.options = ["--nodelist={options.hosts}"]'
+        )
     rest = keys_of_a_job(options, rest)
     found, folder = run_and_folder(options, rest)
     folder = Path(os.path.abspath(folder))
