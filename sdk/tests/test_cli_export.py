@@ -1,8 +1,9 @@
-"""`quartet export`: where it looks for states, and what it says where it cannot."""
+"""`quartet export`: where it looks for states, which it chooses, and what it says where it cannot."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -42,6 +43,73 @@ def test_the_states_of_an_output_folder_are_where_its_trainer_kept_them(
     with pytest.raises(Became):
         main(["export", str(tmp_path), "model"])
     assert asked[1] == ["--", str(own / "first"), "model"], "of a folder that was moved or copied, its own"
+
+
+def measured(folder: Path, *rows: dict[str, float]) -> Path:
+    """An output folder whose run was evaluated so."""
+    (folder / RECORD).write_text(json.dumps({"run_id": "first", "config_toml": ""}))
+    (folder / "data" / "trainer").mkdir(parents=True)
+    lines = [json.dumps(row) for row in ({"step": 1, "train/reward": 9.0}, *rows)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 7, "eval/rew')  # one is on its way
+    return folder
+
+
+def of_version(version: int, reward: float, **more: float) -> dict[str, float]:
+    return {"step": 2 * version, "policy_version": version, "eval/reward": reward, **more}
+
+
+def test_the_best_is_asked_for_by_its_version_and_those_behind_it(
+    tmp_path: Path, asked: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """best.py 1 to 3."""
+    rows = [of_version(0, 0.1), of_version(3, 0.9), of_version(6, 0.5), of_version(9, 0.5)]
+    folder = measured(tmp_path, *rows, of_version(3, 0.7), of_version(12, math.nan))
+    with pytest.raises(Became):
+        main(["export", str(folder), "model", "--best"])
+    assert asked == [["--versions", "3,9,6,0", "--", str(folder / "data" / "trainer" / "first"), "model"]]
+    assert capsys.readouterr().out == (
+        "eval/reward, the best first: 0.7 (version 3), 0.5 (version 9), 0.5 (version 6), 0.1 (version 0)\n"
+    )
+
+
+@pytest.mark.parametrize(("by", "versions"), [("eval/a/reward", "1,2"), ("eval/a/loss", "2,1")])
+def test_the_best_is_found_by_another_number_of_the_evaluations(
+    by: str, versions: str, tmp_path: Path, asked: list[list[str]]
+) -> None:
+    of_a = [{"eval/a/reward": 0.9, "eval/a/loss": 5.0}, {"eval/a/reward": 0.2, "eval/a/loss": 4.0}]
+    folder = measured(tmp_path, *(of_version(number, number, **one) for number, one in enumerate(of_a, 1)))
+    with pytest.raises(Became):
+        main(["export", str(folder), "model", "--by", by])
+    assert asked[0][:2] == ["--versions", versions]
+
+
+def test_of_a_fine_tuning_the_smallest_loss_on_its_validation_is_the_best(
+    tmp_path: Path, asked: list[list[str]]
+) -> None:
+    folder = measured(
+        tmp_path, {"step": 0, "val/loss": 3.0}, {"step": 4, "val/loss": 1.0}, {"step": 8, "val/loss": 2.0}
+    )
+    with pytest.raises(Became):
+        main(["export", str(folder), "model", "--best"])
+    assert asked[0][:2] == ["--versions", "4,8,0"]
+
+
+def test_what_cannot_be_chosen_by_is_refused(
+    tmp_path: Path, asked: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*arguments: str) -> str:
+        assert main(["export", str(tmp_path), "model", *arguments]) == 2
+        return capsys.readouterr().err
+
+    measured(tmp_path)
+    assert "has no evaluation (in metrics.jsonl) to choose by" in refused("--best")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "eval/coverage": 0.0}) + "\n")
+    assert "no eval/reward and no val/loss; name with --by one of eval/coverage" in refused("--best")
+    assert "no evaluation has it; did you mean 'eval/coverage'?" in refused("--by", "eval/coverag")
+    assert "no evaluation has it; they have eval/coverage" in refused("--by", "train/reward")
+    (tmp_path / "metrics.jsonl").write_text("[]\n{}\n")
+    assert "metrics.jsonl:1 is no line of metrics" in refused("--best")
+    assert asked == []
 
 
 def test_any_other_folder_is_one_of_states(tmp_path: Path, asked: list[list[str]]) -> None:

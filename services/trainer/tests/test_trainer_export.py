@@ -94,6 +94,30 @@ def test_a_harmed_state_is_passed_over_and_refused_by_name(
     assert not (tmp_path / "other").exists()
 
 
+def test_of_several_versions_the_first_that_is_kept_and_sound_is_taken(
+    states: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = states()
+
+    def exported(versions: str) -> list[str]:
+        """What it says, but for the log, which tests have on stdout."""
+        assert main([str(run), str(tmp_path / versions), "--versions", versions]) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if " [" not in line]
+
+    first, *more = exported("1,2")
+    assert first.endswith("the model of state old, policy version 1") and not more
+    assert contents(tmp_path / "1,2") == contents(run / "old@4" / "model")
+    first, second = exported("7,2,1")
+    assert first.endswith("the model of state new, policy version 2")
+    assert second.startswith(
+        "of policy version 7 no sound state is kept; in the next run raise ckpt.keep_last"
+    )
+    (harmed := run / "new@8" / "run.json").write_text(harmed.read_text() + " ")
+    first, second = exported("2,1")
+    assert first.endswith("the model of state old, policy version 1")
+    assert second.startswith("of policy version 2 no sound state is kept")
+
+
 def test_a_state_that_is_pruned_while_it_is_read_makes_way_for_a_newer_one(
     states: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,7 +196,11 @@ def test_what_cannot_be_exported_is_refused_in_a_sentence(
     assert "no complete state 'other'; it has: old (version 1), new (version 2)" in refused(
         run, target, "--state", "other"
     )
-    assert "is one state already" in refused(run / "new@8", target, "--state", "old")
+    assert "no state of policy version 5, 7 is kept; there are: new (version 2), old (version 1)" in refused(
+        run, target, "--versions", "5,7"
+    )
+    for which in (["--state", "old"], ["--versions", "1"]):
+        assert "is one state already" in refused(run / "new@8", target, *which)
     assert "it is among the states" in refused(run, run / "model")
     assert "it is among the states" in refused(run / "new@8", run / "old@4" / "more")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")

@@ -1,4 +1,5 @@
-"""`quartet export FOLDER TARGET`: the model of a run's newest saved state, or of another.
+"""`quartet export FOLDER TARGET`: the model of a run's newest saved state, of another, or of the one that was
+evaluated best (best.py), of those that are kept.
 
 1. FOLDER is the output folder of `quartet rl` or `quartet sft`, or a run's folder of states, or one state.
 2. A run that somebody else's program trains has no states: it is refused, with that reason.
@@ -14,19 +15,25 @@ import json
 import os
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from quartet.cli.best import evaluated_best
 from quartet.cli.job import RECORD
 from quartet.config import ConfigError
+from quartet.kit.standard_streams import say
 
 DESCRIPTION = """\
 Write the model of a saved state as a Hugging Face folder: of a run that was stopped, was killed, or goes on.
 
   quartet export outputs/first models/first               its newest state
   quartet export outputs/first models/first --state state-0
+  quartet export outputs/first models/best --best         the one of which evaluations say the most
   quartet export STATE_DIR/first models/first             of a trainer that was started otherwise
 """
+#: Of evaluations, that are shown.
+MAX_SHOWN = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,21 +42,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder", type=Path, help="output folder of `quartet rl` or `sft`, or a run's folder of states"
     )
     parser.add_argument("target", type=Path, help="folder to write, which must not exist")
-    parser.add_argument("--state", metavar="NAME", help="name of the state (default: the newest)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--state", metavar="NAME", help="name of the state (default: the newest)")
+    which.add_argument(
+        "--best",
+        action="store_true",
+        help="of the states that are kept the one that was evaluated best (ckpt.keep_last says how many are)",
+    )
+    which.add_argument(
+        "--by",
+        metavar="METRIC",
+        help="as --best, by this number of metrics.jsonl (default: eval/reward; of quartet sft val/loss)",
+    )
 
 
 def run(options: argparse.Namespace) -> NoReturn:
     """The command. Errors: ConfigError."""
+    versions = None
+    if options.best or options.by is not None:
+        _states(
+            options.folder
+        )  # of what is no folder of a run that is said, and not that it lacks evaluations
+        metric, ranked = evaluated_best(options.folder, options.by)
+        best = ", ".join(f"{value:.4g} (version {version})" for version, value in ranked[:MAX_SHOWN])
+        say(f"{metric}, the best first: {best}{', ...' if len(ranked) > MAX_SHOWN else ''}", sys.stdout)
+        versions = [version for version, _ in ranked]
     # This process becomes it: what signals do, it does.
-    os.execv(sys.executable, export_command(options.folder, options.target, options.state))
+    os.execv(sys.executable, export_command(options.folder, options.target, options.state, versions))
 
 
-def export_command(folder: Path, target: Path, state: str | None = None) -> list[str]:
-    """What writes the model of a run's state, the newest where none is named. Errors: ConfigError."""
+def export_command(
+    folder: Path, target: Path, state: str | None = None, versions: Sequence[int] | None = None
+) -> list[str]:
+    """What writes the model of a run's state: that one, or that of the first of these policy versions which
+    has one, or the newest. Errors: ConfigError."""
     if importlib.util.find_spec("quartet_trainer") is None:
         raise ConfigError("quartet_trainer is not installed here; export where the trainer is")
     command = [sys.executable, "-m", "quartet_trainer.export"]
     command += [] if state is None else ["--state", state]
+    command += [] if versions is None else ["--versions", ",".join(map(str, versions))]
     return [*command, "--", str(_states(folder)), str(target)]
 
 

@@ -188,7 +188,7 @@ REFUSED: Mapping[str, Known] = {
     ),
     **_all("evaluations begin at the first eval_steps; leave it 0", eval_delay=0),
     **_all(
-        "the last model is the run's; export an earlier state with quartet export",
+        "the last model is the run's; quartet export --best writes the best that is kept",
         load_best_model_at_end=False,
     ),
     **_all(

@@ -1,7 +1,8 @@
-"""`python -m quartet_trainer.export STATES TARGET [--state NAME]`: the model of a saved state as a Hugging
-Face folder, also of a run that was stopped or killed.
+"""`python -m quartet_trainer.export STATES TARGET [--state NAME | --versions N,N,...]`: the model of a saved
+state as a Hugging Face folder, also of a run that was stopped or killed.
 
-STATES is a run's folder of states, whose newest sound one is taken unless NAME says another, or one state.
+STATES is a run's folder of states, or one state. Of several the newest sound one is taken, unless NAME says
+another, or it is the first of these policy versions that has one.
 
 1. States are only read: the trainer whose they are may go on, and prune them meanwhile.
 2. TARGET is there whole or not at all, however many write there; what exists is not overwritten.
@@ -30,7 +31,7 @@ from quartet_trainer import model as base
 from quartet_trainer.content import Content
 from quartet_trainer.run import WEIGHTS
 from quartet_trainer.spec import RunSpec
-from quartet_trainer.states import MARK, StateInfo, StateStore, state_at
+from quartet_trainer.states import MARK, StateInfo, StateStore, listed, state_at
 from quartet_trainer.trained import Trained, WholeModel
 
 #: Times that the newest state is looked for, while a trainer saves newer ones and prunes what is being read.
@@ -41,7 +42,9 @@ REFUSALS = frozenset({"INVALID_REQUEST", "INVALID_CONFIG", "RESOURCE_UNKNOWN"})
 log = structlog.get_logger()
 
 
-def export(states: Path, target: Path, name: str | None = None) -> StateInfo:
+def export(
+    states: Path, target: Path, name: str | None = None, versions: Sequence[int] | None = None
+) -> StateInfo:
     """Write the model of a state; returns which one it was.
 
     Errors: RESOURCE_UNKNOWN, CHECKSUM_MISMATCH, INVALID_CONFIG (the base model is gone or another one, or
@@ -54,7 +57,7 @@ def export(states: Path, target: Path, name: str | None = None) -> StateInfo:
     run = states.parent if (states / MARK).is_file() else states
     if target.resolve().is_relative_to(run.resolve()):
         raise refused("target", target, "it is among the states; name a folder elsewhere")
-    info, content = _found(states, name)
+    info, content = _found(states, name, versions)
     try:
         spec, trained_of = RunSpec.model_validate(content.meta["spec"]), content.meta["trained"]
         served_dtype, weights = content.meta["served_dtype"], content.tensors[WEIGHTS]
@@ -81,11 +84,12 @@ def export(states: Path, target: Path, name: str | None = None) -> StateInfo:
     return info
 
 
-def _found(states: Path, name: str | None) -> tuple[StateInfo, Content]:
+def _found(states: Path, name: str | None, versions: Sequence[int] | None) -> tuple[StateInfo, Content]:
     store, run_id = StateStore(states.parent, keep_last=1), states.name
     if (states / MARK).is_file():
-        if name is not None:
-            raise refused("state", name, f"{states} is one state already; name the folder above it")
+        if name is not None or versions is not None:
+            key, value = ("state", name) if versions is None else ("versions", versions)
+            raise refused(key, value, f"{states} is one state already; name the folder above it")
         info = state_at(states)
         if info is None:
             raise QuartetError("CHECKSUM_MISMATCH", f"{states / MARK} is harmed", what=str(states / MARK))
@@ -93,13 +97,17 @@ def _found(states: Path, name: str | None) -> tuple[StateInfo, Content]:
     if name is not None:
         info = store.find(run_id, name)
         return info, _read(store, info)
-    return _newest(store, run_id, states)
+    return _first_sound(store, run_id, states, versions)
 
 
-def _newest(store: StateStore, run_id: str, folder: Path) -> tuple[StateInfo, Content]:
+def _first_sound(
+    store: StateStore, run_id: str, folder: Path, versions: Sequence[int] | None
+) -> tuple[StateInfo, Content]:
+    """Of the versions in their order, else from the newest on."""
     why = ""
     for _ in range(MAX_LOOKS):
-        for info in reversed(store.list(run_id)):
+        newest_first = store.list(run_id)[::-1]
+        for info in newest_first if versions is None else _in_order(newest_first, versions):
             try:
                 return info, _read(store, info)
             except QuartetError as error:
@@ -112,6 +120,19 @@ def _newest(store: StateStore, run_id: str, folder: Path) -> tuple[StateInfo, Co
         else:
             break
     raise QuartetError("RESOURCE_UNKNOWN", f"{folder} has no sound state of a run{why}", name=str(folder))
+
+
+def _in_order(states: Sequence[StateInfo], versions: Sequence[int]) -> list[StateInfo]:
+    """The states of these versions, in their order. Errors: RESOURCE_UNKNOWN."""
+    found = [info for version in versions for info in states if info.policy_version == version]
+    if states and not found:
+        wanted = ", ".join(map(str, versions))
+        raise QuartetError(
+            "RESOURCE_UNKNOWN",
+            f"no state of policy version {wanted} is kept; there are: {listed(states)}",
+            name=wanted,
+        )
+    return found
 
 
 def _read(store: StateStore, info: StateInfo) -> Content:
@@ -146,11 +167,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m quartet_trainer.export", description=__doc__)
     parser.add_argument("states", type=Path)
     parser.add_argument("target", type=Path)
-    parser.add_argument("--state", metavar="NAME")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--state", metavar="NAME")
+    which.add_argument("--versions", type=_versions, metavar="N,N,...")
     options = parser.parse_args(argv)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        info = export(options.states, options.target, options.state)
+        info = export(options.states, options.target, options.state, options.versions)
     except KeyboardInterrupt:
         return 130
     except SafetensorError as error:
@@ -160,7 +183,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, QuartetError) and error.reason in REFUSALS else 1
     print(f"{options.target}: the model of state {info.name}, policy version {info.policy_version}")
+    if options.versions and info.policy_version != options.versions[0]:
+        print(
+            f"of policy version {options.versions[0]} no sound state is kept; in the next run raise "
+            "ckpt.keep_last, and set ckpt.interval to eval.interval"
+        )
     return 0
+
+
+def _versions(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +65,11 @@ class StateInfo:
     path: Path
     model_path: Path | None
     order: int
+
+
+def listed(states: Sequence[StateInfo]) -> str:
+    """States as a person chooses among them."""
+    return ", ".join(f"{info.name} (version {info.policy_version})" for info in states) or "none"
 
 
 class StateStore:
@@ -143,9 +148,10 @@ class StateStore:
         states = self.list(run_id)
         match = next((info for info in reversed(states) if info.name == name), None)
         if match is None:
-            held = ", ".join(f"{info.name} (version {info.policy_version})" for info in states) or "none"
             raise QuartetError(
-                "RESOURCE_UNKNOWN", f"run {run_id} has no complete state {name!r}; it has: {held}", name=name
+                "RESOURCE_UNKNOWN",
+                f"run {run_id} has no complete state {name!r}; it has: {listed(states)}",
+                name=name,
             )
         return match
 

@@ -1,11 +1,8 @@
 """What the output folder of a run says of it, whether the run has ended, goes on or was killed.
 
-1. Nothing is written, locked or cut off: a run that goes on does not notice.
-2. A last line of metrics.jsonl that is not whole is left out, as whoever goes on with the run leaves it out
-   (outputs.py); any other line that is none is refused, with its number.
-3. A folder of `quartet watch` says what was measured, and no settings.
-4. Keys and passwords among the settings are not shown (wandb/withheld.py).
-5. What is no number of a run (NaN, infinite, text where a number belongs) is as if it was not there.
+1. Nothing is written, locked or cut off: a run that goes on does not notice (its metrics: measured_lines.py).
+2. A folder of `quartet watch` says what was measured, and no settings.
+3. Keys and passwords among the settings are not shown (wandb/withheld.py).
 """
 
 from __future__ import annotations
@@ -18,19 +15,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from quartet.cli import follow, job
+from quartet.cli.measured_lines import Row, measured_lines
 from quartet.cli.progress import Progress
 from quartet.cli.summary import SUMMARY, summary_of
 from quartet.cli.wandb.withheld import withheld
 from quartet.config import ConfigError
 from quartet.run.config import parse_run
 
-METRICS: Final = "metrics.jsonl"
 #: What the record of a fine-tuning has (sft/place.py), and that of a run has not.
 OF_SFT: Final = "contents of data"
-#: Sums and products of smaller ones are finite, too.
-MAX_NUMBER: Final = 1e100
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -95,7 +88,7 @@ def recorded(folder: Path) -> Recorded:
     settings = _settings(folder, record)
     steps: dict[int, Row] = {}
     evaluations: dict[int, Row] = {}
-    for row in _lines(folder / METRICS):
+    for row in measured_lines(folder):
         (evaluations if "eval/reward" in row or "eval/coverage" in row else steps)[int(row["step"])] = row
     return Recorded(folder, run_id, _summary(folder), settings, steps, evaluations)
 
@@ -150,26 +143,3 @@ def _by_keys(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         return
     for key, one in inner:
         yield from _by_keys(one, f"{prefix}.{key}" if prefix else key)
-
-
-def _lines(file: Path) -> Iterator[Row]:
-    """The whole lines of a file that may be written at this moment."""
-    content = file.read_bytes() if file.is_file() else b""
-    whole = content[: content.rfind(b"\n") + 1]
-    for number, line in enumerate(whole.splitlines(), 1):
-        try:
-            row = json.loads(line)
-            int(row["step"])
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            raise ConfigError(
-                f"{file}:{number} is no line of metrics, and not the last one, which a crash may tear; "
-                "restore it, or remove the line"
-            ) from None
-        yield {name: value for name, value in row.items() if _is_measured(value)}
-
-
-def _is_measured(value: Any) -> bool:
-    """Whether it is a number, or numbers by reason."""
-    if isinstance(value, dict):
-        return all(map(_is_measured, value.values()))
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER

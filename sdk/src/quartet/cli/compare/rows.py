@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from quartet.cli.compare.folders import Recorded, Row
+from quartet.cli.compare.folders import Recorded
+from quartet.cli.measured_lines import Row
 
 SETTINGS: Final = "settings that differ"
 WINDOW: Final = 10
