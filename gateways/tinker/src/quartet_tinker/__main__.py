@@ -8,6 +8,7 @@ import uvloop
 from quartet.config import main
 from quartet.kit import logs
 from quartet.kit.folder import check_folder
+from quartet.kit.tracing import exporting
 
 from quartet_tinker.config import GatewayConfig
 from quartet_tinker.door import check_here
@@ -17,7 +18,8 @@ def _run(config: GatewayConfig) -> None:
     logs.configure("tinker", config.log_level)
     from quartet_tinker.app import run
 
-    uvloop.run(run(config))
+    with exporting("tinker"):
+        uvloop.run(run(config))
 
 
 def _preflight(config: GatewayConfig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quartet.config import ConfigError
-from quartet.kit import door
+from quartet.kit import door, tracing
 from quartet.kit.door import check_door
 from quartet.kit.security import TokenFile
 
@@ -17,6 +17,7 @@ def check_here(config: GatewayConfig) -> None:
     """Whether the gateway would begin now; the port is let go at once. Raises ConfigError."""
     check_door(config)
     api_key(config)
+    tracing.check()
 
 
 def api_key(config: GatewayConfig) -> TokenFile | None:

@@ -20,6 +20,7 @@ from typing import Any
 import structlog
 import xxhash
 from quartet.errors import QuartetError
+from quartet.kit import tracing
 
 from quartet_tinker.refusal import Refused, from_quartet
 
@@ -51,6 +52,8 @@ class Promise:
     done: asyncio.Event = field(default_factory=asyncio.Event)
     settled_at: float = 0.0
     task: asyncio.Task[None] | None = None
+    #: Where it was given: the request is over when the work begins, which may be in a task of another one.
+    place: tracing.Place = field(default_factory=tracing.here)
     on_settled: Callable[[Promise], None] = lambda promise: None
     at_end: Callable[[], None] = lambda: None
 
@@ -153,16 +156,18 @@ class Promises:
 
 async def fulfil(promise: Promise, work: Coroutine[Any, Any, Answer]) -> None:
     """Do the work; its result, or why there is none, is the answer."""
-    try:
-        promise.settle(await work)
-    except asyncio.CancelledError:
-        promise.settle(failed(Refused("the request was cancelled", category="server")))
-        raise
-    except Refused as refused:
-        promise.settle(failed(refused))
-    except QuartetError as error:
-        promise.settle(failed(from_quartet(error)))
-    except Exception:
-        # A fault of the gateway: its details stay in the log.
-        log.exception("request failed", request_id=promise.request_id)
-        promise.settle(failed(Refused("the gateway failed; its log says why", category="server")))
+    with tracing.span("promise", within=promise.place, request_id=promise.request_id) as span:
+        try:
+            promise.settle(await work)
+        except asyncio.CancelledError:
+            promise.settle(failed(Refused("the request was cancelled", category="server")))
+            raise
+        except (Refused, QuartetError) as error:
+            refused = error if isinstance(error, Refused) else from_quartet(error)
+            span.fail(refused.sentence)
+            promise.settle(failed(refused))
+        except Exception:
+            # A fault of the gateway: its details stay in the log.
+            log.exception("request failed", request_id=promise.request_id)
+            span.fail("fault")
+            promise.settle(failed(Refused("the gateway failed; its log says why", category="server")))

@@ -11,6 +11,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Final
 
 import structlog
@@ -18,6 +19,7 @@ from aiohttp import web
 from google.protobuf.message import DecodeError
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
+from quartet.kit import tracing
 from quartet.kit.door import tls_context
 from quartet.kit.security import TokenFile
 from quartet.kit.server import publish_address
@@ -41,6 +43,18 @@ V1: Final = "/api/v1/"
 WHOLE_BYTES: Final = 2**20
 #: What may stand behind a "?". Everything here has one owner, so both mean the same.
 QUERIES: Final = frozenset({("access_scope", "owned"), ("access_scope", "accessible")})
+
+#: No work: what the SDK asks before any, tells of itself, and asks again and again.
+UNTRACED: Final = frozenset(
+    V1 + path
+    for path in (
+        "client/config",
+        "client/dynamic_config",
+        "telemetry",
+        "session_heartbeat",
+        "retrieve_future",
+    )
+)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -91,23 +105,21 @@ class Routes:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            if request.path != f"{V1}healthz":
-                self._admit(request)
-            if request.match_info.http_exception is None:
-                _check_query(request)
+        return await _answered(request, partial(self._behind_the_door, handler))
+
+    async def _behind_the_door(self, handler: Handler, request: web.Request) -> web.StreamResponse:
+        """In a span, where it is work."""
+        if request.path != f"{V1}healthz":
+            self._admit(request)
+        if request.match_info.http_exception is None:
+            _check_query(request)
+        route = request.match_info.route.resource
+        if request.method != "POST" or route is None or route.canonical in UNTRACED:
             return await handler(request)
-        except Refused as refused:
-            return _refusal(refused)
-        except QuartetError as error:
-            return _refusal(from_quartet(error))
-        except web.HTTPRequestEntityTooLarge:
-            return _refusal(Refused(f"a request has at most {MAX_BODY_BYTES} bytes; cut it", status=413))
-        except (web.HTTPNotFound, web.HTTPMethodNotAllowed):
-            return _refusal(Refused(f"{request.method} {request.path} is not served here", status=404))
-        except Exception:
-            log.exception("request failed", path=request.path)
-            return _refusal(Refused("the gateway failed; its log says why", status=500))
+        with tracing.answering(request.method, route.canonical, request.headers) as answer:
+            response = await _answered(request, handler)
+            answer.came_to(response.status)
+            return response
 
     def _admit(self, request: web.Request) -> None:
         if self._key is not None and not self._key.accepts(request.headers.get(KEY_HEADER, "")):
@@ -278,6 +290,23 @@ async def serving(routes: Routes, config: GatewayConfig) -> AsyncIterator[str]:
         yield address
     finally:
         await runner.cleanup()
+
+
+async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """What the handler answers; its error as an answer."""
+    try:
+        return await handler(request)
+    except Refused as refused:
+        return _refusal(refused)
+    except QuartetError as error:
+        return _refusal(from_quartet(error))
+    except web.HTTPRequestEntityTooLarge:
+        return _refusal(Refused(f"a request has at most {MAX_BODY_BYTES} bytes; cut it", status=413))
+    except (web.HTTPNotFound, web.HTTPMethodNotAllowed):
+        return _refusal(Refused(f"{request.method} {request.path} is not served here", status=404))
+    except Exception:
+        log.exception("request failed", path=request.path)
+        return _refusal(Refused("the gateway failed; its log says why", status=500))
 
 
 def _check_query(request: web.Request) -> None:

@@ -4,7 +4,8 @@
    collector that is away or slow costs dropped spans, and a line of the log a minute.
 2. Attributes are ids, names, numbers and codes, and why something failed, of MAX_TEXT_CHARS at most; never
    what a prompt or a rollout says. Nor does a line of the log have a key of the collector.
-3. RPCs are named by OpenTelemetry's conventions for gRPC; what is ours is "quartet.NAME".
+3. RPCs and requests are named by OpenTelemetry's conventions for gRPC and HTTP; what is ours is
+   "quartet.NAME".
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ MAX_TEXT_CHARS: Final = 1024
 SERVER_FAULTS: Final = frozenset(
     {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
 )
+#: The same of HTTP: from here on.
+FIRST_HTTP_FAULT: Final = 500
 #: Who tells of a header that it cannot read, with the key that is in it.
 OF_HEADERS: Final = "opentelemetry.util.re"
 UNREAD: Final = "a header of OTEL_EXPORTER_OTLP_HEADERS cannot be read, and is left out: write name=value"
@@ -152,6 +155,26 @@ class Spans:
         finally:
             _end(span, seen.code, is_error=seen.code in SERVER_FAULTS)
 
+    @contextmanager
+    def answering(self, method: str, route: str, headers: Mapping[str, Any]) -> Iterator[_Answer]:
+        """As tracing.answering."""
+        span = self._tracer.start_span(
+            f"{method} {route}",
+            context=self._brought(headers),
+            kind=SpanKind.SERVER,
+            attributes={"http.request.method": method, "http.route": route},
+        )
+        # Detached: one task has all requests of a connection.
+        token = otel_context.attach(trace.set_span_in_context(span, _NOWHERE))
+        try:
+            yield _Answer(span)
+        except asyncio.CancelledError:
+            span.set_attribute("quartet.cancelled", True)
+            raise
+        finally:
+            span.end()
+            otel_context.detach(token)
+
     def calling(self, path: str, peer: str, pairs: Pairs, start: Callable[[Pairs], T]) -> T:
         """As tracing.calling."""
         request_id = next(value for key, value in pairs if key == REQUEST_ID_KEY)
@@ -192,6 +215,19 @@ class _Span:
 
     def fail(self, why: str) -> None:
         self._span.set_status(StatusCode.ERROR, why)
+
+
+class _Answer:
+    """As tracing.Answer."""
+
+    def __init__(self, span: trace.Span) -> None:
+        self._span = span
+
+    def came_to(self, status: int) -> None:
+        self._span.set_attribute("http.response.status_code", status)
+        if status >= FIRST_HTTP_FAULT:
+            self._span.set_attribute("error.type", str(status))
+            self._span.set_status(StatusCode.ERROR)
 
 
 class _Exporter(OTLPSpanExporter):

@@ -7,8 +7,8 @@
 3. Nothing waits for the collector (otel.py): what it does not take is dropped. A service that ends waits
    FLUSH_SECONDS for it at most.
 4. A process exports for itself, from `exporting` on, which is after every fork that made it.
-5. Context travels as W3C traceparent beside the request id. One that is malformed counts for nothing, and so
-   does that of a caller who is refused.
+5. Context travels as W3C traceparent beside the request id, and in the headers of HTTP. One that is malformed
+   counts for nothing, and so does that of a caller who is refused.
 6. What is no work has no span: watching, which lasts as long as a run does, and asking again and again how
    something stands (UNTRACED); health and reflection.
 """
@@ -62,8 +62,17 @@ class Span(Protocol):
         """It did not come to what it was begun for."""
 
 
+class Answer(Protocol):
+    """A request over HTTP that is being answered."""
+
+    def came_to(self, status: int) -> None:
+        """What it was answered."""
+
+
 class _Nothing(AbstractContextManager["_Nothing"]):
     """Where traces are off."""
+
+    def came_to(self, status: int) -> None: ...
 
     def set(self, **attributes: Value) -> None: ...
 
@@ -197,6 +206,12 @@ def serving(
     if _spans is None or metadata is None or not _is_work(path):
         return _NOTHING
     return _spans.serving(path, metadata, request_id, seen)
+
+
+def answering(method: str, route: str, headers: Mapping[str, Any]) -> AbstractContextManager[Answer]:
+    """The span of a request over HTTP that is answered here, below the place that its headers name. Of one
+    who is refused its place counts for nothing: whoever serves calls this behind the door."""
+    return _NOTHING if _spans is None else _spans.answering(method, route, headers)
 
 
 def calling(path: str, peer: str, pairs: Pairs, start: Callable[[Pairs], T]) -> T:

@@ -20,7 +20,7 @@ import structlog
 from aiohttp import web
 from quartet.errors import QuartetError
 from quartet.inference import INFERENCE
-from quartet.kit import metrics
+from quartet.kit import metrics, tracing
 from quartet.kit.door import api_key
 from quartet.kit.health import Health
 from quartet.replicas.merge import merged
@@ -113,21 +113,28 @@ class Front:
         if ahead is not None:
             return ahead
         known = request.match_info.route.resource
-        with metrics.observe("openai", known.canonical if known is not None else "unknown") as seen:
-            try:
-                self._admit(request)
-                self._running += 1
-                try:
-                    return await handler(request)
-                finally:
-                    self._running -= 1
-            except (OpenAiError, QuartetError, web.HTTPException) as error:
-                answer = _as_error(error)
-            except Exception:
-                log.exception("a request failed", path=request.path)
-                answer = from_quartet(QuartetError("INTERNAL", "fault"))
-            seen.code = str(answer.status)
-            return _error_response(answer)
+        route = known.canonical if known is not None else "unknown"
+        with metrics.observe("openai", route) as seen:
+            response = await _answered(request, partial(self._behind_the_door, handler, route))
+            if response.status >= web.HTTPBadRequest.status_code:
+                seen.code = str(response.status)
+            return response
+
+    async def _behind_the_door(
+        self, handler: Handler, route: str, request: web.Request
+    ) -> web.StreamResponse:
+        """In a span, where it is work and no question how something stands."""
+        self._admit(request)
+        self._running += 1
+        try:
+            if request.method != "POST":
+                return await handler(request)
+            with tracing.answering(request.method, route, request.headers) as answer:
+                response = await _answered(request, handler)
+                answer.came_to(response.status)
+                return response
+        finally:
+            self._running -= 1
 
     def _admit(self, request: web.Request) -> None:
         if request.path == "/health":
@@ -260,6 +267,17 @@ class Front:
                 return await whole(body, reply, events, len(requests), limit_s)
         except QuartetError as error:
             raise as_sent(error, body.form_name) from error
+
+
+async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """What the handler answers; its error as an answer."""
+    try:
+        return await handler(request)
+    except (OpenAiError, QuartetError, web.HTTPException) as error:
+        return _error_response(_as_error(error))
+    except Exception:
+        log.exception("a request failed", path=request.path)
+        return _error_response(from_quartet(QuartetError("INTERNAL", "fault")))
 
 
 async def _not_kept(request: web.Request) -> web.StreamResponse:
