@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
@@ -131,6 +132,15 @@ def collecting() -> Iterator[Collector]:
         collector.shutdown()
         thread.join()
         collector.server_close()
+
+
+@contextmanager
+def collecting_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    """A collector that this process and its children are told of."""
+    with collecting() as collector:
+        for name, value in collector.variables.items():
+            monkeypatch.setenv(name, value)
+        yield collector
 
 
 def _collected(span: Any, resource: dict[str, Any]) -> Collected:

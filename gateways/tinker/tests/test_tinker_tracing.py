@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from span_collector import collecting
+from span_collector import collecting_here
 
 from .tinker_calls import datum, lora
 from .tinker_stack import Stack, gateway
@@ -17,16 +17,16 @@ SERVICE = "quartet.v1.TrainerService"
 def test_the_calls_of_a_request_are_below_it(
     tinker: Any, services: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with collecting() as collector:
-        for name, value in collector.variables.items():
-            monkeypatch.setenv(name, value)
-        with gateway(tmp_path, services.trainer, services.inference) as address:
-            client = tinker.ServiceClient(base_url=f"http://{address}")
-            training = lora(client)
-            training.forward_backward([datum(tinker)], "cross_entropy").result(60)
-            with pytest.raises(tinker.RequestFailedError):
-                training.forward_backward([datum(tinker, weights=[1.0])], "cross_entropy").result(60)
-            client.close("success").result(60)
+    with (
+        collecting_here(monkeypatch) as collector,
+        gateway(tmp_path, services.trainer, services.inference) as address,
+    ):
+        client = tinker.ServiceClient(base_url=f"http://{address}")
+        training = lora(client)
+        training.forward_backward([datum(tinker)], "cross_entropy").result(60)
+        with pytest.raises(tinker.RequestFailedError):
+            training.forward_backward([datum(tinker, weights=[1.0])], "cross_entropy").result(60)
+        client.close("success").result(60)
     failed = [one for one in collector.named("promise") if one.status]
     assert [one.status for one in failed] == ["ERROR"], "what was refused"
     told = {one.name: one for one in collector.spans}

@@ -12,7 +12,7 @@ import scripted_inference
 from quartet.kit import tracing
 from quartet.v1 import envhost_service_pb2
 from rollout_outcomes import kind
-from span_collector import Collector, collecting
+from span_collector import Collector, collecting_here
 
 MODES = hosting.modes("trial_env")
 RUN = "quartet.v1.EnvHostService/RunRollouts"
@@ -23,9 +23,7 @@ WITHOUT = "import sys\nsys.modules['opentelemetry.sdk'] = None\n"
 
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    with collecting() as running:
-        for name, value in running.variables.items():
-            monkeypatch.setenv(name, value)
+    with collecting_here(monkeypatch) as running:
         yield running
 
 

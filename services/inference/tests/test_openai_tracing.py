@@ -9,7 +9,7 @@ import aiohttp
 import openai
 import pytest
 from quartet.kit import tracing
-from span_collector import Collector, collecting
+from span_collector import Collector, collecting_here
 
 from .openai_door import opened
 
@@ -20,11 +20,8 @@ CHAT = "POST /v1/chat/completions"
 
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    with collecting() as running:
-        for name, value in running.variables.items():
-            monkeypatch.setenv(name, value)
-        with tracing.exporting("inference"):
-            yield running
+    with collecting_here(monkeypatch) as running, tracing.exporting("inference"):
+        yield running
 
 
 async def test_an_answer_is_below_its_callers_place_with_what_the_engine_did(
