@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from quartet.cli.attempt import taken
 from quartet.cli.job import RECORD, Job, plan
 from quartet.cli.run_file import load_run
 from quartet.run.config import RunConfig, parse_run
@@ -14,6 +17,14 @@ CONFIG = Path(__file__).resolve().parents[2] / "configs" / "reverse-text.toml"
 
 def planned(config: RunConfig, folder: Path, run_id: str | None = None, **changes: bool) -> Job:
     return plan(config, folder, run_id, **{"resume": False, "overwrite": False, **changes})
+
+
+@contextmanager
+def accepted(job: Job) -> Iterator[None]:
+    """Its folder, taken by a launcher whose run the orchestrator has."""
+    with taken(job) as attempt:
+        attempt.accepted()
+        yield
 
 
 def with_steps(config: RunConfig, max_steps: int) -> RunConfig:

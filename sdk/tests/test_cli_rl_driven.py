@@ -15,11 +15,11 @@ from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
-from planned_runs import ended, planned, steps_of, with_steps
+from planned_runs import accepted, ended, planned, steps_of, with_steps
 from quartet.cli import drive, rl, watch
 from quartet.cli.display import Plain
 from quartet.cli.drive import Outcome
-from quartet.cli.job import RECORD, taken
+from quartet.cli.job import RECORD
 from quartet.cli.outputs import Outputs
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
@@ -54,7 +54,7 @@ def test_a_part_that_began_nothing_leaves_what_the_last_one_said(
         return Outcome(pb.Run(), {}, interrupted=True)
 
     monkeypatch.setattr(rl, "drive", drive)
-    with taken(planned(config, tmp_path / "run")):
+    with accepted(planned(config, tmp_path / "run")):
         ended(tmp_path / "run", "completed", 50)
     before = (tmp_path / "run/summary.json").read_text()
     for _ in range(2):
@@ -277,7 +277,7 @@ def test_the_folder_of_a_run_is_deleted_only_where_the_run_was_not_taken(
         rl.launch(planned(config, tmp_path / "run"), Plain, time.monotonic())
     assert (tmp_path / "run" / RECORD).exists() == takes
     # One that was there before stays, as it was.
-    with taken(planned(config, tmp_path / "old")):
+    with accepted(planned(config, tmp_path / "old")):
         ended(tmp_path / "old", "completed", 50)
     with pytest.raises(ConfigError, match=why):
         rl.launch(planned(with_steps(config, 60), tmp_path / "old", resume=True), Plain, time.monotonic())

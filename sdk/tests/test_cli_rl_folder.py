@@ -8,10 +8,11 @@ import shlex
 from pathlib import Path
 
 import pytest
-from planned_runs import CONFIG, ended, planned, steps_of, with_steps
+from planned_runs import CONFIG, accepted, ended, planned, steps_of, with_steps
 from quartet.cli import rl
 from quartet.cli.__main__ import main
-from quartet.cli.job import RECORD, Job, plan, taken, write_down
+from quartet.cli.attempt import taken
+from quartet.cli.job import RECORD, Job, plan
 from quartet.cli.run_file import load_run
 from quartet.config import ConfigError
 from quartet.run.config import RunConfig
@@ -22,7 +23,7 @@ def test_a_used_output_folder_is_refused_with_the_remedy(tmp_path: Path, config:
     job = planned(config, folder)
     assert job.run_id == "run-one"
     assert not folder.exists(), "planning changes nothing"
-    with taken(job), pytest.raises(ConfigError, match="belongs to a run that is going on"), taken(job):
+    with accepted(job), pytest.raises(ConfigError, match="belongs to a run that is going on"), taken(job):
         pass
     with pytest.raises(ConfigError, match="add --resume"):
         planned(config, folder)
@@ -45,9 +46,9 @@ def test_a_used_output_folder_is_refused_with_the_remedy(tmp_path: Path, config:
     assert planned(config, folder, resume=True).resumed, "begun by a release that did not know the key"
     (folder / "metrics.jsonl").write_text("old")
     (folder / "logs").mkdir()
-    with taken(resumed):
+    with accepted(resumed):
         assert (folder / "metrics.jsonl").exists(), "a resumed run keeps what it has"
-    with taken(planned(changed, folder, overwrite=True)):
+    with accepted(planned(changed, folder, overwrite=True)):
         assert sorted(entry.name for entry in folder.iterdir()) == [".lock", "run.json", "run.toml"]
         for file in ("run.toml", "run.json"):
             assert (folder / file).stat().st_mode & 0o077 == 0, "it may have keys of judges: outputs.py 3"
@@ -57,7 +58,7 @@ def test_a_used_output_folder_is_refused_with_the_remedy(tmp_path: Path, config:
 def test_a_completed_run_is_planned_with_more_steps_and_no_other(tmp_path: Path, config: RunConfig) -> None:
     folder = tmp_path / "run"
     short, longer = with_steps(config, 30), with_steps(config, 60)
-    with taken(planned(short, folder)):
+    with accepted(planned(short, folder)):
         pass
     for phase, steps in ((None, 0), ("stopped", 12), ("failed", 30), ("completed", 20)):
         if phase is not None:
@@ -72,9 +73,9 @@ def test_a_completed_run_is_planned_with_more_steps_and_no_other(tmp_path: Path,
     job = planned(longer, folder, resume=True)
     assert job.extended and rl.completed_before(job) is None
     # Until the orchestrator has it the folder is the shorter run's.
-    with taken(job):
+    with taken(job) as attempt:
         assert steps_of(folder) == (30, 30)
-        write_down(job)
+        attempt.accepted()
     assert steps_of(folder) == (60, 60)
     # The summary is that of the shorter one until the longer one ends, for now or for good.
     again = planned(longer, folder, resume=True)
@@ -92,7 +93,7 @@ def test_a_run_goes_on_with_other_settings_that_decide_nothing_of_what_it_comput
 ) -> None:
     """job.py 3"""
     folder = tmp_path / "run"
-    with taken(planned(config, folder)):
+    with accepted(planned(config, folder)):
         pass
     env = tuple(one.model_copy(update={"timeout_seconds": 1200.0}) for one in config.env)
     ckpt = config.ckpt.model_copy(update={"interval": 5})
@@ -100,9 +101,9 @@ def test_a_run_goes_on_with_other_settings_that_decide_nothing_of_what_it_comput
     job = planned(others, folder, resume=True)
     assert job.carried_out_otherwise and not job.extended
     # Until the orchestrator has it the folder is the run's as it was.
-    with taken(job):
+    with taken(job) as attempt:
         assert not planned(config, folder, resume=True).carried_out_otherwise
-        write_down(job)
+        attempt.accepted()
     assert not planned(others, folder, resume=True).carried_out_otherwise
     assert "timeout_seconds = 1200.0" in (folder / "run.toml").read_text()
     refused = "microbatch_tokens was 0 and is 64, and sums that are cut otherwise have other last bits; start"
@@ -113,7 +114,7 @@ def test_a_run_goes_on_with_other_settings_that_decide_nothing_of_what_it_comput
 def test_who_goes_on_with_a_completed_run_is_told_how(
     tmp_path: Path, config: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with taken(planned(config, tmp_path / "run")):
+    with accepted(planned(config, tmp_path / "run")):
         pass
     summary = {"phase": "completed", "steps": 50, "wall_seconds": 1.0, "reward_before": 0.1}
     assert (
@@ -125,7 +126,7 @@ def test_who_goes_on_with_a_completed_run_is_told_how(
 
 def test_what_another_launcher_wrote_since_the_look_is_kept(tmp_path: Path, config: RunConfig) -> None:
     first, second = planned(config, tmp_path / "run"), planned(config, tmp_path / "run")
-    with taken(first):
+    with accepted(first):
         (tmp_path / "run" / "metrics.jsonl").write_text("hours of work")
     with pytest.raises(ConfigError, match="is not empty; add --resume"), taken(second):
         pass
@@ -136,14 +137,14 @@ def test_what_is_gone_on_with_is_what_the_folder_holds_once_it_is_locked(
     tmp_path: Path, config: RunConfig
 ) -> None:
     folder = tmp_path / "run"
-    with taken(planned(config, folder)):
+    with accepted(planned(config, folder)):
         pass
     resumed = planned(config, folder, resume=True)
-    with taken(planned(config, folder, "other", overwrite=True)):
+    with accepted(planned(config, folder, "other", overwrite=True)):
         pass
     with pytest.raises(ConfigError, match="was given to another run, 'other'"), taken(resumed):
         pass
-    with taken(planned(config.model_copy(update={"max_steps": 7}), folder, "run", overwrite=True)):
+    with accepted(planned(config.model_copy(update={"max_steps": 7}), folder, "run", overwrite=True)):
         pass
     with pytest.raises(ConfigError, match="max_steps was 7"), taken(resumed):
         pass
@@ -153,7 +154,7 @@ def test_a_launcher_that_was_killed_before_it_began_is_not_in_the_way(
     tmp_path: Path, config: RunConfig
 ) -> None:
     (tmp_path / ".lock").touch()
-    with taken(planned(config, tmp_path, "r")):
+    with accepted(planned(config, tmp_path, "r")):
         assert (tmp_path / RECORD).exists()
 
 
@@ -163,7 +164,7 @@ def test_who_resumes_without_the_run_is_told_how(
     monkeypatch.chdir(tmp_path)
     assert main(["rl", "--resume"]) == 2
     assert capsys.readouterr().err.endswith("\n--resume: name the folder of the run with --output-dir\n")
-    with taken(planned(config, Path("outputs/one"))):
+    with accepted(planned(config, Path("outputs/one"))):
         command = "quartet rl @ outputs/one/run.toml --output-dir outputs/one --resume\n"
     for arguments in ([], ["@", str(CONFIG)]):
         assert main(["rl", *arguments, "--resume"]) == 2

@@ -25,10 +25,10 @@ def held(folder: Path, refusal: str) -> Iterator[None]:
         yield
 
 
-def empty(folder: Path) -> None:
-    """Delete everything in a folder that is held, but its lock."""
-    for entry in folder.iterdir():
-        if entry.name == LOCK:
+def empty(folder: Path, *keep: str) -> None:
+    """Delete everything in a folder that is held, but its lock and what has these names."""
+    for entry in list(folder.iterdir()):
+        if entry.name in (LOCK, *keep):
             continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)

@@ -1,9 +1,8 @@
 """A job of `quartet rl`: the run, its name, and its output folder.
 
-1. `plan` only looks: it refuses a folder that holds something else, with the remedy, and changes nothing.
-2. `taken` makes the folder the job's own for as long as the block lasts: another launcher is refused, because
-   two orchestrators on one journal would lose rollouts. What `plan` looked at may have changed since, while
-   the services were checked: once nobody else can change it, it is looked at again.
+1. `plan` only looks: it refuses a folder that holds something else, with the remedy, and changes nothing. How
+   the folder becomes the job's own: attempt.py.
+2. A folder whose run was never accepted is as free as an empty one.
 3. A run that is completed goes on with a larger max_steps, and any with other settings of how it is carried
    out (quartet/run/operation.py). The folder has that of what the orchestrator has accepted: `write_down`
    comes after it, so that a refusal changes nothing.
@@ -17,14 +16,13 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from quartet.cli.held import LOCK, empty, held
+from quartet.cli.held import LOCK
 from quartet.cli.outputs import PRIVATE, write_json, write_text
+from quartet.cli.overwritten import FAILED_LOGS, is_kept
 from quartet.cli.summary import is_completed, summary_of
 from quartet.config import ConfigError
 from quartet.local.hosts import HERE, Hosts
@@ -36,6 +34,8 @@ from quartet.run.name import RULE, is_run_id
 from quartet.run.operation import carried_out_as, differences
 
 RECORD = "run.json"
+#: Of the record: whether the orchestrator has had the run.
+ACCEPTED = "accepted"
 #: The run with its services, as it was begun or extended: whoever names it goes on with the same.
 RUN_FILE = "run.toml"
 # Of a configuration, that are told.
@@ -196,7 +196,7 @@ def plan(
 ) -> Job:
     """The job, if its folder can be taken. Raises ConfigError."""
     if resume:
-        job = _resumed(config, folder, words)
+        job = resumed(config, folder, words)
         if run_id not in (None, job.run_id):
             raise ConfigError(
                 f"{words.run_id} {run_id!r}: {folder} holds the run {job.run_id!r}; leave it out"
@@ -207,27 +207,29 @@ def plan(
         raise ConfigError(f"output folder {folder}: {above} is a file; name {words.elsewhere}")
     if above.exists() and not os.access(above, os.W_OK | os.X_OK):
         raise ConfigError(f"output folder {folder}: {above} may not be written; name {words.elsewhere}")
-    _check_free(folder, words, overwrite=overwrite)
+    check_free(folder, words, overwrite=overwrite)
     run_id = run_id or re.sub(r"[^A-Za-z0-9_.-]", "-", folder.name)[:64]
     if not is_run_id(run_id):
         raise ConfigError(f"{words.run_id} {run_id!r} is refused: {RULE}")
     return Job(config, run_id, folder, overwrite=overwrite, words=words)
 
 
-def _check_free(folder: Path, words: Words, *, overwrite: bool) -> None:
+def check_free(folder: Path, words: Words, *, overwrite: bool) -> None:
     """Whether a new run may have the folder. Raises ConfigError."""
-    if not folder.exists() or all(entry.name == LOCK for entry in folder.iterdir()):
+    if not folder.exists() or all(entry.name in (LOCK, FAILED_LOGS) for entry in folder.iterdir()):
+        return
+    if not is_kept(folder, RECORD) and not was_accepted(folder):
         return
     if not overwrite:
         raise ConfigError(
             f"output folder {folder} is not empty; add {words.resume} to go on with its run, "
             f"{words.overwrite} to delete it, or name {words.elsewhere}"
         )
-    if not (folder / RECORD).exists():
+    if not (folder / RECORD).exists() and not is_kept(folder, RECORD):
         raise ConfigError(f"{words.overwrite}: {folder} was not written by quartet rl; delete it yourself")
 
 
-def _resumed(config: RunConfig, folder: Path, words: Words) -> Job:
+def resumed(config: RunConfig, folder: Path, words: Words) -> Job:
     record = folder / RECORD
     if not record.exists():
         raise ConfigError(f"{words.resume}: {folder} holds no run; name {words.elsewhere}, that of one")
@@ -268,36 +270,17 @@ def _check_completed(job: Job, max_steps: int) -> None:
         )
 
 
-@contextmanager
-def taken(job: Job) -> Iterator[None]:
-    """The folder, emptied unless the job goes on with it, and locked. Raises ConfigError."""
-    refusal = f"output folder {job.folder} belongs to a run that is going on; wait for its end"
-    with ExitStack() as opened:
-        try:
-            opened.enter_context(held(job.folder, f"{refusal}, or name another"))
-            _begin(job)
-        except OSError as error:
-            # A read-only file system, a full disk: os.access knows neither, least of all for root.
-            raise ConfigError(
-                f"output folder {job.folder} cannot be written: {error.strerror}; name {job.words.elsewhere}"
-            ) from error
-        yield
+def was_accepted(folder: Path) -> bool:
+    """Whether the run of a folder was, as far as its record says: earlier releases wrote none before that."""
+    try:
+        return bool(json.loads((folder / RECORD).read_text()).get(ACCEPTED, True))
+    except (OSError, ValueError, AttributeError):
+        return True
 
 
-def _begin(job: Job) -> None:
-    """Look at the folder again, which is held now; empty it for a new run, and say whose it is."""
-    if job.resumed:
-        known = _resumed(job.config, job.folder, job.words).run_id
-        if known != job.run_id:
-            raise ConfigError(f"output folder {job.folder} was given to another run, {known!r}, just now")
-        return
-    _check_free(job.folder, job.words, overwrite=job.overwrite)
-    empty(job.folder)
-    write_down(job)
-
-
-def write_down(job: Job) -> None:
+def write_down(job: Job, *, accepted: bool) -> None:
     """Say whose the folder is."""
     begun = job.config.model_dump(mode="json", exclude_none=True)
     write_text(job.folder / RUN_FILE, dumps(begun), PRIVATE)
-    write_json(job.folder / RECORD, {"run_id": job.run_id, "config_toml": job.config_toml}, PRIVATE)
+    record = {"run_id": job.run_id, ACCEPTED: accepted, "config_toml": job.config_toml}
+    write_json(job.folder / RECORD, record, PRIVATE)

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import contextlib
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.cli import exits
+from quartet.cli.attempt import Attempt, taken
 from quartet.cli.carried import refused_by_services
 from quartet.cli.checked import check_services, wired
 from quartet.cli.display import Display, Plain
@@ -34,11 +34,10 @@ from quartet.cli.job import (
     Words,
     model_path,
     plan,
-    taken,
-    write_down,
 )
 from quartet.cli.job_arguments import add_arguments_of_a_job, keys_of_a_job, own_tables, run_and_folder
 from quartet.cli.outputs import Outputs, write_json
+from quartet.cli.overwritten import FAILED_LOGS, LOGS
 from quartet.cli.progress import phase_name
 from quartet.cli.summary import SUMMARY, is_completed, summary_of, summed_up
 from quartet.cli.wandb.child import STOPPED_CODE, Ending
@@ -58,11 +57,13 @@ from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_COMPLETED, RUN_PHASE_F
 
 
 class RunFailed(RuntimeError):
-    """A run that began did not come to its end. `shown`: where it is shown, in a sentence."""
+    """A run did not come to its end. `shown`: where it is shown, in a sentence."""
 
     def __init__(self, sentence: str, shown: str = "") -> None:
         super().__init__(sentence)
         self.shown = shown
+        #: Of its services, in the folder.
+        self.logs = LOGS
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class Ended:
     completed: bool
     #: Where it is shown, in a sentence.
     shown: str = ""
+    #: Whether it was stopped before it was accepted, and the folder holds what it held before.
+    put_back: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +134,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     try:
         ended = launch(job, lambda: _display(plain), started)
     except RunFailed as error:
-        say(f"error: {error}\nLogs are in {job.folder / 'logs'}.", sys.stderr)
+        say(f"error: {error}\nLogs are in {job.folder / error.logs}.", sys.stderr)
         if error.shown:
             print(error.shown)
         return exits.FAILED
@@ -171,24 +174,30 @@ def launch(
     job: Job, open_display: Callable[[], Display], started: float, listen: Listen = by_signals
 ) -> Ended:
     """Take the folder, run in it, write the result. Raises ConfigError, RunFailed."""
-    with taken(job):
-        try:
-            return _in_folder(job, open_display, started, listen)
-        except OSError as error:
-            why = f"{error.filename or job.folder} cannot be written or read: {error.strerror or error}"
-            raise RunFailed(f"{why}; mend that, then go on with: {job.words.going_on(job.folder)}") from error
+    try:
+        with taken(job) as attempt:
+            ended = _in_folder(job, attempt, open_display, started, listen)
+        return replace(ended, put_back=attempt.put_back)
+    except OSError as error:
+        why = f"{error.filename or job.folder} cannot be written or read: {error.strerror or error}"
+        raise RunFailed(f"{why}; mend that, then go on with: {job.words.going_on(job.folder)}") from error
+    except RunFailed as failed:
+        if not attempt.put_back:
+            raise
+        unbegun = RunFailed(
+            f"{failed}\nThe run did not begin; {job.folder} holds what it held.", failed.shown
+        )
+        unbegun.logs = FAILED_LOGS
+        raise unbegun from failed
 
 
-def _in_folder(job: Job, open_display: Callable[[], Display], started: float, listen: Listen) -> Ended:
+def _in_folder(
+    job: Job, attempt: Attempt, open_display: Callable[[], Display], started: float, listen: Listen
+) -> Ended:
     machines = wired(job, job.folder)
     specs = write(machines[0], job.folder, job.hosts)
     others = Others(job.folder, Plan.of(job.hosts, machines))
     outputs = Outputs(job.folder, job.config.keep_rollouts)
-
-    def accepted() -> None:
-        if job.extended or job.carried_out_otherwise:
-            write_down(job)
-
     display = open_display()
     with reporting(job.config.wandb, job.folder, display.say) as reporter:
         with contextlib.closing(display):
@@ -203,13 +212,12 @@ def _in_folder(job: Job, open_display: Callable[[], Display], started: float, li
                         outputs,
                         display,
                         reporter,
-                        accepted,
+                        attempt.accepted,
                         listen,
                     )
                 )
             except RunRefused:
-                if not job.resumed:
-                    shutil.rmtree(job.folder)  # nothing was run: the next attempt finds no used folder
+                attempt.refused()
                 raise
             except QuartetError as error:
                 if error.reason in REFUSALS:
@@ -263,8 +271,12 @@ def _say_ended(job: Job, ended: Ended) -> int:
     if ended.completed:
         _say_completed(job, ended.summary)
         return 0
-    print(f"stopped after step {ended.summary['steps']}; go on with: {job.words.going_on(job.folder)}")
-    if not job.config.external_trainer:  # else the weights are with the program that trains
+    if ended.put_back:
+        print(f"stopped before the run began; {job.folder} holds what it held")
+        return exits.INTERRUPTED
+    steps = ended.summary["steps"]
+    print(f"stopped after step {steps}; go on with: {job.words.going_on(job.folder)}")
+    if steps and not job.config.external_trainer:  # else the weights are with the program that trains
         print(f"or write the model as it is: quartet export {job.folder} MODEL_FOLDER")
     return exits.INTERRUPTED
 
