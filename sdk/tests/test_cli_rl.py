@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from planned_runs import CONFIG, planned
 from quartet.cli.__main__ import build_parser, main
+from quartet.cli.checked import doubts
 from quartet.cli.job import RECORD, Job, default_folder, model_path
+from quartet.cli.run_file import load_run
 from quartet.config import ConfigError
 from quartet.local.wiring import SERVICES
 from quartet.run.config import RunConfig, parse_run
@@ -56,6 +58,22 @@ def test_refusals(
     assert sentence in shown
     assert shown.count("\n") == 1, "one sentence"
     assert not output.exists(), "nothing was begun"
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ([], []),
+        (["--lora.enabled", "true", "--learning-rate", "1e-5"], []),
+        (["--lora.enabled", "true", "--learning-rate", "1e-6"],
+         ["learning_rate = 1e-06 hardly moves an adapter; 1e-5 to 1e-4 are usual"]),
+        (["--lora.enabled", "true"],
+         ["learning_rate is left out, and 1e-06 hardly moves an adapter; 1e-5 to 1e-4 are usual"]),
+    ],
+)  # fmt: skip
+def test_a_rate_that_moves_no_adapter_is_told(keys: list[str], said: list[str]) -> None:
+    run = ["--model", "m", "--env", '[{id = "reverse-text"}]', *keys]
+    assert list(doubts(load_run(run, starts_services=False).config)) == said
 
 
 def test_a_model_folder_is_taken_by_its_absolute_path(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import resource
 import shlex
@@ -13,6 +14,7 @@ from quartet.cli import rl
 from quartet.cli.__main__ import main
 from quartet.cli.attempt import taken
 from quartet.cli.job import RECORD, Job, plan
+from quartet.cli.job_arguments import run_and_folder
 from quartet.cli.run_file import load_run
 from quartet.config import ConfigError
 from quartet.run.config import RunConfig
@@ -169,11 +171,23 @@ def test_who_resumes_without_the_run_is_told_how(
     for arguments in ([], ["@", str(CONFIG)]):
         assert main(["rl", *arguments, "--resume"]) == 2
         assert capsys.readouterr().err.endswith(f"--output-dir; the newest of outputs/ goes on: {command}")
-    for arguments in ([], ["@", str(CONFIG), "--max-stepz", "3"]):
-        assert main(["rl", *arguments, "--resume", "--output-dir", "outputs/one"]) == 2
-        assert capsys.readouterr().err.endswith(
-            f"\n--resume wants the keys that the run began with: {command}"
-        )
+    wrong = ["@", str(CONFIG), "--max-stepz", "3"]
+    assert main(["rl", *wrong, "--resume", "--output-dir", "outputs/one"]) == 2
+    assert capsys.readouterr().err.endswith(f"\n--resume wants the keys that the run began with: {command}")
+
+
+def test_a_run_is_gone_on_with_by_its_folder_alone(tmp_path: Path, config: RunConfig) -> None:
+    with accepted(planned(config, tmp_path)):
+        options = argparse.Namespace(resume=True, output_dir=tmp_path, flags=())
+    found, folder = run_and_folder(options, [])
+    assert (found.config, folder) == (config, tmp_path)
+    longer, _ = run_and_folder(options, ["--max-steps", "60"])
+    assert longer.config == with_steps(config, 60)
+    named, _ = run_and_folder(options, ["@", str(CONFIG), "--seed", "9"])
+    assert named.config.seed == 9, "a file that is named is the run"
+    options.resume = False
+    with pytest.raises(ConfigError, match="required key 'model' is not set"):
+        run_and_folder(options, [])
 
 
 def test_overwrite_deletes_only_what_a_run_wrote(tmp_path: Path, config: RunConfig) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from quartet.cli.carried import refused_by_services
@@ -20,6 +21,10 @@ from quartet.config.refusals import together
 from quartet.local.child import ChildSpec
 from quartet.local.deployment import check, without_device, write
 from quartet.local.wiring import Table, wire_machines
+from quartet.run.config import RunConfig
+
+#: Below it an adapter of the usual size stays where it is for hundreds of steps.
+LEAST_ADAPTER_RATE = 5e-6
 
 
 def wired(job: Job, folder: Path) -> list[dict[str, Table]]:
@@ -55,6 +60,15 @@ def check_services(job: Job, *, apart: bool = False, needs_gpus: bool = True) ->
             )
         _check_machines(job, Path(scratch), machines, specs, apart=apart, needs_gpus=needs_gpus)
     return machines
+
+
+def doubts(config: RunConfig) -> Iterator[str]:
+    """What is allowed and seldom meant, a sentence each."""
+    rate = config.learning_rate
+    if config.lora.enabled and config.optimizer == "adamw" and rate < LEAST_ADAPTER_RATE:
+        is_said = "learning_rate" in config.model_fields_set
+        told = f"learning_rate = {rate:g}" if is_said else f"learning_rate is left out, and {rate:g}"
+        yield f"{told} hardly moves an adapter; 1e-5 to 1e-4 are usual"
 
 
 def _check_machines(

@@ -23,7 +23,7 @@ from typing import Any
 from quartet.cli import exits
 from quartet.cli.attempt import Attempt, taken
 from quartet.cli.carried import refused_by_services
-from quartet.cli.checked import check_services, wired
+from quartet.cli.checked import check_services, doubts, wired
 from quartet.cli.display import Display, Plain
 from quartet.cli.drive import Listen, Outcome, RunRefused, by_signals, drive
 from quartet.cli.dry_run import told
@@ -202,6 +202,8 @@ def _in_folder(
     with reporting(job.config.wandb, job.folder, display.say) as reporter:
         with contextlib.closing(display):
             display.say(f"run {job.run_id} in {job.folder}")
+            for sentence in doubts(job.config):
+                display.say(sentence)
             try:
                 outcome = asyncio.run(
                     drive(
