@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from quartet.cli.display import Plain
+from quartet.cli.display import Plain, step_line
 from quartet.cli.figure import write_reward_png
 from quartet.cli.live import LiveScreen, reward_curve
 from quartet.cli.outputs import Outputs, append_line, recover_lines, rollout_row, write_lines
@@ -306,6 +306,14 @@ def test_figure_and_screens_show_the_run(tmp_path: Path) -> None:
     assert "trainer died and is started again (restart 1)" in lines
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "4 of 4" in shown and "1 restarts" in shown and "cba" in shown
+
+
+def test_of_a_mixture_a_step_has_the_reward_of_each_environment() -> None:
+    progress = Progress()
+    progress.add_step(3, {"train/reward": 0.6, "train/loss": 0.1, "env/a/reward": 0.3, "env/a/share": 0.5})
+    assert "reward 0.600  loss" in step_line(progress), "of one it is the same"
+    progress.metrics |= {"env/b/reward": 0.9}
+    assert "reward 0.600  a 0.300  b 0.900  loss" in step_line(progress)
 
 
 def test_the_completion_below_a_step_is_of_that_step() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, TextIO
 
 from quartet.cli.progress import Progress, phase_name
@@ -50,6 +50,8 @@ def step_line(progress: Progress) -> str:
     ):
         if name in metrics:
             parts.append(f"{label} {metrics[name]:{form}}")
+        if name == "train/reward":
+            parts += _by_environment(metrics, "env/")
     # Who only watches is told of no rollouts.
     rate = progress.tokens_per_second or metrics.get("tokens_per_second", 0.0)
     parts.append(f"{rate:.0f} tok/s")
@@ -65,16 +67,20 @@ def eval_line(event: EvalEvent) -> str:
     if "eval/reward" not in metrics:
         return f"{about}: no result, as none of its rollouts has one"
     parts = [f"{about}: reward {metrics['eval/reward']:.3f}"]
-    each = {
-        name.split("/", 1)[1].removesuffix("/reward"): value
-        for name, value in metrics.items()
-        if name.endswith("/reward") and name != "eval/reward"
-    }
-    if len(each) > 1:
-        parts += [f"{name} {value:.3f}" for name, value in sorted(each.items())]
+    parts += _by_environment(metrics, "eval/")
     if metrics.get("eval/coverage", 1.0) < 1.0:
         parts.append(f"from {metrics['eval/coverage']:.0%} of its rollouts")
     return "  ".join(parts)
+
+
+def _by_environment(metrics: Mapping[str, float], prefix: str) -> list[str]:
+    """The reward of each, where there are several."""
+    each = {
+        name.removeprefix(prefix).removesuffix("/reward"): value
+        for name, value in metrics.items()
+        if name.startswith(prefix) and name.endswith("/reward") and name != f"{prefix}reward"
+    }
+    return [f"{name} {value:.3f}" for name, value in sorted(each.items())] if len(each) > 1 else []
 
 
 def event_line(event: WatchRunResponse, progress: Progress) -> str:
