@@ -192,7 +192,7 @@ def test_what_cannot_be_exported_is_refused_in_a_sentence(
         assert said.startswith("error: ") and said.count("\n") == 1, said
         return said
 
-    assert "has no sound state" in refused(tmp_path / "nothing", target)
+    assert "has no saved state; a run saves one after every" in refused(tmp_path / "nothing", target)
     assert "no complete state 'other'; it has: old (version 1), new (version 2)" in refused(
         run, target, "--state", "other"
     )

@@ -119,7 +119,9 @@ def _first_sound(
                 log.warning("state_passed_over", state=info.name, why=error.message)
         else:
             break
-    raise QuartetError("RESOURCE_UNKNOWN", f"{folder} has no sound state of a run{why}", name=str(folder))
+    none = "no saved state; a run saves one after every ckpt.interval steps, and where it is stopped"
+    said = f"no sound state of a run{why}" if why else none
+    raise QuartetError("RESOURCE_UNKNOWN", f"{folder} has {said}", name=str(folder))
 
 
 def _in_order(states: Sequence[StateInfo], versions: Sequence[int]) -> list[StateInfo]:
