@@ -42,7 +42,7 @@ def a_run(folder: Path, *, steps: int = 8, better: float = 0.0, end: bool = True
     config = parse_run(toml)
     job = plan(config, folder, "run", resume=False, overwrite=False)
     folder.mkdir()
-    write_down(job)
+    write_down(job, accepted=True)
     outputs = Outputs(folder)
     ledger = pb.Ledger(dispatched=8 * steps + 8, trained=8 * steps, discarded={"stale": 8})
     number = 1

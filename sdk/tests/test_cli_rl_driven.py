@@ -21,11 +21,12 @@ from quartet.cli.display import Plain
 from quartet.cli.drive import Outcome
 from quartet.cli.job import RECORD
 from quartet.cli.outputs import Outputs
+from quartet.cli.overwritten import FAILED_LOGS
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
-from quartet.local.supervisor import Status
+from quartet.local.supervisor import ServiceFailed, Status
 from quartet.run.config import RunConfig
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import orchestrator_service_pb2_grpc as rpc
@@ -60,6 +61,46 @@ def test_a_part_that_began_nothing_leaves_what_the_last_one_said(
     for _ in range(2):
         rl.launch(planned(with_steps(config, 60), tmp_path / "run", resume=True), Plain, time.monotonic())
     assert (tmp_path / "run/summary.json").read_text() == before
+
+
+def test_what_a_run_said_of_itself_is_repeated_at_its_end(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def drive(_0: object, _1: object, _2: object, _3: object, outputs: Outputs, *_: object) -> Outcome:
+        outputs.record(pb.WatchRunResponse(event=1, note=pb.NoteEvent(message="lower learning_rate")))
+        return Outcome(pb.Run(run_id="run", phase=pb.RUN_PHASE_COMPLETED, step=3), {}, interrupted=False)
+
+    monkeypatch.setattr(rl, "drive", drive)
+    job = planned(config, tmp_path / "run")
+    completed = rl.launch(job, Plain, time.monotonic())
+    assert completed.summary["notes"] == ["lower learning_rate"]
+    capsys.readouterr()
+    assert rl._say_ended(job, completed) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "it was said on the way: lower learning_rate"
+
+
+def test_an_attempt_that_took_a_folder_and_did_not_begin_says_that_it_gave_it_back(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def stopped(*_: object) -> Outcome:
+        return Outcome(pb.Run(), {}, interrupted=True)
+
+    async def failed(*_: object) -> Outcome:
+        raise ServiceFailed("trainer did not start")
+
+    with accepted(planned(config, tmp_path / "run")):
+        ended(tmp_path / "run", "completed", 50)
+    job = planned(config, tmp_path / "run", overwrite=True)
+    monkeypatch.setattr(rl, "drive", stopped)
+    assert rl._say_ended(job, rl.launch(job, Plain, time.monotonic())) == 130
+    assert f"stopped before the run began; {job.folder} holds what it held\n" in capsys.readouterr().out
+    monkeypatch.setattr(rl, "drive", failed)
+    with pytest.raises(
+        rl.RunFailed, match=r"did not start\nThe run did not begin; .* holds what it held"
+    ) as said:
+        rl.launch(job, Plain, time.monotonic())
+    assert said.value.logs == FAILED_LOGS
+    assert json.loads((job.folder / "summary.json").read_text())["steps"] == 50
 
 
 async def test_a_stop_before_the_run_was_taken_begins_nothing() -> None:

@@ -39,7 +39,7 @@ ACCEPTED = "accepted"
 #: The run with its services, as it was begun or extended: whoever names it goes on with the same.
 RUN_FILE = "run.toml"
 # Of a configuration, that are told.
-MAX_DIFFERENCES = 4
+MAX_DIFFERENCES = 10
 # Any of these is a tokenizer that transformers can load.
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt")
 
@@ -255,7 +255,8 @@ def resumed(config: RunConfig, folder: Path, words: Words) -> Job:
         more = f" and {rest} more" if rest > 0 else ""
         raise ConfigError(
             f"{words.resume}: {folder} holds the run {job.run_id!r} with another configuration: "
-            f"{', '.join(told)}{more}; start a new run in {words.elsewhere}, or say it as it was"
+            f"{', '.join(told)}{more}; start a new run in {words.elsewhere} (from the weights of this one: "
+            f"quartet export {folder} MODEL, then model = MODEL), or say it as it was"
             f"{as_it_was(folder, after.max_steps if job.extended else None)}"
         )
     return job

@@ -236,6 +236,7 @@ def _in_folder(
             step=outputs.progress.step,
             wall_seconds=seconds,
             restarts=outcome.restarts,
+            notes=outputs.progress.notes,
         )
         # That of the run as it stood, where nothing of this part was begun.
         if outcome.run.run_id or not job.resumed:
@@ -272,6 +273,8 @@ def _say_ended(job: Job, ended: Ended) -> int:
     """Say it. The exit code."""
     if ended.completed:
         _say_completed(job, ended.summary)
+        for note in ended.summary["notes"]:
+            print(f"it was said on the way: {note}")
         return 0
     if ended.put_back:
         print(f"stopped before the run began; {job.folder} holds what it held")

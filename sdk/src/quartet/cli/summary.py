@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,10 @@ def summed_up(
     step: int,
     wall_seconds: float,
     restarts: Mapping[str, int],
+    notes: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """What the file says. `step`: the last that the run's events have told; `restarts`: of each service."""
+    """What the file says. `step`: the last that the run's events have told; `restarts`: of each service;
+    `notes`: the last that the run said of itself."""
     return {
         "run_id": run_id,
         "phase": phase_name(run.phase),
@@ -45,6 +47,7 @@ def summed_up(
         "ledger": ledger_dict(run.ledger),
         "environments": environment_rows(config, run),
         "restarts": dict(restarts),
+        "notes": list(notes),
         "seed": config.seed,
         "model": config.model,
         "versions": installed_versions(),
