@@ -67,6 +67,9 @@ def test_names_of_the_field_and_overrides() -> None:
 
 def test_the_reference_is_held_where_it_is_read_and_nobody_else_serves_it() -> None:
     assert not run_spec(run()).HasField("reference")
+    assert not run_spec(run()).initial_state
+    begun = run().model_copy(update={"initial_state": "/states/first/final@9"})
+    assert run_spec(begun).initial_state == "/states/first/final@9"
     assert not run_spec(run()).freeze_routers
     assert run_spec(run().model_copy(update={"freeze_routers": True})).freeze_routers
     assert run_spec(run("kl_coef = 0.1")).reference == tpb.ReferenceSpec()

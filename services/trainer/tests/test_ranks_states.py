@@ -131,3 +131,32 @@ async def test_ranks_export_a_folder_that_loads(
     # One process reads what the ranks wrote in parts.
     export(Path(saved.path), tmp_path / "model")
     assert contents(tmp_path / "model") == contents(Path(saved.model_path))
+
+
+@pytest.mark.parametrize("kind", ["whole", "adapter"])
+async def test_a_run_of_ranks_begins_with_a_state_of_one_process_and_the_other_way_round(
+    serve_trainer: Callable[..., Any],
+    call_ranks: Callable[..., Any],
+    folder: Path,
+    make_samples: Any,
+    kind: str,
+) -> None:
+    spec = {name: value for name, value in SPECS[kind].items() if name != "reference"}
+
+    async def goes_on_and_begins(there: Any, here: Any) -> None:
+        first = Running(there, f"{kind}-first", folder, spec)
+        await first.upto_saved(make_samples)
+        straight = await first.after_saved(make_samples)
+        state = there.state_dir / f"{kind}-first" / f"a@{SAVED_AT}"
+        begun = Running(here, f"{kind}-begun", folder, {**spec, "initial_state": str(state)})
+        assert (await begun.create()).policy_version == 0
+        for number, (loss, _, _) in enumerate(straight):
+            samples = make_samples(seed=9 + number, version=number)
+            ours, _, _ = await begun.step(1 + 3 * number, samples)
+            assert abs(ours - loss) <= 1e-5 * max(1.0, abs(loss)), number
+        await begun.trainer.stub.CloseRun(pb.CloseRunRequest(run_id=begun.run_id))
+        await there.stub.CloseRun(pb.CloseRunRequest(run_id=first.run_id))
+
+    async with call_ranks() as group, serve_trainer() as alone:
+        await goes_on_and_begins(alone, group)
+        await goes_on_and_begins(group, alone)

@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> NoReturn:
     """The command. Errors: ConfigError."""
     versions = None
     if options.best or options.by is not None:
-        _states(
+        states_of(
             options.folder
         )  # of what is no folder of a run that is said, and not that it lacks evaluations
         metric, ranked = evaluated_best(options.folder, options.by)
@@ -81,11 +81,11 @@ def export_command(
     command = [sys.executable, "-m", "quartet_trainer.export"]
     command += [] if state is None else ["--state", state]
     command += [] if versions is None else ["--versions", ",".join(map(str, versions))]
-    return [*command, "--", str(_states(folder)), str(target)]
+    return [*command, "--", str(states_of(folder)), str(target)]
 
 
-def _states(folder: Path) -> Path:
-    """Where a run's states are."""
+def states_of(folder: Path) -> Path:
+    """Where a run's states are. Errors: ConfigError."""
     if not folder.is_dir():
         beside = [one.name for one in folder.parent.glob("*") if one.is_dir()]
         close = [str(folder.with_name(one)) for one in difflib.get_close_matches(folder.name, beside, n=1)]

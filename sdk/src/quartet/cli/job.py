@@ -255,8 +255,8 @@ def resumed(config: RunConfig, folder: Path, words: Words) -> Job:
         more = f" and {rest} more" if rest > 0 else ""
         raise ConfigError(
             f"{words.resume}: {folder} holds the run {job.run_id!r} with another configuration: "
-            f"{', '.join(told)}{more}; start a new run in {words.elsewhere} (from the weights of this one: "
-            f"quartet export {folder} MODEL, then model = MODEL), or say it as it was"
+            f"{', '.join(told)}{more}; start a new run in {words.elsewhere} (initial_state = {str(folder)!r} "
+            f"begins with the weights and the moments of this one), or say it as it was"
             f"{as_it_was(folder, after.max_steps if job.extended else None)}"
         )
     return job

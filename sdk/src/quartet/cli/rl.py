@@ -28,6 +28,7 @@ from quartet.cli.display import Display, Plain
 from quartet.cli.drive import Listen, Outcome, RunRefused, by_signals, drive
 from quartet.cli.dry_run import told
 from quartet.cli.env.installed import REFUSALS, with_interpreters
+from quartet.cli.initial_state import state_path
 from quartet.cli.job import (
     FLAGS,
     Job,
@@ -164,6 +165,8 @@ def prepared(
     ConfigError; changes nothing."""
     hosts = hosts or hosts_of(own_tables(config), None)
     config = config.model_copy(update={"model": model_path(config.model)})
+    if config.initial_state is not None:
+        config = config.model_copy(update={"initial_state": state_path(config.initial_state)})
     envhost = with_interpreters(config.envhost, config.environment_ids)
     config = config.model_copy(update={"envhost": envhost})
     job = plan(config, folder.absolute(), run_id, resume=resume, overwrite=overwrite, words=words)

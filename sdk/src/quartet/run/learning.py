@@ -38,6 +38,7 @@ OF_THE_TRAINER = (
     "adam_beta1",
     "adam_beta2",
     "freeze_routers",
+    "initial_state",
     "microbatch_tokens",
     "compute_dtype",
     "served_dtype",

@@ -337,7 +337,7 @@ class OptimizerSpec(_message.Message):
     def __init__(self, learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., max_grad_norm: _Optional[float] = ..., schedule: _Optional[_Union[Schedule, str]] = ..., warmup_steps: _Optional[int] = ..., total_steps: _Optional[int] = ..., kind: _Optional[_Union[OptimizerKind, str]] = ..., momentum: _Optional[float] = ..., decay_steps: _Optional[int] = ..., adamw_learning_rate: _Optional[float] = ..., earlier_total_steps: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RunSpec(_message.Message):
-    __slots__ = ("base_model", "lora", "optimizer", "seed", "compute_dtype", "served_dtype", "from_scratch", "retain_versions", "microbatch_tokens", "reference", "gradient_checkpointing", "freeze_routers")
+    __slots__ = ("base_model", "lora", "optimizer", "seed", "compute_dtype", "served_dtype", "from_scratch", "retain_versions", "microbatch_tokens", "reference", "gradient_checkpointing", "freeze_routers", "initial_state")
     BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
     LORA_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
@@ -350,6 +350,7 @@ class RunSpec(_message.Message):
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
     GRADIENT_CHECKPOINTING_FIELD_NUMBER: _ClassVar[int]
     FREEZE_ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    INITIAL_STATE_FIELD_NUMBER: _ClassVar[int]
     base_model: str
     lora: LoraSpec
     optimizer: OptimizerSpec
@@ -362,7 +363,8 @@ class RunSpec(_message.Message):
     reference: ReferenceSpec
     gradient_checkpointing: bool
     freeze_routers: bool
-    def __init__(self, base_model: _Optional[str] = ..., lora: _Optional[_Union[LoraSpec, _Mapping]] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., seed: _Optional[int] = ..., compute_dtype: _Optional[str] = ..., served_dtype: _Optional[str] = ..., from_scratch: _Optional[bool] = ..., retain_versions: _Optional[int] = ..., microbatch_tokens: _Optional[int] = ..., reference: _Optional[_Union[ReferenceSpec, _Mapping]] = ..., gradient_checkpointing: _Optional[bool] = ..., freeze_routers: _Optional[bool] = ...) -> None: ...
+    initial_state: str
+    def __init__(self, base_model: _Optional[str] = ..., lora: _Optional[_Union[LoraSpec, _Mapping]] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., seed: _Optional[int] = ..., compute_dtype: _Optional[str] = ..., served_dtype: _Optional[str] = ..., from_scratch: _Optional[bool] = ..., retain_versions: _Optional[int] = ..., microbatch_tokens: _Optional[int] = ..., reference: _Optional[_Union[ReferenceSpec, _Mapping]] = ..., gradient_checkpointing: _Optional[bool] = ..., freeze_routers: _Optional[bool] = ..., initial_state: _Optional[str] = ...) -> None: ...
 
 class CreateRunRequest(_message.Message):
     __slots__ = ("run_id", "spec")

@@ -61,6 +61,7 @@ def run_spec(config: RunConfig, earlier_ends: Sequence[int] = ()) -> tpb.RunSpec
         served_dtype=config.served_dtype or "",
         reference=_held_reference(config.algorithm),
         freeze_routers=config.freeze_routers,
+        initial_state=config.initial_state or "",
     )
 
 

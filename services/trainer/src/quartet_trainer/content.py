@@ -15,6 +15,9 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import load_file, save_file
 
+#: File stems: what is trained, what its optimizer keeps, and gradients that were not applied yet.
+WEIGHTS, MOMENTS, GRADIENTS = "weights", "moments", "gradients"
+
 #: Tensors by the file that they are in and their name.
 Stems = Mapping[str, Mapping[str, torch.Tensor]]
 

@@ -28,8 +28,7 @@ from quartet.errors import QuartetError, refused
 from safetensors import SafetensorError
 
 from quartet_trainer import model as base
-from quartet_trainer.content import Content
-from quartet_trainer.run import WEIGHTS
+from quartet_trainer.content import WEIGHTS, Content
 from quartet_trainer.spec import RunSpec
 from quartet_trainer.states import MARK, StateInfo, StateStore, listed, state_at
 from quartet_trainer.trained import Trained, WholeModel

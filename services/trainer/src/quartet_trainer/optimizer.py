@@ -20,6 +20,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from quartet.errors import QuartetError
 from torch import Tensor, nn
 
 from quartet_trainer.offload import Named, brought, buckets
@@ -53,14 +54,16 @@ class Optimizer:
             for mover in _movers(bucket, spec, embeddings)
         ]
 
-    @property
-    def has_gradients(self) -> bool:
-        """Whether anything was accumulated since the last step."""
-        return any(parameter.grad is not None for parameter in self._parameters.values())
-
     def gradient_norm(self) -> float:
-        """Norm of all gradients together."""
+        """Norm of all gradients since the last step. Errors: INVALID_REQUEST where there are none."""
         gradients = [one.grad for one in self._parameters.values() if one.grad is not None]
+        if not gradients:
+            raise QuartetError(
+                "INVALID_REQUEST",
+                "there are no gradients to apply; send a ForwardBackward first",
+                field="seq_id",
+                remedy="send ForwardBackward first",
+            )
         return float(whole(torch.nn.utils.get_total_norm(gradients)))
 
     def step(self, rate: float, norm: float) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from quartet_trainer import kernels
 from quartet_trainer import model as base
+from quartet_trainer.frozen import narrow
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.passes import Machine
 from quartet_trainer.probe import probe, probe_logprobs
@@ -44,4 +45,11 @@ def placed(
             return probe_logprobs(policy, size, machine.row_tokens, shift)
 
         kernels.fuse(model, logprobs, name)
+    return model
+
+
+def frozen(machine: Machine, name: str, autocast: torch.dtype | None) -> Any:
+    """Another model that learns nothing, as narrow as it is computed with. Errors: INVALID_CONFIG."""
+    model = placed(machine, machine.folder_of(name), name, autocast).requires_grad_(False)
+    narrow(model, dict(model.named_parameters()), autocast)
     return model

@@ -1,9 +1,9 @@
 """The runs of this process: created, restored, found, and every call of a run applied in its order on the
 worker.
 
-1. A run exists here after CreateRun, with its newest sound state restored where one was saved; creating it
-   again with an equal spec changes nothing. With one that extends it (more steps after its own) it is that
-   longer run from there on.
+1. A run exists here after CreateRun, with its newest sound state restored where one was saved, else as it
+   begins; creating it again with an equal spec changes nothing. With one that extends it (more steps after
+   its own) it is that longer run from there on.
 2. Readers see the run as it stood after its last finished call; they never wait for the worker.
 3. Closing a run frees what it holds in memory, after the call under way; its saved states stay, the
    one among them where it was closed, if that was asked for.
@@ -24,6 +24,7 @@ import pydantic
 import structlog
 from quartet.errors import QuartetError
 
+from quartet_trainer.beginning import initial_state
 from quartet_trainer.content import Content
 from quartet_trainer.sequence import Sequence
 from quartet_trainer.spec import RunSpec, check_name, difference, extends
@@ -223,15 +224,19 @@ class Roster:
             held = _held_spec(*found)
             if not extends(held, spec):
                 _same_spec(run_id, held, spec, str(found[0].path))
+        begins_with = initial_state(spec) if found is None else None
         run = self._make_run(run_id, spec)
         applied = 0
-        if found is not None:
-            try:
+        try:
+            if found is not None:
                 applied = self._restore(run, *found)
-            except BaseException:
-                # Not open, so not published either.
-                run.close()
-                raise
+            elif begins_with is not None:
+                run.begin(self._states.read(begins_with))
+                log.info("run_begins_with_state", run_id=run_id, path=str(begins_with.path))
+        except BaseException:
+            # Not open, so not published either.
+            run.close()
+            raise
         return Entry(run, Sequence(applied), run.status, self._states.list(run_id))
 
     def _restore(self, run: Run, info: StateInfo, content: Content) -> int:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quartet.errors import QuartetError
 from quartet.v1 import weights_pb2
 from quartet.weights.store import WeightStore
 from torch import nn
@@ -29,14 +28,14 @@ from torch import nn
 from quartet_trainer import model as base
 from quartet_trainer.bases import Bases
 from quartet_trainer.batch import Columns, check_batch, diagnose, weights_of
+from quartet_trainer.beginning import STEPS_BEFORE, beginning, check_fits, optimizer_steps
 from quartet_trainer.canary import canary
-from quartet_trainer.content import Content
-from quartet_trainer.frozen import narrow
+from quartet_trainer.content import GRADIENTS, MOMENTS, WEIGHTS, Content
 from quartet_trainer.gradients import Gradients
 from quartet_trainer.kl_control import KlControl
 from quartet_trainer.optimizer import Optimizer
 from quartet_trainer.passes import Machine, Passes, Standing
-from quartet_trainer.placement import placed
+from quartet_trainer.placement import frozen, placed
 from quartet_trainer.publish import TORCH_DTYPES, Snapshot
 from quartet_trainer.ranks.layout import is_whole, part
 from quartet_trainer.recompute import recomputable
@@ -50,8 +49,6 @@ from quartet_trainer.spec import LossSpec, RunSpec
 from quartet_trainer.trained import Trained, WholeModel, check_weights, replaced
 from quartet_trainer.verification import Verification, verify
 from quartet_trainer.versions import Versions
-
-WEIGHTS, MOMENTS, GRADIENTS = "weights", "moments", "gradients"
 
 
 class Run:
@@ -109,6 +106,8 @@ class Run:
         self._kl_control = KlControl()
         self._policy_version = 0
         self._skipped_steps = 0
+        # Of the optimizer, where the run began with the state of another one.
+        self._steps_before = 0
         # Whether a loss among the accumulated batches was not finite; their gradients may look sound.
         self._loss_broken = False
         self._torn = False
@@ -208,13 +207,6 @@ class Run:
 
     def optim_step(self, learning_rate: float | None) -> StepResult:
         """Clip, step, clear; or only clear, where the gradients are no numbers. Errors: INVALID_REQUEST."""
-        if not self._optimizer.has_gradients:
-            raise QuartetError(
-                "INVALID_REQUEST",
-                "there are no gradients to apply; send a ForwardBackward first",
-                field="seq_id",
-                remedy="send ForwardBackward first",
-            )
         norm = self._optimizer.gradient_norm()
         scheduled = scheduled_rate(self.spec.optimizer, self._policy_version)
         rate = scheduled if learning_rate is None else learning_rate
@@ -275,6 +267,7 @@ class Run:
             "applied_seq_id": applied_seq_id,
             "policy_version": self._policy_version,
             "skipped_steps": self._skipped_steps,
+            STEPS_BEFORE: self._steps_before,
             "loss_broken": self._loss_broken,
             "kl_control": self._kl_control.meta(),
             "served_dtype": self._served_dtype,
@@ -295,6 +288,14 @@ class Run:
 
         Every other version is forgotten. Errors: CHECKSUM_MISMATCH, which changes nothing.
         """
+        self._stand(content)
+
+    def begin(self, content: Content) -> None:
+        """Begin with another run's state. Errors: INVALID_CONFIG, CHECKSUM_MISMATCH."""
+        check_fits(self.spec, content)
+        self._stand(beginning(content, self._served_dtype))
+
+    def _stand(self, content: Content) -> None:
         weights, meta = content.tensors[WEIGHTS], content.meta
         policy_version, skipped = int(meta["policy_version"]), int(meta["skipped_steps"])
         # What was served when the state was taken, on whatever device that was.
@@ -312,11 +313,12 @@ class Run:
                     part(parameter).copy_(part(weights[name]))
             self._trained.restore(meta["trained"])
             self._gradients.restore(content.tensors.get(GRADIENTS, {}))
-            self._optimizer.restore(content.tensors.get(MOMENTS, {}), policy_version - skipped)
+            self._optimizer.restore(content.tensors.get(MOMENTS, {}), optimizer_steps(meta))
             if self._reference is not None:
                 self._reference.restore(content.tensors.get(REFERENCE, {}))
             self._kl_control.restore(meta["kl_control"])
             self._policy_version, self._skipped_steps = policy_version, skipped
+            self._steps_before = int(meta.get(STEPS_BEFORE, 0))
             self._loss_broken = bool(meta["loss_broken"])
 
     def export(self, target: Path) -> None:
@@ -332,10 +334,7 @@ class Run:
             return Reference.of_model(spec, self._passes_of(self._model, bare))
         if not spec.model:
             return Reference.of_policy(spec, self._passes, self._trained.parameters)
-        folder = self._machine.folder_of(spec.model)
-        model = placed(self._machine, folder, spec.model, self._autocast).requires_grad_(False)
-        narrow(model, dict(model.named_parameters()), self._autocast)
-        return Reference.of_model(spec, self._passes_of(model))
+        return Reference.of_model(spec, self._passes_of(frozen(self._machine, spec.model, self._autocast)))
 
     def close(self) -> None:
         """Withdraw what was published. The run must not be used any more."""

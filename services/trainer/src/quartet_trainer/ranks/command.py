@@ -81,11 +81,12 @@ class Write(Value):
 
 
 class Read(Value):
-    """Restore the run from a folder."""
+    """Restore the run from a folder, or let it begin with what that holds."""
 
     kind: Literal["read"] = "read"
     run_id: str
     folder: Path
+    begins: bool = False
 
 
 class Export(Value):

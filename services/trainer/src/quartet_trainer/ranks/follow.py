@@ -49,7 +49,7 @@ class Follower:
                 write(command.folder, content.tensors, self._group, self._group.host_group)
             case told.Read(run_id=run_id):
                 run = self._runs[run_id]
-                run.restore(part_of(command.folder, run, self._group))
+                (run.begin if command.begins else run.restore)(part_of(command.folder, run, self._group))
             case told.Export(run_id=run_id):
                 self._runs[run_id].export(command.folder)
             case told.Close(run_id=run_id):

@@ -148,6 +148,15 @@ class LeadRun(Run):
             lambda: super(LeadRun, self).restore(part_of(folder, self, self._group)),
         )
 
+    def begin(self, content: Content) -> None:
+        """Each rank reads its part."""
+        folder = content.folder
+        assert folder is not None
+        self._together(
+            Read(run_id=self.run_id, folder=folder, begins=True),
+            lambda: super(LeadRun, self).begin(part_of(folder, self, self._group)),
+        )
+
     def close(self) -> None:
         """In all ranks."""
         self._together(Close(run_id=self.run_id), super().close)

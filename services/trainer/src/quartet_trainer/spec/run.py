@@ -34,6 +34,15 @@ class RunSpec(Value):
     reference: ReferenceSpec | None = None
     gradient_checkpointing: bool = False
     freeze_routers: bool = False
+    #: The folder of a saved state to begin with.
+    initial_state: str = ""
+
+    @pydantic.field_validator("initial_state")
+    @classmethod
+    def _of_a_trained_model(cls, value: str, info: pydantic.ValidationInfo) -> str:
+        if value and info.data.get("from_scratch"):
+            raise ValueError("from_scratch begins with random weights; leave one of them out")
+        return value
 
     @pydantic.field_validator("freeze_routers")
     @classmethod

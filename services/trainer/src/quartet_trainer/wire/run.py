@@ -27,6 +27,7 @@ def run_spec(spec: pb.RunSpec) -> RunSpec:
             reference=reference_spec(spec.reference) if spec.HasField("reference") else None,
             gradient_checkpointing=spec.gradient_checkpointing,
             freeze_routers=spec.freeze_routers,
+            initial_state=spec.initial_state,
         )
     except pydantic.ValidationError as error:
         raise config(*first(error)) from None

@@ -1,0 +1,77 @@
+"""What a new run begins with where it begins with another one's saved state.
+
+1. Of that it has the weights, and of the optimizer the moments with the number of steps that they are of; the
+   rest is its own: version 0, schedule, seed, reference, adaptive coefficients.
+2. With the same batches and a constant rate it comes to the bits that the other run comes to.
+3. The state is only read. Once the new run has a state of its own it is not needed any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quartet.errors import QuartetError
+
+from quartet_trainer.content import MOMENTS, WEIGHTS, Content
+from quartet_trainer.kl_control import KlControl
+from quartet_trainer.spec import RunSpec
+from quartet_trainer.states import StateInfo, state_at
+from quartet_trainer.wire.refusal import config
+
+#: Of what a state says: steps of its optimizer before the first of its run.
+STEPS_BEFORE = "steps_before"
+
+
+def initial_state(spec: RunSpec) -> StateInfo | None:
+    """The state that the run begins with, if with one. Errors: INVALID_CONFIG."""
+    if not spec.initial_state:
+        return None
+    info = state_at(Path(spec.initial_state))
+    if info is None:
+        raise _refused(spec, "there is no complete state; name the folder of one (SavedState.path)")
+    return info
+
+
+def check_fits(spec: RunSpec, content: Content) -> None:
+    """Whether a state has what the run trains, and the moments of its optimizer. (Of shapes the parameters
+    know.) Errors: INVALID_CONFIG."""
+    held = content.meta["spec"]
+    is_adapter = held["lora"] is not None
+    if is_adapter != (spec.lora is not None):
+        ours, theirs = ("the whole model", "an adapter") if is_adapter else ("an adapter", "the whole model")
+        raise _refused(spec, f"it is of {theirs}, and the run trains {ours}; train {theirs} (lora)")
+    kind = held["optimizer"]["kind"]
+    if kind != spec.optimizer.kind:
+        raise _refused(
+            spec,
+            f"its moments are those of {kind}, and the run has {spec.optimizer.kind}; train with {kind}, or "
+            "export its model and begin with that as base_model",
+        )
+
+
+def beginning(content: Content, served_dtype: str) -> Content:
+    """The state as one of a run that has done nothing yet."""
+    meta = {
+        "trained": content.meta["trained"],
+        "policy_version": 0,
+        "skipped_steps": 0,
+        STEPS_BEFORE: optimizer_steps(content.meta),
+        "loss_broken": False,
+        "kl_control": KlControl().meta(),
+        "served_dtype": served_dtype,
+        "published_version": None,
+        "published_digest": None,
+    }
+    kept = {stem: content.tensors[stem] for stem in (WEIGHTS, MOMENTS) if stem in content.tensors}
+    return Content(meta, kept, content.folder)
+
+
+def optimizer_steps(meta: Mapping[str, Any]) -> int:
+    """That a state's moments are of, those of runs before its own included."""
+    return int(meta.get(STEPS_BEFORE, 0)) + int(meta["policy_version"]) - int(meta["skipped_steps"])
+
+
+def _refused(spec: RunSpec, why: str) -> QuartetError:
+    return config("initial_state", spec.initial_state, why)
