@@ -7,8 +7,10 @@ from contextlib import suppress
 import pytest
 from orch_world import RUN, notes
 from quartet.run.config import parse_run
+from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import orchestrator_service_pb2 as pb
-from quartet_orchestrator.advice import REMEMBERED, WINDOW, advice
+from quartet_orchestrator.advice import REMEMBERED, advice
+from quartet_orchestrator.stability import SOON, WINDOW
 from quartet_orchestrator.state import RESTING
 
 TOML = 'model = "m"\nlearning_rate = 2e-5\nbatch_size = 64\n[[env]]\nid = "toy"\n{}'
@@ -41,7 +43,6 @@ def with_(**values):
         ({"rollout__truncated_fraction": 0.6}, ["60% of the rollouts", "max_tokens (now the end of"]),
         ({"rollout__prefix_breaks": 7.0}, ["7 times a step", "chat template"]),
         ({"rollout__resampled": 24.0}, ["75% of the groups are sampled for nothing", "max_resample (now 0)"]),
-        ({"train__skipped_steps": 1.0}, ["10 optimizer steps", "learning_rate (now 2e-05)", "(now 64)"]),
         ({"train__effective_sample_size": 0.3}, ["leave 30%", "max_off_policy_steps (now 1)"]),
     ],
 )
@@ -51,12 +52,12 @@ def test_each_symptom_is_told_with_what_was_seen_and_what_to_change(metrics, wor
     assert all(word in sentence for word in words), sentence
 
 
-def test_a_reward_that_falls_is_told_with_how_far() -> None:
-    falling = [CALM] * (WINDOW // 2) + [with_(train__reward=0.2)] * (WINDOW // 2)
-    (sentence,) = said(falling)
-    assert "fell from 0.5 to 0.2" in sentence and "[kl_penalty]" in sentence
-    below_zero = [with_(train__reward=-0.2)] * (WINDOW // 2) + [with_(train__reward=-0.9)] * (WINDOW // 2)
-    assert not said(below_zero), "half of what is below zero is no measure"
+def test_skipped_steps_are_told_at_the_second() -> None:
+    """Three in a row fail the run."""
+    skipped = with_(train__skipped_steps=1.0)
+    (sentence,) = said([CALM, skipped, CALM, skipped])
+    assert all(word in sentence for word in ("2 optimizer steps of the last 4", "(now 2e-05)", "(now 64)"))
+    assert not said([CALM, skipped, CALM]) and not said([skipped] * 3), "once is not yet; told before"
 
 
 def test_experts_that_are_not_replayed_are_told_where_they_were_asked_for() -> None:
@@ -73,7 +74,7 @@ def test_nothing_is_said_of_a_run_that_goes_well() -> None:
 def test_a_few_steps_are_no_symptom() -> None:
     """advice.py 1."""
     cut = with_(rollout__truncated_fraction=1.0)
-    assert not said([cut] * (WINDOW - 1)), "too few steps to say"
+    assert not said([with_(rollout__truncated_fraction=0.8)] * (WINDOW - 1)), "too few steps to say"
     assert not said([CALM] * (WINDOW - 3) + [cut] * 3)
     assert said([CALM] * (WINDOW - 5) + [cut] * 5)
 
@@ -85,7 +86,7 @@ def test_a_symptom_is_told_when_it_begins_and_again_only_after_it_was_gone() -> 
         history.append(step)
         if said(history[-REMEMBERED:]):
             told.append(len(history))
-    assert told == [WINDOW, 15 + 4 + 11 + 30 + WINDOW // 2]
+    assert told == [SOON, 15 + 4 + 11 + 30 + WINDOW // 2]
 
 
 def test_what_is_switched_on_already_is_not_advised() -> None:
@@ -96,10 +97,10 @@ def test_what_is_switched_on_already_is_not_advised() -> None:
 
 
 def test_of_a_foreign_trainer_nothing_is_said_about_its_training() -> None:
-    falling = [CALM] * (WINDOW // 2) + [with_(train__reward=0.0)] * (WINDOW // 2)
+    falling = [CALM] * WINDOW + [with_(train__reward=0.0)] * 2
     foreign = parse_run('model = "m"\nexternal_trainer = true\n[[env]]\nid = "toy"')
     assert said(falling) and not list(advice(foreign, falling))
-    assert list(advice(foreign, [with_(rollout__truncated_fraction=1.0)] * WINDOW)), "of its rollouts it is"
+    assert list(advice(foreign, [with_(rollout__truncated_fraction=1.0)] * SOON)), "of its rollouts it is"
 
 
 def test_an_environment_that_most_batches_lack_is_not_judged() -> None:
@@ -123,3 +124,22 @@ async def test_a_run_is_told_once_over_restarts(world):
             restarts += run.phase not in RESTING
     assert restarts >= 2
     assert len([note for note in told if "has little left to teach: in 100%" in note]) == 1
+
+
+async def test_an_evaluation_that_fell_is_told(world, monkeypatch):
+    plain = world.host._rollout
+
+    def by_version(request, member):
+        rollout = plain(request, member)
+        if request.split == epb.SPLIT_EVAL:
+            rollout.reward = 1.0 if world.trainer.latest[request.run_id] == 0 else 0.1
+        return rollout
+
+    monkeypatch.setattr(world.host, "_rollout", by_version)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=2), dry_run=False)
+        assert (await world.rest(runs)).phase == pb.RUN_PHASE_COMPLETED
+        (told,) = [note for note in await notes(runs) if "the evaluation fell" in note]
+    assert told.startswith(
+        "the evaluation fell from 1 after 0 steps to 0.1 after 2: training makes the model"
+    )

@@ -1,57 +1,72 @@
 """Advice: what the field's rules of thumb say of a run, said when its metrics show the symptom.
 
-1. A symptom is looked for in the means over WINDOW steps, never in one step.
+1. A symptom is looked for in the means over WINDOW steps. Sooner is told only what fewer steps are enough
+   for: that training is not stable (stability.py), and that all rollouts of a run were cut so far.
 2. It is told when it begins, and again only after it was away for WINDOW steps.
 3. A piece of advice names what was seen, and the keys to change with their present values.
+4. What only follows from another symptom is held back: too hard, or all alike, where nearly every rollout is
+   cut; these, and the cutting, where a reward that was there went with the stability of the training.
 
 docs/advice.md has the whole table. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import fmean
 
 from quartet.run.config import RunConfig
 
-Steps = Sequence[Mapping[str, float]]
-#: What is to be said of a window; None where it shows nothing.
+from quartet_orchestrator.stability import (
+    HALF,
+    HISTORY,
+    SOON,
+    WINDOW,
+    Steps,
+    collapsed,
+    falls,
+    is_far,
+    jumps,
+    mean,
+    skips,
+)
+
+#: What is to be said at the end of these steps; None where they show nothing.
 Symptom = Callable[[Steps], str | None]
 
-WINDOW = 10
-#: Steps whose metrics say all that is to be known: WINDOW windows, each a step later than the one before.
-REMEMBERED = 2 * WINDOW - 1
+#: Steps whose metrics say all that is to be known: as far back as a symptom looks, for WINDOW ends.
+REMEMBERED = HISTORY + WINDOW - 1
 #: Groups of an environment that earn all or nothing; groups without spread where they do neither.
 NEARLY_ALL, MOST = 0.9, 0.75
-#: Of rollouts; of a reward, within a window; of the samples that count after weighting.
-HALF = 0.5
 #: Prefix breaks for each rollout.
 MANY_BREAKS = 0.1
 
 
 def advice(config: RunConfig, steps: Steps) -> Iterator[str]:
-    """What is to be said now. `steps`: metrics of the last REMEMBERED steps or fewer, oldest first."""
-    windows = [steps[end - WINDOW : end] for end in range(len(steps), WINDOW - 1, -1)]
-    for symptom in _symptoms(config) if windows else ():
-        said = symptom(windows[0])
-        if said is not None and not any(symptom(window) for window in windows[1:]):
+    """What is to be said now, causes first. `steps`: metrics of the last REMEMBERED steps, or of all where
+    there are fewer, oldest first."""
+    ends = range(len(steps), max(0, len(steps) - WINDOW), -1)
+    now, *before = [steps[max(0, end - HISTORY) : end] for end in ends] or [steps]
+    for symptom in _symptoms(config):
+        said = symptom(now)
+        if said is not None and not any(symptom(earlier) for earlier in before):
             yield said
 
 
 def _symptoms(config: RunConfig) -> Iterator[Symptom]:
+    for of_training in () if config.external_trainer else (jumps, falls, skips, is_far, _routes_itself):
+        yield partial(of_training, config)
+    for of_rollouts in (_cut, _breaks, _thrown_away):
+        yield partial(of_rollouts, config)
     for env in config.env:
         for of_environment in (_too_hard, _too_easy, _alike):
             yield partial(of_environment, config, env.label)
-    for of_rollouts in (_cut, _breaks, _thrown_away):
-        yield partial(of_rollouts, config)
-    for of_training in () if config.external_trainer else (_falls, _skips, _is_far, _routes_itself):
-        yield partial(of_training, config)
 
 
 def _too_hard(config: RunConfig, env: str, steps: Steps) -> str | None:
-    share = _mean(steps, f"env/{env}/solved_none")
-    if share < NEARLY_ALL:
+    share = mean(steps, f"env/{env}/solved_none")
+    if share < NEARLY_ALL or _follows(config, env, steps):
         return None
     return (
         f"{env} is too hard as it is: in {share:.0%} of its groups no rollout earned anything; take args for "
@@ -61,7 +76,7 @@ def _too_hard(config: RunConfig, env: str, steps: Steps) -> str | None:
 
 
 def _too_easy(config: RunConfig, env: str, steps: Steps) -> str | None:
-    share = _mean(steps, f"env/{env}/solved_all")
+    share = mean(steps, f"env/{env}/solved_all")
     if share < NEARLY_ALL:
         return None
     return (
@@ -71,8 +86,9 @@ def _too_easy(config: RunConfig, env: str, steps: Steps) -> str | None:
 
 
 def _alike(config: RunConfig, env: str, steps: Steps) -> str | None:
-    share = _mean(steps, f"env/{env}/no_spread")
-    if share < MOST or _too_hard(config, env, steps) or _too_easy(config, env, steps):
+    share = mean(steps, f"env/{env}/no_spread")
+    at_an_end = max(mean(steps, f"env/{env}/{name}") for name in ("solved_none", "solved_all")) >= NEARLY_ALL
+    if share < MOST or at_an_end or _follows(config, env, steps):
         return None
     return (
         f"in {share:.0%} of the groups of {env} all rewards are equal, and move nothing; raise "
@@ -81,13 +97,22 @@ def _alike(config: RunConfig, env: str, steps: Steps) -> str | None:
     )
 
 
+def _follows(config: RunConfig, env: str, steps: Steps) -> bool:
+    """Whether what an environment's groups earn says nothing of it or of the model."""
+    all_cut = mean(steps, "rollout/truncated_fraction") >= NEARLY_ALL
+    return all_cut or collapsed(config, steps, f"env/{env}/reward")
+
+
 def _filter(config: RunConfig) -> str:
     return "" if config.resamples else "; [difficulty_filter] replaces such groups by fresh ones"
 
 
 def _cut(config: RunConfig, steps: Steps) -> str | None:
-    share = _mean(steps, "rollout/truncated_fraction")
-    if share < HALF:
+    shares = [step.get("rollout/truncated_fraction", 0.0) for step in steps[-WINDOW:]]
+    share = fmean(shares) if shares else 0.0
+    enough = SOON if min(shares, default=0.0) >= NEARLY_ALL else WINDOW
+    # Rewards that fall because answers grew longer than the limit are told beside that.
+    if len(shares) < enough or share < HALF or collapsed(config, steps, "train/reward", by_fall=False):
         return None
     limit = config.sampling.max_tokens or "the end of the context"
     return (
@@ -97,7 +122,7 @@ def _cut(config: RunConfig, steps: Steps) -> str | None:
 
 
 def _breaks(config: RunConfig, steps: Steps) -> str | None:
-    breaks = _mean(steps, "rollout/prefix_breaks")
+    breaks = mean(steps, "rollout/prefix_breaks")
     if breaks < MANY_BREAKS * config.batch_size:
         return None
     return (
@@ -108,7 +133,7 @@ def _breaks(config: RunConfig, steps: Steps) -> str | None:
 
 
 def _thrown_away(config: RunConfig, steps: Steps) -> str | None:
-    replaced = _mean(steps, "rollout/resampled")
+    replaced = mean(steps, "rollout/resampled")
     if replaced < config.groups_per_batch:
         return None
     share = replaced / (replaced + config.groups_per_batch)
@@ -119,49 +144,8 @@ def _thrown_away(config: RunConfig, steps: Steps) -> str | None:
     )
 
 
-def _falls(config: RunConfig, steps: Steps) -> str | None:
-    middle = len(steps) // 2
-    before, after = (
-        fmean([step["train/reward"] for step in half]) for half in (steps[:middle], steps[middle:])
-    )
-    if not 0 < before * HALF > after:
-        return None
-    return (
-        f"the mean reward fell from {before:.3g} to {after:.3g} within {WINDOW} steps: training is not stable"
-        + _calmer(config)
-    )
-
-
-def _skips(config: RunConfig, steps: Steps) -> str | None:
-    skipped = sum(step.get("train/skipped_steps", 0.0) for step in steps)
-    if skipped < 2:
-        return None
-    return (
-        f"{skipped:.0f} optimizer steps of the last {WINDOW} batches had no finite loss or gradients"
-        + _calmer(config)
-    )
-
-
-def _calmer(config: RunConfig) -> str:
-    return (
-        f"; lower learning_rate (now {config.learning_rate:g}), raise batch_size (now {config.batch_size}) "
-        f"or rollouts_per_example (now {config.rollouts_per_example}), or hold the policy with [kl_penalty]"
-    )
-
-
-def _is_far(config: RunConfig, steps: Steps) -> str | None:
-    size = _mean(steps, "train/effective_sample_size", 1.0)
-    if size >= HALF:
-        return None
-    return (
-        "the policy that is trained is far from the one that sampled: importance weights leave "
-        f"{size:.0%} of the tokens' worth (train/effective_sample_size); lower max_off_policy_steps (now "
-        f"{config.max_off_policy_steps}) or learning_rate (now {config.learning_rate:g})"
-    )
-
-
 def _routes_itself(config: RunConfig, steps: Steps) -> str | None:
-    share = _mean(steps, "train/replayed_fraction", 1.0)
+    share = mean(steps, "train/replayed_fraction", 1.0)
     if not config.algorithm.router_replay or share >= NEARLY_ALL:
         return None
     return (
@@ -169,9 +153,3 @@ def _routes_itself(config: RunConfig, steps: Steps) -> str | None:
         "tells as many as fit into its message of 4 MiB; lower sampling.max_tokens, or the turns that the "
         "environment allows"
     )
-
-
-def _mean(steps: Steps, name: str, otherwise: float = 0.0) -> float:
-    """Over the steps that have it, if half of them do: an environment may be rare."""
-    values = [step[name] for step in steps if name in step]
-    return fmean(values) if len(values) >= HALF * len(steps) else otherwise

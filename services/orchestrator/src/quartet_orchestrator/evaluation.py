@@ -1,7 +1,7 @@
 """Evaluations inside a run: when they are due, and what of them is written down.
 
 1. Each rollout is written down before it counts; after a restart only what is missing is run.
-2. What is missing in the end is told to a person, and training goes on.
+2. What is missing in the end is told to a person, and training goes on; so is that one fell (stability.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from quartet_orchestrator.book import Book
 from quartet_orchestrator.eval_metrics import Outcome, of_evaluation
 from quartet_orchestrator.measuring import Measurement, measured_with
 from quartet_orchestrator.sampling import Sampling
+from quartet_orchestrator.stability import evaluation_fell
 
 
 class Evaluation:
@@ -59,6 +60,10 @@ class Evaluation:
         self._tell(step, outcomes)
         metrics = await asyncio.to_thread(of_evaluation, outcomes, config.eval.pass_threshold)
         book.write(eval=pb.EvalEvent(step=step, policy_version=measurement.version, metrics=metrics))
+        records = await asyncio.to_thread(book.journal.select, "eval")
+        said = evaluation_fell(config, {one.eval.step: dict(one.eval.metrics) for one in records})
+        if said is not None:
+            book.note(said, warning=True)
 
     def _outcomes(self, step: int) -> list[Outcome]:
         """What became of the rollouts so far. Reads and parses all of them: meant for a thread."""
