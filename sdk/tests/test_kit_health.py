@@ -179,6 +179,10 @@ async def test_check_and_watch_over_the_wire() -> None:
         health.set_ready(NAME)
         assert (await watch.read()).status == SERVING
         assert await check("") == SERVING
+        listed = await stub.List(health_pb2.HealthListRequest(), timeout=5)
+        assert {key: one.status for key, one in listed.statuses.items()} == {
+            "": SERVING, LIVENESS: SERVING, NAME: SERVING,
+        }  # fmt: skip
         watch.cancel()
 
 

@@ -118,7 +118,8 @@ async def test_invariant_7_an_upload_that_stops_or_trickles_gives_its_bytes_back
     over = asyncio.Event()
 
     async def endless() -> Any:
-        start = pb.ForwardBackwardStart(run_id="r", seq_id=1, normalizer=1.0)
+        loss = pb.LossSpec(kind=pb.LOSS_KIND_POLICY_GRADIENT)
+        start = pb.ForwardBackwardStart(run_id="r", seq_id=1, normalizer=1.0, loss=loss)
         yield pb.ForwardBackwardRequest(start=start)
         yield pb.ForwardBackwardRequest(batch=pb.SampleBatch(samples=samples))
         while bound == "UPLOAD_SECONDS" and not over.is_set():
@@ -163,9 +164,11 @@ async def test_who_is_refused_is_heard_out_and_held_no_longer(
         return len(batch.samples)
 
     async with asyncio.timeout(WAIT_SECONDS):
-        refused = asyncio.create_task(taken.use(bad(), count))
+        refused = asyncio.create_task(taken.use(bad(), lambda start: count))
         await heard.wait()
-        assert await taken.use(whole(), count) == len(samples), "there is room for all of another"
+        assert await taken.use(whole(), lambda start: count) == len(samples), (
+            "there is room for all of another"
+        )
         with pytest.raises(QuartetError, match="token_ids is empty"):
             await refused
 
@@ -192,7 +195,7 @@ async def test_the_digest_of_two_samples_is_not_that_of_their_merge(
         async def digest_of(batch: intake.Batch[Any]) -> bytes:
             return batch.digest
 
-        return await intake.Intake().use(frames(), digest_of)
+        return await intake.Intake().use(frames(), lambda start: digest_of)
 
     assert await digest(parts) != await digest([whole])
     assert await digest(parts) == await digest(parts)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.weights.fetch import fetch_version
+from quartet_trainer import intake
 from safetensors.torch import load_file
 
 
@@ -149,6 +150,53 @@ async def test_a_torn_stream_applies_nothing(folder: Path, serve_trainer: Any, m
         await trainer.refused(trainer.optim_step(1), "INVALID_REQUEST")  # there are no gradients
         assert (await trainer.create(base_model=str(folder))).applied_seq_id == 0
         assert (await trainer.forward_backward(1, samples)).loss_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("start", "reason", "said"),
+    [
+        ({"run_id": "gone"}, "RUN_UNKNOWN", "call CreateRun"),
+        ({"normalizer": -1.0}, "INVALID_REQUEST", "normalizer"),
+        ({"loss": pb.LossSpec()}, "INVALID_REQUEST", "loss.kind"),
+    ],
+)
+async def test_a_start_is_refused_before_the_samples_come(
+    start: dict[str, Any], reason: str, said: str,
+    folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """None of them is kept: a client of a trainer that was restarted has hundreds of megabytes."""
+    monkeypatch.setattr(intake, "REFUSED_SECONDS", 0.2)
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        fields = {"run_id": "r", "seq_id": 1, "normalizer": 1.0, "loss": pb.LossSpec(kind=1), **start}
+
+        async def frames() -> Any:
+            yield pb.ForwardBackwardRequest(start=pb.ForwardBackwardStart(**fields))
+            await asyncio.Event().wait()
+
+        async with asyncio.timeout(10):
+            error = await trainer.refused(trainer.stub.ForwardBackward(frames()), reason)
+        assert said in error.message
+
+
+async def test_a_teachers_log_probabilities_count_wherever_they_stand(
+    folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    """A rollout's sample is passed on as it is: whoever distils has them in there."""
+    loss = pb.LossSpec(kind=pb.LOSS_KIND_POLICY_GRADIENT, kl_coef=1.0, kl_estimator=pb.KL_ESTIMATOR_K3)
+    found = []
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        for number, place in enumerate((lambda one: one, lambda one: one.sample), start=1):
+            samples = make_samples()
+            for one in samples:
+                place(one).reference_logprobs.extend([-1.5] * len(one.sample.logprobs))
+            done = await trainer.forward_backward(number, samples, loss=loss)
+            found.append((done.loss, done.diagnostics["reference_kl"]))
+        assert found[0] == found[1] and found[0][1] > 0
+        samples[0].reference_logprobs.extend([-1.0] * len(samples[0].sample.logprobs))
+        refused = trainer.forward_backward(3, samples, loss=loss)
+        assert "not in both" in (await trainer.refused(refused, "INVALID_REQUEST")).message
 
 
 async def test_a_client_that_dies_in_its_stream_applies_nothing(

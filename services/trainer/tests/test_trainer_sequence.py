@@ -42,8 +42,11 @@ async def test_other_contents_under_a_used_number_are_refused() -> None:
     """sequence.py 2."""
     sequence = Sequence()
     await sequence.apply(1, b"a", Counter())
-    with pytest.raises(QuartetError, match=r"SEQUENCE_CONFLICT: .* GetRun says which call was applied last"):
+    with pytest.raises(
+        QuartetError, match=r"SEQUENCE_CONFLICT: .* GetRun says which call was applied last"
+    ) as raised:
         await sequence.apply(1, b"other", Counter())
+    assert raised.value.metadata == {"held_digest": b"a".hex(), "wanted_digest": b"other".hex()}
 
 
 async def test_results_are_kept_within_a_bound() -> None:
@@ -61,6 +64,17 @@ async def test_a_concurrent_duplicate_waits_for_the_first() -> None:
     sequence, work = Sequence(), Counter()
     results = await asyncio.gather(*(sequence.apply(1, b"a", work) for _ in range(5)))
     assert (results, work.ran) == ([1] * 5, 1)
+
+
+async def test_a_call_that_does_not_wait_for_the_one_before_it_is_told_so() -> None:
+    sequence, may = Sequence(), asyncio.Event()
+    first = asyncio.create_task(sequence.apply(1, b"a", may.wait))
+    await asyncio.sleep(0)
+    with pytest.raises(QuartetError, match="applied last, 1 is under way: send one call after the other"):
+        await sequence.apply(2, b"b", Counter())
+    may.set()
+    await first
+    assert await sequence.apply(2, b"b", Counter()) == 1
 
 
 async def test_a_concurrent_call_with_other_contents_is_refused() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, Final
 
 import grpc
@@ -55,6 +55,11 @@ class Health:
         """Make services known, as not ready unless they already said that they are."""
         for name in names:
             self._why_not.setdefault(name, "starting")
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """That there is an answer for."""
+        return ("", LIVENESS, *self._why_not)
 
     def set_ready(self, service_name: str) -> None:
         """The service can do its work."""
@@ -136,6 +141,12 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         if status == _SERVICE_UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} here")
         return health_pb2.HealthCheckResponse(status=status)
+
+    async def List(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        """The status of every key; build as of Check."""
+        context.set_trailing_metadata(self._build)
+        told = {key: health_pb2.HealthCheckResponse(status=self._status(key)) for key in self._health.keys}
+        return health_pb2.HealthListResponse(statuses=told)
 
     async def Watch(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         """The status of one key, now and on every change. Errors: OVERLOADED."""

@@ -51,8 +51,8 @@ def check_same(held: pb.WeightManifest, made: pb.WeightManifest) -> None:
         raise QuartetError(
             "SEQUENCE_CONFLICT",
             f"version {held.version} of run {held.run_id} is held with other weights; versions are immutable",
-            have=held.digest.hex(),
-            want=made.digest.hex(),
+            held_digest=held.digest.hex(),
+            wanted_digest=made.digest.hex(),
         )
 
 

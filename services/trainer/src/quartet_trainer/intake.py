@@ -57,6 +57,10 @@ class Batch(Generic[StartT]):
     left: bool = False
 
 
+#: What is done with one.
+Work = Callable[[Batch[Any]], Coroutine[Any, Any, T]]
+
+
 @dataclass(slots=True)
 class _Held:
     """Bytes that one call holds of the common bound."""
@@ -78,18 +82,19 @@ class Intake:
         """Of samples as serialised, and of their experts, of all calls under way."""
         return self._buffered.size, self._buffered.experts
 
-    async def use(
-        self, frames: AsyncIterator[Any], work: Callable[[Batch[Any]], Coroutine[Any, Any, T]]
-    ) -> T:
+    async def use(self, frames: AsyncIterator[Any], begin: Callable[[Any], Work[T]]) -> T:
         """Read one stream to its end and work on it; when its caller leaves, the work goes on and can tell.
 
-        Errors: STREAM_TORN, INVALID_REQUEST, OVERLOADED, DEADLINE, and those of the work.
+        `begin` says by the start what the work is, or refuses it before anything that follows is kept.
+        Errors: STREAM_TORN, INVALID_REQUEST, OVERLOADED, DEADLINE, and those of `begin` and of the work.
         """
         held = _Held()
         try:
             async with aclosing(_in_time(frames, held)) as timely:
                 try:
-                    batch = await self._collect(timely, held)
+                    start = _start(await anext(timely, None))
+                    work = begin(start)
+                    batch = await self._collect(start, timely, held)
                 except QuartetError as error:
                     refusal = error.with_traceback(None)  # whose frames hold the samples
                     self._release(held)
@@ -119,8 +124,7 @@ class Intake:
         self._buffered.experts -= held.experts
         held.size = held.experts = 0
 
-    async def _collect(self, frames: AsyncIterator[Any], held: _Held) -> Batch[Any]:
-        start = _start(await anext(frames, None))
+    async def _collect(self, start: Any, frames: AsyncIterator[Any], held: _Held) -> Batch[Any]:
         digest = xxhash.xxh3_128(start.SerializeToString(deterministic=True))
         samples: list[Sample] = []
         commit = None

@@ -79,9 +79,11 @@ class Sequence:
         elif seq_id <= self._applied:
             return cast(T, self._repeat(seq_id, digest))
         elif seq_id > self._applied + 1:
+            under_way = f"{running.seq_id} is under way: send one call after the other" if running else ""
             raise QuartetError(
                 "SEQUENCE_GAP",
-                f"seq_id {seq_id} leaves a gap: {self._applied} was applied last; send what is missing",
+                f"seq_id {seq_id} leaves a gap: {self._applied} was applied last, "
+                f"{under_way or 'send what is missing'}",
                 have=self._applied,
                 want=seq_id,
             )
@@ -136,6 +138,6 @@ class Sequence:
                 "SEQUENCE_CONFLICT",
                 f"seq_id {seq_id} was given with other contents; a number names one call for ever, and one "
                 "program drives a run: GetRun says which call was applied last",
-                have=held.hex(),
-                want=wanted.hex(),
+                held_digest=held.hex(),
+                wanted_digest=wanted.hex(),
             )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -16,9 +16,9 @@ from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1 import trainer_service_pb2_grpc as rpc
 from quartet.v1.common_pb2 import ChatIdentity
 
-from quartet_trainer.intake import Batch, Intake
+from quartet_trainer.intake import Batch, Intake, Work
 from quartet_trainer.roster import Entry, Roster
-from quartet_trainer.sample import Floats
+from quartet_trainer.sample import Floats, Sample
 from quartet_trainer.spec import RunSpec, check_name
 from quartet_trainer.states import StateInfo
 from quartet_trainer.wire import custom_args, loss_spec, run_spec
@@ -73,15 +73,15 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         """Accumulate the gradients of a batch."""
         return await self._intake.use(request_iterator, self._forward_backward)
 
-    async def _forward_backward(self, batch: Batch[pb.ForwardBackwardStart]) -> pb.ForwardBackwardResponse:
-        start = batch.start
+    def _forward_backward(self, start: pb.ForwardBackwardStart) -> Work[pb.ForwardBackwardResponse]:
+        self._roster.get(start.run_id)
         loss = loss_spec(start.loss)
         if not (math.isfinite(start.normalizer) and start.normalizer > 0):
             raise refused("normalizer", start.normalizer, "give a number above 0, such as the covered tokens")
 
-        def job(entry: Entry) -> pb.ForwardBackwardResponse:
+        def computed(entry: Entry, samples: Sequence[Sample]) -> pb.ForwardBackwardResponse:
             began = time.monotonic()
-            done = entry.run.forward_backward(batch.samples, loss, start.normalizer, start.verify_logprobs)
+            done = entry.run.forward_backward(samples, loss, start.normalizer, start.verify_logprobs)
             response = pb.ForwardBackwardResponse(
                 loss=done.loss,
                 loss_tokens=done.loss_tokens,
@@ -96,8 +96,13 @@ class TrainerServicer(rpc.TrainerServiceServicer):
                 response.verification.tokens_skipped = done.verification.tokens_skipped
             return response
 
-        digest = b"ForwardBackward" + batch.digest
-        return await self._roster.apply(start.run_id, start.seq_id, digest, job)
+        async def work(batch: Batch[pb.ForwardBackwardStart]) -> pb.ForwardBackwardResponse:
+            digest = b"ForwardBackward" + batch.digest
+            return await self._roster.apply(
+                start.run_id, start.seq_id, digest, lambda entry: computed(entry, batch.samples)
+            )
+
+        return work
 
     async def OptimStep(
         self, request: pb.OptimStepRequest, context: grpc.aio.ServicerContext
@@ -125,18 +130,21 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         for logprobs_K in await self._intake.use(request_iterator, self._forward):
             yield pb.ForwardResponse(logprobs=logprobs_K)
 
-    async def _forward(self, batch: Batch[pb.ForwardStart]) -> list[Floats]:
-        start = batch.start
+    def _forward(self, start: pb.ForwardStart) -> Work[list[Floats]]:
+        self._roster.get(start.run_id)
         version = start.policy_version if start.HasField("policy_version") else None
         temperature = start.temperature if start.HasField("temperature") else 1.0
         if not (math.isfinite(temperature) and temperature > 0):
             raise refused("temperature", temperature, "give a number above 0")
 
-        def job(run: Run) -> list[Floats]:
-            # It changes nothing: where nobody hears it, there is nothing to do.
-            return [] if batch.left else run.forward(batch.samples, version, temperature)
+        async def work(batch: Batch[pb.ForwardStart]) -> list[Floats]:
+            def job(run: Run) -> list[Floats]:
+                # It changes nothing: where nobody hears it, there is nothing to do.
+                return [] if batch.left else run.forward(batch.samples, version, temperature)
 
-        return await self._roster.query(start.run_id, job)
+            return await self._roster.query(start.run_id, job)
+
+        return work
 
     async def SaveState(
         self, request: pb.SaveStateRequest, context: grpc.aio.ServicerContext

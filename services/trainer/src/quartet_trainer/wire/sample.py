@@ -15,6 +15,10 @@ def training_sample(index: int, sample: pb.TrainingSample) -> Sample:
     """A sample of a batch. Errors: INVALID_REQUEST."""
     inner = sample.sample
     spans = [(span.start, span.length, span.policy_version) for span in inner.spans]
+    given = sample.reference_logprobs
+    if given and inner.reference_logprobs:
+        field = f"samples[{index}].reference_logprobs"
+        raise refused(field, len(given), "give them here or in the sample itself, not in both")
     experts_TNk = _experts(index, inner.experts) if inner.HasField("experts") else None
     return make_sample(
         index,
@@ -22,7 +26,7 @@ def training_sample(index: int, sample: pb.TrainingSample) -> Sample:
         spans,
         inner.logprobs,
         sample.advantages,
-        sample.reference_logprobs,
+        given or inner.reference_logprobs,
         experts_TNk,
     )
 
