@@ -242,7 +242,7 @@ def test_what_is_no_run_is_refused_with_what_to_name(
     with taken(tmp_path / "sft", config, resume=False):
         pass
     for arguments, told in (
-        ([run], "1 folders; name 2 to 16"),
+        ([run], "name 2 to 16 output folders of runs, not 1"),
         ([run, run / ".." / "run"], "is named twice"),
         ([run, tmp_path / "gone", run / "rollouts"], "gone' is no folder"),
         (
@@ -269,3 +269,44 @@ def test_folders_of_one_name_are_told_apart(tmp_path: Path, capsys: pytest.Captu
     )
     names = [one["name"] for one in json.loads((tmp_path / "c").read_text())["runs"]]
     assert names == [str(tmp_path / "a/run"), str(tmp_path / "b/run")]
+
+
+def test_of_a_table_that_is_off_only_that_is_compared(tmp_path: Path) -> None:
+    """rows.py 5"""
+    adapter = "1e-3\nlora = { enabled = true, r = 4, alpha = 8.0 }"
+    folders = [
+        a_run(tmp_path / name, steps=4, learning_rate=rate)
+        for name, rate in (("whole", "1e-3"), ("one", adapter), ("other", adapter.replace("r = 4", "r = 8")))
+    ]
+    told = {name: values for name, values in rows(*folders).items() if name.startswith("settings")}
+    assert told == {
+        "settings that differ: lora.enabled": [False, True, True],
+        "settings that differ: lora.r": [None, 4, 8],
+    }
+    assert [name for name in rows(*folders[:2]) if name.startswith("settings")] == [
+        "settings that differ: lora.enabled"
+    ]
+
+
+def test_the_environments_of_a_mixture_are_compared_apart(tmp_path: Path) -> None:
+    """rows.py 4: a mixture beside a run on one of its environments, which has none of the other."""
+    mixed, alone = a_run(tmp_path / "mixed", steps=4), a_run(tmp_path / "alone", steps=4)
+    for folder, names in ((mixed, ("toy", "hard/er")), (alone, ("toy",))):
+        told = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for row in told:
+            kind = "eval" if "eval/reward" in row else "env"
+            row |= {f"{kind}/{name}/reward": row["step"] / 10 + len(name) for name in names}
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in told))
+    found = rows(mixed, alone)
+    apart = {name: values for name, values in found.items() if name.startswith("rewards of each environment")}
+    assert {name.partition(": ")[2]: values for name, values in apart.items()} == {
+        "hard/er, step 4 (mean of 4)": [pytest.approx(7.25), None],
+        "hard/er, last steps (mean of up to 10)": [pytest.approx(7.25), None],
+        "toy, step 4 (mean of 4)": pytest.approx([3.25, 3.25]),
+        "toy, last steps (mean of up to 10)": pytest.approx([3.25, 3.25]),
+    }
+    assert found["evaluations: after step 4, hard/er"] == [pytest.approx(7.4), None]
+    assert found["evaluations: after step 4, toy"] == pytest.approx([3.4, 3.4])
+    assert not any(
+        "toy, " in name and "digest" not in name and "version" not in name for name in rows(alone, alone)
+    )

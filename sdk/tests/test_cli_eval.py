@@ -203,6 +203,15 @@ def test_bad_input_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str], 
         assert said in capsys.readouterr().err, arguments
 
 
+def test_an_option_says_who_answers_in_place_of_the_file(tmp_path: Path) -> None:
+    (file := tmp_path / "e.toml").write_text('inference_addresses = ["127.0.0.1:9"]\n[[eval]]\nid = "a"\n')
+    config = load(EvalFileConfig, ["@", str(file), "--base-url", "http://x/v1", "--model", "m"]).config
+    assert (config.base_url, config.inference_addresses) == ("http://x/v1", ())
+    file.write_text(f'base_url = "http://x/v1"\n{file.read_text()}')
+    with pytest.raises(ConfigError, match="both say who answers"):
+        load(EvalFileConfig, ["@", str(file), "--model", "m"])
+
+
 def test_an_endpoint_has_replicas_a_key_by_name_and_verifiers_longer_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,13 +48,13 @@ def test_services_look_at_their_tables_of_a_run_that_is_refused(
     lines = _lines(["rl", "@", file, "--overwrit", "--sampling.max-tokens=x"], capsys)
     starts = [
         "option '--overwrit' has no value; did you mean '--overwrite'?",
-        "'lr' is no key of [trainer]",
-        "unknown key 'policy_lr'",
         "sampling.max_tokens = 'x'",
+        "unknown key 'policy_lr'",
+        "'lr' is no key of [trainer]",
         "model = ",
         "[trainer] threads = 'many' is refused: should be a whole number",
-        "[inference] unknown key 'server.adress'; did you mean 'server.address'?",
         "[inference] unknown key 'max_modle_len'; did you mean 'max_model_len'?",
+        "[inference] unknown key 'server.adress'; did you mean 'server.address'?",
     ]
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
 
@@ -186,8 +186,25 @@ GEPA = ["gepa", "e", "-m", "m"]
         ([*RUN, "--env.-1.id=x"],
          "--env.-1.id cannot be set: '-1' is not an index of a list of 1; for the first write --env.0.id"),
         ([*RUN, "--trainer.node=2"],
-         "'node' is no key of [trainer]; set 'nodes' in this table to how many machines"),
-        ([*RUN, "--inference.replica=2"], "is no key of [inference]; set 'replicas' in"),
+         "there is no option '--trainer.node'; set 'nodes' in this table to how many machines"),
+        ([*RUN, "--inference.replica=2"], "no option '--inference.replica'; set 'replicas' in"),
+        ([*RUN, "--trainer.optim.lr", "1e-4"],
+         "there is no option '--trainer.optim.lr'; set 'learning_rate' at the top of the file, or write "
+         "'--learning-rate VALUE'"),
+        ([*RUN, "--orchestrator.sampling.temperature", "1"], "or write '--sampling.temperature VALUE'"),
+        ([*RUN, "--trainer.batch-size", "1"], "of an option leave out the name of the table"),
+        ([*RUN, "--clean-output-dir"], "unknown key 'clean_output_dir'; write --overwrite on"),
+        ([*RUN, "--env.0.args.bug", "nan"],
+         "env.0.args.bug = nan is refused: should be a finite number; the text is \"nan\" in a file, "
+         "'\"nan\"' on the command line"),
+        (["eval", "e", "-m", "m", "-a", '{"a": NaN}'], "args.a = nan is refused: should be a finite number"),
+        (["baseline", "e", "-m", "m", "-a", '{"a": NaN}'], "env.0.args.a = nan is refused: should be"),
+        (["env", "check", "e", "-a", '{"a": NaN}'], "args.a = nan is refused: should be a finite number"),
+        ([*GEPA, "-a", '{"a": Infinity}'], "env.args.a = inf is refused: should be a finite number"),
+        (["eval", "e", "other", "-m", "m"],
+         "'other' is a second environment, and one is named here; write several as [[eval]] in a file"),
+        (["baseline", "e", "other", "-m", "m"], "'other' is a second environment, and one is named here"),
+        (["eval", "e", "other.toml", "-m", "m"], "write '@ other.toml'"),
         (["slurm", *RUN[1:], "--hosts", "a,b"],
          '--hosts is refused: SLURM chooses machines, as many as trainer.nodes and inference.nodes say; '
          'to have these: slurm.options = ["--nodelist=a,b"]'),

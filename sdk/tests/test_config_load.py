@@ -200,6 +200,16 @@ def test_each_thing_that_is_wrong_has_a_line_up_to_a_bound() -> None:
     assert others[-1] == "  and 3 more" and len(caught.value.each) == MAX_TOLD + 3
 
 
+def test_what_was_typed_is_told_first(toml: Toml) -> None:
+    """explain.py 1"""
+    file = toml(
+        "a.toml", "max_steps = 1\nmode = 'c'\n[server]\nx = 1\ndrain_seconds = '3'\n[[env]]\nweight = 1"
+    )
+    told = _lines("@", file, "--server.port-file.y=3", "--offline=3")
+    keys = ["offline", "server.port_file", "mode", "server.x", "server.drain_seconds"]
+    assert [key for key, line in zip(keys, told, strict=True) if key not in line] == []
+
+
 def _lines(*argv: str, flags: tuple[str, ...] = ()) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load(Outer, list(argv), Draft(flags=flags))

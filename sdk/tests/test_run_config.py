@@ -179,7 +179,7 @@ def test_defaults_are_not_shared_between_runs() -> None:
         ("", '[algorithm]\nadvantage = "dr_grpo"', "sampling.max_tokens is not set"),
         ("", "".join(f'[[env]]\nid = "{n}"\n' for n in range(100)), "at most 100 items"),
         ("", "[sampling]\ntemperature = 0", "sampling.temperature = 0 is refused: a greedy group"),
-        ("", "[sampling]\ntemperature = nan", "sampling.temperature = nan is refused: should be a finite"),
+        ("", "[sampling]\ntemperature = nan", "sampling.temperature = nan is refused: should"),
         ("", "[sampling]\ntemperature = 0.009", "temperature = 0.009 is refused: choose 0.01 to 100"),
         ("", "[sampling]\ntemperature = 101", "sampling.temperature = 101 is refused: choose 0.01 to 100"),
         ("", "[sampling]\nrepetition_penalty = 0.001", "sampling.repetition_penalty = 0.001 is refused"),
@@ -243,7 +243,14 @@ def test_defaults_are_not_shared_between_runs() -> None:
         ("", "[checks]\nverify_logprobs = true\n[sampling]\nrepetition_penalty = 1.1",
          "sampling.repetition_penalty = 1.1 makes log-probabilities that the trainer cannot verify"),
         ("trainer = 3", "", "trainer = 3 is refused: should be a table"),
-        ("", "[trainer.optim]\nlr = 1e-5", "'optim' is no key of [trainer]; 'optimizer' (its type), "),
+        ("", "[trainer.optim]\nlr = 1e-5\nx = 1", "'optim' is no key of [trainer]; 'optimizer' (its type), "),
+        ("", "[trainer.optim]\nlr = 1e-5",
+         "'optim.lr' is no key of [trainer]; set 'learning_rate' at the top of the file, or write '--l"),
+        ("", "args = { bug = nan }",
+         "env.0.args.bug = nan is refused: should be a finite number; the text is \"nan\" in a file, "),
+        ("", "args = { of = [1, { seed = -inf }] }", "env.0.args.of.1.seed = -inf is refused: should"),
+        ("", '[[eval.env]]\nid = "e"\nargs = { a = inf }', "eval.env.0.args.a = inf is refused: should"),
+        ("", "[inference.vllm.args]\nswap = nan", "inference.vllm.args.swap = nan is refused: should"),
         ("", "[trainer.optimizer]\nlr = 1", "'optimizer' is no key of [trainer]; 'optimizer' (its type), "),
         ("", "[trainer]\nlr = 1e-5", "'lr' is no key of [trainer]; set 'learning_rate' at the top"),
         ("", "[orchestrator]\nbatch-size = 8", "'batch_size' is no key of [orchestrator]; it stands at the"),
@@ -253,7 +260,7 @@ def test_defaults_are_not_shared_between_runs() -> None:
         ("", '[inference.model]\nname = "x"', "'model.name' is no key of [inference]; set 'model' at"),
         ("", "num_examples = 5", "'env.0.num_examples'; what the environment itself takes stands in"),
         ("", "max_steps = 5", "unknown key 'env.0.max_steps'; 'max_steps' belongs above the first table of"),
-        ("", "ratio = 5", "unknown key 'env.0.ratio'; it is called 'env.weight' here"),
+        ("", "ratio = 5", "unknown key 'env.0.ratio'; it is called 'env.0.weight' here"),
         ("", '[weight_broadcast]\ntype = "nccl"', "unknown key 'weight_broadcast'; weights travel over gRPC"),
     ],
 )  # fmt: skip
@@ -283,15 +290,16 @@ def test_a_file_with_many_mistakes_is_refused_once() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_run(text)
     assert [str(one) for one in caught.value.each] == [
+        "unknown key 'policy_lr'; it is called 'learning_rate' here",
         "unknown key 'algorithm.presett'; did you mean 'algorithm.preset'?",
-        "'lr' is no key of [trainer]; set 'learning_rate' at the top of the file",
+        "'lr' is no key of [trainer]; set 'learning_rate' at the top of the file, or write '--learning-rate "
+        "VALUE'",
         "'seq_len' is no key of [trainer]; set 'max_model_len' in the table [inference], or "
         "'sampling.max_tokens'",
         "'env' is no key of [orchestrator]; write [[env]] alone, for each environment",
-        "unknown key 'policy_lr'; it is called 'learning_rate' here",
         "sampling.max_tokens = '3' is refused: should be a whole number",
     ]
-    assert [one.key for one in caught.value.each][1:3] == ["trainer.lr", "trainer.seq_len"]
+    assert [one.key for one in caught.value.each][2:4] == ["trainer.lr", "trainer.seq_len"]
 
 
 def test_keys_that_do_not_agree_are_told_together() -> None:

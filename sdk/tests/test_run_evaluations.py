@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from quartet.cli.display import eval_line
-from quartet.config import ConfigError
-from quartet.run.config import parse_run
+from quartet.config import ConfigError, load
+from quartet.run.config import RunConfig, parse_run
 from quartet.run.evaluation import parse_evaluation
 from quartet.v1.orchestrator_service_pb2 import EvalEvent
 
@@ -108,3 +109,18 @@ def test_an_evaluation_by_itself_is_said_like_one_of_a_run() -> None:
 def test_evaluations_by_themselves_that_make_no_sense(text: str, refusal: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(refusal)):
         parse_evaluation(text)
+
+
+def test_no_examples_switch_evaluations_off_whatever_the_file_says(tmp_path: Path) -> None:
+    (file := tmp_path / "run.toml").write_text(
+        'model = "m"\n[[env]]\nid = "e"\n[eval]\ninterval = 10\n[[eval.env]]\nid = "other"\n'
+    )
+    run = load(RunConfig, ["@", str(file), "--eval.num-examples", "0"]).config
+    assert run.trials == [] and run.eval.interval == 0 and run.environment_ids == ["e"]
+    assert load(RunConfig, ["@", str(file), "--eval.num-examples", "3"]).config.eval.interval == 10
+    for options in (
+        ["--eval.interval", "5", "--eval.num-examples=0"],
+        ["--eval.num-examples=0", "@", str(file)],
+    ):
+        with pytest.raises(ConfigError, match="has nothing to evaluate"):
+            load(RunConfig, ["@", str(file), *options])

@@ -123,10 +123,13 @@ def test_what_evaluations_take_from_training_is_told() -> None:
     given = tables("orchestrator.train.sampling.max_completion_tokens = 128")
     given["orchestrator"]["eval"] = {"source": [{"env": {"taskset": {"id": "a"}}}]}
     (told,) = translate(given).without_effect
-    assert told.startswith("orchestrator.eval.sampling = {} (evaluations sample as training does where it")
-    assert "temperature = 1.0, max_tokens = 128;" in told
+    assert told.startswith("orchestrator.eval without sampling (evaluations sample as training does where it")
+    assert "says nothing: max_tokens = 128;" in told
     given["orchestrator"]["eval"]["sampling"] = {"temperature": 0.6, "max_completion_tokens": 128}
     assert translate(given).without_effect == ()
+    given["orchestrator"] |= {"eval": {"source": [{"env": {"taskset": {"id": "a"}}}]}, "log": {}}
+    del given["orchestrator"]["train"]["sampling"]
+    assert translate(given).without_effect == (), "the file says nothing of it, and nothing in [log]"
 
 
 def test_a_gate_by_its_path_is_told_how_it_is_written() -> None:

@@ -188,4 +188,28 @@ def test_all_that_is_wrong_is_told_at_once(file: Path) -> None:
         loaded(file, "--weight-decay", "y", "--trainer.optim.betas1", "z")
     keys = [one.key for one in caught.value.each]
     theirs = ["orchestrator.env.0.idd", "trainer.loss.kl_tau", "trainer.optim.type", "trainer.no_such"]
-    assert keys == [*theirs, "learning_rate", "weight_decay", "adam_beta1"]
+    assert keys == [*theirs, "weight_decay", "adam_beta1", "learning_rate"]
+
+
+def test_keys_of_a_run_that_do_not_agree_are_told_by_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """run_file.py 1: and how the file was read."""
+    (name,) = written(
+        tmp_path,
+        run='max_steps = 4\n[model]\nname = "m"\n[[orchestrator.env]]\nid = "e"\n[orchestrator]\n'
+        'group_size = 8\n[trainer.scheduler]\ntype = "linear"\nwarmup_steps = 1\n[log]\nlevel = "debug"\n',
+    )
+    with pytest.raises(ConfigError) as caught:
+        loaded(Path(name))
+    assert str(caught.value) == (
+        'lr_scheduler = "warmup_stable_decay" needs decay_steps from 1 to 3, the steps after the warm-up, '
+        f"not 10 (here lr_scheduler is trainer.scheduler.type of {name}, decay_steps is prime-rl's default "
+        "of trainer.scheduler.decay_steps)"
+    )
+    read_as, without = capsys.readouterr().err.splitlines()
+    assert read_as.startswith(f"{name}: read as prime-rl") and without.startswith(
+        "without effect here: log = "
+    )
+    with pytest.raises(ConfigError, match=r"not 9 \(here lr_scheduler is trainer.scheduler.type of [^,]*\)$"):
+        loaded(Path(name), "--decay-steps", "9")

@@ -166,4 +166,4 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     unset = (
         "option '--max-concurrent' has no value; write '--max-concurrent VALUE' or '--max-concurrent=VALUE'"
     )
-    assert keys == [*theirs, unset, "eval.num_example", "batch_size"]
+    assert keys == [*theirs, unset, "batch_size", "eval.num_example"]

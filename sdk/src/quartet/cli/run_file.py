@@ -1,7 +1,8 @@
 """The run of a command line: `@ run.toml --key value`, in Quartet's dialect or in that of another trainer.
 
 1. A file of vf-rl or prime-rl is known by its form (dialects.py), which is said on stderr, with what has no
-   effect here. Its own keys may be options, too (`--trainer.args.max_steps 3`, `--trainer.optim.lr 1e-5`).
+   effect here, also where the run is refused. Its own keys may be options, too (`--trainer.args.max_steps 3`,
+   `--trainer.optim.lr 1e-5`).
 2. What is said in Quartet's keys is laid over what such files become, wherever it stands.
 """
 
@@ -66,24 +67,24 @@ def load_run(argv: list[str], *, starts_services: bool = True, flags: Collection
     said = merged(dialect.options, theirs, Draft(read=read))
     own = merged(RunConfig, ours, Draft(read=read)).values
     refused = [*said.refused, *mixed(arguments, read)]
+    _tell(dialect, [one.file for one in files], said)
     try:
         asked = Asked(starts_services, _engine(said.values, own), _wandb_project(), own)
         run = dialect.translate(said.values, asked)
     except Untranslated as error:
         run, refused = error.run, [*refused, error]
     origins = {**said.origins, **{path: _place(source, said) for path, source in run.origins.items()}}
-    draft = begun(run.tables, origins, refused=refused, lacks_a_file=bool(refused))
+    if run.without_effect:
+        print(f"without effect here: {'; '.join(run.without_effect)}", file=sys.stderr)
+    draft = begun(run.tables, origins, translated=dict(origins), refused=refused, lacks_a_file=bool(refused))
     config = load(RunConfig, ours, draft).config
-    _tell(dialect, [one.file for one in files], said, run.without_effect)
     output_dir = Path(run.output_dir) if run.output_dir else None
     return RunFile(config, ours, run.run_name, output_dir, dialect.name)
 
 
-def _tell(dialect: Dialect, files: list[str], said: Draft, without_effect: Collection[str]) -> None:
+def _tell(dialect: Dialect, files: list[str], said: Draft) -> None:
     read_as = f"{', '.join(files)}: read as {dialect.name}{dialect.remark(said.values)}"
     print(f"{read_as}; 'quartet rl --dry-run' shows the run that it is", file=sys.stderr)
-    if without_effect:
-        print(f"without effect here: {'; '.join(without_effect)}", file=sys.stderr)
 
 
 def _engine(*said: dict[str, Any]) -> Engine:

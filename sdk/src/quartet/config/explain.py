@@ -1,7 +1,7 @@
 """Turns a pydantic error into sentences: key, value, where it was set, what would be right.
 
 1. All that is wrong is told, but for what may be right once the rest is: a misspelt key often explains a
-   missing one.
+   missing one. What options say comes first, then keys at the top, then those of tables.
 2. What could not be read at all may have had any key: then only what is wrong beside any other is told.
 """
 
@@ -48,6 +48,8 @@ class Source:
 
     #: Of a key, the file or the option that set it.
     origins: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+    #: Of a key that a file of another trainer became, where that file says it.
+    translated: Mapping[tuple[str, ...], str] = field(default_factory=dict)
     #: Options of the command that are no keys, such as "--resume".
     flags: Collection[str] = ()
     #: Whether some argument was refused before, and what it said is not among the values.
@@ -59,7 +61,7 @@ class Source:
 def explain(
     model: type[pydantic.BaseModel], error: pydantic.ValidationError, source: Source
 ) -> list[ConfigError]:
-    """A sentence about each thing that is wrong, unknown keys first."""
+    """A sentence about each thing that is wrong."""
     problems = error.errors(include_url=False)
     misnamed = [one for one in problems if one["type"] in _MISNAMED]
     others = [one for one in problems if one["type"] not in _MISNAMED]
@@ -70,13 +72,22 @@ def explain(
     others = [one for one in others if one["type"] != "too_short" or tuple(one["loc"]) not in places]
     if source.lacks_a_file:
         others = [one for one in others if one["type"] != "value_error"]
-    return [_refusal(model, dict(problem), source) for problem in (*misnamed, *others)]
+    told = sorted((*misnamed, *others), key=lambda one: _remoteness(one["loc"], source))
+    return [_refusal(model, dict(problem), source) for problem in told]
+
+
+def _remoteness(loc: tuple[Any, ...], source: Source) -> int:
+    """How far a key is from what was typed."""
+    if _origin(loc, source).startswith("--"):
+        return 0
+    return 1 if len(loc) == 1 else 2
 
 
 def _refusal(model: type[pydantic.BaseModel], problem: dict[str, Any], source: Source) -> ConfigError:
     loc = _without_union_tags(model, problem["loc"])
     key = ".".join(str(part) for part in loc)
-    where = _origin(loc, source.origins)
+    origin = _origin(loc, source)
+    where = f" (in {origin})" if origin and not origin.startswith("--") else ""
     value = _shown(problem["input"])
     match problem["type"]:
         case "extra_forbidden":
@@ -86,6 +97,8 @@ def _refusal(model: type[pydantic.BaseModel], problem: dict[str, Any], source: S
             outer, _, name = key.partition(".")
             remedy = str(problem["msg"])
             text = f"{name!r} is no key of [{outer}]{where}; {remedy}"
+            if origin.startswith("--"):
+                text = f"there is no option {origin!r}; {remedy}"
             return ConfigError(text, key=key, value=value, remedy=remedy)
         case kind if kind == NOT_GIVEN:
             return ConfigError(str(problem["msg"]), key=key, remedy=str(problem["msg"]))
@@ -100,7 +113,7 @@ def _refusal(model: type[pydantic.BaseModel], problem: dict[str, Any], source: S
         theirs = model.AS_TABLES.get(key) if issubclass(model, Config) else None
         remedy = f"it is no table here; {theirs}" if theirs else f"{remedy}, not a table"
     if not key:
-        return ConfigError(remedy + where, remedy=remedy)
+        return ConfigError(remedy + _in_their_words(remedy, source), remedy=remedy)
     return ConfigError(f"{key} = {value}{where} is refused: {remedy}", key=key, value=value, remedy=remedy)
 
 
@@ -140,25 +153,41 @@ _MISNAMED = ("extra_forbidden", ELSEWHERE)
 _TAGS = {"str", "int", "float", "bool", "none", "path"}
 
 
-def _origin(loc: tuple[Any, ...], origins: Mapping[tuple[str, ...], str]) -> str:
+def _origin(loc: tuple[Any, ...], source: Source) -> str:
+    """The file or the option that set a key; else the option that set one in it, or what set its table."""
     names = tuple(str(part).replace("-", "_") for part in loc)
-    for end in range(len(names), 0, -1):
-        origin = origins.get(names[:end])
-        if origin is not None:
-            return "" if origin.startswith("--") else f" (in {origin})"
-    return ""
+    if not names or names in source.origins:
+        return source.origins.get(names, "")
+    inside = (one for path, one in source.origins.items() if path[: len(names)] == names)
+    around = (
+        source.origins[names[:end]] for end in range(len(names), 0, -1) if names[:end] in source.origins
+    )
+    return next((one for one in inside if one.startswith("--")), None) or next(around, "")
+
+
+def _in_their_words(sentence: str, source: Source) -> str:
+    """Where a file of another trainer says what the sentence names by keys of a run."""
+    said = []
+    for name in dict.fromkeys(re.findall(r"[a-z][a-z0-9_.]*[a-z0-9]", sentence)):
+        path = tuple(name.split("."))
+        place = source.translated.get(path)
+        if place is not None and place == source.origins.get(path) and not place.startswith(f"{name} "):
+            said.append(f"{name} is {place}")
+    return f" (here {', '.join(said)})" if said else ""
 
 
 def _flag(model: type[pydantic.BaseModel], loc: tuple[Any, ...], source: Source) -> str:
     """What an option that is no key was meant as; empty where a key is as near."""
     name = str(loc[0])
-    if len(loc) > 1 or not source.origins.get((name.replace("-", "_"),), "").startswith("--"):
+    if len(loc) > 1 or not _origin(loc, source).startswith("--"):
         return ""
     return near_flag(model, name, source.flags)
 
 
 def near_flag(model: type[pydantic.BaseModel], name: str, flags: Collection[str]) -> str:
     """The flag that an option was meant as, in words; empty where there is none, or a key is nearer."""
+    if issubclass(model, Config) and name.replace("-", "_") in model.OTHER_NAMES:
+        return ""
     names = {flag.removeprefix("--").replace("-", "_"): flag for flag in flags}
     both = [*model.model_fields, *names]
     close = difflib.get_close_matches(name.replace("-", "_"), both, n=1, cutoff=LIKENESS)
@@ -167,9 +196,9 @@ def near_flag(model: type[pydantic.BaseModel], name: str, flags: Collection[str]
 
 
 def _nearest(model: type[pydantic.BaseModel], loc: tuple[Any, ...]) -> str:
-    named = ".".join(str(part).replace("-", "_") for part in loc if not isinstance(part, int))
+    named = ".".join(_names(loc))
     if issubclass(model, Config) and named in model.OTHER_NAMES:
-        return model.OTHER_NAMES[named]
+        return _of_the_item(model.OTHER_NAMES[named], loc)
     owner = model_at(model, loc[:-1])
     wanted = str(loc[-1]).replace("-", "_")
     siblings = list(owner.model_fields) if owner is not None else []
@@ -192,6 +221,17 @@ def _nearest(model: type[pydantic.BaseModel], loc: tuple[Any, ...]) -> str:
     if elsewhere:
         return f"did you mean {elsewhere[0]!r}?"
     return f"known keys here: {', '.join(siblings)}"
+
+
+def _names(loc: tuple[Any, ...]) -> tuple[str, ...]:
+    """Without places in lists."""
+    return tuple(str(part).replace("-", "_") for part in loc if not isinstance(part, int))
+
+
+def _of_the_item(remedy: str, loc: tuple[Any, ...]) -> str:
+    """The key that it names beside the one at a location, in the same item of a list."""
+    table, item = (".".join(map(str, path)) for path in (_names(loc[:-1]), loc[:-1]))
+    return remedy.replace(f"'{table}.", f"'{item}.") if table else remedy
 
 
 def _begun(wanted: str, siblings: list[str]) -> list[str]:

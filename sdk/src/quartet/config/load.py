@@ -2,7 +2,7 @@
 --dry-run`, with `--preflight` in place of `--dry-run` where the machine is to be looked at too.
 
 1. Files and overrides are merged left to right, tables key by key, everything else (lists too) replaced
-   whole.
+   whole. What does not go with an option (`Config.outdone`) is dropped of the files before it.
 2. An override's value is TOML (`3`, `true`, `["a"]`), or plain text where it is none or where the key takes
    text.
 3. `max-steps` and `max_steps` are the same key.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -52,6 +52,8 @@ class Draft:
     read: Callable[[str], dict[str, Any]] = field(default_factory=lambda: read_toml)
     #: Options of the command that are no keys, such as "--resume"; they are gone from the arguments.
     flags: Collection[str] = ()
+    #: Of the keys that a file of another trainer became, where it says them.
+    translated: Mapping[tuple[str, ...], str] = field(default_factory=dict)
     #: What was refused of the arguments so far; of a file, nothing was read.
     refused: list[ConfigError] = field(default_factory=list)
     lacks_a_file: bool = False
@@ -62,7 +64,8 @@ class Draft:
 def load(model: type[C], argv: list[str], start: Draft | None = None) -> Loaded[C]:
     """Parse and validate an argument list, laid over `start`. Raises ConfigError."""
     draft = merged(model, argv, start)
-    source = Source(draft.origins, draft.flags, bool(draft.refused), draft.lacks_a_file)
+    lacks_a_key = bool(draft.refused)
+    source = Source(draft.origins, draft.translated, draft.flags, lacks_a_key, draft.lacks_a_file)
     try:
         config = _validated(model, draft.values, source, draft.refused)
     except ConfigError as error:
@@ -216,6 +219,21 @@ def _merge_option(draft: Draft, model: type[Config], token: str, rest: list[str]
         remedy = meant or f"write '--{name} VALUE' or '--{name}=VALUE'"
         raise ConfigError(f"option '--{name}' has no value; {remedy}")
     _assign(draft, model, path, value, f"--{name}")
+    for outdone in model.outdone(".".join(path), value):
+        _drop(draft, tuple(outdone.split(".")))
+
+
+def _drop(draft: Draft, path: tuple[str, ...]) -> None:
+    """Unsay what files say by a key; what options say of it stays."""
+    origins = {at: origin for at, origin in draft.origins.items() if at[: len(path)] == path}
+    table: Any = draft.values
+    for part in path[:-1]:
+        table = table.get(_existing(table, part), {}) if isinstance(table, dict) else None
+    if not isinstance(table, dict) or any(origin.startswith("--") for origin in origins.values()):
+        return
+    table.pop(_existing(table, path[-1]), None)
+    for at in origins:
+        del draft.origins[at]
 
 
 def _path_after(draft: Draft, rest: list[str]) -> str:

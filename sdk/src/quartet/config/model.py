@@ -79,6 +79,12 @@ class Config(pydantic.BaseModel):
     _rules: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
+    def outdone(cls, key: str, value: Any) -> tuple[str, ...]:
+        """Dotted keys that mean nothing, or the contrary, beside a key of this value. What a file says by
+        them gives way to an option that says it."""
+        return ()
+
+    @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         """Find the rules, in the order in which they are written."""
         super().__pydantic_init_subclass__(**kwargs)

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from quartet.config.model import ConfigError
 
-#: Of the things that are wrong: more than fit on a screen are read after some are mended.
-MAX_TOLD = 12
+#: Of the things that are wrong: a file with a wrong key in each of its tables has fewer.
+MAX_TOLD = 40
 #: Between two of them.
 ALSO = "\n  also: "
 

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
@@ -18,7 +17,7 @@ from quartet.config import Config
 from quartet.config.model import rule
 from quartet.run.presets import OF_THE_LOSS, PRESETS
 from quartet.run.switched import SwitchedConfig
-from quartet.run.values import Count, NonNegative, Number, Positive, PositiveCount, Text
+from quartet.run.values import Count, NonNegative, Number, Positive, PositiveCount, Table, Text
 
 #: Each is a pass over the batch; what so many do not teach it, another batch will.
 MAX_ITERATIONS = 16
@@ -136,7 +135,7 @@ class AlgorithmConfig(Config):
     #: loss = "custom": a name of `losses` in the trainer's configuration, or of SHIPPED_LOSSES.
     custom: Text | None = None
     #: What that function gets by name: numbers, texts and booleans.
-    custom_args: dict[str, Any] = Field(default_factory=dict)
+    custom_args: Table = Field(default_factory=dict)
 
     @property
     def steps_per_batch(self) -> int:
@@ -269,15 +268,10 @@ class AlgorithmConfig(Config):
         for name, value in self.custom_args.items():
             if not name.isidentifier():
                 raise ValueError(f"custom_args.{name}: a function takes nothing of that name; rename it")
-            if not isinstance(value, bool | int | float | str) or not _is_written(value):
+            if not isinstance(value, bool | int | float | str):
                 raise ValueError(
                     f"custom_args.{name} = {value} is no number, text or boolean; write it as one of these"
                 )
-
-
-def _is_written(value: float | str) -> bool:
-    """Whether JSON has it, too."""
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 class KlPenaltyConfig(SwitchedConfig):

@@ -96,6 +96,9 @@ class RunConfig(Config):
     keep_rollouts: PositiveCount | None = None
     #: Of a mixture of experts: its routers stay as they are.
     freeze_routers: bool = False
+    #: Of another run: a saved state on the trainer, or here its output folder, whose newest state is meant.
+    #: The run begins with its weights and its optimizer's moments, and with nothing else of it.
+    initial_state: Text | None = None
     microbatch_tokens: Count = 0
     #: What the trainer computes in; default: float32 on a CPU, bfloat16 (with float32 masters) on a GPU.
     compute_dtype: Literal["float32", "bfloat16"] | None = None
@@ -123,6 +126,11 @@ class RunConfig(Config):
     def is_same_run(self, other: RunConfig) -> bool:
         """Whether they differ in nothing, or only in where the run is shown."""
         return self == other.model_copy(update={name: getattr(self, name) for name in SHOWN})
+
+    @classmethod
+    def outdone(cls, key: str, value: Any) -> tuple[str, ...]:
+        """Without examples there are no evaluations."""
+        return ("eval.interval", "eval.env") if key == "eval.num_examples" and value == 0 else ()
 
     @property
     def versions_per_step(self) -> int:

@@ -103,6 +103,7 @@ _OPTIMIZER = (
 _SCHEDULER = "'lr_scheduler' (its type), 'warmup_steps' and 'decay_steps' stand at the top of the file"
 
 _VLLM = 'write it as an argument of vLLM: a table [inference.vllm.args], and engine = "vllm" in [inference]'
+_OVERWRITE = "write --overwrite on the command line, which deletes what the output folder holds"
 _LENGTH = "set 'max_model_len' in the table [inference], or 'sampling.max_tokens'"
 
 OTHERWISE: Mapping[str, str] = {
@@ -159,6 +160,8 @@ OTHERWISE: Mapping[str, str] = {
     "config": "write '@ FILE.toml'",
     "config_file": "write '@ FILE.toml'",
     "output_dir": "name the folder on the command line: --output-dir FOLDER",
+    "clean": _OVERWRITE,
+    "clean_output_dir": _OVERWRITE,
     "logging_steps": "every step is logged; remove it",
     "use_vllm": 'choose engine = "vllm" in the table [inference]',
     "vllm_mode": "inference is a service of its own ([inference]); remove it",

@@ -14,6 +14,7 @@ import pydantic
 
 from quartet.config.model import ELSEWHERE, wrong
 from quartet.run.other_names import AS_TABLES, REMEDIES, SAME
+from quartet.run.sampling import SamplingConfig
 from quartet.run.values import Table
 
 _MODEL = "set 'model' at the top of the file to the model's folder"
@@ -58,6 +59,24 @@ MISPLACED: Mapping[str, Sequence[str]] = {
     "envhost": (),
 }
 
+#: What is in some of them, by its name here: of one that holds nothing else, that is told alone.
+INSIDE: Mapping[str, Mapping[str, str]] = {
+    "trainer": {
+        "optim.type": "optimizer",
+        "optim.lr": "learning_rate",
+        "optim.weight_decay": "weight_decay",
+        "optim.max_norm": "max_grad_norm",
+        "optim.betas1": "adam_beta1",
+        "optim.betas2": "adam_beta2",
+        "scheduler.type": "lr_scheduler",
+        "scheduler.warmup_steps": "warmup_steps",
+        "scheduler.decay_steps": "decay_steps",
+    },
+    "orchestrator": {f"sampling.{key}": f"sampling.{key}" for key in SamplingConfig.model_fields},
+    "inference": {},
+    "envhost": {},
+}
+
 #: Others, and what to write.
 IN_TABLES: Mapping[str, Mapping[str, str]] = {
     "trainer": {
@@ -89,11 +108,14 @@ IN_TABLES: Mapping[str, Mapping[str, str]] = {
 def _without_keys_of_a_run(table: dict[str, Any], info: pydantic.ValidationInfo) -> dict[str, Any]:
     service = str(info.field_name)
     remedies = _remedies(service)
-    problems = [
-        (ELSEWHERE, tuple(name.split(".")), table, remedy)
-        for name, remedy in remedies.items()
-        if _holds(table, name.split("."))
+    held = [name for name in remedies if _holds(table, name.split("."))]
+    apart = {name for name in held if _is_told_inside(table, name, INSIDE[service])}
+    told = [
+        name
+        for name in held
+        if name not in apart and (name not in INSIDE[service] or name.partition(".")[0] in apart)
     ]
+    problems = [(ELSEWHERE, tuple(name.split(".")), table, remedies[name]) for name in told]
     if problems:
         raise wrong(service, *problems)
     return table
@@ -106,13 +128,29 @@ def own_keys(service: str, table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _remedies(service: str) -> dict[str, str]:
-    return {name: _at_the_top(name) for name in MISPLACED[service]} | dict(IN_TABLES[service])
+    inside = {name: _called(key) for name, key in INSIDE[service].items()}
+    return {name: _at_the_top(name) for name in MISPLACED[service]} | inside | dict(IN_TABLES[service])
 
 
 def _at_the_top(name: str) -> str:
     if name in SAME:
-        return f"set {SAME[name]!r} at the top of the file"
-    return REMEDIES.get(name) or AS_TABLES.get(name, "it stands at the top of the file")
+        return _called(SAME[name])
+    here = "it stands at the top of the file; of an option leave out the name of the table"
+    return REMEDIES.get(name) or AS_TABLES.get(name, here)
+
+
+def _called(key: str) -> str:
+    return f"set {key!r} at the top of the file, or write '--{key.replace('_', '-')} VALUE'"
+
+
+def _is_told_inside(table: Mapping[str, Any], name: str, inside: Mapping[str, str]) -> bool:
+    """Whether all that is in a table of that name is told by its own name."""
+    own = next((one for key, one in table.items() if key.replace("-", "_") == name), None)
+    return (
+        isinstance(own, Mapping)
+        and bool(own)
+        and all(f"{name}.{key.replace('-', '_')}" in inside for key in own)
+    )
 
 
 def _holds(table: Any, path: Sequence[str]) -> bool:

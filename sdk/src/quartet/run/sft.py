@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
 from pydantic import Field
@@ -68,6 +70,11 @@ class SftConfig(Config):
     #: The trainer's own configuration.
     trainer: Table
 
+    @classmethod
+    def outdone(cls, key: str, value: Any) -> tuple[str, ...]:
+        """Either of the two says when it ends."""
+        return {"epochs": ("max_steps",), "max_steps": ("epochs",)}.get(key, ())
+
     @pydantic.model_validator(mode="after")
     def _ends_once(self) -> Self:
         if self.epochs is not None and self.max_steps is not None:
@@ -86,13 +93,15 @@ class SftConfig(Config):
             )
 
     def steps(self, chats: int) -> int:
-        """Optimizer steps over so many chats. Raises ConfigError."""
+        """Optimizer steps over so many chats, the last of which goes on with the next pass: none is left out.
+        Raises ConfigError."""
         if self.max_steps is not None:
             return self.max_steps
-        steps = (self.epochs or 1.0) * chats / self.batch_size
+        epochs = self.epochs or 1.0
+        steps = epochs * chats / self.batch_size
         if steps > MAX_STEPS:
             raise ConfigError(
                 f"epochs = {self.epochs} over {chats} chats are {steps:.3g} steps, at most {MAX_STEPS} can "
                 "be counted; set a smaller number, or max_steps"
             )
-        return max(1, round(steps))
+        return math.ceil(Fraction(str(epochs)) * chats / self.batch_size)  # 1.1 * 100 is above 110

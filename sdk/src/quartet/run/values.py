@@ -1,13 +1,19 @@
 """Kinds of values in a run's configuration.
 
-Strict: TOML has numbers, so "8" and true are mistakes, not numbers. Counts travel as uint32.
+Strict: TOML has numbers, so "8" and true are mistakes, not numbers. Counts travel as uint32. No number is nan
+or infinite, in tables of somebody else's keys neither: JSON has none, and would drop the key.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Annotated, Any
 
+import pydantic
 from pydantic import Field
+
+from quartet.config.model import wrong
 
 Count = Annotated[int, Field(ge=0, lt=2**32, strict=True)]
 PositiveCount = Annotated[int, Field(ge=1, lt=2**32, strict=True)]
@@ -19,4 +25,30 @@ Fraction = Annotated[float, Field(ge=0, le=1, strict=True)]
 Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
 Penalty = Annotated[float, Field(ge=-2, le=2, strict=True)]
 Text = Annotated[str, Field(min_length=1)]
-Table = Annotated[dict[str, Any], Field(default_factory=dict)]
+
+
+def _of_finite_numbers(table: dict[str, Any], info: pydantic.ValidationInfo) -> dict[str, Any]:
+    remedy = 'should be a finite number; the text is "{0}" in a file, \'"{0}"\' on the command line'
+    problems = [("not_finite", path, value, remedy.format(value)) for path, value in _not_finite(table)]
+    if problems:
+        raise wrong(str(info.field_name), *problems)
+    return table
+
+
+def _not_finite(value: Any) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Every such number inside, with its place."""
+    inner: Any = ()
+    match value:
+        case float() if not math.isfinite(value):
+            yield (), value
+        case dict():
+            inner = value.items()
+        case list() | tuple():
+            inner = enumerate(value)
+    for key, one in inner:
+        for path, number in _not_finite(one):
+            yield (str(key), *path), number
+
+
+#: Keys that somebody else reads.
+Table = Annotated[dict[str, Any], Field(default_factory=dict), pydantic.AfterValidator(_of_finite_numbers)]

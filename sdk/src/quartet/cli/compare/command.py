@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _read(folders: Sequence[Path]) -> list[Recorded]:
     if not 2 <= len(folders) <= MAX_RUNS:
-        raise ConfigError(f"{len(folders)} folders; name 2 to {MAX_RUNS} output folders of runs")
+        raise ConfigError(f"name 2 to {MAX_RUNS} output folders of runs, not {len(folders)}")
     twice = [one for at, one in enumerate(folders) if one.resolve() in [b.resolve() for b in folders[:at]]]
     if twice:
         raise ConfigError(f"{str(twice[0])!r} is named twice; name each run once")

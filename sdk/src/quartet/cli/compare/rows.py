@@ -5,7 +5,9 @@
    that every run has, each the mean of up to WINDOW steps up to there, because that of one batch is noise.
 3. Of evaluations those stand there that several runs had at one step, MAX_EVALUATIONS at most, evenly spread;
    where a run is shorter, its place is empty.
-4. Pure: what is computed here is only of what the folders say (folders.py).
+4. Where a run has several environments, each one's rewards stand below those of all.
+5. What stands in a table that is switched off is no setting.
+6. Pure: what is computed here is only of what the folders say (folders.py).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from quartet.cli.compare.folders import Recorded
 from quartet.cli.measured_lines import Row
 
 SETTINGS: Final = "settings that differ"
+APART: Final = "rewards of each environment"
 WINDOW: Final = 10
 #: Of the steps that all have.
 QUARTERS: Final = 4
@@ -37,15 +40,32 @@ class Line:
 
 def lines(runs: Sequence[Recorded]) -> list[Line]:
     """All of them, in the order in which they are read."""
-    return [*_settings(runs), *_rewards(runs), *_evaluations(runs), *_costs(runs), *_environments(runs)]
+    return [
+        *_settings(runs),
+        *_rewards(runs),
+        *_rewards_apart(runs),
+        *_evaluations(runs),
+        *_costs(runs),
+        *_environments(runs),
+    ]
 
 
 def _settings(runs: Sequence[Recorded]) -> Iterator[Line]:
-    told = [run.settings for run in runs if run.settings is not None]
-    for key in sorted({key for settings in told for key in settings}):
-        if any(settings.get(key) != told[0].get(key) for settings in told):
-            values = [run.settings.get(key) if run.settings is not None else None for run in runs]
+    for key in sorted({key for run in runs for key in run.settings or ()}):
+        read = [run.settings is not None and not _is_off(run.settings, key) for run in runs]
+        values = [
+            (run.settings or {}).get(key) if reads else None for run, reads in zip(runs, read, strict=True)
+        ]
+        differing = [value for value, reads in zip(values, read, strict=True) if reads]
+        if any(value != differing[0] for value in differing):
             yield Line(SETTINGS, key, values)
+
+
+def _is_off(settings: Row, key: str) -> bool:
+    """Whether it stands in a table that says so."""
+    parts = key.split(".")
+    switches = (".".join((*parts[:end], "enabled")) for end in range(1, len(parts)))
+    return any(switch != key and settings.get(switch) is False for switch in switches)
 
 
 def _rewards(runs: Sequence[Recorded]) -> Iterator[Line]:
@@ -63,13 +83,38 @@ def _rewards(runs: Sequence[Recorded]) -> Iterator[Line]:
     yield Line("rewards", "best step", [_best(run.steps, REWARD) for run in runs])
 
 
+def _rewards_apart(runs: Sequence[Recorded]) -> Iterator[Line]:
+    common = min(run.last_step for run in runs)
+    for name in _apart("env", [run.steps for run in runs]):
+        reward = f"env/{name}/reward"
+        if common:
+            values = [_window(run, common, reward) for run in runs]
+            yield Line(APART, f"{name}, step {common} (mean of {min(WINDOW, common)})", values)
+        ends = [_window(run, run.last_step, reward) for run in runs]
+        yield Line(APART, f"{name}, last steps (mean of up to {WINDOW})", ends)
+
+
+def _apart(kind: str, runs: Sequence[dict[int, Row]]) -> list[str]:
+    """The environments of all the runs, where one of these has several."""
+    names = [
+        {
+            name.removeprefix(f"{kind}/").removesuffix("/reward")
+            for row in rows.values()
+            for name in row
+            if name.startswith(f"{kind}/") and name.endswith("/reward") and name.count("/") > 1
+        }
+        for rows in runs
+    ]
+    return sorted(set().union(*names)) if any(len(one) > 1 for one in names) else []
+
+
 def _before(run: Recorded) -> Any:
     return run.summary.get("reward_before", run.evaluations.get(0, {}).get(EVALUATED))
 
 
-def _window(run: Recorded, step: int) -> float | None:
+def _window(run: Recorded, step: int, name: str = REWARD) -> float | None:
     """The mean training reward of the steps up to one."""
-    window = [run.steps.get(at, {}).get(REWARD) for at in range(max(1, step - WINDOW + 1), step + 1)]
+    window = [run.steps.get(at, {}).get(name) for at in range(max(1, step - WINDOW + 1), step + 1)]
     return _mean([value for value in window if value is not None])
 
 
@@ -87,9 +132,13 @@ def _evaluations(runs: Sequence[Recorded]) -> Iterator[Line]:
     if len(shared) > MAX_EVALUATIONS:
         apart = (len(shared) - 1) / (MAX_EVALUATIONS - 1)
         shared = [shared[round(at * apart)] for at in range(MAX_EVALUATIONS)]
+    names = _apart("eval", [run.evaluations for run in runs])
     for step in shared:
-        values = [run.evaluations.get(step, {}).get(EVALUATED) for run in runs]
-        yield Line("evaluations", f"after step {step}", values)
+        rows = [run.evaluations.get(step, {}) for run in runs]
+        yield Line("evaluations", f"after step {step}", [row.get(EVALUATED) for row in rows])
+        for name in names:
+            values = [row.get(f"eval/{name}/reward") for row in rows]
+            yield Line("evaluations", f"after step {step}, {name}", values)
 
 
 def _costs(runs: Sequence[Recorded]) -> Iterator[Line]:

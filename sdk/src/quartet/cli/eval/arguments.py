@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,6 +23,9 @@ Writes results.jsonl, failures.jsonl, metadata.json for each to OUTPUT/evals/ENV
 Exit code 0: every rollout has a result; 1: some failed (they are counted apart, never as reward 0, and
 --resume tries them again); 2: refused.
 """
+
+#: An environment's id, which no file and no `key=value` is.
+NAME = re.compile(r"\w[\w/-]*")
 
 Keys = Mapping[tuple[str, ...], tuple[str, str]]
 
@@ -86,11 +90,15 @@ def given_keys(options: argparse.Namespace, keys: Keys) -> list[str]:
     return [f"--{key}={value}" for key, value in given.items() if value is not None]
 
 
-def environment_first(rest: list[str]) -> tuple[str, list[str]]:
-    """The environment that is named without a flag, and what else there is. Raises ConfigError."""
+def environment_first(rest: list[str], several: str = "") -> tuple[str, list[str]]:
+    """The environment that is named without a flag, and what else there is. `several`: the tables of a file
+    that has more of them. Raises ConfigError."""
     if rest[:1] == ["run"] and rest[1:] and not rest[1].startswith("-"):  # prime eval run, prime gepa run
         raise ConfigError(f"'run' is not part of the command here; write '{rest[1]}' without it")
     if rest and not rest[0].startswith(("@", "-")):
+        if rest[1:] and NAME.fullmatch(rest[1]):
+            in_a_file = f"; write several as {several} in a file ('@ file.toml')" if several else ""
+            raise ConfigError(f"{rest[1]!r} is a second environment, and one is named here{in_a_file}")
         return rest[0], rest[1:]
     return "", rest
 

@@ -99,7 +99,7 @@ def _play(plan: Plan, specs: Sequence[ChildSpec], *, plain: bool) -> None:
 
 def read(options: argparse.Namespace, rest: list[str]) -> EvalFileConfig:
     """The configuration of the file, the flags and the environment named before them. Raises ConfigError."""
-    named, rest = environment_first(rest)
+    named, rest = environment_first(rest, several="[[eval]]")
     refuse_others(rest, OF_EVAL)
     keys = [*rest, *given_keys(options, MODEL_KEYS), *given_keys(options, PLAY_KEYS)]
     config = load(EvalFileConfig, keys, Draft(flags=options.flags)).config

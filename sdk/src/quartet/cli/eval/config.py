@@ -80,6 +80,12 @@ class AnswererConfig(Config):
     inference: Table
     envhost: Table
 
+    @classmethod
+    def outdone(cls, key: str, value: Any) -> tuple[str, ...]:
+        """Either of the two says who answers."""
+        either = {"base_url": ("inference_addresses",), "inference_addresses": ("base_url",)}
+        return either.get(key, ())
+
     @pydantic.model_validator(mode="after")
     def _one_answers(self) -> Self:
         if self.base_url and self.inference_addresses:

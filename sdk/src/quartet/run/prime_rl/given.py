@@ -133,7 +133,7 @@ class Given:
         for path, value in self._leaves(self._tables, ()):
             dotted = ".".join(path)
             if (rule := _rule(left_out, dotted)) is not None:
-                if rule not in told:
+                if rule not in told and self._at(rule) != {}:
                     yield shown(self.named(rule), self._at(rule), left_out[rule])
                 told.add(rule)
             elif (rule := _rule(refused, dotted)) is not None:

@@ -25,6 +25,8 @@ SAME: Final = {
     "frequency_penalty": "frequency_penalty",
     "seed": "seed",
 }
+#: Where training says nothing.
+TEMPERATURE: Final = 1.0
 #: Others, by the values that say nothing.
 SAYS_NOTHING: Final = {"min_tokens": (0, None), "n": (1, None)}
 OF_THE_SERVER: Final = ("return_token_ids", "program_id", "auto_program_id")
@@ -35,7 +37,7 @@ def trained(given: Given, run: RunDraft, environments: Sequence[Environment]) ->
     """[orchestrator.train.sampling]."""
     shared = given.take("orchestrator.train.sampling", "orchestrator.sampling", default={})
     for key, (value, source) in {
-        "temperature": (1.0, "prime-rl's default of orchestrator.train.sampling.temperature"),
+        "temperature": (TEMPERATURE, "prime-rl's default of orchestrator.train.sampling.temperature"),
         **read(shared, environments, run),
     }.items():
         if value is not None:
@@ -46,9 +48,15 @@ def measured(shared: Said, environments: Sequence[Environment], run: RunDraft) -
     """[orchestrator.eval.sampling]. Raises ConfigError for what training does otherwise."""
     same = run.tables.get("sampling", {})
     said = read(shared, environments, run)
-    unsaid = {key: value for key, value in same.items() if said.get(key, _NOTHING)[0] is None}
-    if unsaid:
-        run.leave([shown("orchestrator.eval.sampling", shared.value, _as_in_training(unsaid))])
+    unsaid = {
+        key: value
+        for key, value in same.items()
+        if said.get(key, _NOTHING)[0] is None and (key, value) != ("temperature", TEMPERATURE)
+    }
+    if unsaid and shared.value:
+        run.leave([shown(shared.source, shared.value, _as_in_training(unsaid))])
+    elif unsaid:
+        run.leave([f"orchestrator.eval without sampling ({_as_in_training(unsaid)})"])
     for key, (value, source) in said.items():
         if key == "temperature" and value is not None:
             run.put("eval.temperature", value, source)
