@@ -42,6 +42,12 @@ OF_ALL = [
 OF_ONE = [
     ("trainer", ("--state_dir", "/proc/x"), "state_dir = '/proc/x' cannot be used: /proc takes no files"),
     ("trainer", ("--liger", "on", "--device", "cpu"), 'liger = "on", but the trainer computes on a CPU'),
+    (
+        "trainer",
+        ("--losses.soft", "no_such_module:soft"),
+        "losses.soft = 'no_such_module:soft' cannot be imported",
+    ),
+    ("orchestrator", ("--advantages.a", "math:no_such"), "advantages.a = 'math:no_such' cannot be imported"),
     ("orchestrator", ("--data_dir", "/proc/x"), "data_dir = '/proc/x' cannot be used: /proc takes no files"),
     ("inference", ("--openai.address", "{busy}"), "openai.address = '{busy}' cannot be bound: the port is"),
     (

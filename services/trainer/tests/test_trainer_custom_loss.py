@@ -232,7 +232,7 @@ def test_functions_that_cannot_be_loaded_are_refused_in_one_sentence(
         "lacking_module:f": r"/lacking_module.py:2 in <module>: ModuleNotFound.*install what it imports",
         "broken_module:f": r"/broken_module.py:1 in <module>: NameError: .*; mend it",
     }.items():
-        with pytest.raises(ValueError, match=why):
+        with pytest.raises(ConfigError, match=why):
             load_losses({"mine": path})
     load_losses({"mine": "operator:sub"})  # written in C
     load_losses({"mine": f"{HERE}:own_with_more"})  # what a run gives by name is seen with the run

@@ -57,6 +57,8 @@ class ChildSpec:
     token_file: Path | None = None
     #: Whether it computes on a GPU or not at all.
     on_device: bool = False
+    #: Whether its config names functions of the user's, which looking at it imports.
+    imports_own: bool = False
     #: Between the interpreter and its own arguments, where torchrun starts it several times.
     torchrun: Sequence[str] = ()
 

@@ -37,8 +37,11 @@ from quartet.local.wiring import VISIBLE, Table, service_of, token_file
 CUDA = "cuda"
 #: Services whose imports take seconds. Each has a module `preload` for the fork server.
 LARGE = ("trainer", "inference")
-# Of another interpreter: a preflight imports pydantic and grpc only; more means a broken installation.
-CHECK_SECONDS = 60.0
+#: Keys of services, each a table of functions of the user's.
+OWN_FUNCTIONS = ("losses", "advantages")
+# Of another process: a preflight imports pydantic and grpc only, and torch where there is a loss of the user's,
+# which a cold disk takes a minute for.
+CHECK_SECONDS = 180.0
 
 
 def write(wired: Mapping[str, Table], root: Path, hosts: Hosts = HERE, machine: int = 0) -> list[ChildSpec]:
@@ -74,6 +77,7 @@ def write(wired: Mapping[str, Table], root: Path, hosts: Hosts = HERE, machine: 
                 preload,
                 token if server.get("token_file") == str(token) else None,
                 on_device=bool(table.get("gpus")) or CUDA in (table.get("device"), _embedded_device(table)),
+                imports_own=any(table.get(functions) for functions in OWN_FUNCTIONS),
                 torchrun=torchrun,
             )
         )
@@ -168,7 +172,8 @@ def without_device(specs: Sequence[ChildSpec]) -> list[str]:
 
 async def _refusal(spec: ChildSpec, apart: bool, flag: str) -> str:
     """What the service says against its config; empty where it accepts it."""
-    here = not apart and list(spec.command[:2]) == [sys.executable, "-m"]
+    # Nobody's functions are imported into this process.
+    here = not (apart or spec.imports_own) and list(spec.command[:2]) == [sys.executable, "-m"]
     code, said = _preflight_here(spec, flag) if here else await _preflight_apart(spec, flag)
     if code == 0:
         return ""

@@ -17,6 +17,7 @@ from quartet.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServ
 from quartet_orchestrator.assembly import Services
 from quartet_orchestrator.config import OrchestratorConfig
 from quartet_orchestrator.gauges import RunGauges
+from quartet_orchestrator.own_advantages import load_advantages
 from quartet_orchestrator.runs import Runs
 from quartet_orchestrator.service import SERVICE_NAME, OrchestratorServicer
 from quartet_orchestrator.together import alongside
@@ -53,6 +54,7 @@ def preflight(config: OrchestratorConfig) -> None:
     """Whether this machine lets the orchestrator start; nothing is made. Raises ConfigError."""
     check_here(config.server)
     check_folder("data_dir", config.data_dir)
+    load_advantages(config.advantages)
 
 
 if __name__ == "__main__":

@@ -62,6 +62,11 @@ def preflight(config: TrainerConfig) -> None:
     check_device(config.device, "device")
     check_state_root(config.state_dir)
     check_kernels(config.liger, config.device)
+    if config.losses:
+        with uncollected():
+            from quartet_trainer.loss.custom import load_losses  # torch, which whoever has none goes without
+
+        load_losses(config.losses)
 
 
 if __name__ == "__main__":

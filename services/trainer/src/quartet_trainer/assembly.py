@@ -57,10 +57,7 @@ def machine_of(
     config: TrainerConfig, ranks: Ranks | None = None, device: torch.device | None = None
 ) -> Machine:
     """What the configuration says about computing. Errors: ConfigError."""
-    try:
-        losses = load_losses(config.losses)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    losses = load_losses(config.losses)
     device = device or device_of(config.device)
     return Machine(
         device,

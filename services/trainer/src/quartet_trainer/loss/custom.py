@@ -25,6 +25,7 @@ from typing import Final
 
 import structlog
 import torch
+from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.kit.own_function import OwnFunction, load
 from torch import Tensor
@@ -96,7 +97,10 @@ class CustomLoss:
 
 
 def load_losses(paths: Mapping[str, str]) -> dict[str, CustomLoss]:
-    """Import the functions, and the shipped ones. Errors: ValueError, in one sentence."""
+    """Import the functions, and the shipped ones. Errors: ConfigError, in one sentence."""
     named = {**SHIPPED, **paths}
-    loaded = {name: load(f"losses.{name}", path, TAKES, more=True) for name, path in named.items()}
+    try:
+        loaded = {name: load(f"losses.{name}", path, TAKES, more=True) for name, path in named.items()}
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     return {name: CustomLoss(name, function) for name, function in loaded.items()}
