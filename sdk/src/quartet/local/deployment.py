@@ -39,8 +39,8 @@ CUDA = "cuda"
 LARGE = ("trainer", "inference")
 #: Keys of services, each a table of functions of the user's.
 OWN_FUNCTIONS = ("losses", "advantages")
-# Of another process: a preflight imports pydantic and grpc only, and where there is a loss of the user's torch:
-# from a cold disk that takes a minute.
+# Of another process: a preflight imports pydantic and grpc only; for a loss of the user's torch, too, which
+# takes a minute from a cold disk.
 CHECK_SECONDS = 180.0
 
 
