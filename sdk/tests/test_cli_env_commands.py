@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from quartet.cli.__main__ import main
 from quartet.cli.env import install as installing
+from quartet.cli.env.arguments import CHECK_DEFAULTS
 from quartet.cli.env.checking import Played, played_lines, problems
+from quartet.cli.env.conversation import conversation_lines
 from quartet.cli.env.install import READ, _ours, _target
 from quartet.cli.env.installed import candidates
 from quartet.cli.env.scaffold import KINDS, write_package
@@ -221,6 +223,43 @@ def test_invariant_5_a_failure_is_reported_and_is_no_reward() -> None:
     assert problems([one], 1.0) == ["the oracle: 1 SCORER of 3 rollouts failed"]
 
 
+def test_failures_alike_are_told_once_with_how_many_there_are() -> None:
+    lines = played_lines(played("a model", None, 1.0, None, None), tokens=False)
+    assert lines[-1] == "  failed at example 0 (3 such): SCORER: KeyError: 'x'"
+    hung = played("a model", None, None)
+    for number, (_, one) in enumerate(hung.rollouts):
+        one.failure.message = f"rewards.py:{number // 2} in exact: worker {number} was silent for 60 s"
+    (line,) = [line for line in played_lines(hung, tokens=False) if "failed at" in line]
+    assert line.endswith("0 (2 such): SCORER: rewards.py:0 in exact: worker 0 was silent for 60 s")
+
+
+def test_what_a_model_said_is_shown_shortened_with_what_it_earned() -> None:
+    one = played("a model", None, 0.25)
+    assert conversation_lines(one) == []
+    (_, failed), (_, rewarded) = one.rollouts
+    failed.messages.add(role="assistant", content="")
+    assert conversation_lines(one) == [
+        "  what was said at example 0 (SCORER):",
+        "    assistant  (nothing)",
+    ]
+    rewarded.messages.add(role="system", content="Look\n it up.\x1b[2J")
+    rewarded.messages.add(role="user", content="first " + 500 * "x" + " last")
+    said = rewarded.messages.add(role="assistant", reasoning_content="hm")
+    said.tool_calls.add(name="lookup", arguments_json='{"key": "k"}')
+    heading, system, user, *rest = conversation_lines(one)
+    assert heading == "  what was said at example 1 (reward 0.250):"
+    assert system == "    system     Look it up.\\x1b[2J"
+    assert user.startswith("    user       first x") and user.endswith("x last") and len(user) < 330
+    assert rest == [
+        "    assistant  (thinking) hm",
+        '    assistant  calls lookup({"key": "k"})',
+    ]
+    for number in range(8):
+        rewarded.messages.add(role="tool", content=str(number))
+    lines = conversation_lines(one)
+    assert "    … 3 more messages …" in lines and lines[-1] == "    tool       7" and len(lines) == 11
+
+
 def test_an_oracle_must_earn_everything_and_a_wrong_answer_less() -> None:
     assert problems([played("o", 1.7, 1.7), played("w", 0.0, 1.6)], 1.7) == []
     (short,) = problems([played("o", 1.0, 0.9), played("w", 0.0, 0.0)], 1.0)
@@ -251,3 +290,32 @@ def test_an_interpreter_that_nobody_looks_in_is_to_be_named(
     monkeypatch.setattr("quartet.cli.env.command.install", lambda *given: ("mine", Path(python)))
     assert main(["env", "install", "mine", "--into", python]) == 0
     assert capsys.readouterr().out.endswith(f"next: quartet env check mine{named}\n")
+
+
+@pytest.mark.parametrize(
+    ("module", "where"),
+    [
+        ("one_env.py", "one_env_oracle.py beside one_env.py"),
+        ("one_env/__init__.py", "one_env/oracle.py"),
+    ],
+)
+def test_where_an_oracle_is_looked_for_is_told(
+    module: str,
+    where: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / module).parent.mkdir(exist_ok=True)
+    (tmp_path / module).touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert main(["env", "check", "one-env", "--envhost.python", sys.executable]) == 2
+    assert f"'one-env' has no oracle ({where}, with answer(task, messages)); write" in capsys.readouterr().err
+
+
+def test_the_help_says_the_defaults_of_a_check(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["env", "check", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "rollouts of each example (default: 1)" in told and "-1 for all (default: 5)" in told
+    assert CHECK_DEFAULTS == ("--num-examples=5", "--rollouts-per-example=1")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from quartet.cli.env.oracle import WRONG, Oracle, full_reward_of, has_oracle
+from quartet.cli.env.oracle import WRONG, Oracle, find_oracle, full_reward_of
 from quartet.config import ConfigError
 from quartet.v1.common_pb2 import Message
 from quartet.v1.envhost_service_pb2 import ModelQuestion
@@ -37,8 +37,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def test_it_answers_with_text_and_tool_calls_and_what_it_prints_is_no_answer(package: Path) -> None:
-    assert has_oracle("some_env", sys.executable)
-    async with Oracle("some_env", sys.executable) as oracle:
+    assert find_oracle("some_env", sys.executable) == ("some_env.oracle", True)
+    async with Oracle("some_env.oracle", sys.executable) as oracle:
         assert oracle.full_reward == 1.7
         oracle.playing({"where": "there"})
         asked = [Message(role="user", content="q")]
@@ -76,7 +76,7 @@ async def test_promise_3_the_answer_to_a_question_that_was_given_up_is_nobody_el
         "import time\ndef answer(task, messages):\n    time.sleep(task)\n    return str(task)\n"
     )
     question = ModelQuestion(messages=[Message(role="user", content="q")])
-    async with Oracle("some_env", sys.executable) as oracle:
+    async with Oracle("some_env.oracle", sys.executable) as oracle:
         oracle.playing(0.3)  # type: ignore[arg-type]
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(oracle(question), 0.05)
@@ -87,6 +87,18 @@ async def test_promise_3_the_answer_to_a_question_that_was_given_up_is_nobody_el
 async def test_one_that_is_not_there_or_cannot_be_imported_is_named(package: Path) -> None:
     (package / "oracle.py").write_text("import no_such_module")
     with pytest.raises(ConfigError, match=r"the process of some_env\.oracle ended"):
-        await Oracle("some_env", sys.executable).__aenter__()
+        await Oracle("some_env.oracle", sys.executable).__aenter__()
     (package / "oracle.py").unlink()
-    assert not has_oracle("some_env", sys.executable)
+    assert find_oracle("some_env", sys.executable) == ("some_env.oracle", False)
+
+
+async def test_that_of_a_single_module_is_a_module_beside_it(package: Path) -> None:
+    (package.parent / "one_env.py").write_text("")
+    assert find_oracle("one_env", sys.executable) == ("one_env_oracle", False)
+    assert full_reward_of("one_env", sys.executable) == 1.0
+    (package.parent / "one_env_oracle.py").write_text(SOURCE)
+    assert find_oracle("one_env", sys.executable) == ("one_env_oracle", True)
+    assert full_reward_of("one_env", sys.executable) == 1.7
+    async with Oracle("one_env_oracle", sys.executable) as oracle:
+        asked = [Message(role="user", content="q"), Message(role="tool", content="42")]
+        assert (await oracle(ModelQuestion(messages=asked))).message.content == "tool said 42"

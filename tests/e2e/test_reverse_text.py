@@ -155,6 +155,19 @@ def test_a_state_is_exported_by_the_command(finished: Path, tmp_path: Path) -> N
     assert files == {file.name: file.read_bytes() for file in (finished / "checkpoint").iterdir()}
 
 
+def test_another_run_begins_where_it_stood(finished: Path, tmp_path: Path) -> None:
+    """With its weights, which the engine has before the first token, and with another rate."""
+    command = [*QUARTET, "rl", "@", str(finished / "run.toml"), "--initial-state", str(finished)]
+    command += ["--learning-rate", "1e-5", "--warmup-steps", "0", "--max-steps", "1"]
+    command += ["--output-dir", str(tmp_path / "second")]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=RUN_SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    before, now = summary_of(finished), summary_of(tmp_path / "second")
+    assert now["reward_before"] == pytest.approx(before["reward_after"], abs=0.15)
+    assert now["reward_before"] >= before["reward_before"] + 0.1
+    assert (now["steps"], now["max_logprob_difference"]) == (1, pytest.approx(0, abs=2e-5))
+
+
 def test_outputs_are_complete(finished: Path) -> None:
     assert (finished / "reward.png").stat().st_size > 1000
     assert len(list((finished / "rollouts").iterdir())) >= STEPS

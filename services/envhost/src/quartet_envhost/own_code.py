@@ -13,7 +13,8 @@ import importlib.util
 import logging
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 from typing import Final
@@ -37,17 +38,41 @@ _LIBRARIES: Final = ("verifiers", "quartet", "quartet_envhost")
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class OwnFiles:
+    """Which files of an interpreter are the code of one environment (1)."""
+
+    package: str
+    # Folders of the standard library, Verifiers and this project.
+    foreign: Sequence[str]
+
+    @classmethod
+    def of(cls, env_id: str) -> OwnFiles:
+        """In this interpreter. Imports nothing: the environment's package may be what raises."""
+        foreign = [sysconfig.get_path("stdlib")]
+        for library in _LIBRARIES:
+            spec = importlib.util.find_spec(library)
+            assert spec is not None, library
+            foreign += spec.submodule_search_locations or []
+        return cls(canonical_id(env_id), foreign)
+
+    def has(self, file: str) -> bool:
+        """Whether it is one of them."""
+        path = Path(file)
+        if not path.is_absolute():  # "<string>" and the like
+            return False
+        for at, folder in enumerate(path.parts):
+            if folder in _INSTALLED:
+                return Path(path.parts[at + 1]).stem == self.package
+        return not any(path.is_relative_to(one) for one in self.foreign)
+
+
 class OwnCode:
     """The code of one environment, as far as it raises."""
 
     def __init__(self, env_id: str) -> None:
-        """Import nothing: the environment's package may be what raises."""
-        self._package = canonical_id(env_id)
-        self._foreign = [sysconfig.get_path("stdlib")]
-        for library in _LIBRARIES:
-            spec = importlib.util.find_spec(library)
-            assert spec is not None, library
-            self._foreign += spec.submodule_search_locations or []
+        """Log nothing yet."""
+        self.files = OwnFiles.of(env_id)
         self._logged: set[tuple[type[BaseException], str]] = set()
 
     def text_of(self, error: BaseException) -> str:
@@ -66,30 +91,25 @@ class OwnCode:
         around = ""
         for one in _chain(error):
             frames = _frames(one)
-            own = [frame for frame in frames if self.has(frame[0].co_filename)]
+            own = [frame for frame in frames if self.files.has(frame[0].co_filename)]
             if not own:
                 continue
             if own[-1] == frames[-1] or one.__cause__ is None:
-                return _told(*own[-1])
+                return _place_of(own[-1])
             # What it was raised from may be own code, too, such as a tool in an overridden `env_response`.
-            around = around or _told(*own[-1])
+            around = around or _place_of(own[-1])
         return around
 
-    def has(self, file: str) -> bool:
-        """Whether it is a file of its own code."""
-        path = Path(file)
-        if not path.is_absolute():  # "<string>" and the like
-            return False
-        for at, folder in enumerate(path.parts):
-            if folder in _INSTALLED:
-                return Path(path.parts[at + 1]).stem == self._package
-        return not any(path.is_relative_to(one) for one in self._foreign)
 
-
-def _told(code: CodeType, line: int) -> str:
-    file = "/".join(Path(code.co_filename).parts[-2:])
-    place = f"{file}:{line} in {code.co_name}"
+def place_of(file: str, line: int, function: str) -> str:
+    """ "my_env/rewards.py:12 in exact"."""
+    place = f"{'/'.join(Path(file).parts[-2:])}:{line} in {function}"
     return place if len(place) <= MAX_PLACE_CHARS else f"…{place[1 - MAX_PLACE_CHARS :]}"
+
+
+def _place_of(frame: tuple[CodeType, int]) -> str:
+    code, line = frame
+    return place_of(code.co_filename, line, code.co_name)
 
 
 def _said(error: BaseException) -> str:

@@ -238,8 +238,9 @@ class WorkerPool:
         except WorkerDied as died:
             return failures.failed(member, failures.HOST, str(died), retryable=True)
         except TimeoutError:
-            worker.kill(f"worker {worker.pid} did not end a rollout at its deadline and was stopped")
-            text = f"not done after {limit_s:g} s, and its worker no longer answered"
+            why = f"worker {worker.pid} did not end a rollout at its deadline and was stopped"
+            place = await worker.kill_hung(why)
+            text = f"{place}not done after {limit_s:g} s, and its worker no longer answered"
             return failures.failed(member, failures.TIMEOUT, text, retryable=False)
         return rollout_pb2.Rollout.FromString(answer)
 
@@ -321,8 +322,11 @@ class WorkerPool:
             async with asyncio.timeout(self._config.load_timeout_seconds):
                 answer = await worker.open(settings)
         except TimeoutError:
-            limit = f"{self._config.load_timeout_seconds:g} s"
-            raise WorkerDied(f"environment {self.env_id!r} was not loaded within {limit}") from None
+            text = (
+                f"environment {self.env_id!r} was not loaded within {self._config.load_timeout_seconds:g} s"
+            )
+            place = await worker.kill_hung(text)
+            raise WorkerDied(f"{place}{text}") from None
         except WorkerDied as died:
             if worker.spoke.is_set():
                 raise WorkerDied(f"{died} while it loaded environment {self.env_id!r}") from None

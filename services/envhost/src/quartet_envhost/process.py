@@ -3,6 +3,9 @@
 1. Every call ends: with its answer, or with WorkerDied when the process ends or is stopped.
 2. The process and what it started die with `kill`; it dies by itself when the front dies.
 3. Silence is seen: `silent_seconds` counts from the last frame.
+4. A process that hangs is asked for its stack before it is stopped (stack.py): what its calls end with names
+   the line of the environment's own code, and the log has all of it. That delays the end by HUNG_S and the
+   stack's ANSWER_S at most.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
+import structlog
 from google.protobuf.message import DecodeError
 from quartet.errors import CODES, QuartetError
 from quartet.kit import tracing
@@ -26,6 +30,9 @@ from quartet.v1 import envhost_service_pb2
 
 from quartet_envhost import processes
 from quartet_envhost.frames import TRACES, Kind, encode, read_frame
+from quartet_envhost.stack import StackFile
+
+log = structlog.get_logger()
 
 # A worker that was asked to end by closing its line has so long before it is killed: its own grace and the
 # teardown.
@@ -33,6 +40,9 @@ STOP_GRACE_S: Final = 8.0
 
 # A worker that closed its line itself is ending; it has so long to write its traceback.
 EXIT_GRACE_S: Final = 1.0
+
+# Two heartbeats: a loop that turns is heard within.
+HUNG_S: Final = 2.0
 
 # What an environment prints goes where its logs go.
 STDERR: Final = 2
@@ -56,18 +66,22 @@ class WorkerProcess:
         process: asyncio.subprocess.Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
+        stack: StackFile,
     ) -> None:
-        """Take over a process and its line."""
+        """Take over a process, its line and the file of its stack."""
         self._process = process
         self._reader = reader
         self._writer = writer
+        self._stack = stack
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         # Who answers the questions of a call, and the questions that are open.
         self._asked: dict[int, Ask] = {}
         self._questions: dict[int, set[asyncio.Task[None]]] = {}
+        self._frames = 0
         self._last_frame = time.monotonic()
         self._stopped_because = ""
+        self._hangs: asyncio.Task[str] | None = None
         self.spoke = asyncio.Event()
         self._takes_traces = False
         # Why no turn can be sampled, as it said last.
@@ -78,35 +92,37 @@ class WorkerProcess:
     async def spawn(cls, python: str, env: Mapping[str, str]) -> WorkerProcess:
         """Start a worker on an interpreter. Raises WorkerDied."""
         environment = {**os.environ, **env}
-        try:
-            ours, theirs = socket.socketpair()
-        except OSError as error:
-            raise WorkerDied(f"no line to a worker can be made: {error.strerror}") from error
-        try:
-            process = await asyncio.create_subprocess_exec(
-                python,
-                "-P",  # this folder is no place to import from: a project in it would hide its package
-                "-m",
-                "quartet_envhost.worker",
-                f"--fd={theirs.fileno()}",
-                f"--parent={os.getpid()}",
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=STDERR,
-                # Its tools are servers on this machine.
-                env=environment | past_proxies(environment),
-                pass_fds=(theirs.fileno(),),
-                # A group of its own, so that a terminal's Ctrl-C reaches only the front, and kill reaches
-                # all of it.
-                start_new_session=True,
-            )
-        except OSError as error:
-            ours.close()
-            raise WorkerDied(f"interpreter {python} does not start: {error.strerror}") from error
-        finally:
-            theirs.close()
-        ours.setblocking(False)
-        reader, writer = await asyncio.open_connection(sock=ours)
-        return cls(process, reader, writer)
+        with contextlib.ExitStack() as undone:
+            try:
+                stack = undone.enter_context(contextlib.closing(StackFile()))
+                ours, theirs = socket.socketpair()
+            except OSError as error:
+                raise WorkerDied(f"no line to a worker can be made: {error.strerror}") from error
+            undone.enter_context(ours)
+            try:
+                with theirs:
+                    process = await asyncio.create_subprocess_exec(
+                        python,
+                        "-P",  # this folder is no place to import from: a project in it hides its package
+                        "-m",
+                        "quartet_envhost.worker",
+                        f"--fd={theirs.fileno()}",
+                        f"--parent={os.getpid()}",
+                        stdin=asyncio.subprocess.DEVNULL,
+                        stdout=STDERR,
+                        # Its tools are servers on this machine.
+                        env=environment | past_proxies(environment),
+                        pass_fds=(theirs.fileno(), stack.fd),
+                        # A group of its own, so that a terminal's Ctrl-C reaches only the front, and kill
+                        # reaches all of it.
+                        start_new_session=True,
+                    )
+            except OSError as error:
+                raise WorkerDied(f"interpreter {python} does not start: {error.strerror}") from error
+            ours.setblocking(False)
+            reader, writer = await asyncio.open_connection(sock=ours)
+            undone.pop_all()
+        return cls(process, reader, writer, stack)
 
     @property
     def pid(self) -> int:
@@ -134,7 +150,7 @@ class WorkerProcess:
 
     async def open(self, settings: dict[str, Any]) -> bytes:
         """Load the environment. Raises QuartetError where it is refused."""
-        return await self.call(Kind.OPEN, json.dumps(settings).encode())
+        return await self.call(Kind.OPEN, json.dumps({**settings, "stack_fd": self._stack.fd}).encode())
 
     async def call(self, kind: Kind, payload: bytes, ask: Ask | None = None) -> bytes:
         """The answer of one call. Raises QuartetError or WorkerDied; cancelling it reaches the worker.
@@ -168,6 +184,20 @@ class WorkerProcess:
         self._stopped_because = self._stopped_because or why
         processes.kill(self._process.pid)
 
+    async def kill_hung(self, why: str) -> str:
+        """`kill` a process that does not answer, once it has told where it hangs.
+
+        The place is in front of `why` then, and is the result for other messages to begin with, such as
+        "my_env/rewards.py:12 in exact: "; empty where there is none, and for a loop that turns all the same.
+        """
+        if self._hangs is None:
+            if not self.alive:
+                self.kill(why)
+                return ""
+            self._stopped_because = why  # from here on it takes no calls
+            self._hangs = asyncio.create_task(self._look_and_kill(why))
+        return await asyncio.shield(self._hangs)
+
     async def wait(self) -> str:
         """Wait for the end; how it ended."""
         await asyncio.wait([self._listener])
@@ -184,6 +214,22 @@ class WorkerProcess:
         await self._process.wait()
         await asyncio.wait([self._listener])
 
+    async def _look_and_kill(self, why: str) -> str:
+        try:
+            frames = self._frames
+            await asyncio.sleep(max(0.0, HUNG_S - self.silent_seconds))
+            if self._frames > frames or self._process.returncode is not None:
+                return ""
+            stack = await self._stack.ask(self._process)
+            if stack is None:
+                return ""
+            log.warning("worker hangs", pid=self.pid, place=stack.place, stack=stack.text)
+            place = f"{stack.place}: " if stack.place else ""
+            self._stopped_because = f"{place}{why}"
+            return place
+        finally:
+            self.kill(why)
+
     async def _listen(self) -> None:
         try:
             while (frame := await read_frame(self._reader)) is not None:
@@ -197,6 +243,7 @@ class WorkerProcess:
                 await self._process.wait()
         processes.kill(self._process.pid)
         await self._process.wait()
+        self._stack.close()
         died = WorkerDied(self._how_it_ended())
         for future in self._waiting.values():
             if not future.done():
@@ -204,6 +251,7 @@ class WorkerProcess:
         self._writer.close()
 
     def _take(self, kind: Kind, call_id: int, payload: bytes) -> None:
+        self._frames += 1
         self._last_frame = time.monotonic()
         self.spoke.set()
         if kind is Kind.HEARTBEAT:

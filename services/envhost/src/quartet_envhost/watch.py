@@ -1,7 +1,7 @@
 """Watches one worker until it ends.
 
 1. A worker whose loop is silent, or that holds more memory or processes than its limits, is killed with all
-   that it started, and told why.
+   that it started, and told why; a silent one is asked first where it hangs (process.py 4).
 2. Where the host itself did not run (a container that was paused, a machine out of memory), the worker was
    not silent for so long: most likely it did not run either.
 3. A look that the host itself has no means for, such as a free descriptor, ends no worker that is well.
@@ -44,23 +44,28 @@ async def watched(worker: WorkerProcess, env_id: str, limits: Limits) -> str:
             if ended.done():
                 break
             worker.unheard(max(0.0, time.monotonic() - asked - INTERVAL_S))
+            silence = worker.silent_seconds
             try:
-                excess = await _excess(worker, limits)
+                excess = await _excess(worker, limits) if silence <= limits.silence_s else ""
             except OSError as error:
                 log.warning("worker was not looked at", env_id=env_id, why=str(error))
                 continue
-            if excess:
-                log.warning("worker stopped", env_id=env_id, pid=worker.pid, why=excess)
-                worker.kill(f"worker {worker.pid} of environment {env_id!r} {excess} and was stopped")
+            if silence > limits.silence_s:
+                await worker.kill_hung(_stopped(worker, env_id, f"was silent for {silence:.0f} s"))
+            elif excess:
+                worker.kill(_stopped(worker, env_id, excess))
         return ended.result()
     finally:
         ended.cancel()
 
 
+def _stopped(worker: WorkerProcess, env_id: str, why: str) -> str:
+    log.warning("worker stopped", env_id=env_id, pid=worker.pid, why=why)
+    return f"worker {worker.pid} of environment {env_id!r} {why} and was stopped"
+
+
 async def _excess(worker: WorkerProcess, limits: Limits) -> str:
-    """Which limit the worker is over; empty for none."""
-    if worker.silent_seconds > limits.silence_s:
-        return f"was silent for {worker.silent_seconds:.0f} s"
+    """Which limit of what it holds the worker is over; empty for none."""
     # In a thread: the process table is read, which takes milliseconds on a busy machine.
     running = await asyncio.to_thread(processes.tree, worker.pid)
     if len(running) > limits.processes:

@@ -8,6 +8,7 @@
    have a newer one.
 5. A heartbeat leaves every second while the event loop runs, so a wedged loop shows. It says why no turn can
    be sampled, where no replica of inference is in service.
+6. From before it imports the environment on, it can be asked for its stack (stack.py).
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from quartet_envhost.frames import MAX_MESSAGE_BYTES, TRACES, Kind, encode, read
 from quartet_envhost.joining import FirstTurns
 from quartet_envhost.own_code import OwnCode
 from quartet_envhost.sampler import ClientSampler, ReplicaSampler, Sampler
+from quartet_envhost.stack import write_when_asked
 from quartet_envhost.together import time_limit_s
 
 M = TypeVar("M", bound=Message)
@@ -115,13 +117,15 @@ class Worker:
             hosted = importlib.import_module(f"quartet_envhost.{_generation()}.environment")
         env_id = self._env_id = settings["id"]
         own = self._own = OwnCode(env_id)
+        if "stack_fd" in settings:  # not of a front of an earlier release
+            write_when_asked(settings["stack_fd"], own.files)
         check_version(env_id)
         given = copy.deepcopy(settings["args"])  # Verifiers puts what it makes of them in their place
         try:
             self._environment = hosted.HostedEnvironment(env_id, settings["args"], own)
             # Reads the data too, so that what is wrong with it shows now.
             info = self._environment.describe()
-            consists.tell(info, given, own.has, self._environment.tasks)
+            consists.tell(info, given, own.files.has, self._environment.tasks)
             self._info = info.SerializeToString()
         except QuartetError:
             raise

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from quartet.cli.env.scaffold import KINDS
-from quartet.cli.eval.arguments import MODEL_KEYS, PLAY_KEYS, add_env_args, add_keys
+from quartet.cli.eval.arguments import MODEL_KEYS, PLAY_KEYS, Keys, add_env_args, add_keys
 
 DESCRIPTION = """\
 Environments on this machine.
@@ -19,8 +19,19 @@ Environments on this machine.
   quartet env list                            what is installed, and where
   quartet env show my-env                     what the host says of it, and an example
 
-The oracle is the module `oracle` of the package: def answer(task: dict, messages: list[dict]) -> str.
+The oracle is the module `oracle` of the package, or `my_env_oracle` beside an environment that is a single
+module: def answer(task: dict, messages: list[dict]) -> str.
 """
+
+#: One rollout of each of a few examples shows what is broken.
+CHECK_DEFAULTS = ("--num-examples=5", "--rollouts-per-example=1")
+CHECK_KEYS: Keys = {
+    **PLAY_KEYS,
+    ("-r", "--rollouts-per-example", "--num-rollouts"): (
+        "rollouts_per_example",
+        "rollouts of each example (default: 1)",
+    ),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         one.add_argument("environment", help="its id")
         add_env_args(one)
     add_keys(check, MODEL_KEYS)
-    add_keys(check, PLAY_KEYS)
+    add_keys(check, CHECK_KEYS)
     check.add_argument(
         "--full-reward", type=float, help="what a right answer earns (default: what the oracle says, or 1)"
     )

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ from quartet.cli.eval.rollouts import play, tasks_of
 from quartet.cli.eval.rows import failure_kind
 from quartet.run.statistics import means_by_name
 from quartet.v1.rollout_pb2 import Rollout, Task
+
+#: Another one each time that it hangs.
+_WORKER = re.compile(r"worker \d+")
 
 
 @dataclass
@@ -87,11 +91,17 @@ def played_lines(played: Played, *, tokens: bool) -> list[str]:
             lines.append(_spread("prompt tokens", [one.usage.prompt_tokens for one in rollouts], ""))
             lines.append(_spread("sampled tokens", [one.usage.completion_tokens for one in rollouts], ""))
             lines.append(f"  cut by a limit: {sum(one.truncated for one in rollouts)} of {len(rollouts)}")
-    seen: dict[str, tuple[Task, Rollout]] = {}
+    alike: dict[str, list[tuple[Task, Rollout]]] = {}
     for task, one in played.failures:
-        seen.setdefault(f"{failure_kind(one)}: {one.failure.message}", (task, one))
-    lines += [f"  failed at example {task.index}: {text}" for text, (task, _) in seen.items()]
+        alike.setdefault(_WORKER.sub("a worker", _told(one)), []).append((task, one))
+    for such in alike.values():
+        (task, one), count = such[0], f" ({len(such)} such)" if len(such) > 1 else ""
+        lines.append(f"  failed at example {task.index}{count}: {_told(one)}")
     return lines
+
+
+def _told(failed: Rollout) -> str:
+    return f"{failure_kind(failed)}: {failed.failure.message}"
 
 
 def _spread(name: str, values: Sequence[float], unit: str) -> str:

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from quartet.cli import exits
+from quartet.cli.env.arguments import CHECK_DEFAULTS
 from quartet.cli.env.catalogue import catalogue, catalogue_table, info_lines, interpreters
 from quartet.cli.env.checking import Played, play_by_model, play_by_oracle, played_lines, problems
+from quartet.cli.env.conversation import conversation_lines
 from quartet.cli.env.install import install
 from quartet.cli.env.installed import candidates, module_of, python_of
-from quartet.cli.env.oracle import Oracle, has_oracle
+from quartet.cli.env.oracle import Oracle, find_oracle
 from quartet.cli.env.scaffold import write_package
 from quartet.cli.eval.arguments import MODEL_KEYS, PLAY_KEYS, env_args, given_keys
 from quartet.cli.eval.board import print_table
@@ -29,8 +31,6 @@ from quartet.config.load import Draft
 from quartet.local.beside import AddressBook
 
 ORACLE = "oracle"
-#: One rollout of each of a few examples shows what is broken.
-CHECK = ["--num-examples=5", "--rollouts-per-example=1"]
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:
@@ -60,7 +60,9 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
 
 def _config(options: argparse.Namespace, keys: list[str]) -> EvalFileConfig:
     config = load(EvalFileConfig, keys, Draft(flags=options.flags)).config
-    one = validate(OneEvalConfig, {"id": options.environment, "args": env_args(options)})
+    # What fails is told as it was, and not tried again: a reward that hangs takes a minute each time.
+    table = {"id": options.environment, "args": env_args(options), "max_retries": 0}
+    one = validate(OneEvalConfig, table)
     return config.model_copy(update={"eval": (one,)})
 
 
@@ -86,7 +88,7 @@ def _check(options: argparse.Namespace, rest: list[str]) -> int:
     if options.full_reward is not None and not 0 < options.full_reward < math.inf:
         raise ConfigError(f"--full-reward {options.full_reward:g} is refused; give what a right answer earns")
     given = [*given_keys(options, MODEL_KEYS), *given_keys(options, PLAY_KEYS)]
-    config = _config(options, [*CHECK, *rest, *given])
+    config = _config(options, [*CHECK_DEFAULTS, *rest, *given])
     source = _player(config, options.environment)
     full = options.full_reward or 1.0
     (trial,) = config.trials
@@ -101,8 +103,11 @@ def _check(options: argparse.Namespace, rest: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="quartet-env-") as folder:
         specs = deploy(source, Path(folder), [options.environment], config.envhost, config.inference)
         played = with_host(specs, source, work)
+    by_model = source.name != ORACLE
     for one in played:
-        print("\n".join(played_lines(one, tokens=source.name != ORACLE)))
+        print("\n".join(played_lines(one, tokens=by_model)))
+        if by_model:
+            print("\n".join(conversation_lines(one)))
     found = problems(played, full)
     for problem in found:
         print(f"error: {problem}", file=sys.stderr)
@@ -112,13 +117,15 @@ def _check(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _player(config: EvalFileConfig, env_id: str) -> Source:
-    """The model that is named, else the package's oracle. Raises ConfigError."""
+    """The model that is named, else the environment's oracle. Raises ConfigError."""
     if config.model or config.inference_addresses:
         return choose(config)
     module, python = module_of(env_id), python_of(config.envhost, env_id)
-    if not has_oracle(module, python):
+    oracle, there = find_oracle(module, python)
+    if not there:
+        where = f"{oracle.replace('.', '/')}.py" + ("" if "." in oracle else f" beside {module}.py")
         raise ConfigError(
-            f"{env_id!r} has no oracle ({module}/oracle.py with answer(task, messages)); "
+            f"{env_id!r} has no oracle ({where}, with answer(task, messages)); "
             "write one, or name a model with -m"
         )
-    return Source(ORACLE, player=lambda: Oracle(module, python))
+    return Source(ORACLE, player=lambda: Oracle(oracle, python))

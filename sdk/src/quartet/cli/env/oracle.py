@@ -1,4 +1,5 @@
-"""The oracle of an environment: the module `oracle` of its package, with
+"""The oracle of an environment: the module `oracle` of its package, or beside an environment that is a single
+module, `my_env.py`, the module `my_env_oracle`; with
 
     def answer(task: dict, messages: list[dict]) -> str | dict
 
@@ -32,7 +33,7 @@ SERVE = """
 import importlib, json, os, sys
 out = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what the package prints is no answer
-oracle = importlib.import_module(sys.argv[1] + ".oracle")
+oracle = importlib.import_module(sys.argv[1])
 print(json.dumps({"full_reward": float(getattr(oracle, "FULL_REWARD", 1.0))}), file=out, flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
@@ -44,18 +45,23 @@ for line in sys.stdin:
         line = json.dumps({"error": f"{type(error).__name__}: {error}", "number": asked["number"]})
     print(line, file=out, flush=True)
 """
-# Exit code 0 where the package has the module. Looks without importing the package, and Verifiers with it.
-HAS = """
+# Prints the name of the oracle's module; exit code 0 where it is there. Looks without importing the package,
+# and Verifiers with it.
+FIND = """
 import importlib.util, pathlib, sys
-spec = importlib.util.find_spec(sys.argv[1])
-sys.exit(not any(pathlib.Path(one, "oracle.py").is_file() for one in spec.submodule_search_locations or ()))
+folders = importlib.util.find_spec(sys.argv[1]).submodule_search_locations
+if folders is None:
+    print(name := sys.argv[1] + "_oracle")
+    sys.exit(importlib.util.find_spec(name) is None)
+print(sys.argv[1] + ".oracle")
+sys.exit(not any(pathlib.Path(one, "oracle.py").is_file() for one in folders))
 """
 # Prints what it says.
 FULL = """
 import importlib, os, sys
 out = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
-print(float(getattr(importlib.import_module(sys.argv[1] + ".oracle"), "FULL_REWARD", 1.0)), file=out)
+print(float(getattr(importlib.import_module(sys.argv[1]), "FULL_REWARD", 1.0)), file=out)
 """
 #: An answer is a function of its arguments; importing Verifiers comes before the first.
 ANSWER_SECONDS = 120.0
@@ -65,30 +71,30 @@ LINE_BYTES = 8 << 20
 WRONG = "I do not know."
 
 
-def has_oracle(module: str, python: str) -> bool:
-    """Whether the package, which is there, has one."""
-    return run_in(python, HAS, module).returncode == 0
+def find_oracle(module: str, python: str) -> tuple[str, bool]:
+    """The module that is the oracle of an environment's, and whether it is there; the environment's is."""
+    looked = run_in(python, FIND, module)
+    return looked.stdout.strip(), looked.returncode == 0
 
 
 def full_reward_of(module: str, python: str) -> float:
-    """What a right answer earns, as the package's oracle says it: 1 where it says nothing, or is not.
+    """What a right answer earns, as the environment's oracle says it: 1 where it says nothing, or is not.
 
     Raises ConfigError where it cannot be read, or is nothing that a reward can be a share of.
     """
-    if not has_oracle(module, python):
+    oracle, there = find_oracle(module, python)
+    if not there:
         return 1.0
-    said = run_in(python, FULL, module)
+    said = run_in(python, FULL, oracle)
     if said.returncode != 0:
         last = (said.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise ConfigError(f"{module}.oracle cannot be read: {last}; mend it, or give --full-reward")
-    return _positive(module, float(said.stdout))
+        raise ConfigError(f"{oracle} cannot be read: {last}; mend it, or give --full-reward")
+    return _positive(oracle, float(said.stdout))
 
 
-def _positive(module: str, full: float) -> float:
+def _positive(oracle: str, full: float) -> float:
     if not 0 < full < math.inf:
-        raise ConfigError(
-            f"{module}.oracle: FULL_REWARD = {full:g} is refused; set it to what a right answer earns"
-        )
+        raise ConfigError(f"{oracle}: FULL_REWARD = {full:g} is refused; set it to what a right answer earns")
     return full
 
 
@@ -96,7 +102,7 @@ class Oracle:
     """The process. Use as an async context manager; `playing` tells it the example."""
 
     def __init__(self, module: str, python: str) -> None:
-        """Nothing runs yet."""
+        """Of an oracle's module. Nothing runs yet."""
         self._command = [python, *ALONE, SERVE, module]
         self._asking = asyncio.Lock()
         self._numbers = itertools.count()
@@ -172,9 +178,9 @@ class Oracle:
             async with asyncio.timeout(ANSWER_SECONDS):
                 line = await process.stdout.readline()
         except TimeoutError:
-            raise ConfigError(f"{self._module}.oracle said nothing for {ANSWER_SECONDS:.0f} s") from None
+            raise ConfigError(f"{self._module} said nothing for {ANSWER_SECONDS:.0f} s") from None
         if not line:
-            raise ConfigError(f"the process of {self._module}.oracle ended; see what it printed above")
+            raise ConfigError(f"the process of {self._module} ended; see what it printed above")
         return json.loads(line)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import time
 
 import verifiers as vf
 from datasets import Dataset
@@ -19,10 +20,20 @@ MODES = (
     "scores_slowly",
     "clock_put_back",
     "waits_if_told",
+    "reward_sleeps",
+    "reward_spins",
 )
 
 
-TURNS = {"ok": 1, "reward_raises": 1, "reward_nan": 1, "clock_put_back": 1, "waits_if_told": 2}
+TURNS = {
+    "ok": 1,
+    "reward_raises": 1,
+    "reward_nan": 1,
+    "clock_put_back": 1,
+    "waits_if_told": 2,
+    "reward_sleeps": 1,
+    "reward_spins": 1,
+}
 
 
 def rows(greeting):
@@ -30,6 +41,11 @@ def rows(greeting):
     return Dataset.from_dict(
         {"prompt": prompts, "answer": list(MODES), "info": [{"mode": mode} for mode in MODES]}
     )
+
+
+def spin():
+    while True:
+        pass
 
 
 async def length(completion, info, **kwargs) -> float:
@@ -42,6 +58,10 @@ async def length(completion, info, **kwargs) -> float:
             return "seven"
         case "scores_slowly":
             await asyncio.sleep(30)
+        case "reward_sleeps":
+            time.sleep(600)  # noqa: ASYNC251 - blocking the loop is the point
+        case "reward_spins":
+            spin()
         case "clock_put_back":
             kwargs["state"]["timing"].scoring.start += 3600
     return float(len(completion[-1]["content"]))

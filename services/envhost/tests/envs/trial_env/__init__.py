@@ -1,7 +1,9 @@
 """An environment for tests: each task behaves as its name says."""
 
 import asyncio
+import contextlib
 import os
+import re
 import sys
 import time
 
@@ -26,6 +28,10 @@ MODES = (
     "cancels_itself",
     "raises_half_a_pair",
     "says_half_a_pair",
+    "reward_sleeps",
+    "reward_spins",
+    "reward_backtracks",
+    "never_gives_up",
 )
 
 
@@ -60,6 +66,12 @@ class TrialTask(vf.Task[TrialData]):
                 return float("nan")
             case "scores_slowly":
                 await asyncio.sleep(30)
+            case "reward_sleeps":
+                time.sleep(600)  # noqa: ASYNC251 - blocking the loop is the point
+            case "reward_spins":
+                spin()
+            case "reward_backtracks":
+                re.fullmatch("(a+)+", 60 * "a" + "b")
             case "reply_decides":
                 return BY_REPLY[trace.last_reply]()
         return float(len(trace.last_reply))
@@ -69,6 +81,11 @@ class TrialTask(vf.Task[TrialData]):
         if self.data.mode == "metric_raises":
             raise LookupError("a metric's bug")
         return float(trace.num_turns)
+
+
+def spin():
+    while True:
+        pass
 
 
 class TrialConfig(vf.TasksetConfig):
@@ -97,6 +114,9 @@ class TrialEnv(vf.SingleAgentEnv):
             print("nor this", flush=True)
         if mode == "run_raises":
             raise RuntimeError("the environment's bug")
+        while mode == "never_gives_up":
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(600)
         if mode == "wedges":
             time.sleep(60)  # noqa: ASYNC251 - blocking the loop is the point
         if mode == "quits":
