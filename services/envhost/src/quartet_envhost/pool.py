@@ -322,9 +322,8 @@ class WorkerPool:
             async with asyncio.timeout(self._config.load_timeout_seconds):
                 answer = await worker.open(settings)
         except TimeoutError:
-            text = (
-                f"environment {self.env_id!r} was not loaded within {self._config.load_timeout_seconds:g} s"
-            )
+            limit = f"{self._config.load_timeout_seconds:g} s"
+            text = f"environment {self.env_id!r} was not loaded within {limit}"
             place = await worker.kill_hung(text)
             raise WorkerDied(f"{place}{text}") from None
         except WorkerDied as died:
