@@ -151,7 +151,8 @@ def _is_jump(config: RunConfig, step: Mapping[str, float]) -> bool:
 
 
 def _rewards(steps: Steps) -> list[float]:
-    return [step["train/reward"] for step in steps]
+    # Absent where it is no finite number.
+    return [step.get("train/reward", 0.0) for step in steps]
 
 
 def _best(values: Sequence[float], length: int) -> float:
