@@ -186,7 +186,7 @@ async def _work(
                 f"{outputs.folder} has {outputs.progress.last_event}: its journal (data/) is gone; "
                 "start a new run in another folder"
             )
-        accepted()
+        await asyncio.to_thread(accepted)  # a folder that is overwritten may hold a hundred gigabytes
         run = await _resumed(stub, begun.run)
         taken.set()
         if run.submitted_at_ms < began_ms:
