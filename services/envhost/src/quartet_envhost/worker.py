@@ -216,7 +216,7 @@ class Worker:
         # end the process: one environment's sys.exit() is no reason to lose the rollouts beside it.
         except (Exception, asyncio.CancelledError, SystemExit) as error:  # noqa: BLE001
             if clock.expired():
-                text = f"not done with its scoring after {limit_s:g} s"
+                text = f"the rollout and its scoring were not done after {limit_s:g} s"
                 return failures.failed(member, failures.TIMEOUT, text, retryable=False)
             task = asyncio.current_task()
             if task is not None and task.cancelling():
