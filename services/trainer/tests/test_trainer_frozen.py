@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from quartet.v1 import trainer_service_pb2 as pb
-from quartet_trainer import lora, run
+from quartet_trainer import lora, placement
 from quartet_trainer.frozen import as_float32, linear_weights, narrow
 from quartet_trainer.lora import Base
 from quartet_trainer.spec import LoraSpec
@@ -108,7 +108,7 @@ async def test_promise_1_a_run_gives_the_same_bits(
     for narrows in (True, False):
         if not narrows:
             monkeypatch.setattr(lora, "narrow", lambda *_: None)
-            monkeypatch.setattr(run, "narrow", lambda *_: None)
+            monkeypatch.setattr(placement, "narrow", lambda *_: None)
         seen: list[Any] = []
         async with serve_trainer() as trainer:
             for name in ("a", "b"):
