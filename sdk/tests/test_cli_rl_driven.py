@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
 import os
@@ -97,6 +98,16 @@ def test_an_attempt_that_took_a_folder_and_did_not_begin_says_that_it_gave_it_ba
     monkeypatch.setattr(rl, "drive", failed)
     with pytest.raises(
         rl.RunFailed, match=r"did not start\nThe run did not begin; .* holds what it held"
+    ) as said:
+        rl.launch(job, Plain, time.monotonic())
+    assert said.value.logs == FAILED_LOGS
+
+    async def without_room(*_: object) -> Outcome:
+        raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+
+    monkeypatch.setattr(rl, "drive", without_room)
+    with pytest.raises(
+        rl.RunFailed, match=r"No space left on device; [^\n]*\nThe run did not begin; "
     ) as said:
         rl.launch(job, Plain, time.monotonic())
     assert said.value.logs == FAILED_LOGS

@@ -60,9 +60,8 @@ def run(options: argparse.Namespace) -> NoReturn:
     """The command. Errors: ConfigError."""
     versions = None
     if options.best or options.by is not None:
-        states_of(
-            options.folder
-        )  # of what is no folder of a run that is said, and not that it lacks evaluations
+        # What is no folder of a run is refused as that, and not for want of evaluations.
+        states_of(options.folder)
         metric, ranked = evaluated_best(options.folder, options.by)
         best = ", ".join(f"{value:.4g} (version {version})" for version, value in ranked[:MAX_SHOWN])
         say(f"{metric}, the best first: {best}{', ...' if len(ranked) > MAX_SHOWN else ''}", sys.stdout)

@@ -179,11 +179,13 @@ def launch(
     """Take the folder, run in it, write the result. Raises ConfigError, RunFailed."""
     try:
         with taken(job) as attempt:
-            ended = _in_folder(job, attempt, open_display, started, listen)
+            try:
+                ended = _in_folder(job, attempt, open_display, started, listen)
+            except OSError as error:
+                why = f"{error.filename or job.folder} cannot be written or read: {error.strerror or error}"
+                then = f"mend that, then go on with: {job.words.going_on(job.folder)}"
+                raise RunFailed(f"{why}; {then}") from error
         return replace(ended, put_back=attempt.put_back)
-    except OSError as error:
-        why = f"{error.filename or job.folder} cannot be written or read: {error.strerror or error}"
-        raise RunFailed(f"{why}; mend that, then go on with: {job.words.going_on(job.folder)}") from error
     except RunFailed as failed:
         if not attempt.put_back:
             raise
