@@ -96,7 +96,7 @@ class Served:
         return await self.stub.ForwardBackward(self.frames(pb.ForwardBackwardRequest, first, samples))
 
     async def forward(self, samples: Made, **start: Any) -> list[list[float]]:
-        frames = self.frames(pb.ForwardRequest, pb.ForwardStart(run_id="r", **start), samples)
+        frames = self.frames(pb.ForwardRequest, pb.ForwardStart(**{"run_id": "r", **start}), samples)
         return [list(one.logprobs) async for one in self.stub.Forward(frames)]
 
     @staticmethod

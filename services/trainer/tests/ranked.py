@@ -143,5 +143,5 @@ def group_of_one(alone_in_a_group: None) -> Any:
     from quartet_trainer.ranks.group import Group
 
     made = object.__new__(Group)
-    made.rank, made.size, made._mesh = 0, 1, layout.host_mesh()
+    made.rank, made.size, made._mesh, made._context = 0, 1, layout.host_mesh(), None
     return made

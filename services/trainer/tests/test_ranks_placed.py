@@ -87,7 +87,7 @@ def test_the_whole_model_is_given_back_once_it_is_spread(group_of_one: Any, fold
 
     gc.disable()
     try:
-        group_of_one.place(load, folder, CPU)
+        group_of_one.place(load, folder, CPU, "m")
         assert loaded[0]() is None
         # So does one that was loaded for a run that was refused, until the next is.
         refused = load_model(folder, "m", device=CPU)

@@ -31,6 +31,8 @@ def run(config: TrainerConfig) -> None:
     logs.configure("trainer")
     libraries.configure(config.threads)
     by_torchrun, world = "TORCHELASTIC_RUN_ID" in os.environ, os.environ.get("WORLD_SIZE", "1")
+    if not by_torchrun:
+        meeting.check_context(config.context_parallel, config.ranks)
     if config.ranks > 1 and not by_torchrun:
         # This process becomes torchrun, and keeps its pid. Whoever supervises it starts it again.
         os.execv(sys.executable, [sys.executable, *meeting.torchrun(config.ranks, sys.argv[1:])])

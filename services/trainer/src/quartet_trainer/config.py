@@ -22,6 +22,8 @@ class TrainerConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     #: Processes that train together, of this machine; with CUDA each has a device of its own (docs/ranks.md).
     ranks: int = Field(default=1, ge=1, le=64)
+    #: So many neighbouring ranks share each sequence, for long ones: a divisor of all ranks (docs/ranks.md).
+    context_parallel: int = Field(default=1, ge=1, le=64)
     #: Threads of torch. On a machine shared with other processes more than one costs more than it gives.
     threads: int = Field(default=1, ge=1, le=256)
     #: Tokens of a micro-batch where the run does not say.

@@ -68,7 +68,8 @@ class PolicyForward(nn.Module):
         """Whether the attention takes the segments of rows instead of a mask (attention.py)."""
         config = self.model.config
         return (
-            config._attn_implementation == attention.NAME
+            # Or the one of several ranks, which computes the same (ranks/context.py).
+            config._attn_implementation.startswith(attention.NAME)
             # Others compute with what they are given in code of their own.
             and bool(self.model._supports_attention_backend)
             and self._device.type == "cpu"
@@ -131,23 +132,23 @@ class PolicyForward(nn.Module):
         }
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
-        positions_RL = self._tensor(batch.position_ids_RL)
-        masks = None
-        if batch.needs_mask:
-            segments = self._tensor(batch.segments_RL)
-            masks = (
-                segments[:, None, None]
-                if self.attends_by_segments
-                else attention_masks(self.model.config, segments, positions_RL)
-            )
         output = self.model.base_model(
             input_ids=self._tensor(batch.token_ids_RL),
-            position_ids=positions_RL,
-            attention_mask=masks,
+            position_ids=self._tensor(batch.position_ids_RL),
+            attention_mask=self._masks(batch),
             use_cache=False,
         )
         hidden_RLH = cast(Tensor, output.last_hidden_state)
         return hidden_RLH.flatten(0, 1).index_select(0, self._padded(batch.predictors_K))
+
+    def _masks(self, batch: MicroBatch) -> Any:
+        """As the model takes them; None where every row is one sample."""
+        if not batch.needs_mask:
+            return None
+        segments_RL = self._tensor(batch.segments_RL)
+        if self.attends_by_segments:
+            return segments_RL[:, None, None]
+        return attention_masks(self.model.config, segments_RL, self._tensor(batch.position_ids_RL))
 
     def _read_out(
         self, hidden_KH: Tensor, targets_K: Tensor, temperature: float, entropy_learns: bool

@@ -57,6 +57,17 @@ class Routes:
 
 
 @dataclass(frozen=True, slots=True)
+class Whole:
+    """The micro-batch that others have parts of: W columns, of which every rank has L (ranks/context.py)."""
+
+    segments_RW: Ints
+    position_ids_RW: Ints
+    # Which of its covered positions are predicted in this part, and how many there are.
+    own_k: Ints
+    covered: int
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
     """One forward pass."""
 
@@ -72,6 +83,8 @@ class MicroBatch:
     members: tuple[int, ...]
     # None: the routers choose for all of them.
     routes: Routes | None = None
+    # Where columns, predictors and targets are a part of them.
+    whole: Whole | None = None
 
     @property
     def tokens(self) -> int:

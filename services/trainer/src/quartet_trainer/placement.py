@@ -7,6 +7,8 @@ and after.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from quartet_trainer import model as base
 from quartet_trainer.frozen import narrow
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.passes import Machine
-from quartet_trainer.probe import probe, probe_logprobs
+from quartet_trainer.probe import UNPACKED, probe, probe_logprobs, tolerated
+from quartet_trainer.ranks.alone import WITHOUT_CONTEXT
 from quartet_trainer.worker import release_memory
 
 
@@ -30,22 +33,44 @@ def placed(
     """
     # A model refers to itself: one that was loaded for a run that was refused is still there.
     release_memory()
+    ranks = machine.ranks
+    alone: list[torch.Tensor] = []
+
+    def logprobs(policy: PolicyForward, shift: int) -> torch.Tensor:
+        return probe_logprobs(policy, base.vocab_size(policy.model), machine.row_tokens, shift)
 
     def load(device: torch.device) -> Any:
         model = base.load_model(folder, name, seed=seed, device=device)
-        probe(PolicyForward(model, device, autocast), base.vocab_size(model), name, machine.row_tokens)
+        policy = PolicyForward(model, device, autocast)
+        probe(policy, base.vocab_size(model), name, machine.row_tokens)
+        if ranks.shares_sequences:
+            alone.extend(logprobs(policy, shift) for shift in (0, 1))
         return model
 
-    model = machine.ranks.place(load, folder, machine.device)
+    model = ranks.place(load, folder, machine.device, name)
+    policy = ranks.policy(model, machine.device, autocast, ())
+    if ranks.shares_sequences:
+        shared = _shared_logprobs(lambda: logprobs(policy, 0), name)
+        ranks.agree(lambda: _check_shared(name, shared, *alone))
     if machine.liger:
-        policy = machine.ranks.policy(model, machine.device, autocast, ())
-        size = base.vocab_size(model)
-
-        def logprobs(shift: int) -> torch.Tensor:
-            return probe_logprobs(policy, size, machine.row_tokens, shift)
-
-        kernels.fuse(model, logprobs, name)
+        kernels.fuse(model, partial(logprobs, policy), name)
     return model
+
+
+def _shared_logprobs(logprobs: Callable[[], torch.Tensor], name: str) -> torch.Tensor:
+    """Of sequences that ranks share. Errors: INVALID_CONFIG, in all ranks alike."""
+    try:
+        return logprobs()
+    except UNPACKED as error:
+        raise base.refused(name, f"ranks cannot share its sequences: {error}", WITHOUT_CONTEXT) from error
+
+
+def _check_shared(name: str, shared: torch.Tensor, alone: torch.Tensor, others: torch.Tensor) -> None:
+    """What ranks computed together is what the first computed alone. Errors: INVALID_CONFIG."""
+    difference = float((shared.cpu() - alone).abs().max())
+    if not difference <= tolerated(float((others - alone).abs().max())):
+        why = f"ranks that share its sequences compute other log-probabilities, by {difference:.3g}"
+        raise base.refused(name, why, WITHOUT_CONTEXT)
 
 
 def frozen(machine: Machine, name: str, autocast: torch.dtype | None) -> Any:

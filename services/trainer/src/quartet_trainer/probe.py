@@ -85,7 +85,7 @@ def probe_logprobs(
     """Of two short samples, packed; with a shift another token stands in their prompt."""
     row_tokens = policy.shared_tokens(row_tokens)
     (batch,) = pack(_probes(vocab_size, shift), [0, 1], budget_tokens=64, row_tokens=row_tokens)
-    with torch.no_grad():
+    with torch.no_grad(), masks.narrowed(policy.model.config, PROBE_WINDOW):
         packed: torch.Tensor = policy(batch, 1.0, full_precision=True)[0]
     return packed
 

@@ -4,6 +4,7 @@ meeting.py  where the ranks of one machine find each other
 command.py  what the first rank tells the others, and its bytes
 group.py    the group: how ranks tell, agree and add up
 balance.py  who computes which rows
+context.py  sequences that neighbouring ranks share
 sharding.py a model whose every rank holds its part (FSDP2)
 layout.py   tensors that are whole here, or spread over the ranks
 muon.py     Muon, which needs whole matrices

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: What to do where ranks cannot share the sequences of a model.
+WITHOUT_CONTEXT = "set the trainer's context_parallel = 1"
+
 
 class Ranks(Protocol):
     """The processes of one trainer. Every call is made by all of them, in the same order."""
@@ -53,8 +56,15 @@ class Ranks(Protocol):
         """Let the first process do something without the others: its result, None in these, or its error."""
         ...
 
-    def place(self, load: Callable[[torch.device], Any], folder: Path, device: torch.device) -> Any:
-        """A model, spread over the processes; `load` makes all of it on a device."""
+    @property
+    def shares_sequences(self) -> bool:
+        """Whether processes have parts of one row (ranks/context.py)."""
+        ...
+
+    def place(
+        self, load: Callable[[torch.device], Any], folder: Path, device: torch.device, name: str
+    ) -> Any:
+        """A model, spread over the processes; `load` makes all of it on a device, errors call it `name`."""
         ...
 
     def policy(
@@ -72,6 +82,7 @@ class Alone:
     """One process."""
 
     first = True
+    shares_sequences = False
 
     def mine(self, rows: Sequence[Row], width: int) -> Sequence[Row]:
         """All of them."""
@@ -96,7 +107,9 @@ class Alone:
         """Do it."""
         return job()
 
-    def place(self, load: Callable[[torch.device], Any], folder: Path, device: torch.device) -> Any:
+    def place(
+        self, load: Callable[[torch.device], Any], folder: Path, device: torch.device, name: str
+    ) -> Any:
         """On the device."""
         return load(device)
 

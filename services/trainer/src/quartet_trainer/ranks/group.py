@@ -38,6 +38,7 @@ from quartet_trainer.ranks.command import (
     parse_samples,
     sample_bytes,
 )
+from quartet_trainer.ranks.context import Context, ContextForward
 from quartet_trainer.ranks.meeting import MEETING
 from quartet_trainer.ranks.sharding import ShardedForward, shard
 from quartet_trainer.sample import Sample
@@ -70,8 +71,8 @@ EMPTY = MicroBatch(
 class Group:
     """This rank, among the others. Implements `quartet_trainer.ranks.alone.Ranks`."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Meet the others, as the environment says: ours, or torchrun's."""
+    def __init__(self, device: torch.device, context_parallel: int = 1) -> None:
+        """Meet the others, as the environment says: ours, or torchrun's. Errors: ConfigError."""
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         wait = timedelta(seconds=WAIT_SECONDS)
         store: Any
@@ -90,6 +91,9 @@ class Group:
         #: For what is on the CPU.
         self.host_group = dist.new_group(backend="gloo", timeout=wait)
         self._mesh = init_device_mesh(device.type, (self.size,))
+        self._context = Context.of(self.rank, self.size, context_parallel) if context_parallel > 1 else None
+        # Ranks that have the same rows count as one.
+        self._share, self._shares = self.rank // context_parallel, self.size // context_parallel
 
     @property
     def first(self) -> bool:
@@ -146,14 +150,15 @@ class Group:
 
     def mine(self, rows: Sequence[Row], width: int) -> Sequence[Row]:
         """The rows of this rank."""
-        ranks = assignment([cost(row.length, width) for row in rows], self.size)
-        return [row for row, rank in zip(rows, ranks, strict=True) if rank == self.rank]
+        shares = assignment([cost(row.length, width) for row in rows], self._shares)
+        return [row for row, share in zip(rows, shares, strict=True) if share == self._share]
 
     def even(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """As many on every rank: each forward pass is a collective."""
         most = torch.tensor([len(batches)])
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        return batches + [EMPTY] * (int(most) - len(batches))
+        batches = batches + [EMPTY] * (int(most) - len(batches))
+        return batches if self._context is None else [self._context.part_of(batch) for batch in batches]
 
     def settle(self, refused: QuartetError | None) -> None:
         """The error of the lowest rank that has one, in all of them."""
@@ -173,11 +178,13 @@ class Group:
         """Every rank gets all values. Each is computed by one rank; the others add zero to it."""
         ends = np.cumsum(lengths)
         values = torch.zeros(2, sum(lengths))
-        for row, arrays in zip(values, (done.logprobs, done.entropies), strict=True):
-            for end, array in zip(ends, arrays, strict=True):
-                row[end - len(array) : end] = torch.from_numpy(array)
         losses = torch.zeros(self.size, dtype=torch.float64)
-        losses[self.rank] = done.loss
+        # All ranks of a context have the same values.
+        if self._context is None or self._context.place == 0:
+            for row, arrays in zip(values, (done.logprobs, done.entropies), strict=True):
+                for end, array in zip(ends, arrays, strict=True):
+                    row[end - len(array) : end] = torch.from_numpy(array)
+            losses[self.rank] = done.loss
         dist.all_reduce(values)
         dist.all_reduce(losses)
         done.logprobs, done.entropies = (np.split(row.numpy(), ends)[:-1] for row in values)
@@ -185,8 +192,9 @@ class Group:
         if done.routing is not None:
             dist.all_reduce(done.routing)
         if done.own is not None:
-            found = json.dumps(done.own.found).encode()
-            done.own.join([json.loads(one) for one in self._of_each(found)])
+            found = list(self._of_each(json.dumps(done.own.found).encode()))
+            # Of each context one.
+            done.own.join([json.loads(one) for one in found[:: self.size // self._shares]])
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Parameter by parameter; one that no loss reached here counts as zero."""
@@ -197,12 +205,21 @@ class Group:
 
     # -- models
 
-    def place(self, load: Callable[[torch.device], Any], folder: Path, device: torch.device) -> Any:
-        """The first rank loads, all get their parts."""
+    @property
+    def shares_sequences(self) -> bool:
+        """Whether ranks have parts of a row."""
+        return self._context is not None
+
+    def place(
+        self, load: Callable[[torch.device], Any], folder: Path, device: torch.device, name: str
+    ) -> Any:
+        """The first rank loads, all get their parts. Errors: INVALID_CONFIG, those of `load`."""
         full = self.agree(lambda: load(torch.device("cpu")))
         tied = torch.tensor([full is not None and base.is_tied(full)])
         dist.broadcast(tied, src=0)
         skeleton = base.without_memory(folder, bool(tied))
+        if self._context is not None:
+            self._context.enter(skeleton, name)
         if full is not None:
             base.exported_as(full, skeleton)
         model = shard(skeleton, full, device, self._mesh)
@@ -219,6 +236,8 @@ class Group:
         recomputed: Sequence[nn.Module],
     ) -> ShardedForward:
         """What a placed model computes."""
+        if self._context is not None:
+            return ContextForward(self._context, model, device, autocast, recomputed)
         return ShardedForward(model, device, autocast, recomputed)
 
 

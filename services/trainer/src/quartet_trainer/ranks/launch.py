@@ -44,7 +44,7 @@ def run_ranks(config: TrainerConfig) -> None:
     """Serve, or follow, until told to stop. Errors: ConfigError."""
     die_with(os.getppid())
     device = _own_device(config)
-    group = Group(device)
+    group = Group(device, config.context_parallel)
     log.info("rank_joined", rank=group.rank, ranks=group.size, device=str(device))
     if not group.first:
         # Before the first rank can serve: a signal to all of them is its to act on, whenever it comes.
