@@ -84,6 +84,24 @@ def test_ranks_of_several_machines_are_torchruns_and_only_the_first_serves(tmp_p
     assert machines[0]["trainer"]["server"]["address"].startswith("127.0.0.1:"), "no machine calls it"
 
 
+@pytest.mark.parametrize(
+    ("nodes", "context", "refusal"),
+    [(1, 2, ""), (2, 4, ""), (1, 4, "4 does not divide the 2"), (2, 3, "3 does not divide the 4")],
+)
+def test_ranks_of_all_machines_share_sequences(
+    tmp_path: Path, nodes: int, context: int, refusal: str
+) -> None:
+    given = tables(trainer={"nodes": nodes, "ranks": 2, "context_parallel": context})
+    hosts = hosts_of(given, LOOPBACKS[:nodes] if nodes > 1 else None, 5000)
+    machines = wire_machines("models/x", tmp_path / "data", given, hosts)
+    if not refusal:
+        write(machines[0], tmp_path / "run", hosts, 0)
+        assert f"context_parallel = {context}" in (tmp_path / "run/config/trainer.toml").read_text()
+        return
+    with pytest.raises(ConfigError, match=rf"\[trainer\] context_parallel = {refusal}"):
+        write(machines[0], tmp_path / "run", hosts, 0)
+
+
 async def test_ranks_that_follow_look_at_nothing_that_the_first_one_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,7 +31,7 @@ def placed(said: str, engine: Any = "vllm") -> dict[str, Any]:
     found = {
         f"{service}.{key}": run[service][key]
         for service in ("trainer", "inference")
-        for key in ("nodes", "gpus")
+        for key in ("nodes", "gpus", "context_parallel")
         if key in run.get(service, {})
     }
     tp = run["inference"].get("vllm", {}).get("args", {}).get("tensor_parallel_size")
@@ -107,6 +107,19 @@ def test_a_file_for_slurm_is_a_run_over_several_machines() -> None:
         (
             SEVERAL + "inference.enable_expert_parallel = true\ninference.parallel.tp = 8",
             {"trainer.nodes": 2, "trainer.gpus": 8, "inference.nodes": 1, "inference.gpus": 8, "tp": 8},
+        ),
+        # Ranks that share sequences.
+        ("trainer.model.cp = 1", ON_ONE),
+        (
+            "trainer.model.cp = 2\ndeployment.num_train_gpus = 4",
+            {"trainer.gpus": 4, "inference.gpus": 1, "trainer.context_parallel": 2},
+        ),
+        (
+            SEVERAL + "trainer.model.cp = 16",
+            {
+                **{"trainer.nodes": 2, "trainer.gpus": 8, "inference.nodes": 1, "inference.gpus": 8},
+                "trainer.context_parallel": 16,
+            },
         ),
         # Of inference alone.
         (
@@ -234,6 +247,12 @@ def test_without_vllm_one_device_of_each_is_whatever_there_is() -> None:
         ('inference.deployment.type = "x"', 'choose "single_node" or "multi_node"'),
         ("inference.deployment = 3", "inference.deployment = 3 is refused: should be a table"),
         ("slurm = 3", "slurm = 3 is refused: should be a table"),
+        ("trainer.model.cp = 2", "cp = 2 is refused: the trainer's devices are 1; set"),
+        (
+            "trainer.model.cp = 3\ntrainer_gpu_ids = [0, 1]",
+            "cp = 3 is refused: the trainer's devices are 2; set it to what divides that",
+        ),
+        ('trainer.experimental."a\\nb" = 1', "experimental.a\\nb = 1 is refused: it is of prime-rl's own"),
         ('slurm.template_path = "my.j2"', 'template_path = "my.j2" is refused: the script is Quartet'),
         ("slurm.nodelist = 3", "slurm.nodelist = 3 is refused: should be text in quotes"),
         ('slurm.pre_run_command = ["a"]', "should be text in quotes"),
@@ -401,3 +420,13 @@ def test_a_file_of_one_machine_says_nothing_of_machines(text: str, engine: Any) 
     run = translate(tomllib.loads(text), engine)
     assert "slurm" not in run.tables
     assert not any("nodes" in run.tables.get(service, {}) for service in ("trainer", "inference"))
+
+
+def test_sequences_are_whole_where_one_process_trains() -> None:
+    """Without vLLM nobody says how many devices there are."""
+    run = translate(tables("trainer.model.cp = 2"), "embedded")
+    assert "trainer" not in run.tables
+    assert "trainer.model.cp = 2 (one process computes every sequence whole)" in run.without_effect
+    elsewhere = translate(tables("trainer.model.cp = 2"), "vllm", starts_services=False)
+    told = "trainer.model.cp = 2 (where the services are, they have their devices)"
+    assert told in elsewhere.without_effect

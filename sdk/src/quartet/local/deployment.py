@@ -30,7 +30,7 @@ from quartet.kit.launched import make_token
 from quartet.local.child import ChildSpec, child_environment
 from quartet.local.fork_client import possible
 from quartet.local.hosts import HERE, Hosts
-from quartet.local.ranks import rank_said
+from quartet.local.ranks import check_context, rank_said
 from quartet.local.toml_text import dumps
 from quartet.local.wiring import VISIBLE, Table, service_of, token_file
 
@@ -45,7 +45,12 @@ CHECK_SECONDS = 180.0
 
 
 def write(wired: Mapping[str, Table], root: Path, hosts: Hosts = HERE, machine: int = 0) -> list[ChildSpec]:
-    """Write the config files of a machine's processes under root/config and say how each is started."""
+    """Write the config files of a machine's processes under root/config and say how each is started.
+
+    Raises ConfigError.
+    """
+    if "trainer" in wired:
+        _check_ranks(wired["trainer"], hosts)
     folder = root / "config"
     folder.mkdir(parents=True, exist_ok=True)
     specs = []
@@ -91,6 +96,17 @@ def _torchrun(process: str, table: Table, hosts: Hosts, machine: int) -> list[st
     if service_of(process) != "trainer" or hosts.trainers == 1:
         return []
     return hosts.torchrun(machine, table.get("ranks", 1))
+
+
+def _check_ranks(trainer: Table, hosts: Hosts) -> None:
+    """Those of all machines, of which each machine's trainer knows its own alone."""
+    ranks, context = trainer.get("ranks", 1), trainer.get("context_parallel", 1)
+    # What is no such number the trainer refuses.
+    if isinstance(context, int) and isinstance(ranks, int) and min(context, ranks) > 0:
+        try:
+            check_context(context, hosts.trainers * ranks)
+        except ConfigError as error:
+            raise ConfigError(f"[trainer] {error}") from error
 
 
 def _by_fork(process: str, table: Table, python: str) -> bool:

@@ -71,18 +71,23 @@ class RunDraft:
 
 def shown(key: str, value: Any, why: str) -> str:
     """What a person reads of a key that has no effect, and why."""
-    return f"{key} = {json.dumps(value, default=str)} ({why})"
+    return f"{_in_a_line(key)} = {json.dumps(value, default=str)} ({why})"
 
 
 def refusal(key: str, value: Any, remedy: str) -> ConfigError:
     """Of a key, with the value as JSON."""
-    text = json.dumps(value, default=str)
+    text, key = json.dumps(value, default=str), _in_a_line(key)
     return ConfigError(f"{key} = {text} is refused: {remedy}", key=key, value=text, remedy=remedy)
 
 
 def refuse(key: str, value: Any, remedy: str) -> NoReturn:
     """Raises ConfigError."""
     raise refusal(key, value, remedy)
+
+
+def _in_a_line(key: str) -> str:
+    """A quoted key of TOML may have line breaks in it."""
+    return key if key.isprintable() else json.dumps(key)[1:-1]
 
 
 def lay_over(into: Tables, table: Mapping[str, Any]) -> None:

@@ -100,8 +100,17 @@ OF_OUR_SLURM: Final = frozenset(SlurmConfig.model_fields) - OF_BOTH_SLURMS
 OF_OUR_SERVICES: Final[Mapping[str, frozenset[str]]] = {
     "trainer": frozenset(
         {
-            *("device", "deterministic", "gpus", "gradient_checkpointing", "hub", "keep_last", "liger"),
-            *("losses", "max_runs", "microbatch_tokens", "nodes", "optimizer_offload", "published_versions"),
+            *("context_parallel", "device", "deterministic", "gpus", "gradient_checkpointing", "hub"),
+            *(
+                "keep_last",
+                "liger",
+                "losses",
+                "max_runs",
+                "microbatch_tokens",
+                "nodes",
+                "optimizer_offload",
+                "published_versions",
+            ),
             *("ranks", "row_tokens", "state_dir", "threads"),
         }
     ),

@@ -74,7 +74,7 @@ LEFT_OUT: Final[Mapping[str, str]] = {
     **{
         f"trainer.model.{key}": _RANKS
         for key in (
-            *("cp", "cp_style", "deepep_num_sms", "deepep_token_chunk_size", "dp_replicate", "ep"),
+            *("cp_style", "deepep_num_sms", "deepep_token_chunk_size", "dp_replicate", "ep"),
             *("ep_comm_backend", "reshard_after_forward", "tp"),
         )
     },

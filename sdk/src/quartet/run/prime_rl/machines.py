@@ -38,6 +38,7 @@ _KINDS: Final = ("single_node", _SEVERAL)
 #: Keys of one machine alone.
 _TRAIN_GPUS: Final = (DEVICES[0], "deployment.num_train_gpus")
 _INFER_GPUS: Final = (DEVICES[1], "deployment.num_infer_gpus")
+_CONTEXT: Final = "trainer.model.cp"
 _NO_VLLM: Final = "of vLLM, which is not installed here"
 _ANY_DEVICE: Final = "without vLLM it takes a GPU or the CPU"
 #: Keys of [slurm] that are called so in both.
@@ -73,12 +74,15 @@ def devices(given: Given, run: RunDraft, chosen: Engine, *, starts_services: boo
         run.put("inference.vllm.args.tensor_parallel_size", tp.value, tp.source)
     if not starts_services:
         _on_one(given, engines)
-    elif _are_several(given):
+        run.leave(given.idle("where the services are, they have their devices", _CONTEXT))
+        return
+    if _are_several(given):
         _on_several(given, run, engines)
     elif (nodes := _nodes_of_inference(given)) is not None:
         _inference_apart(given, run, engines, nodes)
     else:
         _give(run, chosen, *_on_one(given, engines))
+    _share_sequences(given, run)
 
 
 def job(given: Given, run: RunDraft) -> None:
@@ -203,6 +207,22 @@ def _check(run: RunDraft, engines: _Engines, gpus: Said, span: int, nodes: int) 
             "how many there are, and tp to as many devices as hold the model"
         )
         refuse(experts.source, True, remedy)
+
+
+def _share_sequences(given: Given, run: RunDraft) -> None:
+    """Devices of the trainer that have parts of each sequence. Raises ConfigError."""
+    cp = given.take(_CONTEXT, default=1)
+    trainer = run.tables.get("trainer", {})
+    if cp.count() == 1:
+        return
+    if "gpus" not in trainer:
+        run.leave([shown(cp.source, cp.value, "one process computes every sequence whole")])
+        return
+    each = len(trainer["gpus"]) if isinstance(trainer["gpus"], list) else trainer["gpus"]
+    ranks = each * trainer.get("nodes", 1)
+    if ranks % cp.count():
+        refuse(cp.source, cp.value, f"the trainer's devices are {ranks}; set it to what divides that")
+    run.put("trainer.context_parallel", cp.value, cp.source)
 
 
 def _give(run: RunDraft, chosen: Engine, train: Said, serve: Said) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from quartet.local.ranks import check_context
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -30,7 +31,6 @@ from quartet_trainer.masks import FULL, SLIDING, attention_masks, kinds_of_layer
 from quartet_trainer.model import refused
 from quartet_trainer.packing import PADDING, MicroBatch, Routes, Whole
 from quartet_trainer.ranks.alone import WITHOUT_CONTEXT
-from quartet_trainer.ranks.meeting import check_context
 from quartet_trainer.ranks.sharding import ShardedForward
 from quartet_trainer.sample import Ints
 

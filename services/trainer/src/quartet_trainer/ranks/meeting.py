@@ -16,8 +16,6 @@ import uuid
 from collections.abc import Sequence
 from typing import Final
 
-from quartet.config import ConfigError
-
 #: Names the ranks' own place, in their environment. torchrun has another.
 MEETING: Final = "QUARTET_RANKS_MEETING"
 #: torchrun writes to its place every so many seconds that it lives, which nobody reads who is alone, and what
@@ -36,20 +34,6 @@ def torchrun(ranks: int, arguments: Sequence[str]) -> list[str]:
     settings = ["--rdzv-conf", f"store_type=file,keep_alive_interval={ALIVE_SECONDS}"]
     command = ["-m", "torch.distributed.run", *meeting, *settings, "--rdzv-id", str(uuid.uuid4())]
     return [*command, "--nproc-per-node", str(ranks), "-m", "quartet_trainer", *arguments]
-
-
-def check_context(context_parallel: int, ranks: int) -> None:
-    """Whether so many ranks, of all machines, can share sequences like this. Errors: ConfigError."""
-    if ranks == 1 < context_parallel:
-        raise ConfigError(
-            f"context_parallel = {context_parallel} is for several ranks, and there is one; set ranks to a "
-            "multiple of it, or context_parallel = 1"
-        )
-    if ranks % context_parallel:
-        raise ConfigError(
-            f"context_parallel = {context_parallel} does not divide the {ranks} ranks; set it to a divisor "
-            f"of {ranks}"
-        )
 
 
 def _place(name: str) -> str:
