@@ -40,6 +40,14 @@ def with_(**values):
         ({"env__toy__solved_none": 0.95}, ["toy is too hard", "95%", "[difficulty_filter]"]),
         ({"env__toy__solved_all": 0.92}, ["toy has little left to teach", "92%"]),
         ({"env__toy__no_spread": 0.8}, ["80% of the groups of toy", "temperature (now 1)", "(now 8)"]),
+        (
+            {"env__toy__no_spread": 0.8, "env__toy__solved_all": 0.75},
+            ["80% of the groups of toy", "most earn the full reward: take args for harder"],
+        ),
+        (
+            {"env__toy__no_spread": 0.8, "env__toy__solved_none": 0.45},
+            ["80% of the groups of toy", "most earn nothing: take args for easier"],
+        ),
         ({"rollout__truncated_fraction": 0.6}, ["60% of the rollouts", "max_tokens (now the end of"]),
         ({"rollout__prefix_breaks": 7.0}, ["7 times a step", "chat template"]),
         ({"rollout__resampled": 24.0}, ["75% of the groups are sampled for nothing", "max_resample (now 0)"]),

@@ -86,15 +86,23 @@ def _too_easy(config: RunConfig, env: str, steps: Steps) -> str | None:
 
 
 def _alike(config: RunConfig, env: str, steps: Steps) -> str | None:
-    share = mean(steps, f"env/{env}/no_spread")
-    at_an_end = max(mean(steps, f"env/{env}/{name}") for name in ("solved_none", "solved_all")) >= NEARLY_ALL
-    if share < MOST or at_an_end or _follows(config, env, steps):
-        return None
-    return (
-        f"in {share:.0%} of the groups of {env} all rewards are equal, and move nothing; raise "
-        f"sampling.temperature (now {config.sampling.temperature:g}) or rollouts_per_example (now "
-        f"{config.rollouts_per_example}), or give rewards more shades" + _filter(config)
+    share, none, every = (
+        mean(steps, f"env/{env}/{name}") for name in ("no_spread", "solved_none", "solved_all")
     )
+    if share < MOST or max(none, every) >= NEARLY_ALL or _follows(config, env, steps):
+        return None
+    # Where most of them earn all, or nothing, it is the examples: another temperature finds nothing there.
+    if every > HALF * share:
+        remedy = "most earn the full reward: take args for harder examples, or a lower weight"
+    elif none > HALF * share:
+        remedy = "most earn nothing: take args for easier examples, or a reward with partial credit"
+    else:
+        remedy = (
+            f"raise sampling.temperature (now {config.sampling.temperature:g}) or rollouts_per_example (now "
+            f"{config.rollouts_per_example}), or give rewards more shades"
+        )
+    equal = f"in {share:.0%} of the groups of {env} all rewards are equal, and move nothing; "
+    return equal + remedy + _filter(config)
 
 
 def _follows(config: RunConfig, env: str, steps: Steps) -> bool:
