@@ -110,6 +110,17 @@ def test_a_conversation_is_told_with_what_its_turns_thought_called_and_were_answ
     assert answered == {"role": "tool", "content": "cba", "tool_call_id": "c1"}
 
 
+def test_what_answers_a_task_is_told_by_verifiers_names_and_whatever_else_there_is_apart() -> None:
+    event = rollout(1, 0)
+    assert not {"answer", "info", "task_data"} & rollout_row(event).keys()
+    event.rollout.task_json = '{"answer":"cba","info":null,"ground_truths":[["a"]],"reward":2}'
+    row = rollout_row(event)
+    assert (row["answer"], row["info"]) == ("cba", None)
+    assert (
+        row["task_data"] == {"ground_truths": [["a"]], "reward": 2} and row["reward"] == event.rollout.reward
+    )
+
+
 @pytest.mark.parametrize("torn", [b"", b'{"event": 9', b'{"event": 99, "step"'])
 @pytest.mark.parametrize("cut", range(len(history()) + 1))
 def test_resuming_anywhere_loses_and_doubles_nothing(tmp_path: Path, cut: int, torn: bytes) -> None:

@@ -106,7 +106,9 @@ async def test_a_large_model_has_time_to_load(
     monkeypatch.setattr(steps, "unary", still_loading)
     config = SftConfig(model=str(chat_model), data=tmp_path)
     with pytest.raises(QuartetError):
-        await Training(Mock(), config, [Sample()], Validation((), MeasureConfig(), 1, 1), tmp_path).opened()
+        await Training(
+            Mock(), config, [Sample()], Validation((), MeasureConfig(), 1, 1), tmp_path, Mock()
+        ).opened()
     assert allowed == [1800.0], "what the orchestrator allows"
 
 
@@ -118,7 +120,7 @@ async def test_what_the_trainer_does_not_take_was_not_begun(
 
     monkeypatch.setattr(steps, "unary", refuses)
     config = SftConfig(model=str(chat_model), data=written(tmp_path, {"messages": CHAT}))
-    training = Training(Mock(), config, [Sample()], Validation((), MeasureConfig(), 1, 1), tmp_path)
+    training = Training(Mock(), config, [Sample()], Validation((), MeasureConfig(), 1, 1), tmp_path, Mock())
     with pytest.raises(Refused, match="target_modules"):
         await training.opened()
 

@@ -78,19 +78,19 @@ def test_any_text_stays_within_its_line(chat_model: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("{", "line 2: not a chat"),
-        ("[" * 100_000, "line 2: not a chat"),
-        ([], "line 2: not a chat"),
-        ({"messages": "x"}, "line 2: not a chat"),
-        ({"messages": ["x"]}, "line 2: not a chat: message 1"),
-        ({"text": "x"}, "line 2: not a chat"),
-        ({"messages": []}, "line 2: not a chat"),
-        ({"messages": [{"role": "user"}]}, "line 2: not a chat"),
+        ("{", r"line 2: it is no JSON \(.*\); write an object, whole in a line of its own"),
+        ("[" * 100_000, "line 2: it is no JSON"),
+        ([], r"line 2: it is \[\], and no object; write {\"messages\": "),
+        ({"messages": "x"}, "line 2: messages is 'x'; write a list of messages"),
+        ({"messages": ["x"]}, "line 2: message 1 is 'x'; write an object"),
+        ({"messages": []}, r"line 2: messages is \[\]; write a list of messages, of one at least"),
+        ({"messages": [{"role": "user"}]}, 'line 2: message 1 has no content; write "content": "..."'),
+        ({"messages": CHAT, "images": ["x"]}, "line 2: it has images, and only text is learned"),
         ({"messages": CHAT[:2]}, "line 2: no message of assistant"),
         (said(role="wizard"), "message 2 has the role 'wizard'; there are system, user, assistant, tool"),
         (said(role=["user"]), r"message 2 has the role \['user'\]"),
         (said(content=5), "line 2: message 2 has the content 5"),
-        (said(content=None), "line 2: not a chat: message 2 has no content"),
+        (said(content=None), "line 2: message 2 has no content"),
         (said(content=["x"]), r"message 2, content\[0\] is 'x'; only text"),
         (
             said(content=[{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "x"}}]),
@@ -124,7 +124,7 @@ def test_malformed_lines_are_told_together(
     data = written(tmp_path, {"messages": CHAT}, "{", *wizards, said(content=5))
     assert main(["sft", "--model", str(chat_model), "--data", str(data)]) == 2
     first, *others, last = capsys.readouterr().err.splitlines()
-    assert first.startswith(f"error: {data}, line 2: not a chat")
+    assert first.startswith(f"error: {data}, line 2: it is no JSON")
     numbers = [int(line.removeprefix("  also: line ").split(":")[0]) for line in others]
     assert numbers == list(range(3, 22)) and last == "  and 5 more"
 

@@ -133,8 +133,8 @@ def test_both_files_are_looked_at_before_anything_starts(
     file.write_text('{"messages": []}')
     assert check(data, "--validation", str(file)) == 2
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith(f"error: {data}, line 1: not a chat")
-    assert second.startswith(f"  also: {file}, line 1: not a chat")
+    assert first.startswith(f"error: {data}, line 1: it is no JSON")
+    assert second.startswith(f"  also: {file}, line 1: messages is []")
     good = chats(tmp_path / "c", "x")
     assert check(good, "--validation", str(tmp_path / "none")) == 2
     assert f"validation = {str(tmp_path / 'none')!r} cannot be read" in capsys.readouterr().err
@@ -221,7 +221,7 @@ def test_promise_2_what_is_no_number_is_no_part_of_a_line() -> None:
     done, stepped = ForwardBackwardResponse(loss=math.nan), OptimStepResponse(skipped_nonfinite=True)
     row = step_row(1, done, stepped, 1.0)
     assert "train/loss" not in row and row["train/skipped_steps"] == 1
-    assert "lower learning_rate" in step_line(1, 2, done, stepped)
+    assert "lower learning_rate" in step_line(1, 2, done, stepped, 1.0)
     hopeless = Measured(1e4, 1)
     row = validation_row(1, hopeless, 1.0)
     assert hopeless.perplexity == math.inf and "val/perplexity" not in row and row["val/loss"] == 1e4

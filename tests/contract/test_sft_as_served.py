@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from quartet.cli.messages import message_row
-from quartet.cli.sft.line import Conversation, conversation_of
+from quartet.cli.sft.line import Conversation, read_line
 from quartet.cli.sft.template import template_of
 from quartet.cli.tiny.files import write_model_files
 from quartet.v1.common_pb2 import Message, ToolCall, ToolDefinition
@@ -90,7 +90,7 @@ def test_a_line_is_rendered_as_it_is_served(
 ) -> None:
     write_model_files(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(source)
-    chat = conversation_of(json.dumps(line if listed else line | {"tools": []}))
+    chat = read_line(json.loads(json.dumps(line if listed else line | {"tools": []})))
     assert isinstance(chat, Conversation)
     served = Template(load_tokenizer(tmp_path), {})
     messages = [to_template(message) for message in MESSAGES]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quartet.cli.sft.shown import Lines
 from quartet.cli.sft.steps import Training
 from quartet.cli.sft.validation import Validation
 from quartet.kit.channel import connect
@@ -53,7 +54,8 @@ def train(tmp_path: Path, small_qwen3: Path, serving_trainer: Callable[..., Any]
         ):
             stub = TrainerServiceStub(channel)  # type: ignore[no-untyped-call]
             measured = Validation(validation, when, config.steps(0), config.batch_size)
-            training = Training(stub, config, samples(10, seed=1), measured, output)
+            shown = Lines(config.steps(0))
+            training = Training(stub, config, samples(10, seed=1), measured, output, shown)
             model = await training.finished(await training.opened())
         rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
         rows = [{key: value for key, value in row.items() if key not in OF_TIME} for row in rows]

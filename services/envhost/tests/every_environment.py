@@ -78,6 +78,8 @@ async def test_the_oracle_earns_everything_and_a_wrong_answer_does_not(env_id: s
                 assert not rollout.HasField("failure"), rollout.failure
                 assert rollout.reward == pytest.approx(getattr(oracle, "FULL_REWARD", 1.0)), rollout.messages
                 assert sum(message.role == "assistant" for message in rollout.messages) == turns
+                answers = "ground_truths" if env_id == "alphabet-sort" else "answer"
+                assert json.loads(rollout.task_json)[answers] == one[answers]
                 policy.answer = lambda request, last: "I do not know."
                 rollout = await run(environment, replicas, env_id, index)
                 assert not rollout.HasField("failure"), rollout.failure

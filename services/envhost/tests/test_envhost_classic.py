@@ -67,6 +67,8 @@ async def test_a_group_is_scored_and_its_tokens_are_the_sampled_ones(classic: An
         assert rollout.stop_condition == "enough" and rollout.num_turns == 1
     (first,) = [r for r in rollouts if r.member == 0]
     assert [m.role for m in first.messages] == ["user", "assistant"]
+    assert json.loads(first.task_json)["answer"] == "ok"
+    assert not any(r.task_json for r in rollouts if r.member)
 
 
 async def test_turns_extend_the_sampled_tokens(classic: Any) -> None:

@@ -5,6 +5,7 @@ Invariants by their module: v1/policy.py 1-3, v1/outcome.py 1-2, samples.py 1-3.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -29,7 +30,9 @@ async def test_a_group_of_reverse_text_is_scored(hosted: Any) -> None:
     (first,) = [r for r in rollouts if r.member == 0]
     assert [m.role for m in first.messages] == ["system", "user", "assistant"]
     assert first.messages[0].content.startswith("Reverse the text character-by-character.")
-    assert not any(r.messages for r in rollouts if r.member)
+    prompt = first.messages[1].content
+    assert json.loads(first.task_json) == {"answer": prompt[::-1]}
+    assert not any(r.messages or r.task_json for r in rollouts if r.member)
 
 
 async def test_sample_is_exactly_what_was_sampled(hosted: Any) -> None:

@@ -132,8 +132,11 @@ def test_every_sampled_token_is_covered_exactly_once(plan: list[tuple[bool, list
 def test_rollout_over_the_message_limit_loses_messages_then_experts_then_fails() -> None:
     rollout = rollout_pb2.Rollout(member=3, reward=1.0)
     rollout.messages.add(role="user", content="x" * MAX_MESSAGE_BYTES)
+    rollout.task_json = '{"answer":"x"}'
     small = bounded(rollout)
-    assert not small.messages and small.reward == 1.0 and not small.HasField("failure")
+    assert (
+        not small.messages and not small.task_json and small.reward == 1.0 and not small.HasField("failure")
+    )
     rollout.samples.add(logprobs=[0.0])
     for size in (MAX_MESSAGE_BYTES // 2, MAX_MESSAGE_BYTES // 2 + 1):
         experts = rollout_pb2.RoutedExperts(layers=4, slots=8, width=1, numbers=bytes(size // 32 * 32))

@@ -361,6 +361,9 @@ class FakeHost(EnvHostServiceServicer):
         if request.task_index in self.flat_tasks:
             rollout.reward = 1.0
         rollout.rewards["match"] = rollout.reward
+        if member < request.messages_of_members:
+            rollout.messages.add(role="user", content=str(request.task_index))
+            rollout.task_json = f'{{"answer":{request.task_index}}}'
         if self.silent:
             return rollout
         sample = rollout.samples.add(token_ids=[request.task_index, member, version, 9])

@@ -74,6 +74,9 @@ async def test_old_rollouts_are_given_up_and_nothing_else(world, small_segments)
     assert {event.step for event in slim if event.HasField("step")} <= set(range(1, 9))
     assert len(slim) > 40
     assert all(event.rollout.rewards and event.rollout.usage.completion_tokens for event in slim)
+    assert not any(event.rollout.messages or event.rollout.task_json for event in slim)
+    told = [event for event in rollouts(whole_records) if event.rollout.task_json]
+    assert told and all(event.rollout.member == 0 for event in told), "the others have no messages"
     async with world.orchestrator() as runs:
         assert runs.get("run").state == state
         assert [r async for r in runs.get("run").events(0, rollouts=True)] == records

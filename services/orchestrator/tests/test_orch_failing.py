@@ -128,6 +128,16 @@ def test_a_reward_that_is_no_number_is_a_failure(reward):
     assert rollout.failure.kind == rpb.FAILURE_KIND_SCORER and rollout.reward == 0
 
 
+@pytest.mark.parametrize("failed", [True, False])
+@pytest.mark.parametrize("said", ["", "x", "[]", '{"answer":"42"}', '{"answer":"' + "x" * 5000 + '"}'])
+def test_only_what_can_be_written_down_is_told_of_a_task(said, failed):
+    rollout = rpb.Rollout(task_json=said)
+    if failed:
+        rollout.failure.kind = rpb.FAILURE_KIND_SCORER
+    checked(rollout)
+    assert rollout.task_json == (said if said == '{"answer":"42"}' else "")
+
+
 @pytest.mark.parametrize("by_host", [True, False])
 def test_a_failure_never_has_a_reward(by_host):
     """sampling.py 5 and invariant 5: also one that comes from the host with some of them."""

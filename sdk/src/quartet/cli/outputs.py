@@ -36,6 +36,7 @@ from quartet.cli.messages import message_row
 from quartet.cli.progress import Progress, ledger_dict
 from quartet.config import ConfigError
 from quartet.kit.unknown import enum_name
+from quartet.task_data import FIRST, read
 from quartet.v1.orchestrator_service_pb2 import RolloutEvent, WatchRunResponse
 from quartet.v1.rollout_pb2 import FailureKind
 
@@ -176,6 +177,7 @@ def rollout_row(event: RolloutEvent) -> Row:
         "policy_versions": sorted(set(spans)),
         "total_ms": rollout.timing.total_ms,
     }
+    row |= task_fields(rollout.task_json)
     if rollout.messages:
         row["messages"] = [message_row(message) for message in rollout.messages]
     if rollout.HasField("failure"):
@@ -183,6 +185,14 @@ def rollout_row(event: RolloutEvent) -> Row:
         row["failure"] = {"kind": kind, "message": rollout.failure.message}
         row["reward"] = None  # a failure is not a reward
     return row
+
+
+def task_fields(task_json: str) -> Row:
+    """What a rollout tells of its task (quartet.task_data): by Verifiers' names, and apart whatever else an
+    environment has."""
+    data = read(task_json) or {}
+    row = {name: data.pop(name) for name in FIRST if name in data}
+    return row | ({"task_data": data} if data else {})
 
 
 def append_line(file: Path, row: Row) -> None:

@@ -40,9 +40,9 @@ class SftConfig(Config):
     AS_TABLES: ClassVar = AS_TABLES
 
     model: Text
-    #: JSON lines, each with "messages": [{"role", "content", ...}, ...].
+    #: JSON lines, or a list of JSON: chats or text, in one of the forms of cli/sft/line.py.
     data: Path
-    #: Lines of the same form, which are never learned: the loss on them is measured.
+    #: Likewise, and never learned: the loss on them is measured.
     validation: Path | None = None
     #: Whose messages the loss covers.
     roles: Annotated[tuple[Role, ...], Field(min_length=1)] = ("assistant",)

@@ -248,11 +248,12 @@ class Worker:
 
 
 def bounded(rollout: rollout_pb2.Rollout) -> rollout_pb2.Rollout:
-    """The rollout if it fits into a message, else without its messages, else with fewer experts of its
-    samples, else a failure that says so."""
+    """The rollout if it fits into a message, else without its messages and its task's data, else with fewer
+    experts of its samples, else a failure that says so."""
     if rollout.ByteSize() <= MAX_MESSAGE_BYTES:
         return rollout
     del rollout.messages[:]
+    rollout.ClearField("task_json")
     experts.make_room(rollout.samples, rollout.ByteSize() - MAX_MESSAGE_BYTES)
     size = rollout.ByteSize()
     if size <= MAX_MESSAGE_BYTES:

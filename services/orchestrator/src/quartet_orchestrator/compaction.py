@@ -1,8 +1,9 @@
 """Compaction: keeps a run's journal within its size by giving up what no replay can need any more.
 
 1. Nothing is given up while the journal is within `journal_keep_bytes`.
-2. Given up are the samples and messages of rollouts, and nothing else: every record keeps its number, its
-   event, its time and its place in the order, so followers see no gaps, and a restart folds the same state.
+2. Given up are the samples and messages of rollouts, with the data of their tasks, and nothing else: every
+   record keeps its number, its event, its time and its place in the order, so followers see no gaps, and a
+   restart folds the same state.
 3. Only rollouts whose step is contained in every state that the trainer keeps (`CallPlan.covered_steps`), or
    was acknowledged by a foreign trainer: they are trained or discarded, and no replay reaches them.
 4. Sealed segments only, oldest first, each replaced at once by a whole new file. A kill at any moment leaves
@@ -78,4 +79,5 @@ def slim(record: JournalRecord, covered_steps: int) -> JournalRecord | None:
         return None
     rollout.ClearField("samples")
     rollout.ClearField("messages")
+    rollout.ClearField("task_json")
     return record

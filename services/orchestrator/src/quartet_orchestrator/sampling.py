@@ -28,7 +28,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from quartet import experts
+from quartet import experts, task_data
 from quartet.errors import QuartetError
 from quartet.kit.options import MAX_MESSAGE_BYTES
 from quartet.v1 import common_pb2 as cpb
@@ -211,6 +211,8 @@ class Sampling:
 
 def checked(rollout: rpb.Rollout, exact_version: int | None = None) -> None:
     """Turns a success that cannot be one into the failure that it is; no failure keeps a reward."""
+    if task_data.read(rollout.task_json) is None:  # of a host that is not ours: followers write it down
+        rollout.ClearField("task_json")
     if rollout.HasField("failure"):
         return _unrewarded(rollout)
     for sample in rollout.samples:
@@ -238,6 +240,7 @@ def bounded(rollout: rpb.Rollout) -> None:
     if rollout.ByteSize() <= ROLLOUT_BYTES:
         return
     del rollout.messages[:]
+    rollout.ClearField("task_json")
     experts.make_room(rollout.samples, rollout.ByteSize() - ROLLOUT_BYTES)
     size = rollout.ByteSize()
     if size > ROLLOUT_BYTES:

@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from quartet.cli.env.oracle import Oracle
+from quartet.cli.env.under_way import UnderWay
 from quartet.cli.eval.board import failures_text
 from quartet.cli.eval.config import Trial
 from quartet.cli.eval.player import Player
@@ -45,32 +46,45 @@ class Played:
         return [(task, one) for task, one in self.rollouts if one.HasField("failure")]
 
 
-async def play_by_oracle(host: Any, trial: Trial, oracle: Oracle) -> list[Played]:
+async def play_by_oracle(host: Any, trial: Trial, oracle: Oracle, under_way: UnderWay) -> list[Played]:
     """The oracle, then a policy that knows nothing; example by example, for the oracle to know which."""
     tasks = await tasks_of(host, trial)
     played = []
     for who, wrong in (("the oracle", False), ("a wrong answer", True)):
         one = Played(who)
         oracle.wrong = wrong
+        under_way.doing(f"playing {who}", len(tasks) * trial.rollouts_per_example)
         for task in tasks:
             oracle.playing(json.loads(task.data_json))
-            await _play(host, trial, [task], one, oracle)
+            await _play(host, trial, [task], one, oracle, under_way)
         played.append(one)
     return played
 
 
-async def play_by_model(host: Any, trial: Trial, policy: Player | None, name: str) -> list[Played]:
+async def play_by_model(
+    host: Any, trial: Trial, policy: Player | None, name: str, under_way: UnderWay
+) -> list[Played]:
     """A model."""
     one = Played(name)
-    await _play(host, trial, await tasks_of(host, trial), one, policy)
+    tasks = await tasks_of(host, trial)
+    under_way.doing(f"playing {name}", len(tasks) * trial.rollouts_per_example)
+    await _play(host, trial, tasks, one, policy, under_way)
     return [one]
 
 
-async def _play(host: Any, trial: Trial, tasks: Sequence[Task], into: Played, policy: Player | None) -> None:
+async def _play(
+    host: Any,
+    trial: Trial,
+    tasks: Sequence[Task],
+    into: Played,
+    policy: Player | None,
+    under_way: UnderWay,
+) -> None:
     members = range(trial.rollouts_per_example)
 
     def note(task: Task, rollout: Rollout) -> None:
         into.rollouts.append((task, rollout))
+        under_way.ended(failed=rollout.HasField("failure"))
 
     await play(host, trial, {task.index: members for task in tasks}, tasks, note, policy)
 

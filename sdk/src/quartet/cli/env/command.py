@@ -19,6 +19,7 @@ from quartet.cli.env.install import install
 from quartet.cli.env.installed import candidates, module_of, python_of
 from quartet.cli.env.oracle import Oracle, find_oracle
 from quartet.cli.env.scaffold import write_package
+from quartet.cli.env.under_way import UnderWay, telling
 from quartet.cli.eval.arguments import MODEL_KEYS, PLAY_KEYS, env_args, given_keys
 from quartet.cli.eval.board import print_table
 from quartet.cli.eval.config import EvalFileConfig, OneEvalConfig
@@ -79,7 +80,9 @@ def _show(options: argparse.Namespace, rest: list[str]) -> int:
     nobody = Source("nobody", player=Nobody)
     with tempfile.TemporaryDirectory(prefix="quartet-env-") as folder:
         specs = deploy(nobody, Path(folder), [options.environment], config.envhost, {})
-        print("\n".join(with_host(specs, nobody, work)))
+        with telling(UnderWay(f"loading {options.environment}")):
+            lines = with_host(specs, nobody, work)
+    print("\n".join(lines))
     return 0
 
 
@@ -91,18 +94,20 @@ def _check(options: argparse.Namespace, rest: list[str]) -> int:
     config = _config(options, [*CHECK_DEFAULTS, *rest, *given])
     source = _player(config, options.environment)
     full = options.full_reward or 1.0
+    under_way = UnderWay(f"loading {options.environment}")
     (trial,) = config.trials
 
     async def work(host: Any, policy: Player | None, book: AddressBook) -> list[Played]:
         nonlocal full
         if isinstance(policy, Oracle):
             full = options.full_reward or policy.full_reward
-            return await play_by_oracle(host, trial, policy)
-        return await play_by_model(host, trial, policy, source.name)
+            return await play_by_oracle(host, trial, policy, under_way)
+        return await play_by_model(host, trial, policy, source.name, under_way)
 
     with tempfile.TemporaryDirectory(prefix="quartet-env-") as folder:
         specs = deploy(source, Path(folder), [options.environment], config.envhost, config.inference)
-        played = with_host(specs, source, work)
+        with telling(under_way):
+            played = with_host(specs, source, work)
     by_model = source.name != ORACLE
     for one in played:
         print("\n".join(played_lines(one, tokens=by_model)))

@@ -6,13 +6,14 @@ import argparse
 from pathlib import Path
 
 DESCRIPTION = """\
-Start a trainer on this machine, train a model on a file of chats, and write its folder.
+Start a trainer on this machine, train a model on a file of chats or of text, and write its folder.
 
   quartet sft @ sft.toml [@ more.toml ...] [--key value ...]
 
     model = "models/tiny"
     data = "chats.jsonl"     # a line each: {"messages": [{"role": "user", "content": "..."}, ...]}, and
-                             # "tools" beside it; rollouts/*.jsonl of a run are such lines
+                             # "tools" beside it; rollouts/*.jsonl of a run are such lines. Or ShareGPT's
+                             # {"conversations"}, {"prompt", "completion"}, {"text"}; or one JSON list of them
     validation = "more.jsonl"  # such lines that are not learned: the loss on them is told
     epochs = 2
     learning_rate = 1e-4
@@ -36,4 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments besides the configuration."""
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/sft"), help="default: %(default)s")
     parser.add_argument("--resume", action="store_true", help="go on with what the output folder holds")
+    parser.add_argument(
+        "--plain", action="store_true", help="a line for a step now and then instead of the live line"
+    )
     parser.add_argument("--dry-run", action="store_true", help="only check, and say what would run")

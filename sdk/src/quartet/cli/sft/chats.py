@@ -1,12 +1,15 @@
-"""Chats as samples to train on: rendered by the model's own template, covered where the chosen roles speak.
+"""The data as samples to train on: chats rendered by the model's own template and covered where the chosen
+roles speak, and raw text (passages.py).
 
 1. A chat is rendered message by message, and each message's text is tokenized by itself, as it is when the
    model is sampled: what stands before a covered message is what the model is asked to go on from.
 2. Covered is what a model would have to say: from the end of the generation prompt to the end of the turn.
-   White space that the template puts between turns is not.
+   White space that the template puts between turns is not. Of a prompt with a completion only messages of the
+   completion are covered.
 3. A chat whose template rewrites earlier turns (dropping their reasoning, say) has no such reading and is
    refused; one that is too long is left out.
-4. Of all lines that are refused the first MAX_TOLD are told together. What is left out or passed over is said
+4. All lines of a file have one form, that of the first.
+5. Of all lines that are refused the first MAX_TOLD are told together. What is left out or passed over is said
    once, however many lines have it.
 """
 
@@ -16,16 +19,19 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
-from quartet.cli.sft.line import Conversation, Omitted, conversation_of
+from quartet.cli.sft.line import Conversation, Form, Omitted, read_line
+from quartet.cli.sft.passages import Passages
+from quartet.cli.sft.rows import rows_of
 from quartet.cli.sft.template import Template, template_of
 from quartet.config import ConfigError
 from quartet.config.refusals import ALSO
-from quartet.config.text import read_text
 from quartet.v1.rollout_pb2 import PolicySpan, Sample
 
 #: Lines that are refused, and keys that are ignored: more are not read at once.
@@ -40,62 +46,129 @@ class Chats:
     left_out: int
     #: What whoever wrote the file should know, a sentence each.
     notices: Sequence[str] = ()
+    form: Form = Form.MESSAGES
+    #: Lines that the samples are of: fewer than samples where texts were cut.
+    lines: int = 0
 
     @property
     def covered(self) -> int:
         """Tokens that the loss is taken of."""
         return covered(self.samples)
 
+    @property
+    def counted(self) -> str:
+        """How much it is, in words."""
+        cut = f" in {len(self.samples)} pieces" if len(self.samples) > self.lines else ""
+        return f"{self.lines} {self.form.thing}s{cut}"
+
 
 def read_chats(file: Path, folder: Path, roles: Sequence[str], max_tokens: int, key: str = "data") -> Chats:
-    """Read a file of chats, which this key names, for a model folder. Raises ConfigError with file and
+    """Read a file of data, which this key names, for a model folder. Raises ConfigError with file and
     lines."""
-    template, tokenizer = template_of(folder), _tokenizer_of(folder)
-    samples: list[Sample] = []
+    reading = _Reading(folder, roles, max_tokens)
     refused: list[str] = []
-    ignored: set[str] = set()
-    omitted: Counter[Omitted] = Counter()
-    left_out = unlisted = 0
-    for number, line in _lines(file, key):
+    for number, row in rows_of(file, key):
         try:
-            chat = conversation_of(line)
-            if isinstance(chat, Omitted):
-                omitted[chat] += 1
-                continue
-            sample = sample_of(chat, roles, template, tokenizer)
+            if isinstance(row, ValueError):
+                raise row
+            reading.take(number, row)
         except ValueError as error:
             refused.append(f"line {number}: {error}")
-            continue
-        ignored |= chat.ignored
-        unlisted += template.reads_tools and chat.calls_unlisted
-        if len(sample.token_ids) > max_tokens:
-            left_out += 1
-        else:
-            samples.append(sample)
     if refused:
         more = [f"\n  and {len(refused) - MAX_TOLD} more"] if len(refused) > MAX_TOLD else []
         raise ConfigError("".join([f"{file}, ", ALSO.join(refused[:MAX_TOLD]), *more]))
-    notices = _notices(ignored, omitted, unlisted)
-    longest, most = max((len(one.token_ids) for one in samples), default=0), positions_of(folder)
+    chats = reading.chats()
+    what = chats.form.thing
+    longest, most = max((len(one.token_ids) for one in chats.samples), default=0), positions_of(folder)
     if most is not None and longest > most:
         raise ConfigError(
-            f"{key} = {str(file)!r} has a chat of {longest} tokens, and the model takes {most} "
-            f"(max_position_embeddings); set max_tokens to {most}, which leaves longer ones out"
+            f"{key} = {str(file)!r} has a {what} of {longest} tokens, and the model takes {most} "
+            f"(max_position_embeddings); set max_tokens to {most}, which "
+            + ("cuts longer ones" if chats.form is Form.TEXT else "leaves longer ones out")
         )
-    if not samples:
+    if not chats.samples:
+        left_out = chats.left_out
         short = f" of at most max_tokens = {max_tokens}; longer: {left_out}" if left_out else ""
-        none = f"{key} = {str(file)!r} has no chat{short}"
-        raise ConfigError("; ".join([none, *notices]))
-    return Chats(samples, left_out, notices)
+        none = f"{key} = {str(file)!r} has no {what}{short}"
+        raise ConfigError("; ".join([none, *chats.notices]))
+    return chats
 
 
-def _notices(ignored: set[str], omitted: Mapping[Omitted, int], unlisted: int) -> list[str]:
+@dataclass
+class _Reading:
+    """What is known of a file so far."""
+
+    folder: Path
+    roles: Sequence[str]
+    max_tokens: int
+    samples: list[Sample] = field(default_factory=list)
+    #: That of the file, and the line that has shown it.
+    form: Form | None = None
+    _shown_by: int = 0
+    _lines: int = 0
+    _left_out: int = 0
+    _unlisted: int = 0
+    _ignored: set[str] = field(default_factory=set)
+    _omitted: Counter[Omitted] = field(default_factory=Counter)
+
+    def take(self, number: int, row: Any) -> None:
+        """Take a line. Raises ValueError where it is refused, and ConfigError where the model cannot be
+        read."""
+        line = read_line(row)
+        if isinstance(line, Omitted):
+            self._omitted[line] += 1
+            return
+        if self.form is None:
+            self.form, self._shown_by = line.form, number
+        if line.form is not self.form:
+            raise ValueError(
+                f"it has {line.form.value}, and line {self._shown_by} has {self.form.value}; write all lines "
+                "of a file in one form"
+            )
+        if isinstance(line, Conversation):
+            samples = [sample_of(line, self.roles, self._template, self._tokenizer)]
+            self._unlisted += self._template.reads_tools and line.calls_unlisted
+        else:
+            samples = self._passages.samples(line, self.max_tokens)
+        self._ignored |= line.ignored
+        if samples and len(samples[0].token_ids) <= self.max_tokens:
+            self.samples += samples
+            self._lines += 1
+        else:
+            self._left_out += 1
+
+    def chats(self) -> Chats:
+        """What it came to."""
+        form = self.form or Form.MESSAGES
+        notices = _notices(form, self._ignored, self._omitted, self._unlisted)
+        return Chats(self.samples, self._left_out, notices, form, self._lines)
+
+    # What a file does not need is not read: a base model may have no chat template.
+    @cached_property
+    def _template(self) -> Template:
+        return template_of(self.folder)
+
+    @cached_property
+    def _passages(self) -> Passages:
+        return Passages(self.folder, self._tokenizer)
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return _tokenizer_of(self.folder)
+
+
+def _notices(form: Form, ignored: set[str], omitted: Mapping[Omitted, int], unlisted: int) -> list[str]:
     notices = []
+    if not form.is_chat:
+        notices.append(
+            f"{form.value}: learned as raw text, without the chat template, whatever roles says; for chats "
+            "write messages"
+        )
     if ignored:
         names = sorted(ignored)
         more = f" and {len(names) - MAX_TOLD} more" if len(names) > MAX_TOLD else ""
         notices.append(f"ignored keys of the data: {', '.join(names[:MAX_TOLD])}{more}")
-    notices += [f"rollouts left out, {why.value}: {count}" for why, count in omitted.items()]
+    notices += [f"{why.value}: {count}" for why, count in omitted.items()]
     if unlisted:
         notices.append(
             f"chats that call tools and list none, which the chat template would print: {unlisted}; add "
@@ -115,7 +188,7 @@ def sample_of(chat: Conversation, roles: Sequence[str], template: Template, toke
         sample.token_ids.extend(ids)
 
     for number, message in enumerate(chat.messages):
-        if message["role"] not in roles:
+        if message["role"] not in roles or number < chat.first_learned:
             continue
         before, assistant = chat.messages[:number], message["role"] == "assistant"
         opening = template.render(before, chat.tools, assistant) if number else ""
@@ -130,7 +203,8 @@ def sample_of(chat: Conversation, roles: Sequence[str], template: Template, toke
         tell(turn, covered=True)
         told = opening + turn
     if not sample.spans:
-        raise ValueError(f"no message of {', '.join(roles)}")
+        where = " in its completion" if chat.form is Form.PROMPTED else ""
+        raise ValueError(f"no message of {', '.join(roles)}{where}, which roles says are learned")
     if sample.spans[0].start == 0:
         raise ValueError("the first token of a chat has no prediction; choose roles that do not begin it")
     return sample
@@ -168,13 +242,10 @@ def positions_of(folder: Path) -> int | None:
 
 def _tokenizer_of(folder: Path) -> Tokenizer:
     try:
-        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library raises nothing narrower
         raise ConfigError(f"tokenizer.json of the model in {folder} cannot be read: {error}") from error
-
-
-def _lines(file: Path, key: str) -> Iterator[tuple[int, str]]:
-    # Not splitlines: JSON may have U+2028 and its like within a text.
-    for number, line in enumerate(read_text(file, f"{key} = {str(file)!r}").split("\n"), start=1):
-        if line.strip():
-            yield number, line
+    # Which some files ask for; whoever serves the model does without, too.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import shutil
 import sys
 import tempfile
@@ -17,9 +18,11 @@ from pathlib import Path
 
 from quartet.cli.job import model_path
 from quartet.cli.outputs import take_model
+from quartet.cli.overwritten import LOGS
 from quartet.cli.sft.chats import Chats, read_chats
 from quartet.cli.sft.place import CHECKPOINT, taken
 from quartet.cli.sft.reported import ending_of, looked_at, run_of
+from quartet.cli.sft.shown import Display, display
 from quartet.cli.sft.steps import Refused, Training
 from quartet.cli.sft.validation import Validation, repeated
 from quartet.cli.wandb.reporter import Reporter, reporting
@@ -67,7 +70,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     with taken(output, config, resume=options.resume):
         if (output / CHECKPOINT).exists():
             return _report_again(config, sets, output)
-        shown = _in_folder(config, sets, output, resume=options.resume)
+        shown = _in_folder(config, sets, output, resume=options.resume, plain=options.plain)
     print(f"model and metrics: {output}")
     if shown:
         print(shown)
@@ -105,7 +108,7 @@ def _say_read(sets: Sets) -> None:
     """What was found in the files."""
     learned, measured = sets.learned, sets.measured
     print(
-        f"{len(learned.samples)} chats, {learned.covered} tokens to learn, "
+        f"{learned.counted}, {learned.covered} tokens to learn, "
         f"{learned.left_out} left out as too long; {sets.validation.steps} steps"
     )
     for notice in learned.notices:
@@ -113,13 +116,15 @@ def _say_read(sets: Sets) -> None:
     if not measured.samples:
         return
     print(
-        f"validation: {len(measured.samples)} chats, {measured.covered} tokens to measure, "
+        f"validation: {measured.counted}, {measured.covered} tokens to measure, "
         f"{measured.left_out} left out as too long"
     )
     if again := repeated(measured.samples, learned.samples):
-        print(f"validation: {again} of its chats are among those to learn, so its loss tells less of others")
+        whose = f"{again} of its {measured.form.thing}s are among those to learn"
+        print(f"validation: {whose}, so its loss tells less of others")
     for notice in measured.notices:
-        print(f"validation: {notice}")
+        if notice not in learned.notices:
+            print(f"validation: {notice}")
 
 
 def _tell(line: str) -> None:
@@ -132,12 +137,16 @@ def _deploy(config: SftConfig, folder: Path) -> list[ChildSpec]:
     return write(wire(config.model, folder / "data", {"trainer": trainer}), folder)
 
 
-def _in_folder(config: SftConfig, sets: Sets, output: Path, *, resume: bool) -> str:
+def _in_folder(config: SftConfig, sets: Sets, output: Path, *, resume: bool, plain: bool) -> str:
     """Train in a folder that is held. Where it is shown, in a sentence."""
+    steps = sets.validation.steps
     try:
-        with reporting(config.wandb, output, _tell) as reporter:
-            asyncio.run(_train(config, sets, output, reporter))
-            return reporter.finish(ending_of(config, sets.validation.steps))
+        with (
+            contextlib.closing(display(steps, plain=plain)) as seen,
+            reporting(config.wandb, output, seen.say) as reporter,
+        ):
+            asyncio.run(_train(config, sets, output, reporter, seen))
+            return reporter.finish(ending_of(config, steps))
     except Refused:
         if not resume:
             shutil.rmtree(output)  # nothing was run: the next attempt finds no used folder
@@ -147,16 +156,17 @@ def _in_folder(config: SftConfig, sets: Sets, output: Path, *, resume: bool) -> 
         raise
 
 
-async def _train(config: SftConfig, sets: Sets, output: Path, reporter: Reporter) -> None:
+async def _train(config: SftConfig, sets: Sets, output: Path, reporter: Reporter, seen: Display) -> None:
     async def work(book: AddressBook) -> Path:
         async with connect(book["trainer"][0]) as channel:
             stub = TrainerServiceStub(channel)  # type: ignore[no-untyped-call]
-            training = Training(stub, config, sets.learned.samples, sets.validation, output)
+            training = Training(stub, config, sets.learned.samples, sets.validation, output, seen)
             done = await training.opened()
             reporter.begin(run_of(output, config))
             async with looked_at(reporter):
                 return await training.finished(done)
 
+    seen.waiting(f"the trainer loads the model; logs are in {output / LOGS}")
     exported = await beside(_deploy(config, output), work, drain_s=DRAIN_SECONDS)
     take_model(exported, output / CHECKPOINT)
 

@@ -1,10 +1,15 @@
-"""A line of the data, in the form in which a chat template gets a conversation.
+"""A line of the data: a conversation, or raw text, in whichever of the usual forms it is written.
 
-1. That form is the one in which inference hands over the same conversation (docs/inference.md, Messages), so
-   that a model meets in training the prompts that it is served: content is text, the arguments of a call are
-   what their JSON says, a tool has a name, a description and parameters.
-2. Read are OpenAI's form and the lines of rollouts/*.jsonl, whose calls are JSON text (quartet.cli.messages).
-3. What says nothing of the conversation is left out and named; what cannot be read is refused.
+    messages                 {"messages": [{"role", "content"}, ...]}; lines of rollouts/*.jsonl are such
+    conversations            {"conversations": [{"from", "value"}, ...], "system": "..."}: ShareGPT
+    prompt and completion    {"prompt": [messages], "completion": [messages]}: of it the completion is learned
+    ... of text              {"prompt": "...", "completion": "..."}: without a chat template
+    text                     {"text": "..."}: all of it is learned
+
+1. A line has the first of these forms of which it has all keys, null counting as none; with any list of
+   messages `tools` may stand.
+2. Wherever a list of messages stands, its messages may be OpenAI's or ShareGPT's (message.py).
+3. What says nothing of the line is left out and named; what cannot be read is refused: ValueError.
 """
 
 from __future__ import annotations
@@ -14,26 +19,62 @@ import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Final
 
-from quartet.run.sft import Role
+from quartet.cli.sft.message import (
+    Message,
+    Tool,
+    decoded,
+    ignored_of,
+    list_of,
+    message_of,
+    tool_of,
+    unknown_keys,
+)
 
-Message = Mapping[str, Any]
-Tool = Mapping[str, Any]
-
-FORM = 'write {"messages": [{"role", "content"}, ...]}, and "tools": [...] beside it where there are some'
-ROLES: tuple[str, ...] = get_args(Role)
-#: A developer's message is what a system message was called before.
-RENAMED = {"developer": "system"}
-#: Names of the same, the one that templates know first.
-REASONING = ("reasoning_content", "reasoning", "thinking")
-LINE_KEYS = frozenset({"messages", "tools"})
-MESSAGE_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", *REASONING})
-FUNCTION_KEYS = frozenset({"name", "description", "parameters"})
-#: Of a function, besides: what a template is never given.
-PASSED_OVER = frozenset({"type", "strict", "return"})
+FORMS: Final = (
+    'write {"messages": [{"role", "content"}, ...]}, {"conversations": [{"from", "value"}, ...]}, '
+    '{"prompt", "completion"}, both messages or both text, or {"text"}'
+)
 #: What every line of rollouts/*.jsonl has, and no other file is likely to.
-ROLLOUT_KEYS = frozenset({"env", "group", "member", "reward"})
+ROLLOUT_KEYS: Final = frozenset({"env", "group", "member", "reward"})
+#: Of what a chat shows besides text: without it, the answers would be learned behind other prompts.
+SEEN: Final = ("images", "image", "videos", "audios")
+
+
+class Form(enum.Enum):
+    """How the lines of a file are written. The value is the form's name in what is said."""
+
+    MESSAGES = "messages"
+    CONVERSATIONS = "conversations"
+    PROMPTED = "prompt and completion, which are messages"
+    COMPLETED = "prompt and completion, which are text"
+    TEXT = "text"
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Those that have a meaning in it."""
+        match self:
+            case Form.MESSAGES:
+                return frozenset({"messages", "tools"})
+            case Form.CONVERSATIONS:
+                return frozenset({"conversations", "system", "tools"})
+            case Form.PROMPTED:
+                return frozenset({"prompt", "completion", "tools"})
+            case Form.COMPLETED:
+                return frozenset({"prompt", "completion"})
+            case Form.TEXT:
+                return frozenset({"text"})
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether a chat template renders it."""
+        return self not in (Form.COMPLETED, Form.TEXT)
+
+    @property
+    def thing(self) -> str:
+        """What a line of it holds; with an s, several."""
+        return {Form.COMPLETED: "completion", Form.TEXT: "text"}.get(self, "chat")
 
 
 @dataclass(frozen=True)
@@ -43,6 +84,9 @@ class Conversation:
     messages: Sequence[Message]
     tools: Sequence[Tool]
     ignored: frozenset[str]
+    form: Form = Form.MESSAGES
+    #: Messages before are what the model is given, whoever speaks.
+    first_learned: int = 0
 
     @property
     def calls_unlisted(self) -> bool:
@@ -50,173 +94,135 @@ class Conversation:
         return not self.tools and any("tool_calls" in message for message in self.messages)
 
 
+@dataclass(frozen=True)
+class Passage:
+    """Raw text: what the model is given, and what it learns to go on with."""
+
+    prompt: str
+    text: str
+    ignored: frozenset[str]
+    form: Form
+
+
 class Omitted(enum.Enum):
-    """A rollout from which nothing can be learned, and why."""
+    """A line from which nothing can be learned, and why."""
 
-    WITHOUT_MESSAGES = "without messages (the run's messages_of_members says how many of a group have them)"
-    FAILED = "failed"
+    WITHOUT_MESSAGES = (
+        "rollouts left out, without messages (the run's messages_of_members says how many of a group have "
+        "them)"
+    )
+    FAILED = "rollouts left out, failed"
+    EMPTY = "lines left out, whose text is empty"
 
 
-def conversation_of(line: str) -> Conversation | Omitted:
-    """Read a line. Raises ValueError."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not a chat, but no JSON ({error}); {FORM}") from error
+def read_line(row: Any) -> Conversation | Passage | Omitted:
+    """What a line says that was read as JSON. Raises ValueError."""
     if not isinstance(row, dict):
-        raise ValueError(f"not a chat; {FORM}")
+        raise ValueError(f"it is {reprlib.repr(row)}, and no object; {FORMS}")
     rollout = row.keys() >= ROLLOUT_KEYS
     if rollout and row.get("failure") is not None:
         return Omitted.FAILED
-    if rollout and "messages" not in row:
+    if rollout and row.get("messages") is None:
         return Omitted.WITHOUT_MESSAGES
-    given = row.get("messages")
-    if not isinstance(given, list) or not given:
-        raise ValueError(f"not a chat; {FORM}")
-    messages = [_message(f"message {number}", message) for number, message in enumerate(given, start=1)]
+    form = form_of(row)
+    ignored = frozenset[str]() if rollout else frozenset(unknown_keys(row, form.keys))
+    line = _conversation(row, form, ignored) if form.is_chat else _passage(row, form, ignored)
+    if isinstance(line, Conversation):
+        _check_text([*line.messages, *line.tools])
+        return line
+    _check_text(line.prompt + line.text)
+    return line if line.prompt or line.text else Omitted.EMPTY
+
+
+def form_of(row: Mapping[str, Any]) -> Form:
+    """The form of a line, by its keys. Raises ValueError."""
+    given = {key for key, value in row.items() if value is not None}
+    if "messages" in given:
+        return Form.MESSAGES
+    if "conversations" in given:
+        return Form.CONVERSATIONS
+    if {"prompt", "completion"} <= given:
+        return _of_prompt_and_completion(row["prompt"], row["completion"])
+    if "text" in given:
+        return Form.TEXT
+    raise ValueError(_none_of_them(given))
+
+
+def _of_prompt_and_completion(prompt: Any, completion: Any) -> Form:
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return Form.COMPLETED
+    for key, value in (("prompt", prompt), ("completion", completion)):
+        if not isinstance(value, str | list):
+            raise ValueError(f"{key} is {reprlib.repr(value)}; write text, or a list of messages")
+    if isinstance(prompt, str) or isinstance(completion, str):
+        listed = "completion" if isinstance(prompt, str) else "prompt"
+        raise ValueError(
+            f"of prompt and completion only {listed} is a list; write both as messages, or as text"
+        )
+    return Form.PROMPTED
+
+
+def _none_of_them(given: set[str]) -> str:
+    """Why the keys make no form."""
+    for key, other in (("prompt", "completion"), ("completion", "prompt")):
+        if key in given:
+            better = "; of two answers chosen may be it" if {"chosen", "rejected"} & given else ""
+            return f'it has {key}, and no {other}; write "{other}" beside it{better}'
+    if "instruction" in given and "output" in given:
+        return (
+            "instruction and output have no form that a model would meet again; write the one into a user's "
+            f"message, the other into an assistant's: {FORMS}"
+        )
+    keys = f"the keys {', '.join(map(reprlib.repr, sorted(given)[:8]))}" if given else "no key with a value"
+    return f"it has {keys}, which is no form that is read; {FORMS}"
+
+
+def _conversation(row: Mapping[str, Any], form: Form, ignored: frozenset[str]) -> Conversation:
+    for key in SEEN:
+        if row.get(key):
+            raise ValueError(f"it has {key}, and only text is learned; remove the line, or the key")
+    keys = ("prompt", "completion") if form is Form.PROMPTED else (form.value,)
+    lists = [_messages(key, row[key], several=len(keys) > 1) for key in keys]
+    messages = [message for one in lists for message in one]
+    first_learned = len(lists[0]) if form is Form.PROMPTED else 0
+    if form is Form.CONVERSATIONS and row.get("system"):
+        messages = [_system(row["system"], messages), *messages]
     tools = [
-        _tool(f"tools[{number}]", tool)
-        for number, tool in enumerate(_list("tools", _decoded("tools", row.get("tools"))))
+        tool_of(f"tools[{number}]", tool)
+        for number, tool in enumerate(list_of("tools", decoded("tools", row.get("tools"))))
     ]
+    within = {f"{key}[].{name}" for key in keys for message in row[key] for name in ignored_of(message)}
+    return Conversation(messages, tools, ignored | within, form, first_learned)
+
+
+def _messages(key: str, given: Any, *, several: bool) -> list[Message]:
+    if not isinstance(given, list) or not given:
+        raise ValueError(f"{key} is {reprlib.repr(given)}; write a list of messages, of one at least")
+    of = f"{key}, " if several else ""
+    return [message_of(f"{of}message {number}", message) for number, message in enumerate(given, start=1)]
+
+
+def _system(given: Any, messages: Sequence[Message]) -> Message:
+    """What stands beside ShareGPT's conversations, as those who write tools have it."""
+    if not isinstance(given, str):
+        raise ValueError(f"system is {reprlib.repr(given)}; write text")
+    if messages[0]["role"] == "system":
+        raise ValueError("system stands beside conversations that begin with one; remove either")
+    return {"role": "system", "content": given}
+
+
+def _passage(row: Mapping[str, Any], form: Form, ignored: frozenset[str]) -> Passage:
+    if form is Form.COMPLETED:
+        return Passage(row["prompt"], row["completion"], ignored, form)
+    if not isinstance(row["text"], str):
+        raise ValueError(f"text is {reprlib.repr(row['text'])}; write text")
+    return Passage("", row["text"], ignored, form)
+
+
+def _check_text(said: Any) -> None:
     try:
-        json.dumps([messages, tools], ensure_ascii=False).encode()
+        json.dumps(said, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError("it has half a surrogate pair, which is no text") from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    return Conversation(messages, tools, _ignored(row, of_line=not rollout))
-
-
-def _ignored(row: Mapping[str, Any], *, of_line: bool) -> frozenset[str]:
-    """The keys that have a value and no meaning here; of the line itself only where it is no rollout's."""
-    lines = _unknown(row, LINE_KEYS) if of_line else set()
-    return frozenset(lines).union(
-        f"messages[].{key}" for message in row["messages"] for key in _unknown(message, MESSAGE_KEYS)
-    )
-
-
-def _unknown(row: Mapping[str, Any], known: frozenset[str]) -> set[str]:
-    return {key for key, value in row.items() if key not in known and value is not None}
-
-
-def _message(where: str, message: Any) -> Message:
-    if not isinstance(message, dict):
-        raise ValueError(f"not a chat: {where} is {reprlib.repr(message)}; {FORM}")
-    role = message.get("role")
-    if not isinstance(role, str) or RENAMED.get(role, role) not in ROLES:
-        known = ", ".join([*ROLES, *RENAMED])
-        raise ValueError(f"{where} has the role {reprlib.repr(role)}; there are {known}")
-    thought = next((text for key in REASONING if (text := _text(where, message, key))), "")
-    calls = [
-        _call(f"{where}, tool_calls[{number}]", call)
-        for number, call in enumerate(_list(f"{where}, tool_calls", message.get("tool_calls")))
-    ]
-    if message.get("content") is None and not (calls or thought or role == "tool"):
-        raise ValueError(f"not a chat: {where} has no content; {FORM}")
-    rendered = {"role": RENAMED.get(role, role), "content": _content(where, message.get("content"))}
-    if thought:
-        rendered["reasoning_content"] = thought
-    for key in ("tool_call_id", "name"):
-        if text := _text(where, message, key):
-            rendered[key] = text
-    return rendered | ({"tool_calls": calls} if calls else {})
-
-
-def _content(where: str, content: Any) -> str:
-    """Text; parts of text are joined."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise ValueError(f"{where} has the content {reprlib.repr(content)}; write text")
-    texts = []
-    for number, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            shown = kind if isinstance(kind, str) and kind != "text" else reprlib.repr(part)
-            raise ValueError(
-                f"{where}, content[{number}] is {shown}; only text is learned: "
-                '{"type": "text", "text": "..."}'
-            )
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def _call(where: str, call: Any) -> dict[str, Any]:
-    call = _object(where, _decoded(where, call))
-    function = _object(f"{where}.function", call.get("function", call))
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str | dict):
-        raise ValueError(f"{where} has the arguments {reprlib.repr(arguments)}; write an object, or its JSON")
-    return {
-        "id": _text(where, call, "id"),
-        "type": "function",
-        "function": {
-            "name": _name(where, function),
-            "arguments": _said(arguments) if isinstance(arguments, str) else arguments,
-        },
-    }
-
-
-def _said(arguments: str) -> Any:
-    """Templates print arguments as JSON themselves; what is none is printed as it is."""
-    try:
-        value = json.loads(arguments)
-        json.dumps(value, ensure_ascii=False).encode()  # an escape may stand for half a surrogate pair
-    except (ValueError, RecursionError):
-        return arguments
-    return value
-
-
-def _tool(where: str, tool: Any) -> Tool:
-    tool = _object(where, tool)
-    function = _object(f"{where}.function", tool.get("function", tool))
-    unknown = _unknown(function, FUNCTION_KEYS | PASSED_OVER)
-    if unknown:
-        raise ValueError(f"{where} has {min(unknown)!r}; a function has name, description and parameters")
-    parameters = _decoded(f"{where}.parameters", function.get("parameters"))
-    return {
-        "type": "function",
-        "function": {
-            "name": _name(where, function),
-            "description": _text(where, function, "description"),
-            "parameters": {"type": "object", "properties": {}}
-            if parameters is None
-            else _object(f"{where}.parameters", parameters),
-        },
-    }
-
-
-def _decoded(where: str, value: Any) -> Any:
-    """What stands there as JSON text, as tables have to write it."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is text that is no JSON ({error})") from error
-
-
-def _object(where: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} is {reprlib.repr(value)}; write an object")
-    return value
-
-
-def _list(where: str, value: Any) -> list[Any]:
-    if not isinstance(value, list | None):
-        raise ValueError(f"{where} is {reprlib.repr(value)}; write a list")
-    return value or []
-
-
-def _text(where: str, row: Mapping[str, Any], key: str) -> str:
-    value = row.get(key)
-    if not isinstance(value, str | None):
-        raise ValueError(f"{where} has the {key} {reprlib.repr(value)}; write text")
-    return value or ""
-
-
-def _name(where: str, function: Mapping[str, Any]) -> str:
-    name = _text(where, function, "name")
-    if not name:
-        raise ValueError(f"{where} has no name")
-    return name

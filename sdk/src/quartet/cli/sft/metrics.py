@@ -29,7 +29,7 @@ def step_row(step: int, done: ForwardBackwardResponse, stepped: OptimStepRespons
         "train/skipped_steps": int(stepped.skipped_nonfinite),
         **{f"train/{name}": value for name, value in sorted(done.diagnostics.items())},
         "time/step_s": seconds,
-        "tokens_per_second": done.tokens / max(seconds, 1e-9),
+        "tokens_per_second": _rate(done, seconds),
     }
     return _row(2 * step, step, values)
 
@@ -45,14 +45,29 @@ def validation_row(step: int, measured: Measured, seconds: float) -> Row:
     return _row(2 * step + 1, step, values)
 
 
+def _rate(done: ForwardBackwardResponse, seconds: float) -> float:
+    return done.tokens / max(seconds, 1e-9)
+
+
 def _row(event: int, step: int, values: Mapping[str, float]) -> Row:
     finite = {name: value for name, value in values.items() if math.isfinite(value)}
     return {"event": event, "time": time.time(), "step": step, **finite}
 
 
-def step_line(step: int, steps: int, done: ForwardBackwardResponse, stepped: OptimStepResponse) -> str:
-    """Of a step."""
-    line = f"step {step}/{steps}  loss {done.loss:.4f}  learning rate {stepped.learning_rate:.3g}"
+def step_line(
+    step: int,
+    steps: int,
+    done: ForwardBackwardResponse,
+    stepped: OptimStepResponse,
+    seconds: float,
+    left: str = "",
+) -> str:
+    """Of a step. What is left stands in front: a terminal may be too narrow for all of it."""
+    step_of = f"step {step}/{steps}" + (f", {left} left" if left else "")
+    line = (
+        f"{step_of}  loss {done.loss:.4f}  lr {stepped.learning_rate:.1e}  "
+        f"grad norm {stepped.grad_norm:.3g}  {_rate(done, seconds):.0f} tok/s"
+    )
     if stepped.skipped_nonfinite:
         line += "  skipped: the loss or the gradients are no finite numbers; lower learning_rate"
     return line

@@ -4,11 +4,11 @@
    measurement after it, is written before the state that it belongs to is saved: what is gone on with from a
    state has the lines of all steps up to it.
 2. A run that the trainer does not take is Refused: nothing of it was run.
+3. Every step is written down; which of them are shown is the display's (shown.py).
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from itertools import islice
@@ -21,11 +21,11 @@ from quartet.cli.sft.chats import batches
 from quartet.cli.sft.metrics import step_line, step_row, validation_line, validation_row
 from quartet.cli.sft.place import METRICS, Calls, cut_metrics
 from quartet.cli.sft.requests import RUN_ID, frames, run_spec
+from quartet.cli.sft.shown import Display, Remaining
 from quartet.cli.sft.validation import Validation
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, unary
-from quartet.kit.standard_streams import say
 from quartet.run.sft import SftConfig
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1.rollout_pb2 import Sample
@@ -45,11 +45,18 @@ class Training:
     """A fine-tuning on a trainer."""
 
     def __init__(
-        self, stub: Any, config: SftConfig, samples: Sequence[Sample], validation: Validation, output: Path
+        self,
+        stub: Any,
+        config: SftConfig,
+        samples: Sequence[Sample],
+        validation: Validation,
+        output: Path,
+        display: Display,
     ) -> None:
         self._stub, self._config, self._samples = stub, config, samples
-        self._validation, self._output = validation, output
+        self._validation, self._output, self._display = validation, output, display
         self._calls = Calls(config.steps(len(samples)), config.ckpt.interval)
+        self._remaining = Remaining(self._calls.steps)
 
     async def opened(self) -> int:
         """Open the run, or the one that was begun; how many of its steps are done. Metrics are cut to them.
@@ -70,7 +77,7 @@ class Training:
         done = self._calls.step_after(created.run.applied_seq_id)
         cut_metrics(self._output, done)
         if done:
-            say(f"going on after step {done}/{self._calls.steps}", sys.stdout)
+            self._display.say(f"going on after step {done}/{self._calls.steps}")
         return done
 
     async def finished(self, done: int) -> Path:
@@ -78,6 +85,7 @@ class Training:
         calls, config = self._calls, self._config
         if done == 0:
             await self._measure(0)
+        self._remaining.begun()
         drawn = enumerate(batches(self._samples, config.batch_size, config.seed))
         for step, batch in islice(drawn, done, calls.steps):
             await self._step(step, batch)
@@ -98,9 +106,10 @@ class Training:
             pb.OptimStepRequest(run_id=RUN_ID, seq_id=seq_id + 1),
             timeout_s=CALL_SECONDS,
         )
-        row = step_row(step + 1, done, stepped, time.monotonic() - began)
-        append_line(self._output / METRICS, row)
-        say(step_line(step + 1, self._calls.steps, done, stepped), sys.stdout)
+        number, steps, seconds = step + 1, self._calls.steps, time.monotonic() - began
+        append_line(self._output / METRICS, step_row(number, done, stepped, seconds))
+        line = step_line(number, steps, done, stepped, seconds, self._remaining.after(number))
+        self._display.step(number, line, is_news=stepped.skipped_nonfinite)
 
     async def _measure(self, done: int) -> None:
         """Measure the validation set, where that is due after so many steps."""
@@ -110,7 +119,7 @@ class Training:
         measured = await self._validation.measured(self._stub, CALL_SECONDS)
         row = validation_row(done, measured, time.monotonic() - began)
         append_line(self._output / METRICS, row)
-        say(validation_line(done, self._calls.steps, measured), sys.stdout)
+        self._display.say(validation_line(done, self._calls.steps, measured))
 
     async def _save(self, seq_id: int, name: str, *, export: bool) -> Path:
         save = pb.SaveStateRequest(run_id=RUN_ID, seq_id=seq_id, name=name, export_model=export)

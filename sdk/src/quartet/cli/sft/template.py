@@ -11,7 +11,7 @@ import jinja2
 import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from quartet.cli.sft.line import Message, Tool
+from quartet.cli.sft.message import Message, Tool
 from quartet.config import ConfigError
 
 

@@ -27,6 +27,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Final
 
 import verifiers as vf
+from quartet import task_data
 from quartet.errors import QuartetError
 from quartet.kit import tracing
 from quartet.v1 import envhost_service_pb2, rollout_pb2
@@ -44,6 +45,8 @@ from quartet_envhost.own_code import OwnCode
 from quartet_envhost.sampler import MODEL_NAME, Sampler, sampling_values
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+#: Columns of an example that say more of it than its prompt. Its others are what the prompt was made of.
+_TOLD: Final = ("answer", "info", "task")
 
 
 class HostedEnvironment:
@@ -142,6 +145,9 @@ class HostedEnvironment:
             member,
             with_messages=member < request.messages_of_members,
         )
+        if member < request.messages_of_members:
+            row = rows[index]
+            rollout.task_json = task_data.told({name: row[name] for name in _TOLD if name in row})
         rollout.timing.total_ms = round(1000 * (time.monotonic() - started))
         return rollout
 

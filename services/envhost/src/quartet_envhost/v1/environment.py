@@ -25,6 +25,7 @@ from typing import Any, Final
 import pydantic
 import verifiers
 import verifiers.v1 as vf
+from quartet import task_data
 from quartet.errors import QuartetError
 from quartet.kit import tracing
 from quartet.v1 import envhost_service_pb2, rollout_pb2
@@ -56,6 +57,8 @@ from quartet_envhost.v1.tuning import remember_certificates, remember_default_fa
 _EVAL_SPLITS: Final = ("eval", "test", "validation")
 # The argument that names another environment over the taskset.
 _OVER: Final = "env"
+#: Of a task's data, what all tasks have and how they are run. What names one is told, where there is any.
+_COMMON: Final = frozenset(vf.TaskData.model_fields) - {"id", "name"}
 # Where a taskset without an end is taken to end. To read so far takes about half a GiB of memory and half a
 # minute of the worker's loop, which is stopped after a minute of silence.
 MAX_READ: Final = 500_000
@@ -157,14 +160,18 @@ class HostedEnvironment:
             times = trace.timing
             tracing.past("setup", times.boot.start, times.setup.end, agent=trace.agent.name)
             tracing.past("scoring", times.scoring.start, times.scoring.end, agent=trace.agent.name)
-        return rollout_of(
+        with_messages = member < request.messages_of_members
+        rollout = rollout_of(
             episode,
             policy,
             member,
             accepted=self._env.complete(episode),
             total_seconds=time.monotonic() - started,
-            with_messages=member < request.messages_of_members,
+            with_messages=with_messages,
         )
+        if with_messages:
+            rollout.task_json = task_data.told(_own_fields(task.data))
+        return rollout
 
     def _split(self, split: int) -> _Tasks:
         return self._tasks[split or envhost_service_pb2.SPLIT_TRAIN]  # type: ignore[index]
@@ -189,6 +196,13 @@ class _Tasks:
     def size(self) -> int:
         self._read.extend(self._source)
         return len(self._read)
+
+
+def _own_fields(data: Any) -> dict[str, Any]:
+    """What a task says besides its prompt and how it is run, which all tasks have: its own fields."""
+    own = {*type(data).model_fields, *(data.model_extra or ())} - _COMMON
+    found: dict[str, Any] = data.model_dump(mode="json", include=own, exclude_none=True)
+    return found
 
 
 def environment_config(env_id: str, args: dict[str, Any]) -> Any:
