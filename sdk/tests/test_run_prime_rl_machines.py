@@ -252,6 +252,7 @@ def test_without_vllm_one_device_of_each_is_whatever_there_is() -> None:
             "trainer.model.cp = 3\ntrainer_gpu_ids = [0, 1]",
             "cp = 3 is refused: the trainer's devices are 2; set it to what divides that",
         ),
+        ("trainer.model.cp = 2\ndeployment.num_train_gpus = 0", "the trainer's devices are 0; set it"),
         ('trainer.experimental."a\\nb" = 1', "experimental.a\\nb = 1 is refused: it is of prime-rl's own"),
         ('slurm.template_path = "my.j2"', 'template_path = "my.j2" is refused: the script is Quartet'),
         ("slurm.nodelist = 3", "slurm.nodelist = 3 is refused: should be text in quotes"),
@@ -426,7 +427,15 @@ def test_sequences_are_whole_where_one_process_trains() -> None:
     """Without vLLM nobody says how many devices there are."""
     run = translate(tables("trainer.model.cp = 2"), "embedded")
     assert "trainer" not in run.tables
-    assert "trainer.model.cp = 2 (one process computes every sequence whole)" in run.without_effect
+    assert any(
+        line.startswith("trainer.model.cp = 2 (a trainer that is given no") for line in run.without_effect
+    )
     elsewhere = translate(tables("trainer.model.cp = 2"), "vllm", starts_services=False)
     told = "trainer.model.cp = 2 (where the services are, they have their devices)"
     assert told in elsewhere.without_effect
+
+
+@pytest.mark.parametrize("devices", ['deployment.num_train_gpus = "2"', 'trainer_gpu_ids = "0,1"'])
+def test_devices_that_are_no_number_are_left_to_whoever_gives_them_out(devices: str) -> None:
+    run = translate(tables(f"trainer.model.cp = 2\n{devices}"), "vllm")
+    assert isinstance(run.tables["trainer"]["gpus"], str)

@@ -15,10 +15,12 @@ import torch
 import transformers as t
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quartet.errors import QuartetError
 from quartet.v1 import rollout_pb2
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer.packing import PADDING, pack
-from quartet_trainer.ranks.context import Context
+from quartet_trainer.placement import _shared_logprobs
+from quartet_trainer.ranks.columns import columns_of
 
 from .ranked import CONFIG, Ranked, by_torchrun, calling, running
 from .test_ranks_equal import TOLERANCE, trained
@@ -70,7 +72,7 @@ SPEC = {"learning_rate": 1e-4, "max_grad_norm": 1.0}
 @pytest.fixture(scope="module")
 def sharing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranked]:
     """Two ranks that have halves of each sequence."""
-    config = {**CONFIG, "context-parallel": 2}
+    config = {**CONFIG, "max-runs": 32, "context-parallel": 2}
     with running(tmp_path_factory.mktemp("ranks"), by_torchrun(2), **config) as group:
         yield group
 
@@ -141,22 +143,61 @@ async def test_a_model_that_ranks_cannot_share_is_refused(sharing: Ranked, tmp_p
         assert error.message.endswith("set the trainer's context_parallel = 1")
 
 
+def alone_in_its_row(tokens: int, seed: int = 5) -> list[pb.TrainingSample]:
+    """A sample that is learned but for its first token."""
+    rng = np.random.default_rng(seed)
+    ids, span = rng.integers(0, VOCAB, tokens).tolist(), rollout_pb2.PolicySpan(start=1, length=tokens - 1)
+    sample = rollout_pb2.Sample(token_ids=ids, spans=[span], logprobs=[-3.0] * (tokens - 1))
+    return [pb.TrainingSample(sample=sample, advantages=[1.0])]
+
+
 async def test_a_row_as_long_as_the_model_allows(
     serve_trainer: Callable[..., Any], sharing: Ranked, folder: Path
 ) -> None:
     """127 of 128 positions: with padding for two ranks there is no position left for what fills it up."""
-    tokens = 127
-    ids = np.random.default_rng(5).integers(0, VOCAB, tokens).tolist()
-    span = rollout_pb2.PolicySpan(start=1, length=tokens - 1)
-    sample = rollout_pb2.Sample(token_ids=ids, spans=[span], logprobs=[-3.0] * (tokens - 1))
-    samples = [pb.TrainingSample(sample=sample, advantages=[1.0])]
-    found = []
+    samples, found = alone_in_its_row(127), []
     async with serve_trainer() as alone, calling(sharing) as group:
         for trainer in (alone, group):
             await trainer.create("long", base_model=str(folder), **SPEC)
             found.append(np.concatenate(await trainer.forward(samples, run_id="long")))
-    assert len(found[0]) == tokens - 1
+    assert len(found[0]) == 126
     assert np.abs(found[0] - found[1]).max() <= 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["windowed", "some-windowed"])
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+async def test_windows_of_rows_of_one_sample(
+    serve_trainer: Callable[..., Any], sharing: Ranked, tmp_path: Path, kind: str, compute_dtype: str
+) -> None:
+    """They are seen without a mask of segments. In bfloat16 what attends is another function."""
+    model, run_id = written(SHARED[kind], tmp_path / "model"), f"{kind}-{compute_dtype}"
+    spec = {**SPEC, "base_model": model, "compute_dtype": compute_dtype}
+    found = []
+    async with serve_trainer() as alone, calling(sharing) as group:
+        for trainer in (alone, group):
+            await trainer.create(run_id, **spec)
+            done = await trainer.forward_backward(1, alone_in_its_row(61), run_id)
+            step = await trainer.stub.OptimStep(pb.OptimStepRequest(run_id=run_id, seq_id=2))
+            found.append((done.loss, step.grad_norm))
+    # A window of another width moves both by a tenth and more.
+    apart = 1e-5 if compute_dtype == "float32" else 0.03
+    assert found[0] == pytest.approx(found[1], rel=apart)
+
+
+def test_what_one_rank_alone_suffers_refuses_no_model() -> None:
+    """Ranks would be out of step: whatever is not of the model ends them (ranks/lead.py 2)."""
+
+    def raising(error: Exception) -> Callable[[], torch.Tensor]:
+        def logprobs() -> torch.Tensor:
+            raise error
+
+        return logprobs
+
+    for error in (torch.OutOfMemoryError("full"), RuntimeError("Connection reset by peer")):
+        with pytest.raises(type(error)):
+            _shared_logprobs(raising(error), "m")
+    with pytest.raises(QuartetError, match=r"3 heads; set the trainer's context_parallel = 1"):
+        _shared_logprobs(raising(ValueError("2 ranks cannot share 3 heads")), "m")
 
 
 async def test_narrow_products_are_exchanged_as_they_are(
@@ -217,8 +258,17 @@ async def test_four_ranks_in_two_contexts(
             await compare(alone, group, make_samples, "four", base_model=str(folder), **SPEC)
 
 
-@pytest.mark.parametrize("command", [["-m", "quartet_trainer", "--ranks", "3"], by_torchrun(3)])
-def test_contexts_that_do_not_divide_the_ranks_are_refused(command: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "refusal"),
+    [
+        (["-m", "quartet_trainer", "--ranks", "3"], "does not divide the 3 ranks"),
+        (by_torchrun(3), "does not divide the 3 ranks"),
+        (by_torchrun(1), "is for several ranks, and there is one"),
+    ],
+)
+def test_contexts_that_do_not_divide_the_ranks_are_refused(
+    command: list[str], refusal: str, tmp_path: Path
+) -> None:
     words = [*command, "--context-parallel", "2", "--device", "cpu", "--state-dir", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, *words],
@@ -228,7 +278,7 @@ def test_contexts_that_do_not_divide_the_ranks_are_refused(command: list[str], t
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode != 0
-    assert "context_parallel = 2 does not divide the 3 ranks" in done.stdout + done.stderr
+    assert f"context_parallel = 2 {refusal}" in done.stdout + done.stderr
 
 
 @settings(max_examples=60, deadline=None)
@@ -236,11 +286,13 @@ def test_contexts_that_do_not_divide_the_ranks_are_refused(command: list[str], t
 def test_parts_of_a_micro_batch_are_all_of_it_once(seed: int, size: int) -> None:
     samples = ragged(seed)
     for batch in pack(samples, range(len(samples)), 300, 64):
-        parts = [Context(size, place, None).part_of(batch) for place in range(size)]
+        parts = [columns_of(batch, place, size) for place in range(size)]
         width = batch.token_ids_RL.shape[1]
-        for field, filling in (("token_ids_RL", 0), ("position_ids_RL", 0), ("segments_RL", PADDING)):
+        for field in ("token_ids_RL", "position_ids_RL", "segments_RL"):
             joined = np.concatenate([getattr(part, field) for part in parts], axis=1)
-            assert (joined[:, :width] == getattr(batch, field)).all() and (joined[:, width:] == filling).all()
+            assert (joined[:, :width] == getattr(batch, field)).all()
+            if field == "segments_RL":
+                assert (joined[:, width:] == PADDING).all() and (joined == parts[0].whole.segments_RW).all()
         assert len({part.token_ids_RL.shape for part in parts}) == 1
         seen = np.concatenate([part.whole.own_k for part in parts])
         assert sorted(seen.tolist()) == list(range(len(batch.targets_K)))

@@ -28,9 +28,10 @@ from quartet.config.refusals import ALSO, together
 from quartet.kit.accelerator import has_driver
 from quartet.kit.launched import make_token
 from quartet.local.child import ChildSpec, child_environment
+from quartet.local.context_parallel import check_context
 from quartet.local.fork_client import possible
 from quartet.local.hosts import HERE, Hosts
-from quartet.local.ranks import check_context, rank_said
+from quartet.local.ranks import rank_said
 from quartet.local.toml_text import dumps
 from quartet.local.wiring import VISIBLE, Table, service_of, token_file
 

@@ -1,12 +1,10 @@
 """Launchers of ranks (torchrun, accelerate, whoever exports RANK and WORLD_SIZE on each machine) start one
-program several times; what starts a run here is started once. And how many of them can share sequences.
+program several times; what starts a run here is started once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from quartet.config import ConfigError
 
 
 def rank_said(environment: Mapping[str, str]) -> tuple[str, str] | None:
@@ -17,17 +15,3 @@ def rank_said(environment: Mapping[str, str]) -> tuple[str, str] | None:
     if several or (rank.isdigit() and int(rank) > 0):
         return rank or "?", world or "?"
     return None
-
-
-def check_context(context_parallel: int, ranks: int) -> None:
-    """Whether so many ranks, of all machines, can share sequences like this. Raises ConfigError."""
-    if ranks == 1 < context_parallel:
-        raise ConfigError(
-            f"context_parallel = {context_parallel} is for several ranks, and there is one; set ranks to a "
-            "multiple of it, or context_parallel = 1"
-        )
-    if ranks % context_parallel:
-        raise ConfigError(
-            f"context_parallel = {context_parallel} does not divide the {ranks} ranks; set it to a divisor "
-            f"of {ranks}"
-        )

@@ -15,7 +15,7 @@ from quartet.kit.accelerator import check_device
 from quartet.kit.imports import uncollected
 from quartet.kit.server import check_here
 from quartet.kit.tracing import exporting
-from quartet.local.ranks import check_context
+from quartet.local.context_parallel import check_context
 
 from quartet_trainer import libraries
 from quartet_trainer.config import TrainerConfig
@@ -32,8 +32,8 @@ def run(config: TrainerConfig) -> None:
     logs.configure("trainer")
     libraries.configure(config.threads)
     by_torchrun, world = "TORCHELASTIC_RUN_ID" in os.environ, os.environ.get("WORLD_SIZE", "1")
-    if not by_torchrun:
-        check_context(config.context_parallel, config.ranks)
+    if world == "1" or not by_torchrun:
+        check_context(config.context_parallel, 1 if by_torchrun else config.ranks)
     if config.ranks > 1 and not by_torchrun:
         # This process becomes torchrun, and keeps its pid. Whoever supervises it starts it again.
         os.execv(sys.executable, [sys.executable, *meeting.torchrun(config.ranks, sys.argv[1:])])

@@ -58,10 +58,30 @@ def attention_masks(config: Any, segments_RL: Tensor, positions_RL: Tensor) -> T
     if SLIDING in kinds:
         window = _window(text)
         assert window is not None, "transformers itself needs it"
-        distance_RLL = positions_RL[:, :, None] - positions_RL[:, None, :]
-        masks[SLIDING] = masks[FULL] & (distance_RLL < window)[:, None]
+        near_RLL = positions_RL[:, None, :] > (positions_RL - window)[:, :, None]
+        masks[SLIDING] = masks[FULL] & near_RLL[:, None]
     if text._attn_implementation == "eager":
         masks = {kind: _added(mask) for kind, mask in masks.items()}
+    return _by_kind(text, kinds, masks)
+
+
+def one_sample_masks(
+    config: Any, rows: int, width: int, causal: Tensor, device: torch.device
+) -> Tensor | dict[str, Tensor]:
+    """The same where every row is one sample, as transformers itself would see it: `causal` stands for no
+    mask but that."""
+    text, kinds = config.get_text_config(), kinds_of_layers(config)
+    masks, window = {FULL: causal}, _window(text)
+    if SLIDING in kinds:
+        assert window is not None, "transformers itself needs it"
+        masks[SLIDING] = causal
+        if width > window:
+            near_LL = torch.ones(width, width, dtype=torch.bool, device=device).tril_().triu_(1 - window)
+            masks[SLIDING] = near_LL.expand(rows, 1, -1, -1)
+    return _by_kind(text, kinds, masks)
+
+
+def _by_kind(text: Any, kinds: set[str], masks: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
     if getattr(text, "layer_types", None) and SLIDING in kinds:
         return masks
     (kind,) = kinds

@@ -230,6 +230,8 @@ def _lay_out(samples: Sequence[Sample], rows: Sequence[Row], width: int) -> Micr
             before = sample.covered_K - 1
             predictors.append(number * width + np.where(before < shared, before, before - shared + column))
             column += len(tail)
+        # Padding is a token like others: of one that a model embeds as zero a norm has no gradient.
+        token_ids_RL[number, column:] = token_ids_RL[number, column - 1]
     members = tuple(member for row in rows for member in row.members)
     targets = [samples[member].tokens_T[samples[member].covered_K] for member in members]
     return MicroBatch(

@@ -8,7 +8,8 @@
    `tp` of its devices.
 3. Without vLLM the embedded engine serves, which spans no devices: one of each service is what a file says
    that says nothing, and takes a GPU or the CPU.
-4. [slurm] is the run's own table of that name. Of one machine prime-rl's script asks for all gpus_per_node.
+4. `trainer.model.cp` devices of the trainer share each sequence, where it has several.
+5. [slurm] is the run's own table of that name. Of one machine prime-rl's script asks for all gpus_per_node.
 
 Pure.
 """
@@ -216,12 +217,14 @@ def _share_sequences(given: Given, run: RunDraft) -> None:
     if cp.count() == 1:
         return
     if "gpus" not in trainer:
-        run.leave([shown(cp.source, cp.value, "one process computes every sequence whole")])
+        why = "a trainer that is given no devices is one process; trainer.context_parallel is the key here"
+        run.leave([shown(cp.source, cp.value, why)])
         return
     each = len(trainer["gpus"]) if isinstance(trainer["gpus"], list) else trainer["gpus"]
-    ranks = each * trainer.get("nodes", 1)
-    if ranks % cp.count():
-        refuse(cp.source, cp.value, f"the trainer's devices are {ranks}; set it to what divides that")
+    # What is no number is refused by whoever gives devices out; with none it is one process.
+    if isinstance(each, int) and max(1, each) * trainer.get("nodes", 1) % cp.count():
+        devices = each * trainer.get("nodes", 1)
+        refuse(cp.source, cp.value, f"the trainer's devices are {devices}; set it to what divides that")
     run.put("trainer.context_parallel", cp.value, cp.source)
 
 

@@ -15,6 +15,8 @@ A function gets the LossSpec and the Tokens of one micro-batch, and by name what
    the model itself gave no finite number, the loss may have none: the step is skipped, as for any loss.)
 3. Divergence, entropy, aggregation and normalizer are applied to it like to any other loss.
 4. What it raises is INVALID_REQUEST with its place, and in the log with its traceback.
+5. Equal tokens get equal losses: ranks that share sequences each compute the loss of all their tokens, so one
+   that draws at random has to draw the same in all of them.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ command.py  what the first rank tells the others, and its bytes
 group.py    the group: how ranks tell, agree and add up
 balance.py  who computes which rows
 context.py  sequences that neighbouring ranks share
+columns.py  the part of a micro-batch that each of them computes
 sharding.py a model whose every rank holds its part (FSDP2)
 layout.py   tensors that are whole here, or spread over the ranks
 muon.py     Muon, which needs whole matrices

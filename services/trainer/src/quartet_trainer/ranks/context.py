@@ -2,7 +2,7 @@
 long one (DeepSpeed-Ulysses, arXiv 2309.14509).
 
 1. Of every micro-batch a rank computes the same columns of all rows, neighbours the following ones. Only in
-   attention does it see all columns, and there a share of the heads: one exchange before and one after.
+   attention does it see all columns, and there a share of the heads: exchanges before, and one after.
 2. Every rank of a context gets the log-probabilities and entropies of all covered tokens, to the same bits.
    The gradients of its parameters are those of its own tokens; the sum over the ranks is the batch's.
 3. All ranks of a context pass through the same micro-batches in the same order.
@@ -14,29 +14,32 @@ head size. K covered tokens of the micro-batch, k those whose predictors this ra
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from quartet.local.ranks import check_context
+from quartet.local.context_parallel import check_context
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from quartet_trainer import attention
-from quartet_trainer.masks import FULL, SLIDING, attention_masks, kinds_of_layers
+from quartet_trainer.masks import FULL, SLIDING, attention_masks, kinds_of_layers, one_sample_masks
 from quartet_trainer.model import refused
-from quartet_trainer.packing import PADDING, MicroBatch, Routes, Whole
+from quartet_trainer.packing import MicroBatch
 from quartet_trainer.ranks.alone import WITHOUT_CONTEXT
+from quartet_trainer.ranks.columns import columns_of
 from quartet_trainer.ranks.sharding import ShardedForward
 from quartet_trainer.sample import Ints
 
 #: What models are told to attend by; attention.NAME begins it, because it computes the same.
 NAME = f"{attention.NAME}_of_a_context"
-#: For causal attention without a mask: another one of a form that models pass on as it is.
+#: Stands for causal attention without a mask. Models pass on what has four dimensions; without any mask they
+#: would make one of this rank's columns.
 _CAUSAL = torch.zeros(1, 1, 1, 1, dtype=torch.long)
 
 
@@ -49,54 +52,23 @@ class Context:
     group: Any
 
     @classmethod
-    def of(cls, rank: int, ranks: int, size: int) -> Context:
-        """Meet the neighbours; all ranks of the trainer do it at once. Errors: ConfigError."""
+    def of(cls, rank: int, ranks: int, size: int, wait: timedelta) -> Context:
+        """Meet the neighbours, and let models attend by NAME over them; all ranks do it at once.
+
+        Errors: ConfigError.
+        """
         check_context(size, ranks)
-        # Neighbours by number are on one machine, where exchanges are fast.
-        groups = [dist.new_group(list(range(first, first + size))) for first in range(0, ranks, size)]
+        # Neighbours by number are on one machine, where exchanges are fast, if `size` divides its ranks.
+        firsts = range(0, ranks, size)
+        groups = [dist.new_group(list(range(first, first + size)), timeout=wait) for first in firsts]
         context = cls(size, rank % size, groups[rank // size])
         AttentionInterface.register(NAME, context.attention)
         AttentionMaskInterface.register(NAME, sdpa_mask)
         return context
 
-    # -- micro-batches
-
     def part_of(self, batch: MicroBatch) -> MicroBatch:
-        """The columns of this rank; what fills up the last ones is padding."""
-        rows, width = batch.token_ids_RL.shape
-        own = -(-width // self.size)
-        begin = self.place * own
-
-        def columns(values_RW: Any, filling: int) -> Any:
-            more = own * self.size - width
-            filled = np.pad(
-                values_RW, [(0, 0), (0, more), *[(0, 0)] * (values_RW.ndim - 2)], constant_values=filling
-            )
-            return np.ascontiguousarray(filled[:, begin : begin + own])
-
-        def flat_columns(values_T: Any) -> Any:
-            own_RL = columns(values_T.reshape(rows, width, *values_T.shape[1:]), 0)
-            return own_RL.reshape(rows * own, *values_T.shape[1:])
-
-        row_K, column_K = np.divmod(batch.predictors_K, width)
-        own_k = np.flatnonzero((begin <= column_K) & (column_K < begin + own))
-        more = ((0, 0), (0, own * self.size - width))
-        routes = batch.routes
-        return replace(
-            batch,
-            token_ids_RL=columns(batch.token_ids_RL, 0),
-            position_ids_RL=columns(batch.position_ids_RL, 0),
-            segments_RL=columns(batch.segments_RL, PADDING),
-            predictors_K=row_K[own_k] * own + column_K[own_k] - begin,
-            targets_K=batch.targets_K[own_k],
-            routes=routes and Routes(flat_columns(routes.experts_TNk), flat_columns(routes.told_T)),
-            whole=Whole(
-                np.pad(batch.segments_RL, more, constant_values=PADDING),
-                np.pad(batch.position_ids_RL, more),
-                own_k,
-                len(batch.targets_K),
-            ),
-        )
+        """The columns of this rank."""
+        return columns_of(batch, self.place, self.size)
 
     # -- attention
 
@@ -115,10 +87,13 @@ class Context:
         """
         assert attention_mask is not None, "ContextForward gives every layer one"
         groups = query.shape[1] // key.shape[1]
-        if key.shape[1] % self.size:
-            # Fewer than ranks, or not to be shared out evenly: each head of the queries gets its own.
-            key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
-            groups = 1
+        if times := self._copies(key.shape[1], groups):
+            key, value = (one.repeat_interleave(times, dim=1) for one in (key, value))
+            groups //= times
+        if torch.is_autocast_enabled(query.device.type):
+            # What attention would do by itself, after twice the bytes were exchanged.
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = (one.to(dtype) for one in (query, key, value))
         query, key, value = (self._heads_apart(one) for one in (query, key, value))
         mask = None if attention_mask.shape == _CAUSAL.shape else attention_mask
         if mask is not None and mask.shape[-1] != query.shape[2]:
@@ -127,9 +102,18 @@ class Context:
         out, _ = attention.attention(told, query, key, value, mask, **options)
         return self._columns_apart(out), None
 
+    def _copies(self, key_heads: int, groups: int) -> int:
+        """How often each head of the keys has to be there, so that ranks get as many; 0: as they are."""
+        if key_heads % self.size == 0:
+            return 0
+        times = self.size // math.gcd(key_heads, self.size)
+        return times if groups % times == 0 else groups
+
     def _heads_apart(self, x_RHLD: Tensor) -> Tensor:
         """[R, H, L, D] -> [R, H / C, W, D]."""
         rows, heads, own, dim = x_RHLD.shape
+        if heads % self.size:
+            raise ValueError(f"{self.size} ranks cannot share {heads} heads")
         apart = x_RHLD.view(rows, self.size, heads // self.size, own, dim)
         found = _exchanged(apart.permute(1, 0, 2, 3, 4), self.group)
         return found.permute(1, 2, 0, 3, 4).reshape(rows, heads // self.size, self.size * own, dim)
@@ -176,6 +160,7 @@ class ContextForward(ShardedForward):
 
     def forward(self, batch: MicroBatch, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """As PolicyForward, of all covered tokens, from this rank's part of a micro-batch or all of it."""
+        # Passes have parts, because they look at their tokens; the probe does not.
         part = batch if batch.whole is not None else self._context.part_of(batch)
         whole = part.whole
         assert whole is not None
@@ -186,12 +171,14 @@ class ContextForward(ShardedForward):
     def _masks(self, batch: MicroBatch) -> Any:
         whole = batch.whole
         assert whole is not None
+        config = self.model.config
+        if not batch.needs_mask:
+            rows, width = whole.segments_RW.shape
+            return one_sample_masks(config, rows, width, _CAUSAL, self._device)
         segments_RW = self._tensor(whole.segments_RW)
         if self.attends_by_segments:
             return segments_RW[:, None, None]
-        if not batch.needs_mask and kinds_of_layers(self.model.config) == {FULL}:
-            return _CAUSAL
-        return attention_masks(self.model.config, segments_RW, self._tensor(whole.position_ids_RW))
+        return attention_masks(config, segments_RW, self._tensor(whole.position_ids_RW))
 
 
 def _exchanged(parts_C: Tensor, group: Any) -> Tensor:

@@ -91,7 +91,8 @@ class Group:
         #: For what is on the CPU.
         self.host_group = dist.new_group(backend="gloo", timeout=wait)
         self._mesh = init_device_mesh(device.type, (self.size,))
-        self._context = Context.of(self.rank, self.size, context_parallel) if context_parallel > 1 else None
+        several = context_parallel > 1
+        self._context = Context.of(self.rank, self.size, context_parallel, wait) if several else None
         # Ranks that have the same rows count as one.
         self._share, self._shares = self.rank // context_parallel, self.size // context_parallel
 
