@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install install-vllm classic demo test test-environments test-tensors test-services test-e2e test-system test-vllm test-compose test-kubernetes lint check bench protos released clean
+.PHONY: install install-vllm classic demo test test-environments test-tensors test-services test-e2e test-system test-vllm test-compose test-kubernetes lint lint-sources check check-files bench protos released clean
 .DELETE_ON_ERROR:
 
 install: .venv/installed .venv-envs/installed
@@ -67,9 +67,11 @@ demo: install models/tiny/config.json
 	$(BIN)/quartet rl @ configs/reverse-text.toml --seed $(SEED) --output-dir outputs/demo --overwrite
 	@echo "results: outputs/demo/{summary.json,metrics.jsonl,reward.png,rollouts/,checkpoint/}"
 
-# Three processes side by side, because all of them wait much; the longest begin first.
+# Three processes side by side, because all of them wait much; the longest begin first. What several of them need is made
+# by the first that does, in a folder that they share (tests/conftest.py).
 test: install classic
-	$(MAKE) -j3 test-services test-e2e test-system test-tensors test-vllm test-environments
+	shared=$$(mktemp -d) && trap 'rm -rf "$$shared"' EXIT && export QUARTET_TESTS_SHARE=$$shared && \
+	  $(MAKE) -j3 test-e2e test-system test-services test-tensors test-vllm test-environments
 
 test-environments: install
 	.venv-envs/bin/python -m pytest $(ENVIRONMENTS)
@@ -104,20 +106,25 @@ test-compose: install
 test-kubernetes: install
 	QUARTET_KUBERNETES=1 $(PY) -m pytest -ra tests/containers/test_kubernetes_up.py
 
-lint: install
+lint: lint-sources
+	$(PY) -m pytest tests/independence/test_source_rules.py
+
+# Without what is among the tests, too.
+lint-sources: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(foreach d,$(DISTS),$(BIN)/mypy $(d)/src &&) true
-	$(PY) -m pytest tests/independence/test_source_rules.py
 
-check: install
+check: check-files
+	$(PY) -m pytest tests/deploy tests/contract/test_stubs_current.py
+
+check-files: install
 	$(BIN)/buf lint protos
 	$(BIN)/buf format -d --exit-code protos
 	$(BIN)/buf breaking protos --against $(RELEASED)
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml
 	$(BIN)/hadolint $(addsuffix /Dockerfile,$(DISTS))
 	$(BIN)/yamllint -s compose.yaml k8s protos
-	$(PY) -m pytest tests/deploy tests/contract/test_stubs_current.py
 
 bench: install classic models/tiny/config.json
 	$(PY) -m pip install -q --group bench

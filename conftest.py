@@ -1,10 +1,13 @@
-"""What tests of more than one folder share: tiny random models, a trainer that is served, a scraper."""
+"""What tests of more than one folder share: tiny random models, a trainer that is served, a scraper; and a
+garbage collector that leaves alone what was imported, and gRPC's thread."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
+import sys
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -13,6 +16,23 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+
+# As quartet.kit.imports does for a service: what tests import, torch among it, is a million
+# objects that stay. To look through them again and again was a third of the CPU of the trainer's tests.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    if "grpc" in sys.modules:
+        from grpc import aio
+
+        # It ends its thread with the last channel or server. Where the garbage collector found that one under
+        # another event loop, the wait for the thread was seen to hang: 300 s of a test of something else
+        # (github.com/grpc/grpc/pull/40989). The thread does not end while this holds on to it.
+        aio.init_grpc_aio()
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,10 +1,12 @@
-"""What end-to-end and fault tests share: one tiny model, made once per session by the real command, the
-launcher, and what it leaves.
+"""What end-to-end and fault tests share: one tiny model, made once by the real command; the launcher, and
+what it leaves.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,16 +16,26 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 QUARTET = [sys.executable, "-m", "quartet.cli"]
+SHARED_FOLDER = "QUARTET_TESTS_SHARE"
 MODEL_SECONDS = 600  # a loaded machine takes up to ten times the usual 40 s
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small model, trained through the trainer service by `quartet model tiny`."""
-    folder = tmp_path_factory.mktemp("tiny") / "model"
-    command = [*QUARTET, "model", "tiny", str(folder), "--seed", "0"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=MODEL_SECONDS)
-    assert done.returncode == 0, done.stdout + done.stderr
+    """The small model, trained through the trainer service by `quartet model tiny`; for reading alone.
+
+    `make test` names a folder in which the lanes share it: the first that needs it makes it, others wait.
+    """
+    shared = os.environ.get(SHARED_FOLDER)
+    folder = (Path(shared) if shared else tmp_path_factory.mktemp("tiny")) / "model"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            command = [*QUARTET, "model", "tiny", str(folder), "--seed", "0"]
+            done = subprocess.run(
+                command, cwd=REPOSITORY, capture_output=True, text=True, timeout=MODEL_SECONDS
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 

@@ -20,6 +20,7 @@ def launched(model: Path, output: Path, steps: int, *more: str) -> str:
     """What it printed. Saved is also between the ends; tokens are seeded."""
     command = [*QUARTET, "rl", "@", "configs/reverse-text.toml", "--model", str(model), "--plain"]
     command += ["--max-off-policy-steps", "0", "--sampling.seed", "7", "--eval.num-examples", "16"]
+    command += ["--batch-size", "32"]
     command += ["--ckpt.interval", "3", "--max-steps", str(steps), "--output-dir", str(output), *more]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=RUN_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr

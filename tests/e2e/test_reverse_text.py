@@ -173,3 +173,14 @@ def test_outputs_are_complete(finished: Path) -> None:
     assert len(list((finished / "rollouts").iterdir())) >= STEPS
     first = json.loads((finished / "rollouts" / "step_0001.jsonl").read_text().splitlines()[0])
     assert "reward" in first
+    rows = [
+        json.loads(line)
+        for file in sorted((finished / "rollouts").glob("*.jsonl"))
+        for line in file.read_text().splitlines()
+    ]
+    told = [row for row in rows if "messages" in row]
+    asked = [next(one["content"] for one in row["messages"] if one["role"] == "user") for row in told]
+    assert [row["answer"] for row in told] == [text[::-1] for text in asked]
+    assert {row["member"] for row in told} == {0} and not any(
+        "answer" in row for row in rows if row["member"]
+    )

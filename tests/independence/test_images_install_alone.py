@@ -6,7 +6,8 @@
 3. Orchestrator, envhost and SDK come without torch, the SDK and the orchestrator without verifiers.
 4. `--dry-run` of the deployed configuration works there, with nothing but that service installed.
 
-The images with torch take third-party packages from this interpreter instead of installing a second copy.
+The images with torch take third-party packages from this interpreter instead of installing a second copy, and
+all of them setuptools, which builds our packages: `make install` has pip find it as they require.
 """
 
 from __future__ import annotations
@@ -100,8 +101,12 @@ def build_stage(dockerfile: Path, stage: str) -> list[tuple[str, str]]:
 
 def replay(dockerfile: Path, stage: str, root: Path, third_party: Path | None) -> Path:
     """Do what the stage says below `root`, and return the interpreter that it made."""
-    build, venv = root / "build", root / "venv"
+    build, venv, builder = root / "build", root / "venv", root / "builder"
     build.mkdir(parents=True)
+    builder.mkdir()
+    for entry in Path(sysconfig.get_path("purelib")).glob("*"):
+        if entry.name.startswith(("setuptools", "_distutils_hack")):
+            (builder / entry.name).symlink_to(entry)
     environment = {
         **{
             key: value
@@ -111,6 +116,9 @@ def replay(dockerfile: Path, stage: str, root: Path, third_party: Path | None) -
         "PATH": f"{venv}/bin:{Path(sys.executable).parent}:/usr/bin:/bin",
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "PIP_NO_COMPILE": "1",  # half of the time; the images do compile
+        # An environment for each build of ours is as much again; said in this variable, 0 means without it.
+        "PIP_NO_BUILD_ISOLATION": "0",
+        "PYTHONPATH": str(builder),
     }
     for word, rest in build_stage(dockerfile, stage):
         if word == "ARG":
