@@ -144,19 +144,41 @@ def test_a_state_that_is_pruned_while_it_is_read_makes_way_for_a_newer_one(
     assert "state new was pruned while it was read; ask again" in capsys.readouterr().err
 
 
-def test_of_many_that_write_one_target_one_does(states: Any, tmp_path: Path) -> None:
+#: Processes that begin at once: forks of one that has imported torch, which each else did at another time.
+AT_ONCE = """
+import json, os, sys
+from quartet_trainer.export import main
+target, *states = sys.argv[1:]
+gate, opened = os.pipe()
+pids = []
+for number, state in enumerate(states):
+    pids.append(os.fork())
+    if not pids[-1]:
+        os.close(opened)
+        os.dup2(os.open(str(number), os.O_WRONLY | os.O_CREAT), 2)
+        os.read(gate, 1)  # until nobody can write there
+        code = main([state, target])
+        sys.stderr.flush()
+        os._exit(code)
+os.close(opened)
+print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]))
+"""
+
+
+def test_of_many_that_write_one_target_one_does(
+    states: Any, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """export.py 2."""
-    run = states()
+    run, said = states(), tmp_path_factory.mktemp("said")
     names = ["old@4", "new@8"] * 3
-    command = [sys.executable, "-m", "quartet_trainer.export"]
-    running = [
-        subprocess.Popen([*command, str(run / name), str(tmp_path / "model")], stderr=subprocess.PIPE)
-        for name in names
-    ]
-    ended = [(name, one.communicate()[1], one.returncode) for name, one in zip(names, running, strict=True)]
-    (winner,) = [name for name, _, code in ended if code == 0]
+    command = [sys.executable, "-c", AT_ONCE, str(tmp_path / "model"), *(str(run / name) for name in names)]
+    done = subprocess.run(command, cwd=said, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    codes = json.loads(done.stdout.splitlines()[-1])
+    (winner,) = [name for name, code in zip(names, codes, strict=True) if code == 0]
     assert contents(tmp_path / "model") == contents(run / winner / "model")
-    assert all(b"exists" in said or b"meanwhile" in said for _, said, code in ended if code)
+    texts = [(said / str(number)).read_text() for number, code in enumerate(codes) if code]
+    assert len(texts) == 5 and all("exists" in text or "meanwhile" in text for text in texts), texts
     assert sorted(one.name for one in tmp_path.iterdir()) == ["model", "states"]
 
 
