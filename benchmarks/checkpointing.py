@@ -19,9 +19,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from figures import Figure, arguments, report
 from peak_memory import GIB, Watch, in_own_process
+from random_qwen3 import VOCABULARY, random_qwen3
 
 WAYS = ("kept", "recomputed")
-VOCABULARY = 512
 
 
 def main() -> None:
@@ -52,7 +52,6 @@ def main() -> None:
 def measure(options: Namespace) -> dict[str, float]:
     """One pass in this process."""
     import torch
-    import transformers
     from quartet_trainer import attention
     from quartet_trainer.logprobs import PolicyForward
     from quartet_trainer.packing import pack
@@ -60,19 +59,8 @@ def measure(options: Namespace) -> dict[str, float]:
     from quartet_trainer.sample import make_sample
 
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=options.hidden,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.hidden // 64,
-        num_key_value_heads=options.hidden // 128,
-        head_dim=64,
-        intermediate_size=3 * options.hidden,
-        tie_word_embeddings=True,
-    )
     device = torch.device(options.device)
-    model = transformers.Qwen3ForCausalLM(config).eval().to(device)
+    model = random_qwen3(options.hidden, options.layers).eval().to(device)
     attention.use(model)
     layers = recomputable(model, "random") if options.way == "recomputed" else ()
     policy = PolicyForward(model, device, torch.bfloat16 if device.type == "cuda" else None, layers)

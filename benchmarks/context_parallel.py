@@ -22,11 +22,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from figures import Figure, arguments, report
 from peak_memory import GIB, Watch
+from random_qwen3 import VOCABULARY, random_qwen3
 
 RANKS = (1, 2, 4)
 #: A half and a quarter, and a tenth for what does not become less: the weights of a layer, gathered.
 BARS = ("", "<= 0.6", "<= 0.35")
-VOCABULARY = 512
 SECONDS = 600
 
 
@@ -42,7 +42,7 @@ def main() -> None:
         measure(options)
         return
     with tempfile.TemporaryDirectory() as folder:
-        write_model(options, Path(folder))
+        random_qwen3(options.hidden, options.layers).save_pretrained(folder)
         alone, two, four = (measured(Path(folder), ranks) for ranks in RANKS)
     figures = [Figure("peak of activations, one rank", alone["peak_bytes"] / GIB, "GiB")]
     for ranks, bar, found in zip(RANKS[1:], BARS[1:], (two, four), strict=True):
@@ -60,25 +60,6 @@ def main() -> None:
 def apart(found: dict[str, float], alone: dict[str, float]) -> float:
     """Of gradient norms."""
     return abs(found["norm"] - alone["norm"]) / alone["norm"]
-
-
-def write_model(options: Namespace, folder: Path) -> None:
-    """Random weights."""
-    import torch
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=options.hidden,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.hidden // 64,
-        num_key_value_heads=options.hidden // 128,
-        head_dim=64,
-        intermediate_size=3 * options.hidden,
-        tie_word_embeddings=True,
-    )
-    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
 def measured(folder: Path, ranks: int) -> dict[str, float]:

@@ -32,3 +32,14 @@ def written(tmp_path: Path, *lines: object) -> Path:
     file = tmp_path / "chats.jsonl"
     file.write_text("\n".join(one if isinstance(one, str) else json.dumps(one) for one in lines))
     return file
+
+
+def parts(model: Path, sample: Sample) -> tuple[str, list[str]]:
+    """The text of all tokens, and that of each span."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+
+    def text(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    ids = list(sample.token_ids)
+    return text(ids), [text(ids[span.start : span.start + span.length]) for span in sample.spans]

@@ -17,19 +17,8 @@ from quartet.config import ConfigError
 from quartet.v1.common_pb2 import Message, ToolCall
 from quartet.v1.orchestrator_service_pb2 import RolloutEvent
 from quartet.v1.rollout_pb2 import FAILURE_KIND_TIMEOUT, Rollout, RolloutFailure, Sample
-from sft_chats import CHAT, CONVERSATION, sample, written
+from sft_chats import CHAT, CONVERSATION, parts, sample, written
 from tokenizers import Tokenizer
-
-
-def parts(chat_model: Path, sample: Sample) -> tuple[str, list[str]]:
-    """The text of all tokens, and that of each span."""
-    tokenizer = Tokenizer.from_file(str(chat_model / "tokenizer.json"))
-
-    def text(ids: list[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=False)
-
-    ids = list(sample.token_ids)
-    return text(ids), [text(ids[span.start : span.start + span.length]) for span in sample.spans]
 
 
 def test_the_assistants_turns_are_learned_to_their_ends(chat_model: Path) -> None:

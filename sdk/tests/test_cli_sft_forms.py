@@ -15,8 +15,8 @@ from quartet.cli.sft.chats import Chats, read_chats
 from quartet.cli.sft.template import template_of
 from quartet.config import ConfigError
 from quartet.v1.common_pb2 import Message
-from quartet.v1.rollout_pb2 import Rollout, Sample, Task
-from sft_chats import written
+from quartet.v1.rollout_pb2 import Rollout, Task
+from sft_chats import parts, written
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
@@ -27,17 +27,6 @@ ANSWERED = {"role": "assistant", "content": "yes"}
 
 def read(model: Path, file: Path, *, roles: tuple[str, ...] = ("assistant",), most: int = 4096) -> Chats:
     return read_chats(file, model, roles, most)
-
-
-def parts(model: Path, sample: Sample) -> tuple[str, list[str]]:
-    """The text of all tokens, and that of each span."""
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-
-    def text(ids: list[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=False)
-
-    ids = list(sample.token_ids)
-    return text(ids), [text(ids[span.start : span.start + span.length]) for span in sample.spans]
 
 
 def learned(model: Path, tmp_path: Path, *lines: object) -> list[tuple[str, list[str]]]:

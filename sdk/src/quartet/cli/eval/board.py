@@ -11,15 +11,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 
 from quartet.cli.display import Plain
-from quartet.kit.standard_streams import only_shown, shown
+from quartet.cli.live_area import LiveArea
 from quartet.run.statistics import Summary
 from quartet.v1.rollout_pb2 import Rollout
 
-REFRESH_PER_SECOND = 4
 #: A line for at most every tenth part of an evaluation.
 PARTS = 10
 
@@ -90,32 +88,15 @@ class PlainBoard(Plain):
             self.say(f"{name}  {done}  reward {mean or '-'}" + (f"  failed {failed}" if failed else ""))
 
 
-class LiveBoard:
-    """A table that is drawn again and again; news scroll above it."""
+class LiveBoard(LiveArea):
+    """A table."""
 
     def __init__(self, tallies: Sequence[Tally], console: Console | None = None) -> None:
         self._tallies = tallies
-        self._live = Live(
-            console=console,
-            refresh_per_second=REFRESH_PER_SECOND,
-            get_renderable=self._table,
-            transient=True,
-            redirect_stderr=True,
-        )
-        self._live.start()
-
-    def say(self, line: str) -> None:
-        """Above the table."""
-        with only_shown(sys.stdout):
-            self._live.console.print(shown(line), highlight=False, markup=False)
+        super().__init__(self._table, console)
 
     def update(self, tally: Tally) -> None:
         """The table looks for itself."""
-
-    def close(self) -> None:
-        """Take the table off the terminal."""
-        with only_shown(sys.stdout):
-            self._live.stop()
 
     def _table(self) -> Table:
         table = Table("environment", "rollouts", "reward", "failed", "tokens/s", box=None, padding=(0, 2))

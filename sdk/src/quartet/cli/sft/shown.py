@@ -15,17 +15,16 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 
 from quartet.cli.display import Plain
-from quartet.kit.standard_streams import only_shown, shown
+from quartet.cli.live_area import LiveArea
+from quartet.kit.standard_streams import shown
 
 #: From one line to the next: as often as steps of a reinforcement learning end, roughly.
 LINE_SECONDS = 10.0
 #: Of a fine-tuning: what a person still scrolls through.
 LINES = 100
-REFRESH_PER_SECOND = 4
 
 
 class Display(Protocol):
@@ -99,25 +98,13 @@ class Lines(Plain):
         return now - then >= LINE_SECONDS and number - last >= self._steps / LINES
 
 
-class LiveLine:
-    """One line that is written again and again; news scroll above it."""
+class LiveLine(LiveArea):
+    """One line."""
 
     def __init__(self, steps: int, console: Console | None = None) -> None:
         self._steps = steps
         self._now, self._began = "", time.monotonic()
-        self._live = Live(
-            console=console,
-            refresh_per_second=REFRESH_PER_SECOND,
-            get_renderable=self._line,
-            transient=True,
-            redirect_stderr=True,
-        )
-        self._live.start()
-
-    def say(self, line: str) -> None:
-        """Above the live line."""
-        with only_shown(sys.stdout):
-            self._live.console.print(shown(line), highlight=False, markup=False)
+        super().__init__(self._line, console)
 
     def waiting(self, what: str) -> None:
         """In the live line."""
@@ -128,11 +115,6 @@ class LiveLine:
         self._now = line
         if is_news or number == self._steps:
             self.say(line)
-
-    def close(self) -> None:
-        """Take the line off the terminal."""
-        with only_shown(sys.stdout):
-            self._live.stop()
 
     def _line(self) -> Text:
         # The seconds go on where a step takes long.
