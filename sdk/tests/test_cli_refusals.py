@@ -248,7 +248,8 @@ def test_what_cannot_be_is_refused_by_every_command(
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_a_damaged_model_folder_is_refused(name: str, work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("m", name).write_text("{% if")
-    (line,) = _lines([*SFT, "x"], capsys)
+    Path("chat.jsonl").write_text('{"messages": [{"role": "assistant", "content": "yes"}]}\n')
+    (line,) = _lines([*SFT, "chat.jsonl"], capsys)
     assert f"of the model in {work / 'm'} cannot be read: " in line
 
 
