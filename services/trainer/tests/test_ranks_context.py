@@ -21,6 +21,7 @@ from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer.packing import PADDING, pack
 from quartet_trainer.placement import _shared_logprobs
 from quartet_trainer.ranks.columns import columns_of
+from quartet_trainer.ranks.context import Context
 
 from .ranked import CONFIG, Ranked, by_torchrun, calling, running
 from .test_ranks_equal import TOLERANCE, trained
@@ -281,6 +282,15 @@ def test_contexts_that_do_not_divide_the_ranks_are_refused(
     assert f"context_parallel = 2 {refusal}" in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    ("ranks", "key_heads", "groups", "copies"), [(2, 4, 2, 0), (2, 1, 2, 2), (8, 4, 8, 2), (4, 2, 3, 3)]
+)
+def test_key_heads_are_sent_as_often_as_it_takes(
+    ranks: int, key_heads: int, groups: int, copies: int
+) -> None:
+    assert Context(ranks, 0, None)._copies(key_heads, groups) == copies
+
+
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), size=st.integers(2, 5))
 def test_parts_of_a_micro_batch_are_all_of_it_once(seed: int, size: int) -> None:
@@ -291,6 +301,8 @@ def test_parts_of_a_micro_batch_are_all_of_it_once(seed: int, size: int) -> None
         for field in ("token_ids_RL", "position_ids_RL", "segments_RL"):
             joined = np.concatenate([getattr(part, field) for part in parts], axis=1)
             assert (joined[:, :width] == getattr(batch, field)).all()
+            if field == "token_ids_RL":  # a model may embed another token as zero
+                assert (joined[:, width:] == joined[:, width - 1 : width]).all()
             if field == "segments_RL":
                 assert (joined[:, width:] == PADDING).all() and (joined == parts[0].whole.segments_RW).all()
         assert len({part.token_ids_RL.shape for part in parts}) == 1

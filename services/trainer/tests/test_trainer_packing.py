@@ -155,3 +155,15 @@ def test_on_an_accelerator_more_padding_is_cheaper_than_another_micro_batch() ->
     padding = [np.count_nonzero(batch.segments_RL == packing.PADDING) for batch in few]
     assert packing.MICROBATCH_COST_TOKENS < max(padding) <= packing.ACCELERATOR_COST_SHARE * budget
     assert packing.cost_of_one_more(64, accelerated=True) == packing.MICROBATCH_COST_TOKENS
+
+
+def test_padding_is_the_last_token_of_its_row() -> None:
+    """A model may embed another one as zero, of which a norm has no gradient."""
+    samples = ragged(5)
+    padded_rows = 0
+    for batch in pack(samples, range(len(samples)), 300, 64):
+        for tokens_L, segments_L in zip(batch.token_ids_RL, batch.segments_RL, strict=True):
+            held = int((segments_L != packing.PADDING).sum())
+            assert (tokens_L[held:] == tokens_L[held - 1]).all()
+            padded_rows += held < len(tokens_L)
+    assert padded_rows
