@@ -31,15 +31,22 @@ def cpuinfo(folder: Path, vendor: str, flags: str) -> Path:
 def test_only_amd_s_with_avx512_are_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vendor: str, flags: str, told: str | None
 ) -> None:
-    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
+    environ = environment(monkeypatch)
     choose_numpy_kernels(cpuinfo(tmp_path, vendor, flags))
-    assert os.environ.get("OPENBLAS_CORETYPE") == told
-    monkeypatch.setenv("OPENBLAS_CORETYPE", "Zen")
+    assert environ.get("OPENBLAS_CORETYPE") == told
+    environ["OPENBLAS_CORETYPE"] = "Zen"
     choose_numpy_kernels(cpuinfo(tmp_path, vendor, flags))
-    assert os.environ["OPENBLAS_CORETYPE"] == "Zen", "what somebody chose stays"
+    assert environ["OPENBLAS_CORETYPE"] == "Zen", "what somebody chose stays"
 
 
 def test_a_system_that_does_not_say_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
+    environ = environment(monkeypatch)
     choose_numpy_kernels(tmp_path / "none")
-    assert "OPENBLAS_CORETYPE" not in os.environ
+    assert not environ
+
+
+def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """An empty one in place of this process's: kernels that the processor lacks would end its children."""
+    environ: dict[str, str] = {}
+    monkeypatch.setattr(os, "environ", environ)
+    return environ

@@ -208,7 +208,7 @@ async def test_the_stack_is_the_process_s_own_and_bounded(tmp_path: Path) -> Non
     assert stack is not None
     assert stack.place == "réward€/rewards.py:1 in hang"
     assert stack.text.startswith("Current thread") and "/other/code.py" not in stack.text
-    assert stack.text.count("\nThread 0x") > 1 and len(stack.text) == MAX_STACK_CHARS
+    assert "\nThread 0x" in stack.text and len(stack.text) == MAX_STACK_CHARS
     stack = await asked(program, 0, ["/own", str(tmp_path)])
     assert stack is not None and stack.place == "" and "in hang" in stack.text
 
