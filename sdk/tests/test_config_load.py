@@ -302,6 +302,9 @@ def test_absurd_files_are_refused_not_crashed_on(toml: Toml, tmp_path: Path) -> 
     binary = tmp_path / "b.toml"
     binary.write_bytes(b"a = \xff")
     assert "not UTF-8" in _refusal("@", str(binary))
+    assert "is not valid TOML" in _refusal("@", toml("long.toml", "max_steps = " + "9" * 5000))
+    for absurd in ("9" * 5000, "[" * 5000):
+        assert "should be a whole number" in _refusal("--max-steps", absurd)
 
 
 def test_refusals_say_which_file_a_value_came_from(toml: Toml) -> None:

@@ -56,6 +56,10 @@ def test_a_model_is_looked_for_when_it_is_named(folder: Path) -> None:
         for note in trainer(folder, model=placed).translated().notes
     )
     assert trainer(folder, model=str(folder)).model.folder == str(folder)
+    for damaged, sentence in (('{"max', "config.json is not JSON"), ("[]", "config.json is no JSON object")):
+        (folder / "config.json").write_text(damaged)
+        with pytest.raises(vf.ConfigError, match=sentence):
+            trainer(folder)
 
 
 def test_an_environment_is_looked_for_when_it_is_named(

@@ -199,8 +199,11 @@ async def test_probe(capsys: pytest.CaptureFixture[str]) -> None:
         health.set_ready(NAME)
         assert await run() == 0 and await run("--service", NAME) == 0
     assert await run("--timeout", "0.5") == 1
-    told = [line for line in capsys.readouterr().out.splitlines() if line.endswith("SERVING")]
+    assert await run("--cert-file", "c.pem") == 1
+    said = capsys.readouterr()
+    told = [line for line in said.out.splitlines() if line.endswith("SERVING")]
     assert told == ["NOT_SERVING", "SERVING", "SERVING", "SERVING"]
+    assert said.err.startswith("error: cert_file and key_file go together") and said.err.count("\n") == 1
 
 
 async def test_no_more_watch_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:

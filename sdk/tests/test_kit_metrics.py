@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
+from quartet.config import ConfigError
 from quartet.kit import metrics
 from quartet.kit.metrics import MetricsServer, start_metrics
 
@@ -56,3 +57,9 @@ def test_silence_holds_no_place(
         assert silent.recv(1) == b"", "closed by the server"
     assert "quartet_loop_lag_seconds" in scraped(server)
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("address", ["9090x", "no-such-host.invalid:9090", "inference..svc:9090"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match=f"server.metrics_address = '{address}' "):
+        metrics.check_metrics(address)

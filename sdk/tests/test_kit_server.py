@@ -171,6 +171,7 @@ def test_addresses_that_are_none(address: str) -> None:
     ("address", "says"),
     [
         ("no-such-host.invalid:0", "no address of this machine"),
+        ("inference..svc:0", "no address of this machine"),
         ("127.0.0.1:99999", "cannot be bound|no address"),
         ("192.0.2.1:0", "cannot be bound"),
     ],
@@ -194,7 +195,11 @@ async def test_a_port_file_that_cannot_be_written_is_refused(tmp_path: Path) -> 
 
 
 async def test_unix_sockets(tmp_path: Path) -> None:
-    running = await start([SERVICE], ServerConfig(address=f"unix:{tmp_path}/s"), Health())
+    folder = tmp_path / "Jürgen"
+    folder.mkdir()
+    config = ServerConfig(address=f"unix:{folder}/s", port_file=folder / "port")
+    running = await start([SERVICE], config, Health())
+    assert (folder / "port").read_text(encoding="utf-8") == f"{running.address}\n"
     async with connect(running.address) as channel:
         await asyncio.wait_for(channel.channel_ready(), 5)
     await running.stop(0)

@@ -108,8 +108,11 @@ async def test_names_are_checked_against_the_certificate_of_the_name() -> None:
     [
         ([], "0 addresses"),
         (["10.0.0.1:5"], "off loopback"),
+        (["dns:///inference:5"], "'dns:///inference:5' is off loopback"),
         (["dns:///localhost"], "write dns:///name:port"),
         (["dns://8.8.8.8/localhost:5"], "write dns:///name:port"),
+        (["dns:///localhost:\u00b2"], "write dns:///name:port"),
+        (["dns:///inference..svc:5"], "'inference..svc' is no name"),
     ],
 )
 def test_addresses_that_cannot_be_used_are_refused(addresses: list[str], text: str) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 
 import grpc
 import pytest
+from quartet.kit import context as request_context
 from quartet.kit import health
 from quartet.replicas import Replicas
 from quartet.replicas.choice import LOAD_FACTOR, LOAD_SLACK, choose, ranking
 from quartet.replicas.fleet import SPREAD_SECONDS
-from quartet.replicas.replica import Replica
+from quartet.replicas.replica import Replica, State
 from quartet.v1 import inference_service_pb2_grpc as rpc
 from replica_fleet import QUICK, ask, at, check, fails, fleet, home, until
 from scripted_replica import NAME, ScriptedReplica, undisturbed
@@ -152,6 +153,24 @@ async def test_the_health_of_one_that_is_doubted_is_asked_for_by_one_call_at_a_t
         await asyncio.sleep(0.5)
         await only.begin(only.address)
         await until(lambda: len(replicas.in_service) == 1)
+
+
+async def test_one_that_was_doubted_in_an_rpc_is_not_taken_out_again_at_its_deadline() -> None:
+    """replica.py 1: whose health is asked for outlives the call that failed."""
+
+    async def in_an_rpc() -> None:
+        _, scope = request_context.enter(None, 1.0)
+        await replicas.complete(ask(max_tokens=1), 5)
+        scope.close()
+
+    async with fleet(1) as ((only,), replicas):
+        only.before_piece = at(0, fails("NOT_READY"))
+        await asyncio.create_task(in_an_rpc())
+        assert len(only.requests) == 2
+        (replica,) = replicas._fleet.replicas
+        back_since = replica.since
+        await asyncio.sleep(1.5)
+        assert (replica.state, replica.since) == (State.SERVING, back_since)
 
 
 async def test_where_all_are_full_the_earliest_is_waited_for_and_not_by_all_at_once() -> None:

@@ -53,3 +53,19 @@ async def test_the_first_failure_ends_all(count: int) -> None:
         async for _ in merged([one.items() for one in sources]):
             pass
     assert all(one.closed for one in sources)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_a_source_whose_call_is_cancelled_ends_all(count: int) -> None:
+    """Invariants 2 and 3: a channel that is closed cancels its calls, and not the tasks that read them."""
+
+    async def cut() -> AsyncGenerator[tuple[int, int], None]:
+        yield 0, 1
+        raise asyncio.CancelledError
+
+    others = [Source(number) for number in range(1, count)]
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(5):
+            async for _ in merged([cut(), *(one.items() for one in others)]):
+                pass
+    assert all(one.closed for one in others)

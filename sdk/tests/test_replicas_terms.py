@@ -150,6 +150,19 @@ async def test_leaving_and_cancelling_reach_the_replica() -> None:
         await until(lambda: first.running == 0)
 
 
+@pytest.mark.parametrize("completions", [1, 3])
+async def test_what_is_under_way_ends_with_the_client(completions: int) -> None:
+    """Invariant 7: closing a channel cancels its calls, also where each completion goes on by itself."""
+    async with fleet(1) as ((only,), replicas):
+        cut = at(8, fails("NOT_READY"))
+        only.before_piece = lambda sampled: cut(sampled) or (asyncio.sleep(60) if sampled >= 8 else None)
+        task = asyncio.create_task(replicas.complete(ask(n=completions), 60))
+        await until(lambda: only.running == completions and len(only.requests) == 1 + completions)
+        await replicas.__aexit__(None, None, None)
+        await asyncio.wait([task], timeout=5)
+        assert task.done() and task.cancelled()
+
+
 async def test_frames_outside_the_contract_are_refused() -> None:
     """Invariant 6, generation.py 2."""
     wrong = [

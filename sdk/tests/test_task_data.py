@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from quartet.task_data import MAX_BYTES, read, told
@@ -26,6 +27,9 @@ def test_promise_1_what_does_not_fit_is_null_and_the_others_stay() -> None:
 def test_what_json_lacks_is_text_or_null() -> None:
     data = {"answer": math.nan, "info": {"a": {1}}, "half": "\ud800", ("no", "name"): 1}
     assert read(told(data)) == {"answer": None, "info": {"a": "{1}"}, "half": "\ud800"}
+    # Of data sets whose format is NumPy's.
+    arrays = {"answer": np.array([1, 2]), "info": {"a": np.array([3])}, "level": np.float64(0.5)}
+    assert read(told(arrays)) == {"answer": "[1 2]", "info": {"a": "[3]"}, "level": 0.5}
 
 
 def test_what_is_no_object_is_not_read() -> None:
@@ -39,7 +43,11 @@ VALUES = st.recursive(
 )
 
 
-@given(st.dictionaries(st.text(max_size=2000), VALUES | st.text(min_size=1000, max_size=3000)))
+# Letter by letter they would take longer to make than all else here.
+LONG = st.builds(str.__mul__, st.characters(), st.integers(300, 3000))
+
+
+@given(st.dictionaries(st.text() | LONG, VALUES | LONG))
 def test_promise_1_it_is_always_an_object_within_its_bytes(data: dict[str, Any]) -> None:
     text = told(data)
     assert len(text.encode()) <= MAX_BYTES

@@ -194,6 +194,23 @@ async def test_a_relay_hands_on_what_it_fetched_under_the_same_manifest(plane: P
         relay.payload("r", 1, (0, b"other"))
 
 
+async def test_a_relay_hands_on_the_chain_by_which_it_caught_up(plane: Plane) -> None:
+    """store.py 5, versions.py 2: who stands at a version that only passed through it goes on from there."""
+    plane.publish(0)
+    held = [await plane.fetch(0)]
+    for version in range(1, 5):
+        plane.publish(version)
+        held.append(await plane.fetch(version, held[-1]))
+    caught_up = await plane.fetch(4, held[0])
+    assert len(caught_up.deltas) == 4
+    relay = WeightStore(keep=2)
+    relay.hold(held[0])
+    relay.hold(caught_up)
+    for base, came in zip(held[1:4], caught_up.deltas[1:], strict=True):
+        road = relay.road("r", 4, (int(base.manifest.version), bytes(base.manifest.digest)))
+        assert road.manifest == came.manifest and road.payload is came.payload
+
+
 async def test_a_relay_goes_back_with_its_publisher() -> None:
     relay = WeightStore(keep=3)
     publisher = WeightStore(keep=9)

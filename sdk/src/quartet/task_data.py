@@ -20,7 +20,7 @@ FIRST: Final = ("answer", "info")
 def told(data: Mapping[str, Any]) -> str:
     """These fields, as they travel; empty where they say nothing. Values that JSON lacks are written as
     text."""
-    said = {name: value for name, value in data.items() if value not in (None, "", [], {}, ())}
+    said = {name: value for name, value in data.items() if not _says_nothing(value)}
     names = [*(name for name in FIRST if name in said), *(name for name in said if name not in FIRST)]
     parts: list[str] = []
     room = MAX_BYTES - len("{}")
@@ -44,6 +44,11 @@ def read(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _says_nothing(value: Any) -> bool:
+    # Not by a comparison: that of an array is an array.
+    return value is None or (isinstance(value, str | list | dict | tuple) and not value)
 
 
 def _field(name: str, value: Any) -> str:

@@ -119,7 +119,7 @@ def parse_toml(text: str, what: str) -> dict[str, Any]:
     """Read TOML. Raises ConfigError that begins with what it is."""
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # malformed, or a number of thousands of digits
         raise ConfigError(f"{what} is not valid TOML: {error}") from None
     except RecursionError:
         raise ConfigError(f"{what} is nested too deeply to be a configuration") from None
@@ -265,7 +265,7 @@ def _parse(model: type[Config], path: tuple[str, ...], text: str) -> Any:
         return text
     try:
         document = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     return document["value"] if len(document) == 1 else text
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config.model import ConfigError
+from quartet.config.text import read_text
 
 #: Of get_model's model_kwargs: how the original put the model on a device. The trainer decides that itself.
 PLACEMENT = ("torch_dtype", "dtype", "attn_implementation", "use_cache", "device_map", "low_cpu_mem_usage")
@@ -62,8 +63,15 @@ class Model:
 
     @property
     def context(self) -> int | None:
-        """The longest sequence that it was made for, where its config.json says."""
-        config = json.loads((Path(self.folder) / "config.json").read_text(encoding="utf-8"))
+        """The longest sequence that it was made for, where its config.json says. Raises ConfigError."""
+        what = f"model = {self.name!r}: config.json"
+        text = read_text(Path(self.folder) / "config.json", what)
+        try:
+            config = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{what} is not JSON ({error}); fetch the model's files again") from None
+        if not isinstance(config, dict):
+            raise ConfigError(f"{what} is no JSON object; fetch the model's files again")
         length = config.get("max_position_embeddings")
         return length if isinstance(length, int) else None
 

@@ -164,3 +164,5 @@ def _bound(address: str) -> _Server:
         raise ConfigError(
             f"server.metrics_address = {address!r} cannot be bound: {error.strerror}; choose another port"
         ) from None
+    except UnicodeError as error:  # of a name with an empty label
+        raise ConfigError(f"server.metrics_address = {address!r} is refused: {error}") from None

@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from quartet.config import ConfigError
+from quartet.config import ConfigError, validate
 from quartet.kit.options import client_options
 from quartet.kit.security import ClientSecurity, client_credentials
 
@@ -33,14 +33,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--server-name", default="", help="name in the server's certificate, if not the host")
     asked = parser.parse_args(argv)
     try:
-        security = ClientSecurity(
-            ca_file=asked.ca_file,
-            cert_file=asked.cert_file,
-            key_file=asked.key_file,
-            server_name=asked.server_name,
-        )
+        names = ("ca_file", "cert_file", "key_file", "server_name")
+        security = validate(ClientSecurity, {name: getattr(asked, name) for name in names})
         status = _check(asked.address, asked.service, asked.timeout, security)
-    except (ConfigError, ValueError) as error:
+    except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(status)

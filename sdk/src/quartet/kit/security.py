@@ -174,7 +174,7 @@ def check_client(address: str, security: ClientSecurity) -> None:
         raise ConfigError(f"address {address!r} is no address: ports end at {MAX_PORT}")
     if security.encrypted or security.insecure_ok_off_loopback or is_loopback(address):
         return
-    if "://" in address:
+    if "://" in address and not address.startswith("dns:"):  # a name of gRPC's
         raise ConfigError(f"address {address!r} is a URL; write host:port")
     if not port.isdecimal():
         raise ConfigError(f"address {address!r} has no port; write host:port")

@@ -268,7 +268,7 @@ def check_free(address: str, key: str = "server.address") -> None:
         raise BindError(f"{key} = {address!r} cannot be bound: ports end at {MAX_PORT}")
     try:
         found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:  # the latter of a name with an empty label
         raise BindError(f"{key} = {address!r} is no address of this machine: {error}") from None
     with socket.socket(found[0], socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -295,7 +295,7 @@ def publish_address(path: Path, address: str, key: str = "server.port_file") -> 
     """Write the address, whole or not at all. Raises ConfigError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(f"{address}\n", encoding="ascii")
+        temporary.write_text(f"{address}\n", encoding="utf-8")
         os.replace(temporary, path)
     except OSError as error:
         raise ConfigError(f"{key} = {str(path)!r} cannot be written: {error.strerror}") from None

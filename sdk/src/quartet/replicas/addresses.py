@@ -74,6 +74,10 @@ class Addresses:
 
 def _name_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.removeprefix(DNS).removeprefix("dns:").rpartition(":")
-    if not host or "/" in host or not port.isdigit():
+    if not host or "/" in host or not port.isdecimal():
         raise ConfigError(f"address {address!r} is refused; write dns:///name:port")
+    try:
+        host.encode("idna")  # as it will be looked up
+    except UnicodeError as error:
+        raise ConfigError(f"address {address!r} is refused: {host!r} is no name ({error})") from None
     return host, int(port)

@@ -49,11 +49,17 @@ async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T
 
 
 async def _pump(source: AsyncGenerator[T, None], queue: asyncio.Queue[T | _End]) -> None:
-    error: Exception | None = None
+    error: BaseException | None = None
     async with aclosing(source) as items:
         try:
             async for item in items:
                 await queue.put(item)
+        except asyncio.CancelledError as raised:
+            task = asyncio.current_task()
+            assert task is not None
+            if task.cancelling():
+                raise
+            error = raised  # of a call whose channel was closed, as who reads one source is told
         except Exception as raised:  # noqa: BLE001 - carried to whoever reads
             error = raised
     await queue.put(_End(error))

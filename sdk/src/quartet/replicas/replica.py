@@ -25,6 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quartet.errors import QuartetError, from_rpc
 from quartet.inference import INFERENCE
 from quartet.kit.channel import ClientSecurity, connect
+from quartet.kit.context import background
 from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
 
 # A replica that is well answers its health within milliseconds; a frozen one never does.
@@ -63,7 +64,7 @@ class Replica:
         self._channel = connect(address, security=security)
         make_stub: Any = InferenceServiceStub  # generated code has no annotations
         self.stub = make_stub(self._channel)
-        self._watch = asyncio.create_task(self._follow(), name=f"health of {address}")
+        self._watch = background(self._follow(), name=f"health of {address}")
 
     @property
     def full(self) -> bool:
@@ -75,7 +76,8 @@ class Replica:
         if self.state is State.SERVING:
             self._become(State.OUT, "failed a call")
             self._watch.cancel()
-            self._watch = asyncio.create_task(self._follow(), name=f"health of {self.address}")
+            # It outlives the RPC, if any, in whose handling the call failed.
+            self._watch = background(self._follow(), name=f"health of {self.address}")
 
     def refused(self, retry_after_ms: int) -> None:
         """It is full for so long."""

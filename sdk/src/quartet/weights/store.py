@@ -277,7 +277,7 @@ class WeightStore:
         return self._runs[run_id]
 
     def _take(self, run: Run, version: Version, made: Fetched) -> Version:
-        run.take(version, self._keep)
+        run.take(version, self._keep, [int(delta.manifest.version) for delta in made.deltas[:-1]])
         run.taken = next(self._takes)
         for delta in made.deltas:
             self._keep_delta(run, delta)

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from quartet.v1 import weights_pb2 as pb
@@ -57,7 +57,7 @@ class Run:
     taken: int = 0
     #: In the order of publishing.
     versions: dict[int, Version] = field(default_factory=dict)
-    #: The numbers published last, in that order.
+    #: The numbers published last, in that order, with those that deltas led over on the way to one.
     history: list[int] = field(default_factory=list)
 
     @property
@@ -65,11 +65,12 @@ class Run:
         """The version with the highest number."""
         return self.versions[max(self.versions)] if self.versions else None
 
-    def take(self, version: Version, keep: int) -> None:
-        """Hold a version as the one published last, and so many in all."""
+    def take(self, version: Version, keep: int, over: Sequence[int] = ()) -> None:
+        """Hold a version as the one published last, and so many in all; deltas led to it `over` these."""
         self.versions.pop(version.number, None)
         self.versions[version.number] = version
         while len(self.versions) > keep:
             del self.versions[next(iter(self.versions))]
-        self.history = [number for number in self.history if number != version.number][-ANCHOR_EVERY:]
-        self.history.append(version.number)
+        last = [*over, version.number]
+        self.history = [*(number for number in self.history if number not in last), *last]
+        del self.history[: -ANCHOR_EVERY - 1]

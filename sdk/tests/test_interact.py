@@ -1,0 +1,78 @@
+"""quartet.interact: what a policy answers, and what the host is told where it does not (invariants 1, 2)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from quartet.interact import interact
+from quartet.kit.channel import connect
+from quartet.kit.health import Health
+from quartet.kit.server import ServerConfig, Service, start
+from quartet.v1 import envhost_service_pb2 as pb
+from quartet.v1 import envhost_service_pb2_grpc as rpc
+from quartet.v1 import rollout_pb2
+
+NAME = "quartet.v1.EnvHostService"
+
+
+class Host(rpc.EnvHostServiceServicer):
+    """Asks once for each member, and notes the answers."""
+
+    def __init__(self) -> None:
+        self.answers: dict[int, pb.ModelAnswer] = {}
+
+    async def Interact(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.InteractResponse]:
+        members = list((await anext(request_iterator)).run.members)
+        for member in members:
+            yield pb.InteractResponse(question=pb.ModelQuestion(call_id=member + 1, member=member))
+        for _ in members:
+            answer = (await anext(request_iterator)).answer
+            self.answers[answer.call_id - 1] = answer
+            yield pb.InteractResponse(rollout=rollout_pb2.Rollout(member=answer.call_id - 1))
+
+
+async def asked(policy: Any, members: int) -> dict[int, pb.ModelAnswer]:
+    host = Host()
+    add: Any = rpc.add_EnvHostServiceServicer_to_server
+    running = await start([Service(NAME, add, host)], ServerConfig(), Health())
+    stub: Any = rpc.EnvHostServiceStub
+    run = pb.RunRolloutsRequest(request_id="1", members=range(members))
+    async with connect(running.address) as channel:
+        rollouts = [one async for one in interact(stub(channel), run, policy, timeout_s=5)]
+    await running.stop(0)
+    assert sorted(one.member for one in rollouts) == list(range(members))
+    return host.answers
+
+
+async def test_whatever_a_policy_does_not_answer_is_told_to_the_host() -> None:
+    async def policy(question: pb.ModelQuestion) -> pb.ModelAnswer | None:
+        match question.member:
+            case 0:
+                return pb.ModelAnswer(token_ids=[7])
+            case 1:
+                raise RuntimeError("out of memory")
+            case 2:
+                batch = asyncio.get_running_loop().create_future()
+                batch.cancel()
+                return await batch
+        return None
+
+    answers = await asked(policy, 4)
+    assert list(answers[0].token_ids) == [7] and not answers[0].error
+    assert answers[1].error == "RuntimeError: out of memory"
+    assert answers[2].error.startswith("CancelledError")
+    assert answers[3].error.startswith("TypeError: ") and "ModelAnswer" in answers[3].error
+
+
+async def test_one_answer_may_be_given_to_several_questions() -> None:
+    both, cached = asyncio.Barrier(2), pb.ModelAnswer(token_ids=[7])
+
+    async def policy(_: pb.ModelQuestion) -> pb.ModelAnswer:
+        await both.wait()
+        return cached
+
+    answers = await asked(policy, 2)
+    assert [list(answers[member].token_ids) for member in (0, 1)] == [[7], [7]]
+    assert not cached.call_id, "it is the policy's own"
