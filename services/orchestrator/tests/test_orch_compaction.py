@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sqlite3
 from contextlib import suppress
 
 import pytest
@@ -170,7 +171,7 @@ async def test_a_kill_between_the_index_and_the_file_is_mended(world, small_segm
         assert not list((world.folder / "runs" / "run").glob("*.rewritten"))
 
 
-def test_a_rename_that_fails_leaves_everything_as_it_was(tmp_path, monkeypatch):
+def test_a_swap_that_fails_leaves_everything_as_it_was(tmp_path, monkeypatch):
     """segments.py 5, index.py 2"""
     from quartet.v1.journal_pb2 import JournalRecord
 
@@ -186,11 +187,26 @@ def test_a_rename_that_fails_leaves_everything_as_it_was(tmp_path, monkeypatch):
     def full(*_):
         raise OSError("no space left")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(Segments, "replace", full)
-        with pytest.raises(OSError, match="no space left"):
-            journal.swap(journal.compact(1, shorter))
-    assert journal.events(0, 100, rollouts=True) == before
+    class FullIndex:
+        """As SQLite is on a full disk: it ends the transaction by itself."""
+
+        def __init__(self, index):
+            self._index = index
+
+        def __getattr__(self, name):
+            return getattr(self._index, name)
+
+        def executemany(self, *_):
+            self._index.execute("ROLLBACK")
+            raise sqlite3.OperationalError("no space left")
+
+    for what, name, refuses in ((Segments, "replace", full), (journal, "_index", FullIndex(journal._index))):
+        with monkeypatch.context() as patched:
+            patched.setattr(what, name, refuses)
+            with pytest.raises(OSError, match="no space left"):
+                journal.swap(journal.compact(1, shorter))
+        assert journal.events(0, 100, rollouts=True) == before
+        assert not list(tmp_path.glob("*.rewritten")), "every step would leave another one"
     journal.swap(journal.compact(1, shorter))
     after = journal.events(0, 100, rollouts=True)
     assert [r.event for r in after] == [r.event for r in before] and after[0].note.message == "short"

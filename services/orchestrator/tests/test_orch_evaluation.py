@@ -13,6 +13,7 @@ from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
 from quartet_orchestrator import outage
 from quartet_orchestrator.eval_metrics import Outcome, of_evaluation
+from quartet_orchestrator.journal import Journal
 from quartet_orchestrator.state import RESTING
 
 TWO = """
@@ -139,6 +140,33 @@ async def test_after_a_restart_only_what_is_missing_is_measured(world):
     assert restarts >= 2
     assert_complete(world, run)
     assert set(good.values()) == {1} and len(good) == 3 * 18
+
+
+async def test_what_is_there_of_an_evaluation_is_read_by_example(world, monkeypatch):
+    """Invariant 8, evaluation.py 1: all of its rollouts may be more than fit into memory."""
+    world.host.stuck = {("toy", 3)}
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, evaluated(world), dry_run=False)
+        book = runs.get(RUN)
+        while len(book.journal.select("eval_rollout", step=0)) < 3 * 4 + 2:
+            await book.changed()
+    world.host.stuck.clear()
+    world.host.requests.clear()
+    plain, read = Journal.select, []
+
+    def select(self, kind, **asked):
+        found = plain(self, kind, **asked)
+        read.extend([len(found)] if kind == "eval_rollout" else [])
+        return found
+
+    monkeypatch.setattr(Journal, "select", select)
+    async with world.orchestrator() as runs:
+        assert_complete(world, await world.rest(runs))
+    assert max(read) == 4 and sum(read) == 14
+    again = [
+        one for one in world.host.requests if one.exact_policy_version == 0 and one.split == epb.SPLIT_EVAL
+    ]
+    assert [(one.environment.id, one.task_index) for one in again] == [("toy", 3)]
 
 
 def test_figures_by_hand():

@@ -128,6 +128,18 @@ def test_a_reward_that_is_no_number_is_a_failure(reward):
     assert rollout.failure.kind == rpb.FAILURE_KIND_SCORER and rollout.reward == 0
 
 
+@pytest.mark.parametrize("lengths", [(), (1,), (1, 2)])
+def test_a_token_that_no_version_is_told_of_is_a_failure(lengths):
+    """sampling.py 5 and invariant 4: nobody knows how stale it is."""
+    rollout = rpb.Rollout(reward=1.0)
+    for spans in ((2,), lengths):
+        sample = rollout.samples.add(token_ids=[1, 2, 3, 4], logprobs=[-1.0, -1.0])
+        for start, length in enumerate(spans, 1):
+            sample.spans.add(start=start, length=length)
+    checked(rollout)
+    assert rollout.failure.kind == rpb.FAILURE_KIND_HOST and rollout.failure.retryable and not rollout.reward
+
+
 @pytest.mark.parametrize("failed", [True, False])
 @pytest.mark.parametrize("said", ["", "x", "[]", '{"answer":"42"}', '{"answer":"' + "x" * 5000 + '"}'])
 def test_only_what_can_be_written_down_is_told_of_a_task(said, failed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import shutil
 import sys
@@ -19,6 +20,7 @@ from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 from quartet_orchestrator import credit, foreign
 from quartet_orchestrator.journal import Journal
+from quartet_orchestrator.segments import Segments
 from quartet_orchestrator.state import COMPLETED, STOPPED
 
 STEPS = 4
@@ -213,6 +215,40 @@ async def test_an_orchestrator_killed_with_sigkill_hands_out_what_was_not_acknow
         assert not {group for group in acked if trainer.came[group] != before[group]}
         lives += 1
     assert_trained(trainer, run, 8)
+
+
+async def test_a_power_cut_loses_nothing_that_was_handed_out(world, monkeypatch):
+    """Invariant 2: a journal that ends where it was synced last has the batch, and every rollout of it."""
+    synced, plain = [], Segments.syncer
+
+    def syncer(segments):
+        sync, end = plain(segments), segments._end
+
+        def sync_and_note():
+            sync()
+            synced.append(end)
+
+        return sync_and_note
+
+    monkeypatch.setattr(Segments, "syncer", syncer)
+    after, found = world.folder / "after", []
+
+    def is_on_disk(taken):
+        shutil.rmtree(after, ignore_errors=True)
+        after.mkdir()
+        shutil.copy(world.folder / "runs" / RUN / "000001.seg", after)
+        os.truncate(after / "000001.seg", max(synced))
+        journal, group = Journal(after), taken.head.group
+        closed = journal.select("batch", step=taken.head.step)
+        found.append(bool(closed) and len(journal.select("rollout", group=group)) == len(taken.rollouts))
+        journal.close()
+
+    trainer = trainer_of(world, about_to_ack=is_on_disk)
+    async with serving(world) as stub:
+        await submit(stub)
+        await trainer.live(stub)
+        assert_trained(trainer, await over(stub))
+    assert found == [True] * 2 * STEPS
 
 
 @pytest.mark.parametrize("credits", [0, 1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import errno
 import gc
 import os
@@ -132,6 +133,58 @@ async def test_a_part_that_fails_before_it_samples_is_resumed(world):
         world.trainer.model_missing = False
         await runs.resume(RUN)
         assert_complete(world, await world.rest(runs), steps=6)
+
+
+@pytest.mark.parametrize("refused", [True, False])
+async def test_a_part_that_fails_before_it_samples_keeps_what_was_in_flight(world, monkeypatch, refused):
+    """going_on.py 2, training.py 9 and invariant 2: a batch that was closed, and the next one."""
+    closed, plain = asyncio.Event(), TrainingRun._still_held
+
+    async def waits(self):
+        if self._book.state.step == 2 and not closed.is_set():
+            closed.set()
+            await self._unless_stopped(asyncio.Event().wait())
+        await plain(self)
+
+    monkeypatch.setattr(TrainingRun, "_still_held", waits)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        await closed.wait()
+        runs.stop(RUN)
+        stopped = await world.rest(runs)
+        assert stopped.ledger.in_flight >= 8
+        if refused:
+            world.trainer.model_missing = True
+        else:  # the trainer's run was driven by somebody else meanwhile
+            ahead = world.trainer.runs[RUN] = copy.deepcopy(world.trainer.disk[RUN, "closed"])
+            ahead.applied = 99
+        await runs.resume(RUN)
+        failed = await world.rest(runs)
+        assert failed.phase == (pb.RUN_PHASE_STOPPED if refused else pb.RUN_PHASE_FAILED)
+        assert failed.ledger == stopped.ledger
+        world.trainer.model_missing = False
+        world.trainer.forget()
+        await runs.resume(RUN)
+        run = await world.rest(runs)
+        assert_complete(world, run)
+        assert not run.ledger.discarded
+    async with world.orchestrator() as runs:
+        assert runs.status(RUN) == run
+
+
+async def test_the_state_that_a_run_began_with_may_be_gone_once_it_trained(world):
+    """docs/runs.md: until then it has to be there."""
+    begins = 'initial_state = "/states/first/final@9"\n'
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, begins + world.toml(steps=50), dry_run=False)
+        for _ in range(2):
+            while runs.status(RUN).step == 0:
+                await runs.get(RUN).changed()
+            runs.stop(RUN)
+            assert (await world.rest(runs)).phase == pb.RUN_PHASE_STOPPED
+            await runs.resume(RUN)
+    checked = [one.spec.initial_state for one in world.trainer.checked]
+    assert checked == ["/states/first/final@9", "", ""]
 
 
 async def test_what_cannot_be_written_is_not_gone_on_with(world, monkeypatch):

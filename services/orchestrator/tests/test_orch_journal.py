@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import random
+import re
 import shutil
 import tempfile
 import threading
@@ -175,6 +176,14 @@ def test_an_unreadable_or_foreign_index_is_rebuilt(tmp_path):
         path.unlink()
     shutil.copy(tmp_path / "b/index.sqlite", tmp_path / "a/index.sqlite")
     assert contents(tmp_path / "a") == written
+
+
+@pytest.mark.parametrize("name", ["backup", "000001 (copy)", "-1", "²"])
+def test_a_file_that_is_no_segment_is_named(tmp_path, name):
+    fill(tmp_path, 5)
+    shutil.copy(tmp_path / "000001.seg", tmp_path / f"{name}.seg")
+    with pytest.raises(JournalCorrupt, match=f"has {re.escape(name)}.seg, which is no segment; move it"):
+        Journal(tmp_path)
 
 
 def test_a_failed_write_leaves_no_half_record(tmp_path, monkeypatch):

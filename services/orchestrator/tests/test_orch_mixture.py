@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from contextlib import suppress
 from fractions import Fraction
@@ -49,6 +50,27 @@ def test_every_prefix_has_the_shares_to_within_less_than_one_place(weights):
         counts[mixture.environment(places - 1)] += 1
         for number, weight in enumerate(weights):
             assert abs(counts[number] - Fraction(weight) / total * places) <= bound
+
+
+async def test_the_places_that_a_run_had_are_counted_off_the_loop(world, monkeypatch):
+    """They may be a million, and other runs live on it."""
+    plain, counted = Mixture.environment, []
+
+    def environment(mixture, place):
+        before = len(mixture._order)
+        found = plain(mixture, place)
+        counted.append((len(mixture._order) - before, threading.current_thread() is threading.main_thread()))
+        return found
+
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=6), dry_run=False)
+        while runs.get(RUN).state.step < 3:
+            await runs.get(RUN).changed()
+    monkeypatch.setattr(Mixture, "environment", environment)
+    async with world.orchestrator() as runs:
+        assert_complete(world, await world.rest(runs), steps=6)
+    assert all(places <= 8 for places, on_the_loop in counted if on_the_loop)
+    assert counted[0] == (max(places for places, _ in counted), False)
 
 
 def test_the_mixture_follows_from_the_place_alone():

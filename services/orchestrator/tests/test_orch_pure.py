@@ -230,6 +230,18 @@ def test_staleness_is_weighted_by_tokens():
     assert "train/logprob_difference_max" not in trained and "train/entropy" not in trained
 
 
+def test_a_metric_of_an_environment_that_is_no_finite_number_is_absent():
+    """The logarithm of nothing, say: in some rollouts of a batch with one sign, in others with the other."""
+    low, high, plain = (rollout(10, version=0) for _ in range(3))
+    for one, value in ((low, -math.inf), (high, math.inf), (plain, 1.0)):
+        one.metrics["odds"] = one.rewards["match"] = value
+        one.metrics["length"] = 3.0
+    scored = [metrics.Scored("e", 0, one) for one in (low, high, plain)]
+    values = metrics.of_step(0, scored, {}, metrics.StepTimes(2.0, 0.5, 1.0), {})
+    assert values["metrics/length"] == 3.0
+    assert not {"metrics/odds", "rewards/match"} & values.keys()
+
+
 def test_the_divergence_of_a_run_is_that_from_its_reference():
     """Which is what a KL penalty and its target are about; the sampler's has a name of its own."""
     trained = tpb.ForwardBackwardResponse(diagnostics={"mismatch_kl": 0.5, "entropy": 1.0})

@@ -157,6 +157,14 @@ def test_a_metric_that_some_calls_report_is_theirs_alone(order: tuple[int, ...])
     assert whole.diagnostics["own"] == 2.0 and math.isnan(whole.diagnostics["own_max"])
 
 
+@pytest.mark.parametrize("values", [(math.inf, -math.inf), (math.nan, 1.0), (1.0, -math.inf)])
+def test_calls_that_found_no_finite_number_are_reported_all_the_same(values: tuple[float, ...]) -> None:
+    """A run that diverged ends by its skipped steps, and not by what is said of them."""
+    calls = [tpb.ForwardBackwardResponse(loss=value, diagnostics={"own": value}) for value in values]
+    whole = over_calls(calls, 2)
+    assert math.isnan(whole.loss) and math.isnan(whole.diagnostics["own"])
+
+
 def test_the_steps_on_a_batch_are_reported_together() -> None:
     steps = [
         tpb.OptimStepResponse(grad_norm=norm, learning_rate=norm / 10, skipped_nonfinite=norm == 3.0)

@@ -60,6 +60,8 @@ def _ended(book: Book, cause: BaseException) -> None:
 
 def _fail(book: Book, error: str) -> None:
     log.error("run failed", why=error)
-    for group in sorted(book.state.groups):
-        book.write(discarded={"group": group, "reason": "run_failed"})
+    # Else it can be resumed, with what the parts before this one left: a closed batch needs its groups.
+    if book.state.dispatched_in_part:
+        for group in sorted(book.state.groups):
+            book.write(discarded={"group": group, "reason": "run_failed"})
     book.enter(state.FAILED, error=error)

@@ -66,12 +66,14 @@ class Evaluation:
             book.note(said, warning=True)
 
     def _outcomes(self, step: int) -> list[Outcome]:
-        """What became of the rollouts so far. Reads and parses all of them: meant for a thread."""
+        """What became of the rollouts so far. Reads and parses all of them, which may be more than fit into
+        memory, by example: meant for a thread."""
         infos = self._book.state.eval_environments
         outcomes = [Outcome.of(trial, info) for trial, info in zip(self._config.trials, infos, strict=True)]
-        for record in self._book.journal.select("eval_rollout", step=step):
-            event = record.eval_rollout.rollout
-            outcomes[record.eval_rollout.environment].ended(event.task_index, event.rollout)
+        for place in range(sum(outcome.examples for outcome in outcomes)):
+            for record in self._book.journal.select("eval_rollout", group=place, step=step):
+                event = record.eval_rollout.rollout
+                outcomes[record.eval_rollout.environment].ended(event.task_index, event.rollout)
         return outcomes
 
     def _tell(self, step: int, outcomes: Sequence[Outcome]) -> None:

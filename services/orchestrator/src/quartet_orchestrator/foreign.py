@@ -1,7 +1,8 @@
 """Training elsewhere: hands each closed batch to the program that trains it, and waits for what comes of it.
 
-1. The groups of a batch are handed out when all of the batch before are acknowledged and a replica serves the
-   version that came of it: so the version of batch s is s + 1, as docs/staleness.md needs it.
+1. The groups of a batch are handed out when it is on disk, all of the batch before are acknowledged and a
+   replica serves the version that came of it: so the version of batch s is s + 1, as docs/staleness.md needs
+   it.
 2. A group is sent once on each stream until it is acknowledged. That is written down, and from then on it is
    sent to nobody. (An acknowledgement that was lost on the way is asked for by sending the group again.)
 3. Each group that is sent costs a credit.
@@ -123,6 +124,8 @@ class ForeignTraining:
 
     async def train(self, batch: int) -> None:
         """Hands a closed batch out; returns once it is trained on and its version served."""
+        # Its trainer goes on with what it was sent, whatever becomes of this machine.
+        await self._book.settled()
         closed = self._book.closed_batch(batch)
         self._batch = await asyncio.to_thread(_handed_out, self._book, self._config, closed, self._own)
         self.news.tell()

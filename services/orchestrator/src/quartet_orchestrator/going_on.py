@@ -2,7 +2,7 @@
 
 1. It takes place when it is written down, or not at all; asked for twice at once it takes place once.
 2. Resumed is what is STOPPED, and what FAILED before this part of it dispatched a group: a model that was
-   missing may be there now, and with nothing sampled there is nothing to sample or to train twice.
+   missing may be there now. What the parts before it left in flight is kept for that (ending.py).
 3. Extended is what is COMPLETED, by a configuration that differs in a larger max_steps alone, and in how the
    run is carried out (quartet/run/operation.py). Whoever asks for anything else is told what works.
 4. How a run is carried out is changed while it can still go on: from the step on that is not applied yet,
@@ -133,7 +133,7 @@ def is_over(run: RunState) -> bool:
 
 
 def _failed_for_good(run: RunState) -> bool:
-    return run.phase == state.FAILED and run.next_group > run.first_group
+    return run.phase == state.FAILED and run.dispatched_in_part
 
 
 def _conflict(run: RunState, field: str, message: str) -> QuartetError:

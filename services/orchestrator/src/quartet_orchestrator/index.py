@@ -1,6 +1,7 @@
 """The index of a journal: one row per record, in SQLite. A cache of the segments, never the truth.
 
 1. One that cannot be read, or has another layout, is thrown away; whoever opened it enters the records again.
+   A power cut takes no more of it than its end.
 2. Moving rows happens whole or not at all.
 """
 
@@ -37,13 +38,17 @@ def open_index(folder: Path) -> sqlite3.Connection:
             raise sqlite3.DatabaseError(f"index layout {layout}")
         index.executescript(_SCHEMA)
     except sqlite3.DatabaseError:
-        # A cache that cannot be read is thrown away and built again from the segments.
-        for name in ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm"):
-            (folder / name).unlink(missing_ok=True)
+        throw_away(folder)
         index = _connect(path)
         index.executescript(_SCHEMA)
     index.execute(f"PRAGMA user_version = {INDEX_LAYOUT}")
     return index
+
+
+def throw_away(folder: Path) -> None:
+    """Removes one that cannot be read: it is built again from the segments."""
+    for name in ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm"):
+        (folder / name).unlink(missing_ok=True)
 
 
 def enter(index: sqlite3.Connection, record: jpb.JournalRecord, frame: Frame) -> None:
@@ -69,20 +74,22 @@ def enter(index: sqlite3.Connection, record: jpb.JournalRecord, frame: Frame) ->
 def move(index: sqlite3.Connection, places: Sequence[tuple[int, Frame]]) -> None:
     """Records, by number, that lie elsewhere now. Raises OSError."""
     rows = [(frame.offset, frame.length, number) for number, frame in places]
-    index.execute("BEGIN")
     try:
+        index.execute("BEGIN")
         index.executemany("UPDATE records SET offset = ?, length = ? WHERE number = ?", rows)
         index.execute("COMMIT")
     except sqlite3.Error as error:
-        index.execute("ROLLBACK")
+        if index.in_transaction:  # a full disk has ended it already
+            index.execute("ROLLBACK")
         raise OSError(f"the index cannot be written: {error}") from error
 
 
 def _connect(path: Path) -> sqlite3.Connection:
     index = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     index.execute("PRAGMA journal_mode = WAL")
-    # The segments are the truth; an index that lost its end in a power cut catches up.
-    index.execute("PRAGMA synchronous = OFF")
+    # The segments are the truth, and an index that lost its end in a power cut catches up. With OFF it would
+    # lose pages in its middle, too, and then rows, in silence.
+    index.execute("PRAGMA synchronous = NORMAL")
     return index
 
 

@@ -97,12 +97,26 @@ class Journal:
             opened.callback(self._segments.close)
             self.torn_bytes = self._segments.torn_bytes
             try:
-                self._index = index.open_index(folder)
-                opened.callback(self._index.close)
-                self.last_number, self.last_event = self._catch_up()
+                self._open_index(opened)
             except sqlite3.Error as error:
                 raise OSError(f"the index of {folder} cannot be written: {error}") from error
             self._opened = opened.pop_all()
+
+    def _open_index(self, opened: ExitStack) -> None:
+        """Brings it up to the segments' end. Raises sqlite3.Error."""
+        self._index = index.open_index(self._folder)
+        opened.callback(self._index.close)
+        try:
+            self.last_number, self.last_event = self._catch_up()
+        except sqlite3.OperationalError:
+            raise  # the disk's fault
+        except sqlite3.DatabaseError:
+            # Damage inside, which only whoever reads there finds.
+            self._index.close()
+            index.throw_away(self._folder)
+            self._index = index.open_index(self._folder)
+            opened.callback(self._index.close)
+            self.last_number, self.last_event = self._catch_up()
 
     @contextmanager
     def _using(self) -> Iterator[None]:
@@ -113,7 +127,14 @@ class Journal:
                 raise OSError(f"the journal in {self._folder} is closed")
             if self._opened is None:
                 self._open()
-            yield
+            try:
+                yield
+            except sqlite3.Error as error:
+                if not isinstance(error, sqlite3.OperationalError):  # which is the disk's fault
+                    # Damaged where opening it reads nothing: who opens it next builds it again.
+                    assert self._opened is not None
+                    self._opened.callback(index.throw_away, self._folder)
+                raise OSError(f"the index of {self._folder} cannot be read: {error}") from error
 
     @property
     def is_open(self) -> bool:
@@ -163,12 +184,14 @@ class Journal:
         self, kind: str, *, group: int | None = None, step: int | None = None
     ) -> list[jpb.JournalRecord]:
         """The records of a kind, in order; of one group (calls: one seq_id) or one step (evaluations: steps
-        applied before)."""
+        applied before), or both."""
+        # Of both the group is the narrower; the sign keeps SQLite from looking all of the step through.
+        by_step = " AND step = ?" if group is None else " AND +step = ?"
         with self._using():
             rows = self._index.execute(
                 "SELECT segment, offset, length FROM records WHERE kind = ?"
                 + (" AND grp = ?" if group is not None else "")
-                + (" AND step = ?" if step is not None else "")
+                + (by_step if step is not None else "")
                 + " ORDER BY number",
                 [kind, *(value for value in (group, step) if value is not None)],
             ).fetchall()
@@ -238,13 +261,16 @@ class Journal:
     def swap(self, compacted: Compacted) -> None:
         """Puts a compacted segment in its place. A kill between the two lines leaves an index that disagrees
         with the file's size, and is rebuilt."""
-        with self._layout:
+        with self._layout, ExitStack() as failed:
+            # The next attempt makes another one: on a full disk they would make it fuller.
+            failed.callback(compacted.file.unlink, missing_ok=True)
             index.move(self._index, [(number, then) for number, _, then in compacted.moves])
             try:
                 self._segments.replace(compacted.segment, compacted.file)
             except OSError:
                 index.move(self._index, [(number, now) for number, now, _ in compacted.moves])
                 raise
+            failed.pop_all()
             self._compacted.add(compacted.segment)
 
     def syncer(self) -> Callable[[], None]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
-from quartet.run.statistics import means_by_name
+from quartet.run.statistics import mean, means_by_name
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.rollout_pb2 import Rollout
 
@@ -125,14 +125,14 @@ def over_calls(
     """
     first = calls[:num_minibatches]
     whole = tpb.ForwardBackwardResponse(
-        loss=fmean([one.loss for one in calls]),
+        loss=mean([one.loss for one in calls]),
         tokens=sum(one.tokens for one in first),
         loss_tokens=sum(one.loss_tokens for one in first),
     )
     for name in sorted({name for one in calls for name in one.diagnostics}):
         # A loss of one's own may report a metric of some micro-batches alone.
         values = [one.diagnostics[name] for one in calls if name in one.diagnostics]
-        whole.diagnostics[name] = _largest(values) if name.endswith("_max") else fmean(values)
+        whole.diagnostics[name] = _largest(values) if name.endswith("_max") else mean(values)
     if calls[0].HasField("verification"):
         whole.verification.CopyFrom(_verified([one.verification for one in first]))
     return whole

@@ -25,8 +25,13 @@ class Mixture:
     def __init__(self, weights: Sequence[float]) -> None:
         assert weights and all(weight > 0 for weight in weights)
         exact = [Fraction(weight) for weight in weights]
-        self._shares = [weight / sum(exact) for weight in exact]
-        self._slack = Fraction(1, 2 * len(weights) - 2) if len(weights) > 1 else Fraction(0)
+        # The weights in whole numbers, which are added up several times as fast: a run that goes on counts
+        # all of its places at once.
+        common = math.lcm(*(weight.denominator for weight in exact))
+        self._weights = [int(weight * common) for weight in exact]
+        self._sum, self._multiple = sum(self._weights), math.lcm(*self._weights)
+        # An environment may be early or late by 1 / `unit` less than a whole place.
+        self._unit, self._slack = (2 * len(weights) - 2, 1) if len(weights) > 1 else (1, 0)
         # The environments of the places so far.
         self._order: list[int] = []
         self._counts = [0] * len(weights)
@@ -49,8 +54,10 @@ class Mixture:
 
     def _due(self, number: int) -> int:
         """At how many places one more for the environment is not too early."""
-        return math.ceil((self._counts[number] + self._slack) / self._shares[number])
+        due = (self._counts[number] * self._unit + self._slack) * self._sum
+        return -(-due // (self._unit * self._weights[number]))
 
-    def _late(self, number: int) -> Fraction:
-        """At how many places one more is late."""
-        return (self._counts[number] + 1 - self._slack) / self._shares[number]
+    def _late(self, number: int) -> int:
+        """When one more is late, in whole numbers that compare as those places do."""
+        due = (self._counts[number] + 1) * self._unit - self._slack
+        return due * (self._multiple // self._weights[number])

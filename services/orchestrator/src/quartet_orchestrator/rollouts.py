@@ -112,6 +112,9 @@ class Rollouts:
         """What an earlier process left: places that are held, groups that miss members."""
         groups = sorted(self._book.state.groups.values(), key=lambda group: group.number)
         self._pace.restore(group.place for group in groups)
+        # Of a long run they are so many that to count them takes seconds.
+        first = self._book.state.step * self._config.groups_per_batch
+        await asyncio.to_thread(self._mixture.environment, first)
         closed = self._book.state.batches
         for group in groups:
             if group.place.batch in closed:

@@ -277,8 +277,10 @@ class Runs:
             await held.book.changed()
         going_on.check_resumable(held.book.state)
         if held.book.state.phase in state.RESTING:
-            held.config = held.config or self._parse(held.book.state.config_toml)
-            await admission.check_at_trainer(held.config, self._services.trainer)
+            held.config = asked = held.config or self._parse(held.book.state.config_toml)
+            if held.book.state.step > 0:  # it begins with a state of its own now
+                asked = asked.model_copy(update={"initial_state": None})
+            await admission.check_at_trainer(asked, self._services.trainer)
             # It may have been gone on with meanwhile, even to its end.
             going_on.check_resumable(held.book.state)
         if held.book.state.phase not in state.RESTING:

@@ -9,8 +9,8 @@
 4. A group whose rewards compare its members is asked for whole, always, and what ended well is told of once
    all of it has ended: rewards of two attempts compare with different others.
 5. What comes back is checked before anybody sees it: a reward that is no number, a success without a sampled
-   token, or one that another version sampled than the request pins, is a failure. A failure never has a
-   reward.
+   token, with one that no version is told of, or that another version sampled than the request pins, is a
+   failure. A failure never has a reward.
 6. A rollout that a teacher has judged fits into a message of its own with all that is told beside it
    (ROLLOUT_BYTES), as one from a host does: else without its conversation, or with fewer experts of its
    samples, else it is a failure.
@@ -228,6 +228,9 @@ def checked(rollout: rpb.Rollout, exact_version: int | None = None) -> None:
     elif covered_tokens([rollout]) == 0:
         # Not the model's: the environment asked it nothing, or kept no answer.
         _fail(rollout, rpb.FAILURE_KIND_ENVIRONMENT, "no token was sampled")
+    elif any(sum(span.length for span in one.spans) != len(one.logprobs) for one in rollout.samples):
+        # Staleness is bounded by what spans say, and a trainer refuses all of a batch for them.
+        _fail(rollout, rpb.FAILURE_KIND_HOST, "its spans are of more or fewer tokens than were sampled")
     elif exact_version is not None and versions != {exact_version}:
         message = f"sampled by versions {sorted(versions)}, where {exact_version} is pinned"
         _fail(rollout, rpb.FAILURE_KIND_MODEL, message)

@@ -68,7 +68,11 @@ class Segments:
         self._folder = folder
         self._segment_bytes = segment_bytes
         folder.mkdir(parents=True, exist_ok=True)
-        numbers = sorted(int(path.stem) for path in folder.glob("*.seg"))
+        names = [path.stem for path in folder.glob("*.seg")]
+        strange = sorted(name for name in names if not name.isdecimal())
+        if strange:
+            raise JournalCorrupt(f"{folder} has {strange[0]}.seg, which is no segment; move it elsewhere")
+        numbers = sorted(map(int, names))
         if numbers != list(range(1, len(numbers) + 1)):
             raise JournalCorrupt(f"{folder} has segments {numbers}; one is missing")
         for left in folder.glob(f"*{REWRITTEN}"):

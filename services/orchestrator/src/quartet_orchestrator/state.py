@@ -175,6 +175,11 @@ class RunState:
                     self.first_group = self.next_group
 
     @property
+    def dispatched_in_part(self) -> bool:
+        """Whether this part of the run dispatched a group."""
+        return self.next_group > self.first_group
+
+    @property
     def described(self) -> list[EnvironmentInfo]:
         """As they were when the run was submitted: those of training, then what only evaluations have."""
         own = self.eval_environments is not self.environments

@@ -150,8 +150,8 @@ class Training:
             there = await self._outage.through(partial(self._create, run_id, spec))
         except QuartetError as error:
             self._asked = False
-            if self._book.state.next_group == self._book.state.first_group:
-                raise  # nothing was sampled: it begins again when it is resumed
+            if not (self._book.state.dispatched_in_part or self._book.state.groups):
+                raise  # there is no rollout to keep: it begins again when it is resumed
             remedy = "mend that there, or start the release that it was, then resume the run"
             raise RunInterrupted(
                 f"the trainer refuses the run that it had: {error.message}; {remedy}"

@@ -1,0 +1,103 @@
+"""The index of a journal under damage: a cache, which costs nobody a run."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet.v1.journal_pb2 import JournalRecord
+from quartet_orchestrator.journal import Journal
+
+
+def fill(folder: Path) -> list[JournalRecord]:
+    """Notes, and every third record a group."""
+    journal = Journal(folder)
+    written = []
+    for number in range(40):
+        if number % 3 == 2:
+            record = JournalRecord(dispatched={"group": number, "batch": number // 6, "members": 2})
+        else:
+            record = JournalRecord(note=pb.NoteEvent(message=f"note {number}"))
+        written.append(journal.append(record))
+    journal.close()
+    return written
+
+
+def damage(folder: Path, tree: str) -> None:
+    """Fills the root page of a table or index of the index with what is none."""
+    index = sqlite3.connect(folder / "index.sqlite")
+    (page,) = index.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", (tree,)).fetchone()
+    (size,) = index.execute("PRAGMA page_size").fetchone()
+    index.close()
+    with (folder / "index.sqlite").open("r+b") as file:
+        file.seek((page - 1) * size)
+        file.write(b"\xff" * size)
+
+
+def test_an_index_that_is_damaged_inside_is_rebuilt(tmp_path):
+    """index.py 1"""
+    written = fill(tmp_path)
+    damage(tmp_path, "records")
+    journal = Journal(tmp_path)
+    assert [*journal.without_rollouts()] == written
+    journal.close()
+
+
+@pytest.mark.parametrize(
+    ("tree", "read"),
+    [
+        ("by_group", lambda journal: journal.select("dispatched", group=8)),
+        ("by_step", lambda journal: journal.select("dispatched", step=2)[:1]),
+        ("by_event", lambda journal: journal.events(5, 1, rollouts=True)),
+    ],
+)
+def test_an_index_whose_damage_is_met_later_is_rebuilt_when_it_is_opened_next(tmp_path, tree, read):
+    """journal.py 3: whoever meets it gets OSError."""
+    written = fill(tmp_path)
+    damage(tmp_path, tree)
+    journal = Journal(tmp_path)
+    with pytest.raises(OSError, match=r"^the index of .* cannot be read: database disk image is malformed"):
+        read(journal)
+    journal.rest()
+    assert read(journal) == [written[7 if tree == "by_event" else 8]]
+    journal.close()
+
+
+def test_a_power_cut_takes_no_more_of_an_index_than_its_end(tmp_path):
+    """index.py 1: SQLite promises that of a write-ahead log from NORMAL (1) on."""
+    journal = Journal(tmp_path)
+    assert journal._index.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert journal._index.execute("PRAGMA synchronous").fetchone() == (1,)
+    journal.close()
+
+
+@pytest.mark.parametrize("fault", ["index", "segment"])
+async def test_what_is_wrong_in_the_folder_of_a_run_keeps_no_other_from_going_on(world, fault):
+    """runs.py 2, shelf.py 1: nor that one, once it is mended, which an index is by itself."""
+    world.trainer.delay_s = 0.02
+    async with world.orchestrator() as runs:
+        for name in ("bad", "good"):
+            await runs.submit(name, world.toml(steps=6), dry_run=False)
+        for name in ("bad", "good"):
+            while runs.get(name).state.step < 2:
+                await runs.get(name).changed()
+            runs.stop(name)
+            await world.rest(runs, name)
+        assert runs.get("bad").state.groups, "which are read at the start"
+    folder = world.folder / "runs" / "bad"
+    added = folder / "000001 (copy).seg"
+    if fault == "index":
+        damage(folder, "by_group")
+    else:
+        shutil.copy(folder / "000001.seg", added)
+    async with world.orchestrator() as runs:
+        assert "is set aside" in runs.status("bad").error
+        await runs.resume("good")
+        assert (await world.rest(runs, "good")).phase == pb.RUN_PHASE_COMPLETED
+    added.unlink(missing_ok=True)
+    async with world.orchestrator() as runs:
+        await runs.resume("bad")
+        assert (await world.rest(runs, "bad")).phase == pb.RUN_PHASE_COMPLETED
