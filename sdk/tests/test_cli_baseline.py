@@ -128,6 +128,7 @@ def test_a_baseline_is_played_as_the_run_would(capsys: pytest.CaptureFixture[str
     for arguments, said in (
         (["baseline"], "required key 'model'"),
         (["baseline", "e", "-m", "m", "-n", "0"], "--num-examples 0 is refused"),
+        (["baseline", "e", "-m", "m", "-r", "0"], "--rollouts-per-example 0 is refused"),
         (["baseline", "e", "-m", "m", "--max-stpes", "3"], "did you mean 'max_steps'?"),
         (["baseline", "e", "-m", "nowhere"], "model = 'nowhere' is neither a folder"),
     ):

@@ -7,11 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from quartet.cli.__main__ import main
 from quartet.cli.env import install as installing
 from quartet.cli.env.arguments import CHECK_DEFAULTS
+from quartet.cli.env.catalogue import catalogue
 from quartet.cli.env.checking import Played, played_lines, problems
 from quartet.cli.env.conversation import conversation_lines
 from quartet.cli.env.install import READ, _ours, _target
@@ -50,6 +52,15 @@ def test_the_generation_of_a_package_is_read_from_it(
     tmp_path: Path, source: str, needs: str, wanted: str
 ) -> None:
     assert generation(tmp_path, source, needs) == wanted
+
+
+def test_what_an_uninstall_left_behind_hides_no_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generation(tmp_path, "", "verifiers>=0.4.0")
+    (tmp_path / "left_behind-1.0.dist-info").mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert "some-env" in [one.name for one in catalogue([sys.executable])]
 
 
 def test_what_is_installed_is_a_folder_or_a_name_without_an_owner(tmp_path: Path) -> None:
@@ -179,6 +190,12 @@ def test_what_lies_on_another_file_system_is_replaced_and_put_back(
 def test_quartet_itself_comes_from_the_tree_that_runs() -> None:
     (flag, where) = _ours("quartet", "[cli]")
     assert flag == "-e" and (Path(where.removesuffix("[cli]")) / "pyproject.toml").is_file()
+
+
+def test_the_tree_that_runs_may_be_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Mock(read_text=Mock(return_value='{"url": "file:///home/me/my%20work/100%25/sdk"}'))
+    monkeypatch.setattr(installing.importlib.metadata, "distribution", Mock(return_value=told))
+    assert _ours("quartet", "[cli]") == ["-e", "/home/me/my work/100%/sdk[cli]"]
 
 
 @pytest.mark.parametrize("name", ["class", "random", "verifiers", "My-Env", "a--b", "1a"])

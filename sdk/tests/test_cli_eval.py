@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import re
 import time
 from collections import Counter
@@ -66,6 +67,13 @@ def fill(record: Record, *rollouts: tuple[int, Rollout]) -> None:
     with record.held(EnvironmentInfo(verifiers_version="0.4.0"), TASKS):
         for index, one in rollouts:
             record.note(TASKS[index], one)
+
+
+def test_a_metric_that_is_not_finite_has_no_mean(tmp_path: Path) -> None:
+    record, (one, other) = Record(tmp_path / "r", trial(), SOURCE), (rollout(0, 1.0), rollout(1, 1.0))
+    one.metrics["m"], other.metrics["m"] = math.inf, -math.inf
+    fill(record, (0, one), (0, other))
+    assert json.loads((tmp_path / "r" / "metadata.json").read_text())["avg_metrics"] == {"m": None, "r": 1.0}
 
 
 def test_invariant_5_a_failure_is_in_a_file_of_its_own_and_in_no_mean(tmp_path: Path) -> None:
@@ -185,6 +193,7 @@ def test_bad_input_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str], 
         (["eval", "e"], "no model is named; give --model"),
         (["eval", "e", "-m", "nowhere"], "or name an endpoint (there is none in"),
         (["eval", "e", "-m", "m", "-n", "0"], "nothing would be evaluated"),
+        (["eval", "-m", "m", "--eval", "[{id = 'e', num_examples = 0}]"], "nothing would be evaluated"),
         (
             ["eval", "e", "-m", "m", "-n", "many"],
             "num_examples = 'many' is refused: should be a whole number",

@@ -48,7 +48,7 @@ class Host:
     def __init__(self, breaks: Any) -> None:
         self.breaks = breaks
         self.requests: list[pb.RunRolloutsRequest] = []
-        self.running = self.most = 0
+        self.running = self.most = self.waited_for = 0
 
     def RunRollouts(self, request: pb.RunRolloutsRequest) -> Call:
         self.requests.append(request)
@@ -58,6 +58,11 @@ class Host:
         self.most = max(self.most, self.running)
         frames = [pb.RunRolloutsResponse(rollout=Rollout(member=one)) for one in kept]
         return Call(frames, error, self, len(members))
+
+    async def DescribeEnvironment(self, request: Any, *, wait_for_ready: bool, **_: Any) -> Any:
+        assert wait_for_ready
+        self.waited_for += 1
+        return pb.DescribeEnvironmentResponse()
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +121,16 @@ async def test_a_host_that_stays_away_is_a_failure_of_its_own_kind_and_a_refusal
     refused = Host(lambda members: ([], QuartetError("INVALID_CONFIG", "no such argument")))
     with pytest.raises(QuartetError, match="no such argument"):
         await played(refused, trial(1, 2), 5)
+
+
+async def test_a_host_that_is_started_again_is_waited_for_and_no_rollout_is_lost() -> None:
+    def breaks(members: list[int]) -> tuple[list[int], QuartetError | None]:
+        return (members, None) if host.waited_for else ([], AWAY)
+
+    host = Host(breaks)
+    found = await played(host, trial(2, 4), 50)
+    assert len(found) == 100 and not any(rollout.HasField("failure") for _, rollout in found)
+    assert host.waited_for <= 2, "by those that were under way"
 
 
 async def test_promise_2_no_more_rollouts_are_under_way_than_may_be() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 from planned_runs import accepted, planned
+from quartet.cli import rl
 from quartet.cli.initial_state import state_path
 from quartet.config import ConfigError
 from quartet.run.config import RunConfig
@@ -35,3 +37,32 @@ def test_it_is_the_newest_of_an_output_folder_or_the_one_that_is_named(
     assert state_path("first/data/trainer/first/state-1@9") == str(states / "state-1@9")
     with pytest.raises(ConfigError, match=r"'.*frist' is no folder; did you mean '.*first'"):
         state_path("frist")
+
+
+def test_a_run_that_goes_on_needs_no_more_what_it_began_with(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the trainer needs it no more once it has saved a state of the new run: docs/runs.md."""
+    monkeypatch.chdir(tmp_path)
+    with accepted(planned(config, tmp_path / "first")):
+        pass
+    states = tmp_path / "first" / "data" / "trainer" / "first"
+    saved(states, "state-0@31")
+    second = tmp_path / "second"
+    with accepted(planned(config.model_copy(update={"initial_state": state_path("first")}), second)):
+        pass
+    saved(states, "state-1@62")  # the first one went on
+    for named in ("first", str(states), str(states / "state-0@31")):
+        assert state_path(named, second) == str(states / "state-0@31")
+    assert state_path(str(states / "state-1@62"), second) == str(states / "state-1@62"), "another, refused"
+    monkeypatch.setattr(rl, "model_path", lambda model: model)
+    monkeypatch.setattr(rl, "with_interpreters", lambda envhost, _: envhost)
+    asked = config.model_copy(update={"initial_state": "first"})
+    assert rl.prepared(asked, second, resume=True, overwrite=False).resumed
+    shutil.rmtree(tmp_path / "first")
+    assert rl.prepared(asked, second, resume=True, overwrite=False).resumed
+    assert state_path("first", second) == str(states / "state-0@31")
+    with pytest.raises(ConfigError, match=r"'.*/first' is no folder"):
+        state_path("first")
+    with pytest.raises(ConfigError, match=r"'.*/first' is no folder"):
+        state_path("first", tmp_path / "nothing")

@@ -144,6 +144,16 @@ def test_resuming_anywhere_loses_and_doubles_nothing(tmp_path: Path, cut: int, t
     assert [value for _, value in resumed.progress.evals] == [0.4, 0.9]
 
 
+def test_an_evaluation_without_a_result_is_no_step(tmp_path: Path) -> None:
+    outputs = Outputs(tmp_path)
+    measured = EvalEvent(step=1, policy_version=1, metrics={"eval/coverage": 0.0})
+    for event in (*history()[: 3 + GROUP], WatchRunResponse(event=99, eval=measured)):
+        outputs.record(event)
+    again = Outputs(tmp_path).progress
+    assert again.metrics == outputs.progress.metrics and "train/reward" in again.metrics
+    assert again.evals == outputs.progress.evals
+
+
 def test_a_line_that_finds_no_room_leaves_nothing(tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"
     append_line(file, {"event": 1})

@@ -197,9 +197,13 @@ GEPA = ["gepa", "e", "-m", "m"]
         ([*RUN, "--env.0.args.bug", "nan"],
          "env.0.args.bug = nan is refused: should be a finite number; the text is \"nan\" in a file, "
          "'\"nan\"' on the command line"),
+        ([*RUN, "--env.0.args.since", "2026-01-02"],
+         "should be text in quotes; the text is \"2026-01-02\" in a file, '\"2026-01-02\"' on the command"),
         (["eval", "e", "-m", "m", "-a", '{"a": NaN}'], "args.a = nan is refused: should be a finite number"),
         (["baseline", "e", "-m", "m", "-a", '{"a": NaN}'], "env.0.args.a = nan is refused: should be"),
         (["env", "check", "e", "-a", '{"a": NaN}'], "args.a = nan is refused: should be a finite number"),
+        ([*GEPA, "-a", '{"a": [{"b": null}]}'], "--env-args: a.0.b = null is refused: files have no null;"),
+        (["baseline", "e", "-m", "m", "-a", '{"a": null}'], "--env-args: a = null is refused: files have"),
         ([*GEPA, "-a", '{"a": Infinity}'], "env.args.a = inf is refused: should be a finite number"),
         (["eval", "e", "other", "-m", "m"],
          "'other' is a second environment, and one is named here; write several as [[eval]] in a file"),

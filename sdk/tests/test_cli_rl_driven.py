@@ -18,6 +18,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 from planned_runs import accepted, ended, planned, steps_of, with_steps
 from quartet.cli import drive, rl, watch
+from quartet.cli.__main__ import build_parser
 from quartet.cli.display import Plain
 from quartet.cli.drive import Outcome
 from quartet.cli.job import RECORD
@@ -124,6 +125,45 @@ async def test_a_stop_before_the_run_was_taken_begins_nothing() -> None:
         await work
 
 
+class Stopping(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
+    """Says that it stops a run."""
+
+    async def StopRun(self, request: pb.StopRunRequest, context: object) -> pb.StopRunResponse:
+        return pb.StopRunResponse()
+
+
+@pytest.mark.parametrize(("stop_s", "in_order"), [(0.05, False), (30.0, True)])
+async def test_the_step_under_way_has_as_long_as_it_is_given(stop_s: float, in_order: bool) -> None:
+    add = rpc.add_OrchestratorServiceServicer_to_server
+    offered = Service("quartet.v1.OrchestratorService", add, Stopping())
+    server = await start([offered], ServerConfig(), Health())
+    services = Mock(statuses=[Status("orchestrator", server.address)])
+    display, taken = Plain(io.StringIO()), asyncio.Event()
+    interrupts = drive.Interrupts(Mock(), display)
+    work: asyncio.Task[Any] = asyncio.create_task(asyncio.sleep(1))
+    interrupts.asked.set()
+    taken.set()
+    await drive._stop_when_asked(interrupts, services, "run", work, display, taken, stop_s)
+    await asyncio.wait({work})
+    assert work.cancelled() is not in_order
+    await server.stop(0)
+
+
+def test_a_job_of_slurm_says_how_long_a_stop_in_order_may_take(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[object] = []
+
+    async def drive(*told: object) -> Outcome:
+        given.append(told[-1])
+        return Outcome(pb.Run(), {}, interrupted=True)
+
+    monkeypatch.setattr(rl, "drive", drive)
+    rl.launch(planned(config, tmp_path / "run"), Plain, time.monotonic(), stop_s=1760.0)
+    options, _ = build_parser().parse_known_args(["rl", "--stop-seconds", "1760"])
+    assert given == [options.stop_seconds] == [1760.0]
+
+
 async def test_a_terminal_that_is_closed_stops_a_run_once_however_often_it_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -164,6 +204,36 @@ async def test_other_machines_are_told_of_the_end_also_by_who_asks_twice(tmp_pat
     given = ("run", "", Outputs(tmp_path), Plain(io.StringIO()), Mock(), Mock())
     outcome = await asyncio.wait_for(drive.drive([], others, *given, twice), 30)
     assert outcome.interrupted and (others.begin.call_count, others.end.call_count) == (1, 2)
+
+
+async def test_services_are_stopped_to_their_end_also_where_the_figure_finds_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """drive.py 1."""
+    stopped = asyncio.Event()
+
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    async def stop(drain_s: float) -> None:
+        await asyncio.sleep(0.2)
+        stopped.set()
+
+    @contextmanager
+    def at_once(interrupts: drive.Interrupts) -> Iterator[None]:
+        interrupts.asked_again()
+        yield
+
+    services = Mock(stop=stop, wait_failed=never, statuses=[], restarts={})
+    monkeypatch.setattr(drive, "Supervisor", Mock(return_value=services))
+    others = Mock(wait_there=never, wait_failed=never, name_missing=never, end=Mock(return_value=""))
+    others.statuses = []
+    outputs = Outputs(tmp_path)
+    monkeypatch.setattr(outputs, "draw", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    given = ("run", "", outputs, Plain(io.StringIO()), Mock(), Mock())
+    with pytest.raises(OSError, match="No space left"):
+        await asyncio.wait_for(drive.drive([], others, *given, at_once), 30)
+    assert stopped.is_set()
 
 
 async def test_who_ignores_the_end_of_the_terminal_is_left_alone() -> None:
@@ -288,6 +358,21 @@ async def test_only_what_happens_now_is_shown_of_a_run_that_goes_on(tmp_path: Pa
     assert [json.loads(row)["step"] for row in rows] == [1, 2]
 
 
+async def test_while_a_model_is_copied_everything_else_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs, orchestrator, loop = Outputs(tmp_path), Extended(), asyncio.get_running_loop()
+    orchestrator.run.model_path = "/model"
+
+    def copy(model_path: Path) -> None:
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(10)
+
+    copying = Mock(side_effect=copy)
+    monkeypatch.setattr(outputs, "take_checkpoint", copying)
+    await worked(orchestrator, "run", "", outputs, Plain(io.StringIO()), Mock(), Mock())
+    copying.assert_called_once_with(Path("/model"))
+
+
 class WithoutRoom(Extended):
     """Its journal cannot be written at first."""
 
@@ -322,7 +407,7 @@ def test_the_folder_of_a_run_is_deleted_only_where_the_run_was_not_taken(
     takes: bool, why: str, tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def against_it(specs: object, others: object, *given: Any) -> object:
-        return await worked(Refusing(takes=takes), *given[:-1])
+        return await worked(Refusing(takes=takes), *given[:-2])
 
     monkeypatch.setattr(rl, "drive", against_it)
     with pytest.raises(ConfigError, match=why):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import resource
 import shlex
@@ -13,7 +14,7 @@ from planned_runs import CONFIG, accepted, ended, planned, steps_of, with_steps
 from quartet.cli import rl
 from quartet.cli.__main__ import main
 from quartet.cli.attempt import taken
-from quartet.cli.job import RECORD, Job, plan
+from quartet.cli.job import RECORD, RUN_FILE, Job, plan
 from quartet.cli.job_arguments import run_and_folder
 from quartet.cli.run_file import load_run
 from quartet.config import ConfigError
@@ -219,6 +220,26 @@ def test_an_output_folder_that_takes_no_files_is_refused(tmp_path: Path, config:
         taken(Job(config, "r", Path("/proc/quartet/run"))).__enter__()
     with taken(Job(config, "r", tmp_path / "run")):
         assert (tmp_path / "run" / RECORD).exists()
+
+
+@pytest.mark.parametrize("second", [RECORD, RUN_FILE])
+def test_a_folder_in_which_one_record_found_no_room_is_free(
+    second: str, tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """job.py 2, also where the launcher was killed between the two."""
+    plain = Path.replace
+
+    def replace(self: Path, target: Path) -> Path:
+        if target.name == second:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return plain(self, target)
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "replace", replace)
+        with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
+            taken(planned(config, tmp_path / "run")).__enter__()
+    with accepted(planned(config, tmp_path / "run")):
+        assert (tmp_path / "run" / RUN_FILE).exists()
 
 
 def test_a_damaged_record_is_refused_on_resume(tmp_path: Path, config: RunConfig) -> None:

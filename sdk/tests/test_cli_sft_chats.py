@@ -161,6 +161,23 @@ def texts(model: Path, file: Path) -> list[str]:
     return [parts(model, one)[0] for one in read_chats(file, model, ("assistant",), 4096).samples]
 
 
+def test_what_a_template_marks_for_trl_is_printed(chat_model: Path, tmp_path: Path) -> None:
+    """SmolLM3's, and those that are patched for assistant_only_loss."""
+    marked = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    model = with_template(chat_model, tmp_path, marked)
+    (one,) = read_chats(written(tmp_path, {"messages": CHAT[:3]}), model, ("assistant",), 4096).samples
+    assert parts(model, one)[1] == ["yes  <|im_end|>"]
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(model / "tokenizer.json"))
+    text = theirs.apply_chat_template(CHAT[:3], chat_template=marked, tokenize=False)
+    assert template_of(model).render(CHAT[:3], (), False) == text
+
+
 @pytest.mark.parametrize(
     "tools",
     [

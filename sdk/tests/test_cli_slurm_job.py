@@ -133,7 +133,7 @@ def test_a_run_on_three_machines_is_completed(jobs: Callable[..., Job], tmp_path
     assert job.of("rl") == [
         [
             "@", f"{job.folder}.slurm/run.toml", "--output-dir", str(job.folder), "--run-id", "r", "--plain",
-            "--hosts", "n1,n2,n3", "--first-port", "10200",
+            "--stop-seconds", "260", "--hosts", "n1,n2,n3", "--first-port", "10200",
         ]
     ]  # fmt: skip
     assert sorted(job.of("node")) == ["n2", "n3"]
@@ -165,6 +165,20 @@ def test_near_the_time_limit_the_run_stops_is_queued_again_and_goes_on(
     assert first[-1] == "--overwrite"
     assert second[-1] == "--resume"
     assert job.steps() == steps + 2
+
+
+def test_a_run_that_nobody_accepted_before_the_job_was_queued_is_not_gone_on_with(
+    jobs: Callable[..., Job],
+) -> None:
+    """It may have been another one, which --resume would refuse."""
+    job = jobs()
+    job.folder.mkdir()
+    (job.folder / "run.json").write_text('{"accepted": false}')
+    os.utime(job.folder / "run.json", (0, 0))
+    for restarts in range(2):
+        code, said = job.ends(job.start(restarts=restarts, QUEUED_RUN_STEPS=str(1 + restarts)))
+        assert code == 0, said
+    assert ["--resume" in words for words in job.of("rl")] == [False, True]
 
 
 def test_a_run_stops_in_order_also_where_hangups_are_ignored(

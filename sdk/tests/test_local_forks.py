@@ -12,13 +12,14 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from processes import SECONDS, alive, until
 from quartet.local import fork_client
 from quartet.local.child import Child, ChildSpec, child_environment
 from quartet.local.fork_client import LOG_BYTES, ForkServer
-from quartet.local.forkserver import POOLS
+from quartet.local.forkserver import POOLS, Request
 from quartet.local.supervisor import State, Supervisor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a launcher are for Linux")
@@ -273,6 +274,19 @@ async def test_a_child_that_nobody_waits_for_is_killed(modules: Path, tmp_path: 
     left = Path(f"/proc/{server}/task/{server}/children")
     await until(lambda: left.read_text().split() == [str(kept.pid)])
     await forks.close()
+
+
+async def test_whoever_is_cancelled_in_the_moment_of_an_answer_does_not_go_on(
+    forks: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A supervisor that stops would wait for it for ever."""
+    monkeypatch.setattr(forks, "_running", AsyncMock(return_value=Mock()))
+    starting = asyncio.create_task(forks.start(Request("served", [], "served.log", {})))
+    await until(lambda: len(forks._awaited) == 1)
+    forks._awaited.popleft().set_result(None)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
 
 
 def test_a_server_ends_with_its_requests(modules: Path) -> None:

@@ -54,7 +54,7 @@ TICK_SECONDS = 0.25
 #: The orchestrator checks environments and model, which the services load first, for as long as they allow.
 SUBMIT_SECONDS = 7200.0
 CALL_SECONDS = 30.0
-STOP_SECONDS = 120.0  # the step under way may have to sample a whole batch
+STOP_SECONDS = 120.0  # for the step under way, and for the state that is saved after it
 DRAIN_SECONDS = 10.0
 PATIENCE_SECONDS = 120.0  # the supervisor restarts an orchestrator much sooner, or fails the run
 
@@ -119,9 +119,11 @@ async def drive(
     reporter: Reporter,
     accepted: Callable[[], None],
     listen: Listen = by_signals,
+    stop_s: float = STOP_SECONDS,
 ) -> Outcome:
-    """Run it to its end; `accepted` is called once the orchestrator has it. Raises RunRefused, ServiceFailed,
-    QuartetError, ConfigError where the services' token cannot be announced."""
+    """Run it to its end; `accepted` is called once the orchestrator has it. A stop that is asked for has
+    `stop_s` to be one in order. Raises RunRefused, ServiceFailed, QuartetError, ConfigError where the
+    services' token cannot be announced."""
     supervisor = Supervisor(specs)
 
     def kill() -> None:
@@ -137,7 +139,9 @@ async def drive(
             _work(supervisor, others, run_id, config_toml, outputs, display, reporter, accepted, taken)
         )
         ticks = asyncio.create_task(_tick(supervisor, others, outputs, display, reporter))
-        stop = asyncio.create_task(_stop_when_asked(interrupts, supervisor, run_id, work, display, taken))
+        stop = asyncio.create_task(
+            _stop_when_asked(interrupts, supervisor, run_id, work, display, taken, stop_s)
+        )
         silence = asyncio.create_task(name_the_silent(supervisor, outputs.progress, display))
         missing = asyncio.create_task(others.name_missing(display.say))
         tasks = (*failed, work, ticks, stop, silence, missing)
@@ -154,8 +158,10 @@ async def drive(
             display.say("stopping the services")
             if untold := others.end():
                 display.say(untold)
-            await asyncio.gather(supervisor.stop(DRAIN_SECONDS), asyncio.to_thread(outputs.draw, run_id))
+            drawing = asyncio.create_task(asyncio.to_thread(outputs.draw, run_id))
+            await supervisor.stop(DRAIN_SECONDS)  # to its end, also where a full disk takes no figure
             display.tick(outputs.progress, supervisor.statuses)
+            await drawing
     return Outcome(run, supervisor.restarts | others.restarts, interrupts.asked.is_set())
 
 
@@ -219,7 +225,8 @@ async def _work(
         ended: Run = status.run
         # Here and not after the services stopped: the folder is the trainer's, and the run has ended.
         if ended.model_path:
-            outputs.take_checkpoint(Path(ended.model_path))
+            # In a thread: from another file system it is copied, which takes minutes.
+            await asyncio.to_thread(outputs.take_checkpoint, Path(ended.model_path))
         return ended
 
 
@@ -265,8 +272,9 @@ async def _stop_when_asked(
     work: asyncio.Task[Run],
     display: Display,
     taken: asyncio.Event,
+    stop_s: float = STOP_SECONDS,
 ) -> None:
-    """On the first Ctrl-C: stop the run; the work then ends by itself, or is cancelled after STOP_SECONDS."""
+    """On the first Ctrl-C: stop the run; the work then ends by itself, or is cancelled after `stop_s`."""
     await interrupts.asked.wait()
     if not taken.is_set():
         # A run that rests has nothing to stop, and would be gone on with behind that.
@@ -277,7 +285,7 @@ async def _stop_when_asked(
         async with connect(_orchestrator(supervisor)) as channel:
             stub = OrchestratorServiceStub(channel)  # type: ignore[no-untyped-call]
             await unary(stub.StopRun, StopRunRequest(run_id=run_id), timeout_s=CALL_SECONDS)
-        await asyncio.wait({work}, timeout=STOP_SECONDS)
+        await asyncio.wait({work}, timeout=stop_s)
     except QuartetError as error:
         display.say(f"the run could not be stopped in order ({error}); it can be resumed all the same")
     work.cancel()

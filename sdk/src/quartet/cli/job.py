@@ -280,8 +280,12 @@ def was_accepted(folder: Path) -> bool:
 
 
 def write_down(job: Job, *, accepted: bool) -> None:
-    """Say whose the folder is."""
-    begun = job.config.model_dump(mode="json", exclude_none=True)
-    write_text(job.folder / RUN_FILE, dumps(begun), PRIVATE)
+    """Say whose the folder is. Cut short it leaves, of a run that is not accepted yet, a folder that is free,
+    and of one that is, the run as it goes on."""
+    begun = dumps(job.config.model_dump(mode="json", exclude_none=True))
     record = {"run_id": job.run_id, ACCEPTED: accepted, "config_toml": job.config_toml}
+    if accepted:
+        write_text(job.folder / RUN_FILE, begun, PRIVATE)
     write_json(job.folder / RECORD, record, PRIVATE)
+    if not accepted:
+        write_text(job.folder / RUN_FILE, begun, PRIVATE)

@@ -65,7 +65,7 @@ class Outputs:
         for row in recover_lines(self.metrics_file):
             last = max(last, int(row["event"]))
             metrics = {k: v for k, v in row.items() if isinstance(v, float) and "/" in k}
-            if "eval/reward" in row:
+            if "policy_version" in row:  # also of an evaluation without a result
                 self.progress.add_eval(int(row["step"]), metrics)
             else:
                 self.progress.add_step(int(row["step"]), metrics)

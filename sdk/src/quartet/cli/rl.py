@@ -25,7 +25,7 @@ from quartet.cli.attempt import Attempt, taken
 from quartet.cli.carried import refused_by_services
 from quartet.cli.checked import check_services, doubts, wired
 from quartet.cli.display import Display, Plain
-from quartet.cli.drive import Listen, Outcome, RunRefused, by_signals, drive
+from quartet.cli.drive import STOP_SECONDS, Listen, Outcome, RunRefused, by_signals, drive
 from quartet.cli.dry_run import told
 from quartet.cli.env.installed import REFUSALS, with_interpreters
 from quartet.cli.initial_state import state_path
@@ -101,6 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plain", action="store_true", help="one line for each step instead of the live screen"
     )
+    # Of a job of SLURM: how much time it has for a stop in order.
+    parser.add_argument("--stop-seconds", type=float, default=STOP_SECONDS, help=argparse.SUPPRESS)
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:
@@ -133,7 +135,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         return 0
     plain = options.plain or not sys.stdout.isatty()
     try:
-        ended = launch(job, lambda: _display(plain), started)
+        ended = launch(job, lambda: _display(plain), started, stop_s=options.stop_seconds)
     except RunFailed as error:
         say(f"error: {error}\nLogs are in {job.folder / error.logs}.", sys.stderr)
         if error.shown:
@@ -166,7 +168,8 @@ def prepared(
     hosts = hosts or hosts_of(own_tables(config), None)
     config = config.model_copy(update={"model": model_path(config.model)})
     if config.initial_state is not None:
-        config = config.model_copy(update={"initial_state": state_path(config.initial_state)})
+        state = state_path(config.initial_state, folder if resume else None)
+        config = config.model_copy(update={"initial_state": state})
     envhost = with_interpreters(config.envhost, config.environment_ids)
     config = config.model_copy(update={"envhost": envhost})
     job = plan(config, folder.absolute(), run_id, resume=resume, overwrite=overwrite, words=words)
@@ -174,13 +177,17 @@ def prepared(
 
 
 def launch(
-    job: Job, open_display: Callable[[], Display], started: float, listen: Listen = by_signals
+    job: Job,
+    open_display: Callable[[], Display],
+    started: float,
+    listen: Listen = by_signals,
+    stop_s: float = STOP_SECONDS,
 ) -> Ended:
     """Take the folder, run in it, write the result. Raises ConfigError, RunFailed."""
     try:
         with taken(job) as attempt:
             try:
-                ended = _in_folder(job, attempt, open_display, started, listen)
+                ended = _in_folder(job, attempt, open_display, started, listen, stop_s)
             except OSError as error:
                 why = f"{error.filename or job.folder} cannot be written or read: {error.strerror or error}"
                 then = f"mend that, then go on with: {job.words.going_on(job.folder)}"
@@ -197,7 +204,12 @@ def launch(
 
 
 def _in_folder(
-    job: Job, attempt: Attempt, open_display: Callable[[], Display], started: float, listen: Listen
+    job: Job,
+    attempt: Attempt,
+    open_display: Callable[[], Display],
+    started: float,
+    listen: Listen,
+    stop_s: float,
 ) -> Ended:
     machines = wired(job, job.folder)
     specs = write(machines[0], job.folder, job.hosts)
@@ -221,6 +233,7 @@ def _in_folder(
                         reporter,
                         attempt.accepted,
                         listen,
+                        stop_s,
                     )
                 )
             except RunRefused:

@@ -137,10 +137,12 @@ class ForkServer:
         assert process.stdin is not None
         process.stdin.write(request.line())
         try:
-            # A server that has ended does not take it: the listener answers.
-            return await asyncio.wait_for(answer, FORK_SECONDS if self._answered else ANSWER_SECONDS)
+            # A server that has ended does not take it: the listener answers. (Not by wait_for: where it is
+            # cancelled in the moment of an answer, it goes on with that before Python 3.12.)
+            async with asyncio.timeout(FORK_SECONDS if self._answered else ANSWER_SECONDS):
+                return await answer
         except TimeoutError:
-            return None
+            return None if answer.cancelled() else answer.result()  # of the moment
 
     async def close(self) -> None:
         """End the server, and whatever child is left."""

@@ -18,7 +18,8 @@ from quartet.run.values import PositiveCount
 
 #: Minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS, as sbatch reads them.
 TIME: Final = re.compile(r"(?:\d+(?::\d+){0,2}|\d+-\d+(?::\d+){0,2})")
-#: By so much SLURM may send the signal early (sbatch, --signal), and its clock is read no more often.
+#: By so much SLURM may send the signal early (sbatch, --signal), and its clock is read no more often. Some of
+#: it is for the end of services and job (quartet/cli/slurm/script.py).
 LEAST_STOP_SECONDS: Final = 60
 #: What sbatch takes for a signal's time.
 MOST_STOP_SECONDS: Final = 65_535

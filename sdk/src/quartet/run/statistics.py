@@ -80,10 +80,15 @@ def summarise(
     )
 
 
+def mean(values: Sequence[float]) -> float:
+    """nan where one of them is no finite number: fmean does not take two infinities of either sign."""
+    return fmean(values) if all(map(math.isfinite, values)) else math.nan
+
+
 def means_by_name(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each name over the rows that have it."""
+    """The `mean` of each name over the rows that have it."""
     found: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():
             found.setdefault(name, []).append(value)
-    return {name: fmean(values) for name, values in sorted(found.items())}
+    return {name: mean(values) for name, values in sorted(found.items())}

@@ -1,11 +1,13 @@
 """Kinds of values in a run's configuration.
 
 Strict: TOML has numbers, so "8" and true are mistakes, not numbers. Counts travel as uint32. No number is nan
-or infinite, in tables of somebody else's keys neither: JSON has none, and would drop the key.
+or infinite, in tables of somebody else's keys neither: JSON has none, and would drop the key. It has no dates
+either, which TOML has.
 """
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -27,28 +29,32 @@ Penalty = Annotated[float, Field(ge=-2, le=2, strict=True)]
 Text = Annotated[str, Field(min_length=1)]
 
 
-def _of_finite_numbers(table: dict[str, Any], info: pydantic.ValidationInfo) -> dict[str, Any]:
-    remedy = 'should be a finite number; the text is "{0}" in a file, \'"{0}"\' on the command line'
-    problems = [("not_finite", path, value, remedy.format(value)) for path, value in _not_finite(table)]
+def _of_json(table: dict[str, Any], info: pydantic.ValidationInfo) -> dict[str, Any]:
+    remedy = 'should be {0}; the text is "{1}" in a file, \'"{1}"\' on the command line'
+    problems = [
+        ("not_json", path, value, remedy.format(wanted, text)) for path, value, wanted, text in _others(table)
+    ]
     if problems:
         raise wrong(str(info.field_name), *problems)
     return table
 
 
-def _not_finite(value: Any) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Every such number inside, with its place."""
+def _others(value: Any) -> Iterator[tuple[tuple[str, ...], Any, str, str]]:
+    """Everything inside that JSON has not: its place, itself, what it should be, and it as text."""
     inner: Any = ()
     match value:
         case float() if not math.isfinite(value):
-            yield (), value
+            yield (), value, "a finite number", str(value)
+        case datetime.date() | datetime.time():  # as TOML reads them without quotes
+            yield (), value, "text in quotes", value.isoformat()
         case dict():
             inner = value.items()
         case list() | tuple():
             inner = enumerate(value)
     for key, one in inner:
-        for path, number in _not_finite(one):
-            yield (str(key), *path), number
+        for path, other, wanted, text in _others(one):
+            yield (str(key), *path), other, wanted, text
 
 
 #: Keys that somebody else reads.
-Table = Annotated[dict[str, Any], Field(default_factory=dict), pydantic.AfterValidator(_of_finite_numbers)]
+Table = Annotated[dict[str, Any], Field(default_factory=dict), pydantic.AfterValidator(_of_json)]

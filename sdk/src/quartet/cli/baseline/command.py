@@ -15,7 +15,7 @@ from quartet.cli.baseline.arguments import SAMPLING_KEYS
 from quartet.cli.baseline.verdict import FIT, Setting, Verdict, judge
 from quartet.cli.env.installed import module_of, python_of
 from quartet.cli.env.oracle import full_reward_of
-from quartet.cli.eval.arguments import env_args, environment_first, given_keys
+from quartet.cli.eval.arguments import env_args, environment_first, given_keys, in_a_file
 from quartet.cli.eval.board import Tally, board, print_table, result_table
 from quartet.cli.eval.command import SERVICES, evaluate, folder_name
 from quartet.cli.eval.config import Trial
@@ -29,7 +29,6 @@ from quartet.cli.run_file import load_run
 from quartet.config import ConfigError
 from quartet.kit.folder import check_folder
 from quartet.local.beside import AddressBook
-from quartet.local.toml_text import inline
 from quartet.run.config import RunConfig
 from quartet.run.hosted import MAX_GROUP, HostedConfig
 from quartet.run.sampling import EvalSamplingConfig
@@ -86,7 +85,7 @@ def read(options: argparse.Namespace, rest: list[str]) -> RunConfig:
     if options.key_model is not None:
         given.append(f"--model={options.key_model}")
     if named:
-        given.append(f"--env={inline([{'id': named, 'args': args}])}")
+        given.append(f"--env=[{in_a_file(named, args)}]")
     # Replicas have a model; what a file or an option says of it, for the name of the folder, comes after.
     served = [f"--model={address}" for address in options.inference_address[:1]]
     return load_run([*served, *rest, *given], flags=options.flags).config
@@ -94,7 +93,8 @@ def read(options: argparse.Namespace, rest: list[str]) -> RunConfig:
 
 def trials(options: argparse.Namespace, config: RunConfig) -> list[Trial]:
     """One for each environment of the run. Raises ConfigError."""
-    group = options.rollouts_per_example or config.rollouts_per_example
+    asked = options.rollouts_per_example
+    group = config.rollouts_per_example if asked is None else asked
     for flag, value, most in (
         ("--num-examples", options.num_examples, 2**32),
         ("--rollouts-per-example", group, MAX_GROUP),

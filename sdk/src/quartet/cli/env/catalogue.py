@@ -18,8 +18,10 @@ from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 # A line of JSON for each distribution that needs Verifiers and is no part of it or of Quartet.
 LIST = """
 import importlib.metadata, json
-versions = {one.metadata["Name"].lower(): one.version for one in importlib.metadata.distributions()}
-for one in importlib.metadata.distributions():
+# What an uninstall left behind has no name.
+named = [one for one in importlib.metadata.distributions() if one.metadata["Name"]]
+versions = {one.metadata["Name"].lower(): one.version for one in named}
+for one in named:
     needs = [need for need in one.requires or () if "extra ==" not in need]
     if any(need.startswith("verifiers") for need in needs):
         print(json.dumps({"name": one.metadata["Name"], "version": one.version,

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
+from urllib.parse import unquote
 
 from quartet.cli.env.installed import INSTALLED, UNFINISHED, find, module_of, own_python, run_in
 from quartet.cli.held import held
@@ -160,7 +161,7 @@ def _ours(package: str, extra: str) -> list[str]:
         raise ConfigError(f"{package} is not installed for {sys.executable}; pip install it there") from None
     url = json.loads(origin)["url"] if origin else ""
     if url.startswith("file://"):
-        return ["-e", url.removeprefix("file://") + extra]
+        return ["-e", unquote(url.removeprefix("file://")) + extra]
     return [f"{package}{extra}=={importlib.metadata.version(package)}"]
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from quartet.config import ConfigError
+from quartet.local.toml_text import inline
 
 DESCRIPTION = """\
 Play environments with a model, and measure it.
@@ -120,6 +121,30 @@ def env_args(options: argparse.Namespace) -> dict[str, object]:
     if not isinstance(args, dict):
         raise ConfigError(f"""--env-args {options.env_args!r} is no JSON object, such as '{{"key": 1}}'""")
     return args
+
+
+def in_a_file(env_id: str, args: Mapping[str, object]) -> str:
+    """An environment of the command line as a file would have it, in TOML. Raises ConfigError."""
+    for path in _nulls(args):
+        raise ConfigError(
+            f"--env-args: {'.'.join(path)} = null is refused: files have no null; leave it out, and the "
+            "environment's own default holds"
+        )
+    return inline({"id": env_id, "args": args})
+
+
+def _nulls(value: object) -> Iterator[tuple[str, ...]]:
+    """The places of all inside."""
+    if value is None:
+        yield ()
+    inner: Iterable[tuple[object, object]] = ()
+    if isinstance(value, dict):
+        inner = value.items()
+    elif isinstance(value, list):
+        inner = enumerate(value)
+    for key, one in inner:
+        for path in _nulls(one):
+            yield (str(key), *path)
 
 
 def _dest(key: str) -> str:

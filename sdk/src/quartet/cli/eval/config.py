@@ -29,7 +29,14 @@ PASS_THRESHOLD = 0.5
 #: num_examples that means all of them.
 ALL = -1
 
-Examples = Annotated[int, Field(ge=ALL, lt=2**32, strict=True)]
+
+def _evaluates_something(num_examples: int) -> int:
+    if num_examples == 0:
+        raise ValueError(f"nothing would be evaluated; set it above 0, or to {ALL} for all")
+    return num_examples
+
+
+Examples = Annotated[int, Field(ge=ALL, lt=2**32, strict=True), pydantic.AfterValidator(_evaluates_something)]
 Split = Literal["eval", "train"]
 
 
@@ -105,13 +112,6 @@ class EvalFileConfig(AnswererConfig):
     pass_threshold: Number = PASS_THRESHOLD
     eval: Annotated[tuple[OneEvalConfig, ...], Field(max_length=MAX_ENVIRONMENTS)] = ()
     ablation: Annotated[tuple[AblationConfig, ...], Field(max_length=MAX_ENVIRONMENTS)] = ()
-
-    @pydantic.field_validator("num_examples")
-    @classmethod
-    def _evaluates_something(cls, num_examples: int) -> int:
-        if num_examples == 0:
-            raise ValueError(f"nothing would be evaluated; set it above 0, or to {ALL} for all")
-        return num_examples
 
     @pydantic.field_validator("eval", "ablation", mode="before")
     @classmethod

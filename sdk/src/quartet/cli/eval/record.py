@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -169,7 +170,7 @@ class Record:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "time": self._before + time.monotonic() - self._began,
             "avg_reward": figures.mean if figures else None,
-            "avg_metrics": means,
+            "avg_metrics": {name: one if math.isfinite(one) else None for name, one in means.items()},
             "avg_error": len(self.failures) / tried if tried else 0.0,
             "pass_at_k": figures.pass_at_k if figures else {},
             "pass_all_k": figures.pass_all_k if figures else {},

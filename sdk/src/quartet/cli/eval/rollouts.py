@@ -2,9 +2,10 @@
 
 1. Every member of every task that is asked for ends exactly once: as a result or as a typed failure.
 2. At most `max_concurrent` rollouts are under way; where members of a group are compared, a whole group.
-3. A host that goes away is asked again for the members that are missing, ATTEMPTS times; those that are
-   still missing then end as HOST failures. Whatever will not pass (an unknown environment, refused
-   arguments, an endpoint that will never answer) ends all of them: QuartetError, ConfigError.
+3. A host that goes away is asked again for the members that are missing, ATTEMPTS times, each time once it is
+   back or BACK_SECONDS have passed; those that are still missing then end as HOST failures. Whatever will not
+   pass (an unknown environment, refused arguments, an endpoint that will never answer) ends all of them:
+   QuartetError, ConfigError.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import itertools
 import json
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 from quartet.cli.eval.config import ALL, Trial
@@ -33,6 +34,9 @@ LOAD_SECONDS = 3600.0
 #: With their data these are far below the limit of a message for most environments.
 TASKS_AT_ONCE = 64
 ATTEMPTS = 4
+#: A host that died is started again, and imports Verifiers first: without a wait every rollout that is left
+#: would fail meanwhile.
+BACK_SECONDS = 30.0
 SPLITS = {"train": pb.SPLIT_TRAIN, "eval": pb.SPLIT_EVAL}
 
 Note = Callable[[Task, Rollout], None]
@@ -154,10 +158,19 @@ async def _group(
         if not missing or len(ended) == len(members):  # also where the stream broke after the last one
             break
         await asyncio.sleep(budget.delay_s(attempt, QuartetError("NOT_READY", why)))
+        if attempt < ATTEMPTS:
+            await _back(host, trial)
     else:
         ended = [_away(member, why) for member in missing]
     for rollout in ended:
         note(task, rollout)
+
+
+async def _back(host: Any, trial: Trial) -> None:
+    """Until the host answers; what it says of the environment then, it says of the rollouts, too."""
+    request = pb.DescribeEnvironmentRequest(environment=reference(trial))
+    with suppress(QuartetError):
+        await unary(host.DescribeEnvironment, request, timeout_s=BACK_SECONDS, wait_for_ready=True)
 
 
 def _away(member: int, why: str) -> Rollout:

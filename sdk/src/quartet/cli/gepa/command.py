@@ -24,7 +24,14 @@ from typing import Any
 
 from gepa.api import optimize
 
-from quartet.cli.eval.arguments import MODEL_KEYS, env_args, environment_first, given_keys, one_run_id
+from quartet.cli.eval.arguments import (
+    MODEL_KEYS,
+    env_args,
+    environment_first,
+    given_keys,
+    in_a_file,
+    one_run_id,
+)
 from quartet.cli.eval.board import Board, PlainBoard
 from quartet.cli.eval.command import folder_name
 from quartet.cli.eval.config import Trial
@@ -146,7 +153,7 @@ def read(options: argparse.Namespace, rest: list[str]) -> GepaConfig:
         given.append(f"--state-columns={inline(options.state_columns)}")
     args = env_args(options)
     if named:
-        given.append(f"--env={inline({'id': named, **({'args': args} if args else {})})}")
+        given.append(f"--env={in_a_file(named, args)}")
     elif args:
         raise ConfigError("--env-args is for an environment named on the command line; write env.args")
     config = load(GepaConfig, [*rest, *given], Draft(flags=options.flags)).config

@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.meta
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quartet.cli.sft.message import Message, Tool
 from quartet.config import ConfigError
+
+
+class _Generation(Extension):
+    """`{% generation %}`, by which templates mark for TRL what an assistant says: here roles say what is
+    learned, and what stands inside is printed."""
+
+    tags = {"generation"}  # noqa: RUF012 - as the base class has it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """As transformers parses it: what is set inside stays inside."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_printed"), [], [], body).set_lineno(line)
+
+    def _printed(self, caller: Callable[[], str]) -> str:
+        return caller()
 
 
 class Template:
@@ -26,7 +45,7 @@ class Template:
 
         # As transformers renders them.
         engine = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
         engine.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
         engine.globals["raise_exception"] = fail

@@ -34,6 +34,9 @@ PORTS_OF_A_JOB: Final = 200
 JOBS: Final = 49
 #: For the other machines, from the end of the run to theirs: they look every half second, and drain.
 END_SECONDS: Final = 20
+#: Of the time before the limit, for what comes after the step under way: services drain, the other machines
+#: end, and the job is queued again.
+AFTER_THE_STEP_SECONDS: Final = 40
 
 BODY: Final = """\
 say() { echo "quartet slurm: $*" >&2; }
@@ -74,15 +77,14 @@ if [ "$number" -ne "$machines" ]; then
 fi
 
 words=(rl @ "$beside/run.toml" --output-dir "$folder" --run-id "$run_id" --plain)
+words+=(--stop-seconds "$for_the_step")
 if [ "$machines" -gt 1 ]; then
     words+=(--hosts "$first$others" --first-port $((#FIRST_PORT + SLURM_JOB_ID % #JOBS * #PORTS_OF_A_JOB)))
     rm -f -- "$folder/machines/plan.json"  # of a job that was killed, with the machines that it had
 fi
-# --overwrite is for what was there when the job was queued.
-case $begin in
-    --overwrite) [ "$folder/run.json" -nt "$beside/run.toml" ] && begin=--resume ;;
-    "") [ -e "$folder/run.json" ] && begin=--resume ;;
-esac
+# What was there when the job was queued is deleted, or is of a run that nobody accepted: what is newer is of
+# this job.
+if [ "$folder/run.json" -nt "$beside/run.toml" ]; then begin=--resume; fi
 [ -z "$begin" ] || words+=("$begin")
 
 say "job $SLURM_JOB_ID, started ${SLURM_RESTART_COUNT:-0} times before, on $first$others"
@@ -175,6 +177,7 @@ def script_of(queued: Queued, slurm: SlurmConfig) -> str:
         "machines": str(queued.machines),
         "begin": queued.begin,
         "requeue": "yes" if slurm.requeue_at_time_limit else "",
+        "for_the_step": str(slurm.stop_seconds - AFTER_THE_STEP_SECONDS),
     }
     body = BODY.replace("#SETUP\n", "".join(_setup(slurm.setup)))
     numbers = {"#FIRST_PORT": FIRST_PORT, "#JOBS": JOBS, "#PORTS_OF_A_JOB": PORTS_OF_A_JOB}
