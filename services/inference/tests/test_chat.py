@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
+from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet_inference.chat import Chat, ParsedCall, Turn
 
@@ -32,6 +35,14 @@ def test_render_is_the_template(chat: Chat) -> None:
     ids = chat.render([user("hi")], [])
     assert chat.text(ids, special=True) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert chat.end_tokens == {END}
+
+
+def test_a_torn_file_of_end_tokens_is_refused_by_name(model_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    os.truncate(folder / "generation_config.json", 20)
+    with pytest.raises(ConfigError, match=r"cannot be served: .*generation_config\.json"):
+        Chat(folder)
 
 
 def test_extend_keeps_the_given_tokens_and_closes_the_turn_once(chat: Chat) -> None:

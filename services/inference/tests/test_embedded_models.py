@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from quartet_inference.embedded.engine import EmbeddedEngine
 from quartet_inference.embedded.limits import Limits
 from quartet_inference.embedded.model import ModelWeights
 from quartet_inference.engine import ServedWeights
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, XLNetConfig
 
 from .engine_calls import END, complete, running, text_of
@@ -120,6 +123,26 @@ def test_models_with_another_attention_are_refused(kind: str, changes: dict[str,
     """probe.py 1, hub.py 1: what sees later tokens or counts positions otherwise, and what keeps more."""
     with pytest.raises(ValueError, match=why):
         started(kind, changes, 64)
+
+
+def test_a_folder_without_all_weights_of_the_model_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    """transformers takes random numbers for what is missing."""
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    lost = tensors.pop("model.layers.1.mlp.down_proj.weight")
+    save_file(tensors, weights, {"format": "pt"})
+    why = "its weights lack 1 tensors, the first is model.layers.1.mlp.down_proj.weight"
+    with pytest.raises(ConfigError, match=why):
+        model.load(folder, "float32", weights_follow=False)
+    assert model.load(folder, "float32", weights_follow=True), "a trainer's replace them all"
+    save_file({**tensors, "model.layers.1.mlp.down_proj.weight": lost[1:]}, weights, {"format": "pt"})
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        model.load(folder, "float32", weights_follow=False)
+    os.truncate(weights, weights.stat().st_size // 2)
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        model.load(folder, "float32", weights_follow=False)
 
 
 def test_a_length_is_asked_for_or_known(make_model: Make) -> None:

@@ -217,6 +217,21 @@ async def test_the_oldest_adapter_whose_run_is_over_makes_room(model_folder: Pat
     await server.stop(0)
 
 
+async def test_adapters_that_leave_with_their_base_are_followed_no_more(
+    model_folder: Path, make_model: Make
+) -> None:
+    """Invariant 8: what is held of the runs of a replica that has met many."""
+    store = WeightStore(4)
+    put(store, "a", 0, random_adapter(make_model(0), 1))
+    server = await publish(store)
+    async with serving(model_folder, weights_address=server.address, shared_memory=False) as replica:
+        await replica.until(lambda model: served(model) == {"a": 0})
+        store.publish("whole", 0, weights_of(make_model(1)))
+        await replica.until_version("whole", 0)
+        await until(lambda: "follow-adapter-a" not in [task.get_name() for task in asyncio.all_tasks()])
+    await server.stop(0)
+
+
 async def test_an_adapter_whose_canary_dies_is_unloaded_alone(model_folder: Path, make_model: Make) -> None:
     """invariant 3: an adapter in the engine that computes something else is not served as its version."""
     base, store = make_model(0), WeightStore(4)

@@ -22,9 +22,10 @@ from quartet.v1 import weights_pb2 as pb
 from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
 from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
-from quartet_inference import app
+from quartet_inference import app, canary
 from quartet_inference.canary import CanaryWatch, Gate, check_canary
 from quartet_inference.config import InferenceConfig
+from quartet_inference.embedded.engine import EmbeddedEngine
 from quartet_inference.embedded.model import ModelWeights, StagedWeights
 from quartet_inference.engine import EngineInfo, Scored, ScoreRequest, ServedWeights
 
@@ -181,6 +182,27 @@ async def test_a_canary_that_cannot_be_scored_is_the_publishers_fault(
         await replica.ready(2)
         # The note goes once the follower is back from the swap, a moment after the version serves.
         await replica.until(lambda model: not model.update_refused)
+
+
+async def test_a_canary_that_the_device_has_no_room_for_is_scored_once_it_has(
+    model_folder: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """canary.py 4: as beside a trainer on the same GPU. It would wait for another version for ever."""
+    score, refused = EmbeddedEngine.score, 0
+
+    async def without_room(self: Any, request: ScoreRequest) -> Scored:
+        nonlocal refused
+        if refused < 2:
+            refused += 1
+            raise QuartetError("OVERLOADED", "the memory of the device does not reach")
+        return await score(self, request)
+
+    monkeypatch.setattr(canary, "AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(EmbeddedEngine, "score", without_room)
+    async with serving(model_folder, make_model) as replica:
+        await replica.publish(0)
+        await replica.ready(0)
+    assert refused == 2
 
 
 async def test_a_model_of_another_vocabulary_is_told_by_its_tensors_and_offered_once(

@@ -243,6 +243,9 @@ async def test_who_waits_for_a_version_is_told_that_the_trainer_does_not_answer(
         answer = aiter(replica.stub.Generate(tokens(min_policy_version=6), timeout=20))
         told = await anext(answer)
         assert told.HasField("heartbeat") and told.held_up == model.update_refused
+        of_another = replica.stub.Generate(tokens(run_id="another"), timeout=20)
+        assert (await of_another.read()).held_up == model.update_refused, "a run can be waited for, too"
+        of_another.cancel()
         first = await replica.stub.Generate(tokens(min_policy_version=5), timeout=20).read()
         assert first.HasField("start") and not first.held_up, "what is here is not waited for"
         await asyncio.to_thread(store.publish, "r", 6, weights_of(make_model(2)))

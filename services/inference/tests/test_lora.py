@@ -54,3 +54,14 @@ def test_adapters_whose_beginning_needs_data(make_model: Any, init: str, served:
     else:
         with pytest.raises(QuartetError, match="init_lora_weights"):
             read_adapter(config, adapter.tensors, layout)
+
+
+@pytest.mark.parametrize(
+    "config", ['{"r": 1e999, "lora_alpha": 8}', f'{{"r": 4, "lora_alpha": 1{400 * "0"}}}', "[" * 100_000, "7"]
+)
+def test_what_is_no_configuration_of_an_adapter_is_refused(make_model: Any, config: str) -> None:
+    """Whoever pushes it is told; a fault of any other type would end the replica."""
+    adapter = random_adapter(make_model(0), 1)
+    with pytest.raises(QuartetError, match="adapter_config is not peft's") as refused:
+        read_adapter(config, adapter.tensors, {})
+    assert refused.value.reason == "INVALID_REQUEST"

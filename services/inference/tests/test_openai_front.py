@@ -144,6 +144,8 @@ async def test_a_served_adapter_is_a_model(door: Door, monkeypatch: pytest.Monke
     answer = await door.chat(model="run-7", extra_body={"min_policy_version": 3})
     assert answer.choices[0].message.content == "hello" and answer.system_fingerprint == "run-7@3"
     assert (asked[0].run_id, asked[0].min_version) == ("run-7", 3)
+    answer = await door.chat(extra_body={"run_id": "run-7"})
+    assert (asked[1].run_id, answer.system_fingerprint) == ("run-7", "run-7@3")
 
 
 async def test_tools_thinking_and_calls_come_in_their_fields(
@@ -198,6 +200,17 @@ async def test_offsets_of_a_streamed_completion_go_on_from_chunk_to_chunk(door: 
     assert [offsets[choice.index] for choice in whole.choices] == [
         choice.logprobs.text_offset for choice in whole.choices
     ]
+
+
+@pytest.mark.parametrize("named_by_id", [False, True])
+async def test_offsets_point_into_the_text_whatever_tokens_are_called(
+    door: Door, monkeypatch: pytest.MonkeyPatch, named_by_id: bool
+) -> None:
+    """A token may be a part of a character, and the end is none of the text."""
+    say(monkeypatch, door, "A日B")
+    asked: Any = {"logprobs": 0, "extra_body": {"return_tokens_as_token_ids": named_by_id}}
+    (choice,) = (await door.complete(**asked)).choices
+    assert (choice.text, choice.logprobs.text_offset) == ("A日B", [0, 1, 1, 1, 2, 3])
 
 
 async def test_alternatives_have_texts_and_the_bytes_of_these(door: Door) -> None:

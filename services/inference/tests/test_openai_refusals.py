@@ -136,6 +136,18 @@ async def test_raw_bodies_urls_and_methods(door: Door) -> None:
             assert response.status == 400 and (await response.json())["error"]["code"] == "invalid_body"
 
 
+async def test_a_session_whose_name_is_no_text_is_refused_by_name(door: Door) -> None:
+    host, _, port = door.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps({"model": door.model, "prompt": "hi", "max_tokens": 1}).encode()
+    head = b"Host: x\r\nConnection: close\r\nX-Session-ID: caf\xe9\r\nContent-Length: %d\r\n\r\n" % len(body)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\n" + head + body)
+    answer = await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    assert b" 400 " in answer.partition(b"\r\n")[0]
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["param"] == "X-Session-ID"
+
+
 async def test_the_key_is_asked_for(model_folder: Path, tmp_path: Path) -> None:
     key_file = tmp_path / "key"
     key_file.write_text("sesame\n")

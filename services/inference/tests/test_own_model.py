@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,10 @@ async def test_a_folder_that_has_changed_meanwhile_is_not_served(
         with pytest.raises(QuartetError, match="have changed") as changed:
             await own.serve()
         assert changed.value.reason == "CHECKSUM_MISMATCH"
+        os.truncate(folder / "model.safetensors", 100)
+        with pytest.raises(QuartetError, match="can be read no more") as damaged:
+            await own.serve()
+        assert damaged.value.reason == "CHECKSUM_MISMATCH", "no fault, which would end the replica"
         (folder / "model.safetensors").unlink()
         with pytest.raises(QuartetError, match="has no weights"):
             await own.serve()

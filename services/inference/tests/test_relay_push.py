@@ -17,13 +17,15 @@ from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
 from quartet.v1 import inference_service_pb2 as ipb
 from quartet.v1 import inference_service_pb2_grpc as irpc
+from quartet.weights import fetch
 from quartet.weights.fetch import get_manifest
 from quartet.weights.push import push_version
 from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
 from quartet.weights.store import WeightStore
-from quartet_inference import app
+from quartet_inference import app, updates
 from quartet_inference.config import InferenceConfig
 
+from .adapters import random_adapter
 from .random_models import weights_of
 
 Make = Callable[..., Any]
@@ -61,9 +63,16 @@ async def serving(folder: Path, **settings: Any) -> AsyncIterator[Replica]:
 
 
 class Counting(WeightServicer):
-    """The trainer's servicer; counts the streams that it is asked for."""
+    """The trainer's servicer; counts the streams that it is asked for, and may let nobody in."""
 
     streams = 0
+    refuses = False
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        if self.refuses:
+            raise QuartetError("UNAUTHENTICATED", "not now")
+        async for response in super().Watch(request, context):
+            yield response
 
     async def fetch_encoded(self, request: Any, context: Any) -> AsyncIterator[bytes]:
         self.streams += 1
@@ -89,6 +98,32 @@ async def test_services_relay_to_each_other(model_folder: Path, make_model: Make
             for replica in (*replicas, alone):
                 await replica.serves(manifest.digest)
             assert trainer.streams == version + 1
+    await server.stop(0)
+
+
+def adapters(model: Any) -> dict[str, int]:
+    return {one.run_id: one.policy_version for one in model.adapters}
+
+
+@pytest.mark.parametrize("run_id", ["", "a"])
+async def test_adapters_are_fetched_from_their_publisher_whoever_relays(
+    model_folder: Path, make_model: Make, run_id: str
+) -> None:
+    """A replica is told to others as a source of its run, and hands no adapters on: nobody waits for it
+    there, not the replica itself, nor one that comes later."""
+    base, store = make_model(0), WeightStore(keep=2)
+    trainer = Counting(store)
+    server = await start([Service(SERVICE, add_weight_service, trainer)], ServerConfig(), Health())
+    following = {"weights_address": server.address, "shared_memory": False, "run_id": run_id}
+    store.open_run("a")
+    async with serving(model_folder, **following) as first, asyncio.timeout(12):
+        for version in range(2):
+            adapter = random_adapter(base, version)
+            store.publish("a", version, adapter.tensors, adapter_config=adapter.config)
+            await first.until(lambda model, version=version: adapters(model) == {"a": version})  # type: ignore[misc]
+        assert trainer._relays._relays[run_id], "it relays"
+        async with serving(model_folder, **following) as second:
+            await second.until(lambda model: adapters(model) == {"a": 1})
     await server.stop(0)
 
 
@@ -128,6 +163,44 @@ async def test_a_pushed_version_that_does_not_fit_leaves_the_old_one(
         assert (await replica.serves(sound.manifest.digest)).policy_version == 1
         mended = await push_version(replica.channel, "mine", 3, weights_of(make_model(2)))
         await replica.serves(mended.manifest.digest)
+
+
+async def test_that_an_adapter_was_refused_is_told_until_one_is_served(
+    model_folder: Path, make_model: Make
+) -> None:
+    adapter = random_adapter(make_model(0), 1)
+    async with serving(model_folder, accept_push=True) as replica:
+        unfit = dict(list(adapter.tensors.items())[:1])
+        await push_version(replica.channel, "mine", 0, unfit, adapter_config=adapter.config)
+        model = await replica.until(lambda model: bool(model.update_refused))
+        assert "version 0 could not be taken: adapter refused" in model.update_refused
+        await push_version(replica.channel, "mine", 1, adapter.tensors, adapter_config=adapter.config)
+        await replica.until(lambda model: adapters(model) == {"mine": 1})
+        async with asyncio.timeout(5):
+            await replica.until(lambda model: not model.update_refused)
+
+
+async def test_that_no_adapters_were_announced_is_told_until_they_are(
+    model_folder: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a trainer whose token was changed before the replica's. The adapter has a follower of its own."""
+    for module in (fetch, updates):
+        monkeypatch.setattr(module, "BACKOFF_SECONDS", (0.1, 0.2))
+    store, adapter = WeightStore(keep=2), random_adapter(make_model(0), 1)
+    trainer = Counting(store)
+    services = [Service(SERVICE, add_weight_service, trainer)]
+    server = await start(services, ServerConfig(), Health())
+    store.publish("a", 0, adapter.tensors, adapter_config=adapter.config)
+    async with serving(model_folder, weights_address=server.address, shared_memory=False) as replica:
+        await replica.until(lambda model: adapters(model) == {"a": 0})
+        trainer.refuses = True
+        await server.stop(0)
+        server = await start(services, ServerConfig(address=server.address), Health())
+        await replica.until(lambda model: model.update_refused == "versions are not announced: not now")
+        trainer.refuses = False
+        async with asyncio.timeout(10):
+            await replica.until(lambda model: not model.update_refused)
+    await server.stop(0)
 
 
 async def test_of_runs_that_push_the_last_ones_are_held_and_that_of_run_id(

@@ -12,6 +12,8 @@ from quartet_inference.embedded.sequence import RunningSequence
 from quartet_inference.engine import Request, Sampling
 from quartet_inference.sampler import Sampler, uniforms
 from quartet_inference.text_stream import MAX_HALF_TOKENS, TextStream
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
 
 
 def row(
@@ -182,6 +184,38 @@ def test_texts_grow_by_whole_characters_and_a_feed_costs_no_more_for_what_was_be
     assert "".join(stream.feed([byte]) for byte in "\ufffd é".encode() * 50)
     assert "".join(stream.feed([0xE2]) for _ in range(500)), "half characters without an end are told too"
     assert longest <= MAX_HALF_TOKENS + 2
+
+
+def by_bytes(tokens: Any) -> str:
+    return bytes(tokens).decode(errors="replace")
+
+
+def by_byte_fallback() -> Any:
+    """As tokenizers of Llama and Gemma do: bytes that stand side by side are read together or not at all."""
+    tokenizer = Tokenizer(BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer.decode
+
+
+@pytest.mark.parametrize("decode", [by_bytes, by_byte_fallback()], ids=["byte-level", "byte fallback"])
+@pytest.mark.parametrize("at_a_time", [1, 7, 32])
+def test_texts_grow_by_whole_characters_however_many_tokens_come_at_a_time(
+    decode: Any, at_a_time: int
+) -> None:
+    """Of which no token is a character."""
+    text = "日本語の🤖🤖 a 文é🤖" * 20
+    tokens = list(text.encode())
+    stream, told = TextStream(decode), ""
+    for start in range(0, len(tokens), at_a_time):
+        told += stream.feed(tokens[start : start + at_a_time])
+        assert text.startswith(told), told
+    assert told == decode(tokens) == text
+
+
+def test_a_stop_string_is_found_behind_a_character_of_several_bytes() -> None:
+    watch = StopWatch(("🤖b",), by_byte_fallback())
+    hits = [watch.feed(byte) for byte in "日🤖🤖b".encode()]
+    assert hits[:-1] == [None] * (len(hits) - 1) and hits[-1] == "🤖b"
 
 
 def test_alternatives_are_told_once_with_their_tokens_and_held_no_longer() -> None:

@@ -7,6 +7,8 @@ import gc
 import os
 import resource
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -117,3 +119,21 @@ def test_a_folder_that_is_not_there_is_passed_over(folders: tuple[Path, Path]) -
     staging = Staging(folders[0] / "missing")
     staged = version(staging)
     assert weights_in(staged).is_relative_to(folders[1])
+
+
+def test_what_a_killed_engine_has_left_behind_is_removed_and_nothing_else(folders: tuple[Path, Path]) -> None:
+    """Invariant 9: it may be as large as the model, and in memory."""
+    living = Staging(folders[0])
+    staged = version(living)
+    code = (
+        "import os, signal, sys; from pathlib import Path; from quartet.weights.tensor import Tensor\n"
+        "from quartet_inference.vllm.staging import Staging\n"
+        "staging = Staging(Path(sys.argv[1])); staged = staging.write({'w': Tensor('U8', (4,), b'left')})\n"
+        "print(staged.path, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    command = [sys.executable, "-c", code, str(folders[0])]
+    left = Path(subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip())
+    assert left.read_bytes().endswith(b"left")
+    Staging(folders[0])
+    assert not left.parent.exists()
+    assert load_file(weights_in(staged))["w"].tobytes() == TENSORS["w"].data

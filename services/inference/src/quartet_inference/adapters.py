@@ -227,6 +227,12 @@ class Adapters:
         self.verdicts.forget(run_id)
         await self._whole(self._end(run_id, adapter_gone(run_id)))
 
+    def base_changed(self) -> None:
+        """Other weights are served: adapters that left with those before are followed no more."""
+        if not self._own.serves():
+            for run_id in self._followed:
+                self._spawn(self.unload(run_id))
+
     def want(self, run_id: str) -> None:
         """A request names a run that is not served: look for its adapter in the background."""
         now = asyncio.get_running_loop().time()

@@ -178,7 +178,7 @@ class Answerer:
         """Why the weights that the request waits for cannot come for now; empty where they may, or did."""
         info = self._engine.info()
         served = info.serving(request.run_id)
-        here = served is not None and served.version >= request.min_policy_version
+        here = _suits(served, request.run_id, request.min_policy_version)
         return "" if here else info.update_refused
 
     def _formed(self, request: pb.GenerateRequest) -> _Prompt:
@@ -287,27 +287,23 @@ class Answerer:
     async def _wait_for_weights(self, wanted: Request, has_minimum: bool, remaining_s: float | None) -> None:
         """Wait for the run and the version that a request names; the engine checks the rest."""
 
-        def right_run(served: ServedWeights | None) -> bool:
-            return served is not None and wanted.run_id in ("", served.run_id)
-
-        def suits(served: ServedWeights | None) -> bool:
-            return right_run(served) and served is not None and served.version >= wanted.min_version
+        def suits() -> bool:
+            served = self._engine.info().serving(wanted.run_id)
+            return _suits(served, wanted.run_id, wanted.min_version)
 
         served = self._engine.info().serving(wanted.run_id)
         if served is None and not wanted.run_id and not has_minimum:
             raise QuartetError("NOT_READY", "no verified weights are served yet")
-        if wanted.run_id and not right_run(served):
+        if wanted.run_id and not _suits(served, wanted.run_id, 0):
             self._on_missing(wanted.run_id)
         limit_s = self._version_wait_s
         if remaining_s is not None:
             limit_s = min(limit_s, max(0.0, remaining_s - DEADLINE_MARGIN_SECONDS))
-        if suits(served) or await self._news.wait_for(
-            lambda _: suits(self._engine.info().serving(wanted.run_id)), limit_s
-        ):
+        if suits() or await self._news.wait_for(lambda _: suits(), limit_s):
             return
         served = self._engine.info().serving(wanted.run_id)
         have = served.version if served is not None else "none"
-        if not right_run(served):
+        if not _suits(served, wanted.run_id, 0):
             have_run = served.run_id if served is not None else ""
             message = f"run {have_run or '(none)'} is served, run {wanted.run_id or '(any)'} was waited for"
             raise QuartetError("RUN_NOT_SERVED", message, have=have_run, want=wanted.run_id)
@@ -341,3 +337,8 @@ class Answerer:
             self.prompt_tokens += len(prompt.given)
             self.cached_tokens += event.cached_tokens
         return Ended(event.index, reason, stop_match, text, message, *used, routed)
+
+
+def _suits(served: ServedWeights | None, run_id: str, minimum: int) -> bool:
+    """Whether these answer a request that names a run, or none, and a version."""
+    return served is not None and run_id in ("", served.run_id) and served.version >= minimum

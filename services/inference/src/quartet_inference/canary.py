@@ -6,7 +6,8 @@
 2. A closed gate opens only for a version whose canary agrees. One that has none is only asked for numbers.
 3. Only the newest swap counts: the check of an older one is dropped.
 4. The canary goes before all that waits, and no full queue keeps it out: weights answer unchecked for a few
-   steps, or where vLLM runs all that it may until the first of these ends.
+   steps, or where vLLM runs all that it may until the first of these ends. Where the device has no room for
+   it, it is scored again after AGAIN_SECONDS, until there is: without a verdict nobody would become ready.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 MAX_TOKENS = 64
 #: What a version without a canary is scored on, as far as the vocabulary goes.
 ANY_TOKENS = range(16)
+#: Whoever shares the device may have given back what was lacking by then.
+AGAIN_SECONDS = 1.0
 
 log = structlog.get_logger()
 
@@ -100,6 +103,7 @@ class CanaryWatch:
         self._published_as: Collection[str] = ()
         self._trusted = False
         self._task: asyncio.Task[None] | None = None
+        self._again: asyncio.TimerHandle | None = None
 
     def swapped(
         self, weights: ServedWeights, canary: pb.Canary | None, published_as: Collection[str] = ()
@@ -111,7 +115,10 @@ class CanaryWatch:
         coarsest = max(TOLERANCES[one] for one in dtypes)
         self._tolerance = coarsest if self._given_tolerance is None else self._given_tolerance
         self._canary, self._trusted = canary, False
-        self._task = asyncio.create_task(self._judge(weights, canary), name="canary")
+        self._begin(weights)
+
+    def _begin(self, weights: ServedWeights) -> None:
+        self._task = asyncio.create_task(self._judge(weights, self._canary), name="canary")
 
     def renamed(self, weights: ServedWeights) -> None:
         """The weights in the engine are this version's, too; unless found right they are checked again."""
@@ -119,7 +126,7 @@ class CanaryWatch:
             self.swapped(weights, self._canary, self._published_as)
 
     async def scored(self) -> None:
-        """Wait until what is in the engine was scored, or nobody finds out any more."""
+        """Wait until what is in the engine was scored, or nobody finds out for now."""
         while (task := self._task) is not None and not task.done():
             await asyncio.wait({task})
 
@@ -127,6 +134,8 @@ class CanaryWatch:
         """Drop the check under way."""
         if self._task is not None:
             self._task.cancel()
+        if self._again is not None:
+            self._again.cancel()
 
     def _tell(self, why: str) -> None:
         self._trusted = not why
@@ -154,12 +163,14 @@ class CanaryWatch:
         self._tell(why)
 
     async def _scored(self, weights: ServedWeights, tokens: tuple[int, ...]) -> Sequence[float] | None:
-        """Log-probabilities of all but the first; None where the weights changed, or the engine ended."""
+        """Those of all but the first; None: not now, or as the weights changed or the engine ended."""
         request = ScoreRequest(tokens, ((1, len(tokens) - 1),), weights.run_id, weights.version, ahead=True)
         try:
             return (await self._engine.score(request)).logprobs
         except QuartetError as error:
             log.warning("canary could not be scored", version=weights.version, why=str(error))
+            if error.reason == "OVERLOADED":
+                self._again = asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._begin, weights)
             return [math.inf] * (len(tokens) - 1) if error.reason == "INTERNAL" else None
 
 

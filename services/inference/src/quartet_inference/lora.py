@@ -90,7 +90,7 @@ def _settings(config_json: str) -> tuple[int, float]:
     try:
         config = json.loads(config_json)
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise _refused(f"adapter_config is not peft's: {error!r}", config_json[:100]) from error
     for key, plain in PLAIN.items():
         if key in config and config[key] not in plain:

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
+from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.weights.manifest import build_manifest
 from quartet.weights.tensor import Tensor
@@ -56,7 +57,14 @@ class OwnModel:
         return weights
 
     def _read(self) -> Mapping[str, Tensor]:
-        tensors = model.read(self.folder, self._engine.info().dtype)
+        try:
+            tensors = model.read(self.folder, self._engine.info().dtype)
+        except ConfigError as error:
+            raise QuartetError(
+                "CHECKSUM_MISMATCH",
+                f"the folder of this replica can be read no more ({error}); bring it back as it was",
+                what="the folder's own model",
+            ) from error
         if bytes(build_manifest("", 0, tensors).digest) != self._engine.base_digest():
             raise QuartetError(
                 "CHECKSUM_MISMATCH",

@@ -93,8 +93,13 @@ async def replicating(
 
     said = _Said(engine, gate, news, health)
     canaries = CanaryWatch(engine, config.canary_tolerance, said.verdict)
-    adopter = Adopter(engine, canaries, said.served, adapters.adopt)
     relays = Relays(config.weights_security)
+
+    def served() -> None:
+        said.served()
+        adapters.base_changed()
+
+    adopter = Adopter(engine, canaries, served, adapters.adopt)
 
     def own_model_serves(weights: ServedWeights) -> None:
         canaries.swapped(weights, None)

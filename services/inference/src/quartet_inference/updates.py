@@ -105,7 +105,9 @@ class Adopter:
         """Serve a version. Errors: INVALID_REQUEST, CHECKSUM_MISMATCH; the old one goes on serving."""
         manifest = version.manifest
         if manifest.adapter_config and self._on_adapter is not None:
-            return await self._on_adapter(version)
+            adapter = await self._on_adapter(version)
+            self._on_served()
+            return adapter
         staged = await self._engine.stage(version.tensors)
         # Afterwards: the canary of another model may be of another vocabulary, which is not what is wrong.
         check_canary(manifest, self._engine.info().vocab_size)
@@ -154,7 +156,7 @@ class Follower:
         on_away: Callable[[str], None] = lambda why: None,
     ) -> None:
         """`on_refused` is called with the reason when an update fails, `on_caught_up` when what was announced
-        is served, `on_away` as `watch` says.
+        is served or another's to take, `on_away` as `watch` says.
 
         Of runs that are followed `elsewhere` only the first version is taken here.
         """
@@ -168,6 +170,8 @@ class Follower:
         self._held: Fetched | None = None
         #: What the engine will never take.
         self._refused: ServedWeights | None = None
+        #: A run, and whether it publishes adapters.
+        self._kind = ("", False)
         self._failures = 0
 
     async def run(self) -> None:
@@ -232,7 +236,7 @@ class Follower:
                     target.changed.set()
                     continue
             self._failures = 0
-            if wanted == self._engine.info().served:
+            if wanted == self._engine.info().served or self._elsewhere(wanted.run_id):
                 self._on_caught_up()
 
     def _forget_all_but(self, run_id: str) -> None:
@@ -276,8 +280,9 @@ class Follower:
             and held.manifest.digest == served.digest
             and held.manifest.run_id == target.run_id
         )
-        near = bool(publisher.transports)
-        route = await publisher.relays.route(publisher.channel, () if near else sources, target.digest)
+        if publisher.transports or (sources and await self._are_adapters(target)):
+            sources = []
+        route = await publisher.relays.route(publisher.channel, sources, target.digest)
         self._holdings.fetching(target.run_id, target.version)
         try:
             fetched = await fetch_version(
@@ -296,6 +301,13 @@ class Follower:
             self._holdings.settled()
         self._held = fetched
         return fetched
+
+    async def _are_adapters(self, target: ServedWeights) -> bool:
+        """Whether its run publishes adapters: relays hear of these, and do not fetch them."""
+        if self._kind[0] != target.run_id:
+            manifest = await get_manifest(self._publisher.channel, target.run_id, target.version)
+            self._kind = (target.run_id, bool(manifest.adapter_config))
+        return self._kind[1]
 
 
 async def adopt_pushed(

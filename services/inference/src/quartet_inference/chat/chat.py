@@ -232,7 +232,10 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
 def _end_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path) -> frozenset[int]:
     ends: set[int] = set()
     if (folder / "generation_config.json").is_file():
-        eos = GenerationConfig.from_pretrained(str(folder), local_files_only=True).eos_token_id
+        try:
+            eos = GenerationConfig.from_pretrained(str(folder), local_files_only=True).eos_token_id
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"model = {str(folder)!r} cannot be served: {error}") from error
         ends.update([eos] if isinstance(eos, int) else eos or [])
     if tokenizer.eos_token_id is not None:
         ends.add(int(tokenizer.eos_token_id))

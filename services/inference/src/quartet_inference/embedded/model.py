@@ -20,9 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from quartet.config import ConfigError
 from quartet.weights.manifest import build_manifest
 from quartet.weights.tensor import Tensor
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -40,10 +42,11 @@ def has_weights(folder: Path) -> bool:
 
 
 def load(folder: Path, dtype: str, *, weights_follow: bool) -> nn.Module:
-    """The causal LM of a local folder, on the CPU.
+    """The causal LM of a local folder, on the CPU. Errors: ConfigError.
 
     Where its first weights come from a trainer, config.json is enough.
     """
+    lacking: list[str] = []
     try:
         if weights_follow and not has_weights(folder):
             config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
@@ -51,11 +54,23 @@ def load(folder: Path, dtype: str, *, weights_follow: bool) -> nn.Module:
                 config, dtype=DTYPES[dtype]
             )
         else:
-            model = AutoModelForCausalLM.from_pretrained(
-                str(folder), dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False
+            # Annotated as a model; with output_loading_info it is a pair.
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                str(folder),
+                dtype=DTYPES[dtype],
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
-    except (OSError, ValueError, KeyError) as error:
+            model, report = loaded
+            lacking = sorted(report["missing_keys"])
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         raise ConfigError(f"model = {str(folder)!r} cannot be loaded: {error}") from error
+    if lacking and not weights_follow:  # transformers fills them with random numbers, and says so in a log
+        raise ConfigError(
+            f"model = {str(folder)!r} cannot be served: its weights lack {len(lacking)} tensors, the first "
+            f"is {lacking[0]}; give a complete checkpoint"
+        )
     attention.use(model)
     model.eval()
     model.requires_grad_(False)

@@ -34,7 +34,7 @@ from quartet_inference.openai.bodies import ChatBody, CompletionBody, parse_chat
 from quartet_inference.openai.browsers import Origins
 from quartet_inference.openai.config import OpenAiConfig
 from quartet_inference.openai.echo import Echo, Part
-from quartet_inference.openai.errors import OpenAiError, from_quartet
+from quartet_inference.openai.errors import OpenAiError, from_quartet, malformed
 from quartet_inference.openai.forms import as_sent
 from quartet_inference.openai.replies import ChatReply, CompletionReply, Reply
 from quartet_inference.openai.responses.body import parse_responses, sent_as
@@ -247,11 +247,11 @@ class Front:
         requests: list[pb.GenerateRequest],
         reply_of: Callable[[Chat, B, str], Reply],
     ) -> web.StreamResponse:
-        run_id = self._run_of(body.model)
+        run_id, session_id = self._run_of(body.model), _session_of(http)
         for request in requests:
             request.run_id = request.run_id or run_id
-            request.session_id = request.session_id or http.headers.get("X-Session-ID", "")
-        served = self._engine.info().serving(run_id)
+            request.session_id = request.session_id or session_id
+        served = self._engine.info().serving(requests[0].run_id)
         fingerprint = f"{served.run_id or self._name}@{served.version}" if served is not None else ""
         reply = reply_of(self._chat, body, fingerprint)
         limit_s = self._config.request_seconds
@@ -267,6 +267,16 @@ class Front:
                 return await whole(body, reply, events, len(requests), limit_s)
         except QuartetError as error:
             raise as_sent(error, body.form_name) from error
+
+
+def _session_of(http: web.Request) -> str:
+    """The session that the head of a request names. Raises OpenAiError."""
+    named = http.headers.get("X-Session-ID", "")
+    try:
+        named.encode()
+    except UnicodeEncodeError:  # aiohttp hands on bytes that are no text as half surrogate pairs
+        raise malformed("X-Session-ID", "send UTF-8") from None
+    return named
 
 
 async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -222,7 +222,8 @@ class CompletionReply(Reply):
     def __init__(self, chat: Chat, body: CompletionBody, fingerprint: str) -> None:
         super().__init__(chat, body, fingerprint)
         self._given = body.prompts()
-        self._offsets: dict[int, int] = {}  # of each choice: where the text of its next token begins
+        #: Of each choice, the text of its tokens so far, and its length: there the next token begins.
+        self._texts: dict[int, tuple[TextStream, int]] = {}
 
     def speaker(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]]) -> Speaker:
         """One that tells the text as it was sampled."""
@@ -313,15 +314,16 @@ class CompletionReply(Reply):
     def _logprobs(self, index: int, deltas: Sequence[Delta]) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
-        tokens, values, tops, offsets, at = [], [], [], [], self._offsets.get(index, 0)
+        stream, at = self._texts.get(index) or (TextStream(self._chat.text), 0)
+        tokens, values, tops, offsets = [], [], [], []
         for token, logprob, top in _sampled(deltas):
             tokens.append(self._name(token))
             values.append(logprob)
             if self._body.logprobs:
                 tops.append(self._named(top, (token, logprob)))
             offsets.append(at)
-            at += len(tokens[-1])
-        self._offsets[index] = at
+            at += len(stream.feed([token]))
+        self._texts[index] = (stream, at)
         return {
             "tokens": tokens,
             "token_logprobs": values,

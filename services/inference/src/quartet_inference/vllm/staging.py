@@ -6,10 +6,13 @@
    of its own.
 3. The folder asked for is used if it has room, otherwise the temporary folder; also where the room is gone by
    the time of writing. What could not be written whole leaves nothing behind.
+4. What an engine that was killed has left behind the next one there removes: it may be the memory that it
+   was killed for. A folder is locked for as long as its engine lives, in whichever container that is.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
@@ -27,6 +30,7 @@ T = TypeVar("T")
 
 #: Written at once; the system takes at most 2 GiB.
 WRITE_BYTES = 64 << 20
+PREFIX = "quartet-staged-"
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +53,12 @@ class Staging:
     """The folder of an engine's staged versions."""
 
     def __init__(self, wanted: Path) -> None:
-        self._wanted = wanted
+        self._parents = tuple(dict.fromkeys((wanted, Path(tempfile.gettempdir()))))
         self._folders: dict[Path, tempfile.TemporaryDirectory[str]] = {}
+        self._locks: list[int] = []
         self._count = 0
+        for parent in self._parents:
+            _remove_left(parent)
 
     def write(self, tensors: Mapping[str, Tensor]) -> StagedFile:
         """Write a version. Not for the event loop. Errors: INTERNAL where no folder takes it."""
@@ -92,7 +99,7 @@ class Staging:
     def _somewhere(self, size: int, write: Callable[[Path], T]) -> T:
         """What is written in the first folder that takes so many bytes."""
         why = []
-        for parent in dict.fromkeys((self._wanted, Path(tempfile.gettempdir()))):
+        for parent in self._parents:
             try:
                 free = shutil.disk_usage(parent).free
                 if free > size:
@@ -104,7 +111,10 @@ class Staging:
 
     def _folder_in(self, parent: Path) -> Path:
         if parent not in self._folders:
-            self._folders[parent] = tempfile.TemporaryDirectory(prefix="quartet-", dir=parent)
+            folder = tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent)
+            self._locks.append(os.open(folder.name, os.O_RDONLY))
+            fcntl.flock(self._locks[-1], fcntl.LOCK_EX)
+            self._folders[parent] = folder
         return Path(self._folders[parent].name)
 
     def close(self) -> None:
@@ -112,6 +122,25 @@ class Staging:
         for folder in self._folders.values():
             folder.cleanup()
         self._folders.clear()
+        for lock in self._locks:
+            os.close(lock)
+        self._locks.clear()
+
+
+def _remove_left(parent: Path) -> None:
+    """The folders whose engine has ended without removing them."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        try:
+            lock = os.open(folder, os.O_RDONLY)
+        except OSError:
+            continue  # another user's; or its engine was faster
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except BlockingIOError:
+            pass  # it is in use
+        finally:
+            os.close(lock)
 
 
 def _parts(tensors: Mapping[str, Tensor]) -> tuple[list[memoryview], int]:
