@@ -181,6 +181,28 @@ def test_an_argument_is_passed_on_or_refused(model_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("dtype", "args", "passed"),
+    [
+        ("bfloat16", {}, {"head_dtype": "float32"}),
+        ("bfloat16", {"hf_overrides": {"x": 1}}, {"head_dtype": "float32", "x": 1}),
+        ("bfloat16", {"hf_overrides": {"head_dtype": "model"}}, {"head_dtype": "model"}),
+        ("bfloat16", {"quantization": "fp8"}, None),
+        ("float32", {}, None),
+    ],
+)
+def test_logits_are_wide_where_nothing_speaks_against_it(
+    model_folder: Path, dtype: str, args: dict[str, Any], passed: dict[str, Any] | None
+) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed in this interpreter (make install-vllm)")
+    environment.prepare(threads=1)
+    from quartet_inference.vllm.start import engine_args
+
+    settings = {"dtype": dtype, "args": args}
+    found = engine_args(InferenceConfig(model=model_folder, engine="vllm", vllm=settings))
+    assert found.get("hf_overrides") == passed
+
+
+@pytest.mark.parametrize(
     ("args", "why"),
     [
         ({"tensor_paralel_size": 2}, "did you mean tensor_parallel_size"),
