@@ -79,6 +79,20 @@ async def test_a_row_has_the_same_bits_alone_and_among_rows_of_others(make_model
     assert alone[0].tokens != alone[1].tokens != alone[2].tokens
 
 
+async def test_an_adapter_of_the_output_layer_where_logits_are_wider_than_the_model(make_model: Make) -> None:
+    """products.py 4: of some rows of a batch, and of all of it."""
+    base = make_model(0, tie_word_embeddings=False).bfloat16()
+    adapter = random_adapter(base.float(), 1, targets=("lm_head",))
+    async with running(base.bfloat16()) as engine:
+        await load(engine, "a", 0, adapter)
+        asked = [complete_one(engine, [5, 6, 7], run_id=run) for run in ("a", "", "a")]
+        told = [await complete_one(engine, [5, 6], run_id="a"), *await asyncio.gather(*asked)]
+    models = [adapter.merged, adapter.merged, base.float(), adapter.merged]
+    for one, model in zip(told, models, strict=True):
+        assert one.difference({0: model}) < 0.1
+    assert told[1].difference({0: base}) > 0.3
+
+
 async def test_keys_that_are_kept_over_a_replacement_are_no_prefix_of_anything(make_model: Make) -> None:
     base = make_model(0)
     adapters = {version: random_adapter(base, version) for version in range(2)}

@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, XLNetConfig
 
 from .engine_calls import END, complete, running, text_of
 from .random_models import weights_of
-from .told import TOLERANCE, random_prompt
+from .told import TOLERANCE, on_bfloat16_grid, random_prompt
 
 Make = Callable[..., Any]
 
@@ -166,6 +166,8 @@ async def test_bfloat16_runs_through_transformers_own_forward(make_model: Make) 
         assert engine.info().dtype == "bfloat16"
         await engine.swap(await engine.stage(weights_of(new)), ServedWeights("r", 1, b""))
         result = (await complete(engine, [1, 2, 3], max_tokens=16))[0]
+        (told,) = await complete(engine, [1, 2, 3], top=8)
+        assert on_bfloat16_grid(told) < 0.1, "products.py 4"
     assert result.difference({1: new}) < 0.2, "bfloat16 differs by batch shape, not by more"
 
 

@@ -10,7 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from quartet_inference.embedded.model import load
-from quartet_inference.embedded.products import SIZES_PER_DOUBLING, SMALL_MATRIX, linear, size_of, use
+from quartet_inference.embedded.products import (
+    SIZES_PER_DOUBLING,
+    SMALL_MATRIX,
+    linear,
+    size_of,
+    use,
+    widen_logits,
+)
 from torch import Tensor, nn
 
 
@@ -46,6 +53,22 @@ def test_modules_of_a_model_compute_so_and_stay_what_they_are() -> None:
     assert type(module) is nn.Linear and list(module.state_dict()) == ["weight", "bias"]
     assert torch.equal(narrow(x.bfloat16()), F.linear(x.bfloat16(), narrow.weight, narrow.bias))
     assert module(x[:0]).shape == (0, 3, 16)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_narrow_logits_are_summed_in_float32(bias: bool) -> None:
+    """products.py 4: the factors are the narrow ones, and the sums are not rounded to them."""
+    head = nn.Linear(48, 300, bias=bias).bfloat16()
+    owner = nn.Sequential(head)
+    owner.get_output_embeddings = lambda: head  # type: ignore[assignment]
+    x = seeded(2, 3, 48).bfloat16()
+    rounded = head(x)
+    widen_logits(owner)
+    exact = F.linear(x.double(), head.weight.double(), head.bias.double() if bias else None)
+    found = head(x)
+    assert found.shape == (2, 3, 300) and found.dtype == torch.float32
+    torch.testing.assert_close(found, exact.float(), rtol=0, atol=1e-5)
+    assert (rounded - exact).abs().max() > 1e-3
 
 
 def test_a_model_that_is_only_read_is_given_back_at_once(model_folder: Path) -> None:

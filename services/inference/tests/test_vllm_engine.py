@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from quartet_inference.engine import Request, Sampling, ScoreRequest, ServedWeig
 
 from .engine_calls import complete, running, until, update
 from .random_models import weights_of
-from .told import TOLERANCE, Told, behind_kept_keys, best, chosen, scores, tops_difference
+from .told import TOLERANCE, Told, behind_kept_keys, best, chosen, on_bfloat16_grid, scores, tops_difference
 from .vllm_driver import PROMPT, Driver, Make, launch, tear
 
 pytest.importorskip("vllm", reason="vLLM is not installed in this interpreter (make install-vllm)")
@@ -344,3 +345,15 @@ async def test_half_loaded_weights_end_the_engine(keeping: Driver) -> None:
         with pytest.raises(QuartetError) as refused:
             await asyncio.wait_for(late, 20)
         assert refused.value.reason == "NOT_READY"
+
+
+async def test_logits_of_a_bfloat16_model_are_not_rounded_to_it(make_model: Make, tmp_path: Path) -> None:
+    """start.py: as those of the trainer and of the embedded engine."""
+    driver = await asyncio.to_thread(
+        launch, tmp_path, lambda seed: make_model(seed, **SIZES), dtype="bfloat16"
+    )
+    try:
+        told = await driver.ask(PROMPT, top=8)
+    finally:
+        await driver.engine.close()
+    assert on_bfloat16_grid(told) < 0.1 and driver.difference(told) < 0.2

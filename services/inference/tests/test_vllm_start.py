@@ -132,12 +132,12 @@ def test_vllms_processes_end_with_the_one_that_serves() -> None:
     assert ended, "the worker outlives its service"
 
 
-def test_a_cpu_without_avx512_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "cpuinfo").write_text("flags : fpu sse avx2\n")
+def test_a_cpu_without_avx2_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("flags : fpu sse avx\n")
     monkeypatch.setattr(environment, "CPU_INFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(environment, "is_cpu_build", lambda: True)
     monkeypatch.setattr(environment.platform, "machine", lambda: "x86_64")
-    with pytest.raises(ConfigError, match="AVX-512"):
+    with pytest.raises(ConfigError, match="AVX2"):
         environment.check()
 
 
@@ -178,6 +178,28 @@ def test_an_argument_is_passed_on_or_refused(model_folder: Path) -> None:
     passed = engine_args(InferenceConfig(model=model_folder, engine="vllm", vllm=settings))
     assert given.items() <= passed.items()
     assert passed["max_lora_rank"] == 32, "what vLLM has room for in steps is rounded up"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "args", "passed"),
+    [
+        ("bfloat16", {}, {"head_dtype": "float32"}),
+        ("bfloat16", {"hf_overrides": {"x": 1}}, {"head_dtype": "float32", "x": 1}),
+        ("bfloat16", {"hf_overrides": {"head_dtype": "model"}}, {"head_dtype": "model"}),
+        ("bfloat16", {"quantization": "fp8"}, None),
+        ("float32", {}, None),
+    ],
+)
+def test_logits_are_wide_where_nothing_speaks_against_it(
+    model_folder: Path, dtype: str, args: dict[str, Any], passed: dict[str, Any] | None
+) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed in this interpreter (make install-vllm)")
+    environment.prepare(threads=1)
+    from quartet_inference.vllm.start import engine_args
+
+    settings = {"dtype": dtype, "args": args}
+    found = engine_args(InferenceConfig(model=model_folder, engine="vllm", vllm=settings))
+    assert found.get("hf_overrides") == passed
 
 
 @pytest.mark.parametrize(

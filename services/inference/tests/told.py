@@ -84,6 +84,17 @@ def tops_difference(told: Told, models: Mapping[int, Any], top: int, **shaping: 
     return worst
 
 
+def on_bfloat16_grid(told: Told) -> float:
+    """The share of differences between alternatives that are multiples of 2**-10.
+
+    All of them are where logits of an eighth or more were rounded to bfloat16.
+    """
+    steps = [
+        (best - one) * 2**10 for best, *others in map(list, map(dict.values, told.tops)) for one in others
+    ]
+    return sum(abs(step - round(step)) < 0.01 for step in steps) / len(steps)
+
+
 @torch.no_grad()
 def distribution(
     model: Any,

@@ -56,13 +56,17 @@ def test_the_gradient_of_the_entropy_alone_and_of_one_input_alone() -> None:
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_under_autocast_products_are_bfloat16_and_sums_over_chunks_are_not() -> None:
+def test_under_autocast_factors_are_bfloat16_and_sums_are_not() -> None:
+    """head.py 2: those of each logit, and of the gradients over chunks."""
     hidden, head, targets = inputs()
     with torch.autocast("cpu", torch.bfloat16):
         whole = token_logprobs(head, hidden, targets, 1.0)
         ours = chunked_logprobs(hidden, head.weight, targets, 1.0, 8)
+    products = hidden.bfloat16().double() @ head.weight.bfloat16().double().t()
+    exact = products.log_softmax(-1).gather(1, targets[:, None])[:, 0]
     assert ours[0].dtype == torch.float32
-    torch.testing.assert_close(ours[0], whole[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(ours[0], exact.float(), atol=1e-5, rtol=0)
+    assert (whole[0] - exact).abs().max() > 1e-3  # as far as rounded logits are from it
     expected = gradients(hidden, head.weight, *whole, False)
     for one, other in zip(gradients(hidden, head.weight, *ours, False), expected, strict=True):
         assert one.dtype == torch.float32

@@ -3,7 +3,8 @@ tokens x vocabulary.
 
 1. Forward and backward pass compute the logits of a chunk of tokens at a time; the backward pass computes
    them anew. Besides its inputs it keeps one number for each token.
-2. Whatever the dtype of the product, logits become float32 before the softmax.
+2. Logits are float32, and so are the sums that they come from, whatever the dtype of both factors: bfloat16
+   would round a logit of 20 to a multiple of an eighth. The engines do so, too.
 3. The values are those of log_softmax, bit for bit, however the tokens are cut into chunks of 2 or more rows
    (docs/numerics.md says why 2).
 4. Both results are differentiable; the entropy costs nothing in the backward pass where nobody asks for its
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from quartet_trainer.products import add_weight_gradient, linear
+from quartet_trainer.products import add_weight_gradient, linear, wide_linear
 
 
 def chunked_logprobs(
@@ -120,7 +121,7 @@ def _log_softmax(
     hidden_kH: Tensor, weight_VH: Tensor, temperature: float, cap: float | None
 ) -> tuple[Tensor, Tensor | None]:
     """(log p, slope of the logits over the products; None: 1 everywhere)."""
-    logits_kV = capped(linear(hidden_kH, weight_VH).float(), cap)
+    logits_kV = capped(wide_linear(hidden_kH, weight_VH), cap)
     slope_kV = None if cap is None else 1.0 - (logits_kV / cap).square_()
     if temperature != 1.0:
         logits_kV = logits_kV / temperature

@@ -2,7 +2,8 @@
 
 1. Only covered positions go through the output layer, in chunks whose logits are bounded; a pass of more than
    one chunk computes the logits anew in its backward pass instead of keeping them (head.py).
-2. Whatever the compute dtype, logits become float32 before the softmax.
+2. Logits are float32 before the softmax; those of a plain output layer, without a bias, are also summed in
+   float32 (head.py).
 3. Log-probabilities are taken at the temperature that the samples were drawn at, of logits that are scaled
    and capped as the model's configuration says (logits.py).
 
@@ -155,9 +156,10 @@ class PolicyForward(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         head, cap = self.model.get_output_embeddings(), self._rule.cap
         chunk = chunk_of(head.out_features, self._device)
-        if len(hidden_KH) <= chunk:
+        narrows = torch.is_autocast_enabled(self._device.type)
+        if len(hidden_KH) <= chunk and not (narrows and is_plain(head)):
             return token_logprobs(head, hidden_KH, targets_K, temperature, entropy_learns, cap)
-        if type(head) is nn.Linear and head.bias is None:
+        if is_plain(head):
             return chunked_logprobs(hidden_KH, head.weight, targets_K, temperature, chunk, cap)
         parts = [
             checkpoint(
@@ -180,6 +182,11 @@ def chunk_of(vocabulary: int, device: torch.device) -> int:
     """Positions whose logits exist at a time."""
     elements = LOGIT_CHUNK_ELEMENTS if device.type == "cpu" else ACCELERATOR_LOGIT_CHUNK_ELEMENTS
     return max(1, elements // vocabulary)
+
+
+def is_plain(head: nn.Module) -> bool:
+    """Whether an output layer is a product with a matrix and nothing else."""
+    return type(head) is nn.Linear and head.bias is None
 
 
 def token_logprobs(

@@ -3,7 +3,8 @@
 1. `linear` is torch.nn.functional.linear to float32 rounding, and its gradients. From two rows and two
    outputs on, the bits of a row do not depend on how many there are (docs/numerics.md).
 2. On other devices, in other dtypes and under autocast it is PyTorch's own.
-3. `use` changes how the linear modules of a model compute, not what they are: their type, their parameters
+3. `wide_linear` rounds no sum to a dtype narrower than float32.
+4. `use` changes how the linear modules of a model compute, not what they are: their type, their parameters
    and the names of these stay.
 
 PyTorch takes MKL for these, whose kernels for processors that are not Intel's have half the speed.
@@ -33,6 +34,15 @@ def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
         return _product(x_NI, weight_OI, bias_O)
     # A view of what the function gives, and not what it gives: models may change it in place.
     return _Linear.apply(x_NI, weight_OI, bias_O).view(*x_NI.shape[:-1], -1)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def wide_linear(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+    """The product in float32, whatever the dtype of both: [N, O], without a gradient."""
+    if x_NI.dtype == torch.float32:
+        return linear(x_NI, weight_OI)
+    if x_NI.is_cuda:
+        return torch.mm(x_NI, weight_OI.t(), out_dtype=torch.float32)  # no copy of the matrix
+    return linear(x_NI.float(), weight_OI.float())
 
 
 def add_weight_gradient(d_weight_OI: Tensor, d_NO: Tensor, x_NI: Tensor) -> None:

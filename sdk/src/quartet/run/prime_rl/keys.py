@@ -163,7 +163,7 @@ LEFT_OUT: Final[Mapping[str, str]] = {
         for key in ("enable_lora", "lora_target_modules", "max_cpu_loras", "max_lora_rank", "max_loras")
     },
     "inference.enable_return_routed_experts": "it follows algorithm.router_replay",
-    "inference.enable_fp32_lm_head": _ENGINE,
+    "inference.enable_fp32_lm_head": "logits are float32 (docs/numerics.md)",
     "inference.enable_fp32_router_logits": _ENGINE,
     "inference.use_deep_gemm": _ENGINE,
 }

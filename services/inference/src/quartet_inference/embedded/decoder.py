@@ -73,6 +73,7 @@ class Decoder:
         config: Any = network.config
         forward.check_supported(config, limits.max_model_len)
         products.use(network)
+        products.widen_logits(network)
         self._commands = commands
         self._network = network
         self._limits = limits

@@ -78,6 +78,7 @@ class Plan:
                 part = x.reshape(self.rows, -1, x.shape[-1]).index_select(0, index)
                 place = out.view(self.rows, -1, out.shape[-1])
             products = linear(linear(part.reshape(-1, x.shape[-1]), low), high).mul_(slot.matrices.scale)
+            products = products.to(out.dtype)  # of logits, which are wider
             place = place.narrow(-1, start, len(high))
             if index is None:
                 place.add_(products.view(place.shape))

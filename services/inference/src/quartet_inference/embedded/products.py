@@ -7,11 +7,14 @@
    (docs/numerics.md), but for one row alone with a large matrix.
 3. Rows are filled up to one of SIZES_PER_DOUBLING sizes between a number and its double: oneDNN compiles
    kernels for each, which take it a millisecond and half a megabyte.
+4. Logits of a model that computes in a narrow dtype are float32, as the trainer's are: bfloat16 would round
+   one of 20 to a multiple of an eighth.
 """
 
 from __future__ import annotations
 
 from types import MethodType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +26,7 @@ SUMMED_ALIKE = 4
 SIZES_PER_DOUBLING = 8
 #: Weights of which a single row's product takes microseconds either way.
 SMALL_MATRIX = 1 << 18
+NARROW = frozenset({torch.bfloat16, torch.float16})
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -54,12 +58,30 @@ def use(model: nn.Module) -> None:
             module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
 
 
+def widen_logits(model: Any) -> None:
+    """Let the output layer of a model in a narrow dtype sum and answer in float32."""
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear and head.weight.dtype in NARROW:
+        head.forward = MethodType(_wide_forward, head)  # type: ignore[method-assign]
+
+
 def _is_onednns(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:
     found = linear(x.reshape(-1, x.shape[-1]), module.weight, module.bias)
+    return found.view(*x.shape[:-1], module.out_features)
+
+
+def _wide_forward(module: nn.Linear, x: Tensor) -> Tensor:
+    rows, weight = x.reshape(-1, x.shape[-1]), module.weight
+    if x.is_cuda:
+        found = torch.mm(rows, weight.t(), out_dtype=torch.float32)  # no copy of the matrix
+    else:
+        found = rows.float() @ weight.t().float()
+    if module.bias is not None:
+        found += module.bias
     return found.view(*x.shape[:-1], module.out_features)
 
 

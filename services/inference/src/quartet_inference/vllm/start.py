@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from quartet_inference.config import GIB, InferenceConfig
-from quartet_inference.embedded import model
+from quartet_inference.embedded import model, products
 from quartet_inference.embedded.experts import routers_of
 from quartet_inference.engine import MAX_TOP, ServedWeights
 from quartet_inference.text_stream import Detokenize
@@ -39,6 +39,8 @@ from quartet_inference.vllm.staging import Staging
 CPU_BLOCK_TOKENS = 32
 #: Tokens of one step of the engine: what vLLM's own server takes on an H100.
 ACCELERATOR_STEP_TOKENS = 8192
+#: Logits are summed in float32, as the trainer sums them (embedded/products.py 4).
+WIDE_LOGITS = {"head_dtype": "float32"}
 #: Kinds of arguments that are checked before vLLM sees them; the others it checks itself.
 KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", type(None): ""}
 
@@ -160,7 +162,7 @@ def engine_args(config: InferenceConfig) -> dict[str, Any]:
         chosen["max_num_batched_tokens"] = ACCELERATOR_STEP_TOKENS
         if settings.kv_cache_bytes is not None:
             chosen["kv_cache_memory_bytes"] = settings.kv_cache_bytes
-    owned = {
+    owned: dict[str, Any] = {
         "model": str(config.model),
         "dtype": _dtype(config),
         "max_model_len": config.max_model_len,
@@ -182,6 +184,10 @@ def engine_args(config: InferenceConfig) -> dict[str, Any]:
             # While one version replaces another, both are held.
             "max_cpu_loras": max(settings.max_loras, 2 * config.adapters.max_count),
         }
+    overrides = settings.args.get("hf_overrides", {})
+    if owned["dtype"] != "float32" and "quantization" not in settings.args and isinstance(overrides, dict):
+        # By itself vLLM rounds them to the model's dtype.
+        owned["hf_overrides"] = WIDE_LOGITS | overrides
     if config.weights_address and not model.has_weights(config.model):
         owned["load_format"] = "dummy"  # the first weights come from the trainer
     return chosen | settings.args | owned
@@ -201,6 +207,7 @@ def _held(
         model.made_for(network, config.max_model_len)
     if current_platform.is_cpu():
         _check_heads(network.config)
+    products.widen_logits(network)  # as it is compared with
     weights = model.ModelWeights(network)
     digest, layout = weights.digest(), weights.layout()
     served = None if config.weights_address else ServedWeights("", 0, digest)
