@@ -77,9 +77,11 @@ def test_samples_come_back_equal() -> None:
             3, [1, 2, 3], [(2, 1, 0)], [], [], experts_TNk=np.arange(12, dtype=np.uint8).reshape(2, 3, 2)
         ),
         make_sample(4, [1, 2], [(1, 1, 0)], [], [], experts_TNk=np.full((1, 1, 4), 9, np.uint8)),
+        # Wider ones beside them: all ranks have to lay the same rows.
+        make_sample(5, [1, 2], [(1, 1, 0)], [], [], experts_TNk=np.full((1, 1, 4), 300, np.uint16)),
     ]
     back = parse_samples(sample_bytes(samples))
-    assert len(back) == 5
+    assert len(back) == 6
     for one, other in zip(samples, back, strict=True):
         for name in one.__slots__:
             ours, theirs = getattr(one, name), getattr(other, name)

@@ -68,6 +68,29 @@ async def test_a_reference_over_ranks_is_that_of_one_process(
     assert np.abs(seen - plain).max() > 1e-3, "the reference has a say"
 
 
+async def test_what_a_reference_does_not_have_all_ranks_refuse_and_go_on(
+    two_ranks: Ranked, folder: Path, write_qwen3: Callable[..., Path], tmp_path: Path, make_samples: Any
+) -> None:
+    small = write_qwen3(
+        tmp_path / "small",
+        seed=12,
+        vocab_size=40,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        head_dim=16,
+        intermediate_size=32,
+        max_position_embeddings=128,
+    )
+    async with calling(two_ranks) as group:
+        await group.create("small", base_model=str(folder), reference=pb.ReferenceSpec(model=str(small)))
+        asking = group.forward_backward(1, make_samples(), "small", loss=LOSS)
+        error = await group.refused(asking, "INVALID_REQUEST")
+        assert "the vocabulary of the reference model has 40 tokens" in error.message
+        assert (await group.forward_backward(1, make_samples(), "small")).loss_tokens > 0
+        await group.stub.CloseRun(pb.CloseRunRequest(run_id="small"))
+
+
 async def test_a_state_of_three_ranks_goes_on_in_two_and_in_one(
     serve_trainer: Callable[..., Any],
     two_ranks: Ranked,

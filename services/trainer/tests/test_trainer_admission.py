@@ -105,7 +105,7 @@ def test_of_a_hub_id_the_configuration_alone_is_fetched(
     fetched: list[list[str]] = []
     shutil.copy(folder / "config.json", tmp_path)
 
-    def snapshot_download(repo: str, *, allow_patterns: list[str]) -> str:
+    def snapshot_download(repo: str, *, allow_patterns: list[str], tqdm_class: Any) -> str:
         fetched.append(allow_patterns)
         return str(tmp_path)
 

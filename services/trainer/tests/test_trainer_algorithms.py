@@ -107,10 +107,40 @@ async def test_another_model_teaches(
         (moved,) = await trainer.forward([samples[0]])
         direction = np.sign(logp.detach().numpy() - np.array(policy))
         assert np.sum(direction * (np.array(moved) - np.array(policy))) > 0
-        await trainer.refused(
+        gone = await trainer.refused(
             trainer.create("x", base_model=str(folder), reference=pb.ReferenceSpec(model="nowhere")),
             "INVALID_CONFIG",
         )
+        assert gone.metadata["key"] == "reference.model" and gone.message.startswith("reference.model: ")
+
+
+async def test_what_a_teacher_does_not_have_is_refused(
+    folder: Path, serve_trainer: Any, make_samples: Any, tmp_path: Path
+) -> None:
+    """Its vocabulary may be padded to less than the policy's, and its sequences may end before."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.vocab_size, config.max_position_embeddings = 80, 24
+    transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path / "teacher")
+    samples = make_samples(groups=1, members=3)
+    for one in samples:
+        one.sample.token_ids[:] = [token % 80 for token in one.sample.token_ids]
+    strange, long = (pb.TrainingSample.FromString(samples[2].SerializeToString()) for _ in range(2))
+    strange.sample.token_ids[0] = 80
+    long.sample.token_ids.extend([1] * 24)
+    spec = loss(**PENALTY)
+    async with serve_trainer() as trainer:
+        reference = pb.ReferenceSpec(model=str(tmp_path / "teacher"))
+        await trainer.create(base_model=str(folder), reference=reference)
+        for one, says in (
+            (strange, "token_ids is 80; the vocabulary of the reference model has 80 tokens"),
+            (long, "the reference model takes at most 24"),
+        ):
+            call = trainer.forward_backward(1, [*samples[:2], one], loss=spec)
+            error = await trainer.refused(call, "INVALID_REQUEST")
+            assert error.metadata["field"] == "samples[2].token_ids" and says in error.message
+        assert (await step(trainer, 1, samples, spec))["reference_kl"] > 0
+        # Nobody asks it about these.
+        await trainer.forward_backward(3, [strange, long], loss=loss())
 
 
 async def test_references_that_samples_carry_go_before_the_held_one(

@@ -104,7 +104,7 @@ async def test_the_rest_is_its_own(folder: Path, serve_trainer: Any, make_sample
 
 
 async def test_what_it_cannot_begin_with_is_refused(
-    folder: Path, serve_trainer: Any, make_samples: Any
+    folder: Path, serve_trainer: Any, make_samples: Any, tmp_path: Path
 ) -> None:
     async with serve_trainer() as trainer:
         await trainer.create("first", base_model=str(folder))
@@ -118,6 +118,15 @@ async def test_what_it_cannot_begin_with_is_refused(
 
         gone = await refused("INVALID_CONFIG", initial_state=str(folder))
         assert gone.metadata["key"] == "initial_state" and "there is no complete state" in gone.message
+        unnamed = await refused("INVALID_CONFIG", initial_state="x" * 5000)
+        assert unnamed.metadata["key"] == "initial_state" and "name too long" in unnamed.metadata["remedy"]
+        # Cannot be read, whoever runs the tests.
+        other = tmp_path / "other@3"
+        shutil.copytree(path, other)
+        (other / "weights.safetensors").unlink()
+        (other / "weights.safetensors").symlink_to("elsewhere")
+        unreadable = await refused("INVALID_CONFIG", initial_state=str(other))
+        assert f"this user cannot read {other / 'weights.safetensors'}" in unreadable.message
         assert "leave one of them out" in (await refused("INVALID_CONFIG", from_scratch=True)).message
         sgd = await refused("INVALID_CONFIG", kind=pb.OPTIMIZER_KIND_SGD)
         assert "its moments are those of adamw, and the run has sgd" in sgd.message

@@ -84,6 +84,15 @@ def test_a_join_that_fails_leaves_the_weights_as_they_are(halved: Path) -> None:
         assert one.dtype == before[name].dtype and torch.equal(one, before[name])
 
 
+def test_a_reference_that_follows_an_adapter_takes_no_second_base(halved: Path) -> None:
+    """docs/algorithms.md: it is a copy of the adapter."""
+    adapter = Base(model_of(halved), torch.bfloat16).join(LoraSpec(rank=2, alpha=2.0), str(halved), 0)
+    copy = {name: one.detach().clone() for name, one in adapter.parameters.items()}
+    with adapter.standing(copy) as placed:
+        assert len(placed) == len(copy)
+
+
+@pytest.mark.parametrize("sync_steps", [0, 1])
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("served", ["float32", "bfloat16"])
 async def test_promise_1_a_run_gives_the_same_bits(
@@ -93,6 +102,7 @@ async def test_promise_1_a_run_gives_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
     merged: bool,
     served: str,
+    sync_steps: int,
 ) -> None:
     """Losses, norms, verification, versions, the reference and the exported model, in two runs at once."""
     spec = {
@@ -100,7 +110,7 @@ async def test_promise_1_a_run_gives_the_same_bits(
         "compute_dtype": "bfloat16",
         "served_dtype": served,
         "retain_versions": 2,
-        "reference": pb.ReferenceSpec(),
+        "reference": pb.ReferenceSpec(sync_steps=sync_steps),
         "lora": pb.LoraSpec(rank=4, alpha=8.0, dropout=0.3, publish_merged=merged),
     }
     loss = pb.LossSpec(kind=pb.LOSS_KIND_POLICY_GRADIENT, kl_coef=0.1)

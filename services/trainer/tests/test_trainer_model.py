@@ -7,11 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
 from quartet.errors import QuartetError
 from quartet.kit.health import Health
+from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer import logprobs
 from quartet_trainer.logits import LogitRule, logit_rule
 from quartet_trainer.logprobs import PolicyForward
@@ -56,6 +58,29 @@ async def test_a_large_model_is_no_silence(
     async with serve_trainer() as trainer:
         await trainer.create(base_model=str(folder))
     assert len(heard) >= len(load_file(folder / "model.safetensors"))
+
+
+async def test_a_large_model_that_is_fetched_is_no_silence(
+    folder: Path, serve_trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a base nor a teacher: liveness would end the trainer while it fetches, time and again."""
+    heard: list[str] = []
+    fetched: dict[str, int] = {}
+
+    def snapshot_download(repo: str, *, allow_patterns: list[str], tqdm_class: Any) -> str:
+        before = len(heard)
+        with tqdm_class(total=3, disable=True) as bar:
+            for _ in range(3):
+                bar.update(1)
+        fetched[repo] = len(heard) - before
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(Health, "progress", lambda health: heard.append("progress"))
+    monkeypatch.setattr(Health, "watch_progress", lambda *_: None)
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model="some/model", reference=pb.ReferenceSpec(model="some/teacher"))
+    assert fetched == {"some/model": 3, "some/teacher": 3}
 
 
 FULL = {"layer_types": ["full_attention"] * 2, "head_dim": 16, "sliding_window": 64}

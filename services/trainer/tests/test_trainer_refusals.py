@@ -144,6 +144,8 @@ def broken(change: str, one: pb.TrainingSample) -> None:
             sample.spans[0].length += 1
         case "a span over the first token":
             sample.spans[0].start = 0
+        case "a version that nobody counts to":
+            sample.spans[0].policy_version = 2**64 - 1
         case "overlapping spans":
             sample.spans.append(sample.spans[0])
         case "too few logprobs":
@@ -158,6 +160,8 @@ def broken(change: str, one: pb.TrainingSample) -> None:
             one.advantages[0] = float("inf")
         case "no advantages":
             del one.advantages[:]
+        case "a negative log-probability of the reference":
+            one.reference_logprobs.extend([2.5] * len(sample.logprobs))
         case "too many reference logprobs":
             one.reference_logprobs.extend([0.0] * 20)
         case _:
@@ -170,6 +174,7 @@ CHANGES = [
     "no tokens",
     "a span outside the tokens",
     "a span over the first token",
+    "a version that nobody counts to",
     "overlapping spans",
     "too few logprobs",
     "no logprobs",
@@ -177,6 +182,7 @@ CHANGES = [
     "a negative log-probability",
     "an advantage that is not finite",
     "no advantages",
+    "a negative log-probability of the reference",
     "too many reference logprobs",
 ]
 
@@ -210,6 +216,11 @@ async def test_malformed_batches_are_refused_by_name_and_change_nothing(
                 trainer.forward_backward(1, make_samples(), loss=loss), "INVALID_REQUEST"
             )
             assert error.metadata["field"].startswith("loss")
+        capped = pb.MismatchCorrection(mode=pb.CORRECTION_MODE_MASK, cap=-1.0)
+        capless = pb.LossSpec(kind=pb.LOSS_KIND_POLICY_GRADIENT, proximal_version=0, correction=capped)
+        call = trainer.forward_backward(1, make_samples(), loss=capless)
+        error = await trainer.refused(call, "INVALID_REQUEST")
+        assert error.metadata["field"] == "loss.correction.cap"
         for normalizer in (0.0, -1.0, float("nan")):
             call = trainer.forward_backward(1, make_samples(), normalizer=normalizer)
             await trainer.refused(call, "INVALID_REQUEST")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -56,6 +57,11 @@ def assert_all_compared(done: Any) -> None:
     assert done.diagnostics["logprob_difference_max"] > 0.01
 
 
+def mapped() -> str:
+    """Files whose contents are memory of this process."""
+    return Path("/proc/self/maps").read_text()
+
+
 def saved_versions(path: str) -> list[str]:
     return sorted(file.stem for file in Path(path).glob("version-*"))
 
@@ -87,6 +93,23 @@ async def test_invariant_9_a_resumed_run_verifies_the_tokens_of_every_retained_v
         await trainer.publish(11)
         await trainer.refused(trainer.forward(samples, policy_version=0), "VERSION_UNKNOWN")
         await trainer.forward(samples, policy_version=1)
+
+
+async def test_a_restored_run_holds_no_file_of_its_state(
+    folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    """The state is pruned while its versions are kept: over NFS its folder could not be removed then, and a
+    rank of another machine would read what is gone."""
+    spec = {"base_model": str(folder), "retain_versions": RETAINED}
+    async with serve_trainer() as trainer:
+        await trainer.create(**spec)
+        samples = await three_versions(trainer, make_samples)
+        state = await trainer.save(8, "a")
+    async with serve_trainer() as trainer:
+        await trainer.create(**spec)
+        gc.collect()
+        assert state.path not in mapped()
+        assert_all_compared(await trainer.forward_backward(9, samples, verify_logprobs=True))
 
 
 async def test_a_state_between_step_and_publication_restores_what_was_published(

@@ -135,6 +135,20 @@ async def test_frozen_routers_stay_as_they_are(
     assert found[0] == found[1]
 
 
+async def test_a_run_that_moves_routers_does_not_begin_with_a_state_that_froze_them(
+    serve_trainer: Make, make_samples: Make, mixture: Path
+) -> None:
+    """beginning.py 1: their moments would be of other steps than the rest's. The other way round it may."""
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(mixture), freeze_routers=True)
+        await trainer.one_step(1, make_samples())
+        path = (await trainer.save(4, "there")).path
+        moving = {"base_model": str(mixture), "initial_state": path}
+        refused = await trainer.refused(trainer.create("moving", **moving), "INVALID_CONFIG")
+        assert refused.metadata["key"] == "initial_state" and "set freeze_routers" in refused.message
+        await trainer.create("frozen", freeze_routers=True, **moving)
+
+
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
          "num_key_value_heads": 1, "intermediate_size": 32, "max_position_embeddings": 64}  # fmt: skip
 

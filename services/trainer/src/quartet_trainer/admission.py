@@ -14,11 +14,10 @@ from pathlib import Path
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from quartet.chat_identity import chat_identity
-from quartet.errors import QuartetError
 from quartet.v1.common_pb2 import ChatIdentity
 
 from quartet_trainer.beginning import initial_state
-from quartet_trainer.model import resolve_folder
+from quartet_trainer.model import named_by, resolve_folder
 from quartet_trainer.passes import Machine
 from quartet_trainer.spec import RunSpec
 from quartet_trainer.wire.refusal import config
@@ -45,13 +44,8 @@ def check_run(
 
 
 def _check_model(model: str, hub: bool, key: str, *, weights: bool) -> Path:
-    try:
+    with named_by(key):
         folder = resolve_folder(model, hub, ("config.json",))
-    except QuartetError as error:
-        if key == "base_model":
-            raise
-        told, remedy = error.message.replace("base_model", key, 1), error.metadata["remedy"]
-        raise QuartetError(error.reason, told, key=key, value=model, remedy=remedy) from error
     try:
         # Its own code is never run (model.py 4).
         transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

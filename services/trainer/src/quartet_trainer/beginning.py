@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.errors import QuartetError
+from quartet.kit.folder import unreadable_part
 
 from quartet_trainer.content import MOMENTS, WEIGHTS, Content
 from quartet_trainer.kl_control import KlControl
@@ -28,9 +29,16 @@ def initial_state(spec: RunSpec) -> StateInfo | None:
     """The state that the run begins with, if with one. Errors: INVALID_CONFIG."""
     if not spec.initial_state:
         return None
-    info = state_at(Path(spec.initial_state))
+    try:
+        info = state_at(Path(spec.initial_state))
+    except OSError as error:  # too long for a name, or another user's alone
+        why = f"it cannot be read: {error.strerror}; name another, or let this user (chmod -R a+rX)"
+        raise _refused(spec, why) from error
     if info is None:
         raise _refused(spec, "there is no complete state; name the folder of one (SavedState.path)")
+    # Weights are written for their owner alone.
+    if (part := unreadable_part(info.path)) is not None:
+        raise _refused(spec, f"this user cannot read {part}; let it (chmod -R a+rX)")
     return info
 
 
@@ -48,6 +56,13 @@ def check_fits(spec: RunSpec, content: Content) -> None:
             spec,
             f"its moments are those of {kind}, and the run has {spec.optimizer.kind}; train with {kind}, or "
             "export its model and begin with that as base_model",
+        )
+    if held.get("freeze_routers") and not spec.freeze_routers:
+        # Of these the moments would be of other steps than those of the rest, and a state says one number.
+        raise _refused(
+            spec,
+            "it has no moments of the routers, which its run froze; set freeze_routers, or export its model "
+            "and begin with that as base_model",
         )
 
 

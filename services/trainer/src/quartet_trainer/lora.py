@@ -213,8 +213,10 @@ class Adapter:
             yield self._served_base(weights) | replaced
 
     def _served_base(self, weights: Snapshot) -> dict[str, Tensor]:
-        """The base in the dtype that the adapter was published in, where that is not the base's own."""
+        """The base in the dtype that the adapter was published in, where that rounds it."""
         (dtype,) = {tensor.dtype for tensor in weights.values()}
+        if dtype == torch.float32:  # wider for nothing: what is narrow lost nothing (frozen.py)
+            return {}
         named = [(name, one) for name, one in self.model.named_parameters() if _is_frozen(name)]
         return {name: one.detach().to(dtype) for name, one in named if one.dtype != dtype}
 

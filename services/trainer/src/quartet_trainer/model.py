@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,16 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 LONGROPE_FROM = "original_max_position_embeddings"
 
 
-def resolve_folder(base_model: str, allow_hub: bool, patterns: Sequence[str] = PATTERNS) -> Path:
-    """The folder of a base model, fetched from the hub where the name is a hub id. Errors: INVALID_CONFIG."""
+def resolve_folder(
+    base_model: str,
+    allow_hub: bool,
+    patterns: Sequence[str] = PATTERNS,
+    progress: Callable[[], None] = lambda: None,
+) -> Path:
+    """The folder of a base model, fetched from the hub where the name is a hub id.
+
+    `progress` is called for each piece that comes: a large one takes many minutes. Errors: INVALID_CONFIG.
+    """
     try:
         folder = Path(base_model).expanduser()
         is_here = folder.is_dir()
@@ -64,9 +73,15 @@ def resolve_folder(base_model: str, allow_hub: bool, patterns: Sequence[str] = P
         raise refused(base_model, f"there is no folder {folder.absolute()}", "create it, or name another")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Telling(tqdm):
+        def update(self, n: float | None = 1) -> bool | None:
+            progress()
+            return super().update(n)  # type: ignore[no-any-return]
 
     try:
-        return Path(snapshot_download(base_model, allow_patterns=list(patterns)))
+        return Path(snapshot_download(base_model, allow_patterns=list(patterns), tqdm_class=Telling))
     except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise refused(
             base_model,
@@ -254,3 +269,15 @@ def refused(base_model: str, what: str, remedy: str) -> QuartetError:
     return QuartetError(
         "INVALID_CONFIG", f"base_model: {what}; {remedy}", key="base_model", value=base_model, remedy=remedy
     )
+
+
+@contextmanager
+def named_by(key: str) -> Iterator[None]:
+    """What refuses a base model inside says this key, which names the model."""
+    try:
+        yield
+    except QuartetError as error:
+        if error.metadata.get("key") != "base_model":
+            raise
+        told, said = error.message.replace("base_model", key, 1), error.metadata
+        raise QuartetError(error.reason, told, key=key, value=said["value"], remedy=said["remedy"]) from error

@@ -22,13 +22,13 @@ from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.loss import token_losses
 from quartet_trainer.loss.custom import CustomLoss
 from quartet_trainer.loss.own_metrics import OwnMetrics
-from quartet_trainer.model import max_positions, resolve_folder
+from quartet_trainer.model import max_positions, resolve_folder, vocab_size
 from quartet_trainer.packing import MicroBatch, cost_of_one_more, cut, rows_of
 from quartet_trainer.publish import Snapshot
 from quartet_trainer.ranks.alone import Alone, Ranks
 from quartet_trainer.replay import Replay
 from quartet_trainer.routing import Routing
-from quartet_trainer.sample import Floats, Sample
+from quartet_trainer.sample import Floats, Sample, check_against_model
 from quartet_trainer.spec import LossSpec
 from quartet_trainer.trained import replaced
 
@@ -54,11 +54,11 @@ class Machine:
     # Whether moments rest in host memory (offload.py).
     optimizer_offload: bool = False
 
-    def folder_of(self, model: str) -> Path:
-        """Where a model lies. Errors: INVALID_CONFIG, in every rank where one lacks it."""
+    def folder_of(self, model: str, progress: Callable[[], None]) -> Path:
+        """Where a model lies, fetched by now. Errors: INVALID_CONFIG, in every rank where one lacks it."""
         refused = None
         try:
-            folder = resolve_folder(model, self.hub)
+            folder = resolve_folder(model, self.hub, progress=progress)
         except QuartetError as error:
             refused = error
         self.ranks.settle(refused)
@@ -114,6 +114,10 @@ class Passes:
         self._row_tokens = policy.shared_tokens(machine.row_tokens)
         self._max_positions = max_positions(policy.model)
         self._cost_tokens = cost_of_one_more(budget_tokens, accelerated=machine.device.type != "cpu")
+
+    def check(self, samples: Sequence[Sample], model: str = "the model") -> None:
+        """Whether the model, called so by errors, has these tokens and positions. Errors: INVALID_REQUEST."""
+        check_against_model(samples, vocab_size(self._policy.model), self._max_positions, model)
 
     def train(
         self, samples: Sequence[Sample], columns: Columns, loss: LossSpec, normalizer: float, kl_coef: float

@@ -83,8 +83,13 @@ def _check_shared(name: str, shared: torch.Tensor, alone: torch.Tensor, others: 
         raise base.refused(name, why, WITHOUT_CONTEXT)
 
 
-def frozen(machine: Machine, name: str, autocast: torch.dtype | None) -> Any:
-    """Another model that learns nothing, as narrow as it is computed with. Errors: INVALID_CONFIG."""
-    model = placed(machine, machine.folder_of(name), name, autocast).requires_grad_(False)
+def frozen(machine: Machine, name: str, autocast: torch.dtype | None, progress: Callable[[], None]) -> Any:
+    """A reference of its own, which learns nothing, as narrow as it is computed with.
+
+    Errors: INVALID_CONFIG.
+    """
+    with base.named_by("reference.model"):
+        folder = machine.folder_of(name, progress)
+        model = placed(machine, folder, name, autocast).requires_grad_(False)
     narrow(model, dict(model.named_parameters()), autocast)
     return model

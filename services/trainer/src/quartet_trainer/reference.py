@@ -46,10 +46,16 @@ class Reference:
     @classmethod
     def of_model(cls, spec: ReferenceSpec, passes: Passes) -> Reference:
         """Another model, with passes of its own."""
-        return cls(spec, lambda samples, t: passes.score(samples, None, t), {})
+
+        def score(samples: Sequence[Sample], temperature: float) -> list[Floats]:
+            # The policy may have more tokens, and take longer sequences.
+            passes.check(samples, "the reference model")
+            return passes.score(samples, None, temperature)
+
+        return cls(spec, score, {})
 
     def score(self, samples: Sequence[Sample], temperature: float) -> list[Floats]:
-        """Log-probabilities of the covered positions of each sample."""
+        """Log-probabilities of the covered positions of each sample. Errors: INVALID_REQUEST."""
         return self._score([replace(sample, experts_TNk=None) for sample in samples], temperature)
 
     def stepped(self, steps: int, parameters: Mapping[str, nn.Parameter]) -> None:

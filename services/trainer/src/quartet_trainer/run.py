@@ -43,7 +43,7 @@ from quartet_trainer.reference import REFERENCE, Reference
 from quartet_trainer.replay import replayed_share
 from quartet_trainer.results import BatchResult, RunStatus, StepResult
 from quartet_trainer.routing import freeze_routers, routing_values
-from quartet_trainer.sample import Floats, Sample, check_against_model
+from quartet_trainer.sample import Floats, Sample
 from quartet_trainer.schedule import scheduled_rate
 from quartet_trainer.spec import LossSpec, RunSpec
 from quartet_trainer.trained import Trained, WholeModel, check_weights, replaced
@@ -65,7 +65,7 @@ class Run:
     ) -> None:
         """Load or initialise the base model, unless it is in `bases`. Errors: INVALID_CONFIG."""
         self.run_id, self.spec, self._machine = run_id, spec, machine
-        self._folder = machine.folder_of(spec.base_model)
+        self._folder = machine.folder_of(spec.base_model, progress)
         default_dtype = "bfloat16" if machine.device.type == "cuda" else "float32"
         self._compute_dtype = spec.compute_dtype or default_dtype
         self._served_dtype = spec.served_dtype or self._compute_dtype
@@ -185,7 +185,7 @@ class Run:
         )
 
     def _columns(self, samples: Sequence[Sample], loss: LossSpec) -> Columns:
-        """What the loss reads beside the pass itself. Errors: VERSION_UNKNOWN."""
+        """What the loss reads beside the pass itself. Errors: VERSION_UNKNOWN, INVALID_REQUEST."""
         reference: Sequence[Floats | None] = [sample.reference_K for sample in samples]
         sent = any(one is not None for one in reference)
         if loss.needs_reference and not sent:
@@ -231,7 +231,7 @@ class Run:
 
         Errors: VERSION_UNKNOWN, INVALID_REQUEST.
         """
-        check_against_model(samples, self._vocab_size, base.max_positions(self._model))
+        self._passes.check(samples)
         self._passes.replay.check(samples)
         weights = None if version is None else self._versions.find(version)
         return self._passes.score(samples, weights, temperature)
@@ -334,7 +334,8 @@ class Run:
             return Reference.of_model(spec, self._passes_of(self._model, bare))
         if not spec.model:
             return Reference.of_policy(spec, self._passes, self._trained.parameters)
-        return Reference.of_model(spec, self._passes_of(frozen(self._machine, spec.model, self._autocast)))
+        model = frozen(self._machine, spec.model, self._autocast, self._progress)
+        return Reference.of_model(spec, self._passes_of(model))
 
     def close(self) -> None:
         """Withdraw what was published. The run must not be used any more."""

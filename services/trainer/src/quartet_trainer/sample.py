@@ -23,6 +23,8 @@ Floats = npt.NDArray[np.float32]
 #: Numbers of experts: uint8 or uint16.
 Experts = npt.NDArray[np.unsignedinteger[Any]]
 
+#: Versions count optimizer steps.
+MAX_VERSION = 2**63 - 1
 #: A sampler that rounds to bfloat16 may report a little more than 0; a negative log-probability is more.
 MAX_LOGPROB = 0.1
 
@@ -73,12 +75,15 @@ def make_sample(
     if not len(tokens_T):
         raise _refused(index, "token_ids", "empty", "send at least one token")
     end = 0
-    for start, length, _ in spans:
+    for start, length, version in spans:
         if start < end or length < 1 or start + length > len(tokens_T):
             value = f"[{start}, {start + length}) of {len(tokens_T)} tokens"
             raise _refused(index, "spans", value, "spans are ascending, disjoint and inside the tokens")
         if start == 0:
             raise _refused(index, "spans", "position 0", "the first token has no prediction; cover from 1 on")
+        if version > MAX_VERSION:
+            remedy = "a version counts optimizer steps; send the sampler's, or 0 where there is none"
+            raise _refused(index, "spans", f"policy_version {version}", remedy)
         end = start + length
     covered = [np.arange(start, start + length) for start, length, _ in spans]
     versions = [_filled(length, version, np.int64) for _, length, version in spans]
@@ -89,25 +94,28 @@ def make_sample(
         _joined(versions),
         _per_position(index, "logprobs", logprobs, (0, count), count, MAX_LOGPROB),
         _per_position(index, "advantages", advantages, (0, 1, count), count),
-        _per_position(index, "reference_logprobs", reference, (0, count), count),
+        _per_position(index, "reference_logprobs", reference, (0, count), count, MAX_LOGPROB),
         experts_TNk,
     )
 
 
-def check_against_model(samples: Sequence[Sample], vocab_size: int, max_tokens: int) -> None:
-    """Refuse tokens that the model does not have and sequences it has no positions for.
+def check_against_model(
+    samples: Sequence[Sample], vocab_size: int, max_tokens: int, model: str = "the model"
+) -> None:
+    """Refuse tokens that a model does not have and sequences it has no positions for; `model` is what errors
+    call it.
 
     Errors: INVALID_REQUEST.
     """
     for index, sample in enumerate(samples):
         highest = int(sample.tokens_T.max())
         if highest >= vocab_size:
-            raise _refused(index, "token_ids", str(highest), f"the vocabulary has {vocab_size} tokens")
+            raise _refused(
+                index, "token_ids", str(highest), f"the vocabulary of {model} has {vocab_size} tokens"
+            )
         if len(sample.tokens_T) > max_tokens:
             value = f"{len(sample.tokens_T)} tokens"
-            raise _refused(
-                index, "token_ids", value, f"the model takes at most {max_tokens}: docs/trainer.md"
-            )
+            raise _refused(index, "token_ids", value, f"{model} takes at most {max_tokens}: docs/trainer.md")
 
 
 def _filled(count: int, value: float, dtype: type[Any]) -> npt.NDArray[Any]:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from quartet_trainer.publish import Snapshot, wire_tensors
 from quartet_trainer.ranks.alone import Alone, Ranks
+from quartet_trainer.ranks.layout import on_host
 
 #: A saved version's file is this and its number.
 STEM = "version-"
@@ -105,7 +106,12 @@ class Versions:
         live: Snapshot,
     ) -> dict[int, Snapshot]:
         """The versions of a state, whose live weights are given. Errors: CHECKSUM_MISMATCH."""
-        kept = {int(stem.removeprefix(STEM)): cast for stem, cast in tensors.items() if stem.startswith(STEM)}
+        # Copies: the state's files, which tensors may be views of, are removed while versions are still kept.
+        kept: dict[int, Snapshot] = {
+            int(stem.removeprefix(STEM)): {name: on_host(one, one.dtype) for name, one in cast.items()}
+            for stem, cast in tensors.items()
+            if stem.startswith(STEM)
+        }
         published = meta["published_version"]
         if published == live_version:
             kept[published] = live

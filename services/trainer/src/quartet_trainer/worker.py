@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 #: Callers wait for each other's jobs; more than this means that they do not.
 MAX_PENDING = 64
-#: A worker that has a job and for this long finishes no micro-batch, loads no tensor, and reads and writes no
-#: piece of a state is stuck.
+#: A worker that has a job and for this long finishes no micro-batch, fetches no piece of a model, loads no
+#: tensor, and reads and writes no piece of a state is stuck.
 STUCK_SECONDS = 900.0
 
 

@@ -25,8 +25,8 @@ from quartet_trainer.spec.value import Value
 #: A spec is a few kilobytes; whoever sends longer lists of modules meets the 4 MiB of a message before this.
 MAX_COMMAND_BYTES = 16 << 20
 #: About four times their size on the wire. A token of one byte there may be 8 of tokens, covered and versions
-#: each here, and 4 of its advantage. Experts of one byte have two beside those that need them.
-MAX_SAMPLE_BYTES = 32 * MAX_CALL_BYTES + 2 * experts.MAX_CALL_BYTES
+#: each here, and 4 of its advantage. Experts are as large as there.
+MAX_SAMPLE_BYTES = 32 * MAX_CALL_BYTES + experts.MAX_CALL_BYTES
 
 
 class Open(Value):
@@ -157,7 +157,9 @@ def sample_bytes(samples: Sequence[Sample]) -> bytes:
     told = [np.empty((0, 0, 0), np.uint8) if one.experts_TNk is None else one.experts_TNk for one in samples]
     arrays["has_experts"] = np.array([one.experts_TNk is not None for one in samples])
     arrays["expert_shapes"] = np.array([one.shape for one in told])
-    arrays["experts"] = np.concatenate([one.reshape(-1) for one in told])
+    # Of any width each: which samples share a row depends on their bytes.
+    arrays["expert_widths"] = np.array([one.itemsize for one in told])
+    arrays["experts"] = np.concatenate([one.reshape(-1).view(np.uint8) for one in told])
     return save(arrays)
 
 
@@ -176,10 +178,10 @@ def parse_samples(body: bytes) -> list[Sample]:
         has = arrays[f"has_{name}"]
         present = iter(_cut(arrays[name], counts[has]))
         columns.append([next(present) if one else None for one in has])
-    shapes = arrays["expert_shapes"]
-    parts = _cut(arrays["experts"], shapes.prod(1))
-    told = zip(parts, shapes, arrays["has_experts"], strict=True)
-    columns.append([part.reshape(shape) if has else None for part, shape, has in told])
+    shapes, widths = arrays["expert_shapes"], arrays["expert_widths"]
+    parts = _cut(arrays["experts"], shapes.prod(1) * widths)
+    told = zip(parts, shapes, widths, arrays["has_experts"], strict=True)
+    columns.append([part.view(f"u{width}").reshape(of) if has else None for part, of, width, has in told])
     return [Sample(*values) for values in zip(*columns, strict=True)]
 
 

@@ -97,11 +97,14 @@ def _correction(correction: pb.MismatchCorrection) -> Correction | None:
         if correction.ByteSize():
             raise request("loss.correction.mode", "UNSPECIFIED", "choose TRUNCATE or MASK")
         return None
-    return Correction(
-        mode=_chosen("correction.mode", correction.mode, _MODES),
-        level=_chosen("correction.level", correction.level, _LEVELS),
-        **given(correction, "cap", "floor"),
-    )
+    try:
+        return Correction(
+            mode=_chosen("correction.mode", correction.mode, _MODES),
+            level=_chosen("correction.level", correction.level, _LEVELS),
+            **given(correction, "cap", "floor"),
+        )
+    except pydantic.ValidationError as error:
+        raise request(*first(error, "loss.correction")) from None
 
 
 def _chosen(field: str, value: int, choices: dict[Any, Any]) -> Any:
