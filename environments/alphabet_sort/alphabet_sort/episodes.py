@@ -137,7 +137,7 @@ def joined_names() -> list[str]:
 def read_names(path: Path) -> list[str]:
     """The distinct names of a JSON Lines file: strings, {"name": ...} or {"names": [...]}; blanks removed."""
     names: dict[str, None] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         row = json.loads(line)

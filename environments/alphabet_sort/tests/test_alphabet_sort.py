@@ -125,8 +125,9 @@ class Data(unittest.TestCase):
     def test_names_of_ones_own(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "names.jsonl")
-            rows = [{"name": "Ida Keller"}, "Bo Ek", {"names": ["Cy Abt", "Di Roe", "Em Paz", "Fay Oz"]}]
-            file.write_text("\n".join(json.dumps(row) for row in rows))
+            people = ["Cy Abt", "Di Roe", "Em Paz", "Fay Oz"]
+            rows = [{"name": "Ida Keller", "of": "a\u2028b"}, "Bo Ek", {"names": people}]
+            file.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
             (task, *_) = tasks(names=file, max_turns=1, min_names_per_turn=5, sort_by="last")
             self.assertTrue(
                 {one.strip() for one in task.data.ground_truths[0]}

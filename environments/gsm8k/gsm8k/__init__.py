@@ -110,10 +110,11 @@ class Gsm8kTaskset(vf.Taskset[Gsm8kTask, Gsm8kConfig]):
         if config.dataset:
             rows = self._given()
             return rows if wanted == ALL else rows[:wanted]
-        held_out = _generated(
-            config.seed, "eval", GENERATED["eval"] if config.split == "train" else wanted, ()
-        )
-        return held_out if config.split == "eval" else _generated(config.seed, "train", wanted, held_out)
+        if config.split == "eval":
+            return _generated(config.seed, "eval", wanted, ())
+        # At least as many as by default, so that fewer to evaluate with leave the same to train on.
+        most = max(GENERATED["eval"], config.num_eval_examples)
+        return _generated(config.seed, "train", wanted, _generated(config.seed, "eval", most, ()))
 
     def _given(self) -> list[Problem]:
         config = self.config
@@ -146,7 +147,7 @@ def _generated(seed: int, split: str, count: int, without: Iterable[Problem]) ->
 
 
 def _lines(file: Path) -> Iterator[Any]:
-    return (json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
+    return (json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip())
 
 
 def _problem(row: Any, source: str) -> Problem:

@@ -92,6 +92,14 @@ class Problems(unittest.TestCase):
         self.assertNotEqual(first, [task.data.prompt for task in taskset(num_train_examples=500, seed=1)])
         self.assertEqual(len(set(islice((p.question for p in taskset().problems()), 8000))), 7473)
 
+    def test_no_number_to_evaluate_with_makes_the_splits_share_problems(self) -> None:
+        counts = {"num_train_examples": 2000, "num_eval_examples": 4000}
+        train, held_out = (
+            {task.data.prompt for task in taskset(split=split, **counts)} for split in ("train", "eval")
+        )
+        self.assertEqual((len(train), len(held_out)), (2000, 4000))
+        self.assertFalse(train & held_out)
+
     def test_data_of_ones_own(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "rows.jsonl")
@@ -101,6 +109,9 @@ class Problems(unittest.TestCase):
             self.assertEqual([t.data.answer for t in train][:2], ["1,000", "2,000"])
             self.assertEqual([t.data.prompt for t in held_out], ["19?", "20?"])
             self.assertEqual(scored(next(iter(train)), "\\boxed{1000}").reward, 1.0)
+            rows[0]["question"] = "a\u2028b?"
+            file.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+            self.assertEqual(next(iter(taskset(dataset=str(file)))).data.prompt, "a\u2028b?")
             file.write_text('{"question": "?", "answer": "none"}')
             with self.assertRaisesRegex(ValueError, "is no number"):
                 list(taskset(dataset=str(file)))

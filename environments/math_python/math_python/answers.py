@@ -13,7 +13,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 MAX_CHARS = 200
-_LOOKS = re.compile(r"\\left|\\right|\\displaystyle|\\[,;:! ]|\\text\s*|\\mathrm\s*|[\s$]")
+_LOOKS = re.compile(r"\\left|\\right|\\displaystyle|\\[,;:! $]|\\text\s*|\\mathrm\s*|[\s$]")
 _FRACTION = re.compile(r"(-?)\\[dt]?frac\{(-?\d+)\}\{(\d+)\}")
 _NUMBER = re.compile(r"-?(\d+(\.\d*)?|\.\d+)")
 _RATIO = re.compile(r"(-?\d+)/(\d+)")
@@ -35,7 +35,8 @@ def value_of(text: str) -> Fraction | None:
     percent = plain.endswith("\\%") or plain.endswith("%")
     plain = plain.removesuffix("%").removesuffix("\\").removesuffix(".")
     plain = re.sub(r"(?<=\d),(?=\d{3}(\D|$))", "", plain)
-    plain = _FRACTION.sub(r"\1\2/\3", plain)
+    if fraction := _FRACTION.fullmatch(plain):  # behind a number it is added to it, or multiplied with it
+        plain = fraction.expand(r"\1\2/\3")
     if (ratio := _RATIO.fullmatch(plain)) and int(ratio[2]):
         value = Fraction(int(ratio[1]), int(ratio[2]))
     elif _NUMBER.fullmatch(plain):

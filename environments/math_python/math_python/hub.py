@@ -32,7 +32,7 @@ def read_rows(config: Any, split: str) -> list[tuple[str, str]]:
 
 
 def _lines(file: Path) -> Iterable[dict[str, Any]]:
-    return (json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
+    return (json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip())
 
 
 def _hub(config: Any, split: str) -> Iterable[dict[str, Any]]:

@@ -172,7 +172,9 @@ class Sessions:
                 self._changed.set()
                 note = NEW_SESSION if key in self._lost else ""
                 self._lost.discard(key)
-                return Answer(note + answer["output"], answer["error"])
+                # Code may print half a surrogate pair, which no message can carry.
+                output = answer["output"].encode("utf-8", "replace").decode()
+                return Answer(note + output, answer["error"])
             self._lose(key)
             return Answer(f"error: Python was {why}", True)
 

@@ -63,13 +63,13 @@ class Rewards(unittest.TestCase):
         for given, expected in (
             ("1/2", "0.5"), ("\\frac{1}{2}", "1/2"), ("\\dfrac{-3}{4}", "-0.75"), ("1,000", "1000"),
             ("50\\%", "1/2"), ("$12$", "12"), ("12.", "12"), ("12.0", "12"), ("x^2 + 1", "x^2+1"),
-            ("\\left(1, 2\\right)", "(1,2)"),
+            ("\\left(1, 2\\right)", "(1,2)"), ("\\$12", "12"),
             ("\\text{Tuesday}", "{Tuesday}"),
         ):  # fmt: skip
             self.assertTrue(same_answer(given, expected), (given, expected))
         for given, expected in (
             ("1/2", "1/3"), ("12", "120"), ("1,00", "100"), ("1/0", "0"), ("", ""), ("x", "y"),
-            ("9" * 500, "9" * 500),
+            ("9" * 500, "9" * 500), ("2\\frac{1}{2}", "\\frac{21}{2}"),
         ):  # fmt: skip
             self.assertFalse(same_answer(given, expected), (given, expected))
 
@@ -108,8 +108,8 @@ class Problems(unittest.TestCase):
     def test_a_file(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "problems.jsonl")
-            rows = [{"q": f"{i}?", "a": i, "avg": i / 10} for i in range(10)]
-            file.write_text("\n".join(json.dumps(row) for row in rows))
+            rows = [{"q": f"{i}?", "a": i, "avg": i / 10, "more": "a\u2028b"} for i in range(10)]
+            file.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
             own = {"dataset_name": str(file), "question_key": "q", "answer_key": "a",
                    "instruction_prompt": "",
                    "pip_install_packages": "", "num_eval": 2}  # fmt: skip
@@ -210,6 +210,15 @@ class Tool(unittest.IsolatedAsyncioTestCase):
                           ("input()", "EOFError"), ("raise KeyboardInterrupt", "Keyboard")):  # fmt: skip
             self.assertIn(why, await self.said(code))
         self.assertEqual(await self.said("x, y"), "(1, 2)")
+
+    async def test_what_no_message_can_carry_is_replaced(self) -> None:
+        self.assertEqual(await self.said("print('a' + chr(0xD800))"), "a?")
+        self.assertTrue((await self.said("raise ValueError(chr(0xDFFF))")).endswith("ValueError: ?"))
+
+    async def test_a_copy_that_the_code_makes_of_itself_answers_nothing(self) -> None:
+        self.assertEqual(await self.said("import os\n'parent' if os.fork() else 'child'"), "'parent'")
+        await asyncio.sleep(0.2)
+        self.assertEqual(await self.said("3"), "3")
 
     async def test_limits(self) -> None:
         self.assertIn("MemoryError", await self.said("'a' * (1 << 30)"))

@@ -162,7 +162,7 @@ def _draw(config: ReverseTextConfig, stream: str, count: int, without: frozenset
 def read_texts(path: Path) -> list[str]:
     """The distinct texts of a JSON Lines file, in order."""
     texts: dict[str, None] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         row = json.loads(line)

@@ -95,9 +95,12 @@ class Data(unittest.TestCase):
     def test_own_texts(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "texts.jsonl")
-            rows = [{"text": "Ein Wort"}, {"prompt": "日本語"}, "plain", {"text": "plain"}, {"text": "last"}]
-            file.write_text("\n".join(json.dumps(row) for row in rows) + "\n", encoding="utf-8")
-            self.assertEqual(self.texts(texts=file, num_eval=1), ["Ein Wort", "日本語", "plain"])
+            rows = [
+                {"text": "Ein\u2028Wort"}, {"prompt": "日本語"}, "plain", {"text": "plain"}, {"text": "last"},
+            ]  # fmt: skip
+            lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+            file.write_text("\r\n".join(lines) + "\n", encoding="utf-8")
+            self.assertEqual(self.texts(texts=file, num_eval=1), ["Ein\u2028Wort", "日本語", "plain"])
             self.assertEqual(self.texts(texts=file, num_eval=1, split="eval"), ["last"])
             self.assertEqual([t.data.answer for t in taskset(texts=file, num_eval=1)][1], "語本日")
             with self.assertRaisesRegex(ValueError, "none are left to train on"):

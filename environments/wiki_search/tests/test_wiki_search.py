@@ -101,6 +101,13 @@ class Rewards(unittest.TestCase):
                 "a turn that calls is no answer",
             )
 
+    def test_a_list_of_every_name_earns_nothing_whatever_stands_between_them(self) -> None:
+        names = [town.name for town in World(0, 60, 120).towns]
+        (task, *_) = [task for task in taskset() if task.data.answer in names]
+        for between in (" ", ",", "/", "\u2014"):
+            self.assertEqual(reward(task, between.join(names)), 0.0, between)
+            self.assertEqual(reward(task, between.join([task.data.answer, *names[:9]])), 1.0, between)
+
     def test_contains(self) -> None:
         self.assertTrue(contains("the Bram Fair, of course", "Bram Fair"))
         self.assertFalse(contains("Fair Bram", "Bram Fair"))
@@ -121,11 +128,17 @@ class Data(unittest.TestCase):
             rows = [
                 {"id": "x:1", "title": "X", "content": "no headings"},
                 {"title": "Two Words", "content": "# A\nb"},
+                {"title": "Lines", "content": "a\u2028b"},
             ]
-            corpus.write_text("\n".join(json.dumps(row) for row in rows))
-            questions.write_text("\n".join(json.dumps({"question": f"{i}?", "answer": i}) for i in range(5)))
+            corpus.write_text(
+                "\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8"
+            )
+            asked = [{"question": f"{i}\u2028?", "answer": i} for i in range(5)]
+            questions.write_text(
+                "\n".join(json.dumps(one, ensure_ascii=False) for one in asked), encoding="utf-8"
+            )
             loaded = taskset(corpus=corpus, questions=questions, num_eval=2)
-            self.assertEqual([task.data.prompt for task in loaded], ["2?", "3?", "4?"])
+            self.assertEqual([task.data.prompt for task in loaded], ["2\u2028?", "3\u2028?", "4\u2028?"])
             library = Library(read_pages(corpus))
             self.assertEqual(library.sections("x_1"), [("x_1:full", "Full Page")])
             self.assertEqual(library.read("two_words:a"), "# A\nb")

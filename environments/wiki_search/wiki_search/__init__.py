@@ -55,7 +55,8 @@ class WikiSearchTask(vf.Task[WikiSearchData]):
         if last and last[0].tool_calls:
             return 0.0
         given = reply.rpartition("</think>")[2]
-        brief = len(given.split()) <= self.data.max_answer_words
+        # As they are looked for: a list of names with nothing but commas between is no single word.
+        brief = len(re.findall(r"\w+", given)) <= self.data.max_answer_words
         return float(brief and contains(given, self.data.answer))
 
     @vf.metric
@@ -144,7 +145,7 @@ class WikiSearchTaskset(vf.Taskset[WikiSearchTask, WikiSearchConfig]):
         if config.questions is None:
             yield from World(config.seed, config.towns, config.people).questions()
             return
-        for number, line in enumerate(config.questions.read_text(encoding="utf-8").splitlines(), start=1):
+        for number, line in enumerate(config.questions.read_text(encoding="utf-8").split("\n"), start=1):
             if line.strip():
                 row = json.loads(line)
                 if not {"question", "answer"} <= set(row):

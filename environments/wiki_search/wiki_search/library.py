@@ -115,7 +115,7 @@ def invented(world: World) -> list[Document]:
 def read_pages(file: Path) -> list[Document]:
     """The pages of a JSON Lines file of {"id": ..., "title": ..., "content": ...}. Raises ValueError."""
     found = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
         if line.strip():
             row = json.loads(line)
             if not {"title", "content"} <= set(row):

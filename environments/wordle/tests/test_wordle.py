@@ -83,6 +83,8 @@ class Rewards(unittest.TestCase):
     def test_thinking_is_not_guessing(self) -> None:
         self.assertEqual(guess_of("<think><guess>moist</guess></think> <guess>[crane]</guess>"), "[crane]")
         self.assertEqual(guess_of("<guess>"), "")
+        self.assertEqual(guess_of("<think>Or <guess>moist</guess>?"), "", "a limit cut it while it thought")
+        self.assertEqual(guess_of("<guess>crane</guess> <think>Or <guess>moist</guess>?"), "crane")
 
 
 class Data(unittest.TestCase):

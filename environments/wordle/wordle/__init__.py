@@ -94,8 +94,8 @@ def _replies(trace: vf.Trace) -> list[str]:
 
 
 def guess_of(reply: str) -> str:
-    """What stands in the last pair of tags, after any thinking; empty where none does."""
-    found = _GUESS.findall(reply.rpartition("</think>")[2])
+    """What stands in the last pair of tags, outside of any thinking; empty where none does."""
+    found = _GUESS.findall(reply.rpartition("</think>")[2].partition("<think>")[0])
     return str(found[-1]) if found else ""
 
 

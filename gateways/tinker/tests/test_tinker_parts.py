@@ -198,6 +198,8 @@ def test_other_paths_are_refused(path: str) -> None:
         ({"learning_rate": -1.0}, "learning_rate = -1.0 is refused"),
         ({"beta1": "x"}, "beta1 = 'x' is refused"),
         ({"eps": float("inf")}, "eps = inf is refused"),
+        ({"beta1": 1.0}, "beta1 = 1.0 is refused; give a number below 1"),
+        ({"eps": 0}, "eps = 0 is refused; give a number above 0"),
         ({"momentum": 0.5}, "momentum is not served here"),
     ],
 )

@@ -12,12 +12,14 @@ from quartet.errors import QuartetError
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_tinker import bodies
 from quartet_tinker.config import GatewayConfig
+from quartet_tinker.gateway import Gateway
 from quartet_tinker.paths import run_id
+from quartet_tinker.promises import Answer, Promises, answered
 from quartet_tinker.refusal import Refused
 from quartet_tinker.runs import Runs
 from quartet_tinker.sessions import Session, Sessions
 from quartet_tinker.specs import Notes
-from quartet_tinker.training import Run
+from quartet_tinker.training import Run, Training
 
 
 class Trainer:
@@ -174,6 +176,92 @@ async def test_scripts_that_run_keep_their_places(tmp_path: Path) -> None:
     assert trainer.open == {f"{alive.session_id}.train.0"}
     for training in alive.models.values():
         await training.close()
+
+
+async def gateway_with(trainer: Trainer, models: int) -> tuple[Gateway, Session]:
+    """A gateway, and a session of it with so many models; the trainer is told to wait from then on."""
+    config = GatewayConfig(trainer="127.0.0.1:1", inference=["127.0.0.1:2"])
+    gateway = Gateway(config, cast(Any, trainer), cast(Any, None))
+    session = gateway._sessions.find(gateway.create_session(bodies.CreateSession())["session_id"])
+    trainer.may.set()
+    for number in range(models):
+        await gateway._runs.open(session, run_in(session, number))
+    trainer.may.clear()
+    trainer.waits.clear()
+    return gateway, session
+
+
+async def test_a_session_gives_all_its_runs_back_though_who_ends_it_is_gone_before() -> None:
+    """Such as a script that wanted its place and was stopped, or a connection that the gateway's end cuts."""
+    trainer = Trainer()
+    gateway, session = await gateway_with(trainer, 3)
+    ending = asyncio.create_task(gateway.finish(session.session_id, "its script is silent"))
+    await trainer.waits.wait()
+    ending.cancel()
+    await asyncio.wait([ending])
+    closing = asyncio.create_task(gateway.close())
+    trainer.may.set()
+    await closing
+    assert not trainer.open
+
+
+async def test_a_run_that_is_made_while_the_gateway_ends_is_closed() -> None:
+    """Also where another run of its session is closed first."""
+
+    class Later(Trainer):
+        async def close(self, run_id: str) -> None:
+            if run_id.endswith(".1"):
+                await asyncio.sleep(0.05)
+            await super().close(run_id)
+
+    trainer = Later()
+    gateway, session = await gateway_with(trainer, 1)
+
+    async def work() -> Answer:
+        await gateway._runs.open(session, run_in(session, 1))
+        return answered()
+
+    gateway.promises.begin("made", b"", session.session_id, work())
+    await trainer.waits.wait()
+    closing = asyncio.create_task(gateway.close())
+    await asyncio.sleep(0.01)
+    trainer.may.set()
+    await closing
+    assert not trainer.open
+
+
+async def test_a_model_that_is_unloaded_while_its_session_ends_gives_its_run_back() -> None:
+    trainer = Trainer()
+    gateway, session = await gateway_with(trainer, 2)
+    gateway.unload(f"{session.session_id}:train:0", b"")
+    await trainer.waits.wait()
+    ending = asyncio.create_task(gateway.finish(session.session_id, "success"))
+    await asyncio.sleep(0)
+    trainer.may.set()
+    await ending
+    await gateway.close()
+    assert not trainer.open
+
+
+async def test_what_waits_for_its_turn_is_refused_when_its_model_is_closed() -> None:
+    """Another client of the same script goes on with the run: nobody waits for answers of the first."""
+    began, promises = asyncio.Event(), Promises()
+    run = Run("s.train.0", "s:train:0", "model", pb.RunSpec())
+    training = Training(run, cast(Any, Trainer()), 30.0, Notes(None).keep)
+    training.begin(pb.RunState())
+
+    async def work() -> Answer:
+        began.set()
+        await asyncio.Event().wait()
+        return answered()
+
+    made = [promises.make(f"s:train:0:{seq_id}", b"", "s")[0] for seq_id in (1, 2, 4)]
+    for seq_id, promise in zip((1, 2, 4), made, strict=True):
+        training.submit(seq_id, promise, work)
+    await began.wait()
+    await training.close()
+    assert [one.answer is not None for one in made] == [True] * 3
+    assert made[2].answer is not None and b"its model was closed before its turn came" in made[2].answer.body
 
 
 def run_in(session: Session, number: int = 0) -> Run:

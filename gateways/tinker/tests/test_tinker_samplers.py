@@ -137,6 +137,19 @@ def test_versions_that_are_counted_again_are_not_confused(tinker: Any, client: A
         seen = again
 
 
+def test_a_return_that_is_refused_leaves_samplers_as_they_are(tinker: Any, client: Any) -> None:
+    training = lora(client)
+    state = training.save_state("start").result(60).path
+    sampler = training.save_weights_and_get_sampling_client().result(60)
+    with pytest.raises(tinker.RequestFailedError, match="stars"):
+        training.load_state_with_optimizer(state.replace("start", "stars")).result(60)
+    prompt = tinker.ModelInput.from_ints(TEXT)
+    assert sampler.compute_logprobs(prompt).result(60)[0] is None
+    training.load_state_with_optimizer(state).result(60)
+    with pytest.raises(tinker.BadRequestError, match="has returned to a saved state since"):
+        sampler.compute_logprobs(prompt).result(60)
+
+
 def test_two_models_of_one_script_have_samplers_of_their_own(tinker: Any, client: Any) -> None:
     prompt, scores = tinker.ModelInput.from_ints(TEXT), []
     for seed in (1, 2):

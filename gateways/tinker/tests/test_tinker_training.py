@@ -244,6 +244,9 @@ def test_the_first_step_says_adams_constants(tinker: Any, client: Any) -> None:
     training.save_weights_and_get_sampling_client().result(120)  # a version that the run has again afterwards
     training.forward_backward([supervised(TEXT)], "cross_entropy").result(60)
     training.forward_backward([supervised(TEXT[:9])], "cross_entropy").result(60)
+    with pytest.raises(tinker.RequestFailedError, match=r"beta1 = 1\.0 is refused"):
+        training.optim_step(tinker.AdamParams(learning_rate=1e-2, beta1=1.0)).result(60)
+    training.forward([supervised(TEXT)], "cross_entropy").result(60)  # the run is there, as it was
     first = training.optim_step(tinker.AdamParams(learning_rate=1e-2, **ours)).result(60)
     assert first.metrics["policy_version"] == 1
 

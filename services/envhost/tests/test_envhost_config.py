@@ -44,6 +44,8 @@ def test_dry_run_prints_the_resolved_configuration() -> None:
         (["--inference-addresses", '["10.1.1.1:5"]'], "off loopback"),
         (["--inference-addresses", '["dns:///localhost"]'], "write dns:///name:port"),
         (["--inference-addresses", '["x"]'], "inference_addresses: address 'x' has no port"),
+        (["--timeout-seconds", "inf"], "timeout_seconds = inf is refused"),
+        (["--max-memory-gb", "inf"], "max_memory_gb = inf is refused"),
         (["--log-level", "loud"], "log_level = 'loud' is refused: should be 'debug', 'info', 'warning' or"),
         (["--preload", "[{ id = 'b', args = { since = 2026-11-22 } }]"], "preload.0.args.since"),
     ],
@@ -162,6 +164,23 @@ print(agent.max_turns, agent.harness.id, agent.runtime.type, config.taskset.num_
     assert lines[3].startswith("INVALID_CONFIG") and "args.texts" in lines[3]
     assert lines[4].startswith("INVALID_CONFIG") and "args.agent.max_turns" in lines[4]
     assert lines[5] == "3 quartet_in_process subprocess 9"
+
+
+def test_the_split_to_evaluate_with_is_one_that_the_taskset_knows(envs_python: str) -> None:
+    """v1/environment.py 3."""
+    script = """
+from typing import Literal, Optional
+from quartet_envhost.v1.environment import eval_split
+for annotation in (
+    Literal["train", "test"], Literal["train", "eval"] | None, Optional[Literal["train", "validation"]],
+    str, str | None, Literal["easy", "hard"], Literal["easy"] | None,
+):
+    print(eval_split(annotation))
+"""
+    done = subprocess.run(
+        [envs_python, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split() == ["test", "eval", "validation", "test", "None", "None", "None"]
 
 
 def test_sigterm_drains_and_exits_with_zero(tmp_path: Path) -> None:

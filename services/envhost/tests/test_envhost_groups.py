@@ -119,6 +119,8 @@ async def test_a_group_is_complete_when_everybody_joined_or_left() -> None:
             raise LookupError("no scale")
         if "exits" in states:
             sys.exit("no rollouts beside it")
+        if "cancels itself" in states:
+            raise asyncio.CancelledError
 
     groups = Groups(score)
     request = envhost_service_pb2.RunRolloutsRequest(request_id="one", members=range(3))
@@ -137,6 +139,9 @@ async def test_a_group_is_complete_when_everybody_joined_or_left() -> None:
     assert [type(await asyncio.wait_for(task, 1)) for task in tasks] == [LookupError] * 3
     tasks = [asyncio.create_task(raised(groups.enter(request).join(one))) for one in ("a", "exits", "b")]
     assert [type(await asyncio.wait_for(task, 1)) for task in tasks] == [SystemExit] * 3, "no loop ended"
+    tasks = [asyncio.create_task(groups.enter(request).join(one)) for one in ("a", "cancels itself", "b")]
+    await asyncio.wait(tasks, timeout=1)
+    assert all(task.cancelled() for task in tasks), "nobody waits for what is over"
     tasks = [asyncio.create_task(groups.enter(request).join(one)) for one in ("a", "slow", "b")]
     await asyncio.sleep(0.01)
     for task in tasks:

@@ -27,6 +27,19 @@ async def test_listing_tasks_gives_its_place_to_the_next() -> None:
     await pool.close()
 
 
+async def test_tasks_that_are_not_listed_in_time_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Place):
+        async def call(self, *_: Any) -> bytes:
+            await asyncio.Event().wait()
+            raise AssertionError("cancelled before")
+
+    pool = pool_of(Slow())
+    monkeypatch.setattr(pool, "_config", pool._config.model_copy(update={"load_timeout_seconds": 0.01}))
+    with pytest.raises(QuartetError, match="'trial-env' did not list its tasks: no answer in time"):
+        await pool.tasks(envhost_service_pb2.GetTasksRequest())
+    await pool.close()
+
+
 async def test_places_go_to_those_who_asked_first() -> None:
     """places.py 1: in the order of asking, also when others give up, and never to a newcomer."""
     seed = random.SystemRandom().randrange(10**6)

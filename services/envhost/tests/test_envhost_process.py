@@ -42,6 +42,15 @@ line.sendall({said!r})
 time.sleep(600)
 """
 
+#: Speaks as a worker does at first, and ends by a signal that has no name.
+ENDS_ITSELF = """
+import os, socket, struct, sys
+line = socket.socket(fileno=int(sys.argv[1].partition("=")[2]))
+line.sendall(struct.pack("<IBQ", 0, 1, 0))
+line.recv(65536)
+os.kill(os.getpid(), 40)
+"""
+
 #: Asks a tool server on this machine as httpx, requests and urllib do: as the environment says.
 ASKS = """
 import http.server, pathlib, socket, struct, sys, threading, urllib.request
@@ -116,6 +125,17 @@ async def test_a_worker_that_says_what_no_worker_says_is_ended_and_so_are_its_ca
     assert not worker.alive
     with pytest.raises(WorkerDied, match="broke its line"):
         await worker.call(Kind.TASKS, b"")
+
+
+async def test_a_worker_that_a_nameless_signal_ends_ends_its_calls(
+    interpreter: Callable[[str], Made],
+) -> None:
+    """process.py 1: most of the real-time signals have a number alone."""
+    python, _ = interpreter(ENDS_ITSELF)
+    worker = await WorkerProcess.spawn(python, {})
+    with pytest.raises(WorkerDied, match=r"was killed by signal 40"):
+        await asyncio.wait_for(worker.call(Kind.TASKS, b""), 10)
+    assert await worker.wait() == f"worker {worker.pid} was killed by signal 40"
 
 
 async def test_an_error_of_a_newer_release_is_told_under_the_reason_that_promises_nothing(

@@ -58,6 +58,11 @@ def read(params: Mapping[str, Any]) -> tuple[float, Adam]:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (is_number and math.isfinite(value) and value >= 0):
             raise Refused(f"adam_params.{key} = {value!r} is refused; give a finite number, 0 or more")
+        # The trainer would say so only when the run is made again, which it then no longer has.
+        if key in ("beta1", "beta2") and value >= 1:
+            raise Refused(f"adam_params.{key} = {value!r} is refused; give a number below 1")
+        if key == "eps" and not value:
+            raise Refused("adam_params.eps = 0 is refused; give a number above 0")
         values[key] = float(value)
     learning_rate = values.pop("learning_rate")
     return learning_rate, Adam(**values)

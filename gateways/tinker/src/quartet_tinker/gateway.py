@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 import structlog
+from quartet.errors import QuartetError
 
 from quartet_tinker import bodies, paths
 from quartet_tinker import tinker_wire_pb2 as wire
@@ -53,6 +54,7 @@ class Gateway:
         self.promises = Promises()
         self._sessions = Sessions(config.max_sessions)
         self._waiting_bytes = 0
+        self._closing: set[asyncio.Task[None]] = set()
         self.model = ServedModel(config, sampling)
         self.samplers = Samplers(config, sampling, self._sessions, self.promises, self.model)
         notes = Notes(config.runs_dir)
@@ -79,9 +81,7 @@ class Gateway:
         if session is None:
             return
         self.promises.fail(session_id, Refused("the session has ended"))
-        for training in session.models.values():
-            await training.close()
-            await self._runs.close(training.run)
+        await self._give_back(list(session.models.values()))
         log.info("session ended", session_id=session_id, why=why)
 
     async def sweep(self) -> None:
@@ -103,6 +103,7 @@ class Gateway:
         """End every session."""
         for session_id in self._sessions.silent_since(math.inf):
             await self.finish(session_id, "the gateway ends")
+        await asyncio.gather(*self._closing, return_exceptions=True)
         await self.promises.close()
 
     # -- models
@@ -147,8 +148,7 @@ class Gateway:
     async def _unload(self, model_id: str) -> Answer:
         session, training = self._sessions.model(model_id)
         del session.models[model_id]
-        await training.close()
-        await self._runs.close(training.run)
+        await self._give_back([training])
         return answered(model_id=model_id, type="unload_model")
 
     def forward_backward(self, request: wire.ForwardBackwardRequest, raw: bytes) -> Promise:
@@ -219,7 +219,11 @@ class Gateway:
                         "create_training_client_from_state_with_optimizer"
                     )
                 self.samplers.count_again(training.run.run_id)
-                await training.load_state(path.name)
+                try:
+                    await training.load_state(path.name)
+                except QuartetError:  # nothing was applied (training.py)
+                    self.samplers.count_on(training.run.run_id)
+                    raise
                 return answered(path=body.path, model_id=body.model_id, type="load_weights")
 
             return self._submit(address, number, raw, work)[0]
@@ -234,6 +238,19 @@ class Gateway:
         return answered(path=body.path, model_id=model_id, type="load_weights")
 
     # -- how
+
+    async def _give_back(self, models: list[Training]) -> None:
+        """Close models and their runs: to the end, since whoever asked for it may be gone before."""
+
+        async def close() -> None:
+            for training in models:
+                await training.close()
+                await self._runs.close(training.run)
+
+        closing = asyncio.create_task(close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        await asyncio.shield(closing)
 
     def _submit(
         self, model_id: str, seq_id: int, raw: bytes, work: Callable[[Training], Coroutine[Any, Any, Answer]]

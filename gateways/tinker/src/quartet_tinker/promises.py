@@ -130,11 +130,14 @@ class Promises:
                     promise.task.cancel()
 
     async def close(self) -> None:
-        """End what is under way."""
-        tasks = [one.task for one in self._by_id.values() if one.task is not None and not one.task.done()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """End what is under way; what was ended before may take its time to clean up."""
+        under_way = [
+            (one, one.task) for one in self._by_id.values() if one.task is not None and not one.task.done()
+        ]
+        for promise, task in under_way:
+            if promise.answer is None:
+                task.cancel()
+        await asyncio.gather(*(task for _, task in under_way), return_exceptions=True)
 
     def _keep(self, promise: Promise) -> None:
         assert promise.answer is not None, "it is settled"

@@ -39,6 +39,10 @@ class Samplers:
         """The run returns to a state: what a number of a version meant before, it may no longer mean."""
         self._returns[run_id] = self._returns.get(run_id, 0) + 1
 
+    def count_on(self, run_id: str) -> None:
+        """It does not return after all: they mean what they meant."""
+        self._returns[run_id] -= 1
+
     async def create(self, body: CreateSamplingSession) -> dict[str, Any]:
         """A sampler of saved weights, or of the base model."""
         session = self._sessions.find(body.session_id)

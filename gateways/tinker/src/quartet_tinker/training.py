@@ -26,7 +26,7 @@ from quartet.v1 import trainer_service_pb2 as pb
 from quartet_tinker import adam, losses
 from quartet_tinker import datum as datums
 from quartet_tinker import tinker_wire_pb2 as wire
-from quartet_tinker.promises import PROTO, Answer, Promise, answered, fulfil
+from quartet_tinker.promises import PROTO, Answer, Promise, answered, failed, fulfil
 from quartet_tinker.refusal import USERS, Refused
 from quartet_tinker.trainer import Trainer
 
@@ -89,10 +89,15 @@ class Training:
         self._task = asyncio.create_task(self._work(), name=f"requests of {self.run.run_id}")
 
     async def close(self) -> None:
-        """Do no more requests."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        """Do no more requests; those that wait are refused."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        refusal = Refused(f"its model was closed before its turn came; {FROM_STATE}")
+        for request in self._waiting.values():
+            request.promise.settle(failed(refusal))
+        self._waiting.clear()
+        await asyncio.gather(self._task, return_exceptions=True)
 
     def submit(self, seq_id: int, promise: Promise, work: Callable[[], Coroutine[Any, Any, Answer]]) -> None:
         """Do this request when it is its turn. Raises Refused."""

@@ -20,6 +20,7 @@ from quartet.errors import QuartetError
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.server import ServerConfig
 from quartet.replicas.addresses import Addresses
+from quartet.run.hosted import MAX_TIMEOUT_SECONDS, MIN_TIMEOUT_SECONDS
 
 #: "owner/my-env@latest" is whatever is installed.
 LATEST: Final = "latest"
@@ -36,9 +37,9 @@ class EnvironmentConfig(Config):
     # Rollouts under way in one worker at once; 0: the host's default.
     rollouts_per_worker: int = Field(default=0, ge=0, le=4096)
     # Limits of one worker with everything that it starts, as below; 0: the host's.
-    max_memory_gb: float = Field(default=0, ge=0)
+    max_memory_gb: float = Field(default=0, ge=0, allow_inf_nan=False)
     max_processes: int = Field(default=0, ge=0)
-    max_file_gb: float = Field(default=0, ge=0)
+    max_file_gb: float = Field(default=0, ge=0, allow_inf_nan=False)
     # Variables added to the worker's environment, such as the key of a judge.
     env: dict[str, str] = Field(default_factory=dict)
 
@@ -77,7 +78,7 @@ class EnvHostConfig(Config):
     # Distinct (id, args) pairs that may have workers at once; an idle one makes room for a new one.
     max_loaded: int = Field(default=16, ge=1, le=1024)
     # Limit of one rollout with its scoring where the request sets none.
-    timeout_seconds: float = Field(default=600.0, gt=0)
+    timeout_seconds: float = Field(default=600.0, ge=MIN_TIMEOUT_SECONDS, le=MAX_TIMEOUT_SECONDS)
     # Time an environment has to import and load its data.
     load_timeout_seconds: float = Field(default=300.0, gt=0)
     # A worker whose event loop is silent for so long is stopped, and its rollouts fail as HOST.
@@ -86,10 +87,10 @@ class EnvHostConfig(Config):
     deadline_grace_seconds: float = Field(default=5.0, gt=0)
     # What one worker may hold with everything that it starts; looked at every second, and a worker over it is
     # stopped. Far above what an environment needs: they are there for one that runs away.
-    max_memory_gb: float = Field(default=16.0, gt=0)
+    max_memory_gb: float = Field(default=16.0, gt=0, allow_inf_nan=False)
     max_processes: int = Field(default=512, ge=1)
     # The largest file that a worker may write; a write beyond it is an error in the environment.
-    max_file_gb: float = Field(default=16.0, gt=0)
+    max_file_gb: float = Field(default=16.0, gt=0, allow_inf_nan=False)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @field_validator("python")

@@ -150,7 +150,7 @@ class WorkerPool:
                 finally:
                     self._places.give_back(worker)
         except (WorkerDied, TimeoutError) as error:
-            text = f"environment {self.env_id!r} did not list its tasks: {error or 'no answer in time'}"
+            text = f"environment {self.env_id!r} did not list its tasks: {str(error) or 'no answer in time'}"
             raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=self.env_id) from error
         return envhost_service_pb2.GetTasksResponse.FromString(answer)
 

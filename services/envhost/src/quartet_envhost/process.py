@@ -290,8 +290,16 @@ class WorkerProcess:
             return self._stopped_because
         code = self._process.returncode
         if code is not None and code < 0:
-            return f"worker {self.pid} was killed by {signal.Signals(-code).name}"
+            return f"worker {self.pid} was killed by {_name(-code)}"
         return f"worker {self.pid} exited with code {code}"
+
+
+def _name(number: int) -> str:
+    """Of a signal; most of the real-time ones have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _refusal(payload: bytes) -> QuartetError:

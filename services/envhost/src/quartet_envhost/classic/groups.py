@@ -68,6 +68,9 @@ class Group:
         # Also what would end the process, with the rollouts beside it: each member raises it, as if alone.
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the environment's own code
             self._scored.set_exception(error)
+        except asyncio.CancelledError:  # by the last who waited, or by itself, as where it awaits such a task
+            self._scored.cancel()
+            raise
         else:
             self._scored.set_result(None)
 

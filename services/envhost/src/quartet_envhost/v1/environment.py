@@ -18,6 +18,7 @@ import json
 import pkgutil
 import sys
 import time
+import types
 import typing
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final
@@ -264,13 +265,19 @@ def _placed(default: Any, given: Any, ships_harness: bool) -> Any:
 
 def _eval_taskset(taskset: Any) -> Any:
     field = type(taskset.config).model_fields.get("split")
-    if field is None:
-        return taskset
-    known = typing.get_args(field.annotation)
-    split = next((one for one in _EVAL_SPLITS if one in known), "test" if not known else None)
+    split = eval_split(field.annotation) if field is not None else None
     if split is None:
         return taskset
     return load_taskset(taskset.config.model_copy(update={"split": split}))
+
+
+def eval_split(annotation: Any) -> str | None:
+    """Which split is for evaluation, by the type of a taskset's `split`: one of its choices, also where that
+    may be None; "test" where it is any text."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    parts = typing.get_args(annotation) if is_union else (annotation,)
+    known = [choice for part in parts for choice in typing.get_args(part)]
+    return next((one for one in _EVAL_SPLITS if one in known), None if known or is_union else "test")
 
 
 def _not_found(env_id: str, error: ModuleNotFoundError) -> QuartetError:
