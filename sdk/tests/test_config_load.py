@@ -297,6 +297,10 @@ def test_bad_toml_names_file_and_line(toml: Toml) -> None:
     assert path in text and "line 2" in text
 
 
+def test_the_mark_that_some_editors_put_first_is_no_part_of_a_file(toml: Toml) -> None:
+    assert _read("@", toml("marked.toml", "\ufeffmax_steps = 3")).max_steps == 3
+
+
 def test_absurd_files_are_refused_not_crashed_on(toml: Toml, tmp_path: Path) -> None:
     assert "nested too deeply" in _refusal("@", toml("deep.toml", "a = " + "[" * 100_000))
     binary = tmp_path / "b.toml"
