@@ -89,6 +89,26 @@ def test_a_save_that_fails_leaves_nothing_and_what_a_kill_left_is_swept(tmp_path
     assert [path.name for path in (tmp_path / "r").iterdir()] == ["a@2"]
 
 
+def test_what_cannot_be_deleted_fails_no_save_and_goes_with_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """states.py 7."""
+
+    def busy(path: Path, ignore_errors: bool = False) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+    store = StateStore(tmp_path, 1)
+    save(store, "a", 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(states.shutil, "rmtree", busy)
+        for seq_id in (2, 3):
+            save(store, "a", seq_id)
+    assert [info.seq_id for info in store.list("r")] == [3]
+    assert len(list((tmp_path / "r").iterdir())) == 3
+    save(store, "a", 4)
+    assert [path.name for path in (tmp_path / "r").iterdir()] == ["a@4"]
+
+
 def test_the_same_seq_id_can_be_saved_again(tmp_path: Path) -> None:
     store = StateStore(tmp_path, 3)
     save(store, "a", 1)

@@ -13,7 +13,7 @@
 6. An equal name is replaced: the older state of that name goes after the newer one is in place, also where
    both have one seq_id.
 7. A disk that is full or away is NOT_READY, whether it is written or read: no state is lost or passed over by
-   it, and the same call succeeds once it is there or has room.
+   it, and the same call succeeds once it is there or has room. What cannot be deleted the next save deletes.
 """
 
 from __future__ import annotations
@@ -271,13 +271,20 @@ class StateStore:
         # Out of the list first, then deleted: a kill in between leaves no half state under a state's name.
         discarded = state.with_name(_DISCARDED + state.name)
         state.rename(discarded)
-        shutil.rmtree(discarded)
+        _delete(discarded)
 
     def _sweep(self, folder: Path) -> None:
-        """Remove what a killed process left behind."""
+        """Remove what was left behind."""
         for path in folder.iterdir():
             if path.name.startswith((_TEMPORARY, _DISCARDED)):
-                shutil.rmtree(path)
+                _delete(path)
+
+
+def _delete(left: Path) -> None:
+    try:
+        shutil.rmtree(left)
+    except OSError as error:  # as where another machine reads it over NFS
+        log.warning("not_deleted", path=error.filename or str(left), why=error.strerror)
 
 
 @contextmanager
