@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -106,6 +107,26 @@ async def test_a_run_that_has_a_model_again_is_not_closed_with_those_left_open(t
     assert session.models["t:train:0"].run.user_metadata == {"of": "b"}
     assert [run.run_id for run in Notes(tmp_path).left_open()] == ["s.train.b"]
     await session.models["t:train:0"].close()
+
+
+async def test_a_run_of_which_the_answer_was_lost_is_closed_also_where_notes_find_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lost(Trainer):
+        async def create(self, run_id: str, spec: pb.RunSpec) -> pb.RunState:
+            await super().create(run_id, spec)
+            monkeypatch.setattr(Notes, "keep", full)
+            raise QuartetError("DEADLINE", "no answer in time")
+
+    def full(*_arguments: object, **_options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    trainer, sessions = Lost(), Sessions(2)
+    trainer.may.set()
+    runs = runs_of(trainer, sessions, tmp_path)
+    with pytest.raises(QuartetError, match="no answer in time"):
+        await runs.open(sessions.make(), Run("s.train.a", "s:train:a", "model", pb.RunSpec(), {}))
+    assert not trainer.open
 
 
 async def test_a_run_is_closed_before_another_session_goes_on_with_it(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class Runs:
         try:
             state = await self._with_room(session, run, lambda: self._trainer.create(run.run_id, run.spec))
             training.begin(state)
-        except asyncio.CancelledError:  # its session has ended
+        except BaseException:  # its session has ended; or nobody was told whether it is open
             await self.close(run)
             raise
         session.models[run.origin] = training
@@ -103,10 +103,9 @@ class Runs:
             return
         try:
             await self._trainer.close(run.run_id)
-        except QuartetError as error:
-            log.warning("run not closed", run_id=run.run_id, why=str(error))
-        else:
             self._notes.keep(run, is_open=False)
+        except (QuartetError, OSError) as error:  # the latter of a full disk
+            log.warning("run not closed", run_id=run.run_id, why=str(error))
 
     async def _pass(
         self, session: Session, model_id: str, run: Run, name: str, user_metadata: dict[str, str] | None
