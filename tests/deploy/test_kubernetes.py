@@ -117,6 +117,11 @@ def test_every_pod_is_hardened(objects: list[Object]) -> None:
         assert security["capabilities"] == {"drop": ["ALL"]}, name
 
 
+def test_what_environments_leave_behind_is_reaped(objects: list[Object]) -> None:
+    """As by compose's `init`: the host, as a container's first process, waits for its workers alone."""
+    assert pods(objects)["envhost"]["spec"]["shareProcessNamespace"] is True
+
+
 def test_every_container_says_what_it_needs(objects: list[Object]) -> None:
     for name, container in containers(objects):
         assert {"cpu", "memory"} <= container["resources"]["requests"].keys(), name

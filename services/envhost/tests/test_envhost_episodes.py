@@ -94,6 +94,10 @@ async def test_an_attempt_that_failed_fails_the_episode_unless_its_environment_g
     assert not rollout.HasField("failure"), rollout.failure
     assert [(part.reward, part.samples) for part in rollout.parts] == [(1.0, 1), (3.0, 1)]
     assert len(rollout.samples) == 2 and rollout.reward == 2.0
+    hosted.policy.answer = says("a", "raise alone")
+    rollout = await run(hosted, attempts=2, goes_on=True)
+    found = [(part.agent, part.reward, part.samples) for part in rollout.parts]
+    assert found == [("agent", 1.0, 1)], "compared with those of its role in the other rollouts"
     hosted.policy.errors = [QuartetError("PROMPT_TOO_LONG", "9 tokens, limit 4")] * 3
     rollout = await run(hosted, goes_on=True)
     assert kind(rollout) == "MODEL", "nothing is left to go on with"

@@ -6,16 +6,23 @@ Invariants by their module: active_request.py 1, host.py 2, v1/environment.py 1,
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from quartet.kit.channel import connect
 from quartet.run.hosted import MAX_TIMEOUT_SECONDS
-from quartet.v1 import envhost_service_pb2
+from quartet.v1 import envhost_service_pb2, envhost_service_pb2_grpc
 from rollout_outcomes import kind, refusal, until
+from scripted_inference import ScriptedInference, serve_scripted
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 # Starting the first worker takes as long as the machine is busy.
 STARTED_S = 60
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 async def test_descriptions_and_tasks(hosted: Any) -> None:
@@ -136,3 +143,43 @@ async def test_cancel_ends_members_as_cancelled(hosted: Any) -> None:
     assert [kind(r) for r in rollouts] == ["CANCELLED"] * 3
     await asyncio.wait_for(until(lambda: hosted.policy.running == 0), 10)
     assert (await hosted.stub.Cancel(cancel, timeout=5)).cancelled == 0
+
+
+async def test_a_host_that_is_told_to_end_ends_what_is_under_way_and_takes_no_more(
+    envs_python: str, tmp_path: Path
+) -> None:
+    """host.py 5; longer than calls under way have by themselves (`drain_seconds`)."""
+    policy, port_file = ScriptedInference(), tmp_path / "port"
+    inference = await serve_scripted(policy)
+    command = ["-m", "quartet_envhost", "--python", envs_python, "--server.port-file", str(port_file)]
+    command += ["--inference-addresses", f'["{inference.address}"]', "--server.drain-seconds", "0.1"]
+    host = await asyncio.create_subprocess_exec(sys.executable, *command, stderr=asyncio.subprocess.DEVNULL)
+    try:
+        await asyncio.wait_for(until(port_file.exists), STARTED_S)
+        async with connect(port_file.read_text().strip()) as channel:
+            stub: Any = envhost_service_pb2_grpc.EnvHostServiceStub(channel)  # type: ignore[no-untyped-call]
+
+            def run(request_id: str) -> Any:
+                ref = envhost_service_pb2.EnvironmentRef(id="reverse-text")
+                request = envhost_service_pb2.RunRolloutsRequest(
+                    run_id="run", environment=ref, request_id=request_id, members=[0], timeout_ms=30_000
+                )
+                return stub.RunRollouts(request, timeout=60)
+
+            policy.delay_s = 3.0
+            under_way = run("under way")
+            await asyncio.wait_for(until(lambda: policy.running == 1), STARTED_S)
+            host.send_signal(signal.SIGTERM)
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            async for told in health.Watch(health_pb2.HealthCheckRequest()):
+                if told.status == NOT_SERVING:
+                    break
+            error = await refusal(run("late"))
+            assert error.reason == "NOT_READY" and "draining" in error.message
+            (rollout,) = [frame.rollout async for frame in under_way if frame.HasField("rollout")]
+            assert rollout.samples and kind(rollout) == "UNSPECIFIED"
+        assert await asyncio.wait_for(host.wait(), 15) == 0
+    finally:
+        if host.returncode is None:
+            host.kill()
+        await inference.stop(0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from quartet.errors import QuartetError
 from quartet.v1 import common_pb2, rollout_pb2
-from scripted_inference import TOO_DEEP
+from scripted_inference import TOO_DEEP, says
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -53,6 +53,20 @@ async def test_sample_is_exactly_what_was_sampled(hosted: Any) -> None:
     assert list(sample.logprobs) == list(want)
     assert rollout.rewards["length"] == len(completion) - 1 and rollout.reward == 0.5 * (len(completion) - 1)
     assert (rollout.usage.prompt_tokens, rollout.usage.completion_tokens) == (at, len(completion))
+
+
+@pytest.mark.parametrize(("last", "learned"), [("summary, left", 2), ("summary, taken", 3), ("fine", 3)])
+async def test_a_summary_that_its_harness_did_not_go_on_from_is_no_sample(
+    hosted: Any, last: str, learned: int
+) -> None:
+    """v1/outcome.py 2."""
+    hosted.policy.answer = says("one", "two", last)
+    (rollout,) = await hosted.run("two_turns")
+    (sample,) = rollout.samples
+    spoken = ["one", "two", last][:learned]
+    assert len(sample.logprobs) == sum(len(text) + 1 for text in spoken), "each with its end"
+    assert sample.spans[-1].start + sample.spans[-1].length == len(sample.token_ids)
+    assert not rollout.HasField("failure") and rollout.num_turns == 3
 
 
 async def test_turns_extend_the_sampled_tokens(hosted: Any) -> None:

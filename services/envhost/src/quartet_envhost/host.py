@@ -6,6 +6,8 @@
    or runs makes room, never another.
 4. While `busy`, progress is told at least every `stall_limit_s`: no request waits longer for the end of an
    attempt, or of a worker's start, than those may take. One that waits for its reader is not busy.
+5. Told to end, it refuses new requests and lets those under way end, for as long as the service's
+   `flush_seconds` allow.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ class EnvironmentHost:
         self._active: dict[str, ActiveRequest] = {}
         self._in_flight = 0
         self._draining = False
+        self._request_ended = asyncio.Event()
         self._changing = asyncio.Lock()
 
     @property
@@ -190,6 +193,7 @@ class EnvironmentHost:
             if active.started:
                 tally(request.environment.id).left(left)
             del self._active[request.request_id]
+            self._request_ended.set()
             self._progress()  # the limit may be lower from here on
             for task in list(active.tasks):
                 task.cancel()
@@ -219,8 +223,13 @@ class EnvironmentHost:
         return active.digest() if active is not None else ""
 
     async def drain(self) -> None:
-        """Refuse new work; workers end when `close` is called."""
+        """Refuse new work, and wait for what is under way; workers end when `close` is called."""
         self._draining = True
+        if self._active:
+            log.info("waiting for rollouts under way", in_flight=self._in_flight)
+        while self._active:
+            self._request_ended.clear()
+            await self._request_ended.wait()
 
     async def close(self) -> None:
         """Stop all workers."""

@@ -2,12 +2,12 @@
 
 1. A reward exists only where every scorer answered with a finite number; anything else is a failure.
 2. Only turns that Verifiers committed to a trainable trace become samples; an answer that a hook replaced
-   is not trained on.
+   is not trained on, nor is a summary of the context that its harness did not go on from.
 3. Where an episode has several trainable traces, each is a part with its own reward, whether it earned that
    alone or in comparison with the others; what the rollout says of rewards and metrics are means over the
    traces that have them.
 4. An episode with a trace that failed is a failure, unless its environment takes it as it is (`complete`):
-   then the others are what it was.
+   then the others are what it was, and one alone is a part all the same, by whose role it is compared.
 5. A comparison that raises or does not end fails the rollout, as a scorer.
 """
 
@@ -44,11 +44,12 @@ def rollout_of(
     """The rollout that an episode was; `accepted` is what its environment says of it."""
     rollout = rollout_pb2.Rollout(member=member)
     accepted = accepted and _judgement(episode, policy) is Judgement.DONE
-    traces = [trace for trace in episode.traces if trace.agent.trainable and (trace.ok or not accepted)]
+    trainable = [trace for trace in episode.traces if trace.agent.trainable]
+    traces = [trace for trace in trainable if trace.ok or not accepted]
     for trace in traces:
         samples, breaks = merge_turns(_committed(trace, policy.turns.get(trace.id, [])))
         rollout.samples.extend(samples)
-        if len(traces) > 1:
+        if len(trainable) > 1:
             rollout.parts.add(agent=trace.agent.name, reward=trace.reward, samples=len(samples))
         rollout.prefix_breaks += breaks
         rollout.num_turns += trace.num_turns
@@ -75,13 +76,26 @@ def _committed(trace: Any, turns: Sequence[Turn]) -> Iterable[Turn]:
         by_tokens.setdefault(_key(turn.prompt_ids + turn.token_ids), []).append(turn)
     # Tokens from the root to each node; a node comes after its parent.
     paths: list[list[int]] = []
-    for node in trace.nodes:
+    left = _left(trace.nodes)
+    for number, node in enumerate(trace.nodes):
         above = paths[node.parent] if node.parent is not None else []
         paths.append(above + node.token_ids)
-        if node.sampled:
+        if node.sampled and number not in left:
             found = by_tokens.get(_key(paths[-1]))
             if found:
                 yield found.pop(0)
+
+
+def _left(nodes: Sequence[Any]) -> set[int]:
+    """Ends that a harness which compacts its context did not go on from: no training samples of Verifiers."""
+    gone_on = {link.node for node in nodes for link in node.semantic_parents if link.type == "compaction"}
+    gone_on |= {node.parent for node in nodes}
+    tried = (
+        number
+        for number, node in enumerate(nodes)
+        if any(link.type == "compaction_attempt" for link in node.semantic_parents)
+    )
+    return {number for number in tried if number not in gone_on}
 
 
 def _key(tokens: list[int]) -> bytes:

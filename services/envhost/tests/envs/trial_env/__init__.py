@@ -8,6 +8,7 @@ import sys
 import time
 
 import verifiers.v1 as vf
+from verifiers.v1.semantic import ParentLink
 
 MODES = (
     "ok",
@@ -74,6 +75,12 @@ class TrialTask(vf.Task[TrialData]):
                 re.fullmatch("(a+)+", 60 * "a" + "b")
             case "reply_decides":
                 return BY_REPLY[trace.last_reply]()
+        if trace.last_reply.startswith("summary"):
+            # As harnesses say that compact their context.
+            link = ParentLink(node=len(trace.nodes) - 1, type="compaction_attempt")
+            trace.nodes[-1].semantic_parents.append(link)
+            if trace.last_reply == "summary, taken":
+                trace.nodes[0].semantic_parents.append(link.model_copy(update={"type": "compaction"}))
         return float(len(trace.last_reply))
 
     @vf.metric

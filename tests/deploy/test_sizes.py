@@ -1,0 +1,49 @@
+"""docs/deploy.md, "Sizes": the overlays on GPUs have room for the models that they are said to be for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from quartet_inference.config import InferenceConfig
+from quartet_trainer.config import TrainerConfig
+
+GIB = 2**30
+Object = dict[str, Any]
+
+
+def gibibytes(quantity: str) -> int:
+    """Of a quantity written so, in bytes."""
+    return int(quantity.removesuffix("Gi")) * GIB
+
+
+def stateful(objects: list[Object], name: str) -> Object:
+    """The specification of a tier."""
+    (found,) = [
+        one["spec"] for one in objects if one["kind"] == "StatefulSet" and one["metadata"]["name"] == name
+    ]
+    return dict(found)
+
+
+@pytest.mark.parametrize(
+    ("rendered", "billions"), [("gpu", 4), ("vllm", 4), ("ranks", 8), ("nodes", 8)], indirect=["rendered"]
+)
+def test_states_of_the_largest_model_fit_on_their_volume(objects: list[Object], billions: int) -> None:
+    """Those that are kept, the next one while it is written, and the model at the end in float32."""
+    claims = [one for one in objects if one["kind"] == "PersistentVolumeClaim"]
+    claims += stateful(objects, "trainer").get("volumeClaimTemplates", [])
+    (volume,) = [one["spec"] for one in claims if one["metadata"]["name"] in ("data", "trainer-states")]
+    needed = billions * 10**9 * ((TrainerConfig().keep_last + 1) * 12 + 4)
+    assert gibibytes(volume["resources"]["requests"]["storage"]) >= needed
+
+
+@pytest.mark.parametrize("rendered", ["gpu", "ranks", "nodes"], indirect=True)
+def test_an_embedded_replica_has_memory_for_its_model_and_the_versions_that_it_holds(
+    objects: list[Object],
+) -> None:
+    """In float32 the one, in bfloat16 the others and the next, and its caches; of 2 billion parameters."""
+    config = InferenceConfig.model_construct()
+    caches = config.embedded.kv_cache_bytes + config.embedded.prefix_cache_bytes + config.held_delta_bytes
+    needed = 2 * 10**9 * (4 + 2 * (config.held_versions + 1)) + caches
+    (container,) = stateful(objects, "inference")["template"]["spec"]["containers"]
+    assert gibibytes(container["resources"]["limits"]["memory"]) >= needed
