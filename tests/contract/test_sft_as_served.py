@@ -41,7 +41,7 @@ MESSAGES = [
             ToolCall(id="b", name="now", arguments_json="{no json"),
         ],
     ),
-    Message(role="tool", content="42", tool_call_id="a"),
+    Message(role="tool", content="42", tool_call_id="a", name="weather"),
     Message(role="tool", content="", tool_call_id="b"),
     Message(role="assistant", content="<42>"),
 ]
@@ -70,7 +70,7 @@ LINE = {
                 {"id": "b", "name": "now", "arguments": "{no json"},
             ],
         },
-        {"role": "tool", "content": "42", "tool_call_id": "a"},
+        {"role": "tool", "content": "42", "tool_call_id": "a", "name": "weather"},
         {"role": "tool", "content": None, "tool_call_id": "b"},
         {"role": "assistant", "content": "<42>", "tool_calls": []},
     ],

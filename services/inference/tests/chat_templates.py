@@ -153,6 +153,16 @@ MISTRAL = """\
     {%- endif %}
 {%- endfor %}"""
 
+# Puts the last system message before all turns, wherever it stood, as DeepSeek's do.
+HOISTS = """\
+{%- set ns = namespace(system='') %}
+{%- for m in messages if m.role == 'system' %}{%- set ns.system = m.content %}{%- endfor %}
+{{- ns.system }}
+{%- for m in messages if m.role != 'system' %}
+    {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
 # Gemma-like: answers of tools continue the model's own turn, whose end is then missing.
 CONTINUES_THE_TURN = """\
 {%- for m in messages %}

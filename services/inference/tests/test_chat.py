@@ -6,11 +6,14 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
-from quartet_inference.chat import Chat, ParsedCall, Turn
+from quartet_inference.chat import Chat, FormatReader, ParsedCall, Turn
+from quartet_inference.chat.formats import FORMATS
+from quartet_inference.messages import from_turn
 
 END, NEWLINE = 258, 198
 
@@ -61,6 +64,22 @@ def test_extend_keeps_the_given_tokens_and_closes_the_turn_once(chat: Chat) -> N
     assert chat.extend(cut, [user("x")], []) == whole
 
 
+def test_a_turn_that_a_stop_token_has_closed_is_not_closed_again(model_folder: Path, tmp_path: Path) -> None:
+    """As of base models, whose end of text is another token than the end of a turn."""
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|endoftext|>"}))
+    (folder / "generation_config.json").unlink()
+    base = Chat(folder)
+    assert END not in base.end_tokens
+    given = [*base.render([user("hi")], []), 104, END]
+    extended = base.extend(given, [user("go on")], [])
+    assert extended[: len(given)] == given
+    follows = "\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+    assert base.text(extended[len(given) :], special=True) == follows
+
+
 def test_tool_calls_are_parsed_as_written(chat: Chat) -> None:
     text = (
         'Let me see.<tool_call>\n{"name": "add", "arguments": {"a": 1,  "b": [2.50]}}\n</tool_call>'
@@ -104,3 +123,61 @@ def test_template_errors_are_typed(chat: Chat) -> None:
     with pytest.raises(QuartetError) as refusal:
         chat.render([{"content": "no role"}], [])
     assert refusal.value.reason == "INVALID_REQUEST"
+
+
+def test_behind_a_thinking_that_the_prompt_has_closed_its_end_is_text() -> None:
+    text = "The </think> tag ends it."
+    reader = FormatReader(("<think>", "</think>"), False, None, {}, closed=True)
+    turn = reader.finish(text)
+    assert (turn.reasoning, turn.content) == ("", text)
+    assert "".join(reader.feed(letter).content for letter in text) == text
+    again = reader.finish("<think>\nhm\n</think>\n\nyes")
+    assert (again.reasoning, again.content) == ("hm", "yes")
+
+
+def test_words_of_python_are_values_where_the_schema_knows_no_text() -> None:
+    """As the template of Qwen3-Coder prints them in earlier calls."""
+    kinds: dict[str, Any] = {
+        "flag": {"type": "boolean"},
+        "may": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+        "word": {"type": "string"},
+        "either": {"type": ["string", "boolean"]},
+        "count": {"type": "integer"},
+    }
+    written = {"flag": "False", "may": "None", "word": "True", "either": "True", "count": "None"}
+    text = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in written.items())
+    (call,) = (
+        FormatReader(None, False, FORMATS["qwen3_coder"], {"f": kinds})
+        .finish(f"<tool_call>\n<function=f>\n{text}</function>\n</tool_call>")
+        .calls
+    )
+    assert json.loads(call.arguments_json) == {
+        "flag": False, "may": None, "word": "True", "either": "True", "count": "None"
+    }  # fmt: skip
+
+
+def test_calls_keep_the_ids_that_the_model_wrote() -> None:
+    """By which it knows their answers again: Kimi's template prints an earlier call by its id alone."""
+
+    def ids(form: str, text: str) -> list[str]:
+        return [
+            call.id
+            for call in from_turn(FormatReader(None, False, FORMATS[form], {}).finish(text)).tool_calls
+        ]
+
+    def kimi(*ids: str) -> str:
+        calls = (f"<|tool_call_begin|>{one}<|tool_call_argument_begin|>{{}}<|tool_call_end|>" for one in ids)
+        return f"<|tool_calls_section_begin|>{''.join(calls)}<|tool_calls_section_end|>"
+
+    assert ids("kimi_k2", kimi("functions.add:3", "functions.now:4")) == [
+        "functions.add:3",
+        "functions.now:4",
+    ]
+    assert ids("mistral", '[TOOL_CALLS]add[CALL_ID]Ab3dEf9hi[ARGS]{"a": 1}') == ["Ab3dEf9hi"]
+    # Of two calls, of any call of a tool, and of a form that Mistral's own template refuses.
+    for fresh in (
+        ids("kimi_k2", kimi("functions.now:0", "functions.now:0")),
+        ids("kimi_k2", kimi("functions.now")),
+        ids("mistral", '[TOOL_CALLS]add[CALL_ID]7[ARGS]{"a": 1}'),
+    ):
+        assert all(len(one) == 9 and one.isalnum() for one in fresh) and len(set(fresh)) == len(fresh) > 0

@@ -130,6 +130,21 @@ def test_two_answers_where_the_template_knows_single_calls(chat_with: Make) -> N
     assert chat.text(extended[len(prompt) + 2 :], special=True) == follows
 
 
+def test_a_system_message_that_would_stand_before_sampled_turns_extends_nothing(chat_with: Make) -> None:
+    """Else it would be in no prompt at all."""
+    told = {"role": "system", "content": "Be brief."}
+    hoisting = chat_with(templates.HOISTS)
+    given = [*hoisting.render([user("hi")], []), 97, END]
+    assert hoisting.extend(given, [user("and?")], [])[: len(given)] == given
+    for tail in ([told, user("and?")], [result("2"), told]):
+        with pytest.raises(Unextendable, match="before the turns"):
+            hoisting.extend(given, tail, [])
+    for template in (templates.QWEN3, templates.HERMES):
+        chat = chat_with(template)
+        given = [*chat.render([user("hi")], [TOOL]), 97, END]
+        assert "Be brief." in chat.text(chat.extend(given, [told, user("and?")], [TOOL])[len(given) :])
+
+
 def test_a_turn_that_answers_continue_cannot_be_extended(chat_with: Make) -> None:
     chat = chat_with(templates.CONTINUES_THE_TURN)
     assert chat.may_break

@@ -109,6 +109,12 @@ def test_what_a_row_of_the_cache_does_not_hold_bounds_the_length(
     started(kind, changes, most)
 
 
+@pytest.mark.parametrize("most", range(2, 8))
+def test_rows_may_be_as_short_as_the_probe_itself(most: int) -> None:
+    """probe.py 1: of two sequences one may have too few tokens for two pieces."""
+    started("qwen2", {}, most)
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "why"),
     [

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from quartet_inference.engine import Request, ServedWeights
 
-from .openai_door import TOOL, Door, requests_seen, say
+from .openai_door import TOOL, Door, opened, requests_seen, say
+from .random_models import byte_tokenizer, qwen3
 
 SEEDED: dict[str, Any] = {"seed": 7, "max_tokens": 40, "temperature": 1.0}
 
@@ -211,6 +214,45 @@ async def test_offsets_point_into_the_text_whatever_tokens_are_called(
     asked: Any = {"logprobs": 0, "extra_body": {"return_tokens_as_token_ids": named_by_id}}
     (choice,) = (await door.complete(**asked)).choices
     assert (choice.text, choice.logprobs.text_offset) == ("A日B", [0, 1, 1, 1, 2, 3])
+
+
+async def test_a_stream_loses_no_answer_behind_thinking_that_no_mark_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened_with_thinking(tmp_path) as door:
+        say(monkeypatch, door, "Let me see, and see again.[/THINK]It is four.")
+        told = ""
+        async for chunk in await door.chat(stream=True):
+            told += "".join(choice.delta.content or "" for choice in chunk.choices)
+        (choice,) = (await door.chat()).choices
+        assert choice.message.content == "It is four." and told.endswith(choice.message.content)
+
+
+async def test_a_completion_keeps_marks_that_are_special_tokens_streamed_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened_with_thinking(tmp_path) as door:
+        say(monkeypatch, door, "[THINK]abc[/THINK]def")
+        (whole,) = (await door.complete(logprobs=0)).choices
+        assert whole.text == "[THINK]abc[/THINK]def"
+        assert whole.logprobs.text_offset == [0, 7, 8, 9, 10, 18, 19, 20, 21]
+        told, offsets = "", []
+        async for chunk in await door.complete(logprobs=0, stream=True):
+            for choice in chunk.choices:
+                told += choice.text
+                offsets += choice.logprobs.text_offset if choice.logprobs else []
+        assert (told, offsets) == (whole.text, whole.logprobs.text_offset)
+
+
+def opened_with_thinking(folder: Path) -> AbstractAsyncContextManager[Door]:
+    """A front of a model whose marks of thinking are special tokens."""
+    marks = ["[THINK]", "[/THINK]"]
+    qwen3(0, vocab_size=264).save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.chat_template += f"{{# {' '.join(marks)} #}}"
+    tokenizer.save_pretrained(folder)
+    return opened(folder)
 
 
 async def test_alternatives_have_texts_and_the_bytes_of_these(door: Door) -> None:

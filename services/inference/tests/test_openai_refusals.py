@@ -99,7 +99,8 @@ async def test_what_is_not_served_is_refused_by_name(model_folder: Path) -> None
             ({"prompt": [[1], ["a"]]}, "prompt"),
             ({"prompt": ["x"] * 129, "n": 2}, "prompt"),
             ({"prompt": [-1]}, "prompt"),
-            ({"prompt": [260]}, "tokens.token_ids"),
+            ({"prompt": [260]}, "prompt"),
+            ({"prompt": ""}, "prompt"),
         ]
         for extra, param in completion_bad:
             status, error = await door.refusal("completions", **{"model": door.model, "prompt": "x", **extra})

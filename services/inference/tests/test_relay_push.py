@@ -24,6 +24,7 @@ from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
 from quartet.weights.store import WeightStore
 from quartet_inference import app, updates
 from quartet_inference.config import InferenceConfig
+from quartet_inference.embedded.engine import EmbeddedEngine
 
 from .adapters import random_adapter
 from .random_models import weights_of
@@ -225,3 +226,40 @@ async def test_pushes_are_refused_where_they_are_not_asked_for(model_folder: Pat
             await push_version(replica.channel, "mine", 1, weights_of(make_model(1)))
     with pytest.raises(pydantic.ValidationError, match="accept_push"):
         InferenceConfig(model=model_folder, accept_push=True, weights_address="127.0.0.1:1")
+
+
+async def test_of_runs_that_push_the_version_that_came_last_is_served(
+    model_folder: Path, make_model: Make
+) -> None:
+    """Also where its run pushed before the others did, and where it is held since then."""
+    models = [weights_of(make_model(seed)) for seed in range(3)]
+    async with serving(model_folder, accept_push=True) as replica:
+
+        async def pushed(run_id: str, version: int, weights: Any) -> None:
+            await push_version(replica.channel, run_id, version, weights)
+            await replica.until(lambda model: (model.run_id, model.policy_version) == (run_id, version))
+
+        await pushed("a", 1, models[0])
+        await pushed("b", 1, models[1])
+        await pushed("a", 2, models[2])
+        await pushed("b", 1, models[1])
+
+
+async def test_a_pushed_version_without_room_is_tried_again(
+    model_folder: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trainer has done its part, and waits for it to be served."""
+    without_room = [True, True]
+    stage = EmbeddedEngine.stage
+
+    async def crowded(engine: EmbeddedEngine, tensors: Any) -> Any:
+        if without_room:
+            without_room.pop()
+            raise QuartetError("OVERLOADED", "no room now")
+        return await stage(engine, tensors)
+
+    monkeypatch.setattr(EmbeddedEngine, "stage", crowded)
+    async with serving(model_folder, accept_push=True) as replica:
+        sound = await push_version(replica.channel, "mine", 1, weights_of(make_model(1)))
+        assert not (await replica.serves(sound.manifest.digest)).update_refused
+    assert not without_room

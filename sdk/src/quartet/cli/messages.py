@@ -20,4 +20,6 @@ def message_row(message: Message) -> dict[str, Any]:
         ]
     if message.tool_call_id:
         row["tool_call_id"] = message.tool_call_id
+    if message.name:  # some templates print it
+        row["name"] = message.name
     return row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections import Counter
 from typing import Any
 
 from quartet.errors import refused
@@ -63,10 +64,15 @@ def tool_to_template(tool: common_pb2.ToolDefinition) -> dict[str, Any]:
 
 
 def from_turn(turn: Turn) -> common_pb2.Message:
-    """A sampled turn as a message, its calls with fresh ids."""
+    """A sampled turn as a message; calls without an id of their own get a fresh one."""
+    written = Counter(call.id for call in turn.calls)
     calls = [
-        # Nine letters and digits: the only form that every template takes, Mistral's included.
-        common_pb2.ToolCall(id=uuid.uuid4().hex[:9], name=call.name, arguments_json=call.arguments_json)
+        common_pb2.ToolCall(
+            # Nine letters and digits: the only form that every template takes, Mistral's included.
+            id=call.id if call.id and written[call.id] == 1 else uuid.uuid4().hex[:9],
+            name=call.name,
+            arguments_json=call.arguments_json,
+        )
         for call in turn.calls
     ]
     return common_pb2.Message(

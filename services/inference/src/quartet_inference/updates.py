@@ -44,6 +44,8 @@ from quartet_inference.relay import Holdings
 
 #: Full jitter below a bound that doubles from the first to the second.
 BACKOFF_SECONDS = (0.1, 5.0)
+#: What a pushed version stays, whenever it is tried again; the next one may fit.
+UNFIT = frozenset({"INVALID_REQUEST", "CHECKSUM_MISMATCH"})
 
 log = structlog.get_logger()
 
@@ -316,15 +318,21 @@ async def adopt_pushed(
     """Keep an engine at the newest version that was pushed into its own store, until cancelled."""
     if run_id:
         store.open_run(run_id)
-    version: Version | None = None
+    done: Version | None = None
+    failures = 0
     while True:
-        version = await store.wait_newer(run_id, version.number if version else None, version)
+        version = await store.wait_newer(run_id, done.number if done else None, done)
         try:
             await adopter.adopt(version)
         except QuartetError as error:
-            # It stays what it is; the next one may fit.
             log.warning("pushed version refused", version=version.number, why=str(error))
             on_refused(f"version {version.number} could not be taken: {error.message}")
+            if error.reason not in UNFIT:
+                # Nobody pushes it again: whoever did waits for it to be served.
+                failures += 1
+                await asyncio.sleep(_backoff_s(failures))
+                continue
+        done, failures = version, 0
 
 
 def _weights(manifest: pb.WeightManifest) -> ServedWeights:

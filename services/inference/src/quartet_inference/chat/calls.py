@@ -11,17 +11,22 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from quartet_inference.chat.schemas import Schemas, is_text
+from quartet_inference.chat.schemas import Schemas, is_text, plain_types
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_DECODER = json.JSONDecoder()
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
 #: The keys under which the formats put the arguments; Llama says "parameters".
 ARGUMENT_KEYS = ("arguments", "parameters")
 
@@ -32,6 +37,8 @@ class ParsedCall:
 
     name: str
     arguments_json: str
+    #: As the model wrote it, where its format has one: by that it knows the call's answer again.
+    id: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         (self.name + self.arguments_json).encode()  # raises UnicodeEncodeError, a ValueError
@@ -65,8 +72,12 @@ def json_object(text: str, at: int) -> tuple[str, int]:
 
 
 @_only_value_errors
-def json_call(text: str, at: int) -> tuple[ParsedCall, int]:
-    """The call {"name": ..., "arguments": ...} that begins here, and where it ends."""
+def json_call(text: str, at: int, known: Collection[str] | None = None) -> tuple[ParsedCall, int]:
+    """The call {"name": ..., "arguments": ...} that begins here, and where it ends.
+
+    `known` are the tools' names where nothing but the text itself says that it is a call: one of another name
+    is a call only with arguments.
+    """
     _, end = json_object(text, at)
     members: dict[str, tuple[Any, str]] = {}
     at = skip_space(text, at + 1)
@@ -82,15 +93,20 @@ def json_call(text: str, at: int) -> tuple[ParsedCall, int]:
     value, written = next((members[key] for key in ARGUMENT_KEYS if key in members), (None, ""))
     if not isinstance(name, str) or not name:
         raise ValueError("no name")
+    if known is not None and name not in known and members.keys().isdisjoint(ARGUMENT_KEYS):
+        raise ValueError("an answer about something that has a name")
     return ParsedCall(name, _as_object(value, written)), end
 
 
 def _as_object(value: Any, written: str) -> str:
-    """Arguments as written; some models quote the object, some write null for none."""
-    if isinstance(value, str):
-        return value
-    if value is None:
+    """Arguments as written; some models quote the object, some write null or an empty text for none."""
+    if value is None or value == "":
         return "{}"
+    if isinstance(value, str):
+        _, end = json_object(value, skip_space(value, 0))
+        if skip_space(value, end) < len(value):
+            raise ValueError("more than an object")
+        return value
     if not isinstance(value, dict):
         raise ValueError("arguments are no object")
     return written
@@ -135,11 +151,15 @@ def _typed(text: str, schema: Any) -> str:
             pass  # of a kind that is written without quotes
         else:
             return text.strip()
+        word = _PYTHON_WORDS.get(text.strip())
+        types = plain_types(schema, None) if word is not None and isinstance(schema, dict) else None
+        if word is not None and types is not None and word[0] in types and "string" not in types:
+            return word[1]
     return json.dumps(text, ensure_ascii=False)
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+#: As templates print values that print Python's text of them, with the type that each is of.
+_PYTHON_WORDS = {"True": ("boolean", "true"), "False": ("boolean", "false"), "None": ("null", "null")}
 
 
 #: Numbers are not computed: they may be longer than Python reads.
@@ -155,6 +175,16 @@ def json_before(text: str, at: int, mark: str) -> int:
     return end
 
 
+class _JsonNames(ast.NodeTransformer):
+    """JSON's names for what Python calls otherwise, as templates write them that print arguments as JSON."""
+
+    _VALUES = {"true": True, "false": False, "null": None}  # noqa: RUF012 - of the class alone
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """A constant, where it is one of them."""
+        return ast.Constant(self._VALUES[node.id]) if node.id in self._VALUES else node
+
+
 @_only_value_errors
 def python_calls(text: str) -> list[ParsedCall]:
     """Calls with literal keyword arguments: `[f(a=1), g(b="x")]`, or one on each line."""
@@ -168,7 +198,7 @@ def python_calls(text: str) -> list[ParsedCall]:
                 raise ValueError("not a call with keyword arguments")
             if any(word.arg is None for word in node.keywords):
                 raise ValueError("arguments by name only")
-            arguments = {word.arg: ast.literal_eval(word.value) for word in node.keywords}
+            arguments = {word.arg: ast.literal_eval(_JsonNames().visit(word.value)) for word in node.keywords}
             written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
             calls.append(ParsedCall(ast.unparse(node.func), written))
     if not calls:

@@ -124,7 +124,8 @@ class Chat:
         Raises Unextendable. Errors: PROMPT_TOO_LONG.
         """
         following = self.encode(self.template.following(tail, tools), room=room)
-        if following and token_ids[-1] in self.end_tokens and following[0] == token_ids[-1]:
+        closes = token_ids[-1] in self.end_tokens or token_ids[-1] in self._special  # stop_token_ids' too
+        if closes and following and following[0] == token_ids[-1]:
             following = following[1:]  # the turn was closed by the token that was sampled
         return [*token_ids, *following]
 
@@ -157,11 +158,17 @@ class Chat:
         opening = prompt[-OPENING_TOKENS:]
         if self._declared is not None:
             prefix = self.text(opening, special=True)
-            return DeclaredReader(self._declared, prefix, tools), frozenset(self._special)
+            return DeclaredReader(self._declared, prefix, tools), self.shown
         form = self._format if tools else None
-        opened = self._thought(prompt).state is Thought.OPENED
-        reader = FormatReader(self._thinking, opened, form, schemas_of(tools))
+        thought = self._thought(prompt).state
+        opened, closed = thought is Thought.OPENED, thought is Thought.NONE
+        reader = FormatReader(self._thinking, opened, form, schemas_of(tools), closed)
         return reader, self._wanted if form is None else self._wanted_with_calls
+
+    @property
+    def shown(self) -> frozenset[int]:
+        """The special tokens that stay in the text of a turn without tools."""
+        return self._wanted if self._declared is None else frozenset(self._special)
 
     def _thought(self, prompt: Sequence[int]) -> Thinking:
         """How what is sampled after a prompt thinks."""

@@ -95,7 +95,9 @@ class ToolFormat:
             done = at = end
         kept.append(text[done:])
         content = "".join(kept)
-        return (content.strip() if calls else content), calls
+        if calls:  # what stands before them may be told by now, as it is
+            content = content.rstrip() if kept[0].strip() else content.strip()
+        return content, calls
 
 
 def _close(text: str, at: int, mark: str) -> int:
@@ -169,7 +171,9 @@ def _until(text: str, at: int, mark: str) -> tuple[str, int]:
     return text[at:end], end + len(mark)
 
 
-_MISTRAL_NAME = re.compile(r"\s*([\w.\-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
+_MISTRAL_NAME = re.compile(r"\s*([\w.\-]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(?=\{)")
+#: Its templates refuse any other.
+_MISTRAL_ID = re.compile("[A-Za-z0-9]{9}")
 
 
 def _mistral(text: str, at: int, reading: Reading) -> tuple[list[ParsedCall], int]:
@@ -177,7 +181,8 @@ def _mistral(text: str, at: int, reading: Reading) -> tuple[list[ParsedCall], in
     if head is None:  # before version 11: a JSON list
         return json_calls(text, skip_space(text, at))
     arguments, end = json_object(text, head.end())
-    return [ParsedCall(head[1], arguments)], end
+    own = head[2] if head[2] and _MISTRAL_ID.fullmatch(head[2]) else ""
+    return [ParsedCall(head[1], arguments, own)], end
 
 
 _DEEPSEEK_CALL = re.compile(
@@ -199,7 +204,7 @@ def _deepseek(text: str, at: int, reading: Reading) -> tuple[list[ParsedCall], i
 
 
 _KIMI_CALL = re.compile(
-    r"\s*<\|tool_call_begin\|>\s*(?:functions\.)?([^\s:<]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
+    r"\s*<\|tool_call_begin\|>\s*((?:functions\.)?([^\s:<]+)(:\d+)?)\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
 )
 
 
@@ -208,7 +213,8 @@ def _kimi(text: str, at: int, reading: Reading) -> tuple[list[ParsedCall], int]:
     while (head := _KIMI_CALL.match(text, at)) is not None:
         arguments, at = json_object(text, head.end())
         at = _close(text, at, "<|tool_call_end|>")
-        calls.append(ParsedCall(head[1], arguments))
+        # With a number it is the call's own; its template prints nothing but that of an earlier call.
+        calls.append(ParsedCall(head[2], arguments, head[1] if head[3] else ""))
     if not calls:
         raise ValueError("no call")
     return calls, _close(text, at, "<|tool_calls_section_end|>")
@@ -216,9 +222,10 @@ def _kimi(text: str, at: int, reading: Reading) -> tuple[list[ParsedCall], int]:
 
 def _llama3_json(text: str, at: int, reading: Reading) -> tuple[list[ParsedCall], int]:
     calls = []
+    known = None if text[:at].strip() else reading.schemas  # behind no mark
     at = skip_space(text, at)
     while at < len(text):
-        call, at = json_call(text, at)
+        call, at = json_call(text, at, known)
         calls.append(call)
         at = skip_space(text, at)
         if at < len(text):

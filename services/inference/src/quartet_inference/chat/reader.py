@@ -3,7 +3,7 @@
 1. `TurnReader.finish` is the turn. What `feed` told before is a beginning of it, wherever the turn's parts
    come in the order thinking, content, calls.
 2. Where the prompt opened the thinking, the text begins inside it; a text that ends inside it is all
-   thinking.
+   thinking. Where the prompt has closed it, a closing mark that none opens is text like any other.
 3. A call that cannot be read stays in the content.
 """
 
@@ -66,10 +66,12 @@ class FormatReader:
         opened: bool,
         form: ToolFormat | None,
         schemas: Schemas,
+        closed: bool = False,
     ) -> None:
-        """`opened`: the prompt ends inside the thinking."""
+        """`opened`: the prompt ends inside the thinking; `closed`: behind it."""
         self._thinking = thinking
         self._opened = opened
+        self._closed = closed
         self._form = form
         self._schemas = schemas
         self._text = ""
@@ -89,11 +91,16 @@ class FormatReader:
         reasoning, content, inside = self._split(self._text)
         if inside:
             assert self._thinking is not None
-            reasoning = hold_partial(reasoning, [self._thinking[1]]).rstrip("\n")
+            begin, end = self._thinking
+            # Perhaps the model opens again what the prompt has opened: no part of the thinking.
+            reasoning = "" if begin.startswith(reasoning) else hold_partial(reasoning, [end]).rstrip("\n")
         elif self._thinking is not None and self._thinking[0].startswith(content.lstrip()):
             content = ""  # perhaps the thinking begins
-        elif self._form is not None:
-            content = self._before_calls(content)
+        else:
+            if self._thinking is not None and not reasoning:
+                content = hold_partial(content, [self._thinking[1]])
+            if self._form is not None:
+                content = self._before_calls(content)
         told = self._told
         self._told = Said(_longer(told.reasoning, reasoning), _longer(told.content, content))
         return Said(
@@ -116,7 +123,7 @@ class FormatReader:
             return "", text, False
         begin, end = self._thinking
         inside = self._opened or text.lstrip().startswith(begin)
-        if not inside and end not in text:
+        if not inside and (self._closed or end not in text):
             return "", text, False
         reasoning, closed, rest = text.partition(end)
         reasoning = reasoning.lstrip().removeprefix(begin).lstrip("\n")

@@ -3,7 +3,8 @@
 1. `following` gives the text between a sampled turn's last token and the next turn's opening, as the
    template itself would write it. It depends on the tail alone: the earlier tokens need never be rendered.
 2. Where the template writes the end of an earlier turn, or what follows it, in a way that cannot be told
-   apart from that turn's own text, there is no such text: `Unextendable`.
+   apart from that turn's own text, or puts a part of the tail before it, there is no such text:
+   `Unextendable`.
 3. `rewrites_earlier_turns` says whether the template would have dropped or changed an earlier turn once the
    conversation went on, as Qwen3's does with thinking. Exact tokens are kept all the same.
 """
@@ -19,6 +20,8 @@ from transformers import PreTrainedTokenizerBase
 
 #: Stands for the sampled turn in a rendering whose only purpose is the text that follows such a turn.
 SAMPLED_TURN = "QUARTETSAMPLEDTURN"
+#: Stands for a system message behind it, likewise.
+LATER_SYSTEM = "QUARTETLATERSYSTEM"
 #: What a tool message answers where it does not say it: nine letters, as Mistral's templates demand.
 CALL_ID = "quartetid"
 
@@ -65,6 +68,8 @@ class Template:
             {"role": "user", "content": "."},
             {"role": "assistant", "content": SAMPLED_TURN},
         ]
+        if any(message["role"] == "system" for message in tail):
+            self._check_stays(before, tail, tools)
         if tail[0]["role"] == "tool":
             called = self._after_calls(before, tail, tools)
             if called is not None:
@@ -73,6 +78,16 @@ class Template:
             return _behind(self.render([*before, *tail], tools), 1)
         except QuartetError as error:
             raise Unextendable(error.message) from error
+
+    def _check_stays(self, before: Sequence[Message], tail: Sequence[Message], tools: Tools) -> None:
+        """Whether the template leaves the tail's system messages where they stand. Raises Unextendable."""
+        marked = [{**one, "content": LATER_SYSTEM} if one["role"] == "system" else one for one in tail]
+        try:
+            joined = self.render([*before, *marked], tools)
+        except QuartetError as error:
+            raise Unextendable(error.message) from error
+        if LATER_SYSTEM in joined.partition(SAMPLED_TURN)[0]:
+            raise Unextendable("the template puts a later system message before the turns that were sampled")
 
     def _after_calls(self, before: list[Message], tail: Sequence[Message], tools: Tools) -> str | None:
         """The same behind a turn that called tools; None where the template renders no such turn.

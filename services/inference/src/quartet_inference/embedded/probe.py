@@ -25,7 +25,9 @@ from quartet_inference.embedded.prefill import prefill
 TOKENS = 12
 #: How much shorter the other one is, so that its row is padded.
 SHORTER = 3
-#: Less than that, so that a window shows.
+#: Two of a prompt, and a decoded token: fewer tokens have fewer.
+PIECES = 3
+#: Less than TOKENS, so that a window shows.
 WINDOW = 4
 #: Mean over the vocabulary, as a share of what another token in the prompt changes, or of 1 where that is
 #: more; and what rounding makes of it where a model hardly looks back. In float32 sums in another order give
@@ -39,7 +41,9 @@ def check(network: nn.Module, run: Forward, cache: KvCache) -> None:
     model: Any = network
     kind = type(network).__name__
     length = min(TOKENS, cache.max_length - 1)
-    sequences = [_sequence(model, 0, length), _sequence(model, 1, max(1, length - SHORTER))]
+    # Both are computed in as many pieces: what has no room for a shorter one of two has equal ones.
+    shorter = length - SHORTER if length >= SHORTER + PIECES else length
+    sequences = [_sequence(model, 0, length), _sequence(model, 1, shorter)]
     with torch.inference_mode():
         plain = _plain_logprobs(model, sequences)
         if not plain.isfinite().all():

@@ -52,6 +52,10 @@ class Speaker:
 
     def rest(self, reasoning: str, content: str) -> Said:
         """What the whole has beyond what was told."""
+        told = self._content.strip()
+        if told and reasoning.startswith(told) and not content.startswith(self._content):
+            # Thinking that no mark had begun was told as content: what stands behind its end is not lost.
+            return Said(_beyond(self._reasoning, reasoning), content)
         return Said(_beyond(self._reasoning, reasoning), _beyond(self._content, content))
 
 

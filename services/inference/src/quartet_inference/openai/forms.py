@@ -151,9 +151,11 @@ def tool_choice(chosen: str | Chosen, single: bool, offered: list[str]) -> pb.To
 
 
 def as_sent(error: QuartetError, name: str) -> QuartetError:
-    """An error about the form, by the name that the client gave it."""
+    """An error about the form, or about a prompt of tokens, by the name that the client gave it."""
     field = error.metadata.get("field", "")
-    if not name or not field.startswith("structure"):
+    if field == "tokens.token_ids":
+        name = "prompt"
+    elif not name or not field.startswith("structure"):
         return error
     metadata: dict[str, Any] = {**error.metadata, "field": name}
     return QuartetError(error.reason, error.message.replace(field, name, 1), **metadata)

@@ -12,6 +12,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -22,7 +23,7 @@ from quartet_inference.openai.bodies import ChatBody, CompletionBody
 from quartet_inference.openai.choices import FINISH_REASONS, Choice, Speaker, tool_calls, versions_of
 from quartet_inference.openai.echo import Echoed
 from quartet_inference.openai.errors import OpenAiError
-from quartet_inference.text_stream import TextStream
+from quartet_inference.text_stream import Detokenize, TextStream
 
 
 class Reply:
@@ -222,13 +223,15 @@ class CompletionReply(Reply):
     def __init__(self, chat: Chat, body: CompletionBody, fingerprint: str) -> None:
         super().__init__(chat, body, fingerprint)
         self._given = body.prompts()
+        #: As of `Ended.text`: what is told while it grows has the same special tokens.
+        self._shown: Detokenize = partial(chat.text, keep=chat.shown)
         #: Of each choice, the text of its tokens so far, and its length: there the next token begins.
         self._texts: dict[int, tuple[TextStream, int]] = {}
 
     def speaker(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]]) -> Speaker:
         """One that tells the text as it was sampled."""
         reader = FormatReader(None, False, None, {})
-        return Speaker(self._chat.text, reader, self._stops())
+        return Speaker(self._shown, reader, self._stops())
 
     def rest(self, speaker: Speaker, ended: Ended) -> Said:
         """The text that was not told yet."""
@@ -314,7 +317,7 @@ class CompletionReply(Reply):
     def _logprobs(self, index: int, deltas: Sequence[Delta]) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
-        stream, at = self._texts.get(index) or (TextStream(self._chat.text), 0)
+        stream, at = self._texts.get(index) or (TextStream(self._shown), 0)
         tokens, values, tops, offsets = [], [], [], []
         for token, logprob, top in _sampled(deltas):
             tokens.append(self._name(token))
