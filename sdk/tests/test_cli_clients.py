@@ -128,6 +128,8 @@ async def test_a_run_through_all_clients(orchestrator: tuple[Orchestrator, str],
     assert (code, printed) == (0, f"{note}r  pending  step 0/5\n")
     code, printed = await quartet("submit", "@", str(config), "--trainer.threads", "2", *at)
     assert code == 2 and "--trainer.threads is a setting of the trainer service" in printed
+    code, printed = await quartet("submit", "@", str(config), *at, "--run-id", "")
+    assert code == 2 and printed.startswith("error: --run-id '' is refused"), "a shell's variable, unset"
     assert "state_dir" not in servicer.runs["r"].config_toml, "the deployment is not the orchestrator's"
     assert await quartet("runs", *at) == (0, "r  pending  step 0/5\n")
     assert await quartet("stop", "r", *at) == (0, "r  stopped  step 0/5\n")

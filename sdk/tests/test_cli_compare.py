@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +260,17 @@ def test_what_is_no_run_is_refused_with_what_to_name(
         assert main(["compare", *map(str, arguments)]) == 2, arguments
         assert told in capsys.readouterr().err
     assert not Path("curve.jpg").exists()
+
+
+def test_settings_are_read_as_they_were_written_in_whatever_locale(tmp_path: Path) -> None:
+    folders = [str(a_run(tmp_path / name, model=f'"{name}é"')) for name in "ab"]
+    script = f"""
+from pathlib import Path
+from quartet.cli.compare.folders import recorded
+assert [recorded(Path(one)).settings["model"] for one in {folders}] == ["a\\xe9", "b\\xe9"]
+"""
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", script], env={**os.environ, **locale}, check=True)
 
 
 def test_folders_of_one_name_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,9 +24,11 @@ from quartet.v1.rollout_pb2 import FAILURE_KIND_SCORER, Rollout, RolloutFailure,
 
 
 def generation(folder: Path, source: str, needs: str) -> str:
-    """What `install` reads of a package with this source and this requirement."""
+    """What `install` reads of a package with this source and this requirement, whatever lies beside it."""
     package = folder / "some_env"
     package.mkdir(parents=True)
+    (package / ".#edited.py").symlink_to("user@host.4711")  # the lock of an editor
+    (package / "legacy.py").write_bytes(b"# -*- coding: latin-1 -*-\nNAME = '\xe9'\n")
     (package / "__init__.py").write_text(source)
     info = folder / "some_env-1.0.dist-info"
     info.mkdir()

@@ -365,7 +365,7 @@ def test_the_files_of_the_repository_are_accepted() -> None:
 
 
 def test_the_table_says_from_which_reward_on_a_result_passes() -> None:
-    groups = {0: [0.0, 0.7], 1: [0.7, 1.0]}
+    groups = {0: [0.0, 0.7], 1: [0.7, 0.7 + 0.2 + 0.1]}  # 0.9999999999999999
     easy, hard = (summarise(groups, threshold, 2) for threshold in (0.5, 1.0))
     text = io.StringIO()
     rows = [("easy", easy, Counter()), ("hard", hard, Counter()), ("none", None, Counter())]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -107,7 +108,7 @@ def test_a_conversation_is_told_with_what_its_turns_thought_called_and_were_answ
     assert (asked["role"], asked["content"], asked["reasoning_content"]) == ("assistant", "", "a tool knows")
     call = {"id": "c1", "name": "search", "arguments": '{"query": "abc"}'}
     assert [json.loads(one) for one in asked["tool_calls"]] == [call]
-    assert answered == {"role": "tool", "content": "cba", "tool_call_id": "c1"}
+    assert answered == {"role": "tool", "content": "cba", "tool_call_id": "c1", "name": "search"}
 
 
 def test_what_answers_a_task_is_told_by_verifiers_names_and_whatever_else_there_is_apart() -> None:
@@ -306,6 +307,18 @@ def test_what_a_killed_process_left_half_written_is_replaced(
     assert not list(folder.glob("*.partial"))
 
 
+def test_what_a_person_keeps_beside_the_rollouts_is_left_alone(tmp_path: Path) -> None:
+    """Some of them, picked for a fine-tuning, say: without the numbers of their events, or a last newline."""
+    outputs = Outputs(tmp_path)
+    for event in history()[:-1]:
+        outputs.record(event)
+    picked = tmp_path / "rollouts" / "picked.jsonl"
+    picked.write_text('{"messages": []}')
+    again = Outputs(tmp_path)
+    assert again.progress.last_event == outputs.progress.last_event
+    assert picked.read_text() == '{"messages": []}'
+
+
 def test_figure_and_screens_show_the_run(tmp_path: Path) -> None:
     progress, text = Progress(), io.StringIO()
     plain = Plain(text)
@@ -387,6 +400,21 @@ def test_rollouts_that_end_together_took_their_time() -> None:
         event.rollout.rollout.timing.total_ms = 20_000
         progress.apply(event)
     assert progress.tokens_per_second == pytest.approx(40, rel=0.01)
+
+
+@pytest.mark.parametrize("width", [20, 50, 120])
+def test_the_curve_fits_into_its_terminal(width: int) -> None:
+    """A line too wide would be broken, and half of it be the next line of the curve."""
+    progress, console = Progress(), Console(file=io.StringIO(), width=width, height=60)
+    for step in range(64):
+        progress.add_step(step + 1, {"train/reward": step})
+    screen = LiveScreen(console)
+    rendered = screen.render(progress, [])
+    screen.close()
+    with console.capture() as shown:
+        console.print(rendered)
+    drawn = [line for line in shown.get().splitlines() if set(line) & set("▁▂▃▄▅▆▇█")]
+    assert len(drawn) == 8 and all(re.match(r"│ +\d+\.\d\d ", line) for line in drawn)
 
 
 def test_curve_has_the_given_size_and_scale() -> None:

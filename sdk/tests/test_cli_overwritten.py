@@ -88,6 +88,20 @@ def test_a_folder_whose_run_was_never_accepted_is_free(tmp_path: Path, config: R
     assert not (tmp_path / "other").exists()
 
 
+def test_a_refused_run_leaves_a_folder_that_cannot_be_deleted_as_it_found_it(
+    tmp_path: Path, config: RunConfig
+) -> None:
+    """A link to a larger disk, here; a mount of a container is as little to be deleted."""
+    there, folder = tmp_path / "there", tmp_path / "run"
+    there.mkdir()
+    folder.symlink_to(there)
+    for steps in (5, 7):
+        with taken(planned(with_steps(config, steps), folder)) as attempt:
+            (folder / "logs").mkdir()
+            attempt.refused()
+        assert folder.is_symlink() and {one.name for one in there.iterdir()} <= {held.LOCK}
+
+
 @contextmanager
 def killed_after(operations: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """So many file operations are done, and no more."""

@@ -266,10 +266,11 @@ def test_a_run_that_stopped_by_itself_failed_and_says_how_it_goes_on(
 def test_a_stopped_run_names_the_command_for_its_model_where_it_has_one(
     tmp_path: Path, config: RunConfig, capsys: pytest.CaptureFixture[str], external: bool
 ) -> None:
-    job = planned(config.model_copy(update={"external_trainer": external}), tmp_path / "run")
+    job = planned(config.model_copy(update={"external_trainer": external}), tmp_path / "my run")
     rl._say_ended(job, rl.Ended({"steps": 3}, completed=False, shown=""))
     said = capsys.readouterr().out
-    assert "stopped after step 3; go on with: " in said and ("quartet export" in said) is not external
+    written = f"quartet export '{job.folder}' MODEL_FOLDER" in said  # as a shell takes it
+    assert "stopped after step 3; go on with: " in said and written is not external
 
 
 class Refusing(rpc.OrchestratorServiceServicer):  # type: ignore[misc]

@@ -186,6 +186,9 @@ def test_a_run_is_gone_on_with_by_its_folder_alone(tmp_path: Path, config: RunCo
     assert longer.config == with_steps(config, 60)
     named, _ = run_and_folder(options, ["@", str(CONFIG), "--seed", "9"])
     assert named.config.seed == 9, "a file that is named is the run"
+    (least := tmp_path / "least.toml").write_text('model = "models/tiny"\n[[env]]\nid = "reverse-text"\n')
+    joined, _ = run_and_folder(options, [f"@{least}"])
+    assert joined.config.max_steps == 100, "without a space, too"
     options.resume = False
     with pytest.raises(ConfigError, match="required key 'model' is not set"):
         run_and_folder(options, [])

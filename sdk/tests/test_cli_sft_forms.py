@@ -134,6 +134,12 @@ def test_of_a_completion_of_text_all_of_it_is_learned(chat_model: Path, tmp_path
     ]
 
 
+def test_an_end_that_nothing_stands_before_is_left_out(chat_model: Path, tmp_path: Path) -> None:
+    file = written(tmp_path, {"prompt": "", "completion": END}, {"prompt": "", "completion": "Once"})
+    chats = read(chat_model, file)
+    assert (len(chats.samples), chats.left_out) == (1, 1)
+
+
 def test_of_a_text_all_but_the_first_token_is_learned(chat_model: Path, tmp_path: Path) -> None:
     file = written(tmp_path, {"text": "Once"}, {"text": ""}, {"text": f"upon{END}"})
     chats = read(chat_model, file)

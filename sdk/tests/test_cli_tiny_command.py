@@ -45,3 +45,21 @@ def test_what_a_killed_one_left_is_deleted_and_two_do_not_make_one_model(
     assert main(arguments) == 1
     assert "is being made by another 'quartet model tiny'" in capsys.readouterr().err
     assert names(tmp_path) == []
+
+
+def test_a_model_is_made_where_a_link_leads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a larger disk, say: a link cannot be replaced as a folder is, once the model is made."""
+    out, there = tmp_path / "tiny", tmp_path / "large" / "tiny"
+    there.mkdir(parents=True)
+    out.symlink_to(there)
+
+    async def make(work: Path, *_: object) -> command.Made:
+        (work / "base").mkdir()
+        (work / "made").mkdir()
+        (work / "made" / "config.json").touch()
+        return command.Made(work / "made", 1, 1.0, 1, 0.4)
+
+    monkeypatch.setattr(command, "_make", make)
+    for again in ([], ["--force"]):
+        assert main(["model", "tiny", str(out), *again]) == 0
+        assert out.is_symlink() and sorted(names(there)) == ["config.json", command.RECORD]

@@ -35,12 +35,16 @@ def test_a_plan_has_no_key(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["api_key", "OPENAI_API_KEY", "apiKey", "aws_secret_access_key", "hf_token", "db-password", "secret"],
+    [
+        *("api_key", "OPENAI_API_KEY", "apiKey", "judge_api_keys", "aws_secret_access_key", "hf_token"),
+        *("db-password", "passwords", "secret", "authToken", "clientSecret", "Authorization"),
+    ],
 )
 def test_a_secret_is_known_by_its_name(name: str) -> None:
     """withheld.py 1."""
     assert withheld({name: "x"}) == {name: WITHHELD}
     assert withheld({name: ["x"]}) == {name: [WITHHELD]}
+    assert withheld({name: {"judge": "x", "calls": 5}}) == {name: {"judge": WITHHELD, "calls": 5}}
 
 
 @pytest.mark.parametrize(
@@ -50,6 +54,7 @@ def test_a_secret_is_known_by_its_name(name: str) -> None:
         ("max_tokens", 5),
         ("stop_token", 3),
         ("tokenizer", "t"),
+        ("stop_tokens", ["</s>"]),
         ("answer_key", "b"),
         ("token", ""),
     ],

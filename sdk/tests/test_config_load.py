@@ -175,6 +175,7 @@ def test_an_element_of_a_list_can_be_overridden(toml: Toml) -> None:
         ),
         (["--max-steps=1", "--env", '[{id = "x"}]', "--env.id=y"], ["for the first write --env.0.id"]),
         (["--max-steps=1", "--env", '[{id = "x"}]', "--env.1.id=y"], ["for the first write --env.0.id"]),
+        (["--max-steps=1", "--env", '[{id = "x"}]', "--env.a_b=y"], ["for the first write --env.0.a_b"]),
         (["--max-steps=1", "--env.0.id=y"], ["no file before it has a list env; write [[env]] in a file"]),
         (["--max-steps=1", "--env", '[{id = "x", wait = 1}]'], ["'env.0.wait'"]),
         (["--max-steps=1", "--max-steps.x=3"], ["write '--max_steps VALUE'"]),
@@ -183,6 +184,9 @@ def test_an_element_of_a_list_can_be_overridden(toml: Toml) -> None:
             ["write a table [server], or '--server.KEY VALUE', of drain"],
         ),
         (["--max-steps=1", "--server.reflection", "yes"], ["write '--server.reflection', or"]),
+        (["--max-steps=1", "--server.reflection=yes"], ["server.reflection = 'yes'", "true or false"]),
+        (["--max-steps=1", "--server.reflection=1"], ["server.reflection = 1", "true or false"]),
+        (["--max-steps=1", '--offline="false"'], ["offline = 'false'", "true or false"]),
     ],
 )
 def test_refusals_name_key_value_and_remedy(argv: list[str], parts: list[str]) -> None:

@@ -15,6 +15,7 @@ from quartet.grpo.arguments import ARGUMENTS, GRPO_DEFAULTS, TRANSLATED
 from quartet.grpo.handles import Model
 from quartet.grpo.translate import Logging, translate
 from quartet.grpo.untranslated import REFUSED, WITHOUT_EFFECT
+from quartet.run.algorithm import AlgorithmConfig
 
 # verifiers/trainers/grpo_config.py of 0.1.3: every field that it declares, with its default.
 OF_VERIFIERS: dict[str, Any] = {
@@ -288,6 +289,7 @@ def test_steps_are_optimizer_steps_and_a_run_counts_batches() -> None:
 def test_a_schedule() -> None:
     assert translated(warmup_steps=0, warmup_ratio=0.03).config.warmup_steps == 15
     assert translated(warmup_ratio=0.03).config.warmup_steps == 10, "steps go before the ratio"
+    assert translated(warmup_steps=0, warmup_ratio=1.0).config.warmup_steps == 500, "a share, and no step"
     decay = {"num_decay_steps": 100, "decay_type": "linear"}
     run = translated(lr_scheduler_type="warmup_stable_decay", lr_scheduler_kwargs=decay)
     assert (run.config.lr_scheduler, run.config.decay_steps) == ("warmup_stable_decay", 100)
@@ -367,6 +369,7 @@ def test_pefts_own_adapter_is_read() -> None:
     )
     lora = translated(peft_config=given).config.lora
     assert (lora.r, lora.alpha, lora.dropout, lora.target_modules) == (4, 8.0, 0.1, ())
+    assert not any("target_modules" in note for note in translated(peft_config=given).notes)
     whole = translated(peft_config=peft.LoraConfig(r=4, modules_to_save=["lm_head"])).config.lora
     assert (whole.modules_to_save, whole.publish) == (("lm_head",), "merged")
     for wrong, sentence in (
@@ -377,6 +380,30 @@ def test_pefts_own_adapter_is_read() -> None:
     ):
         with pytest.raises(vf.ConfigError, match=sentence):
             translated(peft_config=wrong)
+
+
+def test_modules_that_peft_would_choose_are_said_to_be_others_here() -> None:
+    unnamed = translated(peft_config=vf.LoraConfig(r=4))
+    assert unnamed.config.lora.target_modules == ()
+    (note,) = [note for note in unnamed.notes if "target_modules" in note]
+    assert "target_modules = None is every linear module but the head here" in note
+    assert not any("target_modules" in note for note in translated(peft_config=vf.lora_defaults()).notes)
+
+
+def test_a_preset_among_the_overrides_is_that_alone() -> None:
+    def algorithm(epsilon: float = 0.3, **said: Any) -> AlgorithmConfig:
+        return translated(epsilon=epsilon, overrides={"algorithm": said}).config.algorithm
+
+    cispo = algorithm(preset="cispo")
+    assert (cispo.loss, cispo.advantage, cispo.aggregation) == ("cispo", "grpo", "token")
+    assert (cispo.clip_high, cispo.proximal, cispo.constant_tokens) == (4.0, False, None)
+    assert (cispo.kl_coef, cispo.overlong_filtering) == (0.001, True), "no preset says these"
+    assert algorithm(preset="dr_grpo").constant_tokens == 4096, "which it divides by"
+    other = algorithm(loss="cispo")
+    assert (other.clip_low, other.clip_high, other.advantage) == (None, None, "dr_grpo")
+    for same in ({"loss": "ppo"}, {"preset": None}, {"proximal": True}):
+        own = algorithm(**same)
+        assert (own.loss, own.clip_low, own.proximal, own.constant_tokens) == ("ppo", 0.3, True, 4096)
 
 
 def test_environments_of_a_run() -> None:

@@ -77,6 +77,8 @@ def test_an_environment_is_looked_for_when_it_is_named(
     for wrong in (None, object(), {1: 2}, [None], {"a": {"b": len}}):
         with pytest.raises(vf.ConfigError, match=r"load_environment\('pytest'\): x = .* cannot be handed to"):
             vf.load_environment("pytest", x=wrong)
+        with pytest.raises(vf.ConfigError, match=r"Environment\('pytest'\): x = .* cannot be handed to"):
+            vf.Environment("pytest", {"x": wrong})
 
 
 @pytest.mark.parametrize(
@@ -98,6 +100,14 @@ def test_an_environment_is_looked_for_when_it_is_named(
         ({"env": None}, "env is missing"),
         ({"processing_clas": 1}, "did you mean 'processing_class'?"),
         ({"peft_config": 3}, "peft_config = 3 is no LoraConfig"),
+        ({"peft_config": vf.LoraConfig(lora_alpha=None)}, "peft_config = LoraConfig has no lora_alpha"),
+        ({"peft_config": vf.LoraConfig(lora_alpha="x")}, "lora.alpha = 'x' is refused: should be a number"),
+        ({"peft_config": vf.LoraConfig(target_modules=5)}, "target_modules = 5 is refused: list the names"),
+        ({"peft_config": vf.LoraConfig(target_modules=["q", 3])}, "target_modules = ['q', 3] is refused"),
+        (
+            {"env": [vf.Environment("e", python="/a"), vf.Environment("e", python="/b", name="f")]},
+            "env: 'e' has one interpreter in a run, not '/a' and '/b'",
+        ),
     ],
 )
 def test_what_a_trainer_refuses(folder: Path, given: dict[str, Any], sentence: str) -> None:

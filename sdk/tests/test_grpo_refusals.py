@@ -65,6 +65,9 @@ def test_trl_has_them() -> None:
         ({"overrides": {"foo": 1}}, "unknown key 'foo'; known keys here"),
         ({"overrides": {"sampling": {"temprature": 1}}}, "unknown key 'sampling.temprature'; did you mean"),
         ({"overrides": {"sampling": {"top_p": 3}}}, "sampling.top_p = 3 is refused"),
+        ({"overrides": {"sampling": {1: 3}}}, "args.overrides: 1 is refused: should be the name of a key"),
+        ({"warmup_steps": 0, "warmup_ratio": 3}, "args.warmup_ratio = 3 is refused: should be a share of"),
+        ({"max_steps": 10.5}, "args.max_steps = 10.5 is refused: should be a whole number from 1"),
         ({"async_generation_timeout": -1}, "args.async_generation_timeout = -1 is refused"),
     ],
 )  # fmt: skip
@@ -107,6 +110,11 @@ def test_an_unknown_argument_is_refused_with_the_nearest() -> None:
         ("num_generations", None, "a number"),
         ("overrides", None, "a dict"),
         ("lr_scheduler_kwargs", 3, "a dict"),
+        ("run_name", 5, "text"),
+        ("output_dir", None, "text"),
+        ("report_to", 5, "text"),
+        ("overwrite_output_dir", "no", "True or False"),
+        ("bf16", "false", "True or False"),
     ],
 )
 def test_a_value_of_another_kind_is_refused_where_it_is_set(name: str, value: Any, wanted: str) -> None:

@@ -24,6 +24,7 @@ def test_equal_files_are_an_equal_build_wherever_they_are(tmp_path: Path) -> Non
     copy = tmp_path / "elsewhere"
     shutil.copytree(here, copy, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "notes.txt").write_text("no code")
+    (copy / ".#edited.py").symlink_to("user@host.4711")  # the lock of an editor
     assert build._digest(here) == build._digest(copy) == build_of().sdk
     (copy / "inference.py").write_text((copy / "inference.py").read_text() + "\n")
     changed = build._digest(copy)

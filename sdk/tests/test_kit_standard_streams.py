@@ -72,6 +72,12 @@ def test_a_command_that_nobody_reads_ends_without_a_word(flush: bool, unread: in
     assert (done.returncode, done.stderr) == (1, b"")
 
 
+def test_an_answer_of_the_arguments_that_nobody_reads_ends_without_a_word(unread: int) -> None:
+    """`quartet --version | true`: argparse answers, before any command does."""
+    done = _run_unread(unread, "-m", "quartet.cli.__main__", "--version")
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
 def test_a_service_that_prints_to_nobody_ends_without_a_word(unread: int) -> None:
     code = "import sys; from quartet.config import Config, main; sys.exit(main(Config, print, ['--dry-run']))"
     done = _run_unread(unread, "-c", code)
@@ -175,14 +181,15 @@ def test_what_is_shown_goes_on_upon_a_full_disk() -> None:
     assert said.stderr.startswith(b"True\n")
 
 
-def test_letters_that_a_stream_lacks_are_escaped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("encoding", ["ascii", "ascii:surrogateescape"], ids=["a locale", "that of C"])
+def test_letters_that_a_stream_lacks_are_escaped(tmp_path: Path, encoding: str) -> None:
     """standard_streams.py 4."""
     script = tmp_path / "command.py"
     script.write_text(COMMAND.replace('"a line"', r'"\u00e9 \udcff"') % False)
     done = subprocess.run(
         [sys.executable, str(script)],
         capture_output=True,
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        env={**os.environ, "PYTHONIOENCODING": encoding},
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, rb"\xe9 \udcff False" + b"\n")

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from quartet.config import ConfigError
+from quartet.kit import health
 from quartet.kit.channel import ClientSecurity
-from quartet.replicas import Replicas
+from quartet.replicas import Replicas, replica
 from quartet.replicas.addresses import Addresses
 from quartet.replicas.choice import ranking
 from replica_fleet import QUICK, ask, check, fleet, home, until
-from scripted_replica import ScriptedReplica, undisturbed
+from scripted_replica import NAME, ScriptedReplica, undisturbed
 
 DOCUMENTATION = (Path(__file__).resolve().parents[2] / "docs/replicas.md").read_text()
 
@@ -90,6 +91,24 @@ async def test_whoever_accepts_and_never_answers_is_not_waited_for() -> None:
             await replicas.complete(ask(session=session, max_tokens=1), 10)
             assert time.monotonic() - started < 0.5, "its home is waited for once"
         await one.end()
+
+
+async def test_a_replica_that_as_many_watch_as_may_is_asked_for_its_health(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """replica.py 1: each worker of each environment host watches, and they may be more."""
+    monkeypatch.setattr(health, "MAX_WATCHERS", 1)
+    monkeypatch.setattr(replica, "CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(replica, "ANSWER_SECONDS", 0.5)
+    async with fleet(1) as (scripted, first), Replicas([scripted[0].address], settings=QUICK) as late:
+        await until(lambda: late.in_service == first.in_service)
+        check(await late.complete(ask(), timeout_s=10), "hello", undisturbed())
+        scripted[0].health.set_not_ready(NAME, "its canary died")
+        await until(lambda: not late.in_service)
+        scripted[0].health.set_ready(NAME)
+        await until(lambda: bool(late.in_service))
+        await scripted[0].end()
+        await until(lambda: not late.in_service)
 
 
 async def test_names_are_checked_against_the_certificate_of_the_name() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
-from quartet.config import ConfigError
+from quartet.config import ConfigError, load
 from quartet.config.keys import known_keys
 from quartet.local.toml_text import dumps
 from quartet.run.config import RunConfig, parse_run
@@ -62,6 +63,18 @@ def test_a_whole_run_in_the_dialect_of_the_design() -> None:
     assert run.env[0].args == {"max_turns": 5} and run.env[1].weight == 1
     assert run.trainer == {"device": "cpu", "server": {"address": "127.0.0.1:0"}}
     assert RunConfig.model_validate(run.model_dump()) == run
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "opd"])
+def test_a_preset_as_an_option_wins_over_a_file_that_says_everything(preset: str, tmp_path: Path) -> None:
+    text = 'model = "m"\n[[env]]\nid = "e"\n[sampling]\nmax_tokens = 9\n[algorithm]\n'
+    of_another = 'loss = "ppo"\nclip_low = 0.1\nclip_high = 0.3\ndelta = 2.0\nadvantage = "grpo"\n'
+    (file := tmp_path / "run.toml").write_text(f'{text}{of_another}num_iterations = 2\naggregation = "token"')
+    (named := tmp_path / "named.toml").write_text(f'{text}num_iterations = 2\npreset = "{preset}"')
+    option = ["--algorithm.preset", preset]
+    assert load(RunConfig, ["@", str(file), *option]) == load(RunConfig, ["@", str(named)])
+    beside = load(RunConfig, ["@", str(file), "--algorithm.entropy-coef", "0.1", *option]).config
+    assert beside.algorithm.entropy_coef == 0.1, "what options say stays"
 
 
 @pytest.mark.parametrize("more", ["", 'loss = "cispo"', "beta = 0.1\nreference = { sync_steps = 2 }"])
@@ -209,6 +222,7 @@ def test_defaults_are_not_shared_between_runs() -> None:
         ("", '[algorithm]\nproximal = true\ncorrection = { mode = "truncate", floor = 0.5 }',
          'floor belongs to mode = "mask"'),
         ("", "[algorithm]\ntarget_kl = 0.1", "set a kl_coef above 0 to begin with"),
+        ("", '[algorithm]\nkl_estimator = "k2"', "belongs to kl_coef, which is 0"),
         ("", "[algorithm]\nreference = { sync_steps = 2 }", "reference is not read"),
         ("", "[algorithm]\nkl_coef = 1\nreference = { mixup_alpha = 0.5 }", "set sync_steps above 0"),
         ("", '[algorithm]\nkl_coef = 1\nreference = { model = "m", sync_steps = 2 }', "leave out sync_steps"),

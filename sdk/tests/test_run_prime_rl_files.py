@@ -96,6 +96,44 @@ def test_files_of_both_dialects_compose(file: Path, tmp_path: Path) -> None:
     assert (config.algorithm.loss, config.algorithm.custom) == ("ppo", None)
 
 
+def test_an_option_wins_over_files_of_both(file: Path, tmp_path: Path) -> None:
+    ours, kebab = written(tmp_path, ours="max_steps = 20\n", kebab="max-steps = 30\n")
+    assert loaded(file, "@", ours).config.max_steps == 20
+    assert loaded(file, "@", ours, "--max-steps", "5").config.max_steps == 5
+    assert loaded(file, "--max-steps=5", "@", ours).config.max_steps == 20, "from left to right"
+    file.write_text("\n".join(line for line in SOURCES.splitlines() if not line.startswith("max_steps")))
+    assert loaded(file, "@", kebab).config.max_steps == 30, "its end is said, if not in this file"
+
+
+def test_the_last_step_is_evaluated_by_the_length_that_the_run_has(file: Path, tmp_path: Path) -> None:
+    evaluated = '[orchestrator.eval]\ninterval = 20\n[[orchestrator.eval.env]]\nid = "e"\n'
+    paths = written(tmp_path, evaluated=evaluated, long="max_steps = 40\n", odd="max_steps = 50\n")
+    after = {path: loaded(file, "@", paths[0], "@", path).config.eval.after for path in (paths[1], paths[2])}
+    assert after == {paths[1]: True, paths[2]: False}
+
+
+def test_a_refusal_of_an_option_names_it(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"learning_rate = 'fast' \(in --trainer\.optim\.lr\) is refused"):
+        loaded(file, "--trainer.optim.lr", "fast")
+    with pytest.raises(ConfigError, match=r"learning_rate = 'fast' is refused"):
+        loaded(file, "--learning-rate", "fast")
+
+
+def test_a_filter_of_quartets_own_chooses_the_groups(file: Path, tmp_path: Path) -> None:
+    theirs, ours = written(
+        tmp_path,
+        more="[orchestrator.buffer]\nonline_difficulty_filtering = true\n",
+        ours="[difficulty_filter]\nenabled = true\nmin_reward = 0.1\n",
+    )
+    both = loaded(file, "@", theirs, "@", ours).config
+    assert (both.difficulty_filter.enabled, both.algorithm.dynamic_sampling) == (True, False)
+    assert both.algorithm.zero_advantage_filtering, "that is no choice of groups"
+    nothing = loaded(file, "@", theirs, "--algorithm.advantage", "none").config.algorithm
+    assert (nothing.dynamic_sampling, nothing.zero_advantage_filtering) == (False, False)
+    imitated = loaded(file, "@", theirs, "--algorithm.preset", "sft").config.algorithm
+    assert (imitated.advantage, imitated.dynamic_sampling) == ("none", False)
+
+
 def test_a_file_of_each_service(tmp_path: Path) -> None:
     t, o, i = written(tmp_path, t=OF_TRAINER, o=OF_ORCHESTRATOR, i=OF_INFERENCE)
     argv = ["--trainer", "@", t, "--orchestrator", "@", o, "--inference", f"@{i}"]

@@ -127,6 +127,8 @@ def test_a_file_for_slurm_is_a_run_over_several_machines() -> None:
             "deployment.num_train_gpus = 2",
             {"trainer.gpus": 2, "inference.nodes": 4, "inference.gpus": 2},
         ),
+        # As an option says it.
+        ("trainer_gpu_ids = 0\ninference_gpu_ids = [1]", {"trainer.gpus": [0], "inference.gpus": [1]}),
         # Before there was [deployment].
         (
             "slurm = { num_train_nodes = 2, num_infer_nodes = 1, gpus_per_node = 4, job_name = 'j' }",

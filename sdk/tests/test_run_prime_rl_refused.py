@@ -49,6 +49,16 @@ from read_or_refused import is_read_or_refused
             'orchestrator.post_batch_filters = [{ type = "zero_advantage", window = 3 }]',
             "post_batch_filters.0.window = 3 is refused: Quartet has no such setting",
         ),
+        (
+            "orchestrator.sampling = { max_tokens = 1, max_completion_tokens = 2 }",
+            "sampling.max_tokens = 1 is refused: orchestrator.sampling.max_completion_tokens says otherwise",
+        ),
+        (
+            'orchestrator.eval = { env = [{ id = "e" }], sampling = { extra_body = { chat_template_kwargs = '
+            "{ enable_thinking = true } } } }",
+            'chat_template_kwargs = {"enable_thinking": true} is refused: chats of evaluations are rendered',
+        ),
+        ('wandb = { project = "p", offline = "no" }', 'wandb.offline = "no" is refused: should be true or'),
         # No module at all would be every linear one here.
         ('trainer.model.lora.target_modules = ["experts"]', "linear modules alone have adapters; name some"),
         ("trainer.model.lora.target_modules = []", "linear modules alone have adapters; name some"),

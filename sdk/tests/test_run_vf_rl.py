@@ -231,6 +231,8 @@ def test_what_transformers_means_by_it(args: dict[str, Any], expected: dict[str,
         ({"run_name": 3}, "trainer.args.run_name = 3 is refused: should be text"),
         ({"lr_scheduler_type": "linear", "warmup_ratio": 20}, "should be a part of max_steps, from 0 to 1"),
         ({"save_steps": 0}, "trainer.args.save_steps = 0 is refused: should be a number of steps"),
+        ({"save_steps": 50.5}, "trainer.args.save_steps = 50.5 is refused: should be a number of steps"),
+        ({"max_tokens": 0}, "trainer.args.max_tokens = 0 is refused: should be a whole number from 1"),
     ],
 )  # fmt: skip
 def test_refusals(args: dict[str, Any], sentence: str) -> None:

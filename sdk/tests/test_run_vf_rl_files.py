@@ -112,6 +112,32 @@ def test_files_of_both_dialects_compose(file: Path, tmp_path: Path) -> None:
     assert load_run(["@", str(file)]).config.eval.num_examples == 6, "keys of Quartet in their file are read"
 
 
+def test_an_option_wins_over_files_of_both(file: Path, tmp_path: Path) -> None:
+    ours = tmp_path / "ours.toml"
+    ours.write_text("max-steps = 40\nlearning_rate = 1e-4\n")
+    theirs = '[trainer.args]\nsave_strategy = "no"\neval_strategy = "steps"\neval_steps = 20\n'
+    (tmp_path / "theirs.toml").write_text(theirs)
+    argv = ["@", str(file), "@", str(tmp_path / "theirs.toml"), "@", str(ours)]
+    config = load_run(argv).config
+    assert (config.max_steps, config.ckpt.interval, config.eval.after) == (40, 40, True)
+    found = load_run([*argv, "--max-steps", "30", "--learning-rate=2e-4"])
+    assert (found.config.max_steps, found.config.learning_rate) == (30, 2e-4)
+    assert (found.config.ckpt.interval, found.config.eval.after, found.options) == (30, False, argv[4:])
+    file.write_text("max-off-policy-steps = 0\nmax-steps = 7\n" + WIKI_SEARCH)
+    in_one = load_run(["@", str(file)]).config
+    assert (in_one.max_off_policy_steps, in_one.max_steps) == (0, 7), "however Quartet's keys are spelt"
+    assert load_run(["@", str(file), "--max-steps", "3"]).config.max_steps == 3
+
+
+def test_a_preset_of_quartets_own_is_that_alone(file: Path) -> None:
+    asked = load_run(["@", str(file), "--algorithm.preset", "dapo"]).config.algorithm
+    assert (asked.advantage, asked.loss, asked.clip_high, asked.proximal) == ("grpo", "ppo", 0.28, False)
+    assert (asked.correction, asked.overlong_filtering) == (None, True)
+    file.write_text(WIKI_SEARCH + 'mask_truncated_completions = true\n[algorithm]\npreset = "grpo"\n')
+    written = load_run(["@", str(file)]).config.algorithm
+    assert (written.aggregation, written.correction, written.overlong_filtering) == ("sequence", None, True)
+
+
 @pytest.mark.parametrize(
     ("text", "is_theirs"),
     [

@@ -117,6 +117,23 @@ def test_an_environment_that_most_batches_lack_is_not_judged() -> None:
     assert not said(rare)
 
 
+@pytest.mark.parametrize(
+    ("table", "judged"),
+    [
+        ('advantage = "none"', ["too hard"]),
+        ('preset = "sft"', ["too hard"]),
+        ('preset = "opd"\nreference = { model = "teacher" }', []),
+        ('advantage = "rloo"', ["too hard", "rewards are equal"]),
+    ],
+)
+def test_rewards_are_judged_as_far_as_they_are_learned_from(table, judged) -> None:
+    """advice.py 4."""
+    seen = [with_(env__toy__solved_none=1.0)] * WINDOW, [with_(env__toy__no_spread=1.0)] * WINDOW
+    found = [sentence for steps in seen for sentence in said(steps, f"[algorithm]\n{table}")]
+    assert len(found) == len(judged)
+    assert all(words in sentence for words, sentence in zip(judged, found, strict=True)), found
+
+
 async def test_a_run_is_told_once_over_restarts(world):
     """advice.py 2, invariant 9: what was told is remembered by the metrics in the journal."""
     world.host.flat_tasks = set(range(50))
@@ -145,7 +162,8 @@ async def test_an_evaluation_that_fell_is_told(world, monkeypatch):
 
     monkeypatch.setattr(world.host, "_rollout", by_version)
     async with world.orchestrator() as runs:
-        await runs.submit(RUN, world.toml(steps=2), dry_run=False)
+        # Of four rollouts a fall from all to none would be noise.
+        await runs.submit(RUN, world.toml(steps=2, evals=6), dry_run=False)
         assert (await world.rest(runs)).phase == pb.RUN_PHASE_COMPLETED
         (told,) = [note for note in await notes(runs) if "the evaluation fell" in note]
     assert told.startswith(

@@ -219,5 +219,8 @@ def test_an_evaluation_that_may_be_noise_is_not_told() -> None:
     assert said_of(evaluated(0.3, 0.42, 0.25)) is None, "of 40 rollouts"
     assert said_of(evaluated(0.6, 0.41, rollouts=4000.0)) is None, "a third is not lost"
     assert said_of(evaluated(0.15, 0.3)) is None and said_of(evaluated(-0.2, -0.9)) is None
+    few = evaluated(1.0, 0.0, rollouts=2.0, std=0.0)
+    assert said_of(few) is None, "as one coin in 16 falls; few that are alike are no measure of their spread"
+    assert said_of(evaluated(1.0, 0.0, rollouts=16.0, std=0.0)) is not None
     lost = evaluated(0.561, 0.207) | {20: {"eval/coverage": 0.0}}
     assert said_of(lost) is None, "of one without a result there is nothing to say"

@@ -67,6 +67,14 @@ def test_where_nothing_is_compared_rewards_may_be_alike() -> None:
     assert verdict(BOUNDS, [0.99], [[0.99]], needs_spread=False) == TOO_EASY
 
 
+def test_what_is_alone_in_its_role_differs_from_nothing() -> None:
+    """difficulty.py 1: an advantage of one's own may be of a rollout by itself."""
+    assert verdict(BOUNDS, [0.5], [[0.5]]) is None
+    assert verdict(BOUNDS, [0.5], [[0.4], [0.6]]) is None
+    assert verdict(BOUNDS, [0.99], [[0.99]]) == TOO_EASY
+    assert verdict(BOUNDS, [0.5], [[0.4], [0.6, 0.6]]) == NO_SPREAD, "siblings in one episode"
+
+
 async def test_a_filter_of_single_rollouts_takes_out_those_that_are_out_of_bounds_alone(world):
     async with world.orchestrator() as runs:
         alone = filtered(world, least=0.3, most=0.7).replace("batch_size = 8", "batch_size = 2")

@@ -20,6 +20,7 @@ from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 from quartet_orchestrator import credit, foreign
 from quartet_orchestrator.journal import Journal
+from quartet_orchestrator.policies import Policies
 from quartet_orchestrator.segments import Segments
 from quartet_orchestrator.state import COMPLETED, STOPPED
 
@@ -395,3 +396,24 @@ async def test_quartets_own_trainer_shares_its_batches_with_nobody(world):
         with pytest.raises(QuartetError, match="is trained by Quartet's trainer") as caught:
             await trainer_of(world).live(stub)
     assert caught.value.reason == "INVALID_REQUEST"
+
+
+@pytest.mark.parametrize("reason", ["INTERNAL", "UNAUTHENTICATED"])
+async def test_a_replica_that_cannot_say_what_it_serves_is_asked_again(world, monkeypatch, reason):
+    """Whoever pushed to it goes on, too: no run ends for good by a fault that passes."""
+    served, faults = Policies.serving, []
+
+    async def faulty(policies, run_id, version, *, adapter=False):
+        if version == 2 and len(faults) < 3:
+            faults.append(version)
+            raise QuartetError(reason, "not now")
+        await served(policies, run_id, version, adapter=adapter)
+
+    monkeypatch.setattr(Policies, "serving", faulty)
+    trainer = trainer_of(world)
+    async with serving(world) as stub:
+        await submit(stub)
+        await trainer.live(stub)
+        run = await over(stub)
+    assert_trained(trainer, run)
+    assert len(faults) == 3

@@ -11,7 +11,7 @@ from quartet.v1 import common_pb2 as cpb
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
-from quartet_orchestrator import outage
+from quartet_orchestrator import outage, training
 from quartet_orchestrator.envhosts import SignOfLife
 from quartet_orchestrator.permits import Permits
 from quartet_orchestrator.sampling import MEMBER_ATTEMPTS, Sampling
@@ -34,7 +34,13 @@ async def test_a_model_that_answers_nobody_is_an_outage(world, monkeypatch):
 
 @pytest.mark.parametrize(
     ("reason", "tries"),
-    [("NOT_READY", None), ("RUN_NOT_SERVED", None), ("INTERNAL", MEMBER_ATTEMPTS), ("PROMPT_TOO_LONG", 1)],
+    [
+        ("NOT_READY", None),
+        ("RUN_NOT_SERVED", None),
+        ("UNAUTHENTICATED", None),
+        ("INTERNAL", MEMBER_ATTEMPTS),
+        ("PROMPT_TOO_LONG", 1),
+    ],
 )
 async def test_the_reason_says_whether_the_model_is_away_or_refuses_the_member(monkeypatch, reason, tries):
     """sampling.py 2: what is away costs no attempt, and is waited for until the patience ends."""
@@ -122,6 +128,25 @@ async def test_a_fault_of_the_trainer_may_pass(world, monkeypatch, faults):
         assert_complete(world, run)
     else:
         assert run.phase == pb.RUN_PHASE_FAILED and "no memory left" in run.error
+
+
+async def test_a_token_that_is_replaced_at_the_trainer_first_is_waited_for(world, monkeypatch):
+    """outage.py 1: not the end of a run, for good."""
+    monkeypatch.setattr(training, "GUARD_S", 0.01)
+    find, refused = world.trainer._find, []
+
+    def locked(run_id):
+        if world.trainer.applied_calls[6] and len(refused) < 3:
+            refused.append(run_id)
+            raise QuartetError("UNAUTHENTICATED", "the token is none of this service's")
+        return find(run_id)
+
+    monkeypatch.setattr(world.trainer, "_find", locked)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        run = await world.rest(runs)
+    assert_complete(world, run)
+    assert len(refused) == 3
 
 
 async def test_a_service_away_for_too_long_stops_the_run_resumable(world):
@@ -287,6 +312,20 @@ async def test_an_error_that_is_no_absence_is_an_answer(monkeypatch, reason):
         await service.through(attempt)
     now[0] = 900.0
     service.failed("refused")
+
+
+async def test_faults_are_counted_in_a_row(monkeypatch):
+    """outage.py 2: what a service does while it comes and goes is not one fault that stays."""
+    monkeypatch.setattr(outage, "FAULT_PAUSE_S", 0.0)
+    monkeypatch.setattr(outage, "MAX_BACKOFF_S", 0.0)
+    to_come = [*["INTERNAL"] * outage.MAX_FAULTS, "NOT_READY"] * 2
+
+    async def attempt():
+        if to_come:
+            raise QuartetError(to_come.pop(0), "not now")
+        return "done"
+
+    assert await by_hand()[0].through(attempt) == "done"
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,14 @@ async def test_attempts_of_one_episode_are_trained_against_each_other(world):
 
 @pytest.mark.parametrize(
     ("reward", "samples", "kind"),
-    [(math.nan, 1, rpb.FAILURE_KIND_SCORER), (1.0, 2, rpb.FAILURE_KIND_HOST), (1.0, 1, None)],
+    [
+        (math.nan, 1, rpb.FAILURE_KIND_SCORER),
+        (1.0, 2, rpb.FAILURE_KIND_HOST),
+        (1.0, 1, None),
+        # Of float32 an advantage would be infinite, which a trainer refuses with all of its batch.
+        (-1e100, 1, rpb.FAILURE_KIND_SCORER),
+        (-1e38, 1, None),
+    ],
 )
 def test_parts_that_do_not_add_up_are_no_success(reward, samples, kind):
     """sampling.py 5"""

@@ -242,6 +242,15 @@ def test_a_metric_of_an_environment_that_is_no_finite_number_is_absent():
     assert not {"metrics/odds", "rewards/match"} & values.keys()
 
 
+def test_the_full_reward_of_a_weighted_sum_is_the_full_reward():
+    """0.9999999999999999, as floating point adds these weights."""
+    full = [rollout(10, version=0, reward=0.7 + 0.2 + 0.1) for _ in range(2)]
+    assert all(one.reward < 1 for one in full)
+    scored = [metrics.Scored("e", 0, one) for one in full]
+    values = metrics.of_step(0, scored, {}, metrics.StepTimes(2.0, 0.5, 1.0), {})
+    assert values["env/e/solved_all"] == values["env/e/no_spread"] == 1.0
+
+
 def test_the_divergence_of_a_run_is_that_from_its_reference():
     """Which is what a KL penalty and its target are about; the sampler's has a name of its own."""
     trained = tpb.ForwardBackwardResponse(diagnostics={"mismatch_kl": 0.5, "entropy": 1.0})

@@ -292,8 +292,8 @@ def main(argv: list[str] | None = None) -> int:
     hold_closed()
     escape_unknown()
     os.environ.update(past_proxies(os.environ))
-    options, rest = build_parser().parse_known_args(argv)
     try:
+        options, rest = build_parser().parse_known_args(argv)
         code = dispatch(options, rest)
         sys.stdout.flush()
         return code

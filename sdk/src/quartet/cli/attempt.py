@@ -9,11 +9,10 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from quartet.cli.held import empty, held
+from quartet.cli.held import empty, held, remove
 from quartet.cli.job import RECORD, Job, check_free, resumed, was_accepted, write_down
 from quartet.cli.overwritten import forget, is_kept, mend, put_back, set_aside
 from quartet.config import ConfigError
@@ -39,7 +38,7 @@ class Attempt:
     def refused(self) -> None:
         """Nothing was run: the next attempt finds no used folder."""
         if not self._accepted and not self._put_back():
-            shutil.rmtree(self._job.folder)
+            remove(self._job.folder)
 
     def ended(self) -> None:
         """Whatever it came to."""

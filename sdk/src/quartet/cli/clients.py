@@ -129,7 +129,7 @@ async def submit(stub: OrchestratorServiceStub, options: argparse.Namespace, res
     for token in rest:
         if (option := token.partition("=")[0].replace("_", "-")) in OF_RL:
             raise ConfigError(f"{option} is an option of quartet rl, for a run on this machine; leave it out")
-    if options.run_id and not is_run_id(options.run_id):
+    if options.run_id is not None and not is_run_id(options.run_id):
         raise ConfigError(f"--run-id {options.run_id!r} is refused: {RULE}")
     found = load_run(rest, starts_services=False, flags=options.flags)
     _leave_services_alone(found.config, found.options)

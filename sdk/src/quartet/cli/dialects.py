@@ -1,7 +1,8 @@
 """The dialects of a command line `@ run.toml --trainer @ t.toml --key value`: Quartet's, vf-rl's, prime-rl's.
 
 1. A file is taken for one of another trainer by its form. What it says goes to its translation, with the
-   options that are of its dialect; all else is Quartet's, and wins.
+   options that are of its dialect; all else is Quartet's, and wins. An option by a key that both have is of
+   both, so that it wins over files of either.
 2. Files of two other trainers do not go together: each has its own defaults. A file that is of prime-rl's
    form and of Quartet's is nobody's, and is refused.
 """
@@ -70,6 +71,8 @@ class Dialect:
     is_its: Callable[[Mapping[str, Any]], bool]
     #: The place of an option's key in its file; None where it is Quartet's.
     owns: Callable[[Path], Path | None]
+    #: Options that say the same in Quartet's own words.
+    shared: frozenset[str]
     translate: Callable[[Mapping[str, Any], Asked], Translation]
     #: What is said beside the name of its files: whose defaults they get.
     remark: Callable[[Mapping[str, Any]], str]
@@ -78,7 +81,7 @@ class Dialect:
 def _of_vf_rl(tables: Mapping[str, Any], asked: Asked) -> Translation:
     # Where no service is started nobody knows what there is, and nothing of it is read.
     engine: Engine = asked.engine if asked.starts_services else "vllm"
-    return vf_rl.translate(tables, engine, wandb_project=asked.wandb_project)
+    return vf_rl.translate(tables, engine, wandb_project=asked.wandb_project, own=asked.ours)
 
 
 def _of_prime_rl(tables: Mapping[str, Any], asked: Asked) -> Translation:
@@ -96,9 +99,23 @@ def _is_prime_rl(tables: Mapping[str, Any]) -> bool:
     return prime_rl.form_of(tables)[0] is prime_rl.Form.THEIRS
 
 
-VF_RL = Dialect("vf-rl", _VfRlTables, vf_rl.is_vf_rl, vf_rl.owns, _of_vf_rl, lambda tables: "")
+VF_RL = Dialect(
+    "vf-rl",
+    _VfRlTables,
+    vf_rl.is_vf_rl,
+    vf_rl.owns,
+    vf_rl.SHARED,
+    _of_vf_rl,
+    lambda tables: "",
+)
 PRIME_RL = Dialect(
-    "prime-rl", _PrimeRlTables, _is_prime_rl, prime_rl.owns, _of_prime_rl, _defaults_of_prime_rl
+    "prime-rl",
+    _PrimeRlTables,
+    _is_prime_rl,
+    prime_rl.owns,
+    frozenset({"max_steps"}),
+    _of_prime_rl,
+    _defaults_of_prime_rl,
 )
 DIALECTS = (VF_RL, PRIME_RL)
 
@@ -185,22 +202,29 @@ def mixed(said: list[Item], read: Read) -> list[ConfigError]:
     return refused
 
 
-def parted(said: list[Item], dialect: Dialect, its_files: list[Item]) -> tuple[list[str], list[str]]:
-    """The arguments of the dialect, and those of Quartet."""
+def parted(
+    said: list[Item], dialect: Dialect, its_files: list[Item]
+) -> tuple[list[str], list[str], list[str]]:
+    """The arguments of the dialect, those of Quartet, and the latter with options that are of both."""
     theirs: list[str] = []
     ours: list[str] = []
+    laid_over: list[str] = []
     for item in said:
         if item.file or not item.key:
-            (theirs if item in its_files else ours).extend(item.tokens)
+            for those in (theirs,) if item in its_files else (ours, laid_over):
+                those.extend(item.tokens)
             continue
         _, equals, value = item.tokens[0].partition("=")
         place = dialect.owns(item.key)
         if place is None or not (equals or len(item.tokens) > 1):  # refused as it was written
             ours.extend(item.tokens)
+            laid_over.extend(item.tokens)
         else:
             theirs.append(f"--{'.'.join(place)}{equals}{value}")
             theirs.extend(item.tokens[1:])
-    return theirs, ours
+            if ".".join(item.key) in dialect.shared:
+                laid_over.extend(item.tokens)
+    return theirs, ours, laid_over
 
 
 def _some(keys: list[str]) -> str:

@@ -103,7 +103,7 @@ def states_of(folder: Path) -> Path:
         own = folder / "data" / "trainer"
         if own.is_dir():  # the folder may have been moved, or be a copy, since its configuration was written
             return own / run_id
-        return Path(tomllib.loads(trainer.read_text())["state_dir"]) / run_id
+        return Path(tomllib.loads(trainer.read_text(encoding="utf-8"))["state_dir"]) / run_id
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{folder} does not say where its run's states are ({error}); name their folder"

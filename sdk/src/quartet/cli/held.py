@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from quartet.config import ConfigError
@@ -34,3 +34,11 @@ def empty(folder: Path, *keep: str) -> None:
             shutil.rmtree(entry)
         else:
             entry.unlink()
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder that is held. One that cannot be is left empty: a link, a mount, what is in a folder of
+    somebody else's, or on NFS for as long as it is held."""
+    empty(folder)
+    with suppress(OSError):
+        shutil.rmtree(folder)

@@ -17,9 +17,9 @@ import re
 import shlex
 import time
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
+from quartet.cli.dialects import items
 from quartet.cli.held import LOCK
 from quartet.cli.outputs import PRIVATE, write_json, write_text
 from quartet.cli.overwritten import FAILED_LOGS, is_kept
@@ -179,8 +179,7 @@ def _whole(model: str, folder: Path) -> str:
 
 def default_folder(arguments: list[str], name: str | None = None) -> Path:
     """outputs/<name>-<time>; the name is by default that of the last file that is no table's."""
-    told = list(pairwise(["", *arguments]))
-    files = [b for (before, _), (a, b) in pairwise(told) if a == "@" and not before.startswith("--")]
+    files = [one.file for one in items(arguments) if one.file and not one.key]
     name = name or (Path(files[-1]).stem if files else "run")
     return Path("outputs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 

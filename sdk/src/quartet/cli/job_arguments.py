@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from quartet.cli.dialects import items
 from quartet.cli.job import RUN_FILE, default_folder, how_to_resume
 from quartet.cli.run_file import RunFile, load_run
 from quartet.config import ConfigError
@@ -38,7 +39,7 @@ def keys_of_a_job(options: argparse.Namespace, rest: list[str]) -> list[str]:
 def run_and_folder(options: argparse.Namespace, rest: list[str]) -> tuple[RunFile, Path]:
     """The run of a command line, and where it is to live; one that is gone on with is what its folder says,
     where no file is named. Raises ConfigError."""
-    if options.resume and options.output_dir is not None and "@" not in rest:
+    if options.resume and options.output_dir is not None and not any(one.file for one in items(rest)):
         begun = options.output_dir / RUN_FILE
         rest = ["@", str(begun), *rest] if begun.is_file() else rest
     try:

@@ -21,6 +21,8 @@ from quartet.v1.orchestrator_service_pb2 import WatchRunResponse
 
 CURVE_ROWS = 8
 CURVE_COLUMNS = 64
+#: What stands beside them: the scale, and the panel's borders.
+BESIDE_CURVE = 10
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 REFRESH_PER_SECOND = 4
 STATE_STYLE = {State.UP: "green", State.STARTING: "yellow", State.BACKOFF: "yellow", State.FAILED: "red bold"}
@@ -104,7 +106,9 @@ class LiveScreen:
 
     def render(self, progress: Progress, services: Sequence[Status]) -> Group:
         """Everything on the screen."""
-        curve = reward_curve([value for _, value in progress.rewards])
+        # A line that is wider than the terminal is broken, and a curve with it.
+        columns = max(1, min(CURVE_COLUMNS, self._live.console.width - BESIDE_CURVE))
+        curve = reward_curve([value for _, value in progress.rewards], columns=columns)
         top = Table.grid(padding=(0, 2))
         top.add_row(figures_table(progress), services_table(services))
         samples = [
@@ -114,7 +118,7 @@ class LiveScreen:
         ]
         return Group(
             Panel(top, title=f"quartet · {progress.run.run_id}", title_align="left"),
-            Panel(Text("\n".join(curve) or "no step yet"), title="reward", title_align="left"),
+            Panel(Text("\n".join(curve) or "no step yet", no_wrap=True), title="reward", title_align="left"),
             Panel(Group(*samples), title="completions", title_align="left"),
             Text("\n".join(self._news), "dim"),
         )

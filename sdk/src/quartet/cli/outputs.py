@@ -69,7 +69,7 @@ class Outputs:
                 self.progress.add_eval(int(row["step"]), metrics)
             else:
                 self.progress.add_step(int(row["step"]), metrics)
-        for file in self.rollouts.glob("*.jsonl"):
+        for _, file in (*self._files_of("step"), *self._files_of("eval")):
             last = max([last, *(int(row["event"]) for row in recover_lines(file))])
         self.progress.last_event = last
         self._remove_old()

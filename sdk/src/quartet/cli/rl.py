@@ -300,7 +300,7 @@ def _say_ended(job: Job, ended: Ended) -> int:
     steps = ended.summary["steps"]
     print(f"stopped after step {steps}; go on with: {job.words.going_on(job.folder)}")
     if steps and not job.config.external_trainer:  # else the weights are with the program that trains
-        print(f"or write the model as it is: quartet export {job.folder} MODEL_FOLDER")
+        print(f"or write the model as it is: quartet export {shlex.quote(str(job.folder))} MODEL_FOLDER")
     return exits.INTERRUPTED
 
 

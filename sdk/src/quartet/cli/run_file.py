@@ -63,13 +63,14 @@ def load_run(argv: list[str], *, starts_services: bool = True, flags: Collection
     dialect, files = dialect_of(arguments, read)
     if dialect is None:
         return RunFile(load(RunConfig, argv, begun(refused=mixed(arguments, read))).config, argv)
-    theirs, ours = parted(arguments, dialect, files)
+    theirs, ours, laid_over = parted(arguments, dialect, files)
     said = merged(dialect.options, theirs, Draft(read=read))
-    own = merged(RunConfig, ours, Draft(read=read)).values
+    own = merged(RunConfig, laid_over, Draft(read=read)).values
     refused = [*said.refused, *mixed(arguments, read)]
     _tell(dialect, [one.file for one in files], said)
     try:
-        asked = Asked(starts_services, _engine(said.values, own), _wandb_project(), own)
+        ours_said = {key.replace("-", "_"): value for key, value in own.items()}
+        asked = Asked(starts_services, _engine(said.values, own), _wandb_project(), ours_said)
         run = dialect.translate(said.values, asked)
     except Untranslated as error:
         run, refused = error.run, [*refused, error]
@@ -77,7 +78,7 @@ def load_run(argv: list[str], *, starts_services: bool = True, flags: Collection
     if run.without_effect:
         print(f"without effect here: {'; '.join(run.without_effect)}", file=sys.stderr)
     draft = begun(run.tables, origins, translated=dict(origins), refused=refused, lacks_a_file=bool(refused))
-    config = load(RunConfig, ours, draft).config
+    config = load(RunConfig, laid_over, draft).config
     output_dir = Path(run.output_dir) if run.output_dir else None
     return RunFile(config, ours, run.run_name, output_dir, dialect.name)
 

@@ -87,7 +87,10 @@ def _refusal(model: type[pydantic.BaseModel], problem: dict[str, Any], source: S
     loc = _without_union_tags(model, problem["loc"])
     key = ".".join(str(part) for part in loc)
     origin = _origin(loc, source)
-    where = f" (in {origin})" if origin and not origin.startswith("--") else ""
+    # An option is what was typed, but for one of another trainer's.
+    theirs = source.translated.get(tuple(str(part).replace("-", "_") for part in loc))
+    is_typed = origin.startswith("--") and origin != theirs
+    where = f" (in {origin})" if origin and not is_typed else ""
     value = _shown(problem["input"])
     match problem["type"]:
         case "extra_forbidden":

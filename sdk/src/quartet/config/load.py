@@ -306,7 +306,7 @@ def _assign(draft: Draft, model: type[Config], path: tuple[str, ...], value: Any
 def _index(node: list[Any], part: str, origin: str) -> int:
     if not part.isdecimal() or int(part) >= len(node):
         # A list is made by a file; options only change what is in it.
-        part = part.replace("_", "-")
+        part = next((typed for typed in origin.split(".") if typed.replace("-", "_") == part), part)
         is_key = not part.removeprefix("-").isdecimal()
         first = origin.replace(f".{part}", f".0.{part}" if is_key else ".0", 1)
         raise ConfigError(

@@ -121,9 +121,11 @@ class Config(pydantic.BaseModel):
     @pydantic.field_validator("*", mode="before")
     @classmethod
     def _refuse_coercion(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        kinds = set(alternatives(cls.model_fields[str(info.field_name)].annotation))
+        if kinds <= {bool, type(None)} and type(value) not in kinds:
+            raise PydanticKnownError("bool_type")
         if not isinstance(value, (bool, str)):
             return value
-        kinds = set(alternatives(cls.model_fields[str(info.field_name)].annotation))
         if value == "" and Path in kinds:
             raise ValueError("should name a file or a folder")
         mistaken = bool(kinds & {int, float}) and type(value) not in kinds

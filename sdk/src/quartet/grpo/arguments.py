@@ -13,6 +13,7 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
+from os import PathLike
 from typing import Any
 
 from quartet.config.model import ConfigError
@@ -144,7 +145,7 @@ class GRPOConfig:
 
 
 def _lacks(annotation: str, value: Any) -> str | None:
-    """What a value should be that is no number, or no mapping, where its annotation says one."""
+    """What a value should be that is not of the kind that its annotation says."""
     if value is None and "None" in annotation:
         return None
     if annotation.startswith(("int", "float")):
@@ -152,6 +153,13 @@ def _lacks(annotation: str, value: Any) -> str | None:
         return None if is_number else "a number"
     if annotation.startswith("Mapping"):
         return None if isinstance(value, Mapping) else "a dict"
+    if annotation in ("bool", "bool | None"):
+        return None if isinstance(value, bool) else "True or False"
+    if annotation.startswith("str"):
+        # A path is text, and so are transformers' enums.
+        is_text = isinstance(value, str | PathLike)
+        are_texts = isinstance(value, Sequence) and all(isinstance(one, str) for one in value)
+        return None if is_text or ("Sequence" in annotation and are_texts) else "text"
     return None
 
 

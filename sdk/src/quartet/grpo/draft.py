@@ -5,6 +5,7 @@ A refusal of the run is said by the names that the script knows.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from quartet.config.model import ConfigError
 from quartet.config.refusals import together
 from quartet.grpo.arguments import GRPOConfig
 from quartet.run.config import RunConfig
+from quartet.run.dialect import give_way, lay_over
+from quartet.run.presets import PRESETS
 
 Table = dict[str, Any]
 
@@ -64,10 +67,34 @@ def checked(draft: Draft) -> RunConfig:
     for key, instead in (("model", "model"), ("env", "env")):
         if key in overrides:
             raise ConfigError(f"args.overrides: {key!r} is refused: give GRPOTrainer another {instead}")
+    _check_keys(overrides)
+    table = copy.deepcopy(draft.table)
+    _give_way(table["algorithm"], overrides.get("algorithm"))
+    lay_over(table, overrides)
     try:
-        return validate(RunConfig, _laid_over(draft.table, overrides))
+        return validate(RunConfig, table)
     except ConfigError as error:
         raise together(_named(draft, one) for one in error.each) from None
+
+
+def _check_keys(overrides: Mapping[Any, Any]) -> None:
+    """Raises ConfigError."""
+    for key, value in overrides.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"args.overrides: {key!r} is refused: should be the name of a key, as text")
+        if isinstance(value, Mapping):
+            _check_keys(value)
+
+
+def _give_way(algorithm: Table, said: Any) -> None:
+    """A preset among the overrides, or another loss, is that alone, without what arguments say of theirs."""
+    preset, loss = (said.get("preset"), said.get("loss")) if isinstance(said, Mapping) else (None, None)
+    if preset is None and loss in (None, algorithm["loss"]):
+        return
+    give_way(algorithm, said)
+    values = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
+    if {**algorithm, **values, **said}.get("aggregation") != "constant":
+        algorithm.pop("constant_tokens", None)
 
 
 def _named(draft: Draft, error: ConfigError) -> ConfigError:
@@ -98,13 +125,3 @@ def _is_in(overrides: Mapping[str, Any], key: str) -> bool:
     if isinstance(below, Mapping) and rest:
         return _is_in(below, rest)
     return first in overrides and not rest and not isinstance(below, Mapping)
-
-
-def _laid_over(table: Table, overrides: Mapping[str, Any]) -> Table:
-    merged = dict(table)
-    for key, value in overrides.items():
-        below = merged.get(key)
-        merged[key] = (
-            _laid_over(below, value) if isinstance(value, Mapping) and isinstance(below, dict) else value
-        )
-    return merged

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,10 @@ class Environment:
     weight: float = 1.0
     name: str | None = None
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        _check_sendable(f"Environment({self.id!r})", self.args)
+
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"an environment is a name here, which the environment host loads, and has no {name!r}; 'quartet "
@@ -113,14 +117,19 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
     """An installed environment with these arguments. Raises ConfigError."""
     from quartet.cli.env.installed import interpreter_of
 
+    _check_sendable(f"load_environment({env_id!r})", env_args)
+    interpreter_of(env_id)
+    return Environment(env_id, dict(env_args))
+
+
+def _check_sendable(what: str, env_args: Mapping[str, Any]) -> None:
+    """Raises ConfigError."""
     for name, value in env_args.items():
         if (wrong := _unsendable(value)) is not None:
             raise ConfigError(
-                f"load_environment({env_id!r}): {name} = {wrong!r} cannot be handed to the environment's "
-                "process; give text, numbers, booleans, and lists and dicts of them, or leave it out"
+                f"{what}: {name} = {wrong!r} cannot be handed to the environment's process; give text, "
+                "numbers, booleans, and lists and dicts of them, or leave it out"
             )
-    interpreter_of(env_id)
-    return Environment(env_id, dict(env_args))
 
 
 def _unsendable(value: Any) -> Any | None:
@@ -192,7 +201,7 @@ def lora_table(peft_config: Any) -> dict[str, Any]:
             f"peft_config = {peft_config!r} is no LoraConfig; give vf.lora_defaults(r=8, alpha=16), or peft's"
         )
     values = {one.name: getattr(peft_config, one.name) for one in dataclasses.fields(peft_config)}
-    if missing := [name for name in ("r", "lora_alpha") if name not in values]:
+    if missing := [name for name in ("r", "lora_alpha") if values.get(name) is None]:
         raise ConfigError(
             f"peft_config = {type(peft_config).__name__} has no {missing[0]}; only LoRA is trained here"
         )
@@ -209,7 +218,17 @@ def lora_table(peft_config: Any) -> dict[str, Any]:
         if key in table:
             table[key] = _modules(key, table[key])
     publish = {"publish": "merged"} if table.get("modules_to_save") else {}
-    return {"enabled": True, **table, "alpha": float(table["alpha"]), **publish}
+    return {"enabled": True, **table, **publish}
+
+
+def unnamed_modules(lora: Mapping[str, Any]) -> list[str]:
+    """What a script is told where it leaves to peft which modules its adapter is of."""
+    if "target_modules" in lora:
+        return []
+    return [
+        "peft_config: target_modules = None is every linear module but the head here, and of peft those that "
+        "it knows for the model's type, such as q_proj and v_proj; name them, as vf.lora_defaults does"
+    ]
 
 
 def _modules(key: str, value: Any) -> list[str]:
@@ -218,4 +237,6 @@ def _modules(key: str, value: Any) -> list[str]:
         return []
     if isinstance(value, str):
         raise ConfigError(f"peft_config: {key} = {value!r} is a pattern; list the names of modules")
+    if not isinstance(value, Collection) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(f"peft_config: {key} = {value!r} is refused: list the names of modules")
     return sorted(value)

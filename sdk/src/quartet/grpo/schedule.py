@@ -27,7 +27,7 @@ class Steps:
     def __init__(self, draft: Draft, per_batch: int) -> None:
         """Reads max_steps. Raises ConfigError."""
         self._draft, self._per_batch = draft, per_batch
-        if not isinstance(draft.args.max_steps, int) or draft.args.max_steps <= 0:
+        if draft.args.max_steps <= 0:
             raise ConfigError(
                 f"args.max_steps = {draft.args.max_steps!r} is refused: a run is as many optimizer steps as "
                 "this says, whatever an epoch of the environment is; set it above 0"
@@ -83,12 +83,18 @@ def schedule(draft: Draft, steps: Steps) -> None:
 
 def _warmup(draft: Draft, steps: Steps, kind: str) -> None:
     args = draft.args
-    asked = args.warmup_steps if args.warmup_steps else args.warmup_ratio
-    warmup = math.ceil(steps.optimizer * asked) if 0 < asked < 1 else math.ceil(asked)
+    if not 0 <= args.warmup_ratio <= 1:
+        raise ConfigError(
+            f"args.warmup_ratio = {args.warmup_ratio!r} is refused: should be a share of max_steps, 0 to 1"
+        )
+    name = "warmup_steps" if args.warmup_steps else "warmup_ratio"
+    asked = getattr(args, name)
+    is_share = name == "warmup_ratio" or 0 < asked < 1
+    warmup = math.ceil(steps.optimizer * asked) if is_share else math.ceil(asked)
     if kind == "constant":
         if warmup:
             draft.notes.append(
-                f"args.warmup_steps = {warmup} is without effect, as there: lr_scheduler_type = 'constant' "
+                f"args.{name} = {asked} is without effect, as there: lr_scheduler_type = 'constant' "
                 "has no warm-up; write 'constant_with_warmup'"
             )
         warmup = 0

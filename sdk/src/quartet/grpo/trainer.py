@@ -120,6 +120,8 @@ class GRPOTrainer:
                 f"env = {self.env!r} is refused: environments run in the environment host; give "
                 'vf.load_environment("..."), or a list of these'
             )
+        if not environments:
+            raise ConfigError('env = []: a run needs an environment; give vf.load_environment("...")')
         return translate(
             self.args,
             self.model,

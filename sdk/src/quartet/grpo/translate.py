@@ -17,7 +17,7 @@ from typing import Any
 from quartet.config.model import ConfigError
 from quartet.grpo.arguments import GRPO_DEFAULTS, GRPOConfig
 from quartet.grpo.draft import Draft, Table, checked
-from quartet.grpo.handles import Environment, Model, lora_table
+from quartet.grpo.handles import Environment, Model, lora_table, unnamed_modules
 from quartet.grpo.schedule import Steps, optimizer_keys, schedule
 from quartet.grpo.untranslated import REFUSED, WITHOUT_EFFECT
 from quartet.run.config import RunConfig
@@ -83,6 +83,7 @@ def translate(
     _algorithm(draft, length, adapted=peft_config is not None)
     if peft_config is not None:
         draft.table["lora"] = lora_table(peft_config)
+        draft.notes += unnamed_modules(draft.table["lora"])
     _evaluation(draft, steps)
     _states(draft, steps)
     _services(draft, model, environments)
@@ -302,9 +303,14 @@ def _services(draft: Draft, model: Model, environments: Sequence[Environment]) -
         draft.put("trainer.device", "cpu", "use_cpu")
     if not (model.use_liger or args.use_liger_kernel):
         draft.put("trainer.liger", "off", "use_liger_kernel")
-    named = {one.id: {"python": one.python} for one in environments if one.python is not None}
+    named: dict[str, str] = {}
+    for one in environments:
+        if one.python is not None and named.setdefault(one.id, one.python) != one.python:
+            two = f"{named[one.id]!r} and {one.python!r}"
+            raise ConfigError(f"env: {one.id!r} has one interpreter in a run, not {two}; give one of them")
     if named:
-        draft.table["envhost"] = {"environments": named}
+        table = {name: {"python": python} for name, python in named.items()}
+        draft.table["envhost"] = {"environments": table}
 
 
 def _logging(draft: Draft, steps: Steps) -> Logging:

@@ -121,7 +121,8 @@ def _release(package: str) -> str:
 def _digest(*folders: Path) -> str:
     digest = xxhash.xxh3_64()
     for folder in folders:
-        for file in sorted(folder.rglob("*.py")):
+        # No link to nowhere, as an editor locks a file with.
+        for file in sorted(file for file in folder.rglob("*.py") if file.is_file()):
             digest.update(f"{file.relative_to(folder).as_posix()}\0".encode())
             digest.update(file.read_bytes())
     return digest.hexdigest()[:DIGITS]

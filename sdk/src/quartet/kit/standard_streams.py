@@ -36,7 +36,8 @@ def hold_closed() -> None:
 
 def escape_unknown() -> None:
     """Let stdout write what its encoding lacks, as stderr does by itself."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    # The second is that of the locale C, and escapes bytes alone.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 

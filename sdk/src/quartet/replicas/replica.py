@@ -1,7 +1,8 @@
 """One replica as its client sees it: a channel, its health, and what is in flight there.
 
 1. SERVING only while its health stream says so; whoever doubts it (`doubt`) takes it out until it has
-   answered again. A server without a health service counts as serving.
+   answered again. A server without a health service counts as serving. One that as many watch as may is asked
+   every CHECK_SECONDS instead.
 2. A replica whose health is unknown is asked again for as long as it is followed, by one call at a time.
 3. `refused_until` is set by a replica that is full: until then it is asked only where no other one is there.
 
@@ -32,6 +33,8 @@ from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
 ANSWER_SECONDS: Final = 5.0
 # Between two health streams; the channel itself paces reconnecting.
 AGAIN_SECONDS: Final = 0.25
+# Who finds no place to watch is one of hundreds. A call that fails tells sooner (`doubt`).
+CHECK_SECONDS: Final = 5.0
 # Between two lines of a log about one replica that stays behind.
 NOTE_SECONDS: Final = 60.0
 
@@ -110,6 +113,7 @@ class Replica:
         make_stub: Any = health_pb2_grpc.HealthStub
         stub = make_stub(self._channel)
         while True:
+            pause_s = AGAIN_SECONDS
             try:
                 await self._read(
                     stub.Watch(health_pb2.HealthCheckRequest(service=INFERENCE), wait_for_ready=True)
@@ -122,8 +126,12 @@ class Replica:
                 if failure.reason == "NOT_IMPLEMENTED":  # gRFC A17: without a health service it is healthy
                     self._become(State.SERVING, "it has no health service")
                     return
-                self._become(State.OUT, failure.message)
-            await asyncio.sleep(random.uniform(0.5, 1.0) * AGAIN_SECONDS)
+                if failure.reason == "OVERLOADED":
+                    await self._check(stub)
+                    pause_s = CHECK_SECONDS
+                else:
+                    self._become(State.OUT, failure.message)
+            await asyncio.sleep(random.uniform(0.5, 1.0) * pause_s)
 
     async def _read(self, call: Any) -> None:
         try:
@@ -136,10 +144,22 @@ class Replica:
                 if answer is grpc.aio.EOF:
                     return
                 patience = None
-                serving = answer.status == health_pb2.HealthCheckResponse.SERVING
-                self._become(State.SERVING if serving else State.OUT, "its health says so")
+                self._hear(answer)
         finally:
             call.cancel()
+
+    async def _check(self, stub: Any) -> None:
+        """Its health as of now."""
+        try:
+            self._hear(
+                await stub.Check(health_pb2.HealthCheckRequest(service=INFERENCE), timeout=ANSWER_SECONDS)
+            )
+        except grpc.RpcError as error:
+            self._become(State.OUT, from_rpc(error).message)
+
+    def _hear(self, answer: Any) -> None:
+        serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+        self._become(State.SERVING if serving else State.OUT, "its health says so")
 
     def _become(self, state: State, why: str) -> None:
         self.why = why

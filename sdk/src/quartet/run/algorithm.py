@@ -250,6 +250,11 @@ class AlgorithmConfig(Config):
             raise ValueError("reference is not read: set kl_coef above 0, or distill to true, or remove it")
         if self.target_kl is not None and not self.kl_coef:
             raise ValueError("target_kl adapts kl_coef; set a kl_coef above 0 to begin with")
+        if self.kl_estimator != "k3" and not self.kl_coef:
+            raise ValueError(
+                f'kl_estimator = "{self.kl_estimator}" belongs to kl_coef, which is 0; set that above 0, or '
+                "remove it"
+            )
         if self.advantage == "zero" and not self.distill and not self.kl_coef and not self.entropy_coef:
             raise ValueError(
                 'advantage = "zero" leaves nothing to learn from; set distill, or another advantage'

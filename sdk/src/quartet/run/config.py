@@ -32,6 +32,7 @@ from quartet.run.learning import (
 )
 from quartet.run.lora import LoraConfig
 from quartet.run.other_names import AS_TABLES, REMEDIES
+from quartet.run.presets import outdone_by
 from quartet.run.sampling import SamplingConfig
 from quartet.run.service_tables import ServiceTable
 from quartet.run.slurm import SlurmConfig
@@ -129,7 +130,9 @@ class RunConfig(Config):
 
     @classmethod
     def outdone(cls, key: str, value: Any) -> tuple[str, ...]:
-        """Without examples there are no evaluations."""
+        """Without examples there are no evaluations, and a preset is what it says."""
+        if key == "algorithm.preset":
+            return tuple(f"algorithm.{one}" for one in outdone_by(value))
         return ("eval.interval", "eval.env") if key == "eval.num_examples" and value == 0 else ()
 
     @property

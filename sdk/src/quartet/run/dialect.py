@@ -10,11 +10,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
 from quartet.config import ConfigError
 
 Tables = dict[str, Any]
+#: Of [algorithm], what belongs to a loss, and what a preset says, too.
+OF_A_LOSS: Final = (
+    *("loss", "clip_low", "clip_high", "delta", "proximal", "correction", "custom", "custom_args"),
+)
+OF_A_PRESET: Final = (*OF_A_LOSS, "advantage", "aggregation", "zero_advantage_filtering")
 Engine = Literal["embedded", "vllm"]
 
 
@@ -90,10 +95,21 @@ def _in_a_line(key: str) -> str:
     return key if key.isprintable() else json.dumps(key)[1:-1]
 
 
+def give_way(algorithm: Tables, said: Any) -> None:
+    """A loss or a preset that is said in Quartet's own words, as [algorithm], is that alone: without keys of
+    the one that it replaces."""
+    if not isinstance(said, Mapping):
+        return
+    preset, loss = said.get("preset"), said.get("loss")
+    for key in OF_A_PRESET if preset is not None else OF_A_LOSS if loss is not None else ():
+        algorithm.pop(key, None)
+
+
 def lay_over(into: Tables, table: Mapping[str, Any]) -> None:
-    """Tables key by key, all else whole."""
+    """Tables key by key, all else whole; `a-b` is laid over `a_b`."""
     for key, value in table.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
-            lay_over(into[key], value)
+        name = next((one for one in into if one.replace("-", "_") == key.replace("-", "_")), key)
+        if isinstance(value, Mapping) and isinstance(into.get(name), dict):
+            lay_over(into[name], value)
         else:
-            into[key] = value
+            into[name] = value

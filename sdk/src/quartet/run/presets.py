@@ -74,3 +74,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 #: Of a preset, what belongs to its loss.
 OF_THE_LOSS = ("clip_low", "clip_high", "ratio_level")
+#: Beside these, what a file may say that belongs to the loss or the advantage before.
+_OF_ANOTHER = ("epsilon", "epsilon_high", "delta", "custom", "custom_args", "custom_advantage")
+
+
+def outdone_by(preset: Any) -> tuple[str, ...]:
+    """Keys of the [algorithm] of files that give way to an option which names this preset."""
+    said = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
+    return tuple(dict.fromkeys((*said, *OF_THE_LOSS, *_OF_ANOTHER))) if said else ()

@@ -13,6 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev, stdev
 
+#: A rubric's weighted sum may be less than it is on paper: 0.7 + 0.2 + 0.1 is 0.9999999999999999.
+ROUNDING = 1e-9
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -44,6 +47,11 @@ def pass_all(n: int, c: int, k: int) -> float:
     return math.comb(c, k) / math.comb(n, k)
 
 
+def reaches(reward: float, bound: float) -> bool:
+    """Whether it is so much or more, but for rounding."""
+    return reward >= bound - ROUNDING
+
+
 def powers_of_two(limit: int) -> list[int]:
     """1, 2, 4, ... up to the limit."""
     return [1 << bit for bit in range(limit.bit_length()) if 1 << bit <= limit]
@@ -65,7 +73,7 @@ def summarise(
     lists = [[one] for one in groups.values()] if compared is None else compared.values()
     comparable = [each for each in lists if any(len(one) > 1 for one in each)]
     alike = [all(min(one) == max(one) for one in each) for each in comparable]
-    counts = [(len(one), sum(reward >= threshold for reward in one)) for one in groups.values()]
+    counts = [(len(one), sum(reaches(reward, threshold) for reward in one)) for one in groups.values()]
     ks = [k for k in powers_of_two(rollouts_per_example) if any(n >= k for n, _ in counts)]
     return Summary(
         results=len(rewards),

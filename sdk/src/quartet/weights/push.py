@@ -5,7 +5,8 @@
 2. What is committed has every tensor of its manifest with its digest; until then nobody can see it.
 3. Bounded: MAX_STAGED_BYTES and MAX_PUSHES at once, IDLE_SECONDS between two frames, and on both sides the
    time that the bytes of an upload justify: one that trickles holds no place for ever.
-4. Repeating a committed version succeeds, without its bytes being read.
+4. Repeating a committed version succeeds, without its bytes being read. Where it is the newest of its run, it
+   is what came last.
 5. The server sends GO_AHEAD as initial metadata once it wants the payload, and `push_version` waits for it: a
    refusal comes before the bytes, and not while they are written, when grpc.aio loses it (grpc/grpc#36066).
 6. Bytes are hashed and copied in threads, at both ends: neither event loop waits for them.
@@ -35,6 +36,7 @@ from quartet.weights.manifest import build_manifest, check_manifest, mismatch, o
 from quartet.weights.payload import CHUNK_BYTES, Payload, decode_payload, full_payload
 from quartet.weights.store import WeightStore, check_same
 from quartet.weights.tensor import Tensor
+from quartet.weights.versions import Version
 
 #: What all uploads together may occupy before they are committed: a model of some 30B parameters.
 MAX_STAGED_BYTES = 64 << 30
@@ -88,7 +90,10 @@ class Pushes:
         check_manifest(manifest)
         self._fits(manifest)
         base = self._base(manifest)
-        if self._committed(manifest):
+        held = self._committed(manifest)
+        if held is not None:
+            if held is self._store.latest(manifest.run_id):
+                self._store.commit(Fetched(held.manifest, dict(held.tensors)))
             return pb.PushResponse(version=manifest.version)
         self._check_newer(manifest)
         with self._staging(manifest) as buffer:
@@ -119,14 +124,14 @@ class Pushes:
             )
         return base
 
-    def _committed(self, manifest: pb.WeightManifest) -> bool:
-        """Whether these very weights are held. Errors: SEQUENCE_CONFLICT where others are."""
+    def _committed(self, manifest: pb.WeightManifest) -> Version | None:
+        """These very weights, where they are held. Errors: SEQUENCE_CONFLICT where others are."""
         try:
             held = self._store.get(manifest.run_id, manifest.version)
         except QuartetError:
-            return False
+            return None
         check_same(held.manifest, manifest)
-        return True
+        return held
 
     def _check_newer(self, manifest: pb.WeightManifest) -> None:
         """Whoever follows a run goes on to larger numbers: what comes below them would never be served."""

@@ -3,7 +3,7 @@
 1. Bounded: of each run the `keep` versions published last; never more than MAX_RUNS runs; deltas as
    quartet.weights.deltas says, none whose base was published more than ANCHOR_EVERY versions ago, and none
    that only leads on by a road as long as a full payload. Where `unopened_runs` is given, of runs that nobody
-   opened the one longest without a version makes room.
+   opened the one longest without a version makes room, and one that gets a version counts as opened then.
 2. A version is immutable: publishing it again with equal weights changes nothing, with others is refused.
    A relay (`hold`) follows its publisher instead: where that one went back, what came after is forgotten.
 3. A reader that took a version from `get` keeps it alive; eviction only stops it from being found.
@@ -80,7 +80,7 @@ class WeightStore:
         self._deltas = Deltas(delta_bytes)
         # Held while a delta is made: encoding two at once would only take turns, and need the memory of both.
         self._making = threading.Lock()
-        # In the order of their creation or opening.
+        # In the order of their creation or opening; where some come unopened, these by their last version.
         self._runs: dict[str, Run] = {}
         self._generations = count(1)
         self._takes = count(1)
@@ -207,8 +207,7 @@ class WeightStore:
         full = Road(target.manifest, target.payload)
         if base is None:
             return full
-        from_base = self._held_base(target, base)
-        if from_base is not None:
+        if (from_base := self._held_base(target, base)) is not None:
             delta = self._delta(from_base, target)
             return Road(delta.manifest, delta.payload) if delta.payload.size < target.payload.size else full
         if version is None:
@@ -279,6 +278,8 @@ class WeightStore:
     def _take(self, run: Run, version: Version, made: Fetched) -> Version:
         run.take(version, self._keep, [int(delta.manifest.version) for delta in made.deltas[:-1]])
         run.taken = next(self._takes)
+        if self._unopened_runs is not None and not run.opened:
+            self._runs[version.run_id] = self._runs.pop(version.run_id)  # it came last
         for delta in made.deltas:
             self._keep_delta(run, delta)
         self._deltas.forget(lambda key: key.generation == run.generation and key.base not in run.history)
@@ -324,8 +325,7 @@ class WeightStore:
             return delta
 
     def _keep_delta(self, run: Run, delta: Delta) -> Delta:
-        key = DeltaKey(run.generation, delta.base[0], int(delta.manifest.version))
-        return self._deltas.add(key, delta)
+        return self._deltas.add(DeltaKey(run.generation, delta.base[0], int(delta.manifest.version)), delta)
 
     def _forget_deltas(self, run: Run) -> None:
         self._deltas.forget(lambda key: key.generation == run.generation)

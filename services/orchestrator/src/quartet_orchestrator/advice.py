@@ -4,7 +4,8 @@
    for: that training is not stable (stability.py), and that all rollouts of a run were cut so far.
 2. It is told when it begins, and again only after it was away for WINDOW steps.
 3. A piece of advice names what was seen, and the keys to change with their present values.
-4. What only follows from another symptom is held back: too hard, or all alike, where nearly every rollout is
+4. Nothing is too hard or too easy where rewards are not learned from, nor alike where they are not compared.
+5. What only follows from another symptom is held back: too hard, or all alike, where nearly every rollout is
    cut; these, and the cutting, where a reward that was there went with the stability of the training.
 
 docs/advice.md has the whole table. Pure.
@@ -60,8 +61,17 @@ def _symptoms(config: RunConfig) -> Iterator[Symptom]:
     for of_rollouts in (_cut, _breaks, _thrown_away):
         yield partial(of_rollouts, config)
     for env in config.env:
-        for of_environment in (_too_hard, _too_easy, _alike):
+        for of_environment in _of_rewards(config):
             yield partial(of_environment, config, env.label)
+
+
+def _of_rewards(config: RunConfig) -> Iterator[Callable[[RunConfig, str, Steps], str | None]]:
+    """What is judged by rewards, as far as the run learns from these."""
+    if config.algorithm.advantage == "zero":
+        return
+    yield from (_too_hard, _too_easy)
+    if config.algorithm.compares and config.rollouts_per_example > 1:
+        yield _alike
 
 
 def _too_hard(config: RunConfig, env: str, steps: Steps) -> str | None:

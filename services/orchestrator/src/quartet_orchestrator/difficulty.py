@@ -2,7 +2,7 @@
 
 1. What says that a group is too easy or too hard is the mean of its rollouts' rewards. What says that its
    rewards differ too little is what is compared with each other in it (parts.py): the role that differs most
-   counts.
+   counts. Where each is alone in its role nothing is compared, and nothing differs too little.
 2. The verdict does not depend on the order in which rollouts ended, so it is the same after a restart.
 
 Pure.
@@ -41,7 +41,7 @@ def verdict(
             return TOO_EASY
         if bounds.min_reward is not None and mean < bounds.min_reward:
             return TOO_HARD
-    if not needs_spread:
+    if not needs_spread or all(len(one) == 1 for one in compared):
         return None
     if not have_spread(compared):
         return NO_SPREAD

@@ -29,7 +29,7 @@ from quartet.v1.journal_pb2 import BatchClosed
 
 from quartet_orchestrator.batches import credited, normalizer
 from quartet_orchestrator.book import Book
-from quartet_orchestrator.outage import AWAY, NOTE_AFTER_S, RunInterrupted
+from quartet_orchestrator.outage import AWAY, LOCKED_OUT, NOTE_AFTER_S, RunInterrupted
 from quartet_orchestrator.parts import Own
 from quartet_orchestrator.state import Group
 from quartet_orchestrator.steps import Trained, of_acks
@@ -38,6 +38,8 @@ from quartet_orchestrator.steps import Trained, of_acks
 LOOK_S = 0.25
 # More groups than any run has in a batch: a client that grants more means "all", or counts wrongly.
 MAX_CREDITS = 1 << 20
+# Of a replica that is asked what it serves: what a look later may be over. A fault may pass, too.
+PASSING = AWAY | {LOCKED_OUT, "INTERNAL"}
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ class ForeignTraining:
                 try:
                     return await self._serving(version)
                 except QuartetError as error:
-                    if error.reason not in AWAY:
+                    if error.reason not in PASSING:
                         raise
                     self._unserved = f"waits until its trainer has pushed version {version}: {error.message}"
                     if not noted and time.monotonic() - since > NOTE_AFTER_S:

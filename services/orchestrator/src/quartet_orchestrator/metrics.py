@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
-from quartet.run.statistics import mean, means_by_name
+from quartet.run.statistics import mean, means_by_name, reaches
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.rollout_pb2 import Rollout
 
@@ -176,7 +176,7 @@ def _environment(prefix: str, scored: Sequence[Scored], share: float, lost: Loss
         values |= {
             "reward": fmean([s.rollout.reward for s in scored]),
             "mean_length": fmean([s.rollout.usage.completion_tokens for s in scored]),
-            "solved_all": fmean([float(min(rewards) >= SOLVED) for rewards in every]),
+            "solved_all": fmean([float(reaches(min(rewards), SOLVED)) for rewards in every]),
             "solved_none": fmean([float(max(rewards) <= 0) for rewards in every]),
             "no_spread": fmean([float(not differs) for differs in spread]),
         }

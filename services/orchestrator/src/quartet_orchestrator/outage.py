@@ -1,8 +1,8 @@
 """Outages: a service that is away is waited for, and somebody is told.
 
-1. Errors that mean "not now" (AWAY) are tried again with jittered backoff for as long as the service is
-   away, but at most for `patience_s`: then `RunInterrupted`. An outage begins with a failure and ends with
-   the next sign of life (4).
+1. Errors that mean "not now" (AWAY, LOCKED_OUT) are tried again with jittered backoff for as long as the
+   service is away, but at most for `patience_s`: then `RunInterrupted`. An outage begins with a failure and
+   ends with the next sign of life (4).
 2. A fault of the service (INTERNAL) may be a passing one and is tried again, too, MAX_FAULTS times in a row.
    A service of another release (NOT_IMPLEMENTED) is `RunInterrupted` at once: nothing is lost, and whoever
    upgrades it goes on. Everything else is the caller's.
@@ -28,6 +28,8 @@ from quartet_orchestrator.trouble import Note, Trouble
 T = TypeVar("T")
 
 AWAY = frozenset({"NOT_READY", "OVERLOADED", "DEADLINE", "ENVIRONMENT_UNAVAILABLE"})
+# A token that is replaced changes here and there, and each side reads its file again at its own time.
+LOCKED_OUT = "UNAUTHENTICATED"
 OTHER_RELEASE = "NOT_IMPLEMENTED"
 MAX_FAULTS = 4
 # What passes (memory that another run needed, a full disk) does not pass at once.
@@ -126,11 +128,11 @@ class Outage:
             try:
                 result = await attempt()
             except QuartetError as error:
-                if error.reason in AWAY:
+                if error.reason in AWAY or error.reason == LOCKED_OUT:
                     self.failed(error.message)
                     # An overloaded service says when it wants to be asked again.
                     await asyncio.sleep(max(backoff_s(tries), (error.retry_after_ms or 0) / 1000))
-                    tries += 1
+                    tries, faults = tries + 1, 0
                     continue
                 self.answered()
                 if error.reason == OTHER_RELEASE:

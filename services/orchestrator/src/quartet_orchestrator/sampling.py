@@ -8,9 +8,9 @@
    that the next step waits for go first (permits.py).
 4. A group whose rewards compare its members is asked for whole, always, and what ended well is told of once
    all of it has ended: rewards of two attempts compare with different others.
-5. What comes back is checked before anybody sees it: a reward that is no number, a success without a sampled
-   token, with one that no version is told of, or that another version sampled than the request pins, is a
-   failure. A failure never has a reward.
+5. What comes back is checked before anybody sees it: a reward that is no number, or one beyond MAX_REWARD, a
+   success without a sampled token, with one that no version is told of, or that another version sampled than
+   the request pins, is a failure. A failure never has a reward.
 6. A rollout that a teacher has judged fits into a message of its own with all that is told beside it
    (ROLLOUT_BYTES), as one from a host does: else without its conversation, or with fewer experts of its
    samples, else it is a failure.
@@ -21,7 +21,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
@@ -48,9 +47,17 @@ MEMBER_ATTEMPTS = 3
 # What a host sends at most, too. The rest of a message is for what is told beside a rollout: its group, its
 # environment, its advantages.
 ROLLOUT_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
+# Advantages travel as float32, and may be twice as large.
+MAX_REWARD = 1e38
 # What the policy says of itself when it cannot answer anybody, whatever the rollout is.
 MODEL_AWAY = frozenset(
-    {cpb.ERROR_REASON_NOT_READY, cpb.ERROR_REASON_OVERLOADED, cpb.ERROR_REASON_RUN_NOT_SERVED}
+    {
+        cpb.ERROR_REASON_NOT_READY,
+        cpb.ERROR_REASON_OVERLOADED,
+        cpb.ERROR_REASON_RUN_NOT_SERVED,
+        # Of its host, whose token is not the model's now (outage.py).
+        cpb.ERROR_REASON_UNAUTHENTICATED,
+    }
 )
 
 Failures = dict[int, rpb.RolloutFailure]
@@ -221,8 +228,9 @@ def checked(rollout: rpb.Rollout, exact_version: int | None = None) -> None:
             sample.ClearField("experts")
     versions = {span.policy_version for sample in rollout.samples for span in sample.spans}
     rewards = [rollout.reward, *(part.reward for part in rollout.parts)]
-    if not all(map(math.isfinite, rewards)):
-        _fail(rollout, rpb.FAILURE_KIND_SCORER, f"the reward is {', '.join(map(str, rewards))}")
+    if not all(abs(reward) <= MAX_REWARD for reward in rewards):
+        told = f"the reward is {', '.join(map(str, rewards))}; let it be within {MAX_REWARD:g} of 0"
+        _fail(rollout, rpb.FAILURE_KIND_SCORER, told)
     elif sum(part.samples for part in parts_of(rollout)) != len(rollout.samples):
         _fail(rollout, rpb.FAILURE_KIND_HOST, "its parts are of more or fewer samples than it has")
     elif covered_tokens([rollout]) == 0:

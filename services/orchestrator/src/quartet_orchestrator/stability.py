@@ -177,9 +177,19 @@ def _fall(measured: Sequence[_Measured]) -> tuple[_Measured, _Measured] | None:
     now = measured[-1]
     best = max(measured[:-1], key=lambda one: one[1][REWARD])
     before, after = best[1][REWARD], now[1][REWARD]
-    error = math.sqrt(sum(one["eval/reward_std"] ** 2 / one["eval/rollouts"] for _, one in (best, now)))
-    fell = 0 < before * TWO_THIRDS > after and before - after > EVAL_MARGIN * error
+    fell = 0 < before * TWO_THIRDS > after and before - after > EVAL_MARGIN * _error(best[1], now[1])
     return (best, now) if fell else None
+
+
+def _error(one: Mapping[str, float], other: Mapping[str, float]) -> float:
+    """Of the difference of two means, as far as nothing has changed: the spread is that of all results
+    together. Of a few that are all alike it would be 0 in each."""
+    counts = [each["eval/rollouts"] for each in (one, other)]
+    means = [each[REWARD] for each in (one, other)]
+    middle = sum(n * mean for n, mean in zip(counts, means, strict=True)) / sum(counts)
+    squares = [each["eval/reward_std"] ** 2 + (each[REWARD] - middle) ** 2 for each in (one, other)]
+    variance = sum(n * square for n, square in zip(counts, squares, strict=True)) / sum(counts)
+    return math.sqrt(variance * sum(1 / n for n in counts))
 
 
 def _calmer(config: RunConfig) -> str:

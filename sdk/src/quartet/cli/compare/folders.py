@@ -115,7 +115,7 @@ def _settings(folder: Path, record: Row) -> dict[str, Any] | None:
     """Those of the run and its services, with their defaults as far as this release knows the keys."""
     file = folder / job.RUN_FILE
     try:
-        toml = file.read_text() if file.is_file() else record.get("config_toml")
+        toml = file.read_text(encoding="utf-8") if file.is_file() else record.get("config_toml")
         if toml is None:
             return None
         told = _parsed(toml)

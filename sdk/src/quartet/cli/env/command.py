@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -43,7 +44,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     match options.env_command:
         case "init":
             folder = write_package(options.name, options.path, options.kind)
-            print(f"{folder} is written; next: quartet env install {folder}")
+            print(f"{folder} is written; next: quartet env install {shlex.quote(str(folder))}")
         case "install":
             name, python = install(options.package, options.generation, options.into)
             looked_at = python in (one.absolute() for one in candidates(name))

@@ -47,10 +47,12 @@ if spec is None:
 files = [pathlib.Path(spec.origin)]
 if spec.submodule_search_locations:
     files = [file for root in spec.submodule_search_locations for file in pathlib.Path(root).rglob("*.py")]
+# An editor's lock is a link to nowhere; of other encodings than Python's own this much is read all the same.
+sources = (file.read_text("utf-8", "replace") for file in files if file.is_file())
 needs = importlib.metadata.requires(sys.argv[2]) or ()
 asked = [need for need in needs if re.match(r"verifiers\\b(?!-)", need)]
 v1 = any(re.search(r"[>=~]=\\s*0\\.([4-9]|[1-9][0-9])", need) for need in asked)
-v1 = v1 or any(re.search(r"verifiers\\.v1|from verifiers import v1", file.read_text()) for file in files)
+v1 = v1 or any(re.search(r"verifiers\\.v1|from verifiers import v1", source) for source in sources)
 print("v1" if v1 else "classic")
 """
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import shutil
+import shlex
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from quartet.cli.held import remove
 from quartet.cli.job import model_path
 from quartet.cli.outputs import take_model
 from quartet.cli.overwritten import LOGS
@@ -149,10 +150,11 @@ def _in_folder(config: SftConfig, sets: Sets, output: Path, *, resume: bool, pla
             return reporter.finish(ending_of(config, steps))
     except Refused:
         if not resume:
-            shutil.rmtree(output)  # nothing was run: the next attempt finds no used folder
+            remove(output)  # nothing was run: the next attempt finds no used folder
         raise
     except (KeyboardInterrupt, OSError, QuartetError, ServiceFailed):
-        print(f"what was done is kept; go on with --resume --output-dir {output}", file=sys.stderr)
+        go_on = f"--resume --output-dir {shlex.quote(str(output))}"
+        print(f"what was done is kept; go on with {go_on}", file=sys.stderr)
         raise
 
 

@@ -38,12 +38,13 @@ class Passages:
             self._front.append(token)
 
     def samples(self, passage: Passage, max_tokens: int) -> list[Sample]:
-        """Of a completion one, which may be longer than that; of a text as many as it takes, none where so
+        """Of a completion one, which may be longer than that; of a text as many as it takes; none where so
         few tokens leave nothing to predict. Raises ValueError."""
         if passage.form is Form.TEXT:
             ids = [*self._front, *self._ids(self._ended(passage.text))]
             return [_sample(piece, 1) for piece in _pieces(ids, max_tokens)]
-        return [self._completion(passage)]
+        sample = self._completion(passage)
+        return [sample] if sample.spans[0].length else []
 
     def _completion(self, passage: Passage) -> Sample:
         completion = self._ended(passage.text)

@@ -86,7 +86,7 @@ def is_complete(folder: Path) -> bool:
 
 def run(options: argparse.Namespace) -> int:
     """The command. Returns the exit code."""
-    out: Path = options.out.absolute()
+    out: Path = options.out.resolve()  # a link cannot be replaced as a folder is
     if not 0 <= options.seed < 2**32:
         raise ConfigError(f"--seed {options.seed} is refused: use 0 to {2**32 - 1}")
     if is_complete(out) and not options.force:

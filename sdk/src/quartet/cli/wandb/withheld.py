@@ -1,7 +1,8 @@
 """What of a run's configuration is not told to Weights & Biases: keys and passwords, such as of a judge.
 
-1. A text is withheld where the name before it ends in one of SECRET, at any depth, also within a list. The
-   name of a variable that holds a key (`api_key_var`) is none, and a number (`max_tokens`) is none.
+1. A text is withheld where the name before it ends in one of SECRET, at any depth, also within a list or a
+   table of that name. The name of a variable that holds a key (`api_key_var`) is none, and a number
+   (`max_tokens`) is none.
 2. Everything else is told as it is.
 """
 
@@ -11,7 +12,10 @@ import re
 from typing import Any, Final
 
 SECRET: Final = re.compile(
-    r"api[_-]?key|(?:access|private|secret)[_-]?key|(?:^|[_-])(?:token|passw(?:or)?d|secret)", re.IGNORECASE
+    r"(?:api|access|private|secret)[_-]?keys?"
+    # A word of its own: `hf_token`, `authToken`.
+    r"|(?:^|[_-]|(?-i:(?<=[a-z])(?=[A-Z])))(?:token|passw(?:or)?ds?|secrets?|authorization)",
+    re.IGNORECASE,
 )
 WITHHELD: Final = "(withheld)"
 
@@ -20,7 +24,7 @@ def withheld(settings: Any, name: str = "") -> Any:
     """The settings without them."""
     match settings:
         case dict():
-            return {key: withheld(value, key) for key, value in settings.items()}
+            return {key: withheld(one, name if _is_secret(name) else key) for key, one in settings.items()}
         case list():
             return [withheld(value, name) for value in settings]
         case str() if settings and _is_secret(name):

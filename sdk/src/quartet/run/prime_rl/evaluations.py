@@ -14,8 +14,9 @@ from quartet.run.prime_rl.given import Given, Said, one_of_all
 ALL_EXAMPLES: Final = 1_000_000
 
 
-def evaluations(given: Given, run: RunDraft) -> None:
-    """The table [eval] of a run. Raises ConfigError."""
+def evaluations(given: Given, run: RunDraft, own_steps: Any = None) -> None:
+    """The table [eval] of a run. `own_steps`: how long it is in Quartet's own words, which win. Raises
+    ConfigError."""
     if given.peek("orchestrator.eval") is None:
         given.take("orchestrator.eval")  # it may be "None"
         run.put("eval.num_examples", 0, "prime-rl's default of orchestrator.eval")
@@ -31,7 +32,7 @@ def evaluations(given: Given, run: RunDraft) -> None:
     base = given.take("orchestrator.eval.eval_base_model", default=True)
     run.put("eval.before", base.flag() and not skips.flag(), (skips if skips.value else base).source)
     # There a step is evaluated where the interval divides it; the last one is `after` here.
-    steps = run.tables.get("max_steps")
+    steps = run.tables.get("max_steps") if own_steps is None else own_steps
     run.put("eval.after", isinstance(steps, int) and steps % every.value == 0, every.source)
     examples = given.take("orchestrator.eval.num_examples", "orchestrator.eval.num_tasks", default=-1)
     run.put("eval.num_examples", _all(examples), examples.source)

@@ -16,7 +16,7 @@ Pure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from quartet.run.dialect import Engine, RunDraft, refuse, shown
@@ -127,8 +127,8 @@ def _are_several(given: Given) -> bool:
 
 def _on_one(given: Given, engines: _Engines) -> tuple[Said, Said]:
     """The devices of the trainer, and of inference. Raises ConfigError."""
-    train = given.take(*_TRAIN_GPUS, default=1)
-    serve = given.take(*_INFER_GPUS)
+    train = _which(given.take(*_TRAIN_GPUS, default=1))
+    serve = _which(given.take(*_INFER_GPUS))
     tp, dp = engines.tp, engines.dp
     if serve.value is None:
         serve = Said(engines.devices, (dp if dp.is_given else tp).source, dp.is_given or tp.is_given)
@@ -136,6 +136,13 @@ def _on_one(given: Given, engines: _Engines) -> tuple[Said, Said]:
     if dp.is_given and number != engines.devices:
         refuse(dp.source, dp.value, f"{serve.source} has {number} devices, not tp times dp; leave dp out")
     return train, serve
+
+
+def _which(said: Said) -> Said:
+    """Devices by their numbers are a list, of which an option of prime-rl's may name the only one."""
+    if said.source in DEVICES and type(said.value) is int:
+        return replace(said, value=[said.value])
+    return said
 
 
 def _inference_apart(given: Given, run: RunDraft, engines: _Engines, nodes: Said) -> None:
@@ -146,7 +153,7 @@ def _inference_apart(given: Given, run: RunDraft, engines: _Engines, nodes: Said
     gpus = given.take("inference.deployment.gpus_per_node", *GPUS_PER_NODE, default=USUAL_GPUS)
     _check(run, engines, gpus, nodes.count(), nodes.count())
     run.put("inference.nodes", nodes.count(), nodes.source)
-    _give(run, engines.chosen, given.take(*_TRAIN_GPUS, default=1), gpus)
+    _give(run, engines.chosen, _which(given.take(*_TRAIN_GPUS, default=1)), gpus)
 
 
 def _on_several(given: Given, run: RunDraft, engines: _Engines) -> None:

@@ -117,7 +117,7 @@ def reports(given: Given, run: RunDraft) -> None:
         if said.value is not None:
             run.put(f"wandb.{key}", said.value, said.source)
     offline = given.nearest(*(f"{place}.offline" for place in places), default=False)
-    if offline.value and shows:
+    if offline.flag() and shows:
         run.put("wandb.mode", "offline", offline.source)
     for key, why in _OF_WANDB.items():
         said = given.nearest(*(f"{place}.{key}" for place in places))

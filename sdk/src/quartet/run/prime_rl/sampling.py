@@ -31,6 +31,9 @@ TEMPERATURE: Final = 1.0
 SAYS_NOTHING: Final = {"min_tokens": (0, None), "n": (1, None)}
 OF_THE_SERVER: Final = ("return_token_ids", "program_id", "auto_program_id")
 _NOTHING: Final = (None, "")
+#: Two names of one key.
+_LENGTHS: Final = ("max_completion_tokens", "max_tokens")
+_TEMPLATE: Final = "chat_template_kwargs"
 
 
 def trained(given: Given, run: RunDraft, environments: Sequence[Environment]) -> None:
@@ -41,12 +44,14 @@ def trained(given: Given, run: RunDraft, environments: Sequence[Environment]) ->
         **read(shared, environments, run),
     }.items():
         if value is not None:
-            run.put(f"sampling.{key}", value, source)
+            path = "inference.chat.template_settings" if key == _TEMPLATE else f"sampling.{key}"
+            run.put(path, value, source)
 
 
 def measured(shared: Said, environments: Sequence[Environment], run: RunDraft) -> None:
     """[orchestrator.eval.sampling]. Raises ConfigError for what training does otherwise."""
-    same = run.tables.get("sampling", {})
+    chats = run.tables.get("inference", {}).get("chat", {}).get("template_settings")
+    same = {**run.tables.get("sampling", {}), **({_TEMPLATE: chats} if chats else {})}
     said = read(shared, environments, run)
     unsaid = {
         key: value
@@ -60,7 +65,9 @@ def measured(shared: Said, environments: Sequence[Environment], run: RunDraft) -
     for key, (value, source) in said.items():
         if key == "temperature" and value is not None:
             run.put("eval.temperature", value, source)
-        elif value is not None and value != same.get(key):
+        elif key == _TEMPLATE and (value or {}) != same.get(key, {}):
+            refuse(source, value, "chats of evaluations are rendered as those of training; remove it")
+        elif value not in (None, {}) and value != same.get(key):
             remedy = (
                 "evaluations sample as training does, but for the temperature; remove it, or measure by "
                 "quartet evaluate, which has [sampling]"
@@ -80,17 +87,36 @@ def read(shared: Said, environments: Sequence[Environment], run: RunDraft) -> di
     """By Quartet's names, each value with its place. Raises ConfigError."""
     own = [
         Said(
-            {**shared.table(), **one.sampling.table()},
+            _over(_plain(shared), _plain(one.sampling)),
             (one.sampling if one.sampling.value else shared).source,
             True,
         )
         for one in environments
     ]
     chosen = one_of_all("kind of sampling", own) or shared
-    table = chosen.table()
+    table = _plain(chosen)
     body = table.pop("extra_body", None)
     extra = Said({} if body is None else body, f"{chosen.source}.extra_body", True)
     return _translated(table, chosen.source, run) | _translated(extra.table(), extra.source, run)
+
+
+def _plain(said: Said) -> Tables:
+    """Its table, with one of the two names of a length. Raises ConfigError where they differ."""
+    table = said.table()
+    given = [key for key in _LENGTHS if key in table]
+    if len(given) > 1:
+        name, other = given
+        if table[name] != table[other]:
+            remedy = f"{said.source}.{name} says otherwise; keep one of the two"
+            refuse(f"{said.source}.{other}", table[other], remedy)
+        del table[other]
+    return table
+
+
+def _over(shared: Tables, own: Tables) -> Tables:
+    """An environment's own, laid over the one of all."""
+    hidden = _LENGTHS if own.keys() & set(_LENGTHS) else ()
+    return {**{key: value for key, value in shared.items() if key not in hidden}, **own}
 
 
 def _translated(table: Tables, source: str, run: RunDraft) -> dict[str, tuple[object, str]]:
@@ -100,8 +126,8 @@ def _translated(table: Tables, source: str, run: RunDraft) -> dict[str, tuple[ob
         if key in SAME:
             # -1 is vLLM's word for all of them.
             found[SAME[key]] = (0 if key == "top_k" and value == -1 else value), place
-        elif key == "chat_template_kwargs":
-            run.put("inference.chat.template_settings", value, place)
+        elif key == _TEMPLATE:
+            found[key] = value, place
         elif key == "temp_scheduler" and value is not None:
             refuse(place, value, "the temperature is one for the whole run; set temperature")
         elif key in OF_THE_SERVER:

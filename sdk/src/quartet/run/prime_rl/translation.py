@@ -16,7 +16,8 @@ from typing import Any, Final
 
 from quartet.config import ConfigError
 from quartet.config.refusals import together
-from quartet.run.dialect import Engine, RunDraft, Translation, Untranslated, refuse
+from quartet.run.dialect import Engine, RunDraft, Translation, Untranslated, give_way, refuse
+from quartet.run.presets import PRESETS
 from quartet.run.prime_rl import evaluations, machines, placement, rollouts, sampling, training
 from quartet.run.prime_rl.environments import Environment, environment
 from quartet.run.prime_rl.given import Given
@@ -32,9 +33,9 @@ _PLACED: Final = (
     *(key for key in OF_A_JOB if "." not in key),
 )
 _NOTHING: Final[Mapping[str, Any]] = {}
-#: Of [algorithm], what belongs to a loss, and what a preset says.
-_OF_THE_LOSS: Final = ("loss", "clip_low", "clip_high", "proximal", "correction", "custom", "custom_args")
-_OF_A_PRESET: Final = (*_OF_THE_LOSS, "advantage", "aggregation", "zero_advantage_filtering")
+#: Of [algorithm], what judges groups by their rewards.
+_OF_A_CHOICE: Final = ("dynamic_sampling", "max_resample")
+_OF_A_SIGNAL: Final = ("zero_advantage_filtering", *_OF_A_CHOICE)
 _ELSEWHERE: Final = "where the services are, they have their devices"
 
 
@@ -88,7 +89,7 @@ def _parts(
         (lambda: training.schedule(given, run), ("trainer.scheduler", "trainer.optim")),
         (lambda: training.adapter(given, run), ("trainer.model", "orchestrator.model")),
         (lambda: sampling.trained(given, run, found), ("orchestrator",)),
-        (lambda: evaluations.evaluations(given, run), ("orchestrator.eval",)),
+        (lambda: evaluations.evaluations(given, run, own.get("max_steps")), ("orchestrator.eval",)),
         (lambda: training.states(given, run), ("ckpt", "trainer.ckpt", "orchestrator.ckpt")),
         (lambda: placement.engine(given, run, engine), ("inference",)),
         (
@@ -117,12 +118,21 @@ def _unread(given: Given, run: RunDraft, silent: list[str], *, starts_services: 
 
 
 def _give_way(run: RunDraft, own: Mapping[str, Any]) -> None:
-    """A loss or a preset of Quartet's own is that loss alone, without keys of the one that it replaces."""
-    said = own.get("algorithm")
-    if not isinstance(said, dict) or not said.keys() & {"loss", "preset"}:
-        return
-    for key in _OF_A_PRESET if "preset" in said else _OF_THE_LOSS:
-        run.tables.get("algorithm", {}).pop(key, None)
+    """A loss or a preset of Quartet's own is that loss alone, without keys of the one that it replaces; and
+    where rewards are not compared, or a filter of Quartet's own chooses the groups, the file's does not."""
+    said, chooses = (
+        one if isinstance(one := own.get(key), dict) else {} for key in ("algorithm", "difficulty_filter")
+    )
+    algorithm, preset = run.tables.get("algorithm", {}), said.get("preset")
+    give_way(algorithm, said)
+    values = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
+    gone: tuple[str, ...] = ()
+    if {**values, **said}.get("advantage") in ("none", "zero"):
+        gone = _OF_A_SIGNAL
+    if chooses.get("enabled") is True:
+        gone = (*gone, *_OF_A_CHOICE)
+    for key in gone:
+        algorithm.pop(key, None)
 
 
 def _length(given: Given, run: RunDraft, own: Mapping[str, Any]) -> None:

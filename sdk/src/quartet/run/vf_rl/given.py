@@ -46,10 +46,12 @@ class Given:
     inference_gpus: Any
     #: Quartet's own keys in it.
     others: Tables
+    #: How long Quartet's own keys say that the run is, in it or beside it.
+    own_steps: int | None
 
     @classmethod
-    def of(cls, tables: Mapping[str, Any]) -> Given:
-        """What these tables say; they stay as they are. Raises ConfigError."""
+    def of(cls, tables: Mapping[str, Any], beside: Mapping[str, Any]) -> Given:
+        """What these tables say, which stay as they are; `beside` them Quartet's keys. Raises ConfigError."""
         others = {key: copy.deepcopy(value) for key, value in tables.items() if key != "env"}
         env = _table("env", tables.get("env", {}))
         found = {}
@@ -60,7 +62,9 @@ class Given:
             if own:
                 others[service] = own
         (args, trainer_gpus), (inference_args, inference_gpus) = found["trainer"], found["inference"]
-        return cls(env, args, trainer_gpus, inference_args, inference_gpus, others)
+        steps = {**_snake(others), **beside}.get("max_steps")
+        own_steps = steps if type(steps) is int and steps > 0 else None  # any other is refused by the run
+        return cls(env, args, trainer_gpus, inference_args, inference_gpus, others, own_steps)
 
     def value(self, key: str) -> Any:
         """What the file says, or the default."""
@@ -83,6 +87,10 @@ class Given:
             refuse(f"trainer.args.{key}", value, "should be a whole number from 1 on")
         return value
 
+    def steps(self) -> int:
+        """Of the run. Raises ConfigError."""
+        return self.own_steps or self.count("max_steps")
+
     def text(self, key: str) -> str | None:
         """Text; None for an empty one and for no value. Raises ConfigError."""
         if not isinstance(value := self.value(key), str | None):
@@ -94,14 +102,15 @@ class Given:
         value = self.value(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             refuse(f"trainer.args.{key}", value, "should be a part of max_steps, from 0 to 1")
-        return math.ceil(value * self.count("max_steps"))
+        return math.ceil(value * self.steps())
 
     def interval(self, key: str) -> int:
         """Steps; below 1 it is a part of max_steps, as transformers reads it."""
         value = self.value(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**31:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 2**31
+        if not is_number or (value > 1 and value != int(value)):
             refuse(f"trainer.args.{key}", value, "should be a number of steps, or a part of max_steps")
-        return math.ceil(value * self.count("max_steps")) if value < 1 else int(value)
+        return math.ceil(value * self.steps()) if value < 1 else int(value)
 
 
 def _table(key: str, value: Any) -> Tables:

@@ -101,6 +101,8 @@ SAME = {
     "seed": "seed",
     "save_total_limit": "ckpt.keep_last",
 }
+#: Of these, those that are called so here, too.
+SHARED = frozenset(key for key, path in SAME.items() if key == path)
 SAME_OF_LORA = {
     "lora_rank": "lora.r",
     "lora_alpha": "lora.alpha",

@@ -26,6 +26,7 @@ from quartet.run.dialect import (
     RunDraft,
     Translation,
     Untranslated,
+    give_way,
     lay_over,
     refusal,
     refuse,
@@ -48,15 +49,22 @@ from quartet.run.vf_rl.keys import (
     WITHOUT_EFFECT,
 )
 
+_NOTHING: Mapping[str, Any] = {}
+
 
 def translate(
-    tables: Mapping[str, Any], engine: Engine = "embedded", *, wandb_project: str | None = None
+    tables: Mapping[str, Any],
+    engine: Engine = "embedded",
+    *,
+    wandb_project: str | None = None,
+    own: Mapping[str, Any] = _NOTHING,
 ) -> Translation:
-    """The run. `wandb_project`: for the table [wandb]; None where a run has none.
+    """The run. `wandb_project`: for the table [wandb]; None where a run has none. `own`: what is said beside
+    the file in Quartet's own words, which will be laid over it.
 
     Raises ConfigError where a table is none, and else Untranslated.
     """
-    given = Given.of(tables)
+    given = Given.of(tables, own)
     run = _Run()
     for path, fixed in ALWAYS.items():
         run.put(path, fixed, "what vf-rl always does")
@@ -77,10 +85,19 @@ def translate(
             refused.append(error)
     told = [key for key in WITHOUT_EFFECT if key in given.args or key in TOLD_ALWAYS]
     run.unread += [shown(f"trainer.args.{key}", given.value(key), WITHOUT_EFFECT[key]) for key in told]
+    _give_way(given, run, own)
     lay_over(run.tables, given.others)
     if refused:
         raise Untranslated(together(refused), run.finished())
     return run.finished()
+
+
+def _give_way(given: Given, run: _Run, own: Mapping[str, Any]) -> None:
+    """To a loss or a preset in Quartet's own words, in the file or beside it."""
+    for said in (given.others.get("algorithm"), own.get("algorithm")):
+        give_way(run.tables["algorithm"], said)
+        if isinstance(said, dict) and "preset" in said and "mask_truncated_completions" not in given.args:
+            run.tables["algorithm"].pop("overlong_filtering", None)  # a default, and dapo has another
 
 
 class _Run(RunDraft):
@@ -105,7 +122,7 @@ def _environment(given: Given, run: _Run) -> None:
 
 
 def _sampling(given: Given, run: _Run) -> None:
-    key = "max_tokens" if given.value("max_tokens") else "max_seq_len"
+    key = "max_seq_len" if given.value("max_tokens") is None else "max_tokens"
     run.put("sampling.max_tokens", given.count(key), given.source(key))
     if (top_k := given.value("top_k")) is not None:
         # -1 is vLLM's word for all of them.
@@ -164,7 +181,7 @@ def _checkpoints(given: Given, run: _Run) -> None:
             run.put("ckpt.interval", given.interval("save_steps"), given.source("save_steps"))
         case "no":
             # The state after the last step is saved in any case.
-            run.put("ckpt.interval", given.count("max_steps"), given.source("save_strategy"))
+            run.put("ckpt.interval", given.steps(), given.source("save_strategy"))
             run.without(given, "save_steps", 'save_strategy = "no"')
         case other:
             refuse("trainer.args.save_strategy", other, 'choose "steps", with save_steps, or "no"')
@@ -183,7 +200,7 @@ def _evaluations(given: Given, run: _Run) -> None:
             run.put("eval.interval", every, given.source("eval_steps"))
             run.put("eval.before", given.flag("eval_on_start"), given.source("eval_on_start"))
             # `interval` is about the steps between; the last one is `after`.
-            run.put("eval.after", given.count("max_steps") % every == 0, source)
+            run.put("eval.after", given.steps() % every == 0, source)
         case other:
             refuse("trainer.args.eval_strategy", other, 'choose "steps", with eval_steps, or "no"')
 
